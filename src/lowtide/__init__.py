@@ -1,0 +1,22 @@
+"""Lowtide trains neural networks in the memory you have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import BudgetError, LowtideError, ReplayError, SizeError, UsageError
+
+if TYPE_CHECKING:
+    from lowtide.api import budget
+
+__version__ = "0.1.0"
+__all__ = ["BudgetError", "LowtideError", "ReplayError", "SizeError", "UsageError", "__version__", "budget"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load what needs torch only when it is asked for."""
+    if name == "budget":
+        from lowtide.api import budget
+
+        return budget
+    raise AttributeError(f"module 'lowtide' has no attribute {name!r}")

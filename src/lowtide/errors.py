@@ -1,0 +1,53 @@
+"""Everything Lowtide can complain of.
+
+    LowtideError
+    ├── UsageError            bad options or input; the command line exits with 2
+    │   ├── SizeError         a size that cannot be read
+    │   └── PlanFileError     a plan file that cannot be used
+    ├── BudgetError           the budget cannot be held; the command line exits with 1
+    ├── ReplayError           a dropped value cannot be made again bit for bit; raised instead of a wrong gradient
+    └── StructureError        a problem or a decision that breaks the rules of the game
+
+Every message says what, where, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class LowtideError(Exception):
+    """Root of all errors raised by Lowtide itself."""
+
+
+class UsageError(LowtideError):
+    """Bad options or input."""
+
+
+class SizeError(UsageError):
+    """A size that cannot be read."""
+
+
+class PlanFileError(UsageError):
+    """A plan file that cannot be used."""
+
+
+class BudgetError(LowtideError):
+    """The budget cannot be held.
+
+    Attributes:
+        budget_bytes: what was asked for.
+        bound_bytes: a proven lower bound on the peak of any plan that only recomputes and moves saved values.
+    """
+
+    def __init__(self, message: str, *, budget_bytes: int, bound_bytes: int) -> None:
+        """Keep the figures beside the message."""
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.bound_bytes = bound_bytes
+
+
+class ReplayError(LowtideError):
+    """A dropped value cannot be made again bit for bit."""
+
+
+class StructureError(LowtideError):
+    """A problem or a decision that breaks the rules of the game."""

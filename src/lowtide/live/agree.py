@@ -1,0 +1,34 @@
+"""Several ranks, one plan: the first rank's decisions are taken by every rank whose unit is the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from lowtide.pebble.greedy import State
+from lowtide.pebble.problem import Problem
+from lowtide.pebble.referee import play
+from lowtide.pebble.solve import Solution
+from lowtide.planner import Plan, decisions_of, fingerprint, plan_of
+
+
+def wanted() -> bool:
+    """Whether other ranks take part in this run."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def on_plan(problem: Problem | None, mine: Solution | None) -> State | None:
+    """The decisions that all ranks run: a collective, which every rank must call.
+
+    A rank whose unit differs, or on which they would not fit, keeps its own: None is returned there.
+    """
+    plan = plan_of(problem, mine) if problem is not None and mine is not None and mine.state is not None else None
+    shared: list[Any] = [plan if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(shared, src=0)
+    theirs: Plan | None = shared[0]
+    if theirs is None or problem is None or mine is None or theirs.fingerprint != fingerprint(problem.trace):
+        return None
+    decisions = decisions_of(problem, theirs)
+    timeline = play(problem, decisions)
+    return State(decisions, timeline) if timeline.peak_bytes <= mine.budget_bytes else None

@@ -1,0 +1,301 @@
+"""The full interception: every operator is recorded, and the budget is held on line.
+
+Used for the first steps, for steps off the plan, and wherever no plan exists. Each operator of the forward pass leaves a
+record, so that what it made can be made again; when an operator would lift memory over the budget, or fails for want of
+memory, saved values are dropped or moved, the cheapest per byte and time to next use first, and the operator tries again.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide.live.ops import OpInfo, info_of
+from lowtide.live.value import Argument, Record, Value, is_plain, map_tensors, state_bytes
+from lowtide.trace import Op, Phase, Site
+
+if TYPE_CHECKING:
+    from lowtide.live.guard import Evictor
+    from lowtide.live.ledger import Ledger
+    from lowtide.live.recorder import Recorder
+    from lowtide.live.steps import Clock
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+@final
+class FullMode(TorchDispatchMode):
+    """Sees every operator below autograd."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, clock: Clock, ledger: Ledger, evictor: Evictor) -> None:
+        """Share the runtime's parts."""
+        super().__init__()
+        self.clock = clock
+        self.ledger = ledger
+        self.evictor = evictor
+        self.recorder: Recorder | None = None
+        self.passive = False
+        self.remembers = False
+        self._order = 0
+        self._counts: dict[tuple[str, str], int] = {}
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compilers need not stand back because of this mode."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from wrapping each call: compiled regions run outside this mode anyway."""
+        return False
+
+    def begin(self, recorder: Recorder | None, *, remember: bool) -> None:
+        """Note into a recorder from now on (None: nowhere), and remember operators so that they can run again."""
+        self.recorder = recorder
+        self.remembers = remember
+        self._counts = {}
+        if recorder is not None:
+            self.ledger.on_death = recorder.gone
+        else:
+            self.ledger.on_death = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """One operator."""
+        kwargs = kwargs or {}
+        for kind in types:
+            if kind not in _PLAIN_TYPES:
+                return NotImplemented
+        if self.passive or _is_fake(args):
+            return func(*args, **kwargs)
+        self.passive = True
+        try:
+            return self._observe(func, info_of(func), args, kwargs)
+        finally:
+            self.passive = False
+
+    def _remembers(self) -> bool:
+        """Whether operators leave records: within a unit, in its forward."""
+        return self.remembers and self.clock.phase not in (Phase.BACKWARD, Phase.OPTIMIZER)
+
+    def _site(self, info: OpInfo) -> Site:
+        module = self.clock.path()
+        key = (module, info.name)
+        nth = self._counts.get(key, 0)
+        self._counts[key] = nth + 1
+        return Site(module, info.name, nth)
+
+    def _observe(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
+        tensors: list[torch.Tensor] = []
+        _collect(args, tensors)
+        if kwargs:
+            _collect(tuple(kwargs.values()), tensors)
+        inputs = [self._value(t) for t in tensors]
+        if info.mutates:
+            self._before_writes(info, args, kwargs)
+        recorder = self.recorder
+        record = self._record(func, info, args, kwargs) if self._remembers() else None
+        live = recorder.before_op() if recorder is not None else 0
+        start = time.perf_counter()
+        try:
+            out = self.evictor.call(func, info, args, kwargs)
+        except BaseException:
+            if recorder is not None:
+                recorder.forget_last_look()
+            raise
+        seconds = time.perf_counter() - start
+        if record is not None:
+            record.seconds = seconds
+        inside = max(0, recorder.meter.op_peak() - live) if recorder is not None else 0
+        self._results(func, info, args, kwargs, out, record, [v for v in inputs if v is not None], seconds, inside)
+        return out
+
+    def _value(self, tensor: torch.Tensor) -> Value | None:
+        """The value that a tensor shows; None for what has no storage of its own."""
+        if not is_plain(tensor) or type(tensor) not in _PLAIN_TYPES:
+            return None
+        storage = tensor.untyped_storage()
+        return self.ledger.find(storage) or self.ledger.enter(storage, None)
+
+    def _record(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Record | None:
+        """What it takes to run the operator again; None if it must not be."""
+        if not info.replayable:
+            return None
+        inputs: list[Argument] = []
+        written: dict[int, Argument] = {}
+        if info.mutates and not self._writes_can_be_replayed(info, args, kwargs):
+            return None
+
+        def note(tensor: torch.Tensor, at: int | str | None) -> Argument:
+            writes = at in info.writes_at
+            secret = at in info.secret_at
+            argument = self._argument(tensor, owned=writes, loose=secret)
+            inputs.append(argument)
+            if writes or secret:
+                written[id(argument)] = argument
+            return argument
+
+        if any(isinstance(t, torch.Tensor) and not is_plain(t) for t in args):
+            return None
+        noted = tuple(map_tensors(a, i, note) for i, a in enumerate(args))
+        named = {k: map_tensors(v, k, note) for k, v in kwargs.items()}
+        self._order += 1
+        record = Record(func, info, noted, named, inputs, self._order)
+        if info.seeded:
+            generator = kwargs.get("generator") or _generator(inputs)
+            record.state = (generator, state_bytes(generator))
+        for argument in written.values():
+            matters = argument.anchor is None and not (info.overwrites_fully and _covers(argument))
+            record.overs.append((argument, _NOBODY, matters))
+        return record
+
+    def _argument(self, tensor: torch.Tensor, *, owned: bool, loose: bool) -> Argument:
+        value = self._value(tensor)
+        known = value is not None and value.record is not None and not value.tainted
+        return Argument(None if loose else value, tensor, anchored=not (known or owned) or value is None)
+
+    def _writes_can_be_replayed(self, info: OpInfo, args: Any, kwargs: Any) -> bool:
+        """Whether every argument written in place is itself made by a record, or is overwritten without being read."""
+        for at in info.writes_at:
+            item = args[at] if isinstance(at, int) and at < len(args) else kwargs.get(at) if isinstance(at, str) else None
+            if item is None:
+                continue
+            if not isinstance(item, torch.Tensor):
+                return False
+            value = self._value(item)
+            if value is None or value.tainted:
+                return False
+            whole = info.overwrites_fully and item.numel() * item.element_size() == value.bytes and value.saves == 0
+            if value.record is None and not (whole and value.unit is self.recorder and value.unit is not None):
+                return False
+        return True
+
+    def _before_writes(self, info: OpInfo, args: Any, kwargs: Any) -> None:
+        """Values that depend on what is about to be overwritten, and could not be made again later, are made now."""
+        for item in _written(info, args, kwargs):
+            value = self._value(item)
+            if value is not None and (value.record is None or value.tensor is not None):
+                self.evictor.before_write(value)
+
+    def _results(
+        self, func: Any, info: OpInfo, args: Any, kwargs: Any, out: Any, record: Record | None, inputs: list[Value],
+        seconds: float, inside: int,
+    ) -> None:
+        recorder = self.recorder
+        site = self._site(info)
+        made: list[Value] = []
+        overwrites: list[tuple[Value, Value]] = []
+        written = list(_written(info, args, kwargs)) if info.mutates else []
+        blind: list[Value] = []
+        for i, item in enumerate(written):
+            old = self._value(item)
+            if old is None or any(old is new for _, new in overwrites):
+                continue
+            new = Value(old.bytes, record)
+            if record is not None and i < len(record.overs):
+                argument, _, matters = record.overs[i]
+                record.overs[i] = (argument, weakref.ref(new), matters)
+                if argument.anchor is not None:
+                    new.record = None
+                if not matters:
+                    blind.append(old)
+            overwrites.append((old, new))
+        flat: list[Any] = []
+        _collect(out if isinstance(out, (tuple, list)) else (out,), flat)
+        for i, tensor in enumerate(flat):
+            if not is_plain(tensor) or type(tensor) not in _PLAIN_TYPES:
+                continue
+            storage = tensor.untyped_storage()
+            if self.ledger.find(storage) is None:
+                value = self.ledger.enter(storage, record)
+                made.append(value)
+                if record is not None:
+                    record.outs.append((_position(out, tensor, i), weakref.ref(value)))
+        if recorder is not None:
+            for slot, value in enumerate(made):
+                recorder.born(value, slot)
+            for slot, (old, new) in enumerate(overwrites):
+                recorder.version(old, new, len(made) + slot)
+            reads = dict.fromkeys(recorder.number(v) for v in inputs if not any(v is b for b in blind))
+            recorder.after_op(
+                func,
+                Op(
+                    site=site,
+                    phase=self.clock.phase,
+                    seconds=seconds,
+                    inside_bytes=inside,
+                    reads=tuple(reads),
+                    writes=tuple(v.number for v in made),
+                    overwrites=tuple((old.number, new.number) for old, new in overwrites),
+                    replayable=record is not None,
+                ),
+            )
+        for old, new in overwrites:
+            self.ledger.succeed(old, new)
+        self.evictor.made(site, made, [new for _, new in overwrites])
+
+
+class _Nobody:
+    """Stands for a version that is not known yet."""
+
+    def __call__(self) -> None:
+        return None
+
+
+_NOBODY: Any = _Nobody()
+
+
+def _covers(argument: Argument) -> bool:
+    assert argument.value is not None
+    assert argument.meta is not None
+    return argument.meta[0].numel() * argument.meta[3].itemsize == argument.value.bytes
+
+
+def _written(info: OpInfo, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Tensors that an operator writes in place, in the order of its arguments."""
+    found: list[torch.Tensor] = []
+    for i, item in enumerate(args):
+        if i in info.writes_at or i in info.secret_at:
+            _collect((item,), found)
+    for name, item in kwargs.items():
+        if name in info.writes_at:
+            _collect((item,), found)
+    return found
+
+
+def _collect(items: Any, found: list[torch.Tensor]) -> None:
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif type(item) is list or type(item) is tuple:
+            _collect(item, found)
+
+
+def _position(out: Any, tensor: torch.Tensor, fallback: int) -> int:
+    """Where a tensor stands among the flattened outputs."""
+    if isinstance(out, (tuple, list)):
+        at = 0
+        for item in out:
+            if item is tensor:
+                return at
+            at += len(item) if isinstance(item, (tuple, list)) else 1
+    return fallback
+
+
+def _is_fake(args: Any) -> bool:
+    """Whether an operator belongs to some tracer: its tensors have no bytes."""
+    return any(isinstance(a, torch.Tensor) and a.device.type == "meta" for a in args)
+
+
+def _generator(inputs: list[Argument]) -> Any:
+    """The default generator of the device that an operator runs on."""
+    for argument in inputs:
+        if argument.device.type == "cuda":
+            return torch.cuda.default_generators[argument.device.index or 0]
+    return torch.default_generator
+

@@ -1,0 +1,361 @@
+"""Holding a limit on line: what is let go when an operator would cross it, or fails for want of memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from lowtide.live.board import FileBoard, PinnedBoard
+from lowtide.live.heap import Meter
+from lowtide.live.ledger import Ledger
+from lowtide.live.ops import OpInfo
+from lowtide.live.value import Record, Value, beneath_autograd, flatten, remake, sole_owner, whole
+from lowtide.pebble.problem import Bandwidth
+from lowtide.trace import Site
+
+SMALLEST_BYTES = 2048
+"""Values below this size are never dropped: their book-keeping would cost more than they do."""
+
+COPIED_BYTES = 4 << 20
+"""Arguments written in place are copied up to this size, so that an operator that failed half-way can run again."""
+
+
+@final
+@dataclass(slots=True)
+class Tally:
+    """What a policy did in one step."""
+
+    recomputed_ops: int = 0
+    recompute_seconds: float = 0.0
+    offloaded_bytes: int = 0
+    rescues: int = 0
+    overrun: bool = False
+
+
+@final
+class Evictor:
+    """Drops and moves saved values so that operators fit.
+
+    Attributes:
+        limit_bytes: the budget; 0 for none.
+        keep: modules (path prefixes) whose values are never dropped.
+        planned: tells, for an operator's site and the slot of its output, whether the plan drops that value.
+    """
+
+    def __init__(self, meter: Meter, ledger: Ledger, board: FileBoard | PinnedBoard) -> None:
+        """Nothing is limited yet."""
+        self.meter = meter
+        self.ledger = ledger
+        self.board = board
+        self.limit_bytes = 0
+        self.keep: tuple[str, ...] = ()
+        self.planned: Callable[[Site, int], bool] | None = None
+        self.kept: dict[Value, None] = {}
+        self.away: weakref.WeakSet[Value] = weakref.WeakSet()
+        self.weakly: weakref.WeakSet[Value] = weakref.WeakSet()
+        self.tally = Tally()
+        self.on_unheld: Callable[[Value], None] | None = None
+        self.on_back: Callable[[Value], None] | None = None
+        self.clock = 0
+        self.keeps: Iterable[weakref.ref[Any]] = ()
+        self._bandwidth: Bandwidth | None = None
+
+    # --- what autograd saves -----------------------------------------------------------------------------------------
+
+    def made(self, site: Site, fresh: Iterable[Value], overwritten: Iterable[Value]) -> None:
+        """An operator made values; those that the plan drops are marked."""
+        self.clock += 1
+        barred = any(site.module == k or site.module.startswith(k + ".") for k in self.keep)
+        for slot, value in enumerate([*fresh, *overwritten]):
+            value.touched = self.clock
+            if barred:
+                value.tainted = True
+            elif self.planned is not None and value.record is not None and self.planned(site, slot):
+                self.weakly.add(value)
+
+    def saved(self, value: Value, storage: torch.UntypedStorage) -> None:
+        """Autograd saves a tensor of a value: hold it, unless the plan drops it."""
+        value.saves += 1
+        if value.tensor is None and value not in self.weakly:
+            value.tensor = whole(storage)
+            self.kept[value] = None
+
+    def released(self, value: Value) -> None:
+        """Autograd lets go of one saved tensor of a value."""
+        value.saves -= 1
+        if value.saves == 0:
+            value.tensor = None
+            self.kept.pop(value, None)
+            if value.ticket is not None:
+                value.ticket.release()
+                value.ticket = None
+
+    # --- operators ---------------------------------------------------------------------------------------------------
+
+    def call(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
+        """Call an operator; where it does not fit, make room and try again."""
+        meter = self.meter
+        if not self.limit_bytes:
+            return self._try_again(func, info, args, kwargs)
+        if not meter.capped:
+            self._headroom(args)
+            return self._try_again(func, info, args, kwargs)
+        return self._try_again(func, info, args, kwargs)
+
+    def _try_again(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
+        meter, limit = self.meter, self.limit_bytes
+        copies = _copies(info, args) if limit and info.mutates else None
+        state = _generator_state(info, args, kwargs)
+        while True:
+            denied = meter.denied()
+            meter.cap(limit)
+            try:
+                return func(*args, **kwargs)
+            except (RuntimeError, MemoryError) as error:
+                meter.cap(0)
+                if not self._is_out_of_memory(error, denied):
+                    raise
+                last = error.with_traceback(None)
+            finally:
+                meter.cap(0)
+            # Out of the except block: no frame of the failed call holds its tensors any more.
+            if state is not None:
+                state[0].set_state(state[1])
+            if info.mutates and not _restore(copies):
+                raise last
+            if not self.make_room(max(meter.denied_bytes(), 1)):
+                if not limit:
+                    raise last
+                limit = 0
+                self.tally.overrun = True
+            self.tally.rescues += 1
+
+    def _is_out_of_memory(self, error: BaseException, denied: int) -> bool:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        return self.meter.denied() > denied
+
+    def _headroom(self, args: Any) -> None:
+        """Where nothing can be capped: room for outputs as large as the inputs is made before the operator runs."""
+        expected = sum(t.nbytes for t in flatten(args) if isinstance(t, torch.Tensor))
+        over = self.meter.live() + expected - self.limit_bytes
+        if over > 0:
+            self.make_room(over)
+
+    # --- room --------------------------------------------------------------------------------------------------------
+
+    def make_room(self, needed: int) -> int:
+        """Let go of at least so many bytes, the cheapest per byte and time to next use first; the bytes freed."""
+        offers = []
+        seconds: dict[Value, float] = {}
+        for value in self.kept:
+            if value.bytes < SMALLEST_BYTES or value.tensor is None or value.busy:
+                continue
+            if not sole_owner(value.tensor.untyped_storage(), 1):
+                continue
+            drop = self._chain_seconds(value, seconds) if self._can_drop(value) else None
+            move = 0.0 if value.ticket is not None else value.bytes / self.bandwidth.write
+            move += value.bytes / self.bandwidth.read
+            price = move if drop is None else min(move, drop)
+            idle = self.clock - value.touched + 1
+            offers.append((price / (value.bytes * idle), drop is not None and drop <= move, value))
+        offers.sort(key=lambda o: o[0])
+        over = max(0, self.meter.live() - self.limit_bytes) if self.limit_bytes else 0
+        target = needed + over + (self.limit_bytes >> 6)
+        freed = 0
+        for _, dropped, value in offers:
+            if freed >= target:
+                break
+            self._let_go(value, dropped=dropped)
+            freed += value.bytes
+        return freed if freed >= needed else freed + self._move_kept(target - freed)
+
+    def _move_kept(self, needed: int) -> int:
+        """Move saved tensors of a planned forward that left its plan; the bytes freed."""
+        freed = 0
+        for ref in self.keeps:
+            kept = ref()
+            if freed >= needed:
+                break
+            if kept is None or kept.leaf or kept.tensor is None or not sole_owner(kept.tensor.untyped_storage(), 1):
+                continue
+            size = kept.tensor.untyped_storage().nbytes()
+            if size >= SMALLEST_BYTES:
+                kept.move(self.board)
+                self.tally.offloaded_bytes += size
+                freed += size
+        return freed
+
+    def _let_go(self, value: Value, *, dropped: bool) -> None:
+        if self.on_unheld is not None:
+            self.on_unheld(value)
+        if dropped:
+            if value.checksum is None:
+                value.checksum = checksum(value.tensor)
+            value.tensor = None
+        elif value.move(self.board):
+            self.tally.offloaded_bytes += value.bytes
+        self.kept.pop(value, None)
+        self.away.add(value)
+
+    @property
+    def bandwidth(self) -> Bandwidth:
+        """Speed of the second board, measured at first use."""
+        if self._bandwidth is None:
+            self._bandwidth = self.board.measure()
+        return self._bandwidth
+
+    def _can_drop(self, value: Value) -> bool:
+        """Whether every operator needed to make a value again can still run on the bits it saw."""
+        seen: set[int] = set()
+        stack = [value]
+        while stack:
+            v = stack.pop()
+            if v.record is None or v.tainted:
+                return False
+            if id(v.record) in seen:
+                continue
+            seen.add(id(v.record))
+            for argument in v.record.inputs:
+                if argument.anchor is not None:
+                    if argument.value is not None and (argument.value.superseded or argument.value.tainted):
+                        return False
+                elif argument.value is not None and argument.value.tensor is None and argument.value.ticket is None:
+                    stack.extend(s for s in v.record.sources() if s is argument.value)
+        return True
+
+    def _chain_seconds(self, value: Value, known: dict[Value, float]) -> float:
+        """Seconds to make a value again as things stand, capped in depth by what is resident."""
+        total, seen, stack = 0.0, {id(value.record)}, [value]
+        while stack:
+            v = stack.pop()
+            assert v.record is not None
+            total += v.record.seconds
+            for source in v.record.sources():
+                if source.storage() is None and source.record is not None and id(source.record) not in seen:
+                    seen.add(id(source.record))
+                    stack.append(source)
+        known[value] = total
+        return total
+
+    # --- coming back -------------------------------------------------------------------------------------------------
+
+    def resident(self, value: Value) -> torch.UntypedStorage:
+        """A value's storage, made or fetched again if it was let go; held until it is let go again."""
+        storage = value.storage()
+        if storage is None:
+            storage = remake(value, attach=self._attach, hold=self._hold, call=self._replay, ran=self._ran,
+                             taken=self.ledger.taken)
+            self.away.discard(value)
+            if value.checksum is not None:
+                verify(value, storage)
+        if value.tensor is None and value.saves:
+            value.tensor = whole(storage)
+            self.kept[value] = None
+        self.clock += 1
+        value.touched = self.clock
+        return storage
+
+    def _attach(self, value: Value, storage: torch.UntypedStorage) -> None:
+        self.ledger.attach(value, storage)
+        if self.on_back is not None:
+            self.on_back(value)
+
+    def _hold(self, value: Value) -> bool:
+        if not value.saves:
+            return False
+        self.kept[value] = None
+        self.away.discard(value)
+        value.touched = self.clock
+        return True
+
+    def _replay(self, record: Record, args: Any, kwargs: Any) -> Any:
+        return self._try_again(record.func, record.info, args, kwargs)
+
+    def _ran(self, record: Record) -> None:
+        self.tally.recomputed_ops += 1
+        self.tally.recompute_seconds += record.seconds
+
+    # --- writes in place ---------------------------------------------------------------------------------------------
+
+    def before_write(self, value: Value) -> None:
+        """A value that cannot be made again is about to be overwritten: what was dropped and depends on it comes back."""
+        waiting = [v for v in (*self.away, *self.weakly) if v.saves and v.tensor is None and v is not value]
+        for v in waiting:
+            if v.ticket is None and _depends(v, value):
+                self.weakly.discard(v)
+                with beneath_autograd():
+                    self.resident(v)
+
+
+def checksum(tensor: torch.Tensor | None) -> int:
+    """A sum over all bytes of a value, to check that a replay gave the same bits."""
+    assert tensor is not None
+    with beneath_autograd():
+        words = tensor[: tensor.numel() // 8 * 8].view(torch.int64)
+        return int(words.sum()) if words.numel() else 0
+
+
+def verify(value: Value, storage: torch.UntypedStorage) -> None:
+    """Compare a remade value's bytes with what was dropped.
+
+    Raises:
+        ReplayError: if they differ.
+    """
+    from lowtide.errors import ReplayError
+
+    found = checksum(whole(storage))
+    if found != value.checksum:
+        name = value.record.info.name if value.record is not None else "an operator"
+        raise ReplayError(
+            f"{name} did not give the same bits when it was run again ({value.bytes} bytes): something outside torch wrote "
+            "to its output, or it is not deterministic; keep its module's values with --keep MODULE"
+        )
+
+
+def _depends(value: Value, on: Value) -> bool:
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        record = stack.pop().record
+        if record is None or id(record) in seen:
+            continue
+        seen.add(id(record))
+        for argument in record.inputs:
+            if argument.value is on:
+                return True
+            if argument.value is not None and argument.value.tensor is None:
+                stack.append(argument.value)
+    return False
+
+
+def _copies(info: OpInfo, args: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    """Copies of the arguments that an operator writes; None if they are too large to be copied."""
+    written = [t for i, a in enumerate(args) if i in info.writes_at or i in info.secret_at for t in flatten((a,))]
+    tensors = [t for t in written if isinstance(t, torch.Tensor)]
+    if sum(t.nbytes for t in tensors) > COPIED_BYTES:
+        return None
+    return [(t, t.clone()) for t in tensors]
+
+
+def _restore(copies: list[tuple[torch.Tensor, torch.Tensor]] | None) -> bool:
+    if copies is None:
+        return False
+    for tensor, copy in copies:
+        tensor.copy_(copy)
+    return True
+
+
+def _generator_state(info: OpInfo, args: Any, kwargs: Any) -> tuple[Any, torch.Tensor] | None:
+    if not info.seeded:
+        return None
+    generator = kwargs.get("generator")
+    if generator is None:
+        first = next((t for t in flatten(args) if isinstance(t, torch.Tensor)), None)
+        cuda = first is not None and first.is_cuda
+        generator = torch.cuda.default_generators[first.device.index or 0] if cuda else torch.default_generator  # type: ignore[union-attr]
+    return generator, generator.get_state()

@@ -1,0 +1,241 @@
+"""Meters: live and peak bytes of a device, behind one interface.
+
+``HeapMeter`` reads the preloaded counter of ``native/heap.c``; ``CudaMeter`` reads CUDA's caching allocator;
+``LedgerMeter`` stands in where neither is there and knows only the storages that the dispatch mode has seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Protocol, final
+
+import torch
+
+_PACKAGE: Final = Path(__file__).resolve().parent.parent
+_FIELDS: Final = (
+    "layout",
+    "tensor_live",
+    "tensor_peak",
+    "tensor_op_peak",
+    "tensor_step_peak",
+    "tensor_blocks",
+    "heap_live",
+    "heap_peak",
+    "heap_requests",
+    "cap",
+    "denied",
+    "denied_bytes",
+)
+
+
+class Counters(ctypes.Structure):
+    """The library's counters, in its own memory: keep in step with ``native/heap.c``."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in _FIELDS]  # noqa: RUF012 - ctypes wants a list
+
+
+def library_path() -> Path | None:
+    """Where the compiled counter lies; None where it was not built (no compiler, no Linux)."""
+    return next(iter(sorted(_PACKAGE.glob("_heap*.so"))), None)
+
+
+def counters() -> Counters | None:
+    """The counters of this process; None where the library is absent or was not preloaded."""
+    path = library_path()
+    if path is None:
+        return None
+    try:
+        found = Counters.in_dll(ctypes.CDLL(str(path)), "lowtide_heap")
+    except (OSError, ValueError):
+        return None
+    if found.layout != ctypes.sizeof(Counters) or found.heap_requests == 0:
+        return None
+    return found
+
+
+class Meter(Protocol):
+    """Bytes of one device."""
+
+    exact: bool
+    """Whether memory inside operators is seen."""
+
+    capped: bool
+    """Whether :meth:`cap` makes a request that would cross it fail."""
+
+    def live(self) -> int:
+        """Bytes live now."""
+
+    def op_peak(self) -> int:
+        """Highest point since :meth:`reset_op_peak`."""
+
+    def reset_op_peak(self) -> None:
+        """Begin a new window for :meth:`op_peak`."""
+
+    def step_peak(self) -> int:
+        """Highest point since :meth:`reset_step_peak`."""
+
+    def reset_step_peak(self) -> None:
+        """Begin a new window for :meth:`step_peak`."""
+
+    def cap(self, limit_bytes: int) -> None:
+        """Cap the calling thread; 0 lifts the cap."""
+
+    def denied(self) -> int:
+        """How many requests were refused so far."""
+
+    def denied_bytes(self) -> int:
+        """Size of the last request refused."""
+
+
+@final
+class HeapMeter:
+    """The CPU's tensors, counted in the process's heap."""
+
+    exact = True
+    capped = True
+
+    def __init__(self, found: Counters) -> None:
+        """Map the counters; reading one costs some tens of nanoseconds."""
+        self._counters = found
+        base = ctypes.addressof(found)
+        cell = {n: ctypes.c_int64.from_address(base + getattr(Counters, n).offset) for n in _FIELDS}
+        self._live = cell["tensor_live"]
+        self._op_peak = cell["tensor_op_peak"]
+        self._step_peak = cell["tensor_step_peak"]
+        self._denied = cell["denied"]
+        self._denied_bytes = cell["denied_bytes"]
+        path = library_path()
+        assert path is not None
+        slot = ctypes.CDLL(str(path)).lowtide_thread_cap
+        slot.restype = ctypes.c_void_p
+        self._cap = ctypes.c_int64.from_address(slot())
+
+    def live(self) -> int:
+        """Bytes live now."""
+        return self._live.value
+
+    def op_peak(self) -> int:
+        """Highest point since :meth:`reset_op_peak`."""
+        return self._op_peak.value
+
+    def reset_op_peak(self) -> None:
+        """Begin a new window for :meth:`op_peak`."""
+        self._op_peak.value = self._live.value
+
+    def step_peak(self) -> int:
+        """Highest point since :meth:`reset_step_peak`."""
+        return self._step_peak.value
+
+    def reset_step_peak(self) -> None:
+        """Begin a new window for :meth:`step_peak`."""
+        self._step_peak.value = self._live.value
+
+    def cap(self, limit_bytes: int) -> None:
+        """Cap the thread that made this meter; 0 lifts the cap."""
+        self._cap.value = limit_bytes
+
+    def denied(self) -> int:
+        """How many requests were refused so far."""
+        return self._denied.value
+
+    def denied_bytes(self) -> int:
+        """Size of the last request refused."""
+        return self._denied_bytes.value
+
+
+@final
+class LedgerMeter:
+    """Where no counter is loaded: the storages that the dispatch mode has seen, nothing inside operators."""
+
+    exact = False
+    capped = False
+
+    def __init__(self, tracked: Callable[[], int]) -> None:
+        """Read live bytes from the ledger."""
+        self._tracked = tracked
+        self._op_peak = 0
+        self._step_peak = 0
+
+    def live(self) -> int:
+        """Bytes live now."""
+        live = self._tracked()
+        self._op_peak = max(self._op_peak, live)
+        self._step_peak = max(self._step_peak, live)
+        return live
+
+    def op_peak(self) -> int:
+        """Highest point since :meth:`reset_op_peak`."""
+        self.live()
+        return self._op_peak
+
+    def reset_op_peak(self) -> None:
+        """Begin a new window for :meth:`op_peak`."""
+        self._op_peak = self._tracked()
+
+    def step_peak(self) -> int:
+        """Highest point since :meth:`reset_step_peak`."""
+        self.live()
+        return self._step_peak
+
+    def reset_step_peak(self) -> None:
+        """Begin a new window for :meth:`step_peak`."""
+        self._step_peak = self._tracked()
+
+    def cap(self, limit_bytes: int) -> None:
+        """Nothing can be capped here."""
+
+    def denied(self) -> int:
+        """No request is ever refused by this meter."""
+        return 0
+
+    def denied_bytes(self) -> int:
+        """No request is ever refused by this meter."""
+        return 0
+
+
+@final
+class CudaMeter:
+    """One CUDA device, by its caching allocator's count of allocated bytes."""
+
+    exact = True
+    capped = False
+
+    def __init__(self, device: torch.device) -> None:
+        """Read the allocator of one device."""
+        self._device = device
+        self._step_peak = 0
+
+    def live(self) -> int:
+        """Bytes allocated now."""
+        return int(torch.cuda.memory_allocated(self._device))
+
+    def op_peak(self) -> int:
+        """Highest point since :meth:`reset_op_peak`."""
+        return int(torch.cuda.max_memory_allocated(self._device))
+
+    def reset_op_peak(self) -> None:
+        """Begin a new window; the step's own peak is carried over."""
+        self._step_peak = max(self._step_peak, self.op_peak())
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def step_peak(self) -> int:
+        """Highest point since :meth:`reset_step_peak`."""
+        return max(self._step_peak, self.op_peak())
+
+    def reset_step_peak(self) -> None:
+        """Begin a new window for :meth:`step_peak`."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._step_peak = 0
+
+    def cap(self, limit_bytes: int) -> None:
+        """The allocator's own limit is left alone: it counts reserved bytes, not allocated ones."""
+
+    def denied(self) -> int:
+        """Out-of-memory errors of the allocator so far."""
+        return int(torch.cuda.memory_stats(self._device).get("num_ooms", 0))
+
+    def denied_bytes(self) -> int:
+        """Not known for CUDA."""
+        return 0

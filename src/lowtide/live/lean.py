@@ -1,0 +1,448 @@
+"""The lean interception of planned steps: only the plan's own operators are looked at, the rest pass by a counter.
+
+A :class:`Script` is a plan compiled for one recorded unit: which operator comes when, which leave a record, which saved
+values are held weakly. The forward must follow the recording operator by operator; at the first one that does not, the full
+interception takes over (:class:`LeanMode` hands everything on to it). The backward runs without any mode.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide.live.board import FileBoard, PinnedBoard
+from lowtide.live.guard import Tally
+from lowtide.live.ops import info_of
+from lowtide.live.saver import Kept, modified_in_place
+from lowtide.live.value import (
+    Argument,
+    Meta,
+    Record,
+    Value,
+    flatten,
+    map_tensors,
+    meta_of,
+    remake,
+    sole_owner,
+    state_bytes,
+    view_on,
+    whole,
+)
+from lowtide.pebble.greedy import State
+from lowtide.pebble.problem import Action, Problem
+from lowtide.trace import Op, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """What is done at one operator of a planned unit.
+
+    Attributes:
+        recorded: whether it leaves a record.
+        outs: values that it makes, by slot among its fresh storages: (slot, value, bytes).
+        overwrites: (old value, new value) it writes in place, in the order of its written arguments; -1 for none of ours.
+        weak: values among its inputs that are referred to, not held.
+        moves: values that leave for the second board before it runs.
+    """
+
+    recorded: bool
+    outs: tuple[tuple[int, int, int], ...]
+    overwrites: tuple[tuple[int, int], ...]
+    weak: frozenset[int]
+    moves: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A plan compiled for one recorded unit.
+
+    Attributes:
+        funcs: operators of the forward parts in order, and None at the end.
+        acts: what is done at each.
+        packs: per saved tensor the value that the plan lets go at some time, or -1.
+        held: values that are held when they are saved (they go later).
+        holds: per (value, need) the values made on the way that stay.
+        stays: (value, need) after which the value itself stays.
+        backwards: per backward of the unit, how many operators came before, and the bytes live by then above the base.
+        last_moves: values that leave before the first backward.
+    """
+
+    funcs: tuple[Any, ...]
+    acts: tuple[Act | None, ...]
+    packs: tuple[int, ...]
+    held: frozenset[int]
+    holds: Mapping[tuple[int, int], frozenset[int]]
+    stays: frozenset[tuple[int, int]]
+    backwards: tuple[tuple[int, int], ...]
+    last_moves: tuple[int, ...]
+
+
+def compile_script(
+    problem: Problem, state: State, funcs: list[tuple[int, Any]], packs: list[int], backward_starts: list[int]
+) -> Script:
+    """Compile decisions for the unit that they were made for.
+
+    Args:
+        problem: the problem that was solved.
+        state: its solution.
+        funcs: (event, operator) as recorded.
+        packs: per pack call the value saved, or -1.
+        backward_starts: events at which a backward began.
+    """
+    trace, timeline = problem.trace, state.timeline
+    away = {v for v, _ in state.decisions}
+    made_again = {v for e in timeline.recorded for v in _made(trace.events[e])}
+    ours = away | (made_again - timeline.captured)
+    moves: dict[int, list[int]] = {}
+    ordinal_of: dict[int, int] = {}
+    forward: list[tuple[int, Any]] = []
+    for e, func in funcs:
+        op = trace.events[e]
+        assert isinstance(op, Op)
+        if op.phase not in (Phase.BACKWARD, Phase.OPTIMIZER):
+            ordinal_of[e] = len(forward)
+            forward.append((e, func))
+    first_backward = backward_starts[0] if backward_starts else len(trace.events)
+    last_moves = []
+    for (v, gap), a in state.decisions.items():
+        if a.action is Action.MOVE and gap == problem.gap_starts[v]:
+            leaves = trace.buffers[v].held_until + 1
+            at = next((ordinal_of[e] for e in range(leaves, first_backward) if e in ordinal_of), None)
+            if at is None:
+                last_moves.append(v)
+            else:
+                moves.setdefault(at, []).append(v)
+    acts = [_act(problem, state, e, i, ours, moves) for i, (e, _) in enumerate(forward)]
+    counts = [sum(1 for e, _ in forward if e < start) for start in backward_starts]
+    lives = [int(timeline.live_bytes[start]) - problem.base_bytes if start < len(trace.events) else 0
+             for start in backward_starts]
+    return Script(
+        funcs=(*(f for _, f in forward), None),
+        acts=(*acts, None),
+        packs=tuple(v if v in away else -1 for v in packs),
+        held=frozenset(v for v in away if (v, problem.gap_starts[v]) not in state.decisions
+                       or state.decisions[v, problem.gap_starts[v]].action is Action.MOVE),
+        holds={(r.value, r.need): r.held for r in timeline.remakes},
+        stays=timeline.stays,
+        backwards=tuple(zip(counts, lives, strict=True)),
+        last_moves=tuple(last_moves),
+    )
+
+
+def _made(op: Any) -> tuple[int, ...]:
+    return (*op.writes, *(new for _, new in op.overwrites))
+
+
+def _act(
+    problem: Problem, state: State, event: int, ordinal: int, ours: set[int], moves: Mapping[int, list[int]]
+) -> Act | None:
+    op = problem.trace.events[event]
+    assert isinstance(op, Op)
+    recorded = event in state.timeline.recorded
+    outs = tuple((s, v, problem.trace.buffers[v].bytes) for s, v in enumerate(op.writes) if v in ours)
+    overwrites = tuple((old if old in ours else -1, new if new in ours else -1) for old, new in op.overwrites)
+    if not recorded and not outs and all(o == n == -1 for o, n in overwrites) and ordinal not in moves:
+        return None
+    weak = frozenset(r for r in op.reads if r in ours) if recorded else frozenset()
+    weak |= frozenset(o for o, _ in overwrites if o >= 0)
+    return Act(recorded, outs, overwrites, weak, tuple(moves.get(ordinal, ())))
+
+
+@final
+class LeanHandle:
+    """A saved tensor of a value that the plan lets go."""
+
+    __slots__ = ("meta", "mode", "original", "value", "version")
+
+    def __init__(self, mode: LeanMode, value: Value, tensor: torch.Tensor) -> None:
+        """Refer to the value; the tensor itself is watched, not held."""
+        self.mode = mode.run
+        self.value = value
+        self.meta: Meta = meta_of(tensor)
+        self.original = weakref.ref(tensor)
+        self.version = tensor._version
+        value.saves += 1
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, made again if its value was let go.
+
+        Raises:
+            RuntimeError: if it was changed in place since it was saved.
+        """
+        original = self.original()
+        if original is not None and original._version != self.version:
+            raise modified_in_place(tuple(self.meta[0]), original.type(), original._version, self.version)
+        if self.value.superseded:
+            raise modified_in_place(tuple(self.meta[0]), str(self.meta[3]), self.version + 1, self.version)
+        storage = self.mode.serve(self.value)
+        return view_on(storage, self.meta)
+
+
+@final
+class LeanRun:
+    """One planned unit while its handles live: serves needs as the plan says."""
+
+    def __init__(self, script: Script, tally: Tally, board: FileBoard | PinnedBoard) -> None:
+        """Nothing is saved yet."""
+        self.script = script
+        self.tally = tally
+        self.board = board
+
+    def serve(self, value: Value) -> torch.UntypedStorage:
+        """The storage of a value at its next need."""
+        key = (value.number, value.touched)
+        value.touched += 1
+        storage = value.storage()
+        if storage is None:
+            holds = self.script.holds.get(key, frozenset())
+            storage = remake(
+                value,
+                attach=_attach,
+                hold=lambda v: v.number in holds,
+                call=_call,
+                ran=self._ran,
+                taken=_taken,
+            )
+        if key not in self.script.stays:
+            value.tensor = None
+        elif value.tensor is None:
+            value.tensor = whole(storage)
+        return storage
+
+    def _ran(self, record: Record) -> None:
+        self.tally.recomputed_ops += 1
+        self.tally.recompute_seconds += record.seconds
+
+
+def _attach(value: Value, storage: torch.UntypedStorage) -> None:
+    value.weak = weakref.ref(storage)  # type: ignore[assignment]
+
+
+def _taken(value: Value) -> None:
+    value.weak = None
+
+
+def _call(record: Record, args: Any, kwargs: Any) -> Any:
+    return record.func(*args, **kwargs)
+
+
+@final
+class LeanMode(TorchDispatchMode):
+    """Follows a planned forward.
+
+    Attributes:
+        at: how many operators have passed.
+        lost: whether the forward left the recording.
+        delegate: takes every operator once lost.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, script: Script, run: LeanRun, seconds: Mapping[int, float], fallback: Callable[[], Any],
+        pack_fallback: Callable[[torch.Tensor], Any],
+    ) -> None:
+        """Stand at the beginning of a unit."""
+        super().__init__()
+        self.script = script
+        self.run = run
+        self.at = 0
+        self.packed = 0
+        self.lost = False
+        self.grown = False
+        self.values: MutableMapping[int, Value] = {}
+        self.keeps: list[weakref.ref[Kept]] = []
+        self._funcs = script.funcs
+        self._acts = script.acts
+        self._packs = script.packs
+        self._seconds = seconds
+        self._fallback = fallback
+        self._pack_fallback = pack_fallback
+        self._delegate: Any = None
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compilers need not stand back because of this mode."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from wrapping each call: compiled regions run outside this mode anyway."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """One operator."""
+        if self._delegate is None:
+            at = self.at
+            if func is self._funcs[at] and not types:
+                self.at = at + 1
+                act = self._acts[at]
+                if act is None:
+                    return func(*args, **kwargs) if kwargs else func(*args)
+                return self._act(act, func, args, kwargs or {})
+            for kind in types:
+                if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+                    return NotImplemented
+            if func is self._funcs[at]:
+                self.at = at + 1
+                act = self._acts[at]
+                return func(*args, **(kwargs or {})) if act is None else self._act(act, func, args, kwargs or {})
+            self.leave()
+        return self._delegate.__torch_dispatch__(func, types, args, kwargs)
+
+    def let_go(self) -> None:
+        """A backward begins: values live as long as their handles do, and no longer."""
+        self.values = weakref.WeakValueDictionary(self.values)
+
+    def leave(self) -> None:
+        """The forward is off the plan: the full interception takes over."""
+        self.lost = True
+        self.let_go()
+        import os
+        if os.environ.get("LT_DEBUG"): print("LOST at", self.at, self._funcs[self.at], self.grown)
+        self._delegate = self._fallback()
+
+    def _act(self, act: Act, func: Any, args: Any, kwargs: Any) -> Any:
+        for number in act.moves:
+            self.move(number)
+        info = info_of(func)
+        record = self._record(act, func, info, args, kwargs) if act.recorded else None
+        out = func(*args, **kwargs)
+        self._note_outputs(act, record, args, kwargs, out)
+        self._note_writes(act, record, info, args, kwargs)
+        return out
+
+    def _record(self, act: Act, func: Any, info: Any, args: Any, kwargs: Any) -> Record:
+        inputs: list[Argument] = []
+        weak = {}
+        for number in act.weak:
+            value = self.values.get(number)
+            storage = None if value is None else value.storage()
+            if storage is not None:
+                weak[storage._cdata] = value
+        overs: list[tuple[Argument, Any, bool]] = []
+
+        def note(tensor: torch.Tensor, at: int | str | None) -> Argument:
+            storage = tensor.untyped_storage()
+            value = weak.get(storage._cdata)
+            writes, secret = at in info.writes_at, at in info.secret_at
+            blind = writes and value is None
+            if blind:
+                value = Value(storage.nbytes(), None)
+            argument = Argument(None if secret else value, tensor, anchored=secret or value is None)
+            inputs.append(argument)
+            if writes or secret:
+                overs.append((argument, _gone, writes and not blind and not _blind(info, argument)))
+            return argument
+
+        noted = tuple(map_tensors(a, i, note) for i, a in enumerate(args))
+        named = {k: map_tensors(v, k, note) for k, v in kwargs.items()}
+        record = Record(func, info, noted, named, inputs, self.at)
+        record.overs = overs
+        record.seconds = self._seconds.get(self.at - 1, 0.0)
+        if info.seeded:
+            generator = kwargs.get("generator")
+            if generator is None:
+                cuda = next((a.device for a in inputs if a.device.type == "cuda"), None)
+                generator = torch.default_generator if cuda is None else torch.cuda.default_generators[cuda.index or 0]
+            record.state = (generator, state_bytes(generator))
+        return record
+
+    def _note_outputs(self, act: Act, record: Record | None, args: Any, kwargs: Any, out: Any) -> None:
+        if not act.outs:
+            return
+        read = flatten((*args, *kwargs.values()))
+        fresh = _fresh(out, {t.untyped_storage()._cdata for t in read if isinstance(t, torch.Tensor)})
+        for slot, number, size in act.outs:
+            position, tensor = fresh[slot] if slot < len(fresh) else (0, None)
+            if tensor is None:
+                self.grown = True
+                continue
+            storage = tensor.untyped_storage()
+            if storage.nbytes() != size:
+                self.grown = True
+            value = Value(storage.nbytes(), record)
+            value.number = number
+            value.weak = weakref.ref(storage)  # type: ignore[assignment]
+            self.values[number] = value
+            if record is not None:
+                record.outs.append((position, weakref.ref(value)))
+
+    def _note_writes(self, act: Act, record: Record | None, info: Any, args: Any, kwargs: Any) -> None:
+        if not act.overwrites:
+            return
+        written = [t for i, a in enumerate(args) if i in info.writes_at or i in info.secret_at for t in flatten((a,))]
+        written += [v for k, v in kwargs.items() if k in info.writes_at]
+        for i, ((old, new), tensor) in enumerate(zip(act.overwrites, written, strict=False)):
+            before = self.values.get(old)
+            if before is not None:
+                before.superseded, before.weak, before.tensor = True, None, None
+            if new < 0:
+                continue
+            storage = tensor.untyped_storage()
+            value = Value(storage.nbytes(), record)
+            value.number = new
+            value.weak = weakref.ref(storage)  # type: ignore[assignment]
+            self.values[new] = value
+            if record is not None and i < len(record.overs):
+                argument, _, matters = record.overs[i]
+                record.overs[i] = (argument, weakref.ref(value), matters)
+
+    def move(self, number: int) -> None:
+        """A value leaves for the second board, if nothing else holds it."""
+        value = self.values.get(number)
+        if value is None or value.tensor is None:
+            return
+        if sole_owner(value.tensor.untyped_storage(), 1):
+            if value.move(self.run.board):
+                self.run.tally.offloaded_bytes += value.bytes
+        else:
+            self.grown = True
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What autograd keeps."""
+        if self._delegate is not None:
+            return self._pack_fallback(tensor)
+        at = self.packed
+        self.packed = at + 1
+        number = self._packs[at] if at < len(self._packs) else -1
+        if number >= 0:
+            value = self.values.get(number)
+            if value is not None:
+                storage = tensor.untyped_storage()
+                if value.weak is not None and value.weak() is storage:
+                    if number in self.script.held and value.tensor is None:
+                        value.tensor = whole(storage)
+                    return LeanHandle(self, value, tensor)
+            self.grown = True
+        kept = Kept(tensor)
+        self.keeps.append(weakref.ref(kept))
+        return kept
+
+
+def _gone() -> None:
+    return None
+
+
+def _blind(info: Any, argument: Argument) -> bool:
+    """Whether what an operator writes covers the whole storage and does not depend on it."""
+    if not info.overwrites_fully or argument.value is None or argument.meta is None:
+        return False
+    return argument.meta[0].numel() * argument.meta[3].itemsize == argument.value.bytes
+
+
+def _fresh(out: Any, seen: set[int]) -> list[tuple[int, torch.Tensor]]:
+    """(position, tensor) of the first output on each storage that is not among those seen, in order."""
+    found = []
+    for i, tensor in enumerate(flatten(out)):
+        if isinstance(tensor, torch.Tensor):
+            address = tensor.untyped_storage()._cdata
+            if address not in seen:
+                seen.add(address)
+                found.append((i, tensor))
+    return found

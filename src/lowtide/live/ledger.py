@@ -1,0 +1,71 @@
+"""Which value each live storage holds now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+import torch
+
+from lowtide.live.value import Record, StorageRef, Value
+
+
+@final
+class Ledger:
+    """Storages seen by the dispatch mode, by address, each with its current value."""
+
+    def __init__(self) -> None:
+        """An empty ledger."""
+        self._current: dict[int, StorageRef] = {}
+        self.live_bytes = 0
+        self.on_death: Callable[[Value], None] | None = None
+
+    def find(self, storage: torch.UntypedStorage) -> Value | None:
+        """The value in a storage; None if the storage was never seen."""
+        ref = self._current.get(storage._cdata)
+        return None if ref is None or ref() is None else ref.value
+
+    def enter(self, storage: torch.UntypedStorage, record: Record | None) -> Value:
+        """A new value in a storage that was never seen."""
+        value = Value(storage.nbytes(), record)
+        self.attach(value, storage)
+        return value
+
+    def attach(self, value: Value, storage: torch.UntypedStorage) -> None:
+        """A value's bytes are in a storage from now on."""
+        ref = StorageRef(storage, self._died)
+        ref.cdata = storage._cdata
+        ref.value = value
+        value.weak = ref
+        self._current[ref.cdata] = ref
+        self.live_bytes += value.bytes
+
+    def succeed(self, old: Value, new: Value) -> None:
+        """A storage's value was overwritten in place by its next version."""
+        ref = old.weak
+        assert ref is not None
+        old.superseded = True
+        old.weak = None
+        old.tensor = None
+        ref.value = new
+        new.weak = ref
+
+    def taken(self, value: Value) -> None:
+        """An in-place operator used up a remade value's storage; another value is about to be attached to it."""
+        ref, value.weak = value.weak, None
+        if ref is not None:
+            self._died(ref)
+
+    def forget(self) -> None:
+        """Begin anew: what is live now will be met as if for the first time."""
+        for ref in list(self._current.values()):
+            ref.value = Value(ref.value.bytes, None)
+            ref.value.weak = ref
+
+    def _died(self, ref: StorageRef) -> None:
+        if self._current.get(ref.cdata) is ref:
+            del self._current[ref.cdata]
+        value, ref.value = ref.value, None  # a value refers to its storage's reference: let no cycle stay
+        self.live_bytes -= value.bytes
+        if self.on_death is not None:
+            self.on_death(value)

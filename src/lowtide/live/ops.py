@@ -1,0 +1,102 @@
+"""What is known of an ATen operator from its schema: what it writes to, whether it may be run again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+
+_REPLAYABLE_NAMESPACES: Final = frozenset({"aten", "prims"})
+"""Operators of other namespaces (collectives, extensions) are never run twice: their effects are not known."""
+
+_UNINITIALISED: Final = frozenset(
+    {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
+     "aten::empty_permuted", "aten::empty_quantized"}
+)
+"""Their contents are whatever a later writer, perhaps one that bypasses the dispatcher, puts there."""
+
+_NEVER: Final = frozenset(
+    {"aten::resize_", "aten::set_", "aten::_local_scalar_dense", "aten::item", "aten::record_stream",
+     "aten::_cudnn_init_dropout_state", "aten::from_file", "aten::lift_fresh", "aten::lift"}
+)
+
+_OVERWRITE_FULLY: Final = frozenset(
+    {"aten::copy_", "aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_", "aten::bernoulli_",
+     "aten::exponential_", "aten::random_", "aten::log_normal_", "aten::cauchy_", "aten::geometric_"}
+)
+"""What these write does not depend on what was there."""
+
+_DRAWS: Final = frozenset(
+    {"aten::native_dropout", "aten::rrelu_with_noise", "aten::_fused_dropout", "aten::_cudnn_rnn", "aten::miopen_rnn",
+     "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
+     "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
+     "aten::_flash_attention_forward", "aten::_efficient_attention_forward"}
+)
+"""Operators that may draw random numbers without the tag that says so."""
+
+_SECRET_WRITES: Final = ("running_mean", "running_var")
+"""Arguments that operators update in place although their schema does not say it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpInfo:
+    """Facts of one operator overload.
+
+    Attributes:
+        name: ``aten.add.Tensor``.
+        writes_at: positions of positional arguments, and names of keyword arguments, that the schema says it writes.
+        secret_at: positions of arguments that it writes without saying so.
+        seeded: whether it may draw from a random generator.
+        replayable: whether it may be run again at all.
+        uninitialised: whether its fresh outputs have no defined contents.
+        overwrites_fully: whether what it writes into its first argument does not depend on what was there.
+    """
+
+    name: str
+    writes_at: frozenset[int | str]
+    secret_at: frozenset[int]
+    seeded: bool
+    replayable: bool
+    uninitialised: bool
+    overwrites_fully: bool
+
+    @property
+    def mutates(self) -> bool:
+        """Whether it changes an argument in place, openly or not."""
+        return bool(self.writes_at or self.secret_at)
+
+
+@lru_cache(maxsize=None)
+def info_of(func: Any) -> OpInfo:
+    """Facts of an operator; higher-order operators are opaque."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return OpInfo(name=str(func), writes_at=frozenset(), secret_at=frozenset(), seeded=True, replayable=False,
+                      uninitialised=False, overwrites_fully=False)
+    writes: set[int | str] = set()
+    secret: set[int] = set()
+    for i, argument in enumerate(schema.arguments):
+        alias = argument.alias_info
+        if alias is not None and alias.is_write:
+            writes |= {i, argument.name}
+        elif argument.name in _SECRET_WRITES:
+            secret.add(i)
+    name = schema.name
+    tags = getattr(func, "tags", ())
+    bitwise = getattr(torch.Tag, "nondeterministic_bitwise", None)
+    return OpInfo(
+        name=str(func),
+        writes_at=frozenset(writes),
+        secret_at=frozenset(secret),
+        seeded=torch.Tag.nondeterministic_seeded in tags or name in _DRAWS,
+        replayable=(
+            name.split("::")[0] in _REPLAYABLE_NAMESPACES
+            and name not in _NEVER
+            and name not in _UNINITIALISED
+            and (bitwise is None or bitwise not in tags)
+        ),
+        uninitialised=name in _UNINITIALISED,
+        overwrites_fully=name in _OVERWRITE_FULLY,
+    )

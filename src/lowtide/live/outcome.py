@@ -1,0 +1,99 @@
+"""What a run under a budget came to: plain figures, for the summary and the JSON file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFigures:
+    """One step as it was measured.
+
+    Attributes:
+        policy: ``plain`` (nothing to do), ``planned`` or ``online``.
+        peak_bytes: highest point of the device's tensors within the step.
+        recompute_seconds: recorded seconds of the operators that ran again.
+        rescued_ops: operators that were tried again after something was let go.
+        overrun: whether the limit had to be lifted to get through.
+    """
+
+    index: int
+    seconds: float
+    peak_bytes: int
+    policy: str
+    recomputed_ops: int
+    recompute_seconds: float
+    offloaded_bytes: int
+    rescued_ops: int
+    overrun: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFigures:
+    """What the plan in force says of a step; None where no plan was found."""
+
+    predicted_peak_bytes: int | None
+    baseline_peak_bytes: int
+    resident_bytes: int
+    predicted_step_seconds: float | None
+    baseline_step_seconds: float
+    extra_seconds: float | None
+    bound_peak_bytes: int
+    bound_extra_seconds: float
+    lowest_peak_bytes: int
+    status: str
+    solve_seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The ``plan`` object of the JSON file."""
+        return {
+            "status": self.status,
+            "predicted_peak_bytes": self.predicted_peak_bytes,
+            "baseline_peak_bytes": self.baseline_peak_bytes,
+            "resident_bytes": self.resident_bytes,
+            "predicted_step_seconds": self.predicted_step_seconds,
+            "baseline_step_seconds": self.baseline_step_seconds,
+            "extra_seconds": self.extra_seconds,
+            "lowest_peak_bytes": self.lowest_peak_bytes,
+            "solve_seconds": self.solve_seconds,
+            "bound": {"peak_bytes": self.bound_peak_bytes, "extra_seconds": self.bound_extra_seconds},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A whole run."""
+
+    budget_bytes: int
+    steps: tuple[StepFigures, ...]
+    plan: PlanFigures | None
+    exact: bool
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest point of all steps."""
+        return max((s.peak_bytes for s in self.steps), default=0)
+
+    def to_json(self, exit_code: int) -> dict[str, Any]:
+        """The JSON file of ``lowtide run``."""
+        return {
+            "budget_bytes": self.budget_bytes,
+            "peak_bytes": self.peak_bytes,
+            "steps": [
+                {
+                    "index": s.index,
+                    "seconds": s.seconds,
+                    "peak_bytes": s.peak_bytes,
+                    "policy": s.policy,
+                    "recomputed_ops": s.recomputed_ops,
+                    "recompute_seconds": s.recompute_seconds,
+                    "offloaded_bytes": s.offloaded_bytes,
+                    "rescued_ops": s.rescued_ops,
+                    "overrun": s.overrun,
+                }
+                for s in self.steps
+            ],
+            "plan": None if self.plan is None else self.plan.to_json(),
+            "exit_code": exit_code,
+        }

@@ -1,0 +1,119 @@
+"""The few functions of torch that are wrapped while a budget is in force, and why each one is.
+
+* ``Tensor.numpy``, ``__array__``, ``data_ptr``, ``__dlpack__``: who has a pointer may write unseen, so such a value is not
+  made again from its operator.
+* ``torch.compile``: compilers trace and run below our interception; compiled regions run without it.
+* ``torch.autograd.graph.disable_saved_tensors_hooks``: ``torch.func`` refuses to run under saved-tensor hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final, final
+
+import torch
+
+from lowtide.live.value import is_plain
+
+if TYPE_CHECKING:
+    from lowtide.live.runtime import Runtime
+
+_POINTERS: Final = ("numpy", "__array__", "data_ptr", "__dlpack__")
+
+
+@final
+class Patches:
+    """Puts the wrappers on and takes them off."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        """Patch nothing yet."""
+        self._runtime = runtime
+        self._undo: list[Callable[[], None]] = []
+
+    def install(self) -> None:
+        """Put the wrappers on."""
+        for name in _POINTERS:
+            self._wrap(torch.Tensor, name, self._exposing)
+        self._wrap(torch, "compile", self._compiling)
+        self._wrap(torch.autograd.graph, "disable_saved_tensors_hooks", self._disabling)
+
+    def remove(self) -> None:
+        """Take them off."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+
+    def _wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+        own = name in vars(owner)
+        original = getattr(owner, name)
+        setattr(owner, name, wrapper(original))
+        self._undo.append(lambda: setattr(owner, name, original) if own else delattr(owner, name))
+
+    def _exposing(self, original: Any) -> Any:
+        runtime = self._runtime
+
+        @functools.wraps(original)
+        def exposed(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            recorder = runtime.saver.recorder
+            if recorder is not None and not runtime.full.passive and type(tensor) is torch.Tensor and is_plain(tensor):
+                value = runtime.ledger.find(tensor.untyped_storage())
+                if value is not None:
+                    value.tainted = True
+                    recorder.taint(value)
+            return original(tensor, *args, **kwargs)
+
+        return exposed
+
+    def _compiling(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def compile_(*args: Any, **kwargs: Any) -> Any:
+            compiled = original(*args, **kwargs)
+            if not args and kwargs.get("model") is None:
+                return lambda model: self._wrap_compiled(compiled(model))
+            return self._wrap_compiled(compiled)
+
+        return compile_
+
+    def _wrap_compiled(self, compiled: Any) -> Any:
+        if isinstance(compiled, torch.nn.Module):
+            kind = type(compiled)
+            if "_lowtide" not in vars(kind):
+                own, original = "__call__" in vars(kind), kind.__call__
+                kind.__call__ = self._outside_compiled(original)  # type: ignore[method-assign]
+                kind._lowtide = True  # type: ignore[assignment]
+
+                def undo() -> None:
+                    del kind._lowtide
+                    if own:
+                        kind.__call__ = original  # type: ignore[method-assign]
+                    else:
+                        del kind.__call__
+
+                self._undo.append(undo)
+            return compiled
+        return self._outside_compiled(compiled)
+
+    def _outside_compiled(self, original: Any) -> Any:
+        """Run a compiled region without any interception."""
+        runtime = self._runtime
+
+        @functools.wraps(original)
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            with runtime.stack.aside(), runtime.clock.deaf():
+                return original(*args, **kwargs)
+
+        return compiled
+
+    def _disabling(self, original: Any) -> Any:
+        runtime = self._runtime
+
+        @functools.wraps(original)
+        @contextlib.contextmanager
+        def disabled(*args: Any, **kwargs: Any) -> Iterator[None]:
+            with runtime.stack.aside(), original(*args, **kwargs):
+                yield
+
+        return disabled
+

@@ -1,0 +1,234 @@
+"""A live unit -> Trace.
+
+The dispatch mode tells the recorder of operators, packs and unpacks; the ledger tells it of the births and deaths of
+storages. What is noted are the lifetimes that the plain run would have had, whatever the policy dropped meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+
+from lowtide.live.heap import Meter
+from lowtide.live.value import Value, sole_owner
+from lowtide.trace import Buffer, Need, Op, Save, Trace
+
+_POLLED = 64
+"""Saved values looked at per operator, to learn when the script lets go of them."""
+
+
+@dataclass(slots=True)
+class _Life:
+    """A buffer while it is being recorded."""
+
+    bytes: int
+    born: int
+    slot: int
+    counted: bool
+    held_until: int | None = None
+    released: int = -1
+    saves: int = 0
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A need while its node still runs."""
+
+    event: int
+    value: int
+    node: Any
+    pinned_until: int | None = None
+
+
+@final
+@dataclass(eq=False)
+class Recorder:
+    """One unit while it runs; :meth:`finish` gives the trace."""
+
+    meter: Meter
+    base_bytes: int
+    events: list[Op | _Asked] = field(default_factory=list)
+    funcs: list[tuple[int, Any]] = field(default_factory=list)
+    lives: list[_Life] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    other: list[int] = field(default_factory=list)
+    spikes: list[int] = field(default_factory=list)
+    packs: list[int] = field(default_factory=list)
+    tainted: set[int] = field(default_factory=set)
+    pending: list[Value] = field(default_factory=list)
+    asked: list[_Asked] = field(default_factory=list)
+    backward_event: int | None = None
+    tracked: int = 0
+    closed: bool = False
+    _polled: int = 0
+
+    def number(self, value: Value) -> int:
+        """The id of a value in this unit; one that is met for the first time was there before it."""
+        if value.unit is not self:
+            self._add(value, born=-1, slot=0, counted=False)
+        return value.number
+
+    def _add(self, value: Value, *, born: int, slot: int, counted: bool) -> None:
+        value.unit, value.number = self, len(self.lives)
+        self.lives.append(_Life(value.bytes, born, slot, counted))
+        if counted:
+            self.tracked += value.bytes
+
+    def born(self, value: Value, slot: int) -> None:
+        """An operator that is about to be noted made a value."""
+        self._add(value, born=len(self.events), slot=slot, counted=True)
+
+    def version(self, old: Value, new: Value, slot: int) -> None:
+        """An operator that is about to be noted overwrites a value in place."""
+        life = self.lives[self.number(old)]
+        self._add(new, born=len(self.events), slot=slot, counted=life.counted)
+        if life.counted:
+            self.tracked -= old.bytes
+        if life.held_until is None:
+            life.held_until = len(self.events)
+
+    def back(self, value: Value) -> None:
+        """A dropped value's bytes are resident again."""
+        if value.unit is self and self.lives[value.number].counted:
+            self.tracked += value.bytes
+
+    def gone(self, value: Value) -> None:
+        """A value's storage died."""
+        if self.closed or value.unit is not self:
+            return
+        life = self.lives[value.number]
+        if life.counted:
+            self.tracked -= value.bytes
+        if life.held_until is None:
+            life.held_until = len(self.events) - 1
+
+    def unheld(self, value: Value) -> None:
+        """Nothing but autograd holds a value any more."""
+        if value.unit is self and self.lives[value.number].held_until is None:
+            self.lives[value.number].held_until = len(self.events) - 1
+
+    def saved(self, value: Value) -> None:
+        """Autograd saves a tensor of a value."""
+        number = self.number(value)
+        self.packs.append(number)
+        self.saves.append(Save(value=number, event=len(self.events) - 1))
+        life = self.lives[number]
+        life.saves += 1
+        if life.saves == 1 and life.held_until is None:
+            self.pending.append(value)
+
+    def released(self, value: Value) -> None:
+        """Autograd lets go of a saved tensor of a value."""
+        if self.closed or value.unit is not self:
+            return
+        life = self.lives[value.number]
+        life.saves -= 1
+        life.released = max(life.released, len(self.events) - 1, 0)
+
+    def taint(self, value: Value) -> None:
+        """Foreign code has a pointer to a value's bytes."""
+        self.tainted.add(self.number(value))
+
+    def need(self, value: Value) -> None:
+        """Backward asks for a value."""
+        self._look()
+        asked = _Asked(len(self.events), self.number(value), _node())
+        self.asked.append(asked)
+        self.events.append(asked)
+
+    def before_op(self) -> int:
+        """An operator begins; live bytes now."""
+        live = self._look()
+        if self.asked:
+            node = _node()
+            for asked in self.asked:
+                if asked.node is not node and asked.pinned_until is None:
+                    asked.pinned_until, asked.node = len(self.events) - 1, None
+            self.asked = [a for a in self.asked if a.pinned_until is None]
+        return live
+
+    def after_op(self, func: Any, op: Op) -> None:
+        """An operator ended."""
+        self.funcs.append((len(self.events), func))
+        self.events.append(op)
+        self.meter.reset_op_peak()
+
+    def _look(self) -> int:
+        self._poll()
+        live = self.meter.live()
+        self.other.append(live - self.tracked - self.base_bytes)
+        self.spikes.append(max(0, self.meter.op_peak() - live) if self.events else 0)
+        self.meter.reset_op_peak()
+        return live
+
+    def forget_last_look(self) -> None:
+        """The operator that was about to be noted failed."""
+        self.other.pop()
+        self.spikes.pop()
+
+    def _poll(self) -> None:
+        """See of which saved values only autograd is left as a holder."""
+        pending = self.pending
+        for _ in range(min(_POLLED, len(pending))):
+            self._polled = self._polled - 1 if 0 < self._polled <= len(pending) else len(pending)
+            value = pending[self._polled - 1]
+            life = self.lives[value.number]
+            if life.held_until is None:
+                if value.tensor is None or not sole_owner(value.tensor.untyped_storage(), 1):
+                    continue
+                life.held_until = len(self.events) - 1
+            pending[self._polled - 1] = pending[-1]
+            pending.pop()
+
+    def begin_backward(self) -> None:
+        """A backward begins."""
+        if self.backward_event is None:
+            self.backward_event = len(self.events)
+
+    def close(self) -> None:
+        """Note nothing more, and hold nothing: values refer to their recorder."""
+        self.closed = True
+        self.pending = []
+        for asked in self.asked:
+            asked.node = None
+
+    def finish(self, resident_bytes: int, *, movable: bool) -> Trace:
+        """The trace of what was noted."""
+        self.close()
+        end = len(self.events)
+        ongoing = {a.event for a in self.asked}
+        events = tuple(
+            Need(value=e.value, pinned_until=end if e.event in ongoing else (e.pinned_until or e.event))
+            if isinstance(e, _Asked)
+            else e
+            for e in self.events
+        )
+        buffers = tuple(
+            Buffer(
+                bytes=life.bytes,
+                born=life.born,
+                slot=life.slot,
+                held_until=end if life.held_until is None else life.held_until,
+                released=end if life.saves > 0 else life.released,
+                counted=life.counted,
+                movable=movable and life.counted,
+            )
+            for life in self.lives
+        )
+        return Trace(
+            base_bytes=self.base_bytes,
+            resident_bytes=resident_bytes,
+            events=events,
+            buffers=buffers,
+            saves=tuple(self.saves),
+            other_bytes=tuple(self.other),
+            spike_bytes=tuple(self.spikes),
+            backward_event=end if self.backward_event is None else self.backward_event,
+        )
+
+
+def _node() -> Any:
+    return torch._C._current_autograd_node()  # type: ignore[attr-defined]
+

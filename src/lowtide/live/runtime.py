@@ -1,0 +1,608 @@
+"""Running a script under a budget: which interception is on when, and which plan is in force.
+
+A *unit* is a forward and the backward that consumes it. A unit that was never seen is run with the full interception:
+the budget is held on line and the unit is recorded. Its recording is solved when the next such unit begins, on the base
+that memory has by then; from a recording made on the same base, units run lean. Whatever leaves the plan falls back to the
+full interception for the rest of the unit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+import torch
+
+from lowtide.errors import BudgetError
+from lowtide.live import agree
+from lowtide.live.board import FileBoard, PinnedBoard
+from lowtide.live.full import FullMode
+from lowtide.live.guard import Evictor, Tally
+from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
+from lowtide.live.lean import LeanMode, LeanRun, Script, compile_script
+from lowtide.live.ledger import Ledger
+from lowtide.live.outcome import PlanFigures, StepFigures
+from lowtide.live.patches import Patches
+from lowtide.live.recorder import Recorder
+from lowtide.live.saver import Saver
+from lowtide.live.stack import Stack
+from lowtide.live.steps import Clock
+from lowtide.pebble.greedy import State
+from lowtide.pebble.problem import Problem
+from lowtide.pebble.solve import Front, Solution, Status
+from lowtide.planner import Plan, dropped_sites, plan_of
+from lowtide.trace import Op, Phase, Trace
+from lowtide.units import Auto, Share, Size, format_bytes
+
+TOLERANCE_BYTES = 64 << 10
+"""Two bases, or a prediction and a measurement, agree within so much ..."""
+TOLERANCE_SHARE = 0.005
+"""... or within this share of the peak."""
+SEEN_TWICE = 2
+"""Recordings of a kind of unit after which the nearest one is trusted on another base: its shift is then only an offset."""
+RECORDINGS = 5
+"""Recordings at most of a kind of unit whose predictions keep being off."""
+KINDS = 64
+"""Kinds of units (signatures) whose plans are kept."""
+AGREED_UNITS = (2, 3)
+"""Units, counted from 1, at whose beginning ranks agree on one plan: every rank reaches them."""
+AUTO_MARGIN = 0.05
+"""Share of a CUDA device's free memory that ``auto`` leaves to fragmentation."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """One recording of a kind of unit, and what was made of it."""
+
+    trace: Trace
+    funcs: list[tuple[int, Any]]
+    packs: list[int]
+    backward_starts: list[int]
+    front: Front
+    compiled: dict[int, Script] = field(default_factory=dict)
+    agreed: State | None = None
+
+    @property
+    def problem(self) -> Problem:
+        """What was solved."""
+        return self.front.problem
+
+
+@dataclass(eq=False)
+class Unit:
+    """The unit that runs now."""
+
+    signature: Any
+    base_bytes: int
+    policy: str
+    recorder: Recorder | None = None
+    lean: LeanMode | None = None
+    entry: Entry | None = None
+    predicted_bytes: int | None = None
+    backwards: int = 0
+    starts: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the user asked for.
+
+    Attributes:
+        budget: bytes, a share, ``auto``, or None: no limit, only rescue from out-of-memory.
+        keep: modules whose values are never dropped.
+        plan: a plan loaded from a file.
+        progress: told short messages for people.
+    """
+
+    budget: Size | None
+    keep: tuple[str, ...] = ()
+    plan: Plan | None = None
+    progress: Callable[[str], None] | None = None
+
+
+@final
+class Runtime:
+    """One per process while a budget is in force; listens to the clock."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Install nothing yet."""
+        self.settings = settings
+        self.ledger = Ledger()
+        self.meter: Meter = self._meter()
+        self.board: FileBoard | PinnedBoard = FileBoard()
+        self.evictor = Evictor(self.meter, self.ledger, self.board)
+        self.evictor.keep = settings.keep
+        self.evictor.on_unheld = self._unheld
+        self.evictor.on_back = self._back
+        self.saver = Saver(self.ledger, self.evictor)
+        self.clock = Clock(self)
+        self.full = FullMode(self.clock, self.ledger, self.evictor)
+        self.saver.on_first = self._functional_begins
+        self.stack = Stack()
+        self.patches = Patches(self)
+        self.unit: Unit | None = None
+        self.entries: dict[Any, list[Entry]] = {}
+        self.recordings: dict[Any, int] = {}
+        self.budget_bytes = 0
+        self.steps: list[StepFigures] = []
+        self.figures: PlanFigures | None = None
+        self.plan: Plan | None = settings.plan
+        self.refused: BudgetError | None = None
+        self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._between_bytes = 0
+        self._units = 0
+        self._step_started = 0.0
+        self._step_policy = "plain"
+        self._step_units = 0
+        self._step_done = False
+        self._pid = os.getpid()
+        self._active = False
+        self._functional = False
+
+    # --- on and off --------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to watch; the full interception is on from here until the first plan."""
+        self._active = True
+        os.register_at_fork(after_in_child=self._forked)
+        if any(issubclass(type(o), torch.optim.Optimizer) for o in gc.get_objects()):
+            self.clock.optimizers_seen = True
+        self.clock.install()
+        self.patches.install()
+        budget = self.settings.budget
+        if isinstance(budget, int):
+            self.budget_bytes = budget
+        elif isinstance(budget, Auto):
+            self.budget_bytes = self._auto()
+        self.evictor.limit_bytes = self.budget_bytes
+        self._open_step()
+        self._watch_fully(None)
+
+    def stop(self) -> None:
+        """Watch no more; handles that autograd still has stay good."""
+        if not self._active:
+            return
+        if self.unit is not None:
+            self._end_unit()
+        self._active = False
+        self.full.passive = True
+        self.stack.take()
+        self.clock.remove()
+        self.patches.remove()
+        if self._step_units and not self.clock.optimizers_seen:
+            self._step_done = True
+        if self._step_done or self._step_units:
+            self._close_step()
+        self.evictor.limit_bytes = 0
+
+    def _forked(self) -> None:
+        """A child (a loader's worker) inherits the interpreter: it is not to be watched."""
+        if self._active:
+            self._active = False
+            self.full.passive = True
+            self.saver.keep_only = True
+            with contextlib.suppress(AssertionError, RuntimeError):
+                self.stack.take()
+
+    def _meter(self) -> Meter:
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            return CudaMeter(torch.device("cuda", torch.cuda.current_device()))
+        found = counters()
+        if found is not None:
+            return HeapMeter(found)
+        return LedgerMeter(lambda: self.ledger.live_bytes)
+
+    def _use_cuda(self, device: torch.device) -> None:
+        """The model turned out to live on a CUDA device: count there."""
+        self.meter = self.evictor.meter = CudaMeter(device)
+        self.board = self.evictor.board = PinnedBoard(device)
+        if isinstance(self.settings.budget, Auto):
+            self.budget_bytes = self.evictor.limit_bytes = self._auto()
+
+    def _auto(self) -> int:
+        if not torch.cuda.is_available():
+            return 0
+        free, _ = torch.cuda.mem_get_info()
+        return int(free * (1 - AUTO_MARGIN)) + int(torch.cuda.memory_allocated())
+
+    # --- what the clock tells ----------------------------------------------------------------------------------------
+
+    def root_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """A module is called from outside any module."""
+        if not self._active or not torch.is_grad_enabled() or os.getpid() != self._pid:
+            return
+        self._roots.add(module)
+        if isinstance(self.meter, (HeapMeter, LedgerMeter)) and torch.cuda.is_initialized():
+            device = next((p.device for p in module.parameters() if p.is_cuda), None)
+            if device is not None:
+                self._use_cuda(device)
+        signature = _signature(module, args, kwargs)
+        if self.unit is not None:
+            if not self._is_stale(self.unit, signature):
+                return
+            self._abandon_unit()
+        self._begin_unit(signature)
+
+    def _is_stale(self, unit: Unit, signature: Any) -> bool:
+        """Whether the unit that runs was a forward that no backward will follow."""
+        if unit.backwards:
+            return False
+        if unit.lean is not None and not unit.lean.lost:
+            return bool(signature == unit.signature and unit.lean.at == len(unit.lean.script.funcs) - 1)
+        return self.saver.outstanding == 0
+
+    def _functional_begins(self) -> Callable[[torch.Tensor], Any] | None:
+        """Autograd saves something outside any module and any unit: a script of plain functions; who packs instead."""
+        if not self._active or self.unit is not None or self.clock.depth or self.clock.phase is not Phase.DATA:
+            return None
+        self._functional = True
+        self._begin_unit(("functional",))
+        unit: Unit | None = self.unit
+        return None if unit is None or unit.lean is None else unit.lean.pack
+
+    def backward_begins(self) -> None:
+        """Autograd's engine is about to run."""
+        if not self._active:
+            return
+        self.saver.keep_only = True
+        unit = self.unit
+        if unit is None:
+            return
+        if unit.recorder is not None:
+            unit.recorder.begin_backward()
+            unit.starts.append(len(unit.recorder.events))
+        if unit.lean is not None and not unit.lean.lost:
+            self._check_lean(unit, unit.lean)
+        unit.backwards += 1
+
+    def _check_lean(self, unit: Unit, lean: LeanMode) -> None:
+        """Before a planned backward: is memory where the plan says it is?"""
+        script = lean.script
+        if unit.backwards == 0:
+            for number in script.last_moves:
+                lean.move(number)
+        expected = script.backwards[unit.backwards] if unit.backwards < len(script.backwards) else (-1, 0)
+        above = self.meter.live() - unit.base_bytes
+        if lean.at == expected[0] and not lean.grown and above <= expected[1] + TOLERANCE_BYTES:
+            self.stack.take()
+            lean.let_go()
+        else:
+            lean.leave()
+
+    def backward_ends(self) -> None:
+        """Autograd's engine returned, or raised."""
+        if not self._active:
+            return
+        self.saver.keep_only = False
+        unit = self.unit
+        if unit is None:
+            return
+        lean = unit.lean
+        if lean is not None and not lean.lost and unit.backwards < len(lean.script.backwards):
+            self.stack.put(lean, lean.pack, _unpack)
+            return
+        if self.saver.outstanding <= 0 or unit.backwards >= 3:
+            self._end_unit()
+
+    def optimizer_begins(self, optimizer: Any) -> None:
+        """An optimizer is about to step."""
+        self._optimizers.add(optimizer)
+        if self.unit is not None and self.unit.lean is not None and not self.unit.lean.lost:
+            self.stack.take()
+
+    def optimizer_ends(self) -> None:
+        """An optimizer stepped."""
+        self._step_done = True
+        unit = self.unit
+        if unit is not None and unit.lean is not None and not unit.lean.lost and self.stack.mode is None:
+            self.stack.put(unit.lean, unit.lean.pack, _unpack)
+
+    # --- units -------------------------------------------------------------------------------------------------------
+
+    def _begin_unit(self, signature: Any) -> None:
+        if self._step_done or (self._step_units and not self.clock.optimizers_seen):
+            self._close_step()
+            self._open_step()
+        self._step_units += 1
+        self._units += 1
+        base = self.meter.live()
+        self._between_bytes = max(self.meter.op_peak(), base) if self._units > 1 else 0
+        self.meter.reset_op_peak()
+        self._resolve_share(signature, base)
+        unit = Unit(signature, base, "online")
+        self.unit = unit
+        entry = self._entry(signature, base)
+        if self._units in AGREED_UNITS and agree.wanted():
+            self._agree(entry, base)
+        if entry is None:
+            self._run_fully(unit, None)
+            return
+        solution = self._solve(entry, base)
+        self._report_plan(entry, solution, base)
+        if solution.status is Status.INFEASIBLE or (self.budget_bytes and self._between_bytes > self.budget_bytes):
+            self._refuse(solution, base)
+        self.plan = plan_of(entry.problem, solution)
+        exact = self._near(entry.trace.base_bytes, base, entry.problem.plain_peak)
+        worn = self.recordings.get(signature, 0) >= SEEN_TWICE
+        if solution.state is None:
+            self._run_fully(unit, entry if not exact and not worn else None, record=not exact and not worn)
+        elif exact or worn:
+            self._run_lean(unit, entry, solution)
+        else:
+            self._run_fully(unit, entry)
+
+    def _entry(self, signature: Any, base: int) -> Entry | None:
+        """The recording of this kind of unit whose base is nearest."""
+        found = self.entries.get(signature)
+        return min(found, key=lambda e: abs(e.trace.base_bytes - base)) if found else None
+
+    def _near(self, a: int, b: int, peak: int) -> bool:
+        return abs(a - b) <= max(TOLERANCE_BYTES, TOLERANCE_SHARE * peak)
+
+    def _solve(self, entry: Entry, base: int) -> Solution:
+        budget = self.budget_bytes or entry.problem.plain_peak + abs(base - entry.trace.base_bytes) + 1
+        solution = entry.front.at(budget - (base - entry.trace.base_bytes))
+        agreed = entry.agreed
+        if agreed is None or agreed.timeline.peak_bytes > solution.budget_bytes:
+            return solution
+        return replace(solution, state=agreed)
+
+    def _agree(self, entry: Entry | None, base: int) -> None:
+        """All ranks take part, whether they have a plan or not: this is a collective."""
+        mine = None if entry is None else self._solve(entry, base)
+        agreed = agree.on_plan(None if entry is None else entry.problem, mine)
+        if entry is not None:
+            entry.agreed = agreed
+
+    def _run_fully(self, unit: Unit, entry: Entry | None, *, record: bool = True) -> None:
+        """Hold the budget on line; the plan made for another base says what is dropped in the first place."""
+        plan = self.plan if entry is not None or self.settings.plan is not None else None
+        sites = dropped_sites(plan) if plan is not None else frozenset()
+        self.evictor.planned = (lambda site, slot: (site.module, site.op, site.nth, slot) in sites) if sites else None
+        unit.policy = "planned" if sites else "online"
+        self._note_policy(unit.policy)
+        if self.saver.outstanding <= 0:
+            self.ledger.forget()
+        unit.recorder = Recorder(self.meter, unit.base_bytes) if record else None
+        self._watch_fully(unit.recorder)
+
+    def _run_lean(self, unit: Unit, entry: Entry, solution: Solution) -> None:
+        assert solution.state is not None
+        unit.policy = "planned" if solution.state.decisions else "plain"
+        unit.entry = entry
+        unit.predicted_bytes = solution.state.timeline.peak_bytes + unit.base_bytes - entry.trace.base_bytes
+        self._note_policy(unit.policy)
+        self.clock.detailed = False
+        self.stack.take()
+        if not solution.state.decisions:
+            return
+        key = id(solution.state)
+        script = entry.compiled.get(key)
+        if script is None:
+            script = compile_script(entry.problem, solution.state, entry.funcs, entry.packs, entry.backward_starts)
+            entry.compiled = {key: script}
+        forward = [e for e, _ in entry.funcs if _is_forward(entry.trace.events[e])]
+        seconds = {i: entry.trace.events[e].seconds for i, e in enumerate(forward)}  # type: ignore[union-attr]
+        run = LeanRun(script, self.evictor.tally, self.board)
+        unit.lean = LeanMode(script, run, seconds, self._lost, self.saver.pack)
+        if not self.stack.put(unit.lean, unit.lean.pack, _unpack):
+            unit.lean = None
+
+    def _lost(self) -> FullMode:
+        """A planned forward left its recording: hold the budget on line for the rest of the unit."""
+        self._note_policy("online")
+        assert self.unit is not None
+        assert self.unit.lean is not None
+        self.evictor.keeps = self.unit.lean.keeps
+        self.clock.detailed = True
+        self.full.begin(None, remember=True)
+        self.saver.recorder = None
+        return self.full
+
+    def _watch_fully(self, recorder: Recorder | None) -> None:
+        self.clock.detailed = True
+        self.full.begin(recorder, remember=self.unit is not None)
+        self.saver.recorder = recorder
+        self.evictor.keeps = []
+        if self.stack.mode is not self.full:
+            self.stack.put(self.full, self.saver.pack, _unpack)
+
+    def _abandon_unit(self) -> None:
+        """A forward that led to no backward."""
+        self.unit = None
+        if self.saver.recorder is not None:
+            self.saver.recorder.close()
+
+    def _end_unit(self) -> None:
+        unit, self.unit = self.unit, None
+        assert unit is not None
+        recorder = unit.recorder
+        if recorder is not None:
+            if recorder.backward_event is not None and recorder.saves:
+                self._keep_recording(unit, recorder)
+            recorder.close()
+        elif unit.predicted_bytes is not None and unit.entry is not None:
+            self._verify(unit, unit.entry)
+        if unit.lean is not None:
+            self.stack.take()
+            unit.lean = None
+        self.full.begin(None, remember=False)
+        self.saver.recorder = None
+        if self.saver.outstanding <= 0:
+            self.ledger.forget()
+        if self._functional and self.stack.mode is None:
+            self._watch_fully(None)
+        self.meter.reset_op_peak()
+
+    def _keep_recording(self, unit: Unit, recorder: Recorder) -> None:
+        trace = recorder.finish(self.resident_bytes(), movable=True)
+        if len(self.entries) >= KINDS and unit.signature not in self.entries:
+            self.entries.pop(next(iter(self.entries)))
+        problem = Problem(
+            trace=trace,
+            base_bytes=trace.base_bytes,
+            bandwidth=self.evictor.bandwidth,
+            pinned=frozenset(recorder.tainted),
+        )
+        entry = Entry(trace, recorder.funcs, recorder.packs, unit.starts, Front(problem))
+        kept = [e for e in self.entries.get(unit.signature, ()) if not self._near(
+            e.trace.base_bytes, trace.base_bytes, problem.plain_peak)]
+        self.entries[unit.signature] = [*kept[-(RECORDINGS - 1):], entry]
+        self.recordings[unit.signature] = self.recordings.get(unit.signature, 0) + 1
+
+    def _verify(self, unit: Unit, entry: Entry) -> None:
+        """After a planned unit: was its peak what the plan said?"""
+        measured, predicted = self.meter.op_peak(), unit.predicted_bytes
+        assert predicted is not None
+        lost = unit.lean is not None and unit.lean.lost
+        if not lost and self._near(measured, predicted, predicted):
+            return
+        if self.recordings.get(unit.signature, 0) < RECORDINGS:
+            self.entries[unit.signature] = [e for e in self.entries[unit.signature] if e is not entry]
+
+    # --- budget ------------------------------------------------------------------------------------------------------
+
+    def _resolve_share(self, signature: Any, base: int) -> None:
+        """Turn a share into bytes once the plain peak is known."""
+        budget = self.settings.budget
+        if not isinstance(budget, Share) or not self.entries or (self.budget_bytes and len(self.steps) != 1):
+            return
+        entry = self._entry(signature, base) or next(iter(self.entries.values()))[-1]
+        resident = self.resident_bytes()
+        peak = max(entry.problem.plain_peak + base - entry.trace.base_bytes, self._between_bytes)
+        self.budget_bytes = int(resident + budget.fraction * max(0, peak - resident))
+        self.evictor.limit_bytes = self.budget_bytes
+
+    def resident_bytes(self) -> int:
+        """Parameters, buffers and optimizer states."""
+        sizes: dict[int, int] = {}
+        tensors: list[torch.Tensor] = []
+        for root in self._roots:
+            tensors += [*root.parameters(), *root.buffers()]
+        for optimizer in self._optimizers:
+            tensors += [p for group in optimizer.param_groups for p in group["params"]]
+            tensors += [t for state in optimizer.state.values() for t in _tensors(state)]
+        for tensor in tensors:
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                storage = tensor.untyped_storage()
+                sizes[storage._cdata] = storage.nbytes()
+        return sum(sizes.values())
+
+    def _report_plan(self, entry: Entry, solution: Solution, base: int) -> None:
+        shift = base - entry.trace.base_bytes
+        state = solution.state
+        between = self._between_bytes
+        self.figures = PlanFigures(
+            predicted_peak_bytes=None if state is None else max(state.timeline.peak_bytes + shift, between),
+            baseline_peak_bytes=max(entry.problem.plain_peak + shift, between),
+            resident_bytes=self.resident_bytes(),
+            predicted_step_seconds=None if state is None else entry.trace.seconds + state.timeline.extra_seconds,
+            baseline_step_seconds=entry.trace.seconds,
+            extra_seconds=None if state is None else state.timeline.extra_seconds,
+            bound_peak_bytes=max(solution.bound.peak_bytes + shift, between),
+            bound_extra_seconds=solution.bound_seconds,
+            lowest_peak_bytes=max(solution.lowest_bytes + shift, between),
+            status=solution.status.value,
+            solve_seconds=solution.solve_seconds,
+        )
+
+    def _refuse(self, solution: Solution, base: int) -> None:
+        assert self.figures is not None
+        bound = self.figures.bound_peak_bytes
+        floor_is_update = self._between_bytes >= bound
+        what = "the optimizer's update" if floor_is_update else "one operator and what it works on"
+        advice = (
+            "a plain (foreach=False) or stateless optimizer, or smaller parameters" if floor_is_update
+            else "a smaller batch or sequence, a loss computed in chunks, or bfloat16"
+        )
+        self.unit = None
+        self.refused = BudgetError(
+            f"the budget of {format_bytes(self.budget_bytes)} cannot be held: {what} needs {format_bytes(bound)} "
+            f"({bound} bytes) whatever is recomputed or moved; what would lower it: {advice}",
+            budget_bytes=self.budget_bytes,
+            bound_bytes=bound,
+        )
+        raise self.refused
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def _open_step(self) -> None:
+        self.meter.reset_step_peak()
+        self.evictor.tally = Tally()
+        self._step_started = time.perf_counter()
+        self._step_policy, self._step_units, self._step_done = "plain", 0, False
+
+    def _close_step(self) -> None:
+        tally = self.evictor.tally
+        self.steps.append(
+            StepFigures(
+                index=len(self.steps),
+                seconds=time.perf_counter() - self._step_started,
+                peak_bytes=self.meter.step_peak(),
+                policy=self._step_policy,
+                recomputed_ops=tally.recomputed_ops,
+                recompute_seconds=tally.recompute_seconds,
+                offloaded_bytes=tally.offloaded_bytes,
+                rescued_ops=tally.rescues,
+                overrun=tally.overrun,
+            )
+        )
+
+    def _note_policy(self, policy: str) -> None:
+        rank = ("plain", "planned", "online")
+        self._step_policy = max(self._step_policy, policy, key=rank.index)
+
+    # --- small wires -------------------------------------------------------------------------------------------------
+
+    def _unheld(self, value: Any) -> None:
+        if self.saver.recorder is not None:
+            self.saver.recorder.unheld(value)
+
+    def _back(self, value: Any) -> None:
+        if self.saver.recorder is not None:
+            self.saver.recorder.back(value)
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    found: torch.Tensor = packed.unpack()
+    return found
+
+
+def _is_forward(event: Any) -> bool:
+    return isinstance(event, Op) and event.phase not in (Phase.BACKWARD, Phase.OPTIMIZER)
+
+
+def _tensors(state: Any) -> list[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        return [state]
+    if isinstance(state, dict):
+        return [t for s in state.values() for t in _tensors(s)]
+    if isinstance(state, (list, tuple)):
+        return [t for s in state for t in _tensors(s)]
+    return []
+
+
+def _signature(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """What kind of unit a root call begins: the module, its mode, and the shapes that it is given."""
+    shapes: list[Any] = []
+    _shapes((args, kwargs), shapes, 0)
+    return (id(module), module.training, torch.is_autocast_enabled("cpu"), tuple(shapes))
+
+
+def _shapes(item: Any, found: list[Any], depth: int) -> None:
+    if isinstance(item, torch.Tensor):
+        found.append((tuple(item.shape), item.dtype, item.requires_grad))
+    elif isinstance(item, dict):
+        for key in item:
+            _shapes(item[key], found, depth)
+    elif isinstance(item, (list, tuple)) and depth < 4:
+        for element in item:
+            _shapes(element, found, depth + 1)
+

@@ -1,0 +1,173 @@
+"""What autograd keeps in place of the tensors it saves, and what it gets back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+
+from lowtide.live.board import Board, Ticket
+from lowtide.live.guard import Evictor
+from lowtide.live.ledger import Ledger
+from lowtide.live.recorder import Recorder
+from lowtide.live.value import Meta, Value, beneath_autograd, is_plain, meta_of, view_on
+
+
+def modified_in_place(shape: tuple[int, ...], kind: str, found: int, expected: int) -> RuntimeError:
+    """The error that autograd raises where a saved tensor was changed in place (its hooks turn the check off)."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{kind} {list(shape)}] is at version {found}; expected version {expected} instead. Hint: enable anomaly "
+        "detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+@final
+class Kept:
+    """A saved tensor that is simply kept."""
+
+    __slots__ = ("__weakref__", "leaf", "meta", "tensor", "ticket", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Hold a tensor, detached so that autograd's graph does not hold itself."""
+        self.leaf = tensor.grad_fn is None
+        self.tensor: torch.Tensor | None = tensor if self.leaf else _detached(tensor)
+        self.version = -1 if tensor.is_inference() else tensor._version
+        self.ticket: Ticket | None = None
+        self.meta: Meta | None = None
+
+    def move(self, board: Board) -> None:
+        """Put the bytes on the second board and let go of them."""
+        assert self.tensor is not None
+        self.meta = meta_of(self.tensor)
+        with beneath_autograd():
+            self.ticket = board.put(self.tensor.untyped_storage())
+        self.tensor = None
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: if it was changed in place since it was saved.
+        """
+        if self.tensor is None:
+            assert self.ticket is not None
+            assert self.meta is not None
+            with beneath_autograd():
+                self.tensor = view_on(self.ticket.fetch(), self.meta)
+            self.version = -1
+        if self.version >= 0 and self.tensor._version != self.version:
+            raise modified_in_place(tuple(self.tensor.shape), self.tensor.type(), self.tensor._version, self.version)
+        return self.tensor
+
+
+@final
+class Handle:
+    """A saved tensor whose value may be let go."""
+
+    __slots__ = ("meta", "original", "saver", "value", "version")
+
+    def __init__(self, saver: Saver, value: Value, tensor: torch.Tensor) -> None:
+        """Refer to the value; the tensor itself is watched, not held."""
+        self.saver = saver
+        self.value = value
+        self.meta: Meta = meta_of(tensor)
+        self.original = weakref.ref(tensor)
+        self.version = tensor._version
+
+    def __del__(self) -> None:
+        """Autograd let go."""
+        self.saver.released(self.value)
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, made again if its value was let go.
+
+        Raises:
+            RuntimeError: if it was changed in place since it was saved.
+        """
+        original = self.original()
+        if original is not None and original._version != self.version:
+            raise modified_in_place(tuple(self.meta[0]), original.type(), original._version, self.version)
+        if self.value.superseded:
+            raise modified_in_place(tuple(self.meta[0]), str(self.meta[3]), self.version + 1, self.version)
+        storage = self.saver.ask(self.value)
+        return view_on(storage, self.meta)
+
+
+@final
+class Saver:
+    """Saved-tensor hooks of the full interception."""
+
+    def __init__(self, ledger: Ledger, evictor: Evictor) -> None:
+        """Share the runtime's parts."""
+        self.ledger = ledger
+        self.evictor = evictor
+        self.recorder: Recorder | None = None
+        self.keep_only = False
+        self.outstanding = 0
+        self.on_first: Callable[[], Callable[[torch.Tensor], Any] | None] | None = None
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What autograd keeps."""
+        if self.keep_only:
+            return Kept(tensor)
+        if self.recorder is None and self.on_first is not None:
+            instead = self.on_first()
+            if instead is not None:
+                return instead(tensor)
+        value = self.ledger.find(tensor.untyped_storage()) if _followed(tensor) else None
+        if value is None or not self._ours(value):
+            if self.recorder is not None:
+                self.recorder.packs.append(-1)
+            return Kept(tensor)
+        return self._handle(value, tensor, tensor.untyped_storage())
+
+    def _ours(self, value: Value) -> bool:
+        """Whether a value may be let go: it can be made again, or was made within this unit and can be moved."""
+        if value.record is not None and not value.tainted:
+            return True
+        recorder = self.recorder
+        return recorder is not None and value.unit is recorder and recorder.lives[value.number].counted
+
+    def _handle(self, value: Value, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Handle:
+        handle = Handle(self, value, tensor)
+        self.outstanding += 1
+        self.evictor.saved(value, storage)
+        if self.recorder is not None:
+            self.recorder.saved(value)
+        return handle
+
+    def unpack(self, packed: Kept | Handle) -> torch.Tensor:
+        """What autograd gets back."""
+        return packed.unpack()
+
+    def ask(self, value: Value) -> torch.UntypedStorage:
+        """Backward asks for a value."""
+        if self.recorder is not None:
+            self.recorder.need(value)
+        return self.evictor.resident(value)
+
+    def released(self, value: Value) -> None:
+        """Autograd let go of one saved tensor of a value."""
+        self.outstanding -= 1
+        self.evictor.released(value)
+        if self.recorder is not None:
+            self.recorder.released(value)
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """An alias with the same version counter, made unseen by dispatch modes."""
+    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        return tensor.detach()
+
+
+def _followed(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        and is_plain(tensor)
+        and not tensor.is_inference()
+        and tensor.device.type != "meta"
+    )

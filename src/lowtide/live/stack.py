@@ -1,0 +1,68 @@
+"""Putting the dispatch mode and the saved-tensor hooks on, and taking them off, beside whatever the script stacks up."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+
+@final
+class Stack:
+    """One mode and one pair of hooks at a time; taken off only while they are on top."""
+
+    def __init__(self) -> None:
+        """Nothing is on."""
+        self.mode: TorchDispatchMode | None = None
+        self._hooks: tuple[Any, Any] | None = None
+
+    def put(self, mode: TorchDispatchMode, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]) -> bool:
+        """Put a mode and hooks on; False if the script's own saved-tensor hooks are in force: those come first."""
+        self.take()
+        if self.mode is not None:
+            return False
+        mode.__enter__()
+        self.mode = mode
+        if _top_hooks() is None:
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+            self._hooks = (pack, unpack)
+        return True
+
+    def take(self) -> None:
+        """Take off what is on top; what the script has covered stays until a later call."""
+        self.take_hooks()
+        if self.mode is not None and _get_current_dispatch_mode() is self.mode:
+            self.mode.__exit__(None, None, None)
+            self.mode = None
+
+    def take_hooks(self) -> None:
+        """Take the hooks off, if they are on top."""
+        if self._hooks is not None and _top_hooks() == self._hooks:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            self._hooks = None
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Run something without the mode and the hooks, where both are on top."""
+        mode, hooks = self.mode, self._hooks
+        on_top = mode is not None and _get_current_dispatch_mode() is mode
+        if mode is None or not on_top or (hooks is not None and _top_hooks() != hooks):
+            yield
+            return
+        self.take()
+        try:
+            yield
+        finally:
+            if self.mode is None and hooks is not None:
+                self.put(mode, *hooks)
+            elif self.mode is None:
+                mode.__enter__()
+                self.mode = mode
+
+
+def _top_hooks() -> tuple[Any, Any] | None:
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003 - ignore_is_tracing, positional only
+    return None if top is None else (top[0], top[1])

@@ -1,0 +1,167 @@
+"""Where a step and its phases begin and end.
+
+A wrapper around ``nn.Module.__call__`` gives the forward and the module path (global module hooks would not tell keyword
+arguments, and would cost every module its fast path); one around autograd's engine gives the backward; optimizer hooks give
+the update. Nothing of the script is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, final
+
+import torch
+from torch.optim import optimizer as optim
+
+from lowtide.trace import Phase
+
+
+class Listener(Protocol):
+    """Who is told."""
+
+    def root_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """A module is called from outside any module."""
+
+    def backward_begins(self) -> None:
+        """Autograd's engine is about to run."""
+
+    def backward_ends(self) -> None:
+        """Autograd's engine returned, or raised."""
+
+    def optimizer_begins(self, optimizer: Any) -> None:
+        """An optimizer is about to step."""
+
+    def optimizer_ends(self) -> None:
+        """An optimizer stepped."""
+
+
+@final
+class Clock:
+    """The current phase and module path.
+
+    Attributes:
+        phase: what the script is doing.
+        depth: how many module calls are open.
+        detailed: whether every module call is followed (for paths), or only calls of known root modules.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        """Install nothing yet."""
+        self.listener = listener
+        self.phase = Phase.DATA
+        self.depth = 0
+        self.detailed = False
+        self.optimizers_seen = False
+        self._names: dict[int, str] = {}
+        self._stack: list[str] = []
+        self._always: list[Any] = []
+        self._engine: Any = None
+        self._call: Any = None
+        self._wrapped_call: Any = None
+        self._in_backward = 0
+
+    def path(self) -> str:
+        """Dotted path of the innermost module that is running."""
+        return self._stack[-1] if self._stack else ""
+
+    # --- installing --------------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Begin to listen."""
+        self._always = [
+            optim.register_optimizer_step_pre_hook(self._optimizer_pre),
+            optim.register_optimizer_step_post_hook(self._optimizer_post),
+        ]
+        self._engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+        torch.autograd._engine_run_backward = self._wrap_engine(self._engine)  # type: ignore[attr-defined]
+        self._call = torch.nn.Module.__call__
+        self._wrapped_call = self._wrap_call(self._call)
+        torch.nn.Module.__call__ = self._wrapped_call  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Stop listening."""
+        for hook in self._always:
+            hook.remove()
+        self._always = []
+        if self._engine is not None:
+            torch.autograd._engine_run_backward = self._engine  # type: ignore[attr-defined]
+            torch.nn.Module.__call__ = self._call  # type: ignore[method-assign]
+            self._engine = None
+
+    @contextlib.contextmanager
+    def deaf(self) -> Iterator[None]:
+        """Leave ``nn.Module.__call__`` as torch has it: compilers trace through it."""
+        if self._engine is None or torch.nn.Module.__call__ is not self._wrapped_call:
+            yield
+            return
+        torch.nn.Module.__call__ = self._call  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.nn.Module.__call__ = self._wrapped_call  # type: ignore[method-assign]
+
+    # --- wrappers and hooks ------------------------------------------------------------------------------------------
+
+    def _wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        owner = threading.get_ident()
+
+        @functools.wraps(original)
+        def __call__(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if (self.depth and not self.detailed) or threading.get_ident() != owner:
+                return original(module, *args, **kwargs)
+            return self._follow(original, module, args, kwargs)
+
+        return __call__
+
+    def _follow(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        root = self.depth == 0 and not self._in_backward
+        if root:
+            if id(module) not in self._names:
+                self._name(module)
+            self.phase = Phase.FORWARD
+            self.listener.root_begins(module, args, kwargs)
+        self.depth += 1
+        self._stack.append(self._names.get(id(module), type(module).__name__))
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            self._stack.pop()
+            self.depth -= 1
+            if root:
+                self.phase = Phase.LOSS
+
+    def _name(self, root: torch.nn.Module) -> None:
+        kind = type(root).__name__
+        for name, module in root.named_modules():
+            self._names.setdefault(id(module), f"{kind}.{name}" if name else kind)
+
+    def _wrap_engine(self, engine: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(engine)
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            if self._in_backward:
+                return engine(*args, **kwargs)
+            before, self.phase = self.phase, Phase.BACKWARD
+            self._in_backward += 1
+            self.listener.backward_begins()
+            try:
+                return engine(*args, **kwargs)
+            finally:
+                self._in_backward -= 1
+                self.phase = before if before is Phase.FORWARD else Phase.DATA
+                self.listener.backward_ends()
+
+        return run_backward
+
+    def _optimizer_pre(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.optimizers_seen = True
+        if not self._in_backward:
+            self.phase = Phase.OPTIMIZER
+            self.listener.optimizer_begins(optimizer)
+
+    def _optimizer_post(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._in_backward:
+            self.phase = Phase.DATA
+            self.listener.optimizer_ends()

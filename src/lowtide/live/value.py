@@ -1,0 +1,454 @@
+"""Values at run time: resident, dropped or moved, and how a dropped one is made again.
+
+A :class:`Value` is one version of one storage. Nothing here refers upwards: a record refers to the values it read, a value
+to the record that made it, a handle (what autograd keeps) to its value. So memory falls by reference count alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+
+from lowtide.errors import ReplayError
+from lowtide.live.board import Board, Ticket
+from lowtide.live.ops import OpInfo
+
+_TEMPORARY_REFERENCES = 2
+"""References to a storage that are not tensors while it is counted: its Python object and the count's own."""
+
+
+def sole_owner(storage: torch.UntypedStorage, own: int) -> bool:
+    """Whether no tensor but ``own`` aliases of ours refers to a storage."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) <= own + _TEMPORARY_REFERENCES  # type: ignore[attr-defined]
+
+
+@final
+class beneath_autograd:  # noqa: N801 - used as a context manager, like torch.no_grad
+    """Run operators as the dispatch mode saw them: no autograd, no autocast, no dispatch mode."""
+
+    __slots__ = ("_guards",)
+
+    def __enter__(self) -> None:
+        """Exclude the dispatch keys (by guards that are lifted in reverse order)."""
+        self._guards = (
+            torch._C._DisableTorchDispatch(),  # type: ignore[attr-defined]
+            torch._C._DisableAutocast(),
+            torch._C._AutoDispatchBelowAutograd(),  # type: ignore[attr-defined]
+        )
+        for guard in self._guards:
+            guard.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        """Include them again."""
+        for guard in reversed(self._guards):
+            guard.__exit__(*error)
+
+
+def view_on(storage: torch.UntypedStorage, meta: Meta) -> torch.Tensor:
+    """A tensor on a storage."""
+    size, stride, offset, dtype = meta
+    with beneath_autograd():
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)  # type: ignore[call-overload]
+
+
+Meta = tuple[torch.Size, tuple[int, ...], int, torch.dtype]
+"""Size, stride, offset (in elements) and type of a view on a storage."""
+
+
+def meta_of(tensor: torch.Tensor) -> Meta:
+    """View metadata of a strided tensor."""
+    return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is fully described by a storage and its view metadata."""
+    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg() and not tensor.is_quantized
+
+
+class StorageRef(weakref.ref):  # type: ignore[type-arg]
+    """A weak reference to a storage that knows its value and address."""
+
+    __slots__ = ("cdata", "value")
+
+    value: Any
+    cdata: int
+
+
+@final
+class Value:
+    """One version of one storage.
+
+    Attributes:
+        bytes: size of the storage.
+        weak: the storage that has (or last had) its bytes.
+        tensor: our own reference that keeps the bytes resident; None where we do not.
+        record: the operator that makes it; None if that is not known or must not be run again.
+        ticket: its place on the second board.
+        saves: handles of autograd that are alive.
+        superseded: whether the storage it was made in holds a later version now.
+        tainted: whether foreign code may have written to its storage.
+        number: its id in a trace or a plan; -1 outside.
+        unit: the recording that ``number`` belongs to.
+        checksum: of its bytes when it was dropped, where that is to be checked.
+        touched: when it was last made or asked for (full), or how many needs it has served (lean).
+        busy: chains under way that read it: it must not be let go.
+    """
+
+    __slots__ = (
+        "__weakref__", "busy", "bytes", "checksum", "number", "record", "saves", "superseded", "tainted", "tensor", "ticket",
+        "touched", "unit", "weak",
+    )
+
+    def __init__(self, size: int, record: Record | None) -> None:
+        """A value that nothing holds yet."""
+        self.bytes = size
+        self.record = record
+        self.weak: StorageRef | None = None
+        self.tensor: torch.Tensor | None = None
+        self.ticket: Ticket | None = None
+        self.saves = 0
+        self.superseded = False
+        self.tainted = False
+        self.number = -1
+        self.unit: Any = None
+        self.checksum: int | None = None
+        self.touched = 0
+        self.busy = 0
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """Its storage, where its bytes are resident."""
+        if self.tensor is not None:
+            return self.tensor.untyped_storage()
+        return None if self.weak is None else self.weak()
+
+    def __del__(self) -> None:
+        """Give back its place on the second board."""
+        if self.ticket is not None:
+            self.ticket.release()
+
+    def move(self, board: Board) -> bool:
+        """Put it on the second board and let go of it; whether bytes were written."""
+        wrote = self.ticket is None
+        if wrote:
+            storage = self.storage()
+            assert storage is not None
+            with beneath_autograd():
+                self.ticket = board.put(storage)
+        self.tensor = None
+        return wrote
+
+
+@final
+class Argument:
+    """A tensor that an operator read: a value and view metadata, or a tensor held as it is.
+
+    Attributes:
+        anchor: held tensor, for what cannot be made again.
+        watched: the leaf it is a view of, whose version must not have moved since. (A detached tensor made beneath
+            autograd has a version counter of its own; writes to other tensors are seen by the ledger.)
+    """
+
+    __slots__ = ("anchor", "device", "meta", "value", "version", "watched")
+
+    def __init__(self, value: Value | None, tensor: torch.Tensor, *, anchored: bool) -> None:
+        """Refer to a tensor by its value, or hold it."""
+        self.value = value
+        self.device = tensor.device
+        self.meta: Meta | None = None if anchored else meta_of(tensor)
+        self.anchor = (tensor if tensor.grad_fn is None else tensor.detach()) if anchored else None
+        self.watched = _leaf_under(tensor) if anchored else None
+        self.version = 0 if self.watched is None else self.watched._version
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, with the bits that the operator saw.
+
+        Raises:
+            ReplayError: if the tensor was changed in place since.
+        """
+        if self.anchor is not None:
+            stale = self.watched is not None and self.watched._version != self.version
+            if stale or (self.value is not None and self.value.superseded):
+                raise ReplayError(
+                    f"a tensor of shape {tuple(self.anchor.shape)} was changed in place after a value computed from it "
+                    "was dropped: exclude its module with --keep, or do not change it before backward"
+                )
+            return self.anchor
+        assert self.value is not None
+        assert self.meta is not None
+        storage = self.value.storage()
+        assert storage is not None
+        return view_on(storage, self.meta)
+
+
+def _leaf_under(tensor: torch.Tensor) -> torch.Tensor | None:
+    leaf = tensor if tensor.grad_fn is None else tensor._base
+    return None if leaf is None or leaf.grad_fn is not None or leaf.is_inference() else leaf
+
+
+@final
+class Record:
+    """One operator that ran and may be run again.
+
+    Attributes:
+        func: the operator.
+        args: its positional arguments, tensors replaced by :class:`Argument`.
+        kwargs: its keyword arguments, likewise.
+        inputs: the arguments among them.
+        grad: whether gradients were on: some kernels keep a workspace for backward only then.
+        state: (generator, its state) where it may draw.
+        outs: (position in the flattened outputs, weak reference to the value).
+        overs: (argument that is written, weak reference to the version it makes, whether the old bits matter).
+        seconds: how long it took.
+        order: position among all records, rising with time.
+    """
+
+    __slots__ = ("args", "func", "grad", "info", "inputs", "kwargs", "order", "outs", "overs", "seconds", "state")
+
+    def __init__(self, func: Any, info: OpInfo, args: Any, kwargs: Any, inputs: list[Argument], order: int) -> None:
+        """Note an operator and what it reads; outputs are added once they are known."""
+        self.func = func
+        self.grad = torch.is_grad_enabled()
+        self.info = info
+        self.args = args
+        self.kwargs = kwargs
+        self.inputs = inputs
+        self.order = order
+        self.seconds = 0.0
+        self.state: tuple[Any, bytes] | None = None
+        self.outs: list[tuple[int, weakref.ref[Value]]] = []
+        self.overs: list[tuple[Argument, weakref.ref[Value], bool]] = []
+
+    def sources(self) -> list[Value]:
+        """Values that must be present before it can run again."""
+        blind = {id(a) for a, _, matters in self.overs if not matters}
+        return [a.value for a in self.inputs if a.anchor is None and a.value is not None and id(a) not in blind]
+
+    def run(self, steal: Callable[[Value], bool], call: Callable[[Record, Any, Any], Any]) -> tuple[list[Any], dict[int, torch.Tensor]]:
+        """Run again: flattened outputs, and the tensors it wrote into, by position in :attr:`overs`.
+
+        Args:
+            steal: whether an overwritten value's own storage may be used up.
+            call: how to call the operator (with rescue, or plainly).
+        """
+        written: dict[int, torch.Tensor] = {}
+        stand_ins: dict[int, torch.Tensor] = {}
+        for i, (argument, _, matters) in enumerate(self.overs):
+            written[i] = stand_ins[id(argument)] = self._target(argument, matters=matters, steal=steal)
+
+        args = _filled(self.args, stand_ins)
+        kwargs = {k: _filled(v, stand_ins) for k, v in self.kwargs.items()}
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(self.grad)
+        try:
+            if self.state is None:
+                return flatten(call(self, args, kwargs)), written
+            generator, state = self.state
+            now = generator.get_state()
+            generator.set_state(_state_tensor(state))
+            try:
+                return flatten(call(self, args, kwargs)), written
+            finally:
+                generator.set_state(now)
+        finally:
+            torch._C._set_grad_enabled(before)
+
+    def _target(self, argument: Argument, *, matters: bool, steal: Callable[[Value], bool]) -> torch.Tensor:
+        """What the operator may write into in place of the argument it wrote into the first time."""
+        if argument.anchor is not None:
+            return argument.anchor.clone()
+        assert argument.value is not None
+        assert argument.meta is not None
+        if not matters:
+            return view_on(torch.UntypedStorage(argument.value.bytes, device=argument.device), argument.meta)
+        storage = argument.value.storage()
+        assert storage is not None
+        return view_on(storage if steal(argument.value) else storage.clone(), argument.meta)
+
+
+def _filled(item: Any, stand_ins: dict[int, torch.Tensor]) -> Any:
+    """Arguments with their tensors put back."""
+    if type(item) is Argument:
+        found = stand_ins.get(id(item))
+        return item.tensor() if found is None else found
+    if type(item) is list:
+        return [_filled(x, stand_ins) for x in item]
+    if type(item) is tuple:
+        return tuple(_filled(x, stand_ins) for x in item)
+    return item
+
+
+def map_tensors(item: Any, at: int | str | None, visit: Callable[[torch.Tensor, int | str | None], Any]) -> Any:
+    """An argument with ``visit`` applied to each tensor in it.
+
+    Not a closure that calls itself: that would be a reference cycle, and would hold tensors until the collector runs.
+
+    Args:
+        item: the argument.
+        at: its position or name; None for what lies inside a list.
+        visit: told each tensor and ``at``.
+    """
+    if isinstance(item, torch.Tensor):
+        return visit(item, at)
+    if type(item) is list:
+        return [map_tensors(x, None, visit) for x in item]
+    if type(item) is tuple:
+        return tuple(map_tensors(x, None, visit) for x in item)
+    return item
+
+
+def _state_tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def state_bytes(generator: Any) -> bytes:
+    """A generator's state."""
+    return bytes(memoryview(torch._C.TensorBase.numpy(generator.get_state())))
+
+
+def flatten(out: Any) -> list[Any]:
+    """An operator's result as a flat list."""
+    if isinstance(out, torch.Tensor):
+        return [out]
+    if isinstance(out, (list, tuple)):
+        return [x for item in out for x in flatten(item)]
+    return [out]
+
+
+def chain_of(value: Value) -> tuple[list[Record], list[Value]]:
+    """Records to run again, in recorded order, and values to fetch, so that a value is resident.
+
+    Raises:
+        ReplayError: if it cannot be made again.
+    """
+    records: dict[int, Record] = {}
+    fetched: list[Value] = []
+    seen = {id(value)}
+    stack = [value]
+    while stack:
+        v = stack.pop()
+        if v.ticket is not None:
+            fetched.append(v)
+            continue
+        record = v.record
+        if record is None:
+            raise ReplayError(
+                "a value that was let go cannot be made again: the operator that made it was not recorded "
+                "(please report this; --keep '' runs without dropping)"
+            )
+        if id(record) in records:
+            continue
+        records[id(record)] = record
+        for source in record.sources():
+            if id(source) not in seen and source.storage() is None:
+                seen.add(id(source))
+                stack.append(source)
+    return sorted(records.values(), key=lambda r: r.order), fetched
+
+
+Attach = Callable[[Value, torch.UntypedStorage], None]
+
+
+def remake(
+    value: Value,
+    *,
+    attach: Attach,
+    hold: Callable[[Value], bool],
+    call: Callable[[Record, Any, Any], Any],
+    ran: Callable[[Record], None],
+    taken: Callable[[Value], None],
+) -> torch.UntypedStorage:
+    """Make a value resident again by the referee's rules (``pebble/referee.py``).
+
+    Args:
+        value: what is asked for; it is not resident.
+        attach: told each value's new storage.
+        hold: which of the values made on the way are held.
+        call: how an operator is called.
+        ran: told of each operator that ran.
+        taken: told of each value whose storage an in-place operator used up.
+    """
+    records, fetched = chain_of(value)
+    readers: dict[Value, int] = {}
+    for record in records:
+        for source in record.sources():
+            readers[source] = record.order
+    fresh: dict[Value, torch.UntypedStorage] = {}
+
+    def keep(v: Value, storage: torch.UntypedStorage, order: int) -> None:
+        if v in fresh or v.storage() is not None:
+            return
+        held = v is not value and hold(v)
+        if v is value or held or readers.get(v, -1) > order:
+            fresh[v] = storage
+            attach(v, storage)
+            if held:
+                v.tensor = whole(storage)
+
+    for v in readers:
+        v.busy += 1
+    try:
+        return _run_chain(value, records, fetched, fresh, readers, keep, call, ran, taken)
+    finally:
+        for v in readers:
+            v.busy -= 1
+
+
+def _run_chain(
+    value: Value,
+    records: list[Record],
+    fetched: list[Value],
+    fresh: dict[Value, torch.UntypedStorage],
+    readers: dict[Value, int],
+    keep: Callable[[Value, torch.UntypedStorage, int], None],
+    call: Callable[[Record, Any, Any], Any],
+    ran: Callable[[Record], None],
+    taken: Callable[[Value], None],
+) -> torch.UntypedStorage:
+    with beneath_autograd():
+        for v in fetched:
+            assert v.ticket is not None
+            keep(v, v.ticket.fetch(), -1)
+        for record in records:
+            _replay(record, value, fresh, readers, keep, call, taken)
+            ran(record)
+            for v in [v for v in fresh if v is not value and readers.get(v, -1) <= record.order]:
+                del fresh[v]
+        return fresh[value]
+
+
+def _replay(
+    record: Record,
+    target: Value,
+    fresh: dict[Value, torch.UntypedStorage],
+    readers: dict[Value, int],
+    keep: Callable[[Value, torch.UntypedStorage, int], None],
+    call: Callable[[Record, Any, Any], Any],
+    taken: Callable[[Value], None],
+) -> None:
+    """Run one operator of a chain; nothing of it outlives this frame but what ``keep`` keeps."""
+
+    def steal(old: Value) -> bool:
+        return old in fresh and old.tensor is None and old is not target and readers[old] <= record.order
+
+    stolen = [a.value for a, _, matters in record.overs if matters and a.value is not None and steal(a.value)]
+    outs, written = record.run(steal, call)
+    for old in stolen:
+        del fresh[old]
+        taken(old)
+    for i, ref in record.outs:
+        v = ref()
+        if v is not None:
+            keep(v, outs[i].untyped_storage(), record.order)
+    for i, (_, ref, _) in enumerate(record.overs):
+        v = ref()
+        if v is not None:
+            keep(v, written[i].untyped_storage(), record.order)
+
+
+def whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A tensor over all bytes of a storage: our way to hold it."""
+    with beneath_autograd():
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]

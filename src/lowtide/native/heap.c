@@ -1,0 +1,348 @@
+/* The heap counter: an LD_PRELOAD library that counts what the process holds, and can cap the part that is tensors.
+ *
+ * Two books are kept.  "heap" is every block of malloc and its kin, by usable size.  "tensor" is every block asked for
+ * through posix_memalign with an alignment of 64 bytes or more, by requested size: c10's CPU allocator asks so, and so
+ * does oneDNN for its scratchpads, so that the workspace inside an operator is counted too.
+ *
+ * A request of c10's allocator that would lift the tensor book over a cap returns ENOMEM; c10 turns that into a
+ * RuntimeError and the process survives.  (oneDNN does not survive a refusal, so its requests are counted, never refused.)
+ * There are two caps: one for the process, and one for the calling thread.
+ *
+ * Not seen: mmap'ed memory (numpy and Python arenas of some sizes, MKL's own buffers), memory of other processes.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <link.h>
+#include <malloc.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#define EXPORT __attribute__((visibility("default")))
+#define TENSOR_ALIGNMENT 64
+#define SHARDS 256
+#define FIRST_SLOTS 256
+
+/* Read and, for the caps and the window peaks, written by Python through ctypes: keep in step with live/heap.py. */
+struct counters {
+  _Atomic int64_t layout;           /* size of this struct: a guard against a stale library */
+  _Atomic int64_t tensor_live;      /* bytes */
+  _Atomic int64_t tensor_peak;      /* bytes, since the process began */
+  _Atomic int64_t tensor_op_peak;   /* bytes, since Python last wrote it: one operator */
+  _Atomic int64_t tensor_step_peak; /* bytes, since Python last wrote it: one step */
+  _Atomic int64_t tensor_blocks;    /* blocks live */
+  _Atomic int64_t heap_live;        /* bytes */
+  _Atomic int64_t heap_peak;        /* bytes, since Python last wrote it */
+  _Atomic int64_t heap_requests;    /* allocations ever; 0 means that nothing is interposed */
+  _Atomic int64_t cap;              /* bytes of tensor_live that the process may reach; 0: none */
+  _Atomic int64_t denied;           /* requests refused */
+  _Atomic int64_t denied_bytes;     /* size of the last one refused */
+};
+
+EXPORT struct counters lowtide_heap = {.layout = sizeof(struct counters)};
+
+static __thread int64_t thread_cap __attribute__((tls_model("initial-exec")));
+
+/* Address of the calling thread's own cap (0: none), valid as long as that thread lives. */
+EXPORT int64_t *lowtide_thread_cap(void) { return &thread_cap; }
+
+static void *(*real_malloc)(size_t);
+static void *(*real_calloc)(size_t, size_t);
+static void *(*real_realloc)(void *, size_t);
+static void (*real_free)(void *);
+static int (*real_posix_memalign)(void **, size_t, size_t);
+static void *(*real_aligned_alloc)(size_t, size_t);
+static void *(*real_memalign)(size_t, size_t);
+static size_t (*real_usable_size)(void *);
+
+/* dlsym itself may allocate before the real functions are known; those few blocks live here and are never returned. */
+static char bootstrap[64 * 1024] __attribute__((aligned(16)));
+static _Atomic size_t bootstrap_used;
+static __thread int resolving __attribute__((tls_model("initial-exec")));
+
+static void *bootstrap_take(size_t bytes) {
+  size_t at = atomic_fetch_add(&bootstrap_used, (bytes + 31) & ~(size_t)15);
+  if (at + bytes + 16 > sizeof bootstrap) return NULL;
+  *(size_t *)(bootstrap + at) = bytes;
+  return bootstrap + at + 16;
+}
+
+static int in_bootstrap(const void *block) {
+  return (const char *)block >= bootstrap && (const char *)block < bootstrap + sizeof bootstrap;
+}
+
+static void resolve(void) {
+  if (real_free || resolving) return;
+  resolving = 1;
+  real_malloc = dlsym(RTLD_NEXT, "malloc");
+  real_calloc = dlsym(RTLD_NEXT, "calloc");
+  real_realloc = dlsym(RTLD_NEXT, "realloc");
+  real_posix_memalign = dlsym(RTLD_NEXT, "posix_memalign");
+  real_aligned_alloc = dlsym(RTLD_NEXT, "aligned_alloc");
+  real_memalign = dlsym(RTLD_NEXT, "memalign");
+  real_usable_size = dlsym(RTLD_NEXT, "malloc_usable_size");
+  real_free = dlsym(RTLD_NEXT, "free");
+  resolving = 0;
+}
+
+/* --- which blocks are tensors: open addressing, sharded by address ------------------------------------------------ */
+
+struct slot {
+  uintptr_t block; /* 0: empty */
+  int64_t bytes;
+};
+
+static struct shard {
+  pthread_mutex_t lock;
+  struct slot *slots;
+  size_t capacity; /* a power of two */
+  size_t used;
+} shards[SHARDS] = {[0 ... SHARDS - 1] = {.lock = PTHREAD_MUTEX_INITIALIZER}};
+
+static size_t hash(uintptr_t block) { return (size_t)((block >> 6) * UINT64_C(0x9E3779B97F4A7C15) >> 16); }
+
+static struct shard *shard_of(uintptr_t block) { return &shards[hash(block) % SHARDS]; }
+
+static size_t home(const struct shard *s, uintptr_t block) { return (hash(block) / SHARDS) & (s->capacity - 1); }
+
+static struct slot *map_slots(size_t capacity) {
+  void *p = mmap(NULL, capacity * sizeof(struct slot), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  return p == MAP_FAILED ? NULL : p;
+}
+
+static void put(struct shard *s, uintptr_t block, int64_t bytes) {
+  size_t i = home(s, block);
+  while (s->slots[i].block) i = (i + 1) & (s->capacity - 1);
+  s->slots[i] = (struct slot){block, bytes};
+  s->used++;
+}
+
+static int grow(struct shard *s) {
+  size_t old_capacity = s->capacity;
+  struct slot *old = s->slots;
+  size_t capacity = old_capacity ? old_capacity * 2 : FIRST_SLOTS;
+  struct slot *fresh = map_slots(capacity);
+  if (!fresh) return 0;
+  s->slots = fresh;
+  s->capacity = capacity;
+  s->used = 0;
+  for (size_t i = 0; i < old_capacity; i++)
+    if (old[i].block) put(s, old[i].block, old[i].bytes);
+  if (old) munmap(old, old_capacity * sizeof(struct slot));
+  return 1;
+}
+
+static int remember(uintptr_t block, int64_t bytes) {
+  struct shard *s = shard_of(block);
+  int kept = 1;
+  pthread_mutex_lock(&s->lock);
+  if (s->used * 2 >= s->capacity) kept = grow(s);
+  if (kept) put(s, block, bytes);
+  pthread_mutex_unlock(&s->lock);
+  return kept;
+}
+
+/* Bytes of a tensor block, which is forgotten; -1 where the block is not one. */
+static int64_t forget(uintptr_t block) {
+  struct shard *s = shard_of(block);
+  int64_t bytes = -1;
+  pthread_mutex_lock(&s->lock);
+  if (s->capacity) {
+    size_t mask = s->capacity - 1, i = home(s, block);
+    while (s->slots[i].block && s->slots[i].block != block) i = (i + 1) & mask;
+    if (s->slots[i].block) {
+      bytes = s->slots[i].bytes;
+      s->used--;
+      /* Backward shift, so that no tombstones pile up. */
+      for (size_t j = (i + 1) & mask; s->slots[j].block; j = (j + 1) & mask) {
+        size_t h = home(s, s->slots[j].block);
+        if (((j - h) & mask) >= ((j - i) & mask)) {
+          s->slots[i] = s->slots[j];
+          i = j;
+        }
+      }
+      s->slots[i].block = 0;
+    }
+  }
+  pthread_mutex_unlock(&s->lock);
+  return bytes;
+}
+
+static void before_fork(void) {
+  for (int i = 0; i < SHARDS; i++) pthread_mutex_lock(&shards[i].lock);
+}
+
+static void after_fork(void) {
+  for (int i = SHARDS - 1; i >= 0; i--) pthread_mutex_unlock(&shards[i].lock);
+}
+
+__attribute__((constructor)) static void start(void) {
+  resolve();
+  pthread_atfork(before_fork, after_fork, after_fork);
+}
+
+/* --- the books ---------------------------------------------------------------------------------------------------- */
+
+static void lift(_Atomic int64_t *peak, int64_t live) {
+  int64_t seen = atomic_load_explicit(peak, memory_order_relaxed);
+  while (live > seen && !atomic_compare_exchange_weak_explicit(peak, &seen, live, memory_order_relaxed,
+                                                               memory_order_relaxed)) {
+  }
+}
+
+static void heap_add(void *block) {
+  int64_t bytes = (int64_t)real_usable_size(block);
+  int64_t live = atomic_fetch_add_explicit(&lowtide_heap.heap_live, bytes, memory_order_relaxed) + bytes;
+  atomic_fetch_add_explicit(&lowtide_heap.heap_requests, 1, memory_order_relaxed);
+  lift(&lowtide_heap.heap_peak, live);
+}
+
+static void heap_drop(void *block) {
+  int64_t bytes = (int64_t)real_usable_size(block);
+  atomic_fetch_sub_explicit(&lowtide_heap.heap_live, bytes, memory_order_relaxed);
+}
+
+static void tensor_release(void *block) {
+  if ((uintptr_t)block % TENSOR_ALIGNMENT) return;
+  int64_t bytes = forget((uintptr_t)block);
+  if (bytes < 0) return;
+  atomic_fetch_sub_explicit(&lowtide_heap.tensor_live, bytes, memory_order_relaxed);
+  atomic_fetch_sub_explicit(&lowtide_heap.tensor_blocks, 1, memory_order_relaxed);
+}
+
+static int over(int64_t live, int64_t cap) { return cap > 0 && live > cap; }
+
+/* Where libc10.so is mapped: found at the first request that might be refused. */
+static _Atomic uintptr_t c10_low, c10_high;
+
+static int find_c10(struct dl_phdr_info *info, size_t size, void *unused) {
+  (void)size;
+  (void)unused;
+  const char *name = strrchr(info->dlpi_name, '/');
+  if (!name || strncmp(name, "/libc10.so", 10)) return 0;
+  uintptr_t low = UINTPTR_MAX, high = 0;
+  for (int i = 0; i < info->dlpi_phnum; i++) {
+    if (info->dlpi_phdr[i].p_type != PT_LOAD) continue;
+    uintptr_t at = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr, end = at + info->dlpi_phdr[i].p_memsz;
+    if (at < low) low = at;
+    if (end > high) high = end;
+  }
+  atomic_store(&c10_low, low);
+  atomic_store(&c10_high, high);
+  return 1;
+}
+
+static int from_c10(uintptr_t caller) {
+  if (!atomic_load(&c10_high)) dl_iterate_phdr(find_c10, NULL);
+  return caller >= atomic_load(&c10_low) && caller < atomic_load(&c10_high);
+}
+
+static int tensor_reserve(int64_t bytes, int64_t *live, uintptr_t caller) {
+  *live = atomic_fetch_add_explicit(&lowtide_heap.tensor_live, bytes, memory_order_relaxed) + bytes;
+  if (!over(*live, atomic_load_explicit(&lowtide_heap.cap, memory_order_relaxed)) && !over(*live, thread_cap)) return 1;
+  if (!from_c10(caller)) return 1;
+  atomic_fetch_sub_explicit(&lowtide_heap.tensor_live, bytes, memory_order_relaxed);
+  atomic_store_explicit(&lowtide_heap.denied_bytes, bytes, memory_order_relaxed);
+  atomic_fetch_add_explicit(&lowtide_heap.denied, 1, memory_order_relaxed);
+  return 0;
+}
+
+/* --- the interposed functions ------------------------------------------------------------------------------------- */
+
+EXPORT void *malloc(size_t bytes) {
+  resolve();
+  if (!real_malloc) return bootstrap_take(bytes);
+  void *block = real_malloc(bytes);
+  if (block) heap_add(block);
+  return block;
+}
+
+EXPORT void *calloc(size_t count, size_t bytes) {
+  resolve();
+  if (!real_calloc) {
+    size_t total;
+    if (__builtin_mul_overflow(count, bytes, &total)) return NULL;
+    return bootstrap_take(total); /* static memory is zero, and never used twice */
+  }
+  void *block = real_calloc(count, bytes);
+  if (block) heap_add(block);
+  return block;
+}
+
+EXPORT void free(void *block) {
+  if (!block || in_bootstrap(block)) return;
+  resolve();
+  heap_drop(block);
+  tensor_release(block); /* before the real free: the address may be given out again at once */
+  real_free(block);
+}
+
+EXPORT void *realloc(void *block, size_t bytes) {
+  resolve();
+  if (in_bootstrap(block)) {
+    void *moved = malloc(bytes);
+    size_t old = *(size_t *)((char *)block - 16);
+    if (moved) memcpy(moved, block, old < bytes ? old : bytes);
+    return moved;
+  }
+  if (!real_realloc) return bootstrap_take(bytes);
+  if (!block) return malloc(bytes);
+  int64_t before = (int64_t)real_usable_size(block);
+  /* A tensor block that is resized leaves the tensor book: c10 never does this. */
+  int64_t tensor = (uintptr_t)block % TENSOR_ALIGNMENT ? -1 : forget((uintptr_t)block);
+  void *moved = real_realloc(block, bytes);
+  if (!moved && bytes) {
+    if (tensor >= 0) remember((uintptr_t)block, tensor);
+    return NULL;
+  }
+  if (tensor >= 0) {
+    atomic_fetch_sub_explicit(&lowtide_heap.tensor_live, tensor, memory_order_relaxed);
+    atomic_fetch_sub_explicit(&lowtide_heap.tensor_blocks, 1, memory_order_relaxed);
+  }
+  atomic_fetch_sub_explicit(&lowtide_heap.heap_live, before, memory_order_relaxed);
+  if (moved) heap_add(moved);
+  return moved;
+}
+
+EXPORT int posix_memalign(void **out, size_t alignment, size_t bytes) {
+  resolve();
+  if (!real_posix_memalign) return ENOMEM;
+  int64_t live = 0;
+  int tensor = alignment >= TENSOR_ALIGNMENT;
+  if (tensor && !tensor_reserve((int64_t)bytes, &live, (uintptr_t)__builtin_return_address(0))) return ENOMEM;
+  int failed = real_posix_memalign(out, alignment, bytes);
+  if (failed || (tensor && *out && !remember((uintptr_t)*out, (int64_t)bytes))) {
+    if (tensor) atomic_fetch_sub_explicit(&lowtide_heap.tensor_live, (int64_t)bytes, memory_order_relaxed);
+    if (!failed) real_free(*out);
+    return failed ? failed : ENOMEM;
+  }
+  if (!*out) return 0;
+  heap_add(*out);
+  if (tensor) {
+    atomic_fetch_add_explicit(&lowtide_heap.tensor_blocks, 1, memory_order_relaxed);
+    lift(&lowtide_heap.tensor_peak, live);
+    lift(&lowtide_heap.tensor_op_peak, live);
+    lift(&lowtide_heap.tensor_step_peak, live);
+  }
+  return 0;
+}
+
+EXPORT void *aligned_alloc(size_t alignment, size_t bytes) {
+  resolve();
+  if (!real_aligned_alloc) return NULL;
+  void *block = real_aligned_alloc(alignment, bytes);
+  if (block) heap_add(block);
+  return block;
+}
+
+EXPORT void *memalign(size_t alignment, size_t bytes) {
+  resolve();
+  if (!real_memalign) return NULL;
+  void *block = real_memalign(alignment, bytes);
+  if (block) heap_add(block);
+  return block;
+}

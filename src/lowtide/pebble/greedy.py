@@ -1,0 +1,203 @@
+"""Recompute and move by greed: lower the highest point by the cheapest byte, again and again, down to the floor.
+
+The walk does not depend on the budget: every state on it is an offer (peak, extra seconds), and a budget takes the
+cheapest offer that fits. So less budget never gives a faster plan than more budget does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lowtide.pebble.problem import Action, Away, Key, Problem
+from lowtide.pebble.referee import Timeline, play
+
+_STEP_SHARE = 0.01
+"""Share of (plain peak - base) by which one move of the walk lowers its highest point at least, if it can."""
+_TRIES = 400
+"""Moves at most that bring no new lowest peak before the walk gives up."""
+_PRUNED = 24
+"""Decisions at most that are tried for undoing in one state."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Decisions, and how they play."""
+
+    decisions: dict[Key, Away]
+    timeline: Timeline
+
+    @property
+    def cost(self) -> tuple[float, int]:
+        """What is to be small: extra seconds, then peak bytes."""
+        return (self.timeline.extra_seconds, self.timeline.peak_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    key: Key
+    away: Away
+    freed: int
+    seconds: float
+
+
+def walk(problem: Problem, *, seconds: float, progress: Callable[[float], None] | None = None) -> tuple[State, ...]:
+    """States from the plain run down to the lowest peak found: a Pareto front, highest peak first.
+
+    Args:
+        problem: what is asked.
+        seconds: the walk ends after so long, wherever it is.
+        progress: told the share of bytes walked down so far.
+    """
+    deadline = time.perf_counter() + seconds
+    state = State({}, play(problem, {}))
+    states = [state]
+    lowest, idle = state.timeline.peak_bytes, 0
+    step = int(_STEP_SHARE * max(0, lowest - problem.base_bytes)) + 1
+    barred: set[Key] = set()
+    while idle < _TRIES and time.perf_counter() < deadline:
+        following = _move(problem, state, step, barred)
+        if following is None:
+            break
+        state = following
+        states.append(state)
+        peak = state.timeline.peak_bytes
+        idle = 0 if peak < lowest else idle + 1
+        lowest = min(lowest, peak)
+        if progress is not None:
+            progress(1 - (lowest - problem.base_bytes) / max(1, problem.plain_peak - problem.base_bytes))
+    front = pareto(states)
+    return pareto([*front, *_pruned(problem, front, deadline)])
+
+
+def pareto(states: list[State] | tuple[State, ...]) -> tuple[State, ...]:
+    """States that no other beats in both peak and extra seconds, highest peak first."""
+    best: list[State] = []
+    for state in sorted(states, key=lambda s: (s.timeline.peak_bytes, s.timeline.extra_seconds)):
+        if not best or state.timeline.extra_seconds < best[-1].timeline.extra_seconds:
+            best.append(state)
+    return tuple(reversed(best))
+
+
+def _move(problem: Problem, state: State, step: int, barred: set[Key]) -> State | None:
+    """The next state: enough of the cheapest bytes leave the highest event to lower it by a step."""
+    event = state.timeline.peak_event
+    decisions = dict(state.decisions)
+    freed = 0
+    for offer in sorted(_offers(problem, state, event), key=lambda o: o.seconds / o.freed):
+        if offer.key in barred and offer.away.until <= event:
+            continue
+        decisions[offer.key] = offer.away
+        freed += offer.freed
+        if freed >= step:
+            break
+    if not freed:
+        return None
+    return State(decisions, play(problem, decisions))
+
+
+def _offers(problem: Problem, state: State, event: int) -> list[_Offer]:
+    """Every single decision that frees bytes at an event."""
+    found = []
+    chains = _Chains(problem, state)
+    for v, buffer in enumerate(problem.trace.buffers):
+        if buffer.released < event or buffer.born >= event or buffer.held_until >= event or not buffer.bytes:
+            continue
+        if v in problem.pinned or not buffer.counted:
+            continue
+        needs = problem.needs[v]
+        gap = sum(1 for e, _ in needs if e < event)
+        if gap and needs[gap - 1][1] >= event:
+            continue
+        if gap < len(needs) and needs[gap][0] == event:
+            continue
+        if gap < problem.gap_starts[v] or state.timeline.absent(v, event):
+            continue
+        offer = _offer(problem, state, chains, v, gap, event)
+        if offer is not None:
+            found.append(offer)
+    return found
+
+
+def _offer(problem: Problem, state: State, chains: _Chains, v: int, gap: int, event: int) -> _Offer | None:
+    buffer, needs = problem.trace.buffers[v], problem.needs[v]
+    before = state.decisions.get((v, gap))
+    if before is not None and before.until > event:
+        return None
+    need = needs[gap][0] if gap < len(needs) else None
+    prices: list[tuple[float, Action]] = []
+    if problem.remakeable[v]:
+        prices.append((0.0 if need is None else chains.seconds(v, need), Action.RECOMPUTE))
+    if buffer.movable and problem.bandwidth is not None:
+        ways = buffer.bytes / problem.bandwidth.write + buffer.bytes / problem.bandwidth.read
+        prices.append((0.0 if need is None else ways, Action.MOVE))
+    if not prices:
+        return None
+    price, action = min(prices)
+    return _Offer((v, gap), Away(action, event + 1), buffer.bytes, price + 1e-9)
+
+
+class _Chains:
+    """Seconds of making a value again, as the board stands in a state."""
+
+    def __init__(self, problem: Problem, state: State) -> None:
+        self.problem = problem
+        self.state = state
+
+    def seconds(self, v: int, need: int) -> float:
+        """Seconds of the chain for a value at a need, values that would be held for their own need apart."""
+        ops: set[int] = set()
+        stack, seen = [v], {v}
+        while stack:
+            u = stack.pop()
+            born = self.problem.trace.buffers[u].born
+            if born < 0 or born in ops:
+                continue
+            ops.add(born)
+            for r in self.problem.maker(u).reads:
+                if r not in seen and not self._free(r, need):
+                    seen.add(r)
+                    stack.append(r)
+        return sum(self.problem.trace.events[e].seconds for e in ops)  # type: ignore[union-attr]
+
+    def _free(self, r: int, need: int) -> bool:
+        """Whether an input costs this chain nothing: it is there, can be captured, or is to be made again anyway."""
+        buffer = self.problem.trace.buffers[r]
+        if self.state.timeline.absent(r, need):
+            needs = self.problem.needs[r]
+            gap = sum(1 for e, _ in needs if e < need)
+            away = self.state.decisions.get((r, gap))
+            return gap < len(needs) and away is not None and away.until <= need
+        if not self.problem.capturable(r):
+            return need <= self.problem.overwritten[r]
+        return buffer.released >= 0 or not self.problem.remakeable[r] or buffer.held_until >= need
+
+
+def _pruned(problem: Problem, front: tuple[State, ...], deadline: float) -> list[State]:
+    """Cheaper states at the same peaks: decisions whose undoing does not lift the peak are undone."""
+    found = []
+    for state in front:
+        costly = _costliest(problem, state)
+        decisions, best = dict(state.decisions), state
+        for key in costly:
+            if time.perf_counter() > deadline:
+                return found
+            trial = {k: a for k, a in decisions.items() if k != key}
+            timeline = play(problem, trial)
+            if timeline.peak_bytes <= state.timeline.peak_bytes and timeline.extra_seconds < best.cost[0]:
+                decisions, best = trial, State(trial, timeline)
+        if best is not state:
+            found.append(best)
+    return found
+
+
+def _costliest(problem: Problem, state: State) -> list[Key]:
+    """Keys of the decisions that cost most, dearest first."""
+    spent: dict[int, float] = {}
+    for remake in state.timeline.remakes:
+        for e in remake.ops:
+            op = problem.trace.events[e]
+            for v in op.writes:  # type: ignore[union-attr]
+                spent[v] = spent.get(v, 0.0) + op.seconds  # type: ignore[union-attr]
+    return sorted(state.decisions, key=lambda k: -spent.get(k[0], 0.0))[:_PRUNED]

@@ -1,0 +1,139 @@
+"""The question: a recorded unit, where its base stands now, and what moving bytes costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.trace import Need, Op, Trace
+
+
+class Action(StrEnum):
+    """How an absent value comes back."""
+
+    RECOMPUTE = "recompute"
+    MOVE = "move"
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """A value is let go at the start of one of its gaps.
+
+    Attributes:
+        action: how it comes back.
+        until: if it is made again, by another value's chain, before this event, it is not held; from this event on it is.
+    """
+
+    action: Action
+    until: int
+
+
+Key = tuple[int, int]
+"""(value, gap): gap ``k`` of a value is the time before its need ``k``; the last gap follows its last need."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bandwidth:
+    """The second board's speed, bytes per second each way."""
+
+    write: float
+    read: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A unit to be run within a budget.
+
+    Attributes:
+        trace: the recorded unit.
+        base_bytes: live bytes when the unit begins (it may differ from the recording's).
+        bandwidth: of the second board; None where nothing may be moved.
+        pinned: values that must be kept whatever it costs (ids).
+    """
+
+    trace: Trace
+    base_bytes: int
+    bandwidth: Bandwidth | None = None
+    pinned: frozenset[int] = field(default_factory=frozenset)
+
+    @cached_property
+    def needs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Per value its needs in order, as pairs (event, last event of the pin)."""
+        found: list[list[tuple[int, int]]] = [[] for _ in self.trace.buffers]
+        for e, event in enumerate(self.trace.events):
+            if isinstance(event, Need):
+                found[event.value].append((e, max(e, event.pinned_until)))
+        return tuple(tuple(n) for n in found)
+
+    @cached_property
+    def overwritten(self) -> dict[int, int]:
+        """The event at which a value is overwritten in place, for those that are."""
+        return {
+            old: e
+            for e, event in enumerate(self.trace.events)
+            if isinstance(event, Op)
+            for old, _ in event.overwrites
+        }
+
+    @cached_property
+    def gap_starts(self) -> tuple[int, ...]:
+        """Per value, the index of the first gap in which it may be away (script code holds it through earlier ones)."""
+        return tuple(
+            sum(1 for event, _ in needs if event <= buffer.held_until)
+            for buffer, needs in zip(self.trace.buffers, self.needs, strict=True)
+        )
+
+    @cached_property
+    def remakeable(self) -> tuple[bool, ...]:
+        """Per value, whether some chain of replays makes it again from what can be captured."""
+        known = [False] * len(self.trace.buffers)
+        for event in self.trace.events:
+            if isinstance(event, Op) and event.replayable and all(self._source(r, known) for r in event.reads):
+                for v in (*event.writes, *(new for _, new in event.overwrites)):
+                    known[v] = v not in self.pinned
+        return tuple(known)
+
+    def _source(self, value: int, known: list[bool]) -> bool:
+        return known[value] or value not in self.overwritten
+
+    def maker(self, value: int) -> Op:
+        """The operator that made a value; only for values with ``born >= 0``."""
+        op = self.trace.events[self.trace.buffers[value].born]
+        assert isinstance(op, Op)
+        return op
+
+    def capturable(self, value: int) -> bool:
+        """Whether holding the value by reference keeps its bits: not so once it is overwritten in place."""
+        return value not in self.overwritten
+
+    def end(self, value: int) -> int:
+        """Last event at whose end the plain run still has the value."""
+        buffer = self.trace.buffers[value]
+        return max(buffer.held_until, buffer.released)
+
+    @cached_property
+    def plain_live(self) -> NDArray[np.int64]:
+        """Per event, live bytes just before it in the plain run."""
+        trace = self.trace
+        delta = np.zeros(len(trace.events) + 2, dtype=np.int64)
+        for v, buffer in enumerate(trace.buffers):
+            if buffer.counted and self.end(v) > buffer.born:
+                delta[buffer.born + 1] += buffer.bytes
+                delta[self.end(v) + 1] -= buffer.bytes
+        live = np.cumsum(delta)[: len(trace.events)]
+        return live + self.base_bytes + np.asarray(trace.other_bytes, dtype=np.int64)
+
+    @cached_property
+    def rise(self) -> NDArray[np.int64]:
+        """Per event, how far memory rises above what is live just before it."""
+        inside = [e.inside_bytes if isinstance(e, Op) else 0 for e in self.trace.events]
+        return np.maximum(np.asarray(inside, dtype=np.int64), np.asarray(self.trace.spike_bytes, dtype=np.int64))
+
+    @cached_property
+    def plain_peak(self) -> int:
+        """Peak bytes of the plain run on this base."""
+        return int((self.plain_live + self.rise).max(initial=self.base_bytes))

@@ -1,0 +1,86 @@
+"""Bytes and seconds, read and written. The only home of unit names."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from lowtide.errors import SizeError
+
+KIB: Final = 1024
+MIB: Final = 1024**2
+GIB: Final = 1024**3
+
+_BINARY: Final = {"KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1024**4}
+_DECIMAL: Final = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_FACTORS: Final = {"": 1, **_DECIMAL, **_BINARY}
+_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
+_PERCENT: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A budget given as a share of what the plain peak has above what is always resident."""
+
+    fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """A budget to be read off the device: what is free, less a margin."""
+
+
+Size = int | Share | Auto
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes meant by text such as ``900MiB``, ``6 GiB``, ``2GB`` or ``123456``.
+
+    Raises:
+        SizeError: if the text is not such a size, or is not above zero.
+    """
+    match = _SIZE.fullmatch(text)
+    factor = _FACTORS.get(match[2].upper()) if match else None
+    if match is None or factor is None:
+        raise SizeError(f"cannot read the size {text!r}: write bytes, or a unit as in 900MiB, 6GiB, 2GB")
+    size = int(float(match[1]) * factor)
+    if size <= 0:
+        raise SizeError(f"the size {text!r} is not above zero")
+    return size
+
+
+def parse_budget(text: str) -> Size:
+    """A budget: a size of :func:`parse_bytes`, a share such as ``50%``, or ``auto``.
+
+    Raises:
+        SizeError: if the text is none of these, or a share outside (0 %, 1000 %].
+    """
+    if text.strip().lower() == "auto":
+        return Auto()
+    match = _PERCENT.fullmatch(text)
+    if match is None:
+        return parse_bytes(text)
+    fraction = float(match[1]) / 100
+    if not 0 < fraction <= 10:
+        raise SizeError(f"the share {text!r} is outside 0-1000 %: 50% is half of what training adds to the resident bytes")
+    return Share(fraction)
+
+
+def format_bytes(size: float) -> str:
+    """A size for people: ``1.50 GiB``, ``12.0 MiB``, ``640 B``."""
+    sign = "-" if size < 0 else ""
+    size = abs(size)
+    for unit, factor in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if size >= factor:
+            return f"{sign}{size / factor:.{2 if unit == 'GiB' else 1}f} {unit}"
+    return f"{sign}{size:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration for people: ``2.31 s``, ``14.2 ms``, ``87 us``."""
+    if abs(seconds) >= 1:
+        return f"{seconds:.2f} s"
+    if abs(seconds) >= 1e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.0f} us"
