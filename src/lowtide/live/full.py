@@ -111,7 +111,11 @@ class FullMode(TorchDispatchMode):
         seconds = time.perf_counter() - start
         if record is not None:
             record.seconds = seconds
-        inside = max(0, recorder.meter.op_peak() - live) if recorder is not None else 0
+        inside = 0
+        if recorder is not None:
+            # What a library sets up at its first call is not part of the operator's every run.
+            once = self.evictor.first_rise(info.name, recorder.meter.library_rise())
+            inside = max(0, recorder.meter.op_peak() - live - once)
         self._results(func, info, args, kwargs, out, record, [v for v in inputs if v is not None], seconds, inside)
         return out
 

@@ -20,8 +20,19 @@ from lowtide.trace import Site
 SMALLEST_BYTES = 2048
 """Values below this size are never dropped: their book-keeping would cost more than they do."""
 
-COPIED_BYTES = 4 << 20
-"""Arguments written in place are copied up to this size, so that an operator that failed half-way can run again."""
+COPIED_BYTES = 64 << 10
+"""Arguments written in place are copied up to this size, so that an operator that failed half-way can run again. An operator
+that writes more in place is not capped: it hardly ever allocates, and could not be tried again."""
+
+
+SLACK_BYTES = 8 << 10
+"""Left free for what the interception itself takes from torch's allocator: a generator's state."""
+
+LIBRARY_BYTES = 320 << 10
+"""Memory that oneDNN may take inside an operator the first time, outside torch's allocator, where it cannot be refused."""
+
+LIBRARY_OPS = ("convolution", "mkldnn", "gelu", "linear")
+"""Operators (parts of their names) that oneDNN may run."""
 
 
 @final
@@ -62,6 +73,8 @@ class Evictor:
         self.on_back: Callable[[Value], None] | None = None
         self.clock = 0
         self.keeps: Iterable[weakref.ref[Any]] = ()
+        self._library: dict[str, int] = {}
+        self._usual: dict[str, int] = {}
         self._bandwidth: Bandwidth | None = None
 
     # --- what autograd saves -----------------------------------------------------------------------------------------
@@ -98,28 +111,27 @@ class Evictor:
 
     def call(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
         """Call an operator; where it does not fit, make room and try again."""
-        meter = self.meter
-        if not self.limit_bytes:
-            return self._try_again(func, info, args, kwargs)
-        if not meter.capped:
+        limit, meter = self.limit_bytes, self.meter
+        if limit and not meter.capped:
             self._headroom(args)
-            return self._try_again(func, info, args, kwargs)
-        return self._try_again(func, info, args, kwargs)
-
-    def _try_again(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
-        meter, limit = self.meter, self.limit_bytes
-        copies = _copies(info, args) if limit and info.mutates else None
-        state = _generator_state(info, args, kwargs)
+        copies = _copies(info, args) if info.mutates else None
+        if info.mutates and copies is None:
+            limit = 0
+        reserve = self._reserve(info.name) if limit else 0
+        state = _generator_state(info, args, kwargs) if limit else None
+        meter.begin_library_window()
         while True:
             denied = meter.denied()
-            meter.cap(limit)
+            meter.cap(max(limit - reserve - SLACK_BYTES, 1) if limit else 0)
             try:
-                return func(*args, **kwargs)
+                out = func(*args, **kwargs)
             except (RuntimeError, MemoryError) as error:
-                meter.cap(0)
                 if not self._is_out_of_memory(error, denied):
                     raise
                 last = error.with_traceback(None)
+            else:
+                self._note_library(info.name, meter.library_rise())
+                return out
             finally:
                 meter.cap(0)
             # Out of the except block: no frame of the failed call holds its tensors any more.
@@ -127,12 +139,32 @@ class Evictor:
                 state[0].set_state(state[1])
             if info.mutates and not _restore(copies):
                 raise last
-            if not self.make_room(max(meter.denied_bytes(), 1)):
+            if not self.make_room(meter.denied_bytes() + reserve + SLACK_BYTES):
+                if reserve:
+                    reserve = 0
+                    continue
                 if not limit:
                     raise last
                 limit = 0
                 self.tally.overrun = True
             self.tally.rescues += 1
+
+    def _reserve(self, name: str) -> int:
+        """Bytes to leave free for what a library takes inside an operator."""
+        seen = self._library.get(name)
+        if seen is None:
+            return LIBRARY_BYTES if any(part in name for part in LIBRARY_OPS) else 0
+        return seen
+
+    def first_rise(self, name: str, rise: int) -> int:
+        """The part of a library's memory that an operator took only because it ran for the first time."""
+        usual = self._usual.get(name)
+        self._usual[name] = rise if usual is None else min(usual, rise)
+        return rise if usual is None else max(0, rise - self._usual[name])
+
+    def _note_library(self, name: str, rise: int) -> None:
+        if rise > self._library.get(name, -1):
+            self._library[name] = rise
 
     def _is_out_of_memory(self, error: BaseException, denied: int) -> bool:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -274,7 +306,7 @@ class Evictor:
         return True
 
     def _replay(self, record: Record, args: Any, kwargs: Any) -> Any:
-        return self._try_again(record.func, record.info, args, kwargs)
+        return self.call(record.func, record.info, args, kwargs)
 
     def _ran(self, record: Record) -> None:
         self.tally.recomputed_ops += 1

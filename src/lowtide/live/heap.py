@@ -27,6 +27,8 @@ _FIELDS: Final = (
     "cap",
     "denied",
     "denied_bytes",
+    "library_live",
+    "library_op_peak",
 )
 
 
@@ -88,6 +90,12 @@ class Meter(Protocol):
     def denied_bytes(self) -> int:
         """Size of the last request refused."""
 
+    def begin_library_window(self) -> None:
+        """Begin a new window for :meth:`library_rise`."""
+
+    def library_rise(self) -> int:
+        """How far the bytes that cannot be refused (workspaces of libraries) rose in the window."""
+
 
 @final
 class HeapMeter:
@@ -106,6 +114,9 @@ class HeapMeter:
         self._step_peak = cell["tensor_step_peak"]
         self._denied = cell["denied"]
         self._denied_bytes = cell["denied_bytes"]
+        self._library_live = cell["library_live"]
+        self._library_peak = cell["library_op_peak"]
+        self._library_start = 0
         path = library_path()
         assert path is not None
         slot = ctypes.CDLL(str(path)).lowtide_thread_cap
@@ -143,6 +154,14 @@ class HeapMeter:
     def denied_bytes(self) -> int:
         """Size of the last request refused."""
         return self._denied_bytes.value
+
+    def begin_library_window(self) -> None:
+        """Begin a new window for :meth:`library_rise`."""
+        self._library_peak.value = self._library_start = self._library_live.value
+
+    def library_rise(self) -> int:
+        """How far the bytes that cannot be refused (workspaces of libraries) rose in the window."""
+        return self._library_peak.value - self._library_start
 
 
 @final
@@ -194,6 +213,13 @@ class LedgerMeter:
         """No request is ever refused by this meter."""
         return 0
 
+    def begin_library_window(self) -> None:
+        """Workspaces of libraries are not seen apart here."""
+
+    def library_rise(self) -> int:
+        """Workspaces of libraries are not seen apart here."""
+        return 0
+
 
 @final
 class CudaMeter:
@@ -238,4 +264,11 @@ class CudaMeter:
 
     def denied_bytes(self) -> int:
         """Not known for CUDA."""
+        return 0
+
+    def begin_library_window(self) -> None:
+        """Workspaces of libraries are not seen apart here."""
+
+    def library_rise(self) -> int:
+        """Workspaces of libraries are not seen apart here."""
         return 0

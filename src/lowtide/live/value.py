@@ -16,13 +16,18 @@ from lowtide.errors import ReplayError
 from lowtide.live.board import Board, Ticket
 from lowtide.live.ops import OpInfo
 
-_TEMPORARY_REFERENCES = 2
-"""References to a storage that are not tensors while it is counted: its Python object and the count's own."""
+def _references_beside_tensors() -> int:
+    """References to a storage that are not tensors while it is counted (its Python object, the count's own)."""
+    storage = torch.empty(1).untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+
+
+_BESIDE = _references_beside_tensors()
 
 
 def sole_owner(storage: torch.UntypedStorage, own: int) -> bool:
     """Whether no tensor but ``own`` aliases of ours refers to a storage."""
-    return int(torch._C._storage_Use_Count(storage._cdata)) <= own + _TEMPORARY_REFERENCES  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(storage._cdata)) <= own + _BESIDE  # type: ignore[attr-defined]
 
 
 @final
@@ -387,12 +392,20 @@ def remake(
             if held:
                 v.tensor = whole(storage)
 
-    for v in readers:
+    busy = set(readers)
+    for v in busy:
         v.busy += 1
+
+    def done(record: Record) -> None:
+        ran(record)
+        for v in [v for v in busy if readers[v] <= record.order]:
+            v.busy -= 1
+            busy.discard(v)
+
     try:
-        return _run_chain(value, records, fetched, fresh, readers, keep, call, ran, taken)
+        return _run_chain(value, records, fetched, fresh, readers, keep, call, done, taken)
     finally:
-        for v in readers:
+        for v in busy:
             v.busy -= 1
 
 

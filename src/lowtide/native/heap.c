@@ -41,6 +41,8 @@ struct counters {
   _Atomic int64_t cap;              /* bytes of tensor_live that the process may reach; 0: none */
   _Atomic int64_t denied;           /* requests refused */
   _Atomic int64_t denied_bytes;     /* size of the last one refused */
+  _Atomic int64_t library_live;     /* bytes of the tensor book that c10 did not ask for: workspaces of oneDNN */
+  _Atomic int64_t library_op_peak;  /* bytes, since Python last wrote it */
 };
 
 EXPORT struct counters lowtide_heap = {.layout = sizeof(struct counters)};
@@ -93,7 +95,7 @@ static void resolve(void) {
 
 struct slot {
   uintptr_t block; /* 0: empty */
-  int64_t bytes;
+  int64_t bytes;   /* negative: a library's, not c10's */
 };
 
 static struct shard {
@@ -146,10 +148,10 @@ static int remember(uintptr_t block, int64_t bytes) {
   return kept;
 }
 
-/* Bytes of a tensor block, which is forgotten; -1 where the block is not one. */
+/* What was remembered of a tensor block, which is forgotten; 0 where the block is not one. */
 static int64_t forget(uintptr_t block) {
   struct shard *s = shard_of(block);
-  int64_t bytes = -1;
+  int64_t bytes = 0;
   pthread_mutex_lock(&s->lock);
   if (s->capacity) {
     size_t mask = s->capacity - 1, i = home(s, block);
@@ -206,12 +208,20 @@ static void heap_drop(void *block) {
   atomic_fetch_sub_explicit(&lowtide_heap.heap_live, bytes, memory_order_relaxed);
 }
 
+/* A block leaves the tensor book; bytes as remembered. */
+static void tensor_drop(int64_t bytes) {
+  if (bytes < 0) {
+    bytes = -bytes;
+    atomic_fetch_sub_explicit(&lowtide_heap.library_live, bytes, memory_order_relaxed);
+  }
+  atomic_fetch_sub_explicit(&lowtide_heap.tensor_live, bytes, memory_order_relaxed);
+  atomic_fetch_sub_explicit(&lowtide_heap.tensor_blocks, 1, memory_order_relaxed);
+}
+
 static void tensor_release(void *block) {
   if ((uintptr_t)block % TENSOR_ALIGNMENT) return;
   int64_t bytes = forget((uintptr_t)block);
-  if (bytes < 0) return;
-  atomic_fetch_sub_explicit(&lowtide_heap.tensor_live, bytes, memory_order_relaxed);
-  atomic_fetch_sub_explicit(&lowtide_heap.tensor_blocks, 1, memory_order_relaxed);
+  if (bytes) tensor_drop(bytes);
 }
 
 static int over(int64_t live, int64_t cap) { return cap > 0 && live > cap; }
@@ -237,14 +247,16 @@ static int find_c10(struct dl_phdr_info *info, size_t size, void *unused) {
 }
 
 static int from_c10(uintptr_t caller) {
-  if (!atomic_load(&c10_high)) dl_iterate_phdr(find_c10, NULL);
-  return caller >= atomic_load(&c10_low) && caller < atomic_load(&c10_high);
+  if (!atomic_load_explicit(&c10_high, memory_order_relaxed)) dl_iterate_phdr(find_c10, NULL);
+  return caller >= atomic_load_explicit(&c10_low, memory_order_relaxed) &&
+         caller < atomic_load_explicit(&c10_high, memory_order_relaxed);
 }
 
-static int tensor_reserve(int64_t bytes, int64_t *live, uintptr_t caller) {
+/* Book bytes before they are asked for; 0 if they are refused. */
+static int tensor_reserve(int64_t bytes, int64_t *live, int c10) {
   *live = atomic_fetch_add_explicit(&lowtide_heap.tensor_live, bytes, memory_order_relaxed) + bytes;
+  if (!c10) return 1;
   if (!over(*live, atomic_load_explicit(&lowtide_heap.cap, memory_order_relaxed)) && !over(*live, thread_cap)) return 1;
-  if (!from_c10(caller)) return 1;
   atomic_fetch_sub_explicit(&lowtide_heap.tensor_live, bytes, memory_order_relaxed);
   atomic_store_explicit(&lowtide_heap.denied_bytes, bytes, memory_order_relaxed);
   atomic_fetch_add_explicit(&lowtide_heap.denied, 1, memory_order_relaxed);
@@ -293,16 +305,13 @@ EXPORT void *realloc(void *block, size_t bytes) {
   if (!block) return malloc(bytes);
   int64_t before = (int64_t)real_usable_size(block);
   /* A tensor block that is resized leaves the tensor book: c10 never does this. */
-  int64_t tensor = (uintptr_t)block % TENSOR_ALIGNMENT ? -1 : forget((uintptr_t)block);
+  int64_t tensor = (uintptr_t)block % TENSOR_ALIGNMENT ? 0 : forget((uintptr_t)block);
   void *moved = real_realloc(block, bytes);
   if (!moved && bytes) {
-    if (tensor >= 0) remember((uintptr_t)block, tensor);
+    if (tensor) remember((uintptr_t)block, tensor);
     return NULL;
   }
-  if (tensor >= 0) {
-    atomic_fetch_sub_explicit(&lowtide_heap.tensor_live, tensor, memory_order_relaxed);
-    atomic_fetch_sub_explicit(&lowtide_heap.tensor_blocks, 1, memory_order_relaxed);
-  }
+  if (tensor) tensor_drop(tensor);
   atomic_fetch_sub_explicit(&lowtide_heap.heap_live, before, memory_order_relaxed);
   if (moved) heap_add(moved);
   return moved;
@@ -311,22 +320,28 @@ EXPORT void *realloc(void *block, size_t bytes) {
 EXPORT int posix_memalign(void **out, size_t alignment, size_t bytes) {
   resolve();
   if (!real_posix_memalign) return ENOMEM;
+  int tensor = alignment >= TENSOR_ALIGNMENT && bytes > 0;
+  int c10 = tensor && from_c10((uintptr_t)__builtin_return_address(0));
   int64_t live = 0;
-  int tensor = alignment >= TENSOR_ALIGNMENT;
-  if (tensor && !tensor_reserve((int64_t)bytes, &live, (uintptr_t)__builtin_return_address(0))) return ENOMEM;
+  if (tensor && !tensor_reserve((int64_t)bytes, &live, c10)) return ENOMEM;
   int failed = real_posix_memalign(out, alignment, bytes);
-  if (failed || (tensor && *out && !remember((uintptr_t)*out, (int64_t)bytes))) {
-    if (tensor) atomic_fetch_sub_explicit(&lowtide_heap.tensor_live, (int64_t)bytes, memory_order_relaxed);
-    if (!failed) real_free(*out);
-    return failed ? failed : ENOMEM;
+  if (!failed && tensor && !remember((uintptr_t)*out, c10 ? (int64_t)bytes : -(int64_t)bytes)) {
+    real_free(*out);
+    failed = ENOMEM;
   }
-  if (!*out) return 0;
-  heap_add(*out);
-  if (tensor) {
-    atomic_fetch_add_explicit(&lowtide_heap.tensor_blocks, 1, memory_order_relaxed);
-    lift(&lowtide_heap.tensor_peak, live);
-    lift(&lowtide_heap.tensor_op_peak, live);
-    lift(&lowtide_heap.tensor_step_peak, live);
+  if (failed) {
+    if (tensor) atomic_fetch_sub_explicit(&lowtide_heap.tensor_live, (int64_t)bytes, memory_order_relaxed);
+    return failed;
+  }
+  if (*out) heap_add(*out);
+  if (!tensor) return 0;
+  atomic_fetch_add_explicit(&lowtide_heap.tensor_blocks, 1, memory_order_relaxed);
+  lift(&lowtide_heap.tensor_peak, live);
+  lift(&lowtide_heap.tensor_op_peak, live);
+  lift(&lowtide_heap.tensor_step_peak, live);
+  if (!c10) {
+    int64_t library = atomic_fetch_add_explicit(&lowtide_heap.library_live, (int64_t)bytes, memory_order_relaxed);
+    lift(&lowtide_heap.library_op_peak, library + (int64_t)bytes);
   }
   return 0;
 }
