@@ -100,7 +100,8 @@ class FullMode(TorchDispatchMode):
             self._before_writes(info, args, kwargs)
         recorder = self.recorder
         record = self._record(func, info, args, kwargs) if self._remembers() else None
-        live = recorder.before_op() if recorder is not None else 0
+        if recorder is not None:
+            recorder.before_op()
         start = time.perf_counter()
         try:
             out = self.evictor.call(func, info, args, kwargs)
@@ -115,7 +116,7 @@ class FullMode(TorchDispatchMode):
         if recorder is not None:
             # What a library sets up at its first call is not part of the operator's every run.
             once = self.evictor.first_rise(info.name, recorder.meter.library_rise())
-            inside = max(0, recorder.meter.op_peak() - live - once)
+            inside = max(0, recorder.meter.op_peak() - self.evictor.attempt_live_bytes - once)
         self._results(func, info, args, kwargs, out, record, [v for v in inputs if v is not None], seconds, inside)
         return out
 
@@ -241,6 +242,7 @@ class FullMode(TorchDispatchMode):
             )
         for old, new in overwrites:
             self.ledger.succeed(old, new)
+            self.evictor.inherited(old, new)
         self.evictor.made(site, made, [new for _, new in overwrites])
 
 

@@ -72,6 +72,7 @@ class Evictor:
         self.on_unheld: Callable[[Value], None] | None = None
         self.on_back: Callable[[Value], None] | None = None
         self.clock = 0
+        self.attempt_live_bytes = 0
         self.keeps: Iterable[weakref.ref[Any]] = ()
         self._library: dict[str, int] = {}
         self._usual: dict[str, int] = {}
@@ -96,6 +97,15 @@ class Evictor:
         if value.tensor is None and value not in self.weakly:
             value.tensor = whole(storage)
             self.kept[value] = None
+
+    def inherited(self, old: Value, new: Value) -> None:
+        """A saved value was overwritten: the new version keeps its saved tensors."""
+        if self.kept.pop(old, False) is None or new.saves:
+            if new.tensor is None and new.weak is not None:
+                storage = new.weak()
+                assert storage is not None
+                new.tensor = whole(storage)
+            self.kept[new] = None
 
     def released(self, value: Value) -> None:
         """Autograd lets go of one saved tensor of a value."""
@@ -122,6 +132,8 @@ class Evictor:
         meter.begin_library_window()
         while True:
             denied = meter.denied()
+            self.attempt_live_bytes = meter.live()
+            meter.reset_op_peak()
             meter.cap(max(limit - reserve - SLACK_BYTES, 1) if limit else 0)
             try:
                 out = func(*args, **kwargs)

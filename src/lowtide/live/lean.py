@@ -31,6 +31,7 @@ from lowtide.live.value import (
     sole_owner,
     state_bytes,
     view_on,
+    watch,
     whole,
 )
 from lowtide.pebble.greedy import State
@@ -157,14 +158,14 @@ def _act(
 class LeanHandle:
     """A saved tensor of a value that the plan lets go."""
 
-    __slots__ = ("meta", "mode", "original", "value", "version")
+    __slots__ = ("meta", "mode", "value", "version", "watched")
 
     def __init__(self, mode: LeanMode, value: Value, tensor: torch.Tensor) -> None:
         """Refer to the value; the tensor itself is watched, not held."""
         self.mode = mode.run
         self.value = value
         self.meta: Meta = meta_of(tensor)
-        self.original = weakref.ref(tensor)
+        self.watched = watch(tensor)
         self.version = tensor._version
         value.saves += 1
 
@@ -174,11 +175,8 @@ class LeanHandle:
         Raises:
             RuntimeError: if it was changed in place since it was saved.
         """
-        original = self.original()
-        if original is not None and original._version != self.version:
-            raise modified_in_place(tuple(self.meta[0]), original.type(), original._version, self.version)
-        if self.value.superseded:
-            raise modified_in_place(tuple(self.meta[0]), str(self.meta[3]), self.version + 1, self.version)
+        if self.watched._version != self.version:
+            raise modified_in_place(self.meta, self.watched._version, self.version)
         storage = self.mode.serve(self.value)
         return view_on(storage, self.meta)
 

@@ -46,7 +46,9 @@ class Ledger:
         assert ref is not None
         old.superseded = True
         old.weak = None
-        old.tensor = None
+        if old.saves:
+            old.heir, new.saves, old.saves = new, old.saves, 0
+            new.tensor, old.tensor = old.tensor, None
         ref.value = new
         new.weak = ref
 

@@ -88,6 +88,11 @@ class Recorder:
             self.tracked -= old.bytes
         if life.held_until is None:
             life.held_until = len(self.events)
+        if life.saves:
+            heir = self.lives[new.number]
+            heir.saves, life.saves = life.saves, 0
+            self.tainted.add(new.number)
+            self.pending = [v for v in self.pending if v is not old] + [new]
 
     def back(self, value: Value) -> None:
         """A dropped value's bytes are resident again."""
@@ -138,16 +143,15 @@ class Recorder:
         self.asked.append(asked)
         self.events.append(asked)
 
-    def before_op(self) -> int:
-        """An operator begins; live bytes now."""
-        live = self._look()
+    def before_op(self) -> None:
+        """An operator begins."""
+        self._look()
         if self.asked:
             node = _node()
             for asked in self.asked:
                 if asked.node is not node and asked.pinned_until is None:
                     asked.pinned_until, asked.node = len(self.events) - 1, None
             self.asked = [a for a in self.asked if a.pinned_until is None]
-        return live
 
     def after_op(self, func: Any, op: Op) -> None:
         """An operator ended."""
@@ -155,13 +159,12 @@ class Recorder:
         self.events.append(op)
         self.meter.reset_op_peak()
 
-    def _look(self) -> int:
+    def _look(self) -> None:
         self._poll()
         live = self.meter.live()
         self.other.append(live - self.tracked - self.base_bytes)
         self.spikes.append(max(0, self.meter.op_peak() - live) if self.events else 0)
         self.meter.reset_op_peak()
-        return live
 
     def forget_last_look(self) -> None:
         """The operator that was about to be noted failed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, final
 
@@ -12,14 +11,15 @@ from lowtide.live.board import Board, Ticket
 from lowtide.live.guard import Evictor
 from lowtide.live.ledger import Ledger
 from lowtide.live.recorder import Recorder
-from lowtide.live.value import Meta, Value, beneath_autograd, is_plain, meta_of, view_on
+from lowtide.live.value import Meta, Value, beneath_autograd, is_plain, meta_of, view_on, watch
 
 
-def modified_in_place(shape: tuple[int, ...], kind: str, found: int, expected: int) -> RuntimeError:
-    """The error that autograd raises where a saved tensor was changed in place (its hooks turn the check off)."""
+def modified_in_place(meta: Meta, found: int, expected: int) -> RuntimeError:
+    """The error that autograd raises where a saved tensor was changed in place (hooks turn its own check off)."""
+    size, _, _, dtype = meta
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{kind} {list(shape)}] is at version {found}; expected version {expected} instead. Hint: enable anomaly "
+        f"[{dtype} {list(size)}] is at version {found}; expected version {expected} instead. Hint: enable anomaly "
         "detection to find the operation that failed to compute its gradient, with "
         "torch.autograd.set_detect_anomaly(True)."
     )
@@ -60,7 +60,7 @@ class Kept:
                 self.tensor = view_on(self.ticket.fetch(), self.meta)
             self.version = -1
         if self.version >= 0 and self.tensor._version != self.version:
-            raise modified_in_place(tuple(self.tensor.shape), self.tensor.type(), self.tensor._version, self.version)
+            raise modified_in_place(meta_of(self.tensor), self.tensor._version, self.version)
         return self.tensor
 
 
@@ -68,19 +68,19 @@ class Kept:
 class Handle:
     """A saved tensor whose value may be let go."""
 
-    __slots__ = ("meta", "original", "saver", "value", "version")
+    __slots__ = ("meta", "saver", "value", "version", "watched")
 
     def __init__(self, saver: Saver, value: Value, tensor: torch.Tensor) -> None:
         """Refer to the value; the tensor itself is watched, not held."""
         self.saver = saver
         self.value = value
         self.meta: Meta = meta_of(tensor)
-        self.original = weakref.ref(tensor)
+        self.watched = watch(tensor)
         self.version = tensor._version
 
     def __del__(self) -> None:
         """Autograd let go."""
-        self.saver.released(self.value)
+        self.saver.released(self.value.latest())
 
     def unpack(self) -> torch.Tensor:
         """The tensor, made again if its value was let go.
@@ -88,12 +88,9 @@ class Handle:
         Raises:
             RuntimeError: if it was changed in place since it was saved.
         """
-        original = self.original()
-        if original is not None and original._version != self.version:
-            raise modified_in_place(tuple(self.meta[0]), original.type(), original._version, self.version)
-        if self.value.superseded:
-            raise modified_in_place(tuple(self.meta[0]), str(self.meta[3]), self.version + 1, self.version)
-        storage = self.saver.ask(self.value)
+        if self.watched._version != self.version:
+            raise modified_in_place(self.meta, self.watched._version, self.version)
+        storage = self.saver.ask(self.value.latest())
         return view_on(storage, self.meta)
 
 
@@ -146,9 +143,12 @@ class Saver:
 
     def ask(self, value: Value) -> torch.UntypedStorage:
         """Backward asks for a value."""
-        if self.recorder is not None:
-            self.recorder.need(value)
-        return self.evictor.resident(value)
+        if self.recorder is None:
+            return self.evictor.resident(value)
+        self.recorder.need(value)
+        storage = self.evictor.resident(value)
+        self.recorder.meter.reset_op_peak()  # what the replay took is not the plain run's
+        return storage
 
     def released(self, value: Value) -> None:
         """Autograd let go of one saved tensor of a value."""

@@ -68,6 +68,20 @@ def meta_of(tensor: torch.Tensor) -> Meta:
     return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
+_NOTHING: dict[torch.device, torch.Tensor] = {}
+
+
+def watch(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without bytes that shares another's version counter."""
+    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        alias = tensor.detach()
+        nothing = _NOTHING.get(tensor.device)
+        if nothing is None:
+            nothing = _NOTHING[tensor.device] = torch.empty(0, device=tensor.device)
+        alias.data = nothing
+        return alias
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is fully described by a storage and its view metadata."""
     return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg() and not tensor.is_quantized
@@ -94,6 +108,8 @@ class Value:
         ticket: its place on the second board.
         saves: handles of autograd that are alive.
         superseded: whether the storage it was made in holds a later version now.
+        heir: the later version that keeps the bits of its saved tensors: the writes between went to other parts of the
+            storage (autograd's version counters, which know views apart, are the judge of that).
         tainted: whether foreign code may have written to its storage.
         number: its id in a trace or a plan; -1 outside.
         unit: the recording that ``number`` belongs to.
@@ -103,7 +119,7 @@ class Value:
     """
 
     __slots__ = (
-        "__weakref__", "busy", "bytes", "checksum", "number", "record", "saves", "superseded", "tainted", "tensor", "ticket",
+        "__weakref__", "busy", "bytes", "checksum", "heir", "number", "record", "saves", "superseded", "tainted", "tensor", "ticket",
         "touched", "unit", "weak",
     )
 
@@ -116,12 +132,20 @@ class Value:
         self.ticket: Ticket | None = None
         self.saves = 0
         self.superseded = False
+        self.heir: Value | None = None
         self.tainted = False
         self.number = -1
         self.unit: Any = None
         self.checksum: int | None = None
         self.touched = 0
         self.busy = 0
+
+    def latest(self) -> Value:
+        """The version that keeps the bits of its saved tensors now."""
+        value = self
+        while value.heir is not None:
+            value = value.heir
+        return value
 
     def storage(self) -> torch.UntypedStorage | None:
         """Its storage, where its bytes are resident."""
