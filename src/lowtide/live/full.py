@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.live.ops import OpInfo, info_of
-from lowtide.live.value import Argument, Record, Value, is_plain, map_tensors, state_bytes
+from lowtide.live.value import Argument, Record, Value, covers_blindly, is_plain, map_tensors, state_bytes
 from lowtide.trace import Op, Phase, Site
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class FullMode(TorchDispatchMode):
             generator = kwargs.get("generator") or _generator(inputs)
             record.state = (generator, state_bytes(generator))
         for argument in written.values():
-            matters = argument.anchor is None and not (info.overwrites_fully and _covers(argument))
+            matters = argument.anchor is None and not covers_blindly(info, argument)
             record.overs.append((argument, _NOBODY, matters))
         return record
 
@@ -254,12 +254,6 @@ class _Nobody:
 
 
 _NOBODY: Any = _Nobody()
-
-
-def _covers(argument: Argument) -> bool:
-    assert argument.value is not None
-    assert argument.meta is not None
-    return argument.meta[0].numel() * argument.meta[3].itemsize == argument.value.bytes
 
 
 def _written(info: OpInfo, args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -24,6 +24,7 @@ from lowtide.live.value import (
     Meta,
     Record,
     Value,
+    covers_blindly,
     flatten,
     map_tensors,
     meta_of,
@@ -206,7 +207,7 @@ class LeanRun:
                 ran=self._ran,
                 taken=_taken,
             )
-        if key not in self.script.stays:
+        if key not in self.script.stays and (value.record is not None or value.ticket is not None):
             value.tensor = None
         elif value.tensor is None:
             value.tensor = whole(storage)
@@ -301,8 +302,6 @@ class LeanMode(TorchDispatchMode):
         """The forward is off the plan: the full interception takes over."""
         self.lost = True
         self.let_go()
-        import os
-        if os.environ.get("LT_DEBUG"): print("LOST at", self.at, self._funcs[self.at], self.grown)
         self._delegate = self._fallback()
 
     def _act(self, act: Act, func: Any, args: Any, kwargs: Any) -> Any:
@@ -329,13 +328,12 @@ class LeanMode(TorchDispatchMode):
             storage = tensor.untyped_storage()
             value = weak.get(storage._cdata)
             writes, secret = at in info.writes_at, at in info.secret_at
-            blind = writes and value is None
-            if blind:
+            if writes and value is None:
                 value = Value(storage.nbytes(), None)
             argument = Argument(None if secret else value, tensor, anchored=secret or value is None)
             inputs.append(argument)
             if writes or secret:
-                overs.append((argument, _gone, writes and not blind and not _blind(info, argument)))
+                overs.append((argument, _gone, writes and not covers_blindly(info, argument)))
             return argument
 
         noted = tuple(map_tensors(a, i, note) for i, a in enumerate(args))
@@ -425,13 +423,6 @@ class LeanMode(TorchDispatchMode):
 
 def _gone() -> None:
     return None
-
-
-def _blind(info: Any, argument: Argument) -> bool:
-    """Whether what an operator writes covers the whole storage and does not depend on it."""
-    if not info.overwrites_fully or argument.value is None or argument.meta is None:
-        return False
-    return argument.meta[0].numel() * argument.meta[3].itemsize == argument.value.bytes
 
 
 def _fresh(out: Any, seen: set[int]) -> list[tuple[int, torch.Tensor]]:

@@ -108,6 +108,8 @@ class Recorder:
             self.tracked -= value.bytes
         if life.held_until is None:
             life.held_until = len(self.events) - 1
+        if life.released >= 0 and life.saves == 0:
+            life.released = len(self.events) - 1
 
     def unheld(self, value: Value) -> None:
         """Nothing but autograd holds a value any more."""

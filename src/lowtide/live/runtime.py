@@ -97,13 +97,13 @@ class Settings:
         budget: bytes, a share, ``auto``, or None: no limit, only rescue from out-of-memory.
         keep: modules whose values are never dropped.
         plan: a plan loaded from a file.
-        progress: told short messages for people.
+        refusal: makes what is raised when the budget cannot be held; the :class:`BudgetError` itself by default.
     """
 
     budget: Size | None
     keep: tuple[str, ...] = ()
     plan: Plan | None = None
-    progress: Callable[[str], None] | None = None
+    refusal: Callable[[BudgetError], BaseException] | None = None
 
 
 @final
@@ -523,13 +523,14 @@ class Runtime:
             else "a smaller batch or sequence, a loss computed in chunks, or bfloat16"
         )
         self.unit = None
+        self._step_units = 0
         self.refused = BudgetError(
             f"the budget of {format_bytes(self.budget_bytes)} cannot be held: {what} needs {format_bytes(bound)} "
             f"({bound} bytes) whatever is recomputed or moved; what would lower it: {advice}",
             budget_bytes=self.budget_bytes,
             bound_bytes=bound,
         )
-        raise self.refused
+        raise self.refused if self.settings.refusal is None else self.settings.refusal(self.refused)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 

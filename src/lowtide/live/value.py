@@ -212,6 +212,14 @@ class Argument:
         return view_on(storage, self.meta)
 
 
+def covers_blindly(info: OpInfo, argument: Argument) -> bool:
+    """Whether what an operator writes into an argument covers its whole storage and does not depend on what was there."""
+    if not info.overwrites_fully or argument.value is None or argument.meta is None:
+        return False
+    size, _, _, dtype = argument.meta
+    return size.numel() * dtype.itemsize == argument.value.bytes
+
+
 def _leaf_under(tensor: torch.Tensor) -> torch.Tensor | None:
     leaf = tensor if tensor.grad_fn is None else tensor._base
     return None if leaf is None or leaf.grad_fn is not None or leaf.is_inference() else leaf

@@ -38,7 +38,7 @@ def forced_live(problem: Problem) -> NDArray[np.int64]:
     for v, buffer in enumerate(problem.trace.buffers):
         if not buffer.counted:
             continue
-        fixed = not problem.remakeable[v] and not (buffer.movable and problem.bandwidth is not None)
+        fixed = not problem.remakeable[v] and not problem.can_move(v)
         spans = [(buffer.born + 1, problem.end(v) if fixed else min(buffer.held_until, problem.end(v)))]
         if not fixed:
             spans += [(max(event + 1, buffer.held_until + 1), pin) for event, pin in problem.needs[v]]
@@ -58,8 +58,7 @@ def forced_live(problem: Problem) -> NDArray[np.int64]:
 def _absent_able(problem: Problem, v: int, event: int) -> bool:
     buffer = problem.trace.buffers[v]
     pinned = any(e < event <= pin for e, pin in problem.needs[v])
-    movable = buffer.movable and problem.bandwidth is not None
-    return buffer.counted and event > buffer.held_until and not pinned and (problem.remakeable[v] or movable)
+    return buffer.counted and event > buffer.held_until and not pinned and (problem.remakeable[v] or problem.can_move(v))
 
 
 def peak_bound(problem: Problem) -> Bound:
@@ -92,8 +91,8 @@ def _knapsack(problem: Problem, event: int, over_bytes: int) -> float:
         prices = []
         if problem.remakeable[v]:
             prices.append(problem.maker(v).seconds)
-        if buffer.movable and problem.bandwidth is not None:
-            prices.append(buffer.bytes / problem.bandwidth.write + buffer.bytes / problem.bandwidth.read)
+        if problem.can_move(v):
+            prices.append(problem.move_seconds(v))
         if not prices:
             continue
         needed = any(e >= event for e, _ in problem.needs[v])

@@ -55,9 +55,8 @@ def walk(problem: Problem, *, seconds: float, progress: Callable[[float], None] 
     states = [state]
     lowest, idle = state.timeline.peak_bytes, 0
     step = int(_STEP_SHARE * max(0, lowest - problem.base_bytes)) + 1
-    barred: set[Key] = set()
     while idle < _TRIES and time.perf_counter() < deadline:
-        following = _move(problem, state, step, barred)
+        following = _move(problem, state, step)
         if following is None:
             break
         state = following
@@ -80,14 +79,12 @@ def pareto(states: list[State] | tuple[State, ...]) -> tuple[State, ...]:
     return tuple(reversed(best))
 
 
-def _move(problem: Problem, state: State, step: int, barred: set[Key]) -> State | None:
+def _move(problem: Problem, state: State, step: int) -> State | None:
     """The next state: enough of the cheapest bytes leave the highest event to lower it by a step."""
     event = state.timeline.peak_event
     decisions = dict(state.decisions)
     freed = 0
     for offer in sorted(_offers(problem, state, event), key=lambda o: o.seconds / o.freed):
-        if offer.key in barred and offer.away.until <= event:
-            continue
         decisions[offer.key] = offer.away
         freed += offer.freed
         if freed >= step:
@@ -129,9 +126,11 @@ def _offer(problem: Problem, state: State, chains: _Chains, v: int, gap: int, ev
     prices: list[tuple[float, Action]] = []
     if problem.remakeable[v]:
         prices.append((0.0 if need is None else chains.seconds(v, need), Action.RECOMPUTE))
-    if buffer.movable and problem.bandwidth is not None:
-        ways = buffer.bytes / problem.bandwidth.write + buffer.bytes / problem.bandwidth.read
-        prices.append((0.0 if need is None else ways, Action.MOVE))
+    if problem.can_move(v):
+        first = state.decisions.get((v, problem.gap_starts[v]))
+        out = first is not None and first.action is Action.MOVE
+        if out or gap == problem.gap_starts[v]:
+            prices.append((0.0 if need is None else problem.move_seconds(v, written=out), Action.MOVE))
     if not prices:
         return None
     price, action = min(prices)
@@ -183,13 +182,19 @@ def _pruned(problem: Problem, front: tuple[State, ...], deadline: float) -> list
         for key in costly:
             if time.perf_counter() > deadline:
                 return found
-            trial = {k: a for k, a in decisions.items() if k != key}
+            trial = _without(decisions, key)
             timeline = play(problem, trial)
             if timeline.peak_bytes <= state.timeline.peak_bytes and timeline.extra_seconds < best.cost[0]:
                 decisions, best = trial, State(trial, timeline)
         if best is not state:
             found.append(best)
     return found
+
+
+def _without(decisions: dict[Key, Away], key: Key) -> dict[Key, Away]:
+    """Decisions less one; a value that does not leave for the second board at first cannot be there later."""
+    moved = key in decisions and decisions[key].action is Action.MOVE
+    return {k: a for k, a in decisions.items() if k != key and not (moved and k[0] == key[0] and a.action is Action.MOVE)}
 
 
 def _costliest(problem: Problem, state: State) -> list[Key]:

@@ -66,7 +66,7 @@ class Problem:
         found: list[list[tuple[int, int]]] = [[] for _ in self.trace.buffers]
         for e, event in enumerate(self.trace.events):
             if isinstance(event, Need):
-                found[event.value].append((e, max(e, event.pinned_until)))
+                found[event.value].append((e, max(e, min(event.pinned_until, self.end(event.value)))))
         return tuple(tuple(n) for n in found)
 
     @cached_property
@@ -109,6 +109,17 @@ class Problem:
     def capturable(self, value: int) -> bool:
         """Whether holding the value by reference keeps its bits: not so once it is overwritten in place."""
         return value not in self.overwritten
+
+    def can_move(self, value: int) -> bool:
+        """Whether a value can go to the second board: it must be unheld before the first backward begins."""
+        buffer = self.trace.buffers[value]
+        return buffer.movable and self.bandwidth is not None and buffer.held_until < self.trace.backward_event
+
+    def move_seconds(self, value: int, *, written: bool = False) -> float:
+        """Seconds to bring a value back from the second board, and (unless it was written before) there."""
+        assert self.bandwidth is not None
+        size = self.trace.buffers[value].bytes
+        return size / self.bandwidth.read + (0.0 if written else size / self.bandwidth.write)
 
     def end(self, value: int) -> int:
         """Last event at whose end the plain run still has the value."""

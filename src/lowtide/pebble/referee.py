@@ -107,8 +107,12 @@ def check(problem: Problem, decisions: Decisions) -> None:
             raise StructureError(f"value {v} is held by the script in gap {gap}")
         if away.action is Action.RECOMPUTE and not problem.remakeable[v]:
             raise StructureError(f"value {v} cannot be recomputed: its maker or an ancestor cannot be replayed")
-        if away.action is Action.MOVE and (problem.bandwidth is None or not buffer.movable):
-            raise StructureError(f"value {v} cannot be moved: there is no second board for it")
+        if away.action is Action.MOVE and not problem.can_move(v):
+            raise StructureError(f"value {v} cannot be moved: no second board, or held until the backward began")
+        if away.action is Action.MOVE and gap > problem.gap_starts[v]:
+            first = decisions.get((v, problem.gap_starts[v]))
+            if first is None or first.action is not Action.MOVE:
+                raise StructureError(f"value {v} is to be moved in gap {gap}, but was not written in its first one")
 
 
 def closure(problem: Problem, decisions: Decisions) -> tuple[tuple[int, ...], set[int]]:

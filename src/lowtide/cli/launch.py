@@ -1,0 +1,90 @@
+"""Replacing this process by one that runs a script under the agent, with the heap counter preloaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final, NoReturn
+
+import msgspec
+
+from lowtide.errors import UsageError
+
+TASK: Final = "LOWTIDE_TASK"
+"""Environment variable that carries the task to the agent; the agent removes it."""
+ACTIVE: Final = "LOWTIDE_ACTIVE"
+"""Environment variable that holds the id of the process in which a budget is in force."""
+PRELOAD: Final = "LD_PRELOAD"
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent is to do.
+
+    Attributes:
+        target: script path or module name.
+        module: whether the target is a module name.
+        arguments: the script's own.
+        budget: as the user wrote it.
+        keep: modules whose values are never dropped.
+        plan, save_plan, json: files; None where not asked for.
+        quiet: no summary.
+        preload: the user's own LD_PRELOAD, to be put back.
+    """
+
+    target: str
+    module: bool
+    arguments: tuple[str, ...]
+    budget: str
+    keep: tuple[str, ...]
+    plan: str | None
+    save_plan: str | None
+    json: str | None
+    quiet: bool
+    preload: str | None
+
+
+def check_target(target: str, *, module: bool) -> None:
+    """Refuse a script or module that is not there.
+
+    Raises:
+        UsageError: naming it.
+    """
+    if not module:
+        if not Path(target).is_file():
+            raise UsageError(f"no such script: {target}")
+        return
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = importlib.util.find_spec(target)
+    except ImportError:
+        found = None
+    finally:
+        sys.path.pop(0)
+    if found is None:
+        raise UsageError(f"no such module: {target}")
+
+
+def check_alone() -> None:
+    """Refuse to start inside a process in which a budget is in force.
+
+    Raises:
+        UsageError: in that case.
+    """
+    if os.environ.get(ACTIVE) == str(os.getpid()):
+        raise UsageError("a budget is in force in this process already: use one `lowtide run` only")
+
+
+def become(task: Task) -> NoReturn:
+    """Replace this process by the agent: its id, its terminal and its exit code stay."""
+    environment = dict(os.environ)
+    environment[TASK] = msgspec.json.encode(task).decode()
+    library = next(iter(sorted(Path(__file__).resolve().parent.parent.glob("_heap*.so"))), None)
+    if library is not None:
+        environment[PRELOAD] = f"{library}:{task.preload}" if task.preload else str(library)
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # the interpreter's own -X, -W, -O
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *flags, "-m", "lowtide.live.agent"], environment)

@@ -1,0 +1,48 @@
+"""The command line: ``lowtide VERB [options] SCRIPT [its own arguments]``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+import click
+
+from lowtide import __version__
+from lowtide.cli.run import run
+from lowtide.errors import LowtideError, UsageError
+
+
+class _Lowtide(click.Group):
+    """A group whose errors are one line, ``lowtide: error: ...``, without a traceback."""
+
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Run a verb and exit."""
+        kwargs["standalone_mode"] = False
+        try:
+            code = super().main(*args, **kwargs)
+        except click.exceptions.Exit as done:
+            sys.exit(done.exit_code)
+        except click.ClickException as error:
+            fail(error.format_message())
+        except click.Abort:
+            fail("interrupted", code=130)
+        except UsageError as error:
+            fail(str(error))
+        except LowtideError as error:
+            fail(str(error), code=1)
+        sys.exit(code or 0)
+
+
+def fail(message: str, *, code: int = 2) -> NoReturn:
+    """Say what is wrong in one line and exit."""
+    click.echo(f"lowtide: error: {' '.join(message.split())}", err=True)
+    sys.exit(code)
+
+
+@click.group(cls=_Lowtide, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="lowtide")
+def main() -> None:
+    """Train neural networks in the memory you have."""
+
+
+main.add_command(run)

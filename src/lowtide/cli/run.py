@@ -1,0 +1,64 @@
+"""``lowtide run``: a script under a budget."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from lowtide.cli.launch import PRELOAD, Task, become, check_alone, check_target
+from lowtide.errors import UsageError
+from lowtide.units import parse_budget
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--budget", required=True, metavar="SIZE", help="900MiB, 6GiB, 2GB, bytes, 50%, or auto (CUDA).")
+@click.option("--keep", multiple=True, metavar="MODULE", help="Never drop what this module saves (repeatable).")
+@click.option("--plan", metavar="FILE", help="Begin with a plan written by --save-plan.")
+@click.option("--save-plan", metavar="FILE", help="Write the plan in force at the end.")
+@click.option("--json", "json_file", metavar="FILE", help="Write the figures of the run.")
+@click.option("--quiet", is_flag=True, help="No summary at the end.")
+@click.option("-m", "module", is_flag=True, help="SCRIPT is a module name, as in python -m.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(
+    *,
+    budget: str,
+    keep: tuple[str, ...],
+    plan: str | None,
+    save_plan: str | None,
+    json_file: str | None,
+    quiet: bool,
+    module: bool,
+    script: str,
+    arguments: tuple[str, ...],
+) -> NoReturn:
+    """Run SCRIPT under a memory budget, with bit-equal results.
+
+    Options before SCRIPT are Lowtide's; all after it are the script's own. The exit code is the script's; 1 if the budget
+    cannot be held, 2 for bad usage.
+    """
+    check_alone()
+    parse_budget(budget)
+    check_target(script, module=module)
+    if plan is not None and not Path(plan).is_file():
+        raise UsageError(f"no such plan: {plan}")
+    for name in (save_plan, json_file):
+        if name is not None and not Path(name).resolve().parent.is_dir():
+            raise UsageError(f"the folder of {name} does not exist: make it first")
+    become(
+        Task(
+            target=script,
+            module=module,
+            arguments=arguments,
+            budget=budget,
+            keep=keep,
+            plan=plan,
+            save_plan=save_plan,
+            json=json_file,
+            quiet=quiet,
+            preload=os.environ.get(PRELOAD),
+        )
+    )

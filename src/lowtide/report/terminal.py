@@ -1,0 +1,71 @@
+"""Figures for people, on standard error."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from lowtide.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lowtide.live.outcome import Outcome
+
+
+def console() -> Console:
+    """Where people look."""
+    return Console(file=sys.stderr, highlight=False)
+
+
+def show_outcome(outcome: Outcome) -> None:
+    """The summary at the end of ``lowtide run``."""
+    out = console()
+    if not outcome.steps:
+        out.print("lowtide: no training step was seen: nothing was recorded, nothing was changed")
+        return
+    table = Table(title="lowtide run", show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column()
+    over = [s for s in outcome.steps if outcome.budget_bytes and s.peak_bytes > outcome.budget_bytes]
+    verdict = "" if not outcome.budget_bytes else "[red]over the budget[/]" if over else "[green]within the budget[/]"
+    table.add_row("budget", format_bytes(outcome.budget_bytes) if outcome.budget_bytes else "none", "")
+    table.add_row("peak", format_bytes(outcome.peak_bytes), verdict + ("" if outcome.exact else " (tensors seen only)"))
+    plan = outcome.plan
+    if plan is not None:
+        table.add_row("plain peak", format_bytes(plan.baseline_peak_bytes), "without Lowtide, as recorded")
+        table.add_row("resident", format_bytes(plan.resident_bytes), "parameters, buffers, optimizer states")
+        table.add_row("floor", format_bytes(plan.bound_peak_bytes), "no plan of recompute and offload goes below")
+    steps = [s for s in outcome.steps if s.policy != "online"] or list(outcome.steps)
+    kinds = {p: sum(1 for s in outcome.steps if s.policy == p) for p in ("online", "planned", "plain")}
+    told = ", ".join(f"{n} {p}" for p, n in kinds.items() if n)
+    table.add_row("steps", str(len(outcome.steps)), told)
+    seconds = statistics.median(s.seconds for s in steps)
+    table.add_row("a step", format_seconds(seconds), "median")
+    recomputed = statistics.median(s.recomputed_ops for s in steps)
+    took = statistics.median(s.recompute_seconds for s in steps)
+    table.add_row("recomputed", f"{recomputed:.0f} ops", f"{format_seconds(took)} a step")
+    table.add_row("moved", format_bytes(statistics.median(s.offloaded_bytes for s in steps)), "a step")
+    if plan is not None and plan.predicted_peak_bytes is not None and plan.extra_seconds is not None:
+        planned = [s for s in outcome.steps if s.policy == "planned"]
+        measured = planned[-1].peak_bytes if planned else outcome.steps[-1].peak_bytes
+        table.add_row(
+            "plan",
+            format_bytes(plan.predicted_peak_bytes),
+            f"predicted; measured {format_bytes(measured)}",
+        )
+        table.add_row(
+            "extra time",
+            format_seconds(plan.extra_seconds),
+            f"predicted, {plan.extra_seconds / max(plan.baseline_step_seconds, 1e-9):.1%} of the recorded step; "
+            f"no plan needs less than {format_seconds(plan.bound_extra_seconds)}",
+        )
+    out.print(table)
+    for step in over[:3]:
+        out.print(
+            f"[red]lowtide: step {step.index} peaked at {format_bytes(step.peak_bytes)}, "
+            f"{format_bytes(step.peak_bytes - outcome.budget_bytes)} over the budget[/]"
+        )
