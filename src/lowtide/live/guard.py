@@ -25,7 +25,7 @@ COPIED_BYTES = 64 << 10
 that writes more in place is not capped: it hardly ever allocates, and could not be tried again."""
 
 
-SLACK_BYTES = 8 << 10
+SLACK_BYTES = 16 << 10
 """Left free for what the interception itself takes from torch's allocator: a generator's state."""
 
 LIBRARY_BYTES = 320 << 10
@@ -74,6 +74,7 @@ class Evictor:
         self.clock = 0
         self.attempt_live_bytes = 0
         self.keeps: Iterable[weakref.ref[Any]] = ()
+        self._replayer = _Replayer(self)
         self._library: dict[str, int] = {}
         self._usual: dict[str, int] = {}
         self._bandwidth: Bandwidth | None = None
@@ -100,7 +101,8 @@ class Evictor:
 
     def inherited(self, old: Value, new: Value) -> None:
         """A saved value was overwritten: the new version keeps its saved tensors."""
-        if self.kept.pop(old, False) is None or new.saves:
+        self.kept.pop(old, None)
+        if new.saves:
             if new.tensor is None and new.weak is not None:
                 storage = new.weak()
                 assert storage is not None
@@ -151,7 +153,8 @@ class Evictor:
                 state[0].set_state(state[1])
             if info.mutates and not _restore(copies):
                 raise last
-            if not self.make_room(meter.denied_bytes() + reserve + SLACK_BYTES):
+            over = max(0, meter.live() + meter.denied_bytes() + reserve + SLACK_BYTES - limit) if limit else 0
+            if not self.make_room(max(over, 1) if limit else meter.denied_bytes()):
                 if reserve:
                     reserve = 0
                     continue
@@ -208,8 +211,7 @@ class Evictor:
             idle = self.clock - value.touched + 1
             offers.append((price / (value.bytes * idle), drop is not None and drop <= move, value))
         offers.sort(key=lambda o: o[0])
-        over = max(0, self.meter.live() - self.limit_bytes) if self.limit_bytes else 0
-        target = needed + over + (self.limit_bytes >> 6)
+        target = needed + (self.limit_bytes >> 6)
         freed = 0
         for _, dropped, value in offers:
             if freed >= target:
@@ -292,8 +294,7 @@ class Evictor:
         """A value's storage, made or fetched again if it was let go; held until it is let go again."""
         storage = value.storage()
         if storage is None:
-            storage = remake(value, attach=self._attach, hold=self._hold, call=self._replay, ran=self._ran,
-                             taken=self.ledger.taken)
+            storage = remake(value, self._replayer)
             self.away.discard(value)
             if value.checksum is not None:
                 verify(value, storage)
@@ -303,26 +304,6 @@ class Evictor:
         self.clock += 1
         value.touched = self.clock
         return storage
-
-    def _attach(self, value: Value, storage: torch.UntypedStorage) -> None:
-        self.ledger.attach(value, storage)
-        if self.on_back is not None:
-            self.on_back(value)
-
-    def _hold(self, value: Value) -> bool:
-        if not value.saves:
-            return False
-        self.kept[value] = None
-        self.away.discard(value)
-        value.touched = self.clock
-        return True
-
-    def _replay(self, record: Record, args: Any, kwargs: Any) -> Any:
-        return self.call(record.func, record.info, args, kwargs)
-
-    def _ran(self, record: Record) -> None:
-        self.tally.recomputed_ops += 1
-        self.tally.recompute_seconds += record.seconds
 
     # --- writes in place ---------------------------------------------------------------------------------------------
 
@@ -334,6 +315,45 @@ class Evictor:
                 self.weakly.discard(v)
                 with beneath_autograd():
                     self.resident(v)
+
+
+@final
+class _Replayer:
+    """The online policy's way of bringing values back: under the limit, all of it evictable again."""
+
+    def __init__(self, evictor: Evictor) -> None:
+        self._evictor = evictor
+
+    def attach(self, value: Value, storage: torch.UntypedStorage) -> None:
+        evictor = self._evictor
+        evictor.ledger.attach(value, storage)
+        if evictor.on_back is not None:
+            evictor.on_back(value)
+
+    def hold(self, value: Value) -> bool:
+        evictor = self._evictor
+        if not value.saves:
+            return False
+        evictor.kept[value] = None
+        evictor.away.discard(value)
+        value.touched = evictor.clock
+        return True
+
+    def call(self, record: Record, args: Any, kwargs: Any) -> Any:
+        return self._evictor.call(record.func, record.info, args, kwargs)
+
+    def room(self, size: int) -> None:
+        evictor = self._evictor
+        over = evictor.meter.live() + size + SLACK_BYTES - evictor.limit_bytes
+        if evictor.limit_bytes and over > 0:
+            evictor.make_room(over)
+
+    def ran(self, record: Record) -> None:
+        self._evictor.tally.recomputed_ops += 1
+        self._evictor.tally.recompute_seconds += record.seconds
+
+    def taken(self, value: Value) -> None:
+        self._evictor.ledger.taken(value)
 
 
 def checksum(tensor: torch.Tensor | None) -> int:

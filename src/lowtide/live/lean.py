@@ -198,36 +198,40 @@ class LeanRun:
         value.touched += 1
         storage = value.storage()
         if storage is None:
-            holds = self.script.holds.get(key, frozenset())
-            storage = remake(
-                value,
-                attach=_attach,
-                hold=lambda v: v.number in holds,
-                call=_call,
-                ran=self._ran,
-                taken=_taken,
-            )
+            storage = remake(value, _Replayer(self.script.holds.get(key, frozenset()), self.tally))
         if key not in self.script.stays and (value.record is not None or value.ticket is not None):
             value.tensor = None
         elif value.tensor is None:
             value.tensor = whole(storage)
         return storage
 
-    def _ran(self, record: Record) -> None:
-        self.tally.recomputed_ops += 1
-        self.tally.recompute_seconds += record.seconds
 
+@final
+class _Replayer:
+    """The plan's way of bringing values back: what is held was decided beforehand, and room was left."""
 
-def _attach(value: Value, storage: torch.UntypedStorage) -> None:
-    value.weak = weakref.ref(storage)  # type: ignore[assignment]
+    def __init__(self, holds: frozenset[int], tally: Tally) -> None:
+        self._holds = holds
+        self._tally = tally
 
+    def attach(self, value: Value, storage: torch.UntypedStorage) -> None:
+        value.weak = weakref.ref(storage)  # type: ignore[assignment]
 
-def _taken(value: Value) -> None:
-    value.weak = None
+    def hold(self, value: Value) -> bool:
+        return value.number in self._holds
 
+    def call(self, record: Record, args: Any, kwargs: Any) -> Any:
+        return record.func(*args, **kwargs)
 
-def _call(record: Record, args: Any, kwargs: Any) -> Any:
-    return record.func(*args, **kwargs)
+    def room(self, size: int) -> None:
+        pass
+
+    def ran(self, record: Record) -> None:
+        self._tally.recomputed_ops += 1
+        self._tally.recompute_seconds += record.seconds
+
+    def taken(self, value: Value) -> None:
+        value.weak = None
 
 
 @final

@@ -3,7 +3,8 @@
 * ``Tensor.numpy``, ``__array__``, ``data_ptr``, ``__dlpack__``: who has a pointer may write unseen, so such a value is not
   made again from its operator.
 * ``torch.compile``: compilers trace and run below our interception; compiled regions run without it.
-* ``torch.autograd.graph.disable_saved_tensors_hooks``: ``torch.func`` refuses to run under saved-tensor hooks.
+* ``torch.autograd.graph.disable_saved_tensors_hooks`` and the nesting of ``torch.func``'s transforms: they refuse to run
+  under saved-tensor hooks, so ours are put aside meanwhile.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
+from torch._functorch import eager_transforms
 
 from lowtide.live.value import is_plain
 
@@ -31,6 +33,8 @@ class Patches:
         """Patch nothing yet."""
         self._runtime = runtime
         self._undo: list[Callable[[], None]] = []
+        self._depth = 0
+        self._aside = contextlib.ExitStack()
 
     def install(self) -> None:
         """Put the wrappers on."""
@@ -38,6 +42,9 @@ class Patches:
             self._wrap(torch.Tensor, name, self._exposing)
         self._wrap(torch, "compile", self._compiling)
         self._wrap(torch.autograd.graph, "disable_saved_tensors_hooks", self._disabling)
+        for name, wrapper in (("_grad_increment_nesting", self._nesting), ("_grad_decrement_nesting", self._unnesting)):
+            if hasattr(eager_transforms, name):
+                self._wrap(eager_transforms, name, wrapper)
 
     def remove(self) -> None:
         """Take them off."""
@@ -105,6 +112,28 @@ class Patches:
                 return original(*args, **kwargs)
 
         return compiled
+
+    def _nesting(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def increment() -> Any:
+            if not self._depth:
+                self._aside = contextlib.ExitStack()
+                self._aside.enter_context(self._runtime.stack.aside())
+            self._depth += 1
+            return original()
+
+        return increment
+
+    def _unnesting(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def decrement() -> Any:
+            level = original()
+            self._depth -= 1
+            if not self._depth:
+                self._aside.close()
+            return level
+
+        return decrement
 
     def _disabling(self, original: Any) -> Any:
         runtime = self._runtime

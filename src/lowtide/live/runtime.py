@@ -46,6 +46,8 @@ TOLERANCE_SHARE = 0.005
 """... or within this share of the peak."""
 SEEN_TWICE = 2
 """Recordings of a kind of unit after which the nearest one is trusted on another base: its shift is then only an offset."""
+TRUSTED = 8
+"""Units that must have followed their recording before one that needs nothing is not even watched."""
 RECORDINGS = 5
 """Recordings at most of a kind of unit whose predictions keep being off."""
 KINDS = 64
@@ -67,6 +69,7 @@ class Entry:
     front: Front
     compiled: dict[int, Script] = field(default_factory=dict)
     agreed: State | None = None
+    followed: int = 0
 
     @property
     def problem(self) -> Problem:
@@ -145,6 +148,7 @@ class Runtime:
         self._pid = os.getpid()
         self._active = False
         self._functional = False
+        self._varying: set[Any] = set()
 
     # --- on and off --------------------------------------------------------------------------------------------------
 
@@ -298,9 +302,11 @@ class Runtime:
             self.stack.take()
 
     def optimizer_ends(self) -> None:
-        """An optimizer stepped."""
+        """An optimizer stepped (perhaps from a hook within the backward)."""
         self._step_done = True
         unit = self.unit
+        if self.clock.phase is Phase.BACKWARD:
+            return
         if unit is not None and unit.lean is not None and not unit.lean.lost and self.stack.mode is None:
             self.stack.put(unit.lean, unit.lean.pack, _unpack)
 
@@ -381,7 +387,7 @@ class Runtime:
         self._note_policy(unit.policy)
         self.clock.detailed = False
         self.stack.take()
-        if not solution.state.decisions:
+        if not solution.state.decisions and entry.followed >= TRUSTED and unit.signature not in self._varying:
             return
         key = id(solution.state)
         script = entry.compiled.get(key)
@@ -399,6 +405,7 @@ class Runtime:
         """A planned forward left its recording: hold the budget on line for the rest of the unit."""
         self._note_policy("online")
         assert self.unit is not None
+        self._varying.add(self.unit.signature)
         assert self.unit.lean is not None
         self.evictor.keeps = self.unit.lean.keeps
         self.clock.detailed = True
@@ -463,6 +470,7 @@ class Runtime:
         assert predicted is not None
         lost = unit.lean is not None and unit.lean.lost
         if not lost and self._near(measured, predicted, predicted):
+            entry.followed += 1
             return
         if self.recordings.get(unit.signature, 0) < RECORDINGS:
             self.entries[unit.signature] = [e for e in self.entries[unit.signature] if e is not entry]
@@ -594,7 +602,9 @@ def _signature(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     """What kind of unit a root call begins: the module, its mode, and the shapes that it is given."""
     shapes: list[Any] = []
     _shapes((args, kwargs), shapes, 0)
-    return (id(module), module.training, torch.is_autocast_enabled("cpu"), tuple(shapes))
+    first = next(module.parameters(), None)
+    accumulates = first is not None and first.grad is not None
+    return (type(module), id(module if first is None else first), accumulates, module.training, torch.is_autocast_enabled("cpu"), tuple(shapes))
 
 
 def _shapes(item: Any, found: list[Any], depth: int) -> None:

@@ -119,7 +119,7 @@ class Clock:
     def _follow(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         root = self.depth == 0 and not self._in_backward
         if root:
-            if id(module) not in self._names:
+            if self.detailed:
                 self._name(module)
             self.phase = Phase.FORWARD
             self.listener.root_begins(module, args, kwargs)
@@ -135,8 +135,7 @@ class Clock:
 
     def _name(self, root: torch.nn.Module) -> None:
         kind = type(root).__name__
-        for name, module in root.named_modules():
-            self._names.setdefault(id(module), f"{kind}.{name}" if name else kind)
+        self._names = {id(m): f"{kind}.{name}" if name else kind for name, m in root.named_modules()}
 
     def _wrap_engine(self, engine: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(engine)
@@ -164,4 +163,4 @@ class Clock:
     def _optimizer_post(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._in_backward:
             self.phase = Phase.DATA
-            self.listener.optimizer_ends()
+        self.listener.optimizer_ends()

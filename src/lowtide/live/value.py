@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 
@@ -263,17 +263,17 @@ class Record:
         blind = {id(a) for a, _, matters in self.overs if not matters}
         return [a.value for a in self.inputs if a.anchor is None and a.value is not None and id(a) not in blind]
 
-    def run(self, steal: Callable[[Value], bool], call: Callable[[Record, Any, Any], Any]) -> tuple[list[Any], dict[int, torch.Tensor]]:
+    def run(self, steal: Callable[[Value], bool], how: Replayer) -> tuple[list[Any], dict[int, torch.Tensor]]:
         """Run again: flattened outputs, and the tensors it wrote into, by position in :attr:`overs`.
 
         Args:
             steal: whether an overwritten value's own storage may be used up.
-            call: how to call the operator (with rescue, or plainly).
+            how: calls the operator, and makes room.
         """
         written: dict[int, torch.Tensor] = {}
         stand_ins: dict[int, torch.Tensor] = {}
         for i, (argument, _, matters) in enumerate(self.overs):
-            written[i] = stand_ins[id(argument)] = self._target(argument, matters=matters, steal=steal)
+            written[i] = stand_ins[id(argument)] = self._target(argument, matters=matters, steal=steal, how=how)
 
         args = _filled(self.args, stand_ins)
         kwargs = {k: _filled(v, stand_ins) for k, v in self.kwargs.items()}
@@ -281,28 +281,36 @@ class Record:
         torch._C._set_grad_enabled(self.grad)
         try:
             if self.state is None:
-                return flatten(call(self, args, kwargs)), written
+                return flatten(how.call(self, args, kwargs)), written
             generator, state = self.state
             now = generator.get_state()
             generator.set_state(_state_tensor(state))
             try:
-                return flatten(call(self, args, kwargs)), written
+                return flatten(how.call(self, args, kwargs)), written
             finally:
                 generator.set_state(now)
         finally:
             torch._C._set_grad_enabled(before)
 
-    def _target(self, argument: Argument, *, matters: bool, steal: Callable[[Value], bool]) -> torch.Tensor:
+    def _target(
+        self, argument: Argument, *, matters: bool, steal: Callable[[Value], bool], how: Replayer
+    ) -> torch.Tensor:
         """What the operator may write into in place of the argument it wrote into the first time."""
         if argument.anchor is not None:
             return argument.anchor.clone()
         assert argument.value is not None
         assert argument.meta is not None
         if not matters:
+            how.room(argument.value.bytes)
             return view_on(torch.UntypedStorage(argument.value.bytes, device=argument.device), argument.meta)
         storage = argument.value.storage()
         assert storage is not None
-        return view_on(storage if steal(argument.value) else storage.clone(), argument.meta)
+        if not steal(argument.value):
+            how.room(argument.value.bytes)
+            storage = argument.value.storage()
+            assert storage is not None
+            storage = storage.clone()
+        return view_on(storage, argument.meta)
 
 
 def _filled(item: Any, stand_ins: dict[int, torch.Tensor]) -> Any:
@@ -385,112 +393,104 @@ def chain_of(value: Value) -> tuple[list[Record], list[Value]]:
     return sorted(records.values(), key=lambda r: r.order), fetched
 
 
-Attach = Callable[[Value, torch.UntypedStorage], None]
+class Replayer(Protocol):
+    """How values come back: the online policy's way, or the plan's."""
+
+    def attach(self, value: Value, storage: torch.UntypedStorage) -> None:
+        """A value's bytes are in a new storage."""
+
+    def hold(self, value: Value) -> bool:
+        """Whether a value that was made on the way is held for its own later need."""
+
+    def call(self, record: Record, args: Any, kwargs: Any) -> Any:
+        """Call an operator again."""
+
+    def room(self, size: int) -> None:
+        """So many bytes are about to be taken outside any operator."""
+
+    def ran(self, record: Record) -> None:
+        """An operator ran again."""
+
+    def taken(self, value: Value) -> None:
+        """An in-place operator used up a remade value's storage."""
 
 
-def remake(
-    value: Value,
-    *,
-    attach: Attach,
-    hold: Callable[[Value], bool],
-    call: Callable[[Record, Any, Any], Any],
-    ran: Callable[[Record], None],
-    taken: Callable[[Value], None],
-) -> torch.UntypedStorage:
-    """Make a value resident again by the referee's rules (``pebble/referee.py``).
+def remake(value: Value, how: Replayer) -> torch.UntypedStorage:
+    """Make a value resident again by the referee's rules (``pebble/referee.py``); it is not resident now.
 
-    Args:
-        value: what is asked for; it is not resident.
-        attach: told each value's new storage.
-        hold: which of the values made on the way are held.
-        call: how an operator is called.
-        ran: told of each operator that ran.
-        taken: told of each value whose storage an in-place operator used up.
+    Raises:
+        ReplayError: if it cannot be made again.
     """
-    records, fetched = chain_of(value)
-    readers: dict[Value, int] = {}
-    for record in records:
-        for source in record.sources():
-            readers[source] = record.order
-    fresh: dict[Value, torch.UntypedStorage] = {}
+    chain = _Chain(value, how)
+    try:
+        with beneath_autograd():
+            return chain.run()
+    finally:
+        chain.release()
 
-    def keep(v: Value, storage: torch.UntypedStorage, order: int) -> None:
-        if v in fresh or v.storage() is not None:
+
+@final
+class _Chain:
+    """Operators that run again, one after the other, and what is resident because of them."""
+
+    def __init__(self, target: Value, how: Replayer) -> None:
+        self.target = target
+        self.how = how
+        self.records, self.fetched = chain_of(target)
+        self.fresh: dict[Value, torch.UntypedStorage] = {}
+        self.readers: dict[Value, int] = {}
+        for record in self.records:
+            for source in record.sources():
+                self.readers[source] = record.order
+        self.busy = set(self.readers)
+        for v in self.busy:
+            v.busy += 1
+
+    def run(self) -> torch.UntypedStorage:
+        for v in self.fetched:
+            assert v.ticket is not None
+            self.how.room(v.bytes)
+            self._keep(v, v.ticket.fetch(), -1)
+        for record in self.records:
+            self._replay(record)
+            self.how.ran(record)
+            for v in [v for v in self.busy if self.readers[v] <= record.order]:
+                v.busy -= 1
+                self.busy.discard(v)
+            for v in [v for v in self.fresh if v is not self.target and self.readers.get(v, -1) <= record.order]:
+                del self.fresh[v]
+        return self.fresh[self.target]
+
+    def release(self) -> None:
+        for v in self.busy:
+            v.busy -= 1
+
+    def _replay(self, record: Record) -> None:
+        """Run one operator; nothing of it outlives this frame but what is kept."""
+
+        def steal(old: Value) -> bool:
+            return old in self.fresh and old.tensor is None and old is not self.target and self.readers[old] <= record.order
+
+        stolen = [a.value for a, _, matters in record.overs if matters and a.value is not None and steal(a.value)]
+        outs, written = record.run(steal, self.how)
+        for old in stolen:
+            del self.fresh[old]
+            self.how.taken(old)
+        made = [(ref(), outs[i]) for i, ref in record.outs]
+        made += [(ref(), written[i]) for i, (_, ref, _) in enumerate(record.overs)]
+        for v, tensor in made:
+            if v is not None:
+                self._keep(v, tensor.untyped_storage(), record.order)
+
+    def _keep(self, v: Value, storage: torch.UntypedStorage, order: int) -> None:
+        if v in self.fresh or v.storage() is not None:
             return
-        held = v is not value and hold(v)
-        if v is value or held or readers.get(v, -1) > order:
-            fresh[v] = storage
-            attach(v, storage)
+        held = v is not self.target and self.how.hold(v)
+        if v is self.target or held or self.readers.get(v, -1) > order:
+            self.fresh[v] = storage
+            self.how.attach(v, storage)
             if held:
                 v.tensor = whole(storage)
-
-    busy = set(readers)
-    for v in busy:
-        v.busy += 1
-
-    def done(record: Record) -> None:
-        ran(record)
-        for v in [v for v in busy if readers[v] <= record.order]:
-            v.busy -= 1
-            busy.discard(v)
-
-    try:
-        return _run_chain(value, records, fetched, fresh, readers, keep, call, done, taken)
-    finally:
-        for v in busy:
-            v.busy -= 1
-
-
-def _run_chain(
-    value: Value,
-    records: list[Record],
-    fetched: list[Value],
-    fresh: dict[Value, torch.UntypedStorage],
-    readers: dict[Value, int],
-    keep: Callable[[Value, torch.UntypedStorage, int], None],
-    call: Callable[[Record, Any, Any], Any],
-    ran: Callable[[Record], None],
-    taken: Callable[[Value], None],
-) -> torch.UntypedStorage:
-    with beneath_autograd():
-        for v in fetched:
-            assert v.ticket is not None
-            keep(v, v.ticket.fetch(), -1)
-        for record in records:
-            _replay(record, value, fresh, readers, keep, call, taken)
-            ran(record)
-            for v in [v for v in fresh if v is not value and readers.get(v, -1) <= record.order]:
-                del fresh[v]
-        return fresh[value]
-
-
-def _replay(
-    record: Record,
-    target: Value,
-    fresh: dict[Value, torch.UntypedStorage],
-    readers: dict[Value, int],
-    keep: Callable[[Value, torch.UntypedStorage, int], None],
-    call: Callable[[Record, Any, Any], Any],
-    taken: Callable[[Value], None],
-) -> None:
-    """Run one operator of a chain; nothing of it outlives this frame but what ``keep`` keeps."""
-
-    def steal(old: Value) -> bool:
-        return old in fresh and old.tensor is None and old is not target and readers[old] <= record.order
-
-    stolen = [a.value for a, _, matters in record.overs if matters and a.value is not None and steal(a.value)]
-    outs, written = record.run(steal, call)
-    for old in stolen:
-        del fresh[old]
-        taken(old)
-    for i, ref in record.outs:
-        v = ref()
-        if v is not None:
-            keep(v, outs[i].untyped_storage(), record.order)
-    for i, (_, ref, _) in enumerate(record.overs):
-        v = ref()
-        if v is not None:
-            keep(v, written[i].untyped_storage(), record.order)
 
 
 def whole(storage: torch.UntypedStorage) -> torch.Tensor:
