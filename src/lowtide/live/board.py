@@ -20,13 +20,10 @@ _PROBE_BYTES = 8 << 20
 
 
 class Ticket(Protocol):
-    """One value's place on a second board."""
+    """One value's place on a second board; it is given back with the last reference to the ticket."""
 
     def fetch(self) -> torch.UntypedStorage:
         """A new storage on the device with the value's bytes."""
-
-    def release(self) -> None:
-        """Give the place back."""
 
 
 class Board(Protocol):
@@ -99,7 +96,7 @@ class _FileTicket:
     def fetch(self) -> torch.UntypedStorage:
         return self._board.read(self._at, self._size)
 
-    def release(self) -> None:
+    def __del__(self) -> None:
         self._board.give_back(self._at, self._size)
 
 
@@ -136,7 +133,7 @@ class PinnedBoard:
         ticket = self.put(probe.untyped_storage())
         torch.cuda.synchronize(self.device)
         written = time.perf_counter()
-        ticket.fetch()
+        ticket.fetch()  # pinned blocks are recycled by the caching host allocator once its recorded events have passed
         torch.cuda.synchronize(self.device)
         read = time.perf_counter()
         return Bandwidth(write=_PROBE_BYTES / (written - start), read=_PROBE_BYTES / (read - written))
@@ -161,7 +158,3 @@ class _PinnedTicket:
         target.record_stream(board.stream)
         asking.wait_stream(board.stream)
         return target.untyped_storage()
-
-    def release(self) -> None:
-        # Pinned blocks are recycled by the caching host allocator once its recorded events have passed.
-        self._host = torch.empty(0, dtype=torch.uint8)

@@ -115,9 +115,7 @@ class Evictor:
         if value.saves == 0:
             value.tensor = None
             self.kept.pop(value, None)
-            if value.ticket is not None:
-                value.ticket.release()
-                value.ticket = None
+            value.ticket = None
 
     # --- operators ---------------------------------------------------------------------------------------------------
 
@@ -222,16 +220,22 @@ class Evictor:
 
     def _move_kept(self, needed: int) -> int:
         """Move saved tensors of a planned forward that left its plan; the bytes freed."""
-        freed = 0
+        groups: dict[int, list[Any]] = {}
         for ref in self.keeps:
             kept = ref()
+            if kept is not None and not kept.leaf and kept.tensor is not None:
+                groups.setdefault(kept.tensor.untyped_storage()._cdata, []).append(kept)
+        freed = 0
+        for group in groups.values():
+            storage = group[0].tensor.untyped_storage()
+            size = storage.nbytes()
             if freed >= needed:
                 break
-            if kept is None or kept.leaf or kept.tensor is None or not sole_owner(kept.tensor.untyped_storage(), 1):
-                continue
-            size = kept.tensor.untyped_storage().nbytes()
-            if size >= SMALLEST_BYTES:
-                kept.move(self.board)
+            if size >= SMALLEST_BYTES and sole_owner(storage, len(group)):
+                with beneath_autograd():
+                    ticket = self.board.put(storage)
+                for kept in group:
+                    kept.leave(ticket)
                 self.tally.offloaded_bytes += size
                 freed += size
         return freed

@@ -149,6 +149,7 @@ class Runtime:
         self._active = False
         self._functional = False
         self._varying: set[Any] = set()
+        self._misses: dict[Any, int] = {}
 
     # --- on and off --------------------------------------------------------------------------------------------------
 
@@ -335,18 +336,19 @@ class Runtime:
         if solution.status is Status.INFEASIBLE or (self.budget_bytes and self._between_bytes > self.budget_bytes):
             self._refuse(solution, base)
         self.plan = plan_of(entry.problem, solution)
-        exact = self._near(entry.trace.base_bytes, base, entry.problem.plain_peak)
+        known = signature in self.entries and bool(self.entries[signature])
+        exact = known and self._near(entry.trace.base_bytes, base, entry.problem.plain_peak)
         worn = self.recordings.get(signature, 0) >= SEEN_TWICE
         if solution.state is None:
             self._run_fully(unit, entry if not exact and not worn else None, record=not exact and not worn)
-        elif exact or worn:
+        elif (exact or worn) and signature not in self._varying:
             self._run_lean(unit, entry, solution)
         else:
-            self._run_fully(unit, entry)
+            self._run_fully(unit, entry, record=not worn)
 
     def _entry(self, signature: Any, base: int) -> Entry | None:
         """The recording of this kind of unit whose base is nearest."""
-        found = self.entries.get(signature)
+        found = self.entries.get(signature) or self.entries.get(_sibling(signature))
         return min(found, key=lambda e: abs(e.trace.base_bytes - base)) if found else None
 
     def _near(self, a: int, b: int, peak: int) -> bool:
@@ -472,8 +474,10 @@ class Runtime:
         if not lost and self._near(measured, predicted, predicted):
             entry.followed += 1
             return
-        if self.recordings.get(unit.signature, 0) < RECORDINGS:
+        misses = self._misses[unit.signature] = self._misses.get(unit.signature, 0) + 1
+        if misses < RECORDINGS:
             self.entries[unit.signature] = [e for e in self.entries[unit.signature] if e is not entry]
+            self.recordings[unit.signature] = min(self.recordings[unit.signature], SEEN_TWICE - 1)
 
     # --- budget ------------------------------------------------------------------------------------------------------
 
@@ -605,6 +609,14 @@ def _signature(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     first = next(module.parameters(), None)
     accumulates = first is not None and first.grad is not None
     return (type(module), id(module if first is None else first), accumulates, module.training, torch.is_autocast_enabled("cpu"), tuple(shapes))
+
+
+def _sibling(signature: Any) -> Any:
+    """The same kind of unit, but for whether gradients are there already."""
+    if len(signature) < 3:
+        return None
+    kind, who, accumulates, *rest = signature
+    return (kind, who, not accumulates, *rest)
 
 
 def _shapes(item: Any, found: list[Any], depth: int) -> None:

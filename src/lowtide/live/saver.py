@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 
-from lowtide.live.board import Board, Ticket
+from lowtide.live.board import Ticket
 from lowtide.live.guard import Evictor
 from lowtide.live.ledger import Ledger
 from lowtide.live.recorder import Recorder
@@ -39,12 +39,11 @@ class Kept:
         self.ticket: Ticket | None = None
         self.meta: Meta | None = None
 
-    def move(self, board: Board) -> None:
-        """Put the bytes on the second board and let go of them."""
+    def leave(self, ticket: Ticket) -> None:
+        """The bytes are on the second board: let go of them."""
         assert self.tensor is not None
         self.meta = meta_of(self.tensor)
-        with beneath_autograd():
-            self.ticket = board.put(self.tensor.untyped_storage())
+        self.ticket = ticket
         self.tensor = None
 
     def unpack(self) -> torch.Tensor:

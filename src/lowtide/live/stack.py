@@ -20,15 +20,15 @@ class Stack:
         self._hooks: tuple[Any, Any] | None = None
 
     def put(self, mode: TorchDispatchMode, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]) -> bool:
-        """Put a mode and hooks on; False if the script's own saved-tensor hooks are in force: those come first."""
+        """Put a mode and hooks on, the hooks beneath the script's own; False if the script covers our former mode."""
         self.take()
         if self.mode is not None:
             return False
         mode.__enter__()
         self.mode = mode
-        if _top_hooks() is None:
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-            self._hooks = (pack, unpack)
+        above = _pop_until(None)
+        _push([(pack, unpack), *above])
+        self._hooks = (pack, unpack)
         return True
 
     def take(self) -> None:
@@ -39,17 +39,20 @@ class Stack:
             self.mode = None
 
     def take_hooks(self) -> None:
-        """Take the hooks off, if they are on top."""
-        if self._hooks is not None and _top_hooks() == self._hooks:
+        """Take the hooks off, from beneath the script's own if need be."""
+        if self._hooks is None:
+            return
+        above = _pop_until(self._hooks)
+        if _top_hooks() is not None:
             torch._C._autograd._pop_saved_tensors_default_hooks()
-            self._hooks = None
+        _push(above)
+        self._hooks = None
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Run something without the mode and the hooks, where both are on top."""
         mode, hooks = self.mode, self._hooks
-        on_top = mode is not None and _get_current_dispatch_mode() is mode
-        if mode is None or not on_top or (hooks is not None and _top_hooks() != hooks):
+        if mode is None or _get_current_dispatch_mode() is not mode:
             yield
             return
         self.take()
@@ -61,6 +64,22 @@ class Stack:
             elif self.mode is None:
                 mode.__enter__()
                 self.mode = mode
+
+
+def _pop_until(hooks: tuple[Any, Any] | None) -> list[tuple[Any, Any]]:
+    """Pop hooks until a pair of ours (None: all); those popped, lowest first."""
+    popped: list[tuple[Any, Any]] = []
+    top = _top_hooks()
+    while top is not None and top != hooks:
+        popped.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        top = _top_hooks()
+    return popped[::-1]
+
+
+def _push(pairs: list[tuple[Any, Any]]) -> None:
+    for pack, unpack in pairs:
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def _top_hooks() -> tuple[Any, Any] | None:

@@ -140,7 +140,7 @@ class Clock:
     def _wrap_engine(self, engine: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(engine)
         def run_backward(*args: Any, **kwargs: Any) -> Any:
-            if self._in_backward:
+            if self._in_backward or torch._C._functorch.peek_interpreter_stack() is not None:
                 return engine(*args, **kwargs)
             before, self.phase = self.phase, Phase.BACKWARD
             self._in_backward += 1

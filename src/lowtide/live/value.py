@@ -153,11 +153,6 @@ class Value:
             return self.tensor.untyped_storage()
         return None if self.weak is None else self.weak()
 
-    def __del__(self) -> None:
-        """Give back its place on the second board."""
-        if self.ticket is not None:
-            self.ticket.release()
-
     def move(self, board: Board) -> bool:
         """Put it on the second board and let go of it; whether bytes were written."""
         wrote = self.ticket is None

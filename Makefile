@@ -1,0 +1,41 @@
+# Everything a fresh machine needs is set up here: Python 3.11 or newer and pip are enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH ?= torch==2.13.0
+STAMP := $(VENV)/.ready
+HEAP = $$($(BIN)/python -c "from pathlib import Path; import lowtide; print(next(iter(Path(lowtide.__file__).parent.glob('_heap*.so')), ''))")
+PYTEST = LD_PRELOAD=$(HEAP) $(BIN)/python -m pytest
+
+.PHONY: demo test test-slow test-cuda lint bench clean
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP) lint
+	$(PYTEST) -n 2 tests/unit tests/property tests/torch tests/process
+
+test-slow: $(STAMP)
+	$(PYTEST) -n 2 tests/slow
+
+test-cuda: $(STAMP)
+	$(BIN)/python -m pytest tests/cuda -m cuda
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/budget.py --json benchmarks/results/budget.json
+	$(BIN)/python benchmarks/rivals.py --json benchmarks/results/rivals.json
+
+# torch comes first, by itself: the package only asks for a lower bound and never replaces the torch that is there.
+$(STAMP): pyproject.toml setup.py src/lowtide/native/heap.c
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[dev,models]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist

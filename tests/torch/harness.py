@@ -1,0 +1,97 @@
+"""Plain runs and budgeted runs of the same job, with the heap counter as the judge of their peaks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import zoo
+from lowtide.live.heap import Counters, counters
+from lowtide.live.outcome import Outcome
+
+import lowtide
+
+STEPS = 5
+TOLERANCE_BYTES = 64 << 10
+TOLERANCE_SHARE = 0.005
+
+
+@dataclass(frozen=True)
+class Plain:
+    """What a run without Lowtide gave.
+
+    Attributes:
+        bits: losses, gradients, buffers and weights of all steps.
+        above_bytes: peak above what was live before it.
+        resident_bytes: parameters, buffers and optimizer states.
+    """
+
+    bits: list[bytes]
+    above_bytes: int
+    resident_bytes: int
+
+
+def heap() -> Counters:
+    """The preloaded counter."""
+    found = counters()
+    assert found is not None, "the heap counter is not preloaded: run these tests by `make test`"
+    return found
+
+
+def plain(make: Callable[[], zoo.Job], steps: int = STEPS) -> Plain:
+    """Run without Lowtide, once to warm libraries up and once to measure."""
+    torch.use_deterministic_algorithms(mode=True)
+    zoo.run(make, 1)
+    gc.collect()
+    counter = heap()
+    base = counter.tensor_live
+    counter.tensor_peak = base
+    bits = zoo.run(make, steps)
+    above = counter.tensor_peak - base
+    job = make()
+    job.step(0)
+    tensors = [t for m in job.modules for t in (*m.parameters(), *m.buffers())]
+    tensors += [t for o in job.optimizers for s in o.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    resident = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+    return Plain(bits, above, resident)
+
+
+@cache
+def plain_of(make: Callable[[], zoo.Job], steps: int = STEPS) -> Plain:
+    """The plain run of a job, once per process."""
+    return plain(make, steps)
+
+
+@dataclass(frozen=True)
+class Budgeted:
+    """What a run under a budget gave; the peak is the heap counter's own, over all steps, the first included."""
+
+    bits: list[bytes]
+    budget_bytes: int
+    peak_bytes: int
+    outcome: Outcome
+
+
+def budgeted(make: Callable[[], zoo.Job], above_bytes: int, steps: int = STEPS) -> Budgeted:
+    """Run under a budget of what is live now plus ``above_bytes``."""
+    torch.use_deterministic_algorithms(mode=True)
+    gc.collect()
+    counter = heap()
+    counter.tensor_peak = counter.tensor_live
+    budget = counter.tensor_live + above_bytes
+    with lowtide.budget(budget) as run:
+        bits = zoo.run(make, steps)
+    return Budgeted(bits, budget, counter.tensor_peak, run.outcome)
+
+
+def above_of(reference: Plain, share: float) -> int:
+    """Bytes above the base at a share of what the plain peak has above what is resident."""
+    return int(reference.resident_bytes + share * (reference.above_bytes - reference.resident_bytes))
+
+
+def close(a: int, b: int) -> bool:
+    """Within 0.5 % or 64 KiB."""
+    return abs(a - b) <= max(TOLERANCE_BYTES, TOLERANCE_SHARE * b)

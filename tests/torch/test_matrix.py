@@ -1,0 +1,43 @@
+"""Laws: under every budget, every model trains bit for bit as without; the heap counter's peak stays within the budget in
+every step, the first included; the plan's predicted peak is the measured one; a refusal is backed by its bound."""
+
+from __future__ import annotations
+
+import pytest
+import zoo
+from harness import above_of, budgeted, close, plain_of
+
+import lowtide
+
+SHARES = (0.9, 0.7, 0.5, 0.35)
+
+
+def _check(name: str, above: int) -> None:
+    reference = plain_of(zoo.MODELS[name])
+    run = budgeted(zoo.MODELS[name], above)
+    assert run.bits == reference.bits
+    assert run.peak_bytes <= run.budget_bytes
+    planned = [s for s in run.outcome.steps if s.policy == "planned"]
+    plan = run.outcome.plan
+    if planned and plan is not None and plan.predicted_peak_bytes is not None and planned[-1] is run.outcome.steps[-1]:
+        assert close(planned[-1].peak_bytes, plan.predicted_peak_bytes)
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_bits_budget_and_prediction_hold_at_share(name: str, share: float) -> None:
+    above = above_of(plain_of(zoo.MODELS[name]), share)
+    try:
+        _check(name, above)
+    except lowtide.BudgetError as refusal:
+        assert refusal.bound_bytes > refusal.budget_bytes
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_bits_and_budget_hold_at_smallest_feasible_budget(name: str) -> None:
+    """Two per cent above the lowest peak that the planner found on a recording of this very run."""
+    reference = plain_of(zoo.MODELS[name])
+    probe = budgeted(zoo.MODELS[name], above_of(reference, 0.92)).outcome.plan
+    assert probe is not None
+    lowest = probe.lowest_peak_bytes - probe.baseline_peak_bytes + reference.above_bytes
+    _check(name, lowest + (reference.above_bytes - reference.resident_bytes) // 20)

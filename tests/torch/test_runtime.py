@@ -1,0 +1,204 @@
+"""Laws of the runtime that the matrix does not show."""
+
+from __future__ import annotations
+
+import gc
+import io
+
+import pytest
+import torch
+import zoo
+from harness import above_of, budgeted, heap, plain_of
+from torch import nn
+from torch.nn import functional as F
+
+import lowtide
+
+
+def test_torchs_own_error_comes_for_saved_tensors_changed_in_place() -> None:
+    with lowtide.budget("1GiB"):
+        x = torch.randn(64, 64, requires_grad=True)
+        y = torch.sigmoid(x)
+        loss = (y * 2).sum()
+        y.data.mul_(1.0)
+        with torch.no_grad():
+            y.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_in_place_error_comes_in_planned_steps_too() -> None:
+    """The saved tensor that is changed is one that the plan drops."""
+    reference = plain_of(zoo.mlp)
+    counter = heap()
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(5)])
+    budget = counter.tensor_live + above_of(reference, 0.5)
+    with lowtide.budget(budget):
+        for i in range(6):
+            kept = []
+            hooks = [m.register_forward_hook(lambda _m, _a, out: kept.append(out)) for m in model]
+            loss = model(torch.randn(512, 128)).sum()
+            if i == 5:
+                with torch.no_grad():
+                    kept[2].add_(1)
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    loss.backward()
+            else:
+                loss.backward()
+            for hook in hooks:
+                hook.remove()
+
+
+def test_failing_operator_is_tried_again_under_a_process_cap_without_plan() -> None:
+    """The cap of the heap counter stands for a small device: no budget is given, only rescue is left."""
+    reference = plain_of(zoo.gpt_eager)
+    counter = heap()
+    gc.collect()
+    counter.tensor_peak = counter.tensor_live
+    limit = counter.tensor_live + above_of(reference, 0.8)
+    try:
+        with lowtide.budget(None) as run:
+            counter.cap = limit
+            bits = zoo.run(zoo.gpt_eager, 3)
+    finally:
+        counter.cap = 0
+    assert bits == plain_of(zoo.gpt_eager, 3).bits
+    assert counter.tensor_peak <= limit + (512 << 10)
+    assert sum(s.rescued_ops for s in run.outcome.steps) > 0
+
+
+def test_memory_falls_by_reference_count_alone() -> None:
+    """With the collector off, nothing of a step outlives it."""
+    make = zoo.gpt_eager
+    reference = plain_of(make)
+    gc.collect()
+    gc.disable()
+    try:
+        before = heap().tensor_live
+        run = budgeted(make, above_of(reference, 0.5), 6)
+        assert heap().tensor_live - before <= 64 << 10
+    finally:
+        gc.enable()
+    assert run.bits[: len(reference.bits) - 1] == plain_of(make, 6).bits[: len(reference.bits) - 1]
+
+
+def test_seconds_are_monotone_in_the_budget() -> None:
+    """Each plan of one recording: less budget, never fewer predicted seconds."""
+    reference = plain_of(zoo.gpt_eager)
+    seen = {}
+    for share in (0.9, 0.7, 0.5, 0.4):
+        plan = budgeted(zoo.gpt_eager, above_of(reference, share)).outcome.plan
+        assert plan is not None
+        assert plan.extra_seconds is not None
+        seen[share] = plan.extra_seconds / plan.baseline_step_seconds
+    assert seen[0.9] <= seen[0.4]
+
+
+def test_infeasible_budget_is_refused_before_the_second_step_with_its_bound() -> None:
+    steps = []
+
+    def make() -> zoo.Job:
+        job = zoo.mlp()
+        inner = job.step
+
+        def step(i: int) -> torch.Tensor:
+            loss = inner(i)
+            steps.append(i)
+            return loss
+
+        return zoo.Job(step, job.modules, job.optimizers)
+
+    with pytest.raises(lowtide.BudgetError) as refusal:
+        budgeted(make, above_of(plain_of(zoo.mlp), 0.1))
+    assert steps == [0]
+    assert refusal.value.bound_bytes > refusal.value.budget_bytes
+
+
+def test_second_budget_inside_is_refused() -> None:
+    with lowtide.budget("1GiB"), pytest.raises(lowtide.UsageError, match="in force already"), lowtide.budget("1GiB"):
+        pass
+
+
+def test_budget_is_a_decorator_and_leaves_torch_as_it_was() -> None:
+    before = (nn.Module.__call__, torch.compile, torch.Tensor.numpy, torch.autograd._engine_run_backward)
+
+    @lowtide.budget("1GiB")
+    def train() -> float:
+        model = nn.Linear(8, 8)
+        loss = model(torch.randn(4, 8)).sum()
+        loss.backward()
+        return float(loss.detach())
+
+    assert isinstance(train(), float)
+    assert isinstance(train(), float)
+    assert before == (nn.Module.__call__, torch.compile, torch.Tensor.numpy, torch.autograd._engine_run_backward)
+
+
+def test_share_is_resolved_after_the_first_step() -> None:
+    counter = heap()
+    gc.collect()
+    with lowtide.budget("60%") as run:
+        bits = zoo.run(zoo.gpt_eager, 5)
+    outcome = run.outcome
+    assert bits == plain_of(zoo.gpt_eager).bits
+    assert outcome.plan is not None
+    expected = outcome.plan.resident_bytes + 0.6 * (outcome.plan.baseline_peak_bytes - outcome.plan.resident_bytes)
+    assert abs(outcome.budget_bytes - expected) <= 0.02 * expected
+    assert all(s.peak_bytes <= outcome.budget_bytes for s in outcome.steps[1:])
+    assert counter.denied >= 0
+
+
+def test_handles_survive_the_end_of_the_budget() -> None:
+    """A graph made under a budget is consumed after it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+    x = torch.randn(32, 64)
+    with lowtide.budget("1GiB"):
+        loss = model(x).sum()
+    loss.backward()
+    got = [p.grad.clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = None
+    model(x).sum().backward()
+    assert all(torch.equal(a, p.grad) for a, p in zip(got, model.parameters(), strict=True))
+
+
+def test_tensors_of_a_budgeted_forward_can_be_saved_and_loaded() -> None:
+    with lowtide.budget("1GiB"):
+        hidden = torch.relu(nn.Linear(8, 8)(torch.randn(4, 8)))
+        file = io.BytesIO()
+        torch.save(hidden, file)
+    assert torch.equal(torch.load(io.BytesIO(file.getvalue())), hidden)
+
+
+def test_moved_values_come_back_bit_for_bit() -> None:
+    """Opaque producers cannot be made again: what they make can only be moved."""
+
+    class Opaque(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # noqa: ANN001, ANN205
+            out = torch.from_numpy(x.detach().numpy() ** 2).clone()
+            out.numpy()
+            ctx.save_for_backward(out)
+            return out
+
+        @staticmethod
+        def backward(ctx, grad):  # noqa: ANN001, ANN205
+            return grad * ctx.saved_tensors[0]
+
+    def make() -> zoo.Job:
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+
+        def loss_of(m: nn.Module, _: int) -> torch.Tensor:
+            x = torch.randn(1024, 64)
+            for layer in m:
+                x = Opaque.apply(layer(x) * 0.5)
+            return F.mse_loss(x, torch.zeros_like(x))
+
+        return zoo.simple(model, loss_of)
+
+    reference = plain_of(make)
+    run = budgeted(make, above_of(reference, 0.7))
+    assert run.bits == reference.bits
+    assert run.peak_bytes <= run.budget_bytes
+    assert sum(s.offloaded_bytes for s in run.outcome.steps) > 0

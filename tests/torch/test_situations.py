@@ -1,0 +1,37 @@
+"""Law: whatever a script does around its steps, it trains bit for bit as without Lowtide, within the budget."""
+
+from __future__ import annotations
+
+import pytest
+import situations
+from harness import above_of, budgeted, plain_of
+
+import lowtide
+
+STEPS = 7
+LEAVES_THE_PLAN = {"random_branch", "own_hooks"}
+"""Scripts whose memory differs from step to step in ways no recording tells: the first surprise may cross the budget."""
+
+
+@pytest.mark.parametrize("share", [0.8, 0.55])
+@pytest.mark.parametrize("name", situations.SITUATIONS)
+def test_bits_and_budget_hold(name: str, share: float) -> None:
+    make = situations.SITUATIONS[name]
+    reference = plain_of(make, STEPS)
+    try:
+        run = budgeted(make, above_of(reference, share), STEPS)
+    except lowtide.BudgetError as refusal:
+        assert refusal.bound_bytes > refusal.budget_bytes
+        return
+    assert run.bits == reference.bits
+    if name not in LEAVES_THE_PLAN:
+        assert run.peak_bytes <= run.budget_bytes
+
+
+@pytest.mark.parametrize("name", situations.SITUATIONS)
+def test_bits_hold_with_room_to_spare(name: str) -> None:
+    make = situations.SITUATIONS[name]
+    reference = plain_of(make, STEPS)
+    run = budgeted(make, 4 * reference.above_bytes, STEPS)
+    assert run.bits == reference.bits
+    assert not any(s.recomputed_ops or s.overrun for s in run.outcome.steps)
