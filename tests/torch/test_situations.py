@@ -9,8 +9,9 @@ from harness import above_of, budgeted, plain_of
 import lowtide
 
 STEPS = 7
-LEAVES_THE_PLAN = {"random_branch", "own_hooks"}
-"""Scripts whose memory differs from step to step in ways no recording tells: the first surprise may cross the budget."""
+NOT_HELD_AT_ONCE = {"random_branch", "own_hooks", "compiled_part"}
+"""Scripts with memory that the interception cannot foresee at its first sight (another branch than recorded, the script's own
+saved-tensor hooks, a compiled region): that step may cross the budget."""
 
 
 @pytest.mark.parametrize("share", [0.8, 0.55])
@@ -24,7 +25,7 @@ def test_bits_and_budget_hold(name: str, share: float) -> None:
         assert refusal.bound_bytes > refusal.budget_bytes
         return
     assert run.bits == reference.bits
-    if name not in LEAVES_THE_PLAN:
+    if name not in NOT_HELD_AT_ONCE:
         assert run.peak_bytes <= run.budget_bytes
 
 

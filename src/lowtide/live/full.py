@@ -12,6 +12,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.live.ops import OpInfo, info_of
@@ -69,6 +70,8 @@ class FullMode(TorchDispatchMode):
         """One operator."""
         kwargs = kwargs or {}
         for kind in types:
+            if kind is FakeTensor:
+                return func(*args, **kwargs)
             if kind not in _PLAIN_TYPES:
                 return NotImplemented
         if self.passive or _is_fake(args):
@@ -112,11 +115,7 @@ class FullMode(TorchDispatchMode):
         seconds = time.perf_counter() - start
         if record is not None:
             record.seconds = seconds
-        inside = 0
-        if recorder is not None:
-            # What a library sets up at its first call is not part of the operator's every run.
-            once = self.evictor.first_rise(info.name, recorder.meter.library_rise())
-            inside = max(0, recorder.meter.op_peak() - self.evictor.attempt_live_bytes - once)
+        inside = max(0, recorder.meter.op_peak() - self.evictor.attempt_live_bytes) if recorder is not None else 0
         self._results(func, info, args, kwargs, out, record, [v for v in inputs if v is not None], seconds, inside)
         return out
 
@@ -162,7 +161,7 @@ class FullMode(TorchDispatchMode):
     def _argument(self, tensor: torch.Tensor, *, owned: bool, loose: bool) -> Argument:
         value = self._value(tensor)
         known = value is not None and value.record is not None and not value.tainted
-        return Argument(None if loose else value, tensor, anchored=not (known or owned) or value is None)
+        return Argument(None if loose else value, tensor, anchored=loose or value is None or not (known or owned))
 
     def _writes_can_be_replayed(self, info: OpInfo, args: Any, kwargs: Any) -> bool:
         """Whether every argument written in place is itself made by a record, or is overwritten without being read."""

@@ -76,7 +76,6 @@ class Evictor:
         self.keeps: Iterable[weakref.ref[Any]] = ()
         self._replayer = _Replayer(self)
         self._library: dict[str, int] = {}
-        self._usual: dict[str, int] = {}
         self._bandwidth: Bandwidth | None = None
 
     # --- what autograd saves -----------------------------------------------------------------------------------------
@@ -138,7 +137,7 @@ class Evictor:
             try:
                 out = func(*args, **kwargs)
             except (RuntimeError, MemoryError) as error:
-                if not self._is_out_of_memory(error, denied):
+                if not self.is_out_of_memory(error, denied):
                     raise
                 last = error.with_traceback(None)
             else:
@@ -169,17 +168,12 @@ class Evictor:
             return LIBRARY_BYTES if any(part in name for part in LIBRARY_OPS) else 0
         return seen
 
-    def first_rise(self, name: str, rise: int) -> int:
-        """The part of a library's memory that an operator took only because it ran for the first time."""
-        usual = self._usual.get(name)
-        self._usual[name] = rise if usual is None else min(usual, rise)
-        return rise if usual is None else max(0, rise - self._usual[name])
-
     def _note_library(self, name: str, rise: int) -> None:
         if rise > self._library.get(name, -1):
             self._library[name] = rise
 
-    def _is_out_of_memory(self, error: BaseException, denied: int) -> bool:
+    def is_out_of_memory(self, error: BaseException, denied: int) -> bool:
+        """Whether an error means that memory ran out, given how many requests had been refused before."""
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True
         return self.meter.denied() > denied
@@ -271,8 +265,10 @@ class Evictor:
                 continue
             seen.add(id(v.record))
             for argument in v.record.inputs:
+                if argument.value is not None and argument.value.tainted:
+                    return False
                 if argument.anchor is not None:
-                    if argument.value is not None and (argument.value.superseded or argument.value.tainted):
+                    if argument.value is not None and argument.value.superseded:
                         return False
                 elif argument.value is not None and argument.value.tensor is None and argument.value.ticket is None:
                     stack.extend(s for s in v.record.sources() if s is argument.value)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.live.board import FileBoard, PinnedBoard
@@ -234,6 +235,9 @@ class _Replayer:
         value.weak = None
 
 
+_PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
 @final
 class LeanMode(TorchDispatchMode):
     """Follows a planned forward.
@@ -248,7 +252,7 @@ class LeanMode(TorchDispatchMode):
 
     def __init__(
         self, script: Script, run: LeanRun, seconds: Mapping[int, float], fallback: Callable[[], Any],
-        pack_fallback: Callable[[torch.Tensor], Any],
+        pack_fallback: Callable[[torch.Tensor], Any], out_of_memory: Callable[[BaseException], bool],
     ) -> None:
         """Stand at the beginning of a unit."""
         super().__init__()
@@ -266,6 +270,7 @@ class LeanMode(TorchDispatchMode):
         self._seconds = seconds
         self._fallback = fallback
         self._pack_fallback = pack_fallback
+        self._out_of_memory = out_of_memory
         self._delegate: Any = None
 
     @classmethod
@@ -282,19 +287,21 @@ class LeanMode(TorchDispatchMode):
         """One operator."""
         if self._delegate is None:
             at = self.at
-            if func is self._funcs[at] and not types:
-                self.at = at + 1
-                act = self._acts[at]
-                if act is None:
-                    return func(*args, **kwargs) if kwargs else func(*args)
-                return self._act(act, func, args, kwargs or {})
-            for kind in types:
-                if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-                    return NotImplemented
+            if types and not _PLAIN.issuperset(types):
+                return func(*args, **(kwargs or {})) if FakeTensor in types else NotImplemented
             if func is self._funcs[at]:
-                self.at = at + 1
                 act = self._acts[at]
-                return func(*args, **(kwargs or {})) if act is None else self._act(act, func, args, kwargs or {})
+                try:
+                    if act is None:
+                        out = func(*args, **kwargs) if kwargs else func(*args)
+                    else:
+                        out = self._act(act, func, args, kwargs or {})
+                except (RuntimeError, MemoryError) as error:
+                    if not self._out_of_memory(error) or info_of(func).mutates:
+                        raise
+                else:
+                    self.at = at + 1
+                    return out
             self.leave()
         return self._delegate.__torch_dispatch__(func, types, args, kwargs)
 
@@ -342,9 +349,9 @@ class LeanMode(TorchDispatchMode):
 
         noted = tuple(map_tensors(a, i, note) for i, a in enumerate(args))
         named = {k: map_tensors(v, k, note) for k, v in kwargs.items()}
-        record = Record(func, info, noted, named, inputs, self.at)
+        record = Record(func, info, noted, named, inputs, self.at + 1)
         record.overs = overs
-        record.seconds = self._seconds.get(self.at - 1, 0.0)
+        record.seconds = self._seconds.get(self.at, 0.0)
         if info.seeded:
             generator = kwargs.get("generator")
             if generator is None:

@@ -60,9 +60,14 @@ class Ledger:
 
     def forget(self) -> None:
         """Begin anew: what is live now will be met as if for the first time."""
+        former = []
         for ref in list(self._current.values()):
-            ref.value = Value(ref.value.bytes, None)
-            ref.value.weak = ref
+            if ref() is None or ref.value is None:
+                continue
+            former.append(ref.value)  # let go only after the loop: its records may hold what else is in the ledger
+            fresh = Value(ref.value.bytes, None)
+            fresh.weak = ref
+            ref.value = fresh
 
     def _died(self, ref: StorageRef) -> None:
         if self._current.get(ref.cdata) is ref:

@@ -2,6 +2,7 @@
 
 * ``Tensor.numpy``, ``__array__``, ``data_ptr``, ``__dlpack__``: who has a pointer may write unseen, so such a value is not
   made again from its operator.
+* ``UntypedStorage.resize_``: FSDP frees and fills the storages of parameters so; nothing is made again from such a storage.
 * ``torch.compile``: compilers trace and run below our interception; compiled regions run without it.
 * ``torch.autograd.graph.disable_saved_tensors_hooks`` and the nesting of ``torch.func``'s transforms: they refuse to run
   under saved-tensor hooks, so ours are put aside meanwhile.
@@ -40,6 +41,7 @@ class Patches:
         """Put the wrappers on."""
         for name in _POINTERS:
             self._wrap(torch.Tensor, name, self._exposing)
+        self._wrap(torch.UntypedStorage, "resize_", self._resizing)
         self._wrap(torch, "compile", self._compiling)
         self._wrap(torch.autograd.graph, "disable_saved_tensors_hooks", self._disabling)
         for name, wrapper in (("_grad_increment_nesting", self._nesting), ("_grad_decrement_nesting", self._unnesting)):
@@ -72,6 +74,21 @@ class Patches:
             return original(tensor, *args, **kwargs)
 
         return exposed
+
+    def _resizing(self, original: Any) -> Any:
+        runtime = self._runtime
+
+        @functools.wraps(original)
+        def resize_(storage: Any, size: int) -> Any:
+            value = runtime.ledger.find(storage)
+            if value is not None and not value.tainted:
+                runtime.evictor.before_write(value)
+                value.tainted = True
+                if runtime.saver.recorder is not None:
+                    runtime.saver.recorder.taint(value)
+            return original(storage, size)
+
+        return resize_
 
     def _compiling(self, original: Any) -> Any:
         @functools.wraps(original)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from lowtide.errors import BudgetError
 from lowtide.live import agree
 from lowtide.live.board import FileBoard, PinnedBoard
 from lowtide.live.full import FullMode
-from lowtide.live.guard import Evictor, Tally
+from lowtide.live.guard import LIBRARY_BYTES, SLACK_BYTES, Evictor, Tally
 from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
 from lowtide.live.lean import LeanMode, LeanRun, Script, compile_script
 from lowtide.live.ledger import Ledger
@@ -35,7 +36,7 @@ from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
 from lowtide.pebble.greedy import State
 from lowtide.pebble.problem import Problem
-from lowtide.pebble.solve import Front, Solution, Status
+from lowtide.pebble.solve import Front, Solution
 from lowtide.planner import Plan, dropped_sites, plan_of
 from lowtide.trace import Op, Phase, Trace
 from lowtide.units import Auto, Share, Size, format_bytes
@@ -52,7 +53,7 @@ RECORDINGS = 5
 """Recordings at most of a kind of unit whose predictions keep being off."""
 KINDS = 64
 """Kinds of units (signatures) whose plans are kept."""
-AGREED_UNITS = (2, 3)
+AGREED_UNITS = range(2, 10)
 """Units, counted from 1, at whose beginning ranks agree on one plan: every rank reaches them."""
 AUTO_MARGIN = 0.05
 """Share of a CUDA device's free memory that ``auto`` leaves to fragmentation."""
@@ -150,6 +151,8 @@ class Runtime:
         self._functional = False
         self._varying: set[Any] = set()
         self._misses: dict[Any, int] = {}
+        self._checked: dict[int, bool] = {}
+        self._hands_off = False
 
     # --- on and off --------------------------------------------------------------------------------------------------
 
@@ -228,12 +231,33 @@ class Runtime:
             device = next((p.device for p in module.parameters() if p.is_cuda), None)
             if device is not None:
                 self._use_cuda(device)
+        if self._stands_back(module):
+            return
         signature = _signature(module, args, kwargs)
         if self.unit is not None:
             if not self._is_stale(self.unit, signature):
                 return
             self._abandon_unit()
         self._begin_unit(signature)
+
+    def _stands_back(self, module: torch.nn.Module) -> bool:
+        """Whether the model is under FSDP, whose parameters come and go: then steps are measured, and nothing is dropped."""
+        if id(module) not in self._checked:
+            self._checked[id(module)] = any(type(m).__name__.startswith("FSDP") for m in module.modules())
+            if self._checked[id(module)] and not self._hands_off:
+                self._hands_off = True
+                sys.stderr.write(
+                    "lowtide: FSDP frees and gathers parameters during the step, so that nothing can be recomputed from them: "
+                    "the steps are measured, the budget is not held\n"
+                )
+                self.evictor.limit_bytes = 0
+                self.stack.take()
+        if self._hands_off and (self._step_done or not self.clock.optimizers_seen):
+            self._close_step()
+            self._open_step()
+        if self._hands_off:
+            self._step_units += 1
+        return self._hands_off
 
     def _is_stale(self, unit: Unit, signature: Any) -> bool:
         """Whether the unit that runs was a forward that no backward will follow."""
@@ -245,7 +269,7 @@ class Runtime:
 
     def _functional_begins(self) -> Callable[[torch.Tensor], Any] | None:
         """Autograd saves something outside any module and any unit: a script of plain functions; who packs instead."""
-        if not self._active or self.unit is not None or self.clock.depth or self.clock.phase is not Phase.DATA:
+        if not self._active or self._hands_off or self.unit is not None or self.clock.depth or self.clock.phase is not Phase.DATA:
             return None
         self._functional = True
         self._begin_unit(("functional",))
@@ -325,6 +349,9 @@ class Runtime:
         self._resolve_share(signature, base)
         unit = Unit(signature, base, "online")
         self.unit = unit
+        if not self.budget_bytes and self.settings.budget is None:
+            self._run_fully(unit, None, record=False)
+            return
         entry = self._entry(signature, base)
         if self._units in AGREED_UNITS and agree.wanted():
             self._agree(entry, base)
@@ -333,14 +360,14 @@ class Runtime:
             return
         solution = self._solve(entry, base)
         self._report_plan(entry, solution, base)
-        if solution.status is Status.INFEASIBLE or (self.budget_bytes and self._between_bytes > self.budget_bytes):
-            self._refuse(solution, base)
+        known = bool(self.entries.get(signature))
+        if self.budget_bytes and self._cannot_be_held(self.figures, known=known):
+            self._refuse()
         self.plan = plan_of(entry.problem, solution)
-        known = signature in self.entries and bool(self.entries[signature])
         exact = known and self._near(entry.trace.base_bytes, base, entry.problem.plain_peak)
         worn = self.recordings.get(signature, 0) >= SEEN_TWICE
         if solution.state is None:
-            self._run_fully(unit, entry if not exact and not worn else None, record=not exact and not worn)
+            self._run_fully(unit, None, record=not exact and not worn)
         elif (exact or worn) and signature not in self._varying:
             self._run_lean(unit, entry, solution)
         else:
@@ -356,7 +383,7 @@ class Runtime:
 
     def _solve(self, entry: Entry, base: int) -> Solution:
         budget = self.budget_bytes or entry.problem.plain_peak + abs(base - entry.trace.base_bytes) + 1
-        solution = entry.front.at(budget - (base - entry.trace.base_bytes))
+        solution = entry.front.at(budget - (base - entry.trace.base_bytes) - SLACK_BYTES)
         agreed = entry.agreed
         if agreed is None or agreed.timeline.peak_bytes > solution.budget_bytes:
             return solution
@@ -399,9 +426,14 @@ class Runtime:
         forward = [e for e, _ in entry.funcs if _is_forward(entry.trace.events[e])]
         seconds = {i: entry.trace.events[e].seconds for i, e in enumerate(forward)}  # type: ignore[union-attr]
         run = LeanRun(script, self.evictor.tally, self.board)
-        unit.lean = LeanMode(script, run, seconds, self._lost, self.saver.pack)
+        unit.lean = LeanMode(script, run, seconds, self._lost, self.saver.pack, self._out_of_memory())
         if not self.stack.put(unit.lean, unit.lean.pack, _unpack):
             unit.lean = None
+
+    def _out_of_memory(self) -> Callable[[BaseException], bool]:
+        """Tells whether an error, from now on, means that memory ran out."""
+        denied = self.meter.denied()
+        return lambda error: self.evictor.is_out_of_memory(error, denied)
 
     def _lost(self) -> FullMode:
         """A planned forward left its recording: hold the budget on line for the rest of the unit."""
@@ -525,7 +557,19 @@ class Runtime:
             solve_seconds=solution.solve_seconds,
         )
 
-    def _refuse(self, solution: Solution, base: int) -> None:
+    def _cannot_be_held(self, figures: PlanFigures | None, *, known: bool) -> bool:
+        """Whether the floor is above the budget for certain.
+
+        A cold first step may differ a little from the next ones; and a recording made while there were no gradients does
+        not show whether the script frees those that are there now before its backward.
+        """
+        assert figures is not None
+        doubt = max(TOLERANCE_BYTES, int(TOLERANCE_SHARE * figures.bound_peak_bytes)) + LIBRARY_BYTES
+        if not known:
+            doubt += sum(p.grad.nbytes for root in self._roots for p in root.parameters() if p.grad is not None)
+        return figures.bound_peak_bytes - doubt > self.budget_bytes
+
+    def _refuse(self) -> None:
         assert self.figures is not None
         bound = self.figures.bound_peak_bytes
         floor_is_update = self._between_bytes >= bound

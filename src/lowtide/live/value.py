@@ -175,7 +175,7 @@ class Argument:
             autograd has a version counter of its own; writes to other tensors are seen by the ledger.)
     """
 
-    __slots__ = ("anchor", "device", "meta", "value", "version", "watched")
+    __slots__ = ("anchor", "bytes", "device", "meta", "value", "version", "watched")
 
     def __init__(self, value: Value | None, tensor: torch.Tensor, *, anchored: bool) -> None:
         """Refer to a tensor by its value, or hold it."""
@@ -183,6 +183,7 @@ class Argument:
         self.device = tensor.device
         self.meta: Meta | None = None if anchored else meta_of(tensor)
         self.anchor = (tensor if tensor.grad_fn is None else tensor.detach()) if anchored else None
+        self.bytes = tensor.untyped_storage().nbytes()
         self.watched = _leaf_under(tensor) if anchored else None
         self.version = 0 if self.watched is None else self.watched._version
 
@@ -194,6 +195,7 @@ class Argument:
         """
         if self.anchor is not None:
             stale = self.watched is not None and self.watched._version != self.version
+            stale = stale or self.anchor.untyped_storage().nbytes() != self.bytes
             if stale or (self.value is not None and self.value.superseded):
                 raise ReplayError(
                     f"a tensor of shape {tuple(self.anchor.shape)} was changed in place after a value computed from it "

@@ -52,7 +52,7 @@ class Problem:
         trace: the recorded unit.
         base_bytes: live bytes when the unit begins (it may differ from the recording's).
         bandwidth: of the second board; None where nothing may be moved.
-        pinned: values that must be kept whatever it costs (ids).
+        pinned: values that foreign code may write to (ids): they are not made again, nor is anything made again from them.
     """
 
     trace: Trace
@@ -98,7 +98,7 @@ class Problem:
         return tuple(known)
 
     def _source(self, value: int, known: list[bool]) -> bool:
-        return known[value] or value not in self.overwritten
+        return known[value] or not (value in self.overwritten or value in self.pinned)
 
     def maker(self, value: int) -> Op:
         """The operator that made a value; only for values with ``born >= 0``."""

@@ -1,0 +1,170 @@
+"""Training frameworks under a budget: DistributedDataParallel, FSDP2, the Hugging Face Trainer, Lightning.
+
+Each script of ``scripts/`` runs in its own processes: plain, once with room to spare (to learn what it needs), and at
+``SHARE`` of what is beyond its resident bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parent / "scripts"
+RANKS = {"ddp": 2, "fsdp2": 2, "trainer": 1, "lightning": 1}
+NEEDS = {"trainer": ("transformers", "accelerate"), "lightning": ("lightning",)}
+SHARE = 0.6
+ROOMY = 8 << 30
+TIMEOUT = 60
+
+pytestmark = pytest.mark.timeout(4 * TIMEOUT)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What one launch left behind; one entry per rank."""
+
+    code: int
+    errors: str
+    results: tuple[dict[str, Any], ...]
+    figures: tuple[dict[str, Any], ...]
+    plans: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Trio:
+    """The three launches of one script."""
+
+    plain: Ran
+    roomy: Ran
+    tight: Ran
+
+
+def _ranked(path: Path, ranks: int) -> list[Path]:
+    """Where Lowtide writes a file: the first rank to the name itself."""
+    return [path, *(path.with_name(f"{path.name}.rank{rank}") for rank in range(1, ranks))]
+
+
+def _command(name: str, folder: Path, budget: int | None) -> list[str]:
+    """The command line a user would give."""
+    prefix = [sys.executable]
+    if RANKS[name] > 1:
+        prefix += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS[name])]
+    if budget is not None:
+        files = ["--json", str(folder / "figures"), "--save-plan", str(folder / "plan")]
+        prefix += ["-m", "lowtide", "run", "--quiet", "--budget", str(budget), *files]
+    return [*prefix, str(SCRIPTS / f"{name}_train.py"), str(folder / "result")]
+
+
+def _read_json(paths: list[Path]) -> tuple[dict[str, Any], ...]:
+    return tuple(json.loads(path.read_text()) for path in paths if path.exists())
+
+
+def _launch(name: str, folder: Path, budget: int | None = None) -> Ran:
+    """Run a script to its end and collect what it left."""
+    folder.mkdir()
+    ranks = RANKS[name]
+    done = subprocess.run(
+        _command(name, folder, budget), env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=TIMEOUT, check=False,
+    )  # fmt: skip
+    result = folder / "result"
+    saved = [folder / f"result.rank{rank}" for rank in range(ranks)] if ranks > 1 else [result]
+    return Ran(
+        done.returncode,
+        done.stderr[-4000:],
+        tuple(torch.load(path) for path in saved if path.exists()),
+        _read_json(_ranked(folder / "figures", ranks)),
+        _read_json(_ranked(folder / "plan", ranks)),
+    )
+
+
+def _budget(figures: tuple[dict[str, Any], ...]) -> int:
+    """The resident bytes and ``SHARE`` of the rest, for the rank that needs most."""
+    plans = [each["plan"] for each in figures]
+    resident = max(plan["resident_bytes"] for plan in plans)
+    return int(resident + SHARE * (max(plan["baseline_peak_bytes"] for plan in plans) - resident))
+
+
+@pytest.fixture(scope="module")
+def trio_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trio]:
+    """The launches of a script, made once."""
+
+    @cache
+    def launches(name: str) -> Trio:
+        folder = tmp_path_factory.mktemp(name)
+        plain, roomy = _launch(name, folder / "plain"), _launch(name, folder / "roomy", ROOMY)
+        known = roomy.code == 0 and all(each["plan"] is not None for each in roomy.figures)
+        return Trio(plain, roomy, _launch(name, folder / "tight", _budget(roomy.figures)) if known else roomy)
+
+    return launches
+
+
+@pytest.fixture(params=list(RANKS))
+def name(request: pytest.FixtureRequest) -> str:
+    """One script after the other."""
+    chosen: str = request.param
+    for module in NEEDS.get(chosen, ()):
+        pytest.importorskip(module)
+    return chosen
+
+
+def _assert_equal(one: Ran, other: Ran, ranks: int) -> None:
+    """Losses and weights of every rank agree bit by bit."""
+    assert len(one.results) == len(other.results) == ranks
+    for mine, theirs in zip(one.results, other.results, strict=True):
+        assert mine["losses"] == theirs["losses"]
+        assert mine["weights"].keys() == theirs["weights"].keys()
+        for key, weight in mine["weights"].items():
+            assert torch.equal(weight, theirs["weights"][key]), key
+
+
+def test_roomy_budget_changes_nothing(name: str, trio_of: Callable[[str], Trio]) -> None:
+    """Law: with room to spare the script ends as it does plain, with the same bits, and its needs are known."""
+    trio = trio_of(name)
+    assert trio.plain.code == 0, trio.plain.errors
+    assert trio.roomy.code == 0, trio.roomy.errors
+    assert len(trio.roomy.figures) == RANKS[name]
+    assert all(each["plan"] is not None for each in trio.roomy.figures)
+    _assert_equal(trio.plain, trio.roomy, RANKS[name])
+
+
+def test_tight_budget_same_bits(name: str, trio_of: Callable[[str], Trio]) -> None:
+    """Law: under a budget the exit code is 0, and every rank's losses and weights are bit-equal to the plain run's."""
+    trio = trio_of(name)
+    assert trio.tight.code == 0, trio.tight.errors
+    assert trio.tight is not trio.roomy, "the roomy run told no plain peak"
+    _assert_equal(trio.plain, trio.tight, RANKS[name])
+
+
+def test_tight_budget_held(name: str, trio_of: Callable[[str], Trio]) -> None:
+    """Law: no step of any rank rises above the budget, and the budget was below what the script takes plain."""
+    trio = trio_of(name)
+    assert trio.tight.code == 0, trio.tight.errors
+    assert len(trio.tight.figures) == RANKS[name]
+    for tight, roomy in zip(trio.tight.figures, trio.roomy.figures, strict=True):
+        budget = tight["budget_bytes"]
+        assert budget < roomy["plan"]["baseline_peak_bytes"]
+        assert len(tight["steps"]) == len(trio.plain.results[0]["losses"])
+        over = [(step["index"], step["peak_bytes"] - budget) for step in tight["steps"] if step["peak_bytes"] > budget]
+        assert not over
+        assert not any(step["overrun"] for step in tight["steps"])
+
+
+@pytest.mark.parametrize("name", [name for name, ranks in RANKS.items() if ranks > 1])
+def test_ranks_share_one_plan(name: str, trio_of: Callable[[str], Trio]) -> None:
+    """Law: all ranks run the same decisions."""
+    tight = trio_of(name).tight
+    assert tight.code == 0, tight.errors
+    assert len(tight.plans) == RANKS[name]
+    assert all(plan["choices"] for plan in tight.plans)
+    assert all(plan["choices"] == tight.plans[0]["choices"] for plan in tight.plans)

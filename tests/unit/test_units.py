@@ -1,0 +1,129 @@
+"""Sizes, budgets and durations: read and printed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowtide.errors import SizeError
+from lowtide.units import GIB, KIB, MIB, Auto, Share, format_bytes, format_seconds, parse_budget, parse_bytes
+
+GOOD = {
+    "1": 1,
+    "123456": 123456,
+    "640B": 640,
+    "900MiB": 900 * MIB,
+    "6 GiB": 6 * GIB,
+    " 6  gib ": 6 * GIB,
+    "2GB": 2 * 10**9,
+    "3kb": 3000,
+    "1.5GiB": GIB + GIB // 2,
+    ".5KiB": 512,
+    "2.KiB": 2 * KIB,
+    "1TiB": 1024 * GIB,
+    "1TB": 10**12,
+}
+BAD = ["", " ", "GiB", "-1", "-1GiB", "+1", "1GiBs", "1 Gi B", "1e9", "0x10", "1,5GiB", "nan", "inf", "1..5", ".", "6G"]
+ZERO = ["0", "0GiB", "0.0MiB", "0.5B", ".4"]
+
+
+@pytest.mark.parametrize(("text", "size"), GOOD.items())
+def test_a_good_size_is_read(text: str, size: int) -> None:
+    """Units are case-blind, blanks around them do not matter, fractions count."""
+    assert parse_bytes(text) == size
+    assert parse_budget(text) == size
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_bad_size_is_refused_by_name(text: str) -> None:
+    """What is not a size raises SizeError, and the message shows what was written."""
+    with pytest.raises(SizeError, match="cannot read the size") as raised:
+        parse_bytes(text)
+    assert repr(text) in str(raised.value)
+    with pytest.raises(SizeError):
+        parse_budget(text)
+
+
+@pytest.mark.parametrize("text", ZERO)
+def test_a_size_of_zero_is_refused(text: str) -> None:
+    """A size that comes to no whole byte is not a size."""
+    with pytest.raises(SizeError, match="not above zero"):
+        parse_bytes(text)
+
+
+@given(st.integers(1, 1 << 62))
+def test_plain_bytes_are_read_exactly(size: int) -> None:
+    """A whole number of bytes is read to the byte, however large."""
+    assert parse_bytes(str(size)) == size
+
+
+def test_a_size_beyond_all_floats_is_an_error_of_ours() -> None:
+    """Absurdly many digits raise SizeError or are read; never another exception."""
+    try:
+        assert parse_bytes("9" * 400) == int("9" * 400)
+    except SizeError:
+        pass
+
+
+@pytest.mark.parametrize(("text", "fraction"), [("50%", 0.5), (" 12.5 % ", 0.125), ("100%", 1.0), ("1000%", 10.0)])
+def test_a_percentage_is_a_share(text: str, fraction: float) -> None:
+    """Percent of what training adds, up to ten times it."""
+    assert parse_budget(text) == Share(fraction)
+
+
+@pytest.mark.parametrize("text", ["0%", "0.0%", "1000.1%", "5000%"])
+def test_a_share_outside_its_range_is_refused(text: str) -> None:
+    """No share of nothing, none above 1000 %."""
+    with pytest.raises(SizeError, match="outside"):
+        parse_budget(text)
+
+
+@pytest.mark.parametrize("text", ["%", "-5%", "50%%", "half", "50 percent"])
+def test_what_is_no_share_is_refused(text: str) -> None:
+    """A budget is a size, a share or auto."""
+    with pytest.raises(SizeError):
+        parse_budget(text)
+
+
+@pytest.mark.parametrize("text", ["auto", " AUTO ", "Auto"])
+def test_auto_is_read_in_any_case(text: str) -> None:
+    """The device decides."""
+    assert parse_budget(text) == Auto()
+
+
+def test_auto_and_shares_are_budgets_but_no_sizes() -> None:
+    """parse_bytes knows plain sizes only."""
+    for text in ("auto", "50%"):
+        with pytest.raises(SizeError):
+            parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (640, "640 B"),
+        (KIB, "1.0 KiB"),
+        (12 * MIB, "12.0 MiB"),
+        (3 * GIB // 2, "1.50 GiB"),
+        (-12 * MIB, "-12.0 MiB"),
+    ],
+)
+def test_sizes_are_printed_for_people(size: int, text: str) -> None:
+    """One digit, two for GiB; the sign stands in front."""
+    assert format_bytes(size) == text
+
+
+@given(st.integers(1, 1 << 50))
+def test_a_printed_size_is_read_back_within_its_rounding(size: int) -> None:
+    """format_bytes writes what parse_bytes reads, within 5 %."""
+    assert abs(parse_bytes(format_bytes(size)) - size) <= 0.05 * size
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(2.31, "2.31 s"), (0.0142, "14.2 ms"), (87e-6, "87 us"), (0, "0 us"), (-2, "-2.00 s")]
+)
+def test_durations_are_printed_for_people(seconds: float, text: str) -> None:
+    """Seconds, milliseconds, microseconds."""
+    assert format_seconds(seconds) == text
