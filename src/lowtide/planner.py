@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -95,11 +94,11 @@ def load_plan(path: Path) -> Plan:
         PlanFileError: if it cannot be read, or is not a plan of this version.
     """
     try:
-        plan: Any = msgspec.json.decode(path.read_bytes(), type=Plan)
+        plan: Plan = msgspec.json.decode(path.read_bytes(), type=Plan)
     except OSError as error:
         raise PlanFileError(f"cannot read the plan {path}: {error.strerror}") from None
     except msgspec.DecodeError as error:
         raise PlanFileError(f"{path} is not a plan written by --save-plan: {error}") from None
     if plan.format != FORMAT:
-        raise PlanFileError(f"{path} has plan format {plan.format}, this Lowtide reads {FORMAT}: make it anew with --save-plan")
+        raise PlanFileError(f"{path} has plan format {plan.format}, not {FORMAT}: make it anew with --save-plan")
     return plan

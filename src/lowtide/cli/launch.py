@@ -87,4 +87,4 @@ def become(task: Task) -> NoReturn:
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # the interpreter's own -X, -W, -O
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, *flags, "-m", "lowtide.live.agent"], environment)
+    os.execve(sys.executable, [sys.executable, *flags, "-m", "lowtide.live.agent"], environment)  # noqa: S606 - no shell is wanted

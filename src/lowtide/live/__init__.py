@@ -1,0 +1,1 @@
+"""The torch edge: recording a live step, and running a plan."""

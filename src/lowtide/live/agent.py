@@ -84,7 +84,7 @@ def _run(task: Task) -> int:
     return 0
 
 
-def _refusal(error: BudgetError) -> BaseException:
+def _refusal(_: BudgetError) -> BaseException:
     return _Refusal(1)
 
 
@@ -146,6 +146,6 @@ def _stripped(trace: types.TracebackType | None) -> types.TracebackType | None:
 
 if __name__ == "__main__":
     # The script becomes __main__, so this module must be found under its own name.
-    from lowtide.live import agent
+    from lowtide.live import agent  # noqa: PLW0406 - by its own name
 
     agent.main()

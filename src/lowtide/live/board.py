@@ -12,7 +12,6 @@ import time
 from typing import Any, Protocol, final
 
 import torch
-
 from lowtide.pebble.problem import Bandwidth
 
 _PROBE_BYTES = 8 << 20
@@ -35,7 +34,7 @@ class Board(Protocol):
 
 def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
     flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # type: ignore[call-overload]
-    return memoryview(torch._C.TensorBase.numpy(flat))
+    return memoryview(torch._C.TensorBase.numpy(flat))  # type: ignore[arg-type]
 
 
 @final

@@ -11,10 +11,10 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, final
 
-import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import torch
 from lowtide.live.ops import OpInfo, info_of
 from lowtide.live.value import Argument, Record, Value, covers_blindly, is_plain, map_tensors, state_bytes
 from lowtide.trace import Op, Phase, Site
@@ -36,7 +36,7 @@ class FullMode(TorchDispatchMode):
 
     def __init__(self, clock: Clock, ledger: Ledger, evictor: Evictor) -> None:
         """Share the runtime's parts."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.clock = clock
         self.ledger = ledger
         self.evictor = evictor

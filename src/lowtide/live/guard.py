@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-
 from lowtide.live.board import FileBoard, PinnedBoard
 from lowtide.live.heap import Meter
 from lowtide.live.ledger import Ledger

@@ -35,7 +35,7 @@ _FIELDS: Final = (
 class Counters(ctypes.Structure):
     """The library's counters, in its own memory: keep in step with ``native/heap.c``."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in _FIELDS]  # noqa: RUF012 - ctypes wants a list
+    _fields_ = [(name, ctypes.c_int64) for name in _FIELDS]
 
 
 def library_path() -> Path | None:

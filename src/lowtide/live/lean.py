@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import torch
 from lowtide.live.board import FileBoard, PinnedBoard
 from lowtide.live.guard import Tally
 from lowtide.live.ops import info_of
@@ -255,7 +255,7 @@ class LeanMode(TorchDispatchMode):
         pack_fallback: Callable[[torch.Tensor], Any], out_of_memory: Callable[[BaseException], bool],
     ) -> None:
         """Stand at the beginning of a unit."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.script = script
         self.run = run
         self.at = 0

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import final
 
 import torch
-
 from lowtide.live.value import Record, StorageRef, Value
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -68,7 +68,7 @@ class OpInfo:
         return bool(self.writes_at or self.secret_at)
 
 
-@lru_cache(maxsize=None)
+@cache
 def info_of(func: Any) -> OpInfo:
     """Facts of an operator; higher-order operators are opaque."""
     schema = getattr(func, "_schema", None)

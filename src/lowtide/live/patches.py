@@ -15,9 +15,9 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, final
 
-import torch
 from torch._functorch import eager_transforms
 
+import torch
 from lowtide.live.value import is_plain
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Patches:
 
     def _wrap_compiled(self, compiled: Any) -> Any:
         if isinstance(compiled, torch.nn.Module):
-            kind = type(compiled)
+            kind: Any = type(compiled)
             if "_lowtide" not in vars(kind):
                 own, original = "__call__" in vars(kind), kind.__call__
                 kind.__call__ = self._outside_compiled(original)  # type: ignore[method-assign]

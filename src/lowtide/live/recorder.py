@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
-
 from lowtide.live.heap import Meter
 from lowtide.live.value import Value, sole_owner
 from lowtide.trace import Buffer, Need, Op, Save, Trace

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
-
 from lowtide.errors import BudgetError
 from lowtide.live import agree
 from lowtide.live.board import FileBoard, PinnedBoard
@@ -49,6 +48,8 @@ SEEN_TWICE = 2
 """Recordings of a kind of unit after which the nearest one is trusted on another base: its shift is then only an offset."""
 TRUSTED = 8
 """Units that must have followed their recording before one that needs nothing is not even watched."""
+SURPRISES = 2
+"""Units that left their plan half-way after which this kind of unit is always run with the full interception."""
 RECORDINGS = 5
 """Recordings at most of a kind of unit whose predictions keep being off."""
 KINDS = 64
@@ -86,6 +87,7 @@ class Unit:
     base_bytes: int
     policy: str
     recorder: Recorder | None = None
+    keep: bool = False
     lean: LeanMode | None = None
     entry: Entry | None = None
     predicted_bytes: int | None = None
@@ -149,7 +151,7 @@ class Runtime:
         self._pid = os.getpid()
         self._active = False
         self._functional = False
-        self._varying: set[Any] = set()
+        self._surprises: dict[Any, int] = {}
         self._misses: dict[Any, int] = {}
         self._checked: dict[int, bool] = {}
         self._hands_off = False
@@ -269,7 +271,9 @@ class Runtime:
 
     def _functional_begins(self) -> Callable[[torch.Tensor], Any] | None:
         """Autograd saves something outside any module and any unit: a script of plain functions; who packs instead."""
-        if not self._active or self._hands_off or self.unit is not None or self.clock.depth or self.clock.phase is not Phase.DATA:
+        if not self._active or self._hands_off or self.unit is not None:
+            return None
+        if self.clock.depth or self.clock.phase is not Phase.DATA:
             return None
         self._functional = True
         self._begin_unit(("functional",))
@@ -368,7 +372,7 @@ class Runtime:
         worn = self.recordings.get(signature, 0) >= SEEN_TWICE
         if solution.state is None:
             self._run_fully(unit, None, record=not exact and not worn)
-        elif (exact or worn) and signature not in self._varying:
+        elif (exact or worn) and self._surprises.get(signature, 0) < SURPRISES:
             self._run_lean(unit, entry, solution)
         else:
             self._run_fully(unit, entry, record=not worn)
@@ -405,7 +409,7 @@ class Runtime:
         self._note_policy(unit.policy)
         if self.saver.outstanding <= 0:
             self.ledger.forget()
-        unit.recorder = Recorder(self.meter, unit.base_bytes) if record else None
+        unit.recorder, unit.keep = Recorder(self.meter, unit.base_bytes), record
         self._watch_fully(unit.recorder)
 
     def _run_lean(self, unit: Unit, entry: Entry, solution: Solution) -> None:
@@ -416,7 +420,7 @@ class Runtime:
         self._note_policy(unit.policy)
         self.clock.detailed = False
         self.stack.take()
-        if not solution.state.decisions and entry.followed >= TRUSTED and unit.signature not in self._varying:
+        if not solution.state.decisions and entry.followed >= TRUSTED and not self._surprises.get(unit.signature):
             return
         key = id(solution.state)
         script = entry.compiled.get(key)
@@ -439,12 +443,13 @@ class Runtime:
         """A planned forward left its recording: hold the budget on line for the rest of the unit."""
         self._note_policy("online")
         assert self.unit is not None
-        self._varying.add(self.unit.signature)
+        self._surprises[self.unit.signature] = self._surprises.get(self.unit.signature, 0) + 1
         assert self.unit.lean is not None
         self.evictor.keeps = self.unit.lean.keeps
         self.clock.detailed = True
-        self.full.begin(None, remember=True)
-        self.saver.recorder = None
+        recorder = Recorder(self.meter, self.unit.base_bytes)  # of half a unit: not kept
+        self.full.begin(recorder, remember=True)
+        self.saver.recorder = recorder
         return self.full
 
     def _watch_fully(self, recorder: Recorder | None) -> None:
@@ -466,7 +471,7 @@ class Runtime:
         assert unit is not None
         recorder = unit.recorder
         if recorder is not None:
-            if recorder.backward_event is not None and recorder.saves:
+            if unit.keep and recorder.backward_event is not None and recorder.saves:
                 self._keep_recording(unit, recorder)
             recorder.close()
         elif unit.predicted_bytes is not None and unit.entry is not None:
@@ -652,7 +657,8 @@ def _signature(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     _shapes((args, kwargs), shapes, 0)
     first = next(module.parameters(), None)
     accumulates = first is not None and first.grad is not None
-    return (type(module), id(module if first is None else first), accumulates, module.training, torch.is_autocast_enabled("cpu"), tuple(shapes))
+    who = id(module if first is None else first)
+    return (type(module), who, accumulates, module.training, torch.is_autocast_enabled("cpu"), tuple(shapes))
 
 
 def _sibling(signature: Any) -> Any:

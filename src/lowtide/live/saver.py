@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
-
 from lowtide.live.board import Ticket
 from lowtide.live.guard import Evictor
 from lowtide.live.ledger import Ledger

@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+import torch
 
 
 @final
@@ -83,5 +84,5 @@ def _push(pairs: list[tuple[Any, Any]]) -> None:
 
 
 def _top_hooks() -> tuple[Any, Any] | None:
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003 - ignore_is_tracing, positional only
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if top is None else (top[0], top[1])

@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, final
 
-import torch
 from torch.optim import optimizer as optim
 
+import torch
 from lowtide.trace import Phase
 
 
@@ -109,12 +109,12 @@ class Clock:
         owner = threading.get_ident()
 
         @functools.wraps(original)
-        def __call__(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if (self.depth and not self.detailed) or threading.get_ident() != owner:
                 return original(module, *args, **kwargs)
             return self._follow(original, module, args, kwargs)
 
-        return __call__
+        return called
 
     def _follow(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         root = self.depth == 0 and not self._in_backward
@@ -154,13 +154,13 @@ class Clock:
 
         return run_backward
 
-    def _optimizer_pre(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _optimizer_pre(self, optimizer: Any, *_: Any) -> None:
         self.optimizers_seen = True
         if not self._in_backward:
             self.phase = Phase.OPTIMIZER
             self.listener.optimizer_begins(optimizer)
 
-    def _optimizer_post(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _optimizer_post(self, *_: Any) -> None:
         if not self._in_backward:
             self.phase = Phase.DATA
         self.listener.optimizer_ends()

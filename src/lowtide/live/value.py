@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any, Protocol, final
 
 import torch
-
 from lowtide.errors import ReplayError
 from lowtide.live.board import Board, Ticket
 from lowtide.live.ops import OpInfo
+
 
 def _references_beside_tensors() -> int:
     """References to a storage that are not tensors while it is counted (its Python object, the count's own)."""
@@ -44,7 +44,7 @@ class beneath_autograd:  # noqa: N801 - used as a context manager, like torch.no
             torch._C._AutoDispatchBelowAutograd(),  # type: ignore[attr-defined]
         )
         for guard in self._guards:
-            guard.__enter__()
+            guard.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: object) -> None:
         """Include them again."""
@@ -65,7 +65,7 @@ Meta = tuple[torch.Size, tuple[int, ...], int, torch.dtype]
 
 def meta_of(tensor: torch.Tensor) -> Meta:
     """View metadata of a strided tensor."""
-    return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
+    return tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype
 
 
 _NOTHING: dict[torch.device, torch.Tensor] = {}
@@ -119,8 +119,8 @@ class Value:
     """
 
     __slots__ = (
-        "__weakref__", "busy", "bytes", "checksum", "heir", "number", "record", "saves", "superseded", "tainted", "tensor", "ticket",
-        "touched", "unit", "weak",
+        "__weakref__", "busy", "bytes", "checksum", "heir", "number", "record", "saves", "superseded", "tainted", "tensor",
+        "ticket", "touched", "unit", "weak",
     )
 
     def __init__(self, size: int, record: Record | None) -> None:
@@ -347,7 +347,7 @@ def _state_tensor(state: bytes) -> torch.Tensor:
 
 def state_bytes(generator: Any) -> bytes:
     """A generator's state."""
-    return bytes(memoryview(torch._C.TensorBase.numpy(generator.get_state())))
+    return bytes(torch._C.TensorBase.numpy(generator.get_state()).data)
 
 
 def flatten(out: Any) -> list[Any]:

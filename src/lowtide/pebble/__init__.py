@@ -1,0 +1,1 @@
+"""The pebble game: problems, schedules, bounds and solvers; no torch."""

@@ -43,8 +43,8 @@ def forced_live(problem: Problem) -> NDArray[np.int64]:
         if not fixed:
             spans += [(max(event + 1, buffer.held_until + 1), pin) for event, pin in problem.needs[v]]
         reached = -1
-        for start, end in spans:
-            start = max(start, reached + 1)
+        for first, end in spans:
+            start = max(first, reached + 1)
             if end >= start:
                 delta[start] += buffer.bytes
                 delta[end + 1] -= buffer.bytes

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from lowtide.pebble.problem import Action, Away, Key, Problem
 from lowtide.pebble.referee import Timeline, play
+from lowtide.trace import Op
 
 _STEP_SHARE = 0.01
 """Share of (plain peak - base) by which one move of the walk lowers its highest point at least, if it can."""
@@ -137,6 +138,12 @@ def _offer(problem: Problem, state: State, chains: _Chains, v: int, gap: int, ev
     return _Offer((v, gap), Away(action, event + 1), buffer.bytes, price + 1e-9)
 
 
+def _seconds(problem: Problem, event: int) -> float:
+    op = problem.trace.events[event]
+    assert isinstance(op, Op)
+    return op.seconds
+
+
 class _Chains:
     """Seconds of making a value again, as the board stands in a state."""
 
@@ -158,7 +165,7 @@ class _Chains:
                 if r not in seen and not self._free(r, need):
                     seen.add(r)
                     stack.append(r)
-        return sum(self.problem.trace.events[e].seconds for e in ops)  # type: ignore[union-attr]
+        return sum((_seconds(self.problem, e) for e in ops), 0.0)
 
     def _free(self, r: int, need: int) -> bool:
         """Whether an input costs this chain nothing: it is there, can be captured, or is to be made again anyway."""
@@ -175,7 +182,7 @@ class _Chains:
 
 def _pruned(problem: Problem, front: tuple[State, ...], deadline: float) -> list[State]:
     """Cheaper states at the same peaks: decisions whose undoing does not lift the peak are undone."""
-    found = []
+    found: list[State] = []
     for state in front:
         costly = _costliest(problem, state)
         decisions, best = dict(state.decisions), state
@@ -203,6 +210,7 @@ def _costliest(problem: Problem, state: State) -> list[Key]:
     for remake in state.timeline.remakes:
         for e in remake.ops:
             op = problem.trace.events[e]
-            for v in op.writes:  # type: ignore[union-attr]
-                spent[v] = spent.get(v, 0.0) + op.seconds  # type: ignore[union-attr]
+            assert isinstance(op, Op)
+            for v in op.writes:
+                spent[v] = spent.get(v, 0.0) + op.seconds
     return sorted(state.decisions, key=lambda k: -spent.get(k[0], 0.0))[:_PRUNED]

@@ -1,0 +1,356 @@
+"""``lowtide run`` as its user meets it: exit codes, one-line errors, what the script sees, the files it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lowtide
+
+PACKAGE = str(Path(lowtide.__file__).parent)
+TIMEOUT = 60
+
+MLP = """
+import torch
+torch.manual_seed(0)
+torch.set_num_threads(1)
+layers = [m for _ in range(6) for m in (torch.nn.Linear(64, 64), torch.nn.GELU())]
+model = torch.nn.Sequential(*layers, torch.nn.Linear(64, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(4096, 64)
+for step in range(5):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(float(loss).hex())
+"""
+
+STEP_KEYS = {"index", "seconds", "peak_bytes", "policy", "recomputed_ops", "recompute_seconds", "offloaded_bytes"}
+PLAN_KEYS = {"predicted_peak_bytes", "baseline_peak_bytes", "resident_bytes", "predicted_step_seconds",
+             "baseline_step_seconds", "extra_seconds", "bound"}  # fmt: skip
+
+Done = subprocess.CompletedProcess[str]
+
+
+def _environment() -> dict[str, str]:
+    """The user's environment: nothing preloaded."""
+    return {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "LOWTIDE_TASK", "LOWTIDE_ACTIVE")}
+
+
+def _lowtide(folder: Path, *arguments: str, **environment: str) -> Done:
+    """``lowtide`` with arguments, in a folder."""
+    return _call(folder, "-m", "lowtide", *arguments, **environment)
+
+
+def _call(folder: Path, *arguments: str, **environment: str) -> Done:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**_environment(), **environment},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+
+
+def _script(folder: Path, text: str, name: str = "script.py") -> str:
+    (folder / name).write_text(text)
+    return name
+
+
+def _one_line(done: Done, code: int) -> str:
+    """The one error line of a run that ended with a code."""
+    assert done.returncode == code, done.stderr
+    assert done.stderr.startswith("lowtide: error: ")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+    return done.stderr
+
+
+# --- bad usage -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--budget", "1GiB", "absent.py"), "absent.py"),
+        (("--budget", "1GiB", "-m", "absent_module"), "absent_module"),
+        (("--budget", "1GiB", "-m", "absent.module"), "absent.module"),
+        (("--budget", "1GiB"), "SCRIPT"),
+        (("--budget", "much", "x.py"), "much"),
+        (("--budget", "0", "x.py"), "0"),
+        (("--budget", "0%", "x.py"), "0%"),
+        (("x.py",), "--budget"),
+        (("--budget", "1GiB", "--plan", "absent.json", "x.py"), "absent.json"),
+        (("--budget", "1GiB", "--plan", "bad.json", "x.py"), "bad.json"),
+        (("--budget", "1GiB", "--json", "absent/f.json", "x.py"), "absent/f.json"),
+        (("--budget", "1GiB", "--save-plan", "absent/f.json", "x.py"), "absent/f.json"),
+    ],
+)
+def test_bad_usage_is_one_line_and_code_2(tmp_path: Path, arguments: tuple[str, ...], named: str) -> None:
+    """What is wrong with the call is named in one line; the script does not run."""
+    _script(tmp_path, "print('ran')", "x.py")
+    (tmp_path / "bad.json").write_text("{")
+    assert named in _one_line(_lowtide(tmp_path, "run", *arguments), 2)
+
+
+def test_an_unknown_verb_is_bad_usage(tmp_path: Path) -> None:
+    """A verb that is not there exits with 2."""
+    _one_line(_lowtide(tmp_path, "walk"), 2)
+
+
+def test_a_run_within_a_run_is_refused(tmp_path: Path) -> None:
+    """A second budget in the same process exits with 2 and one line; no script runs."""
+    _script(tmp_path, "print('ran')", "x.py")
+    nested = ("run", "--budget", "1GiB", "--quiet", "-m", "lowtide", "run", "--budget", "1GiB", "x.py")
+    assert "budget is in force" in _one_line(_lowtide(tmp_path, *nested), 2)
+
+
+# --- how it ends -----------------------------------------------------------------------------------------------------
+
+
+def test_the_exit_code_is_the_scripts(tmp_path: Path) -> None:
+    """sys.exit(3) in the script is 3 outside, and in the JSON file."""
+    script = _script(tmp_path, "import sys\nsys.exit(3)")
+    done = _lowtide(tmp_path, "run", "--budget", "1GiB", "--quiet", "--json", "f.json", script)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
+    assert json.loads((tmp_path / "f.json").read_text())["exit_code"] == 3
+
+
+def test_an_exit_message_is_printed_as_python_does(tmp_path: Path) -> None:
+    """sys.exit("text") prints the text on standard error and exits with 1."""
+    script = _script(tmp_path, "import sys\nsys.exit('no data')")
+    done = _lowtide(tmp_path, "run", "--budget", "1GiB", "--quiet", script)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "no data\n")
+
+
+RAISES = MLP.replace("    print(float(loss).hex())", "    if step == 1: raise ValueError('the data is bad')")
+
+
+def test_an_exception_shows_the_scripts_own_traceback(tmp_path: Path) -> None:
+    """Code 1, and the traceback that plain python prints: no frame of Lowtide in it."""
+    script = _script(tmp_path, RAISES)
+    done = _lowtide(tmp_path, "run", "--budget", "1GiB", "--quiet", script)
+    assert done.returncode == 1
+    assert PACKAGE not in done.stderr
+    assert done.stderr == _call(tmp_path, script).stderr
+
+
+INSIDE = "import torch\nmodel = torch.nn.Linear(4, 4)\nmodel(torch.ones(2, 4)).sum().backward()\nmodel(torch.ones(2, 5))\n"
+
+
+def test_an_exception_inside_torch_shows_no_frame_of_ours(tmp_path: Path) -> None:
+    """An error raised below a module call hides the frames that Lowtide put around it."""
+    done = _lowtide(tmp_path, "run", "--budget", "1GiB", "--quiet", _script(tmp_path, INSIDE))
+    assert done.returncode == 1
+    assert "RuntimeError" in done.stderr
+    assert "script.py" in done.stderr
+    assert PACKAGE not in done.stderr
+
+
+CAUSED = """
+import torch
+model = torch.nn.Linear(4, 4)
+try:
+    model(torch.ones(2, 5))
+except RuntimeError as error:
+    raise ValueError("wrong shape") from error
+"""
+
+
+def test_the_cause_of_an_exception_shows_no_frame_of_ours(tmp_path: Path) -> None:
+    """The chained exception's traceback is as clean as the last one's."""
+    done = _lowtide(tmp_path, "run", "--budget", "1GiB", "--quiet", _script(tmp_path, CAUSED))
+    assert done.returncode == 1
+    assert "ValueError: wrong shape" in done.stderr
+    assert "direct cause" in done.stderr
+    assert PACKAGE not in done.stderr
+
+
+def test_a_syntax_error_is_shown_as_python_shows_it(tmp_path: Path) -> None:
+    """A script that does not compile: code 1, no frame of Lowtide."""
+    done = _lowtide(tmp_path, "run", "--budget", "1GiB", "--quiet", _script(tmp_path, "x = = 1\n"))
+    assert done.returncode == 1
+    assert "SyntaxError" in done.stderr
+    assert PACKAGE not in done.stderr
+
+
+def test_an_infeasible_budget_is_code_1_with_its_proof(tmp_path: Path) -> None:
+    """Below what is forced: one error line last, code 1, and a bound above the budget in the JSON file."""
+    script = _script(tmp_path, MLP)
+    done = _lowtide(tmp_path, "run", "--budget", "1MiB", "--quiet", "--json", "f.json", script)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("lowtide: error: ")
+    assert "Traceback" not in done.stderr
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert figures["exit_code"] == 1
+    assert figures["plan"]["bound"]["peak_bytes"] > figures["budget_bytes"] == 1 << 20
+
+
+def test_ctrl_c_interrupts_the_script(tmp_path: Path) -> None:
+    """SIGINT: a KeyboardInterrupt traceback without frames of Lowtide, and the process dies of it."""
+    wait = "import pathlib, time\npathlib.Path('ready').touch()\nwhile True: time.sleep(0.05)\n"
+    script = _script(tmp_path, wait)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lowtide", "run", "--budget", "1GiB", "--quiet", script],
+        cwd=tmp_path, env=_environment(), stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + TIMEOUT
+    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=TIMEOUT)
+    assert process.returncode in (-signal.SIGINT, 130)
+    assert errors.splitlines()[-1] == "KeyboardInterrupt"
+    assert PACKAGE not in errors
+
+
+def test_os_exit_is_left_alone(tmp_path: Path) -> None:
+    """os._exit(5) is 5."""
+    assert _lowtide(tmp_path, "run", "--budget", "1GiB", _script(tmp_path, "import os\nos._exit(5)")).returncode == 5
+
+
+# --- what the script sees --------------------------------------------------------------------------------------------
+
+SEES = """
+import json, os, sys
+print(json.dumps({
+    "argv": sys.argv, "name": __name__, "path": sys.path, "file": __file__, "main": sys.modules["__main__"].__file__,
+    "globals": sorted(globals()), "spec": getattr(__spec__, "name", None), "package": __package__,
+    "orig": sys.orig_argv[1:2] if False else None,
+}))
+"""
+
+
+def _seen(done: Done) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return dict(json.loads(done.stdout))
+
+
+def test_a_script_sees_what_plain_python_shows_it(tmp_path: Path) -> None:
+    """sys.argv, sys.path, __name__, __file__, __main__ and the globals are python's own."""
+    (tmp_path / "folder").mkdir()
+    script = _script(tmp_path, SEES, "folder/script.py")
+    arguments = (script, "--budget", "2", "-m", "a b", "--", "-x")
+    ours = _seen(_lowtide(tmp_path, "run", "--budget", "1GiB", "--quiet", *arguments))
+    assert ours["argv"] == list(arguments)
+    assert ours == _seen(_call(tmp_path, *arguments))
+
+
+def test_a_module_sees_what_plain_python_shows_it(tmp_path: Path) -> None:
+    """The same for ``-m package.module``."""
+    (tmp_path / "package").mkdir()
+    _script(tmp_path, "", "package/__init__.py")
+    _script(tmp_path, SEES, "package/module.py")
+    arguments = ("-m", "package.module", "--flag", "value")
+    ours = _seen(_lowtide(tmp_path, "run", "--budget", "1GiB", "--quiet", *arguments))
+    assert ours == _seen(_call(tmp_path, *arguments))
+
+
+def test_the_preload_is_not_leaked(tmp_path: Path) -> None:
+    """The script's environment is the user's: nothing preloaded, no task; its children start clean."""
+    leak = "import os\nprint(sorted(k for k in os.environ if k == 'LD_PRELOAD' or k == 'LOWTIDE_TASK'))"
+    leak += "\nprint(os.popen('env | grep -c LD_PRELOAD').read().strip())"
+    done = _lowtide(tmp_path, "run", "--budget", "1GiB", "--quiet", _script(tmp_path, leak))
+    assert done.stdout == "[]\n0\n", done.stderr
+
+
+def test_the_users_own_preload_is_kept(tmp_path: Path) -> None:
+    """LD_PRELOAD as the user set it is what the script sees, and it is loaded."""
+    (tmp_path / "own.c").write_text("int own(void) { return 7; }\n")
+    own = str(tmp_path / "own.so")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", own, tmp_path / "own.c"], check=True)
+    asks = "import ctypes, os\nprint(os.environ['LD_PRELOAD'], ctypes.CDLL(None).own())"
+    asks += "\nfrom lowtide.live.heap import counters\nprint(counters() is not None)"
+    done = _lowtide(tmp_path, "run", "--budget", "1GiB", "--quiet", _script(tmp_path, asks), LD_PRELOAD=own)
+    assert done.stdout == f"{own} 7\nTrue\n", done.stderr
+
+
+def test_a_script_that_never_steps_ends_well(tmp_path: Path) -> None:
+    """No torch, no step: code 0, standard output untouched, no steps in the JSON file, a summary or none on stderr."""
+    done = _lowtide(tmp_path, "run", "--budget", "1GiB", "--json", "f.json", _script(tmp_path, "print('hello')"))
+    assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
+    assert "Traceback" not in done.stderr
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert (figures["steps"], figures["exit_code"]) == ([], 0)
+
+
+def test_tensors_without_training_end_well(tmp_path: Path) -> None:
+    """Inference only: code 0, standard output untouched."""
+    text = "import torch\nwith torch.no_grad():\n    print(torch.nn.Linear(4, 4)(torch.ones(1, 4)).shape)"
+    done = _lowtide(tmp_path, "run", "--budget", "50%", _script(tmp_path, text))
+    assert (done.returncode, done.stdout) == (0, "torch.Size([1, 4])\n"), done.stderr
+
+
+def test_standard_input_is_the_scripts(tmp_path: Path) -> None:
+    """What is piped in reaches the script."""
+    script = _script(tmp_path, "print(input()[::-1])")
+    done = subprocess.run(
+        [sys.executable, "-m", "lowtide", "run", "--budget", "1GiB", "--quiet", script],
+        cwd=tmp_path, env=_environment(), input="abc\n", capture_output=True, text=True, timeout=TIMEOUT, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "cba\n"), done.stderr
+
+
+# --- what it writes --------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_is_held_and_told_and_its_plan_reused(tmp_path: Path) -> None:
+    """Bit-equal output, the keys of DESIGN.md section 6, peaks within the budget; a saved plan is in force at once."""
+    script = _script(tmp_path, MLP)
+    plain = _call(tmp_path, script)
+    first = ("--budget", "60%", "--json", "first.json", "--save-plan", "plan.json")
+    done = _lowtide(tmp_path, "run", *first, script)
+    assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
+    figures = json.loads((tmp_path / "first.json").read_text())
+    _check_figures(figures)
+    budget = str(figures["budget_bytes"])
+    second = ("--budget", budget, "--json", "second.json", "--plan", "plan.json", "--quiet")
+    again = _lowtide(tmp_path, "run", *second, script)
+    assert (again.returncode, again.stdout, again.stderr) == (0, plain.stdout, "")
+    steps = json.loads((tmp_path / "second.json").read_text())["steps"]
+    assert steps[0]["policy"] == "planned"
+    assert max(s["peak_bytes"] for s in steps) <= figures["budget_bytes"]
+
+
+def _check_figures(figures: dict[str, Any]) -> None:
+    assert {"budget_bytes", "steps", "plan", "exit_code"} <= set(figures)
+    assert figures["exit_code"] == 0
+    assert [s["index"] for s in figures["steps"]] == list(range(5))
+    assert all(set(s) >= STEP_KEYS for s in figures["steps"])
+    assert set(figures["plan"]) >= PLAN_KEYS
+    assert set(figures["plan"]["bound"]) == {"peak_bytes", "extra_seconds"}
+    assert figures["plan"]["resident_bytes"] < figures["budget_bytes"] < figures["plan"]["baseline_peak_bytes"]
+    assert figures["steps"][-1]["policy"] == "planned"
+    assert figures["steps"][-1]["recomputed_ops"] > 0
+    assert figures["steps"][-1]["peak_bytes"] <= figures["budget_bytes"]
+
+
+def test_quiet_says_nothing(tmp_path: Path) -> None:
+    """With --quiet a good run leaves standard error empty; without it, the summary is there and not on stdout."""
+    script = _script(tmp_path, MLP)
+    quiet = _lowtide(tmp_path, "run", "--budget", "1GiB", "--quiet", script)
+    loud = _lowtide(tmp_path, "run", "--budget", "1GiB", script)
+    assert (quiet.returncode, quiet.stderr) == (0, "")
+    assert loud.returncode == 0
+    assert loud.stderr.strip()
+    assert quiet.stdout == loud.stdout
+
+
+def test_help_and_version(tmp_path: Path) -> None:
+    """``--help`` and ``--version`` print on standard output and exit with 0."""
+    for arguments in (("--help",), ("run", "--help"), ("-h",), ("--version",)):
+        done = _lowtide(tmp_path, *arguments)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "owtide" in done.stdout or "Usage" in done.stdout

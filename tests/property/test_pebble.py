@@ -1,0 +1,217 @@
+"""Laws of the pebble game: referee, greedy walk and bounds, on random units."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from lowtide.errors import StructureError
+from lowtide.pebble.bound import forced_live, peak_bound, time_bound
+from lowtide.pebble.greedy import pareto, walk
+from lowtide.pebble.problem import Action, Away, Key, Problem
+from lowtide.pebble.referee import play
+from lowtide.pebble.solve import Front, Status
+from property.naive import Naive
+from property.strategies import BASE_BYTES, plans, problems
+
+Planned = tuple[Problem, dict[Key, Away]]
+
+settings.register_profile(
+    "pebble", max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
+settings.load_profile("pebble")
+
+WALK_SECONDS = 0.2
+FEW = settings(max_examples=40)
+ROUNDING = 1e-6
+
+
+@given(problems())
+def test_without_decisions_the_plain_run_is_played(problem: Problem) -> None:
+    """No decisions: the plain peak at every event, no extra seconds, nothing remembered."""
+    timeline = play(problem, {})
+    assert timeline.peak_bytes == problem.plain_peak
+    assert timeline.extra_seconds == 0
+    assert not timeline.remakes
+    assert not timeline.recorded
+    assert not timeline.captured
+    assert (timeline.live_bytes == problem.plain_live).all()
+
+
+def test_a_unit_without_events_has_its_base_as_peak() -> None:
+    """The smallest unit obeys the same law: peak of play == plain_peak == base."""
+    from lowtide.trace import Trace
+
+    trace = Trace(base_bytes=BASE_BYTES, resident_bytes=0, events=(), buffers=(), saves=(), other_bytes=(),
+                  spike_bytes=(), backward_event=0)  # fmt: skip
+    problem = Problem(trace=trace, base_bytes=BASE_BYTES)
+    assert problem.plain_peak == BASE_BYTES
+    assert play(problem, {}).peak_bytes == problem.plain_peak
+
+
+@settings(max_examples=600)
+@given(plans(moving=False))
+def test_the_referee_agrees_with_a_naive_one_on_peaks(planned: Planned) -> None:
+    """Event by event, the naive implementation of the rules sees the same highest point."""
+    problem, decisions = planned
+    assert play(problem, decisions).peak_bytes_at.tolist() == Naive(problem, decisions).run().peaks
+
+
+@given(plans(moving=False))
+def test_the_referee_agrees_with_a_naive_one_on_the_peak(planned: Planned) -> None:
+    """The highest point of the whole unit is the same by both implementations."""
+    problem, decisions = planned
+    assert play(problem, decisions).peak_bytes == max(Naive(problem, decisions).run().peaks)
+
+
+@given(plans(moving=False))
+def test_the_referee_agrees_with_a_naive_one_on_seconds(planned: Planned) -> None:
+    """Both count the same seconds of replays."""
+    problem, decisions = planned
+    assert play(problem, decisions).extra_seconds == Naive(problem, decisions).run().seconds
+
+
+@given(plans(moving=False))
+def test_the_referee_agrees_with_a_naive_one_on_what_is_remembered(planned: Planned) -> None:
+    """Both remember the same operators and capture the same values."""
+    problem, decisions = planned
+    timeline, naive = play(problem, decisions), Naive(problem, decisions)
+    assert timeline.recorded == naive.replayed
+    assert timeline.captured == naive.captured
+
+
+@given(plans())
+def test_playing_is_repeatable(planned: Planned) -> None:
+    """The same decisions play the same way twice."""
+    problem, decisions = planned
+    first, second = play(problem, decisions), play(problem, dict(reversed(decisions.items())))
+    assert first.peak_bytes_at.tolist() == second.peak_bytes_at.tolist()
+    assert first.extra_seconds == pytest.approx(second.extra_seconds)
+
+
+@given(plans())
+def test_no_decisions_beat_the_bound_on_the_peak(planned: Planned) -> None:
+    """peak_bound is below the peak of any decisions, and at each event the forced bytes are below what is there."""
+    problem, decisions = planned
+    timeline = play(problem, decisions)
+    assert peak_bound(problem).peak_bytes <= timeline.peak_bytes
+    assert (forced_live(problem) <= timeline.peak_bytes_at).all()
+
+
+@given(plans())
+def test_no_decisions_beat_the_bound_on_time(planned: Planned) -> None:
+    """time_bound at the peak that decisions reach is below the seconds that they cost."""
+    problem, decisions = planned
+    timeline = play(problem, decisions)
+    assert time_bound(problem, timeline.peak_bytes) <= timeline.extra_seconds + ROUNDING
+
+
+@FEW
+@given(problems())
+def test_every_state_of_the_walk_replays_to_itself(problem: Problem) -> None:
+    """What greed says of a state is what the referee says of its decisions."""
+    for state in walk(problem, seconds=WALK_SECONDS):
+        timeline = play(problem, state.decisions)
+        assert timeline.peak_bytes == state.timeline.peak_bytes
+        assert timeline.extra_seconds == state.timeline.extra_seconds
+
+
+@FEW
+@given(problems())
+def test_the_front_is_monotone(problem: Problem) -> None:
+    """Down the front, less peak always costs more seconds; it begins at no cost with the plain peak or less."""
+    front = walk(problem, seconds=WALK_SECONDS)
+    for above, below in zip(front, front[1:], strict=False):
+        assert above.timeline.peak_bytes > below.timeline.peak_bytes
+        assert above.timeline.extra_seconds < below.timeline.extra_seconds
+    assert front[0].timeline.peak_bytes <= problem.plain_peak
+    assert front[0].timeline.extra_seconds == 0
+    assert pareto(front) == front
+
+
+@FEW
+@given(problems())
+def test_the_walk_stays_above_the_bounds(problem: Problem) -> None:
+    """No state has less peak than peak_bound, or costs less than time_bound says for any budget that it fits."""
+    front = walk(problem, seconds=WALK_SECONDS)
+    assert peak_bound(problem).peak_bytes <= front[-1].timeline.peak_bytes
+    for budget in (s.timeline.peak_bytes for s in front):
+        least = time_bound(problem, budget)
+        fitting = [s for s in front if s.timeline.peak_bytes <= budget]
+        assert all(least <= s.timeline.extra_seconds + ROUNDING for s in fitting)
+
+
+@FEW
+@given(problems())
+def test_less_budget_never_gives_a_faster_plan(problem: Problem) -> None:
+    """Front.at: within the budget, cheaper with more of it, infeasible only below the bound."""
+    front = Front(problem, seconds=WALK_SECONDS)
+    cost = float("inf")
+    for budget in range(BASE_BYTES, problem.plain_peak + 20, 10):
+        solution = front.at(budget)
+        assert (solution.status is Status.INFEASIBLE) == (solution.bound.peak_bytes > budget)
+        if solution.state is not None:
+            assert solution.state.timeline.peak_bytes <= budget
+            assert solution.bound_seconds <= solution.state.timeline.extra_seconds + ROUNDING
+            assert solution.state.timeline.extra_seconds <= cost
+            cost = solution.state.timeline.extra_seconds
+
+
+@given(problems())
+def test_recomputing_what_cannot_be_remade_is_refused(problem: Problem) -> None:
+    """A value whose maker or an ancestor cannot be replayed may not be away to be recomputed."""
+    for v, buffer in enumerate(problem.trace.buffers):
+        if buffer.released >= 0 and not problem.remakeable[v]:
+            with pytest.raises(StructureError, match="cannot be recomputed"):
+                play(problem, {(v, len(problem.needs[v])): Away(Action.RECOMPUTE, 0)})
+
+
+@given(problems(moving=False))
+def test_moving_without_a_second_board_is_refused(problem: Problem) -> None:
+    """With no bandwidth nothing moves."""
+    for v, buffer in enumerate(problem.trace.buffers):
+        if buffer.released >= 0:
+            with pytest.raises(StructureError, match="cannot be moved"):
+                play(problem, {(v, problem.gap_starts[v]): Away(Action.MOVE, 0)})
+
+
+@given(problems())
+def test_away_while_the_script_holds_it_is_refused(problem: Problem) -> None:
+    """Through gaps in which script code holds a value it cannot be away."""
+    for v, buffer in enumerate(problem.trace.buffers):
+        for gap in range(problem.gap_starts[v] if buffer.released >= 0 else 0):
+            with pytest.raises(StructureError, match="held by the script"):
+                play(problem, {(v, gap): Away(Action.RECOMPUTE, 0)})
+
+
+@given(problems())
+def test_what_was_never_saved_cannot_be_away(problem: Problem) -> None:
+    """Only saved values are autograd's to give back."""
+    for v, buffer in enumerate(problem.trace.buffers):
+        if buffer.released < 0:
+            with pytest.raises(StructureError, match="never saved"):
+                play(problem, {(v, 0): Away(Action.RECOMPUTE, 0)})
+
+
+@given(plans())
+def test_moving_later_than_the_first_gap_needs_the_first(planned: Planned) -> None:
+    """What was not written to the second board in its first gap cannot be there later."""
+    problem, decisions = planned
+    for v in {v for (v, _), away in decisions.items() if away.action is Action.MOVE}:
+        first = problem.gap_starts[v]
+        rest = {(v, gap): Away(Action.MOVE, 0) for gap in range(first + 1, len(problem.needs[v]) + 1)}
+        if rest:
+            with pytest.raises(StructureError, match="was not written"):
+                play(problem, rest)
+
+
+@given(plans())
+def test_pinned_values_are_never_made_again(planned: Planned) -> None:
+    """What foreign code may write to is not remakeable, nor is what is made from it alone."""
+    problem, _ = planned
+    everything = frozenset(range(len(problem.trace.buffers)))
+    tied = replace(problem, pinned=everything)
+    assert not any(tied.remakeable)
+    assert peak_bound(replace(tied, bandwidth=None)).peak_bytes == problem.plain_peak
