@@ -36,13 +36,15 @@ class BudgetError(LowtideError):
     Attributes:
         budget_bytes: what was asked for.
         bound_bytes: a proven lower bound on the peak of any plan that only recomputes and moves saved values.
+        lowest_bytes: the lowest peak of any plan that was found; the budget is below it, or below the bound.
     """
 
-    def __init__(self, message: str, *, budget_bytes: int, bound_bytes: int) -> None:
+    def __init__(self, message: str, *, budget_bytes: int, bound_bytes: int, lowest_bytes: int) -> None:
         """Keep the figures beside the message."""
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.bound_bytes = bound_bytes
+        self.lowest_bytes = lowest_bytes
 
 
 class ReplayError(LowtideError):

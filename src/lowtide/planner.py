@@ -30,7 +30,7 @@ class Choice(msgspec.Struct, frozen=True):
     nth: int
     slot: int
     gap: int
-    action: str
+    action: Action
     until: int
 
 
@@ -58,7 +58,7 @@ def plan_of(problem: Problem, solution: Solution) -> Plan:
     choices = []
     for (v, gap), away in solution.state.decisions.items() if solution.state is not None else ():
         site, slot = problem.maker(v).site, problem.trace.buffers[v].slot
-        choices.append(Choice(site.module, site.op, site.nth, slot, gap, away.action.value, away.until))
+        choices.append(Choice(site.module, site.op, site.nth, slot, gap, away.action, away.until))
     return Plan(fingerprint=fingerprint(problem.trace), budget_bytes=solution.budget_bytes, choices=tuple(choices))
 
 
@@ -73,7 +73,7 @@ def decisions_of(problem: Problem, plan: Plan) -> dict[Key, Away]:
     for c in plan.choices:
         value = where.get((c.module, c.op, c.nth, c.slot))
         if value is not None:
-            found[value, c.gap] = Away(Action(c.action), c.until)
+            found[value, c.gap] = Away(c.action, c.until)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Final
 
 from lowtide.errors import SizeError
@@ -11,6 +12,9 @@ from lowtide.errors import SizeError
 KIB: Final = 1024
 MIB: Final = 1024**2
 GIB: Final = 1024**3
+
+LARGEST: Final = 1 << 63
+"""No device has as much."""
 
 _BINARY: Final = {"KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1024**4}
 _DECIMAL: Final = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -44,9 +48,11 @@ def parse_bytes(text: str) -> int:
     factor = _FACTORS.get(match[2].upper()) if match else None
     if match is None or factor is None:
         raise SizeError(f"cannot read the size {text!r}: write bytes, or a unit as in 900MiB, 6GiB, 2GB")
-    size = int(float(match[1]) * factor)
+    size = int(Decimal(match[1]) * factor)
     if size <= 0:
         raise SizeError(f"the size {text!r} is not above zero")
+    if size >= LARGEST:
+        raise SizeError(f"the size {text!r} is more than any machine has")
     return size
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import situations
-from harness import above_of, budgeted, plain_of
+from harness import FIRST_CALLS_BYTES, above_of, budgeted, plain_of
 
 import lowtide
 
@@ -22,11 +22,11 @@ def test_bits_and_budget_hold(name: str, share: float) -> None:
     try:
         run = budgeted(make, above_of(reference, share), STEPS)
     except lowtide.BudgetError as refusal:
-        assert refusal.bound_bytes > refusal.budget_bytes
+        assert max(refusal.bound_bytes, refusal.lowest_bytes) > refusal.budget_bytes
         return
     assert run.bits == reference.bits
     if name not in NOT_HELD_AT_ONCE:
-        assert run.peak_bytes <= run.budget_bytes
+        assert run.peak_bytes <= run.budget_bytes + FIRST_CALLS_BYTES
 
 
 @pytest.mark.parametrize("name", situations.SITUATIONS)

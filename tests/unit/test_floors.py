@@ -51,13 +51,17 @@ PURE = ("errors", "units", "trace", "pebble.problem", "pebble.referee", "pebble.
 RANK = {name: rank for rank, name in enumerate(name for floor in FLOORS for name in floor)}
 
 
+def _at_import_imports(path: Path) -> bool:
+    return any(isinstance(n, ast.Import | ast.ImportFrom) for n in ast.walk(ast.parse(path.read_text())))
+
+
 def _modules() -> dict[str, Path]:
-    """Every module of the package but empty ``__init__`` files, by its name within the package."""
+    """Every module of the package but import-free sub-package ``__init__`` files, by its name within the package."""
     found = {}
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        if path.read_text().strip():
+        if path.parent == SOURCE or path.name != "__init__.py" or _at_import_imports(path):
             found[name] = path
     return found
 

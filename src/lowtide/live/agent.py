@@ -6,11 +6,13 @@ traceback and its exit code pass through; frames of Lowtide are taken out of wha
 
 from __future__ import annotations
 
+import builtins
 import os
 import runpy
 import sys
 import types
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, Final
 
@@ -92,13 +94,15 @@ def _execute(task: Task) -> None:
     """The script, as ``__main__``."""
     sys.argv = [task.target, *task.arguments]
     if task.module:
-        sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(task.target, run_name="__main__", alter_sys=True)
         return
-    path = Path(task.target)
-    sys.path.insert(0, str(path.resolve().parent))
+    path = Path(os.path.abspath(task.target))  # noqa: PTH100 - links stay, as plain python has it
+    sys.path[0] = str(path.resolve().parent)  # in place of the working directory, which `-m` has put there
     main_module = types.ModuleType("__main__")
-    main_module.__dict__.update(__file__=str(path), __builtins__=__builtins__, __spec__=None, __cached__=None)
+    loader = SourceFileLoader("__main__", str(path))
+    main_module.__dict__.update(
+        __file__=str(path), __builtins__=builtins, __spec__=None, __cached__=None, __loader__=loader, __annotations__={}
+    )
     sys.modules["__main__"] = main_module
     exec(compile(path.read_bytes(), str(path), "exec"), main_module.__dict__)  # noqa: S102 - the user's own script
 
@@ -130,7 +134,13 @@ def _without_our_frames(hook: Callable[..., Any]) -> Callable[..., Any]:
     """An excepthook that shows a traceback without Lowtide's frames."""
 
     def shown(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        hook(kind, error.with_traceback(_stripped(trace)), _stripped(trace))
+        chained: BaseException | None = error
+        seen: set[int] = set()
+        while chained is not None and id(chained) not in seen:
+            seen.add(id(chained))
+            chained.__traceback__ = _stripped(chained.__traceback__)
+            chained = chained.__cause__ or chained.__context__
+        hook(kind, error, _stripped(trace))
 
     return shown
 

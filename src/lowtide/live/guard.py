@@ -30,7 +30,7 @@ SLACK_BYTES = 16 << 10
 LIBRARY_BYTES = 320 << 10
 """Memory that oneDNN may take inside an operator the first time, outside torch's allocator, where it cannot be refused."""
 
-LIBRARY_OPS = ("convolution", "mkldnn", "gelu", "linear")
+LIBRARY_OPS = ("convolution", "mkldnn", "gelu", "linear", "mm")
 """Operators (parts of their names) that oneDNN may run."""
 
 

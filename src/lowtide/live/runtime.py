@@ -46,7 +46,7 @@ TOLERANCE_SHARE = 0.005
 """... or within this share of the peak."""
 SEEN_TWICE = 2
 """Recordings of a kind of unit after which the nearest one is trusted on another base: its shift is then only an offset."""
-TRUSTED = 8
+TRUSTED = 4
 """Units that must have followed their recording before one that needs nothing is not even watched."""
 SURPRISES = 2
 """Units that left their plan half-way after which this kind of unit is always run with the full interception."""
@@ -365,7 +365,10 @@ class Runtime:
         solution = self._solve(entry, base)
         self._report_plan(entry, solution, base)
         known = bool(self.entries.get(signature))
-        if self.budget_bytes and self._cannot_be_held(self.figures, known=known):
+        crossed = any(s.overrun or s.peak_bytes > self.budget_bytes for s in self.steps[1:])
+        if self.budget_bytes and solution.state is None and crossed:
+            self._refuse(proven=False)
+        if self.budget_bytes and self._cannot_be_held(self.figures, known=known, warm=self.recordings.get(signature, 0)):
             self._refuse()
         self.plan = plan_of(entry.problem, solution)
         exact = known and self._near(entry.trace.base_bytes, base, entry.problem.plain_peak)
@@ -387,7 +390,10 @@ class Runtime:
 
     def _solve(self, entry: Entry, base: int) -> Solution:
         budget = self.budget_bytes or entry.problem.plain_peak + abs(base - entry.trace.base_bytes) + 1
-        solution = entry.front.at(budget - (base - entry.trace.base_bytes) - SLACK_BYTES)
+        room = budget - (base - entry.trace.base_bytes)
+        solution = entry.front.at(room - SLACK_BYTES)
+        if solution.state is None:
+            solution = entry.front.at(room)
         agreed = entry.agreed
         if agreed is None or agreed.timeline.peak_bytes > solution.budget_bytes:
             return solution
@@ -562,19 +568,21 @@ class Runtime:
             solve_seconds=solution.solve_seconds,
         )
 
-    def _cannot_be_held(self, figures: PlanFigures | None, *, known: bool) -> bool:
+    def _cannot_be_held(self, figures: PlanFigures | None, *, known: bool, warm: int) -> bool:
         """Whether the floor is above the budget for certain.
 
         A cold first step may differ a little from the next ones; and a recording made while there were no gradients does
         not show whether the script frees those that are there now before its backward.
         """
         assert figures is not None
-        doubt = max(TOLERANCE_BYTES, int(TOLERANCE_SHARE * figures.bound_peak_bytes)) + LIBRARY_BYTES
+        doubt = 0
+        if warm < SEEN_TWICE:
+            doubt = max(TOLERANCE_BYTES, int(TOLERANCE_SHARE * figures.bound_peak_bytes)) + LIBRARY_BYTES
         if not known:
             doubt += sum(p.grad.nbytes for root in self._roots for p in root.parameters() if p.grad is not None)
         return figures.bound_peak_bytes - doubt > self.budget_bytes
 
-    def _refuse(self) -> None:
+    def _refuse(self, *, proven: bool = True) -> None:
         assert self.figures is not None
         bound = self.figures.bound_peak_bytes
         floor_is_update = self._between_bytes >= bound
@@ -583,13 +591,18 @@ class Runtime:
             "a plain (foreach=False) or stateless optimizer, or smaller parameters" if floor_is_update
             else "a smaller batch or sequence, a loss computed in chunks, or bfloat16"
         )
+        lowest = self.figures.lowest_peak_bytes
+        why = (
+            f"{what} needs {format_bytes(bound)} ({bound} bytes) whatever is recomputed or moved" if proven
+            else f"the lowest plan found needs {format_bytes(lowest)} ({lowest} bytes; the proven floor is {bound})"
+        )
         self.unit = None
         self._step_units = 0
         self.refused = BudgetError(
-            f"the budget of {format_bytes(self.budget_bytes)} cannot be held: {what} needs {format_bytes(bound)} "
-            f"({bound} bytes) whatever is recomputed or moved; what would lower it: {advice}",
+            f"the budget of {format_bytes(self.budget_bytes)} cannot be held: {why}; what would lower it: {advice}",
             budget_bytes=self.budget_bytes,
             bound_bytes=bound,
+            lowest_bytes=lowest,
         )
         raise self.refused if self.settings.refusal is None else self.settings.refusal(self.refused)
 

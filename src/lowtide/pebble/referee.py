@@ -52,6 +52,7 @@ class Timeline:
     """How a play went.
 
     Attributes:
+        base_bytes: live when the unit begins.
         live_bytes: per event, live just before it.
         peak_bytes_at: per event, the highest point within it, replays included.
         extra_seconds: recomputation and transfers, on top of the plain run.
@@ -63,6 +64,7 @@ class Timeline:
         moved_bytes: bytes written to the second board.
     """
 
+    base_bytes: int
     live_bytes: NDArray[np.int64]
     peak_bytes_at: NDArray[np.int64]
     extra_seconds: float
@@ -76,7 +78,7 @@ class Timeline:
     @property
     def peak_bytes(self) -> int:
         """Highest point of the unit."""
-        return int(self.peak_bytes_at.max(initial=0))
+        return int(self.peak_bytes_at.max(initial=self.base_bytes))
 
     @property
     def peak_event(self) -> int:
@@ -156,6 +158,7 @@ class _Play:
         self.spans: dict[int, list[tuple[int, int]]] = {v: [] for v in self.away_values}
         self.on_board2: set[int] = set()
         self.leaving: list[tuple[int, int]] = []
+        self.ending: list[tuple[int, int]] = []
         self.absent_bytes = 0
         self.seconds = 0.0
         self.moved = 0
@@ -207,17 +210,22 @@ class _Play:
         heapq.heappush(self.leaving, (after, v))
 
     def settle(self, e: int) -> None:
-        """Let go what leaves before an event."""
+        """Let go what leaves before an event; what is absent when it ends is nobody's any more."""
         while self.leaving and self.leaving[0][0] < e:
             after, v = heapq.heappop(self.leaving)
             if self.present_until.get(v) == after and v not in self.absent_since and after < self.ends[v]:
                 self.absent_since[v] = after + 1
                 self.absent_bytes += self.buffers[v].bytes
+                heapq.heappush(self.ending, (self.ends[v], v))
                 away = self.decisions.get((v, self.gap(v, after)))
                 if away is not None and away.action is Action.MOVE and v not in self.on_board2:
                     self._write(v)
             elif self.present_until.get(v) == after and after >= self.ends[v]:
                 self.present_until[v] = FOREVER
+        while self.ending and self.ending[0][0] < e:
+            end, v = heapq.heappop(self.ending)
+            if v in self.absent_since:
+                self.back(v, end)
 
     def _write(self, v: int) -> None:
         assert self.problem.bandwidth is not None
@@ -366,12 +374,13 @@ def play(problem: Problem, decisions: Decisions) -> Timeline:
     for v, spans in game.spans.items():
         for start, end in spans:
             absent[start] += problem.trace.buffers[v].bytes
-            absent[end + 1] -= problem.trace.buffers[v].bytes
+            absent[min(end, events) + 1] -= problem.trace.buffers[v].bytes
     gone = np.cumsum(absent)[:events]
     peaks = peaks - gone
     for e, peak in chain_peaks:
         peaks[e] = max(int(peaks[e]), peak)
     return Timeline(
+        base_bytes=problem.base_bytes,
         live_bytes=base - gone,
         peak_bytes_at=peaks,
         extra_seconds=game.seconds,

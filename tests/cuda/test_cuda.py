@@ -1,0 +1,84 @@
+"""The same laws on a CUDA device. Skipped where there is none; ``make test-cuda`` runs them."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lowtide
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def _train(steps: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    blocks = [nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.LayerNorm(512), nn.Dropout(0.1)) for _ in range(8)]
+    model = nn.Sequential(*blocks, nn.Linear(512, 10)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = []
+    for _ in range(steps):
+        x, y = torch.randn(4096, 512, device="cuda"), torch.randint(0, 10, (4096,), device="cuda")
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach().cpu())
+    return found + [p.detach().cpu() for p in model.parameters()]
+
+
+def _plain() -> tuple[list[torch.Tensor], int]:
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    found = _train(6)
+    return found, torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
+def test_bits_and_budget_hold_on_cuda(share: float) -> None:
+    reference, peak = _plain()
+    gc.collect()
+    with lowtide.budget(int(share * peak)) as run:
+        found = _train(6)
+    assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
+    assert all(s.peak_bytes <= run.outcome.budget_bytes for s in run.outcome.steps[1:])
+
+
+def test_failing_operator_is_tried_again_after_cuda_ran_out_of_memory() -> None:
+    reference, peak = _plain()
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(0.85 * peak / total)
+    try:
+        with lowtide.budget(None):
+            found = _train(6)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
+
+
+def test_moved_values_come_back_bit_for_bit_from_pinned_memory() -> None:
+    from lowtide.live.board import PinnedBoard
+
+    board = PinnedBoard(torch.device("cuda", 0))
+    for _ in range(20):
+        source = torch.randn(1 << 20, device="cuda")
+        expected = source.clone()
+        ticket = board.put(source.untyped_storage())
+        del source
+        torch.randn(1 << 20, device="cuda")  # the freed block must not be given out before its copy is done
+        back = torch.empty(0, device="cuda").set_(ticket.fetch())
+        assert torch.equal(back, expected)
+
+
+def test_auto_is_what_is_free() -> None:
+    with lowtide.budget("auto") as run:
+        _train(2)
+    free, total = torch.cuda.mem_get_info()
+    assert 0 < run.outcome.budget_bytes <= total
