@@ -189,13 +189,12 @@ class Evictor:
     def make_room(self, needed: int) -> int:
         """Let go of at least so many bytes, the cheapest per byte and time to next use first; the bytes freed."""
         offers = []
-        seconds: dict[Value, float] = {}
         for value in self.kept:
             if value.bytes < SMALLEST_BYTES or value.tensor is None or value.busy:
                 continue
             if not sole_owner(value.tensor.untyped_storage(), 1):
                 continue
-            drop = self._chain_seconds(value, seconds) if self._can_drop(value) else None
+            drop = self._chain_seconds(value) if self._can_drop(value) else None
             move = 0.0 if value.ticket is not None else value.bytes / self.bandwidth.write
             move += value.bytes / self.bandwidth.read
             price = move if drop is None else min(move, drop)
@@ -273,7 +272,7 @@ class Evictor:
                     stack.extend(s for s in v.record.sources() if s is argument.value)
         return True
 
-    def _chain_seconds(self, value: Value, known: dict[Value, float]) -> float:
+    def _chain_seconds(self, value: Value) -> float:
         """Seconds to make a value again as things stand, capped in depth by what is resident."""
         total, seen, stack = 0.0, {id(value.record)}, [value]
         while stack:
@@ -284,7 +283,6 @@ class Evictor:
                 if source.storage() is None and source.record is not None and id(source.record) not in seen:
                     seen.add(id(source.record))
                     stack.append(source)
-        known[value] = total
         return total
 
     # --- coming back -------------------------------------------------------------------------------------------------

@@ -66,6 +66,7 @@ class Script:
 
     Attributes:
         funcs: operators of the forward parts in order, and None at the end.
+        seconds: how long each of them took when it was recorded.
         acts: what is done at each.
         packs: per saved tensor the value that the plan lets go at some time, or -1.
         held: values that are held when they are saved (they go later).
@@ -76,6 +77,7 @@ class Script:
     """
 
     funcs: tuple[Any, ...]
+    seconds: tuple[float, ...]
     acts: tuple[Act | None, ...]
     packs: tuple[int, ...]
     held: frozenset[int]
@@ -104,12 +106,14 @@ def compile_script(
     moves: dict[int, list[int]] = {}
     ordinal_of: dict[int, int] = {}
     forward: list[tuple[int, Any]] = []
+    seconds: list[float] = []
     for e, func in funcs:
         op = trace.events[e]
         assert isinstance(op, Op)
         if op.phase not in (Phase.BACKWARD, Phase.OPTIMIZER):
             ordinal_of[e] = len(forward)
             forward.append((e, func))
+            seconds.append(op.seconds)
     first_backward = backward_starts[0] if backward_starts else len(trace.events)
     last_moves = []
     for (v, gap), a in state.decisions.items():
@@ -126,6 +130,7 @@ def compile_script(
              for start in backward_starts]
     return Script(
         funcs=(*(f for _, f in forward), None),
+        seconds=tuple(seconds),
         acts=(*acts, None),
         packs=tuple(v if v in away else -1 for v in packs),
         held=frozenset(v for v in away if (v, problem.gap_starts[v]) not in state.decisions
@@ -251,7 +256,7 @@ class LeanMode(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self, script: Script, run: LeanRun, seconds: Mapping[int, float], fallback: Callable[[], Any],
+        self, script: Script, run: LeanRun, fallback: Callable[[], Any],
         pack_fallback: Callable[[torch.Tensor], Any], out_of_memory: Callable[[BaseException], bool],
     ) -> None:
         """Stand at the beginning of a unit."""
@@ -267,7 +272,6 @@ class LeanMode(TorchDispatchMode):
         self._funcs = script.funcs
         self._acts = script.acts
         self._packs = script.packs
-        self._seconds = seconds
         self._fallback = fallback
         self._pack_fallback = pack_fallback
         self._out_of_memory = out_of_memory
@@ -351,7 +355,7 @@ class LeanMode(TorchDispatchMode):
         named = {k: map_tensors(v, k, note) for k, v in kwargs.items()}
         record = Record(func, info, noted, named, inputs, self.at + 1)
         record.overs = overs
-        record.seconds = self._seconds.get(self.at, 0.0)
+        record.seconds = self.script.seconds[self.at]
         if info.seeded:
             generator = kwargs.get("generator")
             if generator is None:

@@ -37,7 +37,7 @@ from lowtide.pebble.greedy import State
 from lowtide.pebble.problem import Problem
 from lowtide.pebble.solve import Front, Solution
 from lowtide.planner import Plan, dropped_sites, plan_of
-from lowtide.trace import Op, Phase, Trace
+from lowtide.trace import Phase, Trace
 from lowtide.units import Auto, Share, Size, format_bytes
 
 TOLERANCE_BYTES = 64 << 10
@@ -433,10 +433,8 @@ class Runtime:
         if script is None:
             script = compile_script(entry.problem, solution.state, entry.funcs, entry.packs, entry.backward_starts)
             entry.compiled = {key: script}
-        forward = [e for e, _ in entry.funcs if _is_forward(entry.trace.events[e])]
-        seconds = {i: entry.trace.events[e].seconds for i, e in enumerate(forward)}  # type: ignore[union-attr]
         run = LeanRun(script, self.evictor.tally, self.board)
-        unit.lean = LeanMode(script, run, seconds, self._lost, self.saver.pack, self._out_of_memory())
+        unit.lean = LeanMode(script, run, self._lost, self.saver.pack, self._out_of_memory())
         if not self.stack.put(unit.lean, unit.lean.pack, _unpack):
             unit.lean = None
 
@@ -648,10 +646,6 @@ class Runtime:
 def _unpack(packed: Any) -> torch.Tensor:
     found: torch.Tensor = packed.unpack()
     return found
-
-
-def _is_forward(event: Any) -> bool:
-    return isinstance(event, Op) and event.phase not in (Phase.BACKWARD, Phase.OPTIMIZER)
 
 
 def _tensors(state: Any) -> list[torch.Tensor]:
