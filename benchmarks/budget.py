@@ -68,50 +68,48 @@ def _step(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> Step:
 
 
 def gpt2() -> Step:
-    """GPT-2, 6 layers of 256."""
+    """GPT-2, 6 layers of 512."""
     import transformers as hf
 
-    return _language(hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=5000, n_embd=256, n_layer=6, n_head=4)), 5000, 4, 256)
+    return _language(hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=8192, n_embd=512, n_layer=6, n_head=8)), 8192, 4, 256)
 
 
 def bert() -> Step:
-    """BERT, 6 layers of 256."""
+    """BERT, 6 layers of 512, attention as its first authors wrote it."""
     import transformers as hf
 
     config = hf.BertConfig(
-        vocab_size=2000, hidden_size=256, num_hidden_layers=6, num_attention_heads=4, intermediate_size=1024,
+        vocab_size=8192, hidden_size=512, num_hidden_layers=6, num_attention_heads=8, intermediate_size=2048,
         attn_implementation="eager",
     )
-    return _language(hf.BertForMaskedLM(config), 2000, 4, 256)
+    return _language(hf.BertForMaskedLM(config), 8192, 4, 256)
 
 
 def llama() -> Step:
-    """Llama, 6 layers of 256."""
+    """Llama, 6 layers of 512."""
     import transformers as hf
 
     config = hf.LlamaConfig(
-        vocab_size=2000, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=4
+        vocab_size=8192, hidden_size=512, intermediate_size=1408, num_hidden_layers=6, num_attention_heads=8
     )
-    return _language(hf.LlamaForCausalLM(config), 2000, 4, 256)
+    return _language(hf.LlamaForCausalLM(config), 8192, 4, 256)
 
 
 def vit() -> Step:
-    """ViT, 6 layers of 192."""
+    """ViT-Small's width and picture, 6 layers."""
     import transformers as hf
 
     config = hf.ViTConfig(
-        hidden_size=192, num_hidden_layers=6, num_attention_heads=4, intermediate_size=768, image_size=96, patch_size=8,
-        num_labels=10,
+        hidden_size=384, num_hidden_layers=6, num_attention_heads=6, intermediate_size=1536, num_labels=10
     )
-    return _image(hf.ViTForImageClassification(config), 16, 96)
+    return _image(hf.ViTForImageClassification(config), 8, 224)
 
 
 def resnet() -> Step:
-    """ResNet with bottlenecks."""
+    """ResNet-50 as it is."""
     import transformers as hf
 
-    config = hf.ResNetConfig(embedding_size=32, hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], num_labels=10)
-    return _image(hf.ResNetForImageClassification(config), 8, 96)
+    return _image(hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=10)), 8, 160)
 
 
 class Layers(nn.Module):
@@ -167,6 +165,11 @@ def run(make: Callable[[], Step], budget: int | None) -> dict[str, Any]:
         "resident_bytes": _resident(step),
         "policy": None if last is None else last.policy,
         "recompute_seconds": None if last is None else last.recompute_seconds,
+        "offload_seconds": None if last is None else last.offload_seconds,
+        "offloaded_bytes": None if last is None else last.offloaded_bytes,
+        "predicted_extra": None if plan is None or plan.extra_seconds is None
+        else plan.extra_seconds / plan.baseline_step_seconds,
+        "time_bound": None if plan is None else plan.bound_extra_seconds / plan.baseline_step_seconds,
         "floor_bytes": None if plan is None else plan.bound_peak_bytes - base,
         "lowest_bytes": None if plan is None else plan.lowest_peak_bytes - base,
     }
@@ -207,12 +210,18 @@ def row(result: dict[str, Any], variant: str) -> tuple[str, ...]:
     runs, plain = result["runs"][variant], result["runs"]["plain"]
     ratios = [r["seconds"] / p["seconds"] for r, p in zip(runs, plain, strict=True)]
     added = plain[0]["peak_bytes"] - plain[0]["resident_bytes"]
-    share = (runs[0]["peak_bytes"] - plain[0]["resident_bytes"]) / added
-    recompute = statistics.median((r["recompute_seconds"] or 0.0) / p["seconds"] for r, p in zip(runs, plain, strict=True))
+    left = (runs[0]["peak_bytes"] - plain[0]["resident_bytes"]) / added
+
+    def share(key: str) -> str:
+        return f"{statistics.median((r[key] or 0.0) / p['seconds'] for r, p in zip(runs, plain, strict=True)):.1%}"
+
+    predicted = statistics.median(r["predicted_extra"] or 0.0 for r in runs)
+    bound = statistics.median(r["time_bound"] or 0.0 for r in runs)
     kept = max(r["peak_bytes"] for r in runs) <= runs[0]["budget_bytes"]
     return (
-        result["model"], variant, format_bytes(plain[0]["peak_bytes"]), format_bytes(runs[0]["peak_bytes"]), f"{share:.0%}",
-        f"{statistics.median(ratios):.3f}", f"{min(ratios):.2f}-{max(ratios):.2f}", f"{recompute:.1%}",
+        result["model"], variant, format_bytes(plain[0]["peak_bytes"]), format_bytes(runs[0]["peak_bytes"]), f"{left:.0%}",
+        f"{statistics.median(ratios):.3f}", f"{min(ratios):.2f}-{max(ratios):.2f}", f"{predicted:.1%} ({bound:.1%})",
+        share("recompute_seconds"), share("offload_seconds"),
         "kept" if kept else "OVER",
     )
 
@@ -232,14 +241,17 @@ def main() -> None:
         task = progress.add_task("measuring", total=3 * given.turns * len(names))
         results = [measure(name, given.turns, lambda: progress.advance(task)) for name in names]
     table = Table(title="Seconds a step against plain (ratio within each turn)")
-    columns = ("model", "variant", "plain peak", "peak", "of added", "x plain", "spread", "recompute", "budget")
+    columns = (
+        "model", "variant", "plain peak", "peak", "of added", "x plain", "spread", "predicted (bound)", "recompute",
+        "offload", "budget",
+    )
     for column in columns:
         table.add_column(column, justify="right")
     for result in results:
         for variant in result["runs"]:
             if variant != "plain":
                 table.add_row(*row(result, variant))
-    Console(width=120).print(table)
+    Console(width=150).print(table)
     if given.json:
         machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
         Path(given.json).write_text(json.dumps({"machine": machine, "results": results}, indent=1))

@@ -39,13 +39,16 @@ class Budgeted:
 
 
 @contextlib.contextmanager
-def budget(size: str | Size | None, *, keep: tuple[str, ...] = (), plan: Plan | None = None) -> Iterator[Budgeted]:
+def budget(
+    size: str | Size | None, *, keep: tuple[str, ...] = (), plan: Plan | None = None, offload: bool = True
+) -> Iterator[Budgeted]:
     """Train within so many bytes: a context manager, and a decorator.
 
     Args:
         size: ``"6 GiB"``, ``"50%"``, bytes as an int, ``"auto"`` (CUDA), or None: no limit, only rescue from out-of-memory.
         keep: module paths whose saved values are never dropped.
         plan: a plan to begin with (``lowtide.planner.load_plan``).
+        offload: whether values may be moved to the second board (a file in ``TMPDIR``; pinned host memory for CUDA).
 
     Raises:
         SizeError: if the size cannot be read.
@@ -55,7 +58,7 @@ def budget(size: str | Size | None, *, keep: tuple[str, ...] = (), plan: Plan | 
     if _running:
         raise UsageError("a budget is in force already: leave it before another begins")
     asked = parse_budget(size) if isinstance(size, str) else size
-    runtime = Runtime(Settings(budget=asked, keep=keep, plan=plan))
+    runtime = Runtime(Settings(budget=asked, keep=keep, plan=plan, offload=offload))
     _running.append(runtime)
     runtime.start()
     try:

@@ -109,11 +109,7 @@ def trio_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trio]:
     return launches
 
 
-HELD = [name for name in RANKS if name != "fsdp2"]
-"""Where the budget is held; under FSDP Lowtide stands back."""
-
-
-@pytest.fixture(params=HELD)
+@pytest.fixture(params=RANKS)
 def name(request: pytest.FixtureRequest) -> str:
     """One script after the other."""
     chosen: str = request.param
@@ -164,7 +160,7 @@ def test_tight_budget_held(name: str, trio_of: Callable[[str], Trio]) -> None:
         assert not any(step["overrun"] for step in tight["steps"])
 
 
-@pytest.mark.parametrize("name", ["ddp"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_ranks_share_one_plan(name: str, trio_of: Callable[[str], Trio]) -> None:
     """Law: all ranks run the same decisions."""
     tight = trio_of(name).tight
@@ -172,12 +168,3 @@ def test_ranks_share_one_plan(name: str, trio_of: Callable[[str], Trio]) -> None
     assert len(tight.plans) == RANKS[name]
     assert all(plan["choices"] for plan in tight.plans)
     assert all(plan["choices"] == tight.plans[0]["choices"] for plan in tight.plans)
-
-
-def test_fsdp2_is_left_alone_and_told_so(tmp_path: Path) -> None:
-    """Law: where parameters come and go during the step nothing is dropped, the user is told, and the bits are equal."""
-    plain = _launch("fsdp2", tmp_path / "plain", None)
-    tight = _launch("fsdp2", tmp_path / "tight", 12 << 20)
-    assert (plain.code, tight.code) == (0, 0), tight.errors
-    assert "FSDP frees and gathers" in tight.errors
-    _assert_equal(plain, tight, RANKS["fsdp2"])

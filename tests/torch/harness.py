@@ -75,14 +75,16 @@ class Budgeted:
     outcome: Outcome
 
 
-def budgeted(make: Callable[[], zoo.Job], above_bytes: int, steps: int = STEPS) -> Budgeted:
+def budgeted(
+    make: Callable[[], zoo.Job], above_bytes: int, steps: int = STEPS, *, offload: bool = True
+) -> Budgeted:
     """Run under a budget of what is live now plus ``above_bytes``."""
     torch.use_deterministic_algorithms(mode=True)
     gc.collect()
     counter = heap()
     counter.tensor_peak = counter.tensor_live
     budget = counter.tensor_live + above_bytes
-    with lowtide.budget(budget) as run:
+    with lowtide.budget(budget, offload=offload) as run:
         bits = zoo.run(make, steps)
     return Budgeted(bits, budget, counter.tensor_peak, run.outcome)
 

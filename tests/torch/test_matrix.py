@@ -12,9 +12,9 @@ import lowtide
 SHARES = (0.9, 0.7, 0.5, 0.35)
 
 
-def _check(name: str, above: int) -> None:
+def _check(name: str, above: int, *, offload: bool) -> None:
     reference = plain_of(zoo.MODELS[name])
-    run = budgeted(zoo.MODELS[name], above)
+    run = budgeted(zoo.MODELS[name], above, offload=offload)
     assert run.bits == reference.bits
     assert kept(run)
     planned = [s for s in run.outcome.steps if s.policy == "planned"]
@@ -23,24 +23,26 @@ def _check(name: str, above: int) -> None:
         assert close(planned[-1].peak_bytes, plan.predicted_peak_bytes)
 
 
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize(("share", "offload"), [*((share, False) for share in SHARES), (0.5, True), (0.35, True)])
 @pytest.mark.parametrize("name", zoo.MODELS)
-def test_bits_budget_and_prediction_hold_at_share(name: str, share: float) -> None:
+def test_bits_budget_and_prediction_hold_at_share(name: str, share: float, offload: bool) -> None:
+    """By recomputation alone, and with moving: a fast second board would leave little to recompute."""
     above = above_of(plain_of(zoo.MODELS[name]), share)
     try:
-        _check(name, above)
+        _check(name, above, offload=offload)
     except lowtide.BudgetError as refusal:
         assert max(refusal.bound_bytes, refusal.lowest_bytes) > refusal.budget_bytes
 
 
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("name", zoo.MODELS)
-def test_bits_and_budget_hold_at_smallest_feasible_budget(name: str) -> None:
-    """Two per cent above the lowest peak that the planner found on a recording of this very run."""
+def test_bits_and_budget_hold_at_smallest_feasible_budget(name: str, offload: bool) -> None:
+    """Five per cent above the lowest peak that the planner found on a recording of this very run."""
     reference = plain_of(zoo.MODELS[name])
-    probe = budgeted(zoo.MODELS[name], above_of(reference, 0.92)).outcome.plan
+    probe = budgeted(zoo.MODELS[name], above_of(reference, 0.92), offload=offload).outcome.plan
     assert probe is not None
     lowest = probe.lowest_peak_bytes - probe.baseline_peak_bytes + reference.above_bytes
     try:
-        _check(name, lowest + (reference.above_bytes - reference.resident_bytes) // 20)
+        _check(name, lowest + (reference.above_bytes - reference.resident_bytes) // 20, offload=offload)
     except lowtide.BudgetError as refusal:  # the floor of this run was a little higher than the probe's
         assert max(refusal.bound_bytes, refusal.lowest_bytes) > refusal.budget_bytes

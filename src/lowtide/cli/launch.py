@@ -29,6 +29,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         arguments: the script's own.
         budget: as the user wrote it.
         keep: modules whose values are never dropped.
+        offload: whether values may be moved.
         plan, save_plan, json: files; None where not asked for.
         quiet: no summary.
         preload: the user's own LD_PRELOAD, to be put back.
@@ -39,6 +40,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     arguments: tuple[str, ...]
     budget: str
     keep: tuple[str, ...]
+    offload: bool
     plan: str | None
     save_plan: str | None
     json: str | None

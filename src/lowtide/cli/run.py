@@ -16,6 +16,7 @@ from lowtide.units import parse_budget
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--budget", required=True, metavar="SIZE", help="900MiB, 6GiB, 2GB, bytes, 50%, or auto (CUDA).")
 @click.option("--keep", multiple=True, metavar="MODULE", help="Never drop what this module saves (repeatable).")
+@click.option("--offload/--no-offload", default=True, help="Whether values may be moved to a file (CUDA: to the host).")
 @click.option("--plan", metavar="FILE", help="Begin with a plan written by --save-plan.")
 @click.option("--save-plan", metavar="FILE", help="Write the plan in force at the end.")
 @click.option("--json", "json_file", metavar="FILE", help="Write the figures of the run.")
@@ -27,6 +28,7 @@ def run(
     *,
     budget: str,
     keep: tuple[str, ...],
+    offload: bool,
     plan: str | None,
     save_plan: str | None,
     json_file: str | None,
@@ -55,6 +57,7 @@ def run(
             arguments=arguments,
             budget=budget,
             keep=keep,
+            offload=offload,
             plan=plan,
             save_plan=save_plan,
             json=json_file,

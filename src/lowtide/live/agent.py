@@ -56,6 +56,7 @@ def _run(task: Task) -> int:
     settings = Settings(
         budget=parse_budget(task.budget),
         keep=task.keep,
+        offload=task.offload,
         plan=None if task.plan is None else load_plan(Path(task.plan)),
         refusal=_refusal,
     )

@@ -6,6 +6,7 @@ written and read on a stream of its own.
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 import time
@@ -16,6 +17,10 @@ from lowtide.pebble.problem import Bandwidth
 
 _PROBE_BYTES = 8 << 20
 """Bytes written and read to measure a board."""
+_SEGMENT_BYTES = 64 << 20
+"""The file grows by at least so much at a time."""
+_ALIGNED_BYTES = 64
+"""Places begin at cache lines, as torch's own blocks do."""
 
 
 class Ticket(Protocol):
@@ -29,74 +34,92 @@ class Board(Protocol):
     """A second board of one device."""
 
     def put(self, storage: torch.UntypedStorage) -> Ticket:
-        """Copy a storage's bytes; the storage may be let go afterwards."""
+        """Copy a storage's bytes; the storage may be let go afterwards.
+
+        Raises:
+            OSError: if the board has no room.
+        """
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
-    flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # type: ignore[call-overload]
-    return memoryview(torch._C.TensorBase.numpy(flat))  # type: ignore[arg-type]
+def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
 
 
 @final
 class FileBoard:
-    """The CPU's second board: one unlinked temporary file (in ``TMPDIR``)."""
+    """The CPU's second board: an unlinked temporary file (in ``TMPDIR``), mapped, so that copies run on all threads.
+
+    Under pressure the kernel writes its pages to disk; until then they are page cache, which it can take back.
+    """
 
     def __init__(self) -> None:
         """Open the file; it takes no space until something is put."""
         self._file = tempfile.TemporaryFile(prefix="lowtide-")  # noqa: SIM115 - lives as long as the board
         self._end = 0
-        self._free: dict[int, list[int]] = {}
+        self._rest = torch.empty(0, dtype=torch.uint8)
+        self._free: dict[int, list[torch.Tensor]] = {}
 
     def put(self, storage: torch.UntypedStorage) -> Ticket:
         """Write a storage's bytes."""
-        size = storage.nbytes()
+        place = self._place(storage.nbytes())
+        place.copy_(_flat(storage))
+        return _FileTicket(self, place)
+
+    def _place(self, size: int) -> torch.Tensor:
+        """Mapped bytes that nothing else uses; those that were used before are warm."""
         places = self._free.get(size)
-        at = places.pop() if places else self._end
-        if at == self._end:
-            self._end += size
-        view, done = _bytes_of(storage), 0
-        while done < size:
-            done += os.pwrite(self._file.fileno(), view[done:], at + done)
-        return _FileTicket(self, at, size)
+        if places:
+            return places.pop()
+        if self._rest.numel() < size:
+            self._rest = self._map(max(size, _SEGMENT_BYTES))
+        place = self._rest[:size]
+        self._rest = self._rest[-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES :]
+        return place
 
-    def read(self, at: int, size: int) -> torch.UntypedStorage:
-        """A new storage with the bytes at a place."""
-        storage = torch.UntypedStorage(size, device="cpu")
-        view, done = _bytes_of(storage), 0
-        while done < size:
-            got = os.preadv(self._file.fileno(), [view[done:]], at + done)
-            if got == 0:
-                raise OSError(f"lowtide's second board was cut short at {at + done} bytes")
-            done += got
-        return storage
+    def _map(self, size: int) -> torch.Tensor:
+        """More of the file.
 
-    def give_back(self, at: int, size: int) -> None:
+        Raises:
+            OSError: where the disk has no room: found out here, as a write to a mapping that it cannot hold ends the process.
+        """
+        at, number = self._end, self._file.fileno()
+        os.posix_fallocate(number, at, size)
+        self._end += -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        return torch.frombuffer(mmap.mmap(number, size, offset=at), dtype=torch.uint8)
+
+    def give_back(self, place: torch.Tensor) -> None:
         """A place may be used again."""
-        self._free.setdefault(size, []).append(at)
+        self._free.setdefault(place.numel(), []).append(place)
 
     def measure(self) -> Bandwidth:
         """Bytes per second each way, by writing and reading some megabytes (outside torch's allocator)."""
-        probe = bytearray(b"\1") * _PROBE_BYTES
-        start = time.perf_counter()
-        os.pwrite(self._file.fileno(), probe, self._end)
-        written = time.perf_counter()
-        os.preadv(self._file.fileno(), [probe], self._end)
-        read = time.perf_counter()
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            place = self._place(_PROBE_BYTES)
+            probe = torch.frombuffer(bytearray(_PROBE_BYTES), dtype=torch.uint8)
+            place.copy_(probe)  # a place is written for the first time once, and used many times
+            start = time.perf_counter()
+            place.copy_(probe)
+            written = time.perf_counter()
+            probe.copy_(place)
+            read = time.perf_counter()
+        self.give_back(place)
         return Bandwidth(write=_PROBE_BYTES / (written - start), read=_PROBE_BYTES / (read - written))
 
 
 @final
 class _FileTicket:
-    __slots__ = ("_at", "_board", "_size")
+    __slots__ = ("_board", "_place")
 
-    def __init__(self, board: FileBoard, at: int, size: int) -> None:
-        self._board, self._at, self._size = board, at, size
+    def __init__(self, board: FileBoard, place: torch.Tensor) -> None:
+        self._board, self._place = board, place
 
     def fetch(self) -> torch.UntypedStorage:
-        return self._board.read(self._at, self._size)
+        storage = torch.UntypedStorage(self._place.numel(), device="cpu")
+        _flat(storage).copy_(self._place)
+        return storage
 
     def __del__(self) -> None:
-        self._board.give_back(self._at, self._size)
+        self._board.give_back(self._place)
 
 
 @final

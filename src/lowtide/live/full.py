@@ -161,7 +161,11 @@ class FullMode(TorchDispatchMode):
     def _argument(self, tensor: torch.Tensor, *, owned: bool, loose: bool) -> Argument:
         value = self._value(tensor)
         known = value is not None and value.record is not None and not value.tainted
-        return Argument(None if loose else value, tensor, anchored=loose or value is None or not (known or owned))
+        anchored = loose or value is None or not (known or owned)
+        argument = Argument(None if loose else value, tensor, anchored=anchored)
+        if anchored and value is not None and self.recorder is not None and not _is_parameter(tensor):
+            self.recorder.anchored(value)
+        return argument
 
     def _writes_can_be_replayed(self, info: OpInfo, args: Any, kwargs: Any) -> bool:
         """Whether every argument written in place is itself made by a record, or is overwritten without being read."""
@@ -284,6 +288,12 @@ def _position(out: Any, tensor: torch.Tensor, fallback: int) -> int:
                 return at
             at += len(item) if isinstance(item, (tuple, list)) else 1
     return fallback
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter or a view of one: the script holds those all the time."""
+    leaf = tensor if tensor._base is None else tensor._base
+    return isinstance(leaf, torch.nn.Parameter)
 
 
 def _is_fake(args: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -42,6 +44,7 @@ class Tally:
     recomputed_ops: int = 0
     recompute_seconds: float = 0.0
     offloaded_bytes: int = 0
+    offload_seconds: float = 0.0
     rescues: int = 0
     overrun: bool = False
 
@@ -53,6 +56,7 @@ class Evictor:
     Attributes:
         limit_bytes: the budget; 0 for none.
         keep: modules (path prefixes) whose values are never dropped.
+        moves: whether values may go to the second board, which has room.
         planned: tells, for an operator's site and the slot of its output, whether the plan drops that value.
     """
 
@@ -63,6 +67,7 @@ class Evictor:
         self.board = board
         self.limit_bytes = 0
         self.keep: tuple[str, ...] = ()
+        self.moves = True
         self.planned: Callable[[Site, int], bool] | None = None
         self.kept: dict[Value, None] = {}
         self.away: weakref.WeakSet[Value] = weakref.WeakSet()
@@ -120,6 +125,11 @@ class Evictor:
     def call(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
         """Call an operator; where it does not fit, make room and try again."""
         limit, meter = self.limit_bytes, self.meter
+        if info.collective:
+            if limit:
+                self._headroom(args)
+            self.attempt_live_bytes = meter.live()
+            return func(*args, **kwargs)
         if limit and not meter.capped:
             self._headroom(args)
         copies = _copies(info, args) if info.mutates else None
@@ -178,9 +188,9 @@ class Evictor:
         return self.meter.denied() > denied
 
     def _headroom(self, args: Any) -> None:
-        """Where nothing can be capped: room for outputs as large as the inputs is made before the operator runs."""
+        """Where the operator cannot be capped: room for outputs as large as the inputs is made before the operator runs."""
         expected = sum(t.nbytes for t in flatten(args) if isinstance(t, torch.Tensor))
-        over = self.meter.live() + expected - self.limit_bytes
+        over = self.meter.live() + expected + SLACK_BYTES - self.limit_bytes
         if over > 0:
             self.make_room(over)
 
@@ -192,63 +202,86 @@ class Evictor:
         for value in self.kept:
             if value.bytes < SMALLEST_BYTES or value.tensor is None or value.busy:
                 continue
-            if not sole_owner(value.tensor.untyped_storage(), 1):
+            aliases = value.own_aliases()
+            if not sole_owner(value.tensor.untyped_storage(), aliases):
                 continue
-            drop = self._chain_seconds(value) if self._can_drop(value) else None
-            move = 0.0 if value.ticket is not None else value.bytes / self.bandwidth.write
-            move += value.bytes / self.bandwidth.read
-            price = move if drop is None else min(move, drop)
+            drop = self._chain_seconds(value) if aliases == 1 and self._can_drop(value) else math.inf
+            move = self._move_seconds(value)
+            if min(drop, move) == math.inf:
+                continue
             idle = self.clock - value.touched + 1
-            offers.append((price / (value.bytes * idle), drop is not None and drop <= move, value))
+            offers.append((min(drop, move) / (value.bytes * idle), drop <= move, value))
         offers.sort(key=lambda o: o[0])
         target = needed + (self.limit_bytes >> 6)
         freed = 0
         for _, dropped, value in offers:
             if freed >= target:
                 break
-            self._let_go(value, dropped=dropped)
-            freed += value.bytes
+            if self._let_go(value, dropped=dropped):
+                freed += value.bytes
         return freed if freed >= needed else freed + self._move_kept(target - freed)
 
+    def _move_seconds(self, value: Value) -> float:
+        speed = self.bandwidth
+        if speed is None:
+            return math.inf
+        return value.bytes / speed.read + (0.0 if value.ticket is not None else value.bytes / speed.write)
+
     def _move_kept(self, needed: int) -> int:
-        """Move saved tensors of a planned forward that left its plan; the bytes freed."""
+        """Move what a planned forward holds that left its plan: saved tensors and inputs of replays; the bytes freed."""
+        if not self.moves:
+            return 0
         groups: dict[int, list[Any]] = {}
         for ref in self.keeps:
             kept = ref()
-            if kept is not None and not kept.leaf and kept.tensor is not None:
-                groups.setdefault(kept.tensor.untyped_storage()._cdata, []).append(kept)
+            if kept is not None and kept.held is not None:
+                groups.setdefault(kept.held.untyped_storage()._cdata, []).append(kept)
         freed = 0
         for group in groups.values():
-            storage = group[0].tensor.untyped_storage()
+            storage = group[0].held.untyped_storage()
             size = storage.nbytes()
             if freed >= needed:
                 break
-            if size >= SMALLEST_BYTES and sole_owner(storage, len(group)):
-                with beneath_autograd():
-                    ticket = self.board.put(storage)
+            if size >= SMALLEST_BYTES and sole_owner(storage, len({id(kept.held) for kept in group})):
+                try:
+                    with beneath_autograd():
+                        ticket = self.board.put(storage)
+                except OSError:
+                    break
                 for kept in group:
                     kept.leave(ticket)
                 self.tally.offloaded_bytes += size
                 freed += size
         return freed
 
-    def _let_go(self, value: Value, *, dropped: bool) -> None:
-        if self.on_unheld is not None:
-            self.on_unheld(value)
+    def _let_go(self, value: Value, *, dropped: bool) -> bool:
         if dropped:
             if value.checksum is None:
                 value.checksum = checksum(value.tensor)
             value.tensor = None
-        elif value.move(self.board):
-            self.tally.offloaded_bytes += value.bytes
+        else:
+            start = time.perf_counter()
+            try:
+                wrote = value.move(self.board)
+            except OSError:
+                self.moves, self._bandwidth = False, None
+                return False
+            self.tally.offload_seconds += time.perf_counter() - start
+            self.tally.offloaded_bytes += value.bytes if wrote else 0
+        if self.on_unheld is not None:
+            self.on_unheld(value)
         self.kept.pop(value, None)
         self.away.add(value)
+        return True
 
     @property
-    def bandwidth(self) -> Bandwidth:
-        """Speed of the second board, measured at first use."""
-        if self._bandwidth is None:
-            self._bandwidth = self.board.measure()
+    def bandwidth(self) -> Bandwidth | None:
+        """Speed of the second board, measured at first use; None where nothing may go there."""
+        if self._bandwidth is None and self.moves:
+            try:
+                self._bandwidth = self.board.measure()
+            except OSError:
+                self.moves = False
         return self._bandwidth
 
     def _can_drop(self, value: Value) -> bool:
@@ -345,9 +378,12 @@ class _Replayer:
         if evictor.limit_bytes and over > 0:
             evictor.make_room(over)
 
-    def ran(self, record: Record) -> None:
+    def ran(self, seconds: float) -> None:
         self._evictor.tally.recomputed_ops += 1
-        self._evictor.tally.recompute_seconds += record.seconds
+        self._evictor.tally.recompute_seconds += seconds
+
+    def fetched(self, seconds: float) -> None:
+        self._evictor.tally.offload_seconds += seconds
 
     def taken(self, value: Value) -> None:
         self._evictor.ledger.taken(value)

@@ -96,6 +96,9 @@ class Meter(Protocol):
     def library_rise(self) -> int:
         """How far the bytes that cannot be refused (workspaces of libraries) rose in the window."""
 
+    def counts(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage's bytes are among those counted: memory of numpy or of a file is not."""
+
 
 @final
 class HeapMeter:
@@ -119,8 +122,11 @@ class HeapMeter:
         self._library_start = 0
         path = library_path()
         assert path is not None
-        slot = ctypes.CDLL(str(path)).lowtide_thread_cap
+        library = ctypes.CDLL(str(path))
+        slot = library.lowtide_thread_cap
         slot.restype = ctypes.c_void_p
+        self._block_bytes = library.lowtide_block_bytes
+        self._block_bytes.argtypes, self._block_bytes.restype = (ctypes.c_void_p,), ctypes.c_int64
         self._cap = ctypes.c_int64.from_address(slot())
 
     def live(self) -> int:
@@ -162,6 +168,10 @@ class HeapMeter:
     def library_rise(self) -> int:
         """How far the bytes that cannot be refused (workspaces of libraries) rose in the window."""
         return self._library_peak.value - self._library_start
+
+    def counts(self, storage: torch.UntypedStorage) -> bool:
+        """Whether torch's allocator asked the heap for a storage's bytes."""
+        return bool(storage.device.type == "cpu" and self._block_bytes(storage.data_ptr()))
 
 
 @final
@@ -220,6 +230,10 @@ class LedgerMeter:
         """Workspaces of libraries are not seen apart here."""
         return 0
 
+    def counts(self, storage: torch.UntypedStorage) -> bool:
+        """All that was seen is counted."""
+        return storage.nbytes() > 0
+
 
 @final
 class CudaMeter:
@@ -272,3 +286,7 @@ class CudaMeter:
     def library_rise(self) -> int:
         """Workspaces of libraries are not seen apart here."""
         return 0
+
+    def counts(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage lies on the device."""
+        return storage.device == self._device

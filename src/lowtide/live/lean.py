@@ -7,6 +7,7 @@ interception takes over (:class:`LeanMode` hands everything on to it). The backw
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from lowtide.live.guard import Tally
 from lowtide.live.ops import info_of
 from lowtide.live.saver import Kept, modified_in_place
 from lowtide.live.value import (
+    Anchor,
     Argument,
     Meta,
     Record,
@@ -232,9 +234,12 @@ class _Replayer:
     def room(self, size: int) -> None:
         pass
 
-    def ran(self, record: Record) -> None:
+    def ran(self, seconds: float) -> None:
         self._tally.recomputed_ops += 1
-        self._tally.recompute_seconds += record.seconds
+        self._tally.recompute_seconds += seconds
+
+    def fetched(self, seconds: float) -> None:
+        self._tally.offload_seconds += seconds
 
     def taken(self, value: Value) -> None:
         value.weak = None
@@ -268,7 +273,7 @@ class LeanMode(TorchDispatchMode):
         self.lost = False
         self.grown = False
         self.values: MutableMapping[int, Value] = {}
-        self.keeps: list[weakref.ref[Kept]] = []
+        self.keeps: list[weakref.ref[Kept | Anchor]] = []
         self._funcs = script.funcs
         self._acts = script.acts
         self._packs = script.packs
@@ -301,7 +306,7 @@ class LeanMode(TorchDispatchMode):
                     else:
                         out = self._act(act, func, args, kwargs or {})
                 except (RuntimeError, MemoryError) as error:
-                    if not self._out_of_memory(error) or info_of(func).mutates:
+                    if not self._out_of_memory(error) or info_of(func).mutates or info_of(func).collective:
                         raise
                 else:
                     self.at = at + 1
@@ -347,6 +352,8 @@ class LeanMode(TorchDispatchMode):
                 value = Value(storage.nbytes(), None)
             argument = Argument(None if secret else value, tensor, anchored=secret or value is None)
             inputs.append(argument)
+            if argument.anchor is not None and not (writes or secret):
+                self.keeps.append(weakref.ref(argument.anchor))
             if writes or secret:
                 overs.append((argument, _gone, writes and not covers_blindly(info, argument)))
             return argument
@@ -409,10 +416,15 @@ class LeanMode(TorchDispatchMode):
         value = self.values.get(number)
         if value is None or value.tensor is None:
             return
-        if sole_owner(value.tensor.untyped_storage(), 1):
+        if not sole_owner(value.tensor.untyped_storage(), 1):
+            self.grown = True
+            return
+        try:
+            start = time.perf_counter()
             if value.move(self.run.board):
                 self.run.tally.offloaded_bytes += value.bytes
-        else:
+            self.run.tally.offload_seconds += time.perf_counter() - start
+        except OSError:  # the second board is full: what stays is seen before the backward
             self.grown = True
 
     def pack(self, tensor: torch.Tensor) -> Any:

@@ -11,6 +11,9 @@ import torch
 _REPLAYABLE_NAMESPACES: Final = frozenset({"aten", "prims"})
 """Operators of other namespaces (collectives, extensions) are never run twice: their effects are not known."""
 
+_COLLECTIVE_NAMESPACES: Final = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
+"""Operators that other ranks take part in."""
+
 _UNINITIALISED: Final = frozenset(
     {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
      "aten::empty_permuted", "aten::empty_quantized"}
@@ -52,6 +55,7 @@ class OpInfo:
         replayable: whether it may be run again at all.
         uninitialised: whether its fresh outputs have no defined contents.
         overwrites_fully: whether what it writes into its first argument does not depend on what was there.
+        collective: whether other ranks take part: tried again on one rank alone, it would leave the others waiting.
     """
 
     name: str
@@ -61,6 +65,7 @@ class OpInfo:
     replayable: bool
     uninitialised: bool
     overwrites_fully: bool
+    collective: bool = False
 
     @property
     def mutates(self) -> bool:
@@ -99,4 +104,5 @@ def info_of(func: Any) -> OpInfo:
         ),
         uninitialised=name in _UNINITIALISED,
         overwrites_fully=name in _OVERWRITE_FULLY,
+        collective=name.split("::")[0] in _COLLECTIVE_NAMESPACES,
     )

@@ -13,7 +13,8 @@ class StepFigures:
     Attributes:
         policy: ``plain`` (nothing to do), ``planned`` or ``online``.
         peak_bytes: highest point of the device's tensors within the step.
-        recompute_seconds: recorded seconds of the operators that ran again.
+        recompute_seconds: what the operators that ran again took (host time).
+        offload_seconds: what writing to the second board and reading from it took (host time).
         rescued_ops: operators that were tried again after something was let go.
         overrun: whether the limit had to be lifted to get through.
     """
@@ -25,6 +26,7 @@ class StepFigures:
     recomputed_ops: int
     recompute_seconds: float
     offloaded_bytes: int
+    offload_seconds: float
     rescued_ops: int
     overrun: bool
 
@@ -89,6 +91,7 @@ class Outcome:
                     "recomputed_ops": s.recomputed_ops,
                     "recompute_seconds": s.recompute_seconds,
                     "offloaded_bytes": s.offloaded_bytes,
+                    "offload_seconds": s.offload_seconds,
                     "rescued_ops": s.rescued_ops,
                     "overrun": s.overrun,
                 }

@@ -80,8 +80,8 @@ class Patches:
 
         @functools.wraps(original)
         def resize_(storage: Any, size: int) -> Any:
-            value = runtime.ledger.find(storage)
-            if value is not None and not value.tainted:
+            value = runtime.ledger.find(storage) or runtime.ledger.enter(storage, None)
+            if not value.tainted:
                 runtime.evictor.before_write(value)
                 value.tainted = True
                 if runtime.saver.recorder is not None:

@@ -29,6 +29,8 @@ class _Life:
     held_until: int | None = None
     released: int = -1
     saves: int = 0
+    watched: bool = False
+    gone_from_base: bool = False
 
 
 @dataclass(slots=True)
@@ -62,6 +64,7 @@ class Recorder:
     tracked: int = 0
     closed: bool = False
     _polled: int = 0
+    _window_bytes: int = 0
 
     def number(self, value: Value) -> int:
         """The id of a value in this unit; one that is met for the first time was there before it."""
@@ -103,7 +106,7 @@ class Recorder:
         if self.closed or value.unit is not self:
             return
         life = self.lives[value.number]
-        if life.counted:
+        if life.counted or life.gone_from_base:
             self.tracked -= value.bytes
         if life.held_until is None:
             life.held_until = len(self.events) - 1
@@ -122,7 +125,17 @@ class Recorder:
         self.saves.append(Save(value=number, event=len(self.events) - 1))
         life = self.lives[number]
         life.saves += 1
-        if life.saves == 1 and life.held_until is None:
+        if life.saves == 1:
+            self._watch(value, life)
+
+    def anchored(self, value: Value) -> None:
+        """We hold a value for replays; the plain run may let go of it meanwhile."""
+        number = self.number(value)
+        self._watch(value, self.lives[number])
+
+    def _watch(self, value: Value, life: _Life) -> None:
+        if life.held_until is None and not life.watched:
+            life.watched = True
             self.pending.append(value)
 
     def released(self, value: Value) -> None:
@@ -158,14 +171,19 @@ class Recorder:
         """An operator ended."""
         self.funcs.append((len(self.events), func))
         self.events.append(op)
-        self.meter.reset_op_peak()
+        self.begin_window()
 
     def _look(self) -> None:
         self._poll()
-        live = self.meter.live()
+        live, peak = self.meter.live(), self.meter.op_peak()
         self.other.append(live - self.tracked - self.base_bytes)
-        self.spikes.append(max(0, self.meter.op_peak() - live) if self.events else 0)
+        self.spikes.append(peak - live if self.events and peak > self._window_bytes else 0)
+        self.begin_window()
+
+    def begin_window(self) -> None:
+        """What rises from here on is outside the event before; what is there now was counted in it, and may still go."""
         self.meter.reset_op_peak()
+        self._window_bytes = self.meter.live()
 
     def forget_last_look(self) -> None:
         """The operator that was about to be noted failed."""
@@ -173,16 +191,22 @@ class Recorder:
         self.spikes.pop()
 
     def _poll(self) -> None:
-        """See of which saved values only autograd is left as a holder."""
+        """See of which values only autograd, or we, are left as holders."""
         pending = self.pending
         for _ in range(min(_POLLED, len(pending))):
             self._polled = self._polled - 1 if 0 < self._polled <= len(pending) else len(pending)
             value = pending[self._polled - 1]
             life = self.lives[value.number]
             if life.held_until is None:
-                if value.tensor is None or not sole_owner(value.tensor.untyped_storage(), 1):
+                storage, aliases = value.storage(), value.own_aliases()
+                if storage is None or not aliases or not sole_owner(storage, aliases):
+                    continue
+                if not life.counted and life.saves:
                     continue
                 life.held_until = len(self.events) - 1
+                if not life.counted and self.meter.counts(storage):
+                    life.gone_from_base = True  # without us its bytes would have left the base by now
+                    self.tracked += value.bytes
             pending[self._polled - 1] = pending[-1]
             pending.pop()
 

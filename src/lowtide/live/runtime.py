@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -93,6 +92,7 @@ class Unit:
     predicted_bytes: int | None = None
     backwards: int = 0
     starts: list[int] = field(default_factory=list)
+    outputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,12 +103,14 @@ class Settings:
         budget: bytes, a share, ``auto``, or None: no limit, only rescue from out-of-memory.
         keep: modules whose values are never dropped.
         plan: a plan loaded from a file.
+        offload: whether values may be moved to the second board.
         refusal: makes what is raised when the budget cannot be held; the :class:`BudgetError` itself by default.
     """
 
     budget: Size | None
     keep: tuple[str, ...] = ()
     plan: Plan | None = None
+    offload: bool = True
     refusal: Callable[[BudgetError], BaseException] | None = None
 
 
@@ -124,6 +126,7 @@ class Runtime:
         self.board: FileBoard | PinnedBoard = FileBoard()
         self.evictor = Evictor(self.meter, self.ledger, self.board)
         self.evictor.keep = settings.keep
+        self.evictor.moves = settings.offload
         self.evictor.on_unheld = self._unheld
         self.evictor.on_back = self._back
         self.saver = Saver(self.ledger, self.evictor)
@@ -153,15 +156,13 @@ class Runtime:
         self._functional = False
         self._surprises: dict[Any, int] = {}
         self._misses: dict[Any, int] = {}
-        self._checked: dict[int, bool] = {}
-        self._hands_off = False
 
     # --- on and off --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begin to watch; the full interception is on from here until the first plan."""
         self._active = True
-        os.register_at_fork(after_in_child=self._forked)
+        _tell_of_forks(self)
         if any(issubclass(type(o), torch.optim.Optimizer) for o in gc.get_objects()):
             self.clock.optimizers_seen = True
         self.clock.install()
@@ -192,7 +193,7 @@ class Runtime:
             self._close_step()
         self.evictor.limit_bytes = 0
 
-    def _forked(self) -> None:
+    def forked(self) -> None:
         """A child (a loader's worker) inherits the interpreter: it is not to be watched."""
         if self._active:
             self._active = False
@@ -233,8 +234,6 @@ class Runtime:
             device = next((p.device for p in module.parameters() if p.is_cuda), None)
             if device is not None:
                 self._use_cuda(device)
-        if self._stands_back(module):
-            return
         signature = _signature(module, args, kwargs)
         if self.unit is not None:
             if not self._is_stale(self.unit, signature):
@@ -242,24 +241,10 @@ class Runtime:
             self._abandon_unit()
         self._begin_unit(signature)
 
-    def _stands_back(self, module: torch.nn.Module) -> bool:
-        """Whether the model is under FSDP, whose parameters come and go: then steps are measured, and nothing is dropped."""
-        if id(module) not in self._checked:
-            self._checked[id(module)] = any(type(m).__name__.startswith("FSDP") for m in module.modules())
-            if self._checked[id(module)] and not self._hands_off:
-                self._hands_off = True
-                sys.stderr.write(
-                    "lowtide: FSDP frees and gathers parameters during the step, so that nothing can be recomputed from them: "
-                    "the steps are measured, the budget is not held\n"
-                )
-                self.evictor.limit_bytes = 0
-                self.stack.take()
-        if self._hands_off and (self._step_done or not self.clock.optimizers_seen):
-            self._close_step()
-            self._open_step()
-        if self._hands_off:
-            self._step_units += 1
-        return self._hands_off
+    def root_ends(self, result: Any) -> None:
+        """A root call returned."""
+        if self.unit is not None:
+            self.unit.outputs += [weakref.ref(t) for t in _tensors(result) if t.grad_fn is not None]
 
     def _is_stale(self, unit: Unit, signature: Any) -> bool:
         """Whether the unit that runs was a forward that no backward will follow."""
@@ -267,11 +252,13 @@ class Runtime:
             return False
         if unit.lean is not None and not unit.lean.lost:
             return bool(signature == unit.signature and unit.lean.at == len(unit.lean.script.funcs) - 1)
-        return self.saver.outstanding == 0
+        if self.saver.outstanding:
+            return False
+        return signature == unit.signature or not any(output() is not None for output in unit.outputs)
 
     def _functional_begins(self) -> Callable[[torch.Tensor], Any] | None:
         """Autograd saves something outside any module and any unit: a script of plain functions; who packs instead."""
-        if not self._active or self._hands_off or self.unit is not None:
+        if not self._active or self.unit is not None:
             return None
         if self.clock.depth or self.clock.phase is not Phase.DATA:
             return None
@@ -623,6 +610,7 @@ class Runtime:
                 recomputed_ops=tally.recomputed_ops,
                 recompute_seconds=tally.recompute_seconds,
                 offloaded_bytes=tally.offloaded_bytes,
+                offload_seconds=tally.offload_seconds,
                 rescued_ops=tally.rescues,
                 overrun=tally.overrun,
             )
@@ -641,6 +629,18 @@ class Runtime:
     def _back(self, value: Any) -> None:
         if self.saver.recorder is not None:
             self.saver.recorder.back(value)
+
+
+def _tell_of_forks(runtime: Runtime) -> None:
+    """Have forked children told; the interpreter keeps such a wish for ever, so it must not hold the runtime."""
+    known = weakref.ref(runtime)
+
+    def forked() -> None:
+        found = known()
+        if found is not None:
+            found.forked()
+
+    os.register_at_fork(after_in_child=forked)
 
 
 def _unpack(packed: Any) -> torch.Tensor:

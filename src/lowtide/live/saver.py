@@ -38,6 +38,12 @@ class Kept:
         self.ticket: Ticket | None = None
         self.meta: Meta | None = None
 
+    @property
+    def held(self) -> torch.Tensor | None:
+        """The tensor that is held, where it may leave: a leaf that wants gradients must stay itself."""
+        stays = self.tensor is not None and self.leaf and self.tensor.requires_grad
+        return None if stays else self.tensor
+
     def leave(self, ticket: Ticket) -> None:
         """The bytes are on the second board: let go of them."""
         assert self.tensor is not None
@@ -145,7 +151,7 @@ class Saver:
             return self.evictor.resident(value)
         self.recorder.need(value)
         storage = self.evictor.resident(value)
-        self.recorder.meter.reset_op_peak()  # what the replay took is not the plain run's
+        self.recorder.begin_window()  # what the replay took is not the plain run's
         return storage
 
     def released(self, value: Value) -> None:

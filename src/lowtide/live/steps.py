@@ -25,6 +25,9 @@ class Listener(Protocol):
     def root_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """A module is called from outside any module."""
 
+    def root_ends(self, result: Any) -> None:
+        """That call returned."""
+
     def backward_begins(self) -> None:
         """Autograd's engine is about to run."""
 
@@ -126,12 +129,15 @@ class Clock:
         self.depth += 1
         self._stack.append(self._names.get(id(module), type(module).__name__))
         try:
-            return original(module, *args, **kwargs)
+            result = original(module, *args, **kwargs)
         finally:
             self._stack.pop()
             self.depth -= 1
             if root:
                 self.phase = Phase.LOSS
+        if root:
+            self.listener.root_ends(result)
+        return result
 
     def _name(self, root: torch.nn.Module) -> None:
         kind = type(root).__name__

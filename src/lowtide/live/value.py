@@ -6,6 +6,7 @@ to the record that made it, a handle (what autograd keeps) to its value. So memo
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, final
@@ -103,6 +104,7 @@ class Value:
     Attributes:
         bytes: size of the storage.
         weak: the storage that has (or last had) its bytes.
+        anchor: what holds its bytes for replays that read it, where it cannot be made again.
         tensor: our own reference that keeps the bytes resident; None where we do not.
         record: the operator that makes it; None if that is not known or must not be run again.
         ticket: its place on the second board.
@@ -119,8 +121,8 @@ class Value:
     """
 
     __slots__ = (
-        "__weakref__", "busy", "bytes", "checksum", "heir", "number", "record", "saves", "superseded", "tainted", "tensor",
-        "ticket", "touched", "unit", "weak",
+        "__weakref__", "anchor", "busy", "bytes", "checksum", "heir", "number", "record", "saves", "superseded", "tainted",
+        "tensor", "ticket", "touched", "unit", "weak",
     )
 
     def __init__(self, size: int, record: Record | None) -> None:
@@ -128,6 +130,7 @@ class Value:
         self.bytes = size
         self.record = record
         self.weak: StorageRef | None = None
+        self.anchor: weakref.ref[Anchor] | None = None
         self.tensor: torch.Tensor | None = None
         self.ticket: Ticket | None = None
         self.saves = 0
@@ -147,6 +150,15 @@ class Value:
             value = value.heir
         return value
 
+    def anchored(self) -> Anchor | None:
+        """What holds its bytes for replays, if any is left that reads it."""
+        return None if self.anchor is None else self.anchor()
+
+    def own_aliases(self) -> int:
+        """How many tensors of ours refer to its storage."""
+        anchor = self.anchored()
+        return (self.tensor is not None) + (anchor is not None and anchor.held is not None)
+
     def storage(self) -> torch.UntypedStorage | None:
         """Its storage, where its bytes are resident."""
         if self.tensor is not None:
@@ -162,7 +174,50 @@ class Value:
             with beneath_autograd():
                 self.ticket = board.put(storage)
         self.tensor = None
+        anchor = self.anchored()
+        if anchor is not None and anchor.held is not None:
+            assert self.ticket is not None
+            anchor.leave(self.ticket)
         return wrote
+
+
+@final
+class Anchor:
+    """Bytes that replays read and that cannot be made again: held, or on the second board.
+
+    Attributes:
+        held: the tensor that holds them; None once they are on the second board.
+        ticket: their place there.
+    """
+
+    __slots__ = ("__weakref__", "held", "ticket")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Hold a tensor."""
+        self.held: torch.Tensor | None = tensor
+        self.ticket: Ticket | None = None
+
+    def leave(self, ticket: Ticket) -> None:
+        """The bytes are on the second board, and nobody else can change them: let go of them."""
+        self.ticket, self.held = ticket, None
+
+    def storage(self) -> torch.UntypedStorage:
+        """The bytes, fetched if they were moved."""
+        if self.held is not None:
+            return self.held.untyped_storage()
+        assert self.ticket is not None
+        return self.ticket.fetch()
+
+
+def _anchor(value: Value | None, tensor: torch.Tensor) -> Anchor:
+    """What holds a tensor's bytes: one for all arguments that read the same value."""
+    if value is None or not is_plain(tensor):
+        return Anchor(tensor if tensor.grad_fn is None else tensor.detach())
+    found = value.anchored()
+    if found is None:
+        found = Anchor(whole(tensor.untyped_storage()))
+        value.anchor = weakref.ref(found)
+    return found
 
 
 @final
@@ -170,7 +225,7 @@ class Argument:
     """A tensor that an operator read: a value and view metadata, or a tensor held as it is.
 
     Attributes:
-        anchor: held tensor, for what cannot be made again.
+        anchor: holds the bytes of what cannot be made again.
         watched: the leaf it is a view of, whose version must not have moved since. (A detached tensor made beneath
             autograd has a version counter of its own; writes to other tensors are seen by the ledger.)
     """
@@ -181,11 +236,12 @@ class Argument:
         """Refer to a tensor by its value, or hold it."""
         self.value = value
         self.device = tensor.device
-        self.meta: Meta | None = None if anchored else meta_of(tensor)
-        self.anchor = (tensor if tensor.grad_fn is None else tensor.detach()) if anchored else None
+        self.meta: Meta | None = meta_of(tensor) if is_plain(tensor) else None
+        self.anchor = _anchor(value, tensor) if anchored else None
         self.bytes = tensor.untyped_storage().nbytes()
-        self.watched = _leaf_under(tensor) if anchored else None
-        self.version = 0 if self.watched is None else self.watched._version
+        leaf = _leaf_under(tensor) if anchored else None
+        self.watched = None if leaf is None else weakref.ref(leaf)
+        self.version = 0 if leaf is None else leaf._version
 
     def tensor(self) -> torch.Tensor:
         """The tensor, with the bits that the operator saw.
@@ -194,19 +250,27 @@ class Argument:
             ReplayError: if the tensor was changed in place since.
         """
         if self.anchor is not None:
-            stale = self.watched is not None and self.watched._version != self.version
-            stale = stale or self.anchor.untyped_storage().nbytes() != self.bytes
-            if stale or (self.value is not None and self.value.superseded):
-                raise ReplayError(
-                    f"a tensor of shape {tuple(self.anchor.shape)} was changed in place after a value computed from it "
-                    "was dropped: exclude its module with --keep, or do not change it before backward"
-                )
-            return self.anchor
+            return self._anchored(self.anchor)
         assert self.value is not None
         assert self.meta is not None
         storage = self.value.storage()
         assert storage is not None
         return view_on(storage, self.meta)
+
+    def _anchored(self, anchor: Anchor) -> torch.Tensor:
+        if anchor.held is not None:
+            leaf = None if self.watched is None else self.watched()
+            stale = leaf is not None and leaf._version != self.version
+            stale = stale or anchor.held.untyped_storage().nbytes() != self.bytes
+            if stale or (self.value is not None and self.value.superseded):
+                raise ReplayError(
+                    f"a tensor of {self.bytes} bytes was changed in place after a value computed from it was dropped: "
+                    "exclude its module with --keep, or do not change it before backward"
+                )
+            if self.meta is None:
+                return anchor.held
+        assert self.meta is not None
+        return view_on(anchor.storage(), self.meta)
 
 
 def covers_blindly(info: OpInfo, argument: Argument) -> bool:
@@ -258,7 +322,10 @@ class Record:
     def sources(self) -> list[Value]:
         """Values that must be present before it can run again."""
         blind = {id(a) for a, _, matters in self.overs if not matters}
-        return [a.value for a in self.inputs if a.anchor is None and a.value is not None and id(a) not in blind]
+        return [
+            a.value for a in self.inputs
+            if a.anchor is None and a.value is not None and id(a) not in blind
+        ]
 
     def run(self, steal: Callable[[Value], bool], how: Replayer) -> tuple[list[Any], dict[int, torch.Tensor]]:
         """Run again: flattened outputs, and the tensors it wrote into, by position in :attr:`overs`.
@@ -294,7 +361,7 @@ class Record:
     ) -> torch.Tensor:
         """What the operator may write into in place of the argument it wrote into the first time."""
         if argument.anchor is not None:
-            return argument.anchor.clone()
+            return argument.tensor().clone()
         assert argument.value is not None
         assert argument.meta is not None
         if not matters:
@@ -405,8 +472,11 @@ class Replayer(Protocol):
     def room(self, size: int) -> None:
         """So many bytes are about to be taken outside any operator."""
 
-    def ran(self, record: Record) -> None:
-        """An operator ran again."""
+    def ran(self, seconds: float) -> None:
+        """An operator ran again, and took so long."""
+
+    def fetched(self, seconds: float) -> None:
+        """A value came from the second board, and took so long."""
 
     def taken(self, value: Value) -> None:
         """An in-place operator used up a remade value's storage."""
@@ -447,10 +517,13 @@ class _Chain:
         for v in self.fetched:
             assert v.ticket is not None
             self.how.room(v.bytes)
+            start = time.perf_counter()
             self._keep(v, v.ticket.fetch(), -1)
+            self.how.fetched(time.perf_counter() - start)
         for record in self.records:
+            start = time.perf_counter()
             self._replay(record)
-            self.how.ran(record)
+            self.how.ran(time.perf_counter() - start)
             for v in [v for v in self.busy if self.readers[v] <= record.order]:
                 v.busy -= 1
                 self.busy.discard(v)

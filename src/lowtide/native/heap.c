@@ -174,6 +174,20 @@ static int64_t forget(uintptr_t block) {
   return bytes;
 }
 
+/* Bytes of the tensor block at an address; 0 where there is none. */
+EXPORT int64_t lowtide_block_bytes(const void *block) {
+  struct shard *s = shard_of((uintptr_t)block);
+  int64_t bytes = 0;
+  pthread_mutex_lock(&s->lock);
+  if (s->capacity) {
+    size_t mask = s->capacity - 1, i = home(s, (uintptr_t)block);
+    while (s->slots[i].block && s->slots[i].block != (uintptr_t)block) i = (i + 1) & mask;
+    if (s->slots[i].block) bytes = s->slots[i].bytes;
+  }
+  pthread_mutex_unlock(&s->lock);
+  return bytes < 0 ? -bytes : bytes;
+}
+
 static void before_fork(void) {
   for (int i = 0; i < SHARDS; i++) pthread_mutex_lock(&shards[i].lock);
 }

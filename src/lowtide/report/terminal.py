@@ -48,7 +48,9 @@ def show_outcome(outcome: Outcome) -> None:
     recomputed = statistics.median(s.recomputed_ops for s in steps)
     took = statistics.median(s.recompute_seconds for s in steps)
     table.add_row("recomputed", f"{recomputed:.0f} ops", f"{format_seconds(took)} a step")
-    table.add_row("moved", format_bytes(statistics.median(s.offloaded_bytes for s in steps)), "a step")
+    waited = statistics.median(s.offload_seconds for s in steps)
+    moved = format_bytes(statistics.median(s.offloaded_bytes for s in steps))
+    table.add_row("moved", moved, f"{format_seconds(waited)} a step, there and back")
     if plan is not None and plan.predicted_peak_bytes is not None and plan.extra_seconds is not None:
         planned = [s for s in outcome.steps if s.policy == "planned"]
         measured = planned[-1].peak_bytes if planned else outcome.steps[-1].peak_bytes
