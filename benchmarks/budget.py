@@ -31,7 +31,7 @@ from lowtide.live.heap import counters, library_path
 from lowtide.units import format_bytes
 from torch import nn
 
-STEPS = 13
+STEPS = 11
 SETTLED = 5
 """Steps at the end of a run that are timed: by then the plan is in force."""
 
@@ -231,7 +231,7 @@ def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--json")
     options.add_argument("--models", default=",".join(MODELS))
-    options.add_argument("--turns", type=int, default=3)
+    options.add_argument("--turns", type=int, default=2)
     given = options.parse_args()
     if counters() is None:
         os.environ["LD_PRELOAD"] = str(library_path())

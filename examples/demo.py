@@ -26,6 +26,7 @@ HERE = Path(__file__).resolve().parent
 SCRIPTS = ("casino_lstm.py", "small_gpt.py")
 SHARES = (0.5, 0.25)
 STEPS = "8"
+ROOMY = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,11 @@ def run_plain(script: str, folder: Path) -> Row:
     figures = folder / "plain.json"
     looker = str(HERE.parent / "benchmarks" / "plain.py")
     command = [sys.executable, looker, str(figures), str(HERE / script), "--steps", STEPS]
-    environment = {**os.environ, "LD_PRELOAD": str(library_path())}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    library = library_path()
+    preload = {} if library is None else {"LD_PRELOAD": str(library)}
+    done = subprocess.run(command, env={**os.environ, **preload}, capture_output=True, text=True, check=True)
     found = json.loads(figures.read_text())
-    return Row(script, None, found["peak_bytes"], statistics.median(found["seconds"][2:]), done.stdout, "")
+    return Row(script, None, found["peak_bytes"] or 0, statistics.median(found["seconds"][2:]), done.stdout, "")
 
 
 def run_under(script: str, budget: int, folder: Path) -> tuple[Row, dict[str, Any]]:
@@ -73,9 +75,11 @@ def main() -> None:
         for script in SCRIPTS:
             plain = run_plain(script, folder)
             progress.advance(task)
-            rows.append((plain, plain))
-            _, known = run_under(script, 8 * plain.peak_bytes, folder)
+            _, known = run_under(script, ROOMY, folder)
             progress.advance(task)
+            if not plain.peak_bytes:  # no compiler built the counter: what the recording says of the tensors
+                plain = replace(plain, peak_bytes=known["plan"]["baseline_peak_bytes"], note="tensors only")
+            rows.append((plain, plain))
             floor, resident = known["plan"]["bound"]["peak_bytes"], known["plan"]["resident_bytes"]
             for share in SHARES:
                 wanted = int(resident + share * (plain.peak_bytes - resident))
@@ -95,7 +99,7 @@ def show(rows: list[tuple[Row, Row]]) -> None:
     for row, plain in rows:
         equal = row.losses == plain.losses
         kept = row.budget_bytes is None or row.peak_bytes <= row.budget_bytes
-        good &= equal and kept
+        good &= equal and (kept or library_path() is None)  # without a counter a first step cannot be capped
         table.add_row(
             row.script, "none" if row.budget_bytes is None else format_bytes(row.budget_bytes),
             format_bytes(row.peak_bytes) + ("" if kept else " (over)"), f"{row.peak_bytes / plain.peak_bytes:.0%}",

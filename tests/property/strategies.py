@@ -184,7 +184,7 @@ def traces(draw: st.DrawFn) -> Trace:
 @st.composite
 def problems(draw: st.DrawFn, *, moving: bool = True) -> Problem:
     """A unit, with or without a second board."""
-    bandwidth = draw(st.sampled_from([None, Bandwidth(write=4.0, read=8.0)])) if moving else None
+    bandwidth = draw(st.sampled_from([None, Bandwidth(write=4.0, read=8.0, read_fresh=2.0)])) if moving else None
     return Problem(trace=draw(traces()), base_bytes=BASE_BYTES, bandwidth=bandwidth)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowtide
-from lowtide.live.runtime import Runtime
 
 
 def test_torchs_own_error_comes_for_saved_tensors_changed_in_place() -> None:
@@ -216,6 +216,7 @@ def test_a_budget_that_ended_leaves_nothing_behind() -> None:
     """Its runtime, and with it the second board's mapped file, goes: notebooks run the same cell again and again."""
     with lowtide.budget("1GiB") as run:
         nn.Linear(8, 8)(torch.randn(4, 8)).sum().backward()
+    runtime = weakref.ref(run._runtime)
     del run
     gc.collect()
-    assert not [o for o in gc.get_objects() if type(o) is Runtime]
+    assert runtime() is None

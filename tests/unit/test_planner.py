@@ -56,7 +56,7 @@ def _trace() -> Trace:
 
 
 def _problem(*, board: bool) -> Problem:
-    bandwidth = Bandwidth(write=SIZE * 10, read=SIZE * 10) if board else None
+    bandwidth = Bandwidth(write=SIZE * 10, read=SIZE * 10, read_fresh=SIZE * 10) if board else None
     return Problem(trace=_trace(), base_bytes=SIZE, bandwidth=bandwidth)
 
 

@@ -48,7 +48,6 @@ def main() -> None:
 
 def _run(task: Task) -> int:
     """Run the script; the exit code to leave with if it ended by itself."""
-    from lowtide.live.heap import counters
     from lowtide.live.runtime import Runtime, Settings
     from lowtide.planner import load_plan
     from lowtide.units import parse_budget
@@ -61,11 +60,6 @@ def _run(task: Task) -> int:
         refusal=_refusal,
     )
     runtime = Runtime(settings)
-    if counters() is None:
-        sys.stderr.write(
-            "lowtide: the heap counter is not loaded (no compiler at installation, or not Linux): on the CPU memory inside "
-            "operators is not seen, and the budget is held on the tensors alone\n"
-        )
     runtime.start()
     code: Any = 0
     try:

@@ -102,8 +102,16 @@ class FileBoard:
             written = time.perf_counter()
             probe.copy_(place)
             read = time.perf_counter()
+            fresh = torch.frombuffer(mmap.mmap(-1, _PROBE_BYTES), dtype=torch.uint8)
+            mapped = time.perf_counter()
+            fresh.copy_(place)
+            faulted = time.perf_counter()
         self.give_back(place)
-        return Bandwidth(write=_PROBE_BYTES / (written - start), read=_PROBE_BYTES / (read - written))
+        return Bandwidth(
+            write=_PROBE_BYTES / (written - start),
+            read=_PROBE_BYTES / (read - written),
+            read_fresh=_PROBE_BYTES / (faulted - mapped),
+        )
 
 
 @final
@@ -158,7 +166,8 @@ class PinnedBoard:
         ticket.fetch()  # pinned blocks are recycled by the caching host allocator once its recorded events have passed
         torch.cuda.synchronize(self.device)
         read = time.perf_counter()
-        return Bandwidth(write=_PROBE_BYTES / (written - start), read=_PROBE_BYTES / (read - written))
+        speed = _PROBE_BYTES / (read - written)
+        return Bandwidth(write=_PROBE_BYTES / (written - start), read=speed, read_fresh=speed)
 
 
 @final

@@ -14,7 +14,7 @@ from lowtide.live.board import FileBoard, PinnedBoard
 from lowtide.live.heap import Meter
 from lowtide.live.ledger import Ledger
 from lowtide.live.ops import OpInfo
-from lowtide.live.value import Record, Value, beneath_autograd, flatten, remake, sole_owner, whole
+from lowtide.live.value import Record, Value, beneath_autograd, flatten, is_plain, map_tensors, remake, sole_owner, whole
 from lowtide.pebble.problem import Bandwidth
 from lowtide.trace import Site
 
@@ -34,6 +34,10 @@ LIBRARY_BYTES = 320 << 10
 
 LIBRARY_OPS = ("convolution", "mkldnn", "gelu", "linear", "mm")
 """Operators (parts of their names) that oneDNN may run."""
+
+
+OPAQUE_OPS = ("mkldnn", "cudnn", "rnn")
+"""Operators (parts of their names) whose kernels without data say nothing of the workspace that they return."""
 
 
 @final
@@ -80,6 +84,7 @@ class Evictor:
         self.keeps: Iterable[weakref.ref[Any]] = ()
         self._replayer = _Replayer(self)
         self._library: dict[str, int] = {}
+        self._made: dict[Any, int] = {}
         self._bandwidth: Bandwidth | None = None
 
     # --- what autograd saves -----------------------------------------------------------------------------------------
@@ -127,11 +132,10 @@ class Evictor:
         limit, meter = self.limit_bytes, self.meter
         if info.collective:
             if limit:
-                self._headroom(args)
+                self._headroom(func, info, args, kwargs)
             self.attempt_live_bytes = meter.live()
             return func(*args, **kwargs)
-        if limit and not meter.capped:
-            self._headroom(args)
+        kind = self._headroom(func, info, args, kwargs) if limit and not meter.capped else None
         copies = _copies(info, args) if info.mutates else None
         if info.mutates and copies is None:
             limit = 0
@@ -151,6 +155,8 @@ class Evictor:
                 last = error.with_traceback(None)
             else:
                 self._note_library(info.name, meter.library_rise())
+                if kind is not None:
+                    self._made[kind] = max(self._made[kind], _bytes_beside(out, args, kwargs))
                 return out
             finally:
                 meter.cap(0)
@@ -187,12 +193,19 @@ class Evictor:
             return True
         return self.meter.denied() > denied
 
-    def _headroom(self, args: Any) -> None:
-        """Where the operator cannot be capped: room for outputs as large as the inputs is made before the operator runs."""
-        expected = sum(t.nbytes for t in flatten(args) if isinstance(t, torch.Tensor))
+    def _headroom(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
+        """Where the operator cannot be capped: room is made for what it will make; its key in what is known."""
+        tensors = [t for t in (*flatten(args), *kwargs.values()) if isinstance(t, torch.Tensor)]
+        key = (func, *((t.size(), t.dtype) for t in tensors))
+        expected = self._made.get(key)
+        if expected is None:
+            opaque = info.seeded or info.collective or any(part in info.name for part in OPAQUE_OPS)
+            fresh = None if opaque else _fresh_bytes(func, args, kwargs)
+            expected = self._made[key] = sum(t.nbytes for t in tensors) if fresh is None else fresh
         over = self.meter.live() + expected + SLACK_BYTES - self.limit_bytes
         if over > 0:
             self.make_room(over)
+        return key
 
     # --- room --------------------------------------------------------------------------------------------------------
 
@@ -225,7 +238,7 @@ class Evictor:
         speed = self.bandwidth
         if speed is None:
             return math.inf
-        return value.bytes / speed.read + (0.0 if value.ticket is not None else value.bytes / speed.write)
+        return speed.read_seconds(value.bytes) + (0.0 if value.ticket is not None else value.bytes / speed.write)
 
     def _move_kept(self, needed: int) -> int:
         """Move what a planned forward holds that left its plan: saved tensors and inputs of replays; the bytes freed."""
@@ -428,6 +441,32 @@ def _depends(value: Value, on: Value) -> bool:
             if argument.value is not None and argument.value.tensor is None:
                 stack.append(argument.value)
     return False
+
+
+def _fresh_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
+    """Bytes of the storages that an operator will make, by running it without data; None if that cannot be told."""
+    given: set[int] = set()
+
+    def without_data(tensor: torch.Tensor, _: int | str | None) -> torch.Tensor:
+        alike = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+        given.add(alike.untyped_storage()._cdata)
+        return alike
+
+    try:
+        with beneath_autograd():
+            plain = [map_tensors(a, None, without_data) for a in args]
+            named = {k: "meta" if k == "device" else map_tensors(v, None, without_data) for k, v in kwargs.items()}
+            made = [t.untyped_storage() for t in flatten(func(*plain, **named)) if isinstance(t, torch.Tensor)]
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):  # no kernel without data, or it wants to see them
+        return None
+    return sum({s._cdata: s.nbytes() for s in made if s._cdata not in given}.values())
+
+
+def _bytes_beside(out: Any, args: Any, kwargs: Any) -> int:
+    """Bytes of the storages among an operator's results that were not among its arguments."""
+    given = {t.untyped_storage()._cdata for t in (*flatten(args), *kwargs.values()) if isinstance(t, torch.Tensor)}
+    made = [t.untyped_storage() for t in flatten(out) if isinstance(t, torch.Tensor) and is_plain(t)]
+    return sum({s._cdata: s.nbytes() for s in made if s._cdata not in given}.values())
 
 
 def _copies(info: OpInfo, args: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | None:

@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol, final
@@ -44,17 +46,36 @@ def library_path() -> Path | None:
 
 
 def counters() -> Counters | None:
-    """The counters of this process; None where the library is absent or was not preloaded."""
+    """The counters of this process, attached now where they were not preloaded; None where that cannot be."""
     path = library_path()
     if path is None:
         return None
     try:
-        found = Counters.in_dll(ctypes.CDLL(str(path)), "lowtide_heap")
+        library = ctypes.CDLL(str(path))
+        found = Counters.in_dll(library, "lowtide_heap")
     except (OSError, ValueError):
         return None
-    if found.layout != ctypes.sizeof(Counters) or found.heap_requests == 0:
+    if found.layout != ctypes.sizeof(Counters):
+        return None
+    if found.heap_requests == 0 and found.tensor_blocks == 0 and not _attach(library):
         return None
     return found
+
+
+def _attach(library: ctypes.CDLL) -> bool:
+    """Count from now on, and book what torch's allocator gave out before, as far as tensors show it."""
+    if not library.lowtide_attach():
+        return False
+    adopt = library.lowtide_adopt
+    adopt.argtypes, adopt.restype = (ctypes.c_void_p, ctypes.c_int64), None
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    for tensor in [*tensors, *(t.grad for t in tensors if t.is_leaf and t.grad is not None)]:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # tensors without a storage of their own
+            storage = tensor.untyped_storage()
+            resizable = storage.resizable()  # numpy's memory, and files', is not
+            if storage.device.type == "cpu" and resizable and storage.data_ptr():
+                adopt(storage.data_ptr(), storage.nbytes())
+    return True
 
 
 class Meter(Protocol):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -120,11 +121,14 @@ class Patches:
         return self._outside_compiled(compiled)
 
     def _outside_compiled(self, original: Any) -> Any:
-        """Run a compiled region without any interception."""
-        runtime = self._runtime
+        """Run a compiled region without any interception; the script may keep it longer than the budget lasts."""
+        known = weakref.ref(self._runtime)
 
         @functools.wraps(original)
         def compiled(*args: Any, **kwargs: Any) -> Any:
+            runtime = known()
+            if runtime is None:
+                return original(*args, **kwargs)
             with runtime.stack.aside(), runtime.clock.deaf():
                 return original(*args, **kwargs)
 

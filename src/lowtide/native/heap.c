@@ -8,6 +8,8 @@
  * RuntimeError and the process survives.  (oneDNN does not survive a refusal, so its requests are counted, never refused.)
  * There are two caps: one for the process, and one for the calling thread.
  *
+ * Where it was not preloaded it can be attached later (lowtide_attach); then only the tensor book is kept.
+ *
  * Not seen: mmap'ed memory (numpy and Python arenas of some sizes, MKL's own buffers), memory of other processes.
  */
 #define _GNU_SOURCE
@@ -21,6 +23,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
 #define TENSOR_ALIGNMENT 64
@@ -331,11 +334,10 @@ EXPORT void *realloc(void *block, size_t bytes) {
   return moved;
 }
 
-EXPORT int posix_memalign(void **out, size_t alignment, size_t bytes) {
-  resolve();
-  if (!real_posix_memalign) return ENOMEM;
+/* posix_memalign with the tensor book kept, and the heap book where it is wanted. */
+static int counted_memalign(void **out, size_t alignment, size_t bytes, uintptr_t caller, int heap) {
   int tensor = alignment >= TENSOR_ALIGNMENT && bytes > 0;
-  int c10 = tensor && from_c10((uintptr_t)__builtin_return_address(0));
+  int c10 = tensor && from_c10(caller);
   int64_t live = 0;
   if (tensor && !tensor_reserve((int64_t)bytes, &live, c10)) return ENOMEM;
   int failed = real_posix_memalign(out, alignment, bytes);
@@ -347,7 +349,7 @@ EXPORT int posix_memalign(void **out, size_t alignment, size_t bytes) {
     if (tensor) atomic_fetch_sub_explicit(&lowtide_heap.tensor_live, (int64_t)bytes, memory_order_relaxed);
     return failed;
   }
-  if (*out) heap_add(*out);
+  if (heap && *out) heap_add(*out);
   if (!tensor) return 0;
   atomic_fetch_add_explicit(&lowtide_heap.tensor_blocks, 1, memory_order_relaxed);
   lift(&lowtide_heap.tensor_peak, live);
@@ -358,6 +360,12 @@ EXPORT int posix_memalign(void **out, size_t alignment, size_t bytes) {
     lift(&lowtide_heap.library_op_peak, library + (int64_t)bytes);
   }
   return 0;
+}
+
+EXPORT int posix_memalign(void **out, size_t alignment, size_t bytes) {
+  resolve();
+  if (!real_posix_memalign) return ENOMEM;
+  return counted_memalign(out, alignment, bytes, (uintptr_t)__builtin_return_address(0), 1);
 }
 
 EXPORT void *aligned_alloc(size_t alignment, size_t bytes) {
@@ -374,4 +382,106 @@ EXPORT void *memalign(size_t alignment, size_t bytes) {
   void *block = real_memalign(alignment, bytes);
   if (block) heap_add(block);
   return block;
+}
+
+/* --- attaching to a process that is running ------------------------------------------------------------------------
+ *
+ * Where the library was not preloaded (a notebook), the entries of libc10 and libtorch_cpu for posix_memalign and free
+ * in their global offset tables are pointed here: those two own all tensor blocks and oneDNN's scratchpads.  The heap
+ * book is not kept then.
+ */
+
+static int attached_posix_memalign(void **out, size_t alignment, size_t bytes) {
+  return counted_memalign(out, alignment, bytes, (uintptr_t)__builtin_return_address(0), 0);
+}
+
+static void attached_free(void *block) {
+  if (!block) return;
+  tensor_release(block); /* before the real free: the address may be given out again at once */
+  real_free(block);
+}
+
+#if defined(__x86_64__)
+#define IS_SLOT(type) ((type) == R_X86_64_JUMP_SLOT || (type) == R_X86_64_GLOB_DAT)
+#elif defined(__aarch64__)
+#define IS_SLOT(type) ((type) == R_AARCH64_JUMP_SLOT || (type) == R_AARCH64_GLOB_DAT)
+#else
+#define IS_SLOT(type) 0
+#endif
+
+/* Dynamic entries are relocated by glibc, and left as offsets by musl. */
+static const char *placed(uintptr_t base, uintptr_t at) { return (const char *)(at < base ? base + at : at); }
+
+static int redirect(void **slot, void *target) {
+  size_t page = (size_t)sysconf(_SC_PAGESIZE);
+  void *start = (void *)((uintptr_t)slot & ~(page - 1));
+  if (mprotect(start, page, PROT_READ | PROT_WRITE)) return 0; /* slots are aligned: one never crosses a page */
+  __atomic_store_n(slot, target, __ATOMIC_SEQ_CST);
+  return 1;
+}
+
+struct attachment {
+  const char *function;
+  void *target;
+  int redirected;
+};
+
+static int attach_object(struct dl_phdr_info *info, size_t size, void *given) {
+  struct attachment *attachment = given;
+  (void)size;
+  const char *name = strrchr(info->dlpi_name, '/');
+  if (!name || (strncmp(name, "/libc10.so", 10) && strncmp(name, "/libtorch_cpu.so", 16))) return 0;
+  uintptr_t base = info->dlpi_addr;
+  const ElfW(Dyn) *entry = NULL;
+  for (int i = 0; i < info->dlpi_phnum; i++)
+    if (info->dlpi_phdr[i].p_type == PT_DYNAMIC) entry = (const ElfW(Dyn) *)(base + info->dlpi_phdr[i].p_vaddr);
+  if (!entry) return 0;
+  const ElfW(Sym) *symbols = NULL;
+  const char *strings = NULL;
+  const ElfW(Rela) *tables[2] = {NULL, NULL};
+  size_t sizes[2] = {0, 0};
+  for (; entry->d_tag != DT_NULL; entry++) {
+    if (entry->d_tag == DT_SYMTAB) symbols = (const ElfW(Sym) *)placed(base, entry->d_un.d_ptr);
+    if (entry->d_tag == DT_STRTAB) strings = placed(base, entry->d_un.d_ptr);
+    if (entry->d_tag == DT_JMPREL) tables[0] = (const ElfW(Rela) *)placed(base, entry->d_un.d_ptr);
+    if (entry->d_tag == DT_PLTRELSZ) sizes[0] = entry->d_un.d_val;
+    if (entry->d_tag == DT_RELA) tables[1] = (const ElfW(Rela) *)placed(base, entry->d_un.d_ptr);
+    if (entry->d_tag == DT_RELASZ) sizes[1] = entry->d_un.d_val;
+  }
+  if (!symbols || !strings) return 0;
+  for (int t = 0; t < 2; t++) {
+    for (size_t i = 0; tables[t] && i < sizes[t] / sizeof(ElfW(Rela)); i++) {
+      const ElfW(Rela) *rela = &tables[t][i];
+      if (!IS_SLOT(ELF64_R_TYPE(rela->r_info))) continue;
+      if (strcmp(strings + symbols[ELF64_R_SYM(rela->r_info)].st_name, attachment->function)) continue;
+      attachment->redirected += redirect((void **)(base + rela->r_offset), attachment->target);
+    }
+  }
+  return 0;
+}
+
+/* Count from now on in a process that began without this library; whether that was possible. */
+EXPORT int lowtide_attach(void) {
+  static int attached;
+  if (attached) return 1;
+  /* The global scope: an allocator that the user preloaded comes before the C library's. */
+  void *aligned = dlsym(RTLD_DEFAULT, "posix_memalign"), *release = dlsym(RTLD_DEFAULT, "free");
+  if (!aligned || !release) return 0;
+  real_posix_memalign = (int (*)(void **, size_t, size_t))aligned;
+  real_free = (void (*)(void *))release;
+  /* free first: a block that is booked must be seen to go. */
+  struct attachment frees = {"free", (void *)attached_free, 0};
+  struct attachment takes = {"posix_memalign", (void *)attached_posix_memalign, 0};
+  dl_iterate_phdr(attach_object, &frees);
+  if (frees.redirected) dl_iterate_phdr(attach_object, &takes);
+  attached = frees.redirected && takes.redirected;
+  return attached;
+}
+
+/* Book a tensor block that was there before the library was attached. */
+EXPORT void lowtide_adopt(const void *block, int64_t bytes) {
+  if (bytes <= 0 || lowtide_block_bytes(block) || !remember((uintptr_t)block, bytes)) return;
+  atomic_fetch_add_explicit(&lowtide_heap.tensor_blocks, 1, memory_order_relaxed);
+  int64_t live = atomic_fetch_add_explicit(&lowtide_heap.tensor_live, bytes, memory_order_relaxed) + bytes;
+  lift(&lowtide_heap.tensor_peak, live);
 }

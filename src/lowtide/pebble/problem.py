@@ -32,16 +32,30 @@ class Away:
     until: int
 
 
+FRESH_BYTES = 32 << 20
+"""glibc's largest threshold for mapping a block (DEFAULT_MMAP_THRESHOLD_MAX): its pages are faulted in each time."""
+
 Key = tuple[int, int]
 """(value, gap): gap ``k`` of a value is the time before its need ``k``; the last gap follows its last need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bandwidth:
-    """The second board's speed, bytes per second each way."""
+    """The second board's speed, bytes per second each way.
+
+    Attributes:
+        write: from the device.
+        read: to a block of the device that was in use before.
+        read_fresh: to a block that the system maps anew, as glibc does for every block of ``FRESH_BYTES`` or more.
+    """
 
     write: float
     read: float
+    read_fresh: float
+
+    def read_seconds(self, size: int) -> float:
+        """Seconds to bring so many bytes back."""
+        return size / (self.read if size < FRESH_BYTES else self.read_fresh)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +133,7 @@ class Problem:
         """Seconds to bring a value back from the second board, and (unless it was written before) there."""
         assert self.bandwidth is not None
         size = self.trace.buffers[value].bytes
-        return size / self.bandwidth.read + (0.0 if written else size / self.bandwidth.write)
+        return self.bandwidth.read_seconds(size) + (0.0 if written else size / self.bandwidth.write)
 
     def end(self, value: int) -> int:
         """Last event at whose end the plain run still has the value."""

@@ -291,7 +291,7 @@ class _Play:
         fresh: set[int] = set()
         for u in fetched:
             assert self.problem.bandwidth is not None
-            self.seconds += self.buffers[u].bytes / self.problem.bandwidth.read
+            self.seconds += self.problem.bandwidth.read_seconds(self.buffers[u].bytes)
             live += self.buffers[u].bytes
             fresh.add(u)
             if u != v and self._held(u, e):

@@ -1,0 +1,107 @@
+"""Laws: in a process that began without the heap counter (a notebook), it is attached when a budget begins, and is then as exact
+as a preloaded one: blocks from before are booked, requests are counted and capped, bits stay equal."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lowtide.live.heap import library_path
+
+TESTS = Path(__file__).parents[1]
+
+pytestmark = pytest.mark.skipif(library_path() is None, reason="no compiler built the counter")
+
+COUNTS = """
+import json, torch
+before = torch.empty(1 << 20)
+from lowtide.live.heap import counters
+found = counters()
+seen = [found.tensor_live]
+y = torch.empty(1000)
+seen.append(found.tensor_live)
+del y
+seen.append(found.tensor_live)
+del before
+seen.append(found.tensor_live)
+refused = False
+found.cap = found.tensor_live + (1 << 20)
+try:
+    torch.empty(1 << 20)
+except RuntimeError as error:
+    refused = "allocate memory" in str(error)
+found.cap = 0
+print(json.dumps({"seen": seen, "refused": refused, "peak": found.tensor_peak}))
+"""
+
+BUDGET = """
+import gc, json, sys
+import torch, zoo
+torch.use_deterministic_algorithms(True)
+zoo.run(zoo.MODELS["gpt_eager"], 1)
+plain = zoo.run(zoo.MODELS["gpt_eager"], 5)
+import lowtide
+from lowtide.live.heap import counters
+with lowtide.budget("1GiB") as roomy:
+    zoo.run(zoo.MODELS["gpt_eager"], 5)
+plan = roomy.outcome.plan
+gc.collect()
+base = counters().tensor_live
+budget = int(plan.resident_bytes + 0.5 * (plan.baseline_peak_bytes - plan.resident_bytes))
+with lowtide.budget(budget) as run:
+    bits = zoo.run(zoo.MODELS["gpt_eager"], 5)
+outcome = run.outcome
+print(json.dumps({
+    "exact": outcome.exact, "equal": bits == plain, "budget": budget, "peaks": [s.peak_bytes for s in outcome.steps],
+    "plain": plan.baseline_peak_bytes, "predicted": outcome.plan.predicted_peak_bytes,
+}))
+"""
+
+
+def _run(code: str) -> dict[str, Any]:
+    environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
+    environment["PYTHONPATH"] = str(TESTS)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_blocks_from_before_and_after_are_counted_and_requests_are_capped() -> None:
+    found = _run(COUNTS)
+    start, with_block, without, emptied = found["seen"]
+    assert start >= 4 << 20
+    assert with_block - start == 4000
+    assert without == start
+    assert start - emptied == 4 << 20
+    assert found["refused"]
+    assert found["peak"] >= start
+
+
+def test_budget_is_held_exactly_without_preloading() -> None:
+    found = _run(BUDGET)
+    assert found["exact"]
+    assert found["equal"]
+    assert found["budget"] < found["plain"]
+    assert max(found["peaks"]) <= found["budget"] + (64 << 10)
+    assert abs(found["peaks"][-1] - found["predicted"]) <= 64 << 10
+
+NO_LIBRARY = """
+import lowtide.live.heap
+lowtide.live.heap.library_path = lambda: None
+"""
+
+
+def test_without_any_counter_bits_hold_and_planned_steps_fit_the_tensors() -> None:
+    """Law: where no library was built the tensors alone are counted, and the user is told; planned steps are within the budget."""
+    found = _run(NO_LIBRARY + BUDGET.replace("base = counters().tensor_live\n", ""))
+    assert not found["exact"]
+    assert found["equal"]
+    assert max(found["peaks"][2:]) <= found["budget"] < found["plain"]
