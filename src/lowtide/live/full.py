@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch
 from lowtide.live.ops import OpInfo, info_of
-from lowtide.live.value import Argument, Record, Value, covers_blindly, is_plain, map_tensors, state_bytes
+from lowtide.live.value import Argument, Record, Value, covers_blindly, generator_of, is_plain, map_tensors, state_bytes
 from lowtide.trace import Op, Phase, Site
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class FullMode(TorchDispatchMode):
         self._order += 1
         record = Record(func, info, noted, named, inputs, self._order)
         if info.seeded:
-            generator = kwargs.get("generator") or _generator(inputs)
+            generator = generator_of(kwargs, (a.device for a in inputs))
             record.state = (generator, state_bytes(generator))
         for argument in written.values():
             matters = argument.anchor is None and not covers_blindly(info, argument)
@@ -299,12 +299,3 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 def _is_fake(args: Any) -> bool:
     """Whether an operator belongs to some tracer: its tensors have no bytes."""
     return any(isinstance(a, torch.Tensor) and a.device.type == "meta" for a in args)
-
-
-def _generator(inputs: list[Argument]) -> Any:
-    """The default generator of the device that an operator runs on."""
-    for argument in inputs:
-        if argument.device.type == "cuda":
-            return torch.cuda.default_generators[argument.device.index or 0]
-    return torch.default_generator
-

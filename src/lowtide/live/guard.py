@@ -11,10 +11,12 @@ from typing import Any, final
 
 import torch
 from lowtide.live.board import FileBoard, PinnedBoard
+from lowtide.live.foresee import bytes_beside, fresh_bytes
 from lowtide.live.heap import Meter
 from lowtide.live.ledger import Ledger
 from lowtide.live.ops import OpInfo
-from lowtide.live.value import Record, Value, beneath_autograd, flatten, is_plain, map_tensors, remake, sole_owner, whole
+from lowtide.live.replay import remake
+from lowtide.live.value import Record, Value, beneath_autograd, flatten, generator_of, sole_owner, whole
 from lowtide.pebble.problem import Bandwidth
 from lowtide.trace import Site
 
@@ -156,7 +158,7 @@ class Evictor:
             else:
                 self._note_library(info.name, meter.library_rise())
                 if kind is not None:
-                    self._made[kind] = max(self._made[kind], _bytes_beside(out, args, kwargs))
+                    self._made[kind] = max(self._made[kind], bytes_beside(out, args, kwargs))
                 return out
             finally:
                 meter.cap(0)
@@ -200,7 +202,7 @@ class Evictor:
         expected = self._made.get(key)
         if expected is None:
             opaque = info.seeded or info.collective or any(part in info.name for part in OPAQUE_OPS)
-            fresh = None if opaque else _fresh_bytes(func, args, kwargs)
+            fresh = None if opaque else fresh_bytes(func, args, kwargs)
             expected = self._made[key] = sum(t.nbytes for t in tensors) if fresh is None else fresh
         over = self.meter.live() + expected + SLACK_BYTES - self.limit_bytes
         if over > 0:
@@ -443,32 +445,6 @@ def _depends(value: Value, on: Value) -> bool:
     return False
 
 
-def _fresh_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
-    """Bytes of the storages that an operator will make, by running it without data; None if that cannot be told."""
-    given: set[int] = set()
-
-    def without_data(tensor: torch.Tensor, _: int | str | None) -> torch.Tensor:
-        alike = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-        given.add(alike.untyped_storage()._cdata)
-        return alike
-
-    try:
-        with beneath_autograd():
-            plain = [map_tensors(a, None, without_data) for a in args]
-            named = {k: "meta" if k == "device" else map_tensors(v, None, without_data) for k, v in kwargs.items()}
-            made = [t.untyped_storage() for t in flatten(func(*plain, **named)) if isinstance(t, torch.Tensor)]
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):  # no kernel without data, or it wants to see them
-        return None
-    return sum({s._cdata: s.nbytes() for s in made if s._cdata not in given}.values())
-
-
-def _bytes_beside(out: Any, args: Any, kwargs: Any) -> int:
-    """Bytes of the storages among an operator's results that were not among its arguments."""
-    given = {t.untyped_storage()._cdata for t in (*flatten(args), *kwargs.values()) if isinstance(t, torch.Tensor)}
-    made = [t.untyped_storage() for t in flatten(out) if isinstance(t, torch.Tensor) and is_plain(t)]
-    return sum({s._cdata: s.nbytes() for s in made if s._cdata not in given}.values())
-
-
 def _copies(info: OpInfo, args: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
     """Copies of the arguments that an operator writes; None if they are too large to be copied."""
     written = [t for i, a in enumerate(args) if i in info.writes_at or i in info.secret_at for t in flatten((a,))]
@@ -489,9 +465,5 @@ def _restore(copies: list[tuple[torch.Tensor, torch.Tensor]] | None) -> bool:
 def _generator_state(info: OpInfo, args: Any, kwargs: Any) -> tuple[Any, torch.Tensor] | None:
     if not info.seeded:
         return None
-    generator = kwargs.get("generator")
-    if generator is None:
-        first = next((t for t in flatten(args) if isinstance(t, torch.Tensor)), None)
-        cuda = first is not None and first.is_cuda
-        generator = torch.cuda.default_generators[first.device.index or 0] if cuda else torch.default_generator  # type: ignore[union-attr]
+    generator = generator_of(kwargs, (t.device for t in flatten(args) if isinstance(t, torch.Tensor)))
     return generator, generator.get_state()

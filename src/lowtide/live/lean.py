@@ -20,6 +20,7 @@ import torch
 from lowtide.live.board import FileBoard, PinnedBoard
 from lowtide.live.guard import Tally
 from lowtide.live.ops import info_of
+from lowtide.live.replay import remake
 from lowtide.live.saver import Kept, modified_in_place
 from lowtide.live.value import (
     Anchor,
@@ -29,9 +30,9 @@ from lowtide.live.value import (
     Value,
     covers_blindly,
     flatten,
+    generator_of,
     map_tensors,
     meta_of,
-    remake,
     sole_owner,
     state_bytes,
     view_on,
@@ -364,10 +365,7 @@ class LeanMode(TorchDispatchMode):
         record.overs = overs
         record.seconds = self.script.seconds[self.at]
         if info.seeded:
-            generator = kwargs.get("generator")
-            if generator is None:
-                cuda = next((a.device for a in inputs if a.device.type == "cuda"), None)
-                generator = torch.default_generator if cuda is None else torch.cuda.default_generators[cuda.index or 0]
+            generator = generator_of(kwargs, (a.device for a in inputs))
             record.state = (generator, state_bytes(generator))
         return record
 

@@ -25,6 +25,7 @@ from lowtide.live.board import FileBoard, PinnedBoard
 from lowtide.live.full import FullMode
 from lowtide.live.guard import LIBRARY_BYTES, SLACK_BYTES, Evictor, Tally
 from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
+from lowtide.live.kind import sibling_of, signature_of, tensors_in
 from lowtide.live.lean import LeanMode, LeanRun, Script, compile_script
 from lowtide.live.ledger import Ledger
 from lowtide.live.outcome import PlanFigures, StepFigures
@@ -33,12 +34,13 @@ from lowtide.live.recorder import Recorder
 from lowtide.live.saver import Saver
 from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
+from lowtide.live.verdict import figures_of, refusal
 from lowtide.pebble.greedy import State
 from lowtide.pebble.problem import Problem
 from lowtide.pebble.solve import Front, Solution
 from lowtide.planner import Plan, dropped_sites, plan_of
 from lowtide.trace import Phase, Trace
-from lowtide.units import Auto, Share, Size, format_bytes
+from lowtide.units import Auto, Share, Size
 
 TOLERANCE_BYTES = 64 << 10
 """Two bases, or a prediction and a measurement, agree within so much ..."""
@@ -241,7 +243,7 @@ class Runtime:
             device = next((p.device for p in module.parameters() if p.is_cuda), None)
             if device is not None:
                 self._use_cuda(device)
-        signature = _signature(module, args, kwargs)
+        signature = signature_of(module, args, kwargs)
         if self.unit is not None:
             if not self._is_stale(self.unit, signature):
                 return
@@ -251,7 +253,7 @@ class Runtime:
     def root_ends(self, result: Any) -> None:
         """A root call returned."""
         if self.unit is not None:
-            self.unit.outputs += [weakref.ref(t) for t in _tensors(result) if t.grad_fn is not None]
+            self.unit.outputs += [weakref.ref(t) for t in tensors_in(result) if t.grad_fn is not None]
 
     def _is_stale(self, unit: Unit, signature: Any) -> bool:
         """Whether the unit that runs was a forward that no backward will follow."""
@@ -357,13 +359,13 @@ class Runtime:
             self._run_fully(unit, None)
             return
         solution = self._solve(entry, base)
-        self._report_plan(entry, solution, base)
+        self.figures = figures = figures_of(entry.problem, solution, base, self._between_bytes, self.resident_bytes())
         known = bool(self.entries.get(signature))
         crossed = any(s.overrun or s.peak_bytes > self.budget_bytes for s in self.steps[1:])
         if self.budget_bytes and solution.state is None and crossed:
-            self._refuse(proven=False)
-        if self.budget_bytes and self._cannot_be_held(self.figures, known=known, warm=self.recordings.get(signature, 0)):
-            self._refuse()
+            self._refuse(figures, proven=False)
+        if self.budget_bytes and self._cannot_be_held(figures, known=known, warm=self.recordings.get(signature, 0)):
+            self._refuse(figures, proven=True)
         self.plan = plan_of(entry.problem, solution)
         exact = known and self._near(entry.trace.base_bytes, base, entry.problem.plain_peak)
         worn = self.recordings.get(signature, 0) >= SEEN_TWICE
@@ -376,7 +378,7 @@ class Runtime:
 
     def _entry(self, signature: Any, base: int) -> Entry | None:
         """The recording of this kind of unit whose base is nearest."""
-        found = self.entries.get(signature) or self.entries.get(_sibling(signature))
+        found = self.entries.get(signature) or self.entries.get(sibling_of(signature))
         return min(found, key=lambda e: abs(e.trace.base_bytes - base)) if found else None
 
     def _near(self, a: int, b: int, peak: int) -> bool:
@@ -539,38 +541,19 @@ class Runtime:
             tensors += [*root.parameters(), *root.buffers()]
         for optimizer in self._optimizers:
             tensors += [p for group in optimizer.param_groups for p in group["params"]]
-            tensors += [t for state in optimizer.state.values() for t in _tensors(state)]
+            tensors += [t for state in optimizer.state.values() for t in tensors_in(state)]
         for tensor in tensors:
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 storage = tensor.untyped_storage()
                 sizes[storage._cdata] = storage.nbytes()
         return sum(sizes.values())
 
-    def _report_plan(self, entry: Entry, solution: Solution, base: int) -> None:
-        shift = base - entry.trace.base_bytes
-        state = solution.state
-        between = self._between_bytes
-        self.figures = PlanFigures(
-            predicted_peak_bytes=None if state is None else max(state.timeline.peak_bytes + shift, between),
-            baseline_peak_bytes=max(entry.problem.plain_peak + shift, between),
-            resident_bytes=self.resident_bytes(),
-            predicted_step_seconds=None if state is None else entry.trace.seconds + state.timeline.extra_seconds,
-            baseline_step_seconds=entry.trace.seconds,
-            extra_seconds=None if state is None else state.timeline.extra_seconds,
-            bound_peak_bytes=max(solution.bound.peak_bytes + shift, between),
-            bound_extra_seconds=solution.bound_seconds,
-            lowest_peak_bytes=max(solution.lowest_bytes + shift, between),
-            status=solution.status.value,
-            solve_seconds=solution.solve_seconds,
-        )
-
-    def _cannot_be_held(self, figures: PlanFigures | None, *, known: bool, warm: int) -> bool:
+    def _cannot_be_held(self, figures: PlanFigures, *, known: bool, warm: int) -> bool:
         """Whether the floor is above the budget for certain.
 
         A cold first step may differ a little from the next ones; and a recording made while there were no gradients does
         not show whether the script frees those that are there now before its backward.
         """
-        assert figures is not None
         doubt = 0
         if warm < SEEN_TWICE:
             doubt = max(TOLERANCE_BYTES, int(TOLERANCE_SHARE * figures.bound_peak_bytes)) + LIBRARY_BYTES
@@ -578,28 +561,10 @@ class Runtime:
             doubt += sum(p.grad.nbytes for root in self._roots for p in root.parameters() if p.grad is not None)
         return figures.bound_peak_bytes - doubt > self.budget_bytes
 
-    def _refuse(self, *, proven: bool = True) -> None:
-        assert self.figures is not None
-        bound = self.figures.bound_peak_bytes
-        floor_is_update = self._between_bytes >= bound
-        what = "the optimizer's update" if floor_is_update else "one operator and what it works on"
-        advice = (
-            "a plain (foreach=False) or stateless optimizer, or smaller parameters" if floor_is_update
-            else "a smaller batch or sequence, a loss computed in chunks, or bfloat16"
-        )
-        lowest = self.figures.lowest_peak_bytes
-        why = (
-            f"{what} needs {format_bytes(bound)} ({bound} bytes) whatever is recomputed or moved" if proven
-            else f"the lowest plan found needs {format_bytes(lowest)} ({lowest} bytes; the proven floor is {bound})"
-        )
+    def _refuse(self, figures: PlanFigures, *, proven: bool) -> None:
         self.unit = None
         self._step_units = 0
-        self.refused = BudgetError(
-            f"the budget of {format_bytes(self.budget_bytes)} cannot be held: {why}; what would lower it: {advice}",
-            budget_bytes=self.budget_bytes,
-            bound_bytes=bound,
-            lowest_bytes=lowest,
-        )
+        self.refused = refusal(figures, self.budget_bytes, self._between_bytes, proven=proven)
         raise self.refused if self.settings.refusal is None else self.settings.refusal(self.refused)
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -658,43 +623,3 @@ def _tell_of_forks(runtime: Runtime) -> None:
 def _unpack(packed: Any) -> torch.Tensor:
     found: torch.Tensor = packed.unpack()
     return found
-
-
-def _tensors(state: Any) -> list[torch.Tensor]:
-    if isinstance(state, torch.Tensor):
-        return [state]
-    if isinstance(state, dict):
-        return [t for s in state.values() for t in _tensors(s)]
-    if isinstance(state, (list, tuple)):
-        return [t for s in state for t in _tensors(s)]
-    return []
-
-
-def _signature(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    """What kind of unit a root call begins: the module, its mode, and the shapes that it is given."""
-    shapes: list[Any] = []
-    _shapes((args, kwargs), shapes, 0)
-    first = next(module.parameters(), None)
-    accumulates = first is not None and first.grad is not None
-    who = id(module if first is None else first)
-    return (type(module), who, accumulates, module.training, torch.is_autocast_enabled("cpu"), tuple(shapes))
-
-
-def _sibling(signature: Any) -> Any:
-    """The same kind of unit, but for whether gradients are there already."""
-    if len(signature) < 3:
-        return None
-    kind, who, accumulates, *rest = signature
-    return (kind, who, not accumulates, *rest)
-
-
-def _shapes(item: Any, found: list[Any], depth: int) -> None:
-    if isinstance(item, torch.Tensor):
-        found.append((tuple(item.shape), item.dtype, item.requires_grad))
-    elif isinstance(item, dict):
-        for key in item:
-            _shapes(item[key], found, depth)
-    elif isinstance(item, (list, tuple)) and depth < 4:
-        for element in item:
-            _shapes(element, found, depth + 1)
-

@@ -6,9 +6,8 @@ to the record that made it, a handle (what autograd keeps) to its value. So memo
 
 from __future__ import annotations
 
-import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, final
 
 import torch
@@ -412,6 +411,16 @@ def _state_tensor(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
+def generator_of(kwargs: Any, devices: Iterable[torch.device]) -> Any:
+    """The generator that an operator draws from: the one it is given, or the default one of its device."""
+    given = kwargs.get("generator")
+    if given is not None:
+        return given
+    named = kwargs.get("device")  # factories read no tensor
+    cuda = next((d for d in (*devices, *([torch.device(named)] if named is not None else [])) if d.type == "cuda"), None)
+    return torch.default_generator if cuda is None else torch.cuda.default_generators[cuda.index or 0]
+
+
 def state_bytes(generator: Any) -> bytes:
     """A generator's state."""
     return bytes(torch._C.TensorBase.numpy(generator.get_state()).data)
@@ -424,37 +433,6 @@ def flatten(out: Any) -> list[Any]:
     if isinstance(out, (list, tuple)):
         return [x for item in out for x in flatten(item)]
     return [out]
-
-
-def chain_of(value: Value) -> tuple[list[Record], list[Value]]:
-    """Records to run again, in recorded order, and values to fetch, so that a value is resident.
-
-    Raises:
-        ReplayError: if it cannot be made again.
-    """
-    records: dict[int, Record] = {}
-    fetched: list[Value] = []
-    seen = {id(value)}
-    stack = [value]
-    while stack:
-        v = stack.pop()
-        if v.ticket is not None:
-            fetched.append(v)
-            continue
-        record = v.record
-        if record is None:
-            raise ReplayError(
-                "a value that was let go cannot be made again: the operator that made it was not recorded "
-                "(please report this; --keep '' runs without dropping)"
-            )
-        if id(record) in records:
-            continue
-        records[id(record)] = record
-        for source in record.sources():
-            if id(source) not in seen and source.storage() is None:
-                seen.add(id(source))
-                stack.append(source)
-    return sorted(records.values(), key=lambda r: r.order), fetched
 
 
 class Replayer(Protocol):
@@ -480,87 +458,6 @@ class Replayer(Protocol):
 
     def taken(self, value: Value) -> None:
         """An in-place operator used up a remade value's storage."""
-
-
-def remake(value: Value, how: Replayer) -> torch.UntypedStorage:
-    """Make a value resident again by the referee's rules (``pebble/referee.py``); it is not resident now.
-
-    Raises:
-        ReplayError: if it cannot be made again.
-    """
-    chain = _Chain(value, how)
-    try:
-        with beneath_autograd():
-            return chain.run()
-    finally:
-        chain.release()
-
-
-@final
-class _Chain:
-    """Operators that run again, one after the other, and what is resident because of them."""
-
-    def __init__(self, target: Value, how: Replayer) -> None:
-        self.target = target
-        self.how = how
-        self.records, self.fetched = chain_of(target)
-        self.fresh: dict[Value, torch.UntypedStorage] = {}
-        self.readers: dict[Value, int] = {}
-        for record in self.records:
-            for source in record.sources():
-                self.readers[source] = record.order
-        self.busy = set(self.readers)
-        for v in self.busy:
-            v.busy += 1
-
-    def run(self) -> torch.UntypedStorage:
-        for v in self.fetched:
-            assert v.ticket is not None
-            self.how.room(v.bytes)
-            start = time.perf_counter()
-            self._keep(v, v.ticket.fetch(), -1)
-            self.how.fetched(time.perf_counter() - start)
-        for record in self.records:
-            start = time.perf_counter()
-            self._replay(record)
-            self.how.ran(time.perf_counter() - start)
-            for v in [v for v in self.busy if self.readers[v] <= record.order]:
-                v.busy -= 1
-                self.busy.discard(v)
-            for v in [v for v in self.fresh if v is not self.target and self.readers.get(v, -1) <= record.order]:
-                del self.fresh[v]
-        return self.fresh[self.target]
-
-    def release(self) -> None:
-        for v in self.busy:
-            v.busy -= 1
-
-    def _replay(self, record: Record) -> None:
-        """Run one operator; nothing of it outlives this frame but what is kept."""
-
-        def steal(old: Value) -> bool:
-            return old in self.fresh and old.tensor is None and old is not self.target and self.readers[old] <= record.order
-
-        stolen = [a.value for a, _, matters in record.overs if matters and a.value is not None and steal(a.value)]
-        outs, written = record.run(steal, self.how)
-        for old in stolen:
-            del self.fresh[old]
-            self.how.taken(old)
-        made = [(ref(), outs[i]) for i, ref in record.outs]
-        made += [(ref(), written[i]) for i, (_, ref, _) in enumerate(record.overs)]
-        for v, tensor in made:
-            if v is not None:
-                self._keep(v, tensor.untyped_storage(), record.order)
-
-    def _keep(self, v: Value, storage: torch.UntypedStorage, order: int) -> None:
-        if v in self.fresh or v.storage() is not None:
-            return
-        held = v is not self.target and self.how.hold(v)
-        if v is self.target or held or self.readers.get(v, -1) > order:
-            self.fresh[v] = storage
-            self.how.attach(v, storage)
-            if held:
-                v.tensor = whole(storage)
 
 
 def whole(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The judge: plays decisions on a problem exactly as the runtime carries them out.
 
-The rules, which ``live/lean.py`` and ``live/value.py`` follow to the letter:
+The rules, which ``live/lean.py`` and ``live/replay.py`` follow to the letter:
 
 * A value that is away in a gap leaves when nothing but autograd holds it and the node of its last need has finished.
 * At a need of an absent value the chain of operators that makes it again from what is present runs in recorded order.

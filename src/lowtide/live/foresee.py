@@ -1,0 +1,34 @@
+"""What an operator will make, told before it runs: for meters that cannot cap it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lowtide.live.value import beneath_autograd, flatten, is_plain, map_tensors
+
+
+def fresh_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
+    """Bytes of the storages that an operator will make, by running it without data; None if that cannot be told."""
+    given: set[int] = set()
+
+    def without_data(tensor: torch.Tensor, _: int | str | None) -> torch.Tensor:
+        alike = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+        given.add(alike.untyped_storage()._cdata)
+        return alike
+
+    try:
+        with beneath_autograd():
+            plain = [map_tensors(a, None, without_data) for a in args]
+            named = {k: "meta" if k == "device" else map_tensors(v, None, without_data) for k, v in kwargs.items()}
+            made = [t.untyped_storage() for t in flatten(func(*plain, **named)) if isinstance(t, torch.Tensor)]
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):  # no kernel without data, or it wants to see them
+        return None
+    return sum({s._cdata: s.nbytes() for s in made if s._cdata not in given}.values())
+
+
+def bytes_beside(out: Any, args: Any, kwargs: Any) -> int:
+    """Bytes of the storages among an operator's results that were not among its arguments."""
+    given = {t.untyped_storage()._cdata for t in (*flatten(args), *kwargs.values()) if isinstance(t, torch.Tensor)}
+    made = [t.untyped_storage() for t in flatten(out) if isinstance(t, torch.Tensor) and is_plain(t)]
+    return sum({s._cdata: s.nbytes() for s in made if s._cdata not in given}.values())

@@ -1,0 +1,48 @@
+"""What kind of unit a call begins: two of a kind are expected to run the same operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def tensors_in(state: Any) -> list[torch.Tensor]:
+    """Tensors in nested dictionaries, lists and tuples."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    if isinstance(state, dict):
+        return [t for s in state.values() for t in tensors_in(s)]
+    if isinstance(state, (list, tuple)):
+        return [t for s in state for t in tensors_in(s)]
+    return []
+
+
+def signature_of(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """What kind of unit a root call begins: the module, its mode, and the shapes that it is given."""
+    shapes: list[Any] = []
+    _shapes((args, kwargs), shapes, 0)
+    first = next(module.parameters(), None)
+    accumulates = first is not None and first.grad is not None
+    who = id(module if first is None else first)
+    return (type(module), who, accumulates, module.training, torch.is_autocast_enabled("cpu"), tuple(shapes))
+
+
+def sibling_of(signature: Any) -> Any:
+    """The same kind of unit, but for whether gradients are there already."""
+    if len(signature) < 3:
+        return None
+    kind, who, accumulates, *rest = signature
+    return (kind, who, not accumulates, *rest)
+
+
+def _shapes(item: Any, found: list[Any], depth: int) -> None:
+    if isinstance(item, torch.Tensor):
+        found.append((tuple(item.shape), item.dtype, item.requires_grad))
+    elif isinstance(item, dict):
+        for key in item:
+            _shapes(item[key], found, depth)
+    elif isinstance(item, (list, tuple)) and depth < 4:
+        for element in item:
+            _shapes(element, found, depth + 1)
+

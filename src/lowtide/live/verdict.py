@@ -1,0 +1,58 @@
+"""What a solution says of a step, and why a budget is refused."""
+
+from __future__ import annotations
+
+from lowtide.errors import BudgetError
+from lowtide.live.outcome import PlanFigures
+from lowtide.pebble.problem import Problem
+from lowtide.pebble.solve import Solution
+from lowtide.units import format_bytes
+
+
+def figures_of(
+    problem: Problem, solution: Solution, base_bytes: int, between_bytes: int, resident_bytes: int
+) -> PlanFigures:
+    """A solution as it holds for a unit on another base.
+
+    Args:
+        problem: what was solved.
+        solution: the answer.
+        base_bytes: live when the unit begins.
+        between_bytes: highest point between the last unit and this one: the optimizer's update.
+        resident_bytes: parameters, buffers and optimizer states.
+    """
+    shift, state, seconds = base_bytes - problem.base_bytes, solution.state, problem.trace.seconds
+    return PlanFigures(
+        predicted_peak_bytes=None if state is None else max(state.timeline.peak_bytes + shift, between_bytes),
+        baseline_peak_bytes=max(problem.plain_peak + shift, between_bytes),
+        resident_bytes=resident_bytes,
+        predicted_step_seconds=None if state is None else seconds + state.timeline.extra_seconds,
+        baseline_step_seconds=seconds,
+        extra_seconds=None if state is None else state.timeline.extra_seconds,
+        bound_peak_bytes=max(solution.bound.peak_bytes + shift, between_bytes),
+        bound_extra_seconds=solution.bound_seconds,
+        lowest_peak_bytes=max(solution.lowest_bytes + shift, between_bytes),
+        status=solution.status.value,
+        solve_seconds=solution.solve_seconds,
+    )
+
+
+def refusal(figures: PlanFigures, budget_bytes: int, between_bytes: int, *, proven: bool) -> BudgetError:
+    """The error that says why a budget cannot be held, and what would lower the floor."""
+    bound, lowest = figures.bound_peak_bytes, figures.lowest_peak_bytes
+    if between_bytes >= bound:
+        what = "the optimizer's update"
+        advice = "a plain (foreach=False) or stateless optimizer, or smaller parameters"
+    else:
+        what = "one operator and what it works on"
+        advice = "a smaller batch or sequence, a loss computed in chunks, or bfloat16"
+    why = (
+        f"{what} needs {format_bytes(bound)} ({bound} bytes) whatever is recomputed or moved" if proven
+        else f"the lowest plan found needs {format_bytes(lowest)} ({lowest} bytes; the proven floor is {bound})"
+    )
+    return BudgetError(
+        f"the budget of {format_bytes(budget_bytes)} cannot be held: {why}; what would lower it: {advice}",
+        budget_bytes=budget_bytes,
+        bound_bytes=bound,
+        lowest_bytes=lowest,
+    )
