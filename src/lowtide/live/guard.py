@@ -89,6 +89,12 @@ class Evictor:
         self._made: dict[Any, int] = {}
         self._bandwidth: Bandwidth | None = None
 
+    def use(self, meter: Meter, board: FileBoard | PinnedBoard) -> None:
+        """Watch another device from now on."""
+        self.meter, self.board = meter, board
+        self._bandwidth = None
+        self._made = {}
+
     # --- what autograd saves -----------------------------------------------------------------------------------------
 
     def made(self, site: Site, fresh: Iterable[Value], overwritten: Iterable[Value]) -> None:

@@ -221,8 +221,8 @@ class Runtime:
 
     def _use_cuda(self, device: torch.device) -> None:
         """The model turned out to live on a CUDA device: count there."""
-        self.meter = self.evictor.meter = CudaMeter(device)
-        self.board = self.evictor.board = PinnedBoard(device)
+        self.meter, self.board = CudaMeter(device), PinnedBoard(device)
+        self.evictor.use(self.meter, self.board)
         if isinstance(self.settings.budget, Auto):
             self.budget_bytes = self.evictor.limit_bytes = self._auto()
 
