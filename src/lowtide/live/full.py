@@ -21,10 +21,13 @@ from lowtide.trace import Op, Phase, Site
 
 if TYPE_CHECKING:
     from lowtide.live.guard import Evictor
+    from lowtide.live.lean import LeanMode
     from lowtide.live.ledger import Ledger
     from lowtide.live.recorder import Recorder
     from lowtide.live.steps import Clock
 
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
+"""What types have that do not see operators themselves, subclasses made by ``as_subclass`` among them."""
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -43,6 +46,7 @@ class FullMode(TorchDispatchMode):
         self.recorder: Recorder | None = None
         self.passive = False
         self.remembers = False
+        self.guard: LeanMode | None = None
         self._order = 0
         self._counts: dict[tuple[str, str], int] = {}
 
@@ -60,6 +64,7 @@ class FullMode(TorchDispatchMode):
         """Note into a recorder from now on (None: nowhere), and remember operators so that they can run again."""
         self.recorder = recorder
         self.remembers = remember
+        self.guard = None
         self._counts = {}
         if recorder is not None:
             self.ledger.on_death = recorder.gone
@@ -121,7 +126,7 @@ class FullMode(TorchDispatchMode):
 
     def _value(self, tensor: torch.Tensor) -> Value | None:
         """The value that a tensor shows; None for what has no storage of its own."""
-        if not is_plain(tensor) or type(tensor) not in _PLAIN_TYPES:
+        if not is_plain(tensor) or type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
             return None
         storage = tensor.untyped_storage()
         return self.ledger.find(storage) or self.ledger.enter(storage, None)
@@ -187,6 +192,8 @@ class FullMode(TorchDispatchMode):
         """Values that depend on what is about to be overwritten, and could not be made again later, are made now."""
         for item in _written(info, args, kwargs):
             value = self._value(item)
+            if self.guard is not None and self.guard.guards(item):
+                self.guard.hold_all()
             if value is not None and (value.record is None or value.tensor is not None):
                 self.evictor.before_write(value)
 
@@ -216,7 +223,7 @@ class FullMode(TorchDispatchMode):
         flat: list[Any] = []
         _collect(out if isinstance(out, (tuple, list)) else (out,), flat)
         for i, tensor in enumerate(flat):
-            if not is_plain(tensor) or type(tensor) not in _PLAIN_TYPES:
+            if not is_plain(tensor) or type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
                 continue
             storage = tensor.untyped_storage()
             if self.ledger.find(storage) is None:

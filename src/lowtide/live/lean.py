@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torch
 from lowtide.live.board import FileBoard, PinnedBoard
 from lowtide.live.guard import Tally
-from lowtide.live.ops import info_of
+from lowtide.live.ops import OpInfo, info_of
 from lowtide.live.replay import remake
 from lowtide.live.saver import Kept, modified_in_place
 from lowtide.live.value import (
@@ -31,6 +31,7 @@ from lowtide.live.value import (
     covers_blindly,
     flatten,
     generator_of,
+    is_plain,
     map_tensors,
     meta_of,
     sole_owner,
@@ -77,6 +78,7 @@ class Script:
         stays: (value, need) after which the value itself stays.
         backwards: per backward of the unit, how many operators came before, and the bytes live by then above the base.
         last_moves: values that leave before the first backward.
+        writes: whether each operator writes in place, openly.
     """
 
     funcs: tuple[Any, ...]
@@ -88,6 +90,7 @@ class Script:
     stays: frozenset[tuple[int, int]]
     backwards: tuple[tuple[int, int], ...]
     last_moves: tuple[int, ...]
+    writes: tuple[bool, ...]
 
 
 def compile_script(
@@ -142,6 +145,7 @@ def compile_script(
         stays=timeline.stays,
         backwards=tuple(zip(counts, lives, strict=True)),
         last_moves=tuple(last_moves),
+        writes=(*(bool(info_of(f).writes_at) for _, f in forward), False),
     )
 
 
@@ -200,6 +204,7 @@ class LeanRun:
         self.script = script
         self.tally = tally
         self.board = board
+        self.holds_all = False
 
     def serve(self, value: Value) -> torch.UntypedStorage:
         """The storage of a value at its next need."""
@@ -208,7 +213,7 @@ class LeanRun:
         storage = value.storage()
         if storage is None:
             storage = remake(value, _Replayer(self.script.holds.get(key, frozenset()), self.tally))
-        if key not in self.script.stays and (value.record is not None or value.ticket is not None):
+        if not self.holds_all and key not in self.script.stays and (value.record is not None or value.ticket is not None):
             value.tensor = None
         elif value.tensor is None:
             value.tensor = whole(storage)
@@ -275,6 +280,8 @@ class LeanMode(TorchDispatchMode):
         self.grown = False
         self.values: MutableMapping[int, Value] = {}
         self.keeps: list[weakref.ref[Kept | Anchor]] = []
+        self._guards: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._writes = script.writes
         self._funcs = script.funcs
         self._acts = script.acts
         self._packs = script.packs
@@ -299,8 +306,8 @@ class LeanMode(TorchDispatchMode):
             at = self.at
             if types and not _PLAIN.issuperset(types):
                 return func(*args, **(kwargs or {})) if FakeTensor in types else NotImplemented
-            if func is self._funcs[at]:
-                act = self._acts[at]
+            act = self._acts[at]
+            if func is self._funcs[at] and not (self._writes[at] and self._strays(act, func, args, kwargs or {})):
                 try:
                     if act is None:
                         out = func(*args, **kwargs) if kwargs else func(*args)
@@ -324,6 +331,46 @@ class LeanMode(TorchDispatchMode):
         self.lost = True
         self.let_go()
         self._delegate = self._fallback()
+
+    def _guard(self, storage: torch.UntypedStorage) -> None:
+        """Replays read these bytes: who writes them must be the one that the recording has."""
+        self._guards[storage._cdata] = weakref.ref(storage)
+
+    def guards(self, tensor: torch.Tensor) -> bool:
+        """Whether a replay of this unit may still read what a tensor shows."""
+        if not is_plain(tensor):
+            return False
+        found = self._guards.get(tensor.untyped_storage()._cdata)
+        return found is not None and found() is not None
+
+    def _strays(self, act: Act | None, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an operator writes to other bytes of ours than it did when it was recorded."""
+        overwrites = () if act is None else act.overwrites
+        for i, (tensor, secret) in enumerate(written_by(info_of(func), args, kwargs)):
+            old = overwrites[i][0] if i < len(overwrites) else -1
+            if secret:
+                continue
+            if old < 0:
+                if self.guards(tensor):
+                    return True
+                continue
+            value = self.values.get(old)
+            storage = None if value is None else value.storage()
+            if storage is None or storage._cdata != tensor.untyped_storage()._cdata:
+                return True
+        return False
+
+    def hold_all(self) -> None:
+        """What replays read is about to change: all that may still be asked for is made now, and stays."""
+        if self.run.holds_all:
+            return
+        self.run.holds_all = True
+        for value in list(self.values.values()):
+            if value.saves and value.tensor is None and not value.superseded:
+                storage = value.storage()
+                if storage is None:
+                    storage = remake(value, _Replayer(frozenset(), self.run.tally))
+                value.tensor = whole(storage)
 
     def _act(self, act: Act, func: Any, args: Any, kwargs: Any) -> Any:
         for number in act.moves:
@@ -353,6 +400,8 @@ class LeanMode(TorchDispatchMode):
                 value = Value(storage.nbytes(), None)
             argument = Argument(None if secret else value, tensor, anchored=secret or value is None)
             inputs.append(argument)
+            if not (writes or secret):
+                self._guard(storage)
             if argument.anchor is not None and not (writes or secret):
                 self.keeps.append(weakref.ref(argument.anchor))
             if writes or secret:
@@ -386,25 +435,28 @@ class LeanMode(TorchDispatchMode):
             value.number = number
             value.weak = weakref.ref(storage)  # type: ignore[assignment]
             self.values[number] = value
+            self._guard(storage)
             if record is not None:
                 record.outs.append((position, weakref.ref(value)))
 
     def _note_writes(self, act: Act, record: Record | None, info: Any, args: Any, kwargs: Any) -> None:
         if not act.overwrites:
             return
-        written = [t for i, a in enumerate(args) if i in info.writes_at or i in info.secret_at for t in flatten((a,))]
-        written += [v for k, v in kwargs.items() if k in info.writes_at]
-        for i, ((old, new), tensor) in enumerate(zip(act.overwrites, written, strict=False)):
+        written = written_by(info, args, kwargs)
+        for i, ((old, new), (tensor, _)) in enumerate(zip(act.overwrites, written, strict=False)):
             before = self.values.get(old)
             if before is not None:
                 before.superseded, before.weak, before.tensor = True, None, None
             if new < 0:
+                if before is not None:
+                    self._guards.pop(tensor.untyped_storage()._cdata, None)
                 continue
             storage = tensor.untyped_storage()
             value = Value(storage.nbytes(), record)
             value.number = new
             value.weak = weakref.ref(storage)  # type: ignore[assignment]
             self.values[new] = value
+            self._guard(storage)
             if record is not None and i < len(record.overs):
                 argument, _, matters = record.overs[i]
                 record.overs[i] = (argument, weakref.ref(value), matters)
@@ -444,6 +496,48 @@ class LeanMode(TorchDispatchMode):
         kept = Kept(tensor)
         self.keeps.append(weakref.ref(kept))
         return kept
+
+
+@final
+class GuardMode(TorchDispatchMode):
+    """Looks on in a planned backward in which code of the script may run (hooks, custom functions): may it write there?"""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, lean: LeanMode) -> None:
+        """Guard what the replays of a unit read."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._lean = lean
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compilers need not stand back because of this mode."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from wrapping each call."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """One operator."""
+        if types and not _PLAIN.issuperset(types):
+            return func(*args, **(kwargs or {})) if FakeTensor in types else NotImplemented
+        info = info_of(func)
+        if info.writes_at and any(self._lean.guards(t) for t, _ in written_by(info, args, kwargs or {})):
+            self._lean.hold_all()
+        return func(*args, **(kwargs or {}))
+
+
+def written_by(info: OpInfo, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, bool]]:
+    """Tensors that an operator writes, in the order of its arguments, and whether it does so secretly."""
+    found = [
+        (t, i in info.secret_at)
+        for i, a in enumerate(args) if i in info.writes_at or i in info.secret_at
+        for t in flatten((a,)) if isinstance(t, torch.Tensor)
+    ]
+    return found + [(t, False) for k, v in kwargs.items() if k in info.writes_at
+                    for t in flatten((v,)) if isinstance(t, torch.Tensor)]
 
 
 def _gone() -> None:

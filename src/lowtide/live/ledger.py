@@ -13,8 +13,9 @@ from lowtide.live.value import Record, StorageRef, Value
 class Ledger:
     """Storages seen by the dispatch mode, by address, each with its current value."""
 
-    def __init__(self) -> None:
-        """An empty ledger."""
+    def __init__(self, counts: Callable[[torch.UntypedStorage], bool]) -> None:
+        """An empty ledger; ``counts`` tells whether torch's allocator gave out a storage's bytes."""
+        self._counts = counts
         self._current: dict[int, StorageRef] = {}
         self.live_bytes = 0
         self.on_death: Callable[[Value], None] | None = None
@@ -27,8 +28,13 @@ class Ledger:
     def enter(self, storage: torch.UntypedStorage, record: Record | None) -> Value:
         """A new value in a storage that was never seen."""
         value = Value(storage.nbytes(), record)
+        value.tainted = record is None and self._is_foreign(storage)
         self.attach(value, storage)
         return value
+
+    def _is_foreign(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage lies in memory that torch did not take (numpy's, a file's): its owner may write there unseen."""
+        return storage.nbytes() > 0 and not self._counts(storage) and not storage.is_shared()
 
     def attach(self, value: Value, storage: torch.UntypedStorage) -> None:
         """A value's bytes are in a storage from now on."""
@@ -61,11 +67,13 @@ class Ledger:
         """Begin anew: what is live now will be met as if for the first time."""
         former = []
         for ref in list(self._current.values()):
-            if ref() is None or ref.value is None:
+            storage = ref()
+            if storage is None or ref.value is None:
                 continue
             former.append(ref.value)  # let go only after the loop: its records may hold what else is in the ledger
             fresh = Value(ref.value.bytes, None)
             fresh.weak = ref
+            fresh.tainted = self._is_foreign(storage)
             ref.value = fresh
 
     def _died(self, ref: StorageRef) -> None:

@@ -2,6 +2,8 @@
 
 * ``Tensor.numpy``, ``__array__``, ``data_ptr``, ``__dlpack__``: who has a pointer may write unseen, so such a value is not
   made again from its operator.
+* ``Tensor.register_hook`` and its kin, ``autograd.Function.apply``: code of the script will run in backward, so writes are
+  watched there.
 * ``UntypedStorage.resize_``: FSDP frees and fills the storages of parameters so; nothing is made again from such a storage.
 * ``torch.compile``: compilers trace and run below our interception; compiled regions run without it.
 * ``torch.autograd.graph.disable_saved_tensors_hooks`` and the nesting of ``torch.func``'s transforms: they refuse to run
@@ -43,6 +45,9 @@ class Patches:
         for name in _POINTERS:
             self._wrap(torch.Tensor, name, self._exposing)
         self._wrap(torch.UntypedStorage, "resize_", self._resizing)
+        for name in ("register_hook", "register_post_accumulate_grad_hook"):
+            self._wrap(torch.Tensor, name, self._hooking)
+        self._wrap(torch.autograd.Function, "apply", self._applying)
         self._wrap(torch, "compile", self._compiling)
         self._wrap(torch.autograd.graph, "disable_saved_tensors_hooks", self._disabling)
         for name, wrapper in (("_grad_increment_nesting", self._nesting), ("_grad_decrement_nesting", self._unnesting)):
@@ -56,10 +61,9 @@ class Patches:
         self._undo = []
 
     def _wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-        own = name in vars(owner)
-        original = getattr(owner, name)
-        setattr(owner, name, wrapper(original))
-        self._undo.append(lambda: setattr(owner, name, original) if own else delattr(owner, name))
+        former = vars(owner).get(name)
+        setattr(owner, name, wrapper(getattr(owner, name)))
+        self._undo.append(lambda: delattr(owner, name) if former is None else setattr(owner, name, former))
 
     def _exposing(self, original: Any) -> Any:
         runtime = self._runtime
@@ -90,6 +94,26 @@ class Patches:
             return original(storage, size)
 
         return resize_
+
+    def _hooking(self, original: Any) -> Any:
+        runtime = self._runtime
+
+        @functools.wraps(original)
+        def register(*args: Any, **kwargs: Any) -> Any:
+            runtime.script_code_in_backward = True
+            return original(*args, **kwargs)
+
+        return register
+
+    def _applying(self, original: Any) -> Any:
+        runtime, function = self._runtime, original.__func__
+
+        @functools.wraps(function)
+        def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            runtime.script_code_in_backward = True
+            return function(kind, *args, **kwargs)
+
+        return classmethod(apply)
 
     def _compiling(self, original: Any) -> Any:
         @functools.wraps(original)

@@ -70,6 +70,8 @@ class Recorder:
         """The id of a value in this unit; one that is met for the first time was there before it."""
         if value.unit is not self:
             self._add(value, born=-1, slot=0, counted=False)
+            if value.tainted:
+                self.tainted.add(value.number)
         return value.number
 
     def _add(self, value: Value, *, born: int, slot: int, counted: bool) -> None:

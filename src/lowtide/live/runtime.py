@@ -26,7 +26,7 @@ from lowtide.live.full import FullMode
 from lowtide.live.guard import LIBRARY_BYTES, SLACK_BYTES, Evictor, Tally
 from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
 from lowtide.live.kind import sibling_of, signature_of, tensors_in
-from lowtide.live.lean import LeanMode, LeanRun, Script, compile_script
+from lowtide.live.lean import GuardMode, LeanMode, LeanRun, Script, compile_script
 from lowtide.live.ledger import Ledger
 from lowtide.live.outcome import PlanFigures, StepFigures
 from lowtide.live.patches import Patches
@@ -124,7 +124,7 @@ class Runtime:
     def __init__(self, settings: Settings) -> None:
         """Install nothing yet."""
         self.settings = settings
-        self.ledger = Ledger()
+        self.ledger = Ledger(self._counts)
         self.meter: Meter = self._meter()
         self.board: FileBoard | PinnedBoard = FileBoard()
         self.evictor = Evictor(self.meter, self.ledger, self.board)
@@ -158,6 +158,7 @@ class Runtime:
         self._pid = os.getpid()
         self._active = False
         self._functional = False
+        self.script_code_in_backward = False
         self._surprises: dict[Any, int] = {}
         self._misses: dict[Any, int] = {}
 
@@ -218,6 +219,9 @@ class Runtime:
         if found is not None:
             return HeapMeter(found)
         return LedgerMeter(lambda: self.ledger.live_bytes)
+
+    def _counts(self, storage: torch.UntypedStorage) -> bool:
+        return self.meter.counts(storage)
 
     def _use_cuda(self, device: torch.device) -> None:
         """The model turned out to live on a CUDA device: count there."""
@@ -302,8 +306,18 @@ class Runtime:
         if lean.at == expected[0] and not lean.grown and above <= expected[1] + TOLERANCE_BYTES:
             self.stack.take()
             lean.let_go()
+            if self.script_code_in_backward or self._has_hooks():
+                self.stack.put(GuardMode(lean), self.saver.pack, _unpack)
         else:
             lean.leave()
+
+    def _has_hooks(self) -> bool:
+        """Whether a parameter or module of the script has a hook that runs in backward."""
+        return any(
+            m._backward_hooks or m._backward_pre_hooks
+            or any(p is not None and (p._backward_hooks or p._post_accumulate_grad_hooks) for p in m._parameters.values())
+            for root in self._roots for m in root.modules()
+        )
 
     def backward_ends(self) -> None:
         """Autograd's engine returned, or raised."""
@@ -449,6 +463,7 @@ class Runtime:
         self.clock.detailed = True
         recorder = Recorder(self.meter, self.unit.base_bytes)  # of half a unit: not kept
         self.full.begin(recorder, remember=True)
+        self.full.guard = self.unit.lean
         self.saver.recorder = recorder
         return self.full
 

@@ -65,6 +65,7 @@ class Clock:
         self._call: Any = None
         self._wrapped_call: Any = None
         self._in_backward = 0
+        self._owner = threading.get_ident()
 
     def path(self) -> str:
         """Dotted path of the innermost module that is running."""
@@ -144,9 +145,11 @@ class Clock:
         self._names = {id(m): f"{kind}.{name}" if name else kind for name, m in root.named_modules()}
 
     def _wrap_engine(self, engine: Callable[..., Any]) -> Callable[..., Any]:
+        owner = threading.get_ident()
+
         @functools.wraps(engine)
         def run_backward(*args: Any, **kwargs: Any) -> Any:
-            if self._in_backward or torch._C._functorch.peek_interpreter_stack() is not None:
+            if self._in_backward or threading.get_ident() != owner or torch._C._functorch.peek_interpreter_stack() is not None:
                 return engine(*args, **kwargs)
             before, self.phase = self.phase, Phase.BACKWARD
             self._in_backward += 1
@@ -161,12 +164,16 @@ class Clock:
         return run_backward
 
     def _optimizer_pre(self, optimizer: Any, *_: Any) -> None:
+        if threading.get_ident() != self._owner:
+            return
         self.optimizers_seen = True
         if not self._in_backward:
             self.phase = Phase.OPTIMIZER
             self.listener.optimizer_begins(optimizer)
 
     def _optimizer_post(self, *_: Any) -> None:
+        if threading.get_ident() != self._owner:
+            return
         if not self._in_backward:
             self.phase = Phase.DATA
         self.listener.optimizer_ends()

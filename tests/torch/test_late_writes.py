@@ -1,0 +1,126 @@
+"""Law: a script that begins to write in other places once a plan is in force trains bit for bit as without Lowtide.
+
+Each script runs the same operators in every step; from step ``CHANGE`` on one of them writes elsewhere, where the plan's
+replays would read. What the dispatcher cannot see (numpy's memory) is never a source of replays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from harness import above_of, budgeted, plain_of
+from torch import nn
+
+import lowtide
+
+STEPS, CHANGE, WIDTH, ROWS = 7, 4, 128, 512
+
+
+class Tagged(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
+def _blocks(count: int = 4) -> nn.Sequential:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)) for _ in range(count)])
+
+
+def _job(loss_of: Callable[[nn.Module, int], torch.Tensor]) -> zoo.Job:
+    return zoo.simple(_blocks(), loss_of)
+
+
+def other_target() -> zoo.Job:
+    """The same in-place operator on another tensor."""
+
+    def loss_of(model: nn.Module, i: int) -> torch.Tensor:
+        x = torch.randn(ROWS, WIDTH)
+        p, q = torch.tanh(model[0](x)), torch.tanh(model[1](x))
+        p, q = p + 1, q + 1
+        (p, q)[i >= CHANGE].mul_(2)
+        return (model[2](p).sin() + model[3](q).sin()).square().sum()
+
+    return _job(loss_of)
+
+
+def subclass_target() -> zoo.Job:
+    """The same through an alias of another type."""
+
+    def loss_of(model: nn.Module, i: int) -> torch.Tensor:
+        x = torch.randn(ROWS, WIDTH)
+        p, q = model[0](x) + 1, model[1](x) + 1
+        (p, q)[i >= CHANGE].as_subclass(Tagged).mul_(2)
+        return (model[2](p).sin() + model[3](q).sin()).square().sum()
+
+    return _job(loss_of)
+
+
+def weight_between() -> zoo.Job:
+    """A weight changed through ``.data`` between forward and backward."""
+
+    def loss_of(model: nn.Module, i: int) -> torch.Tensor:
+        loss = model(torch.randn(ROWS, WIDTH)).square().sum()
+        if i >= CHANGE:
+            model[0][0].weight.data.mul_(0.9)
+        return loss
+
+    return _job(loss_of)
+
+
+def activation_in_hook() -> zoo.Job:
+    """An activation changed through ``.data`` by a gradient hook."""
+
+    def loss_of(model: nn.Module, i: int) -> torch.Tensor:
+        h = model[0](torch.randn(ROWS, WIDTH))
+        out = model[2](model[1](h))
+        out.register_hook(lambda grad: (h.data.mul_(0.5) if i >= CHANGE else None, grad)[1])
+        return model[3](out).square().sum()
+
+    return _job(loss_of)
+
+
+def buffer_in_hook() -> zoo.Job:
+    """The batch's own buffer refilled by a gradient hook."""
+    buffer = torch.empty(ROWS, WIDTH)
+
+    def loss_of(model: nn.Module, i: int) -> torch.Tensor:
+        buffer.data.normal_()
+        out = model(buffer.detach() * 1.0)
+        if i >= CHANGE:
+            out.register_hook(lambda grad: (buffer.data.fill_(3), grad)[1])
+        return out.square().sum()
+
+    return _job(loss_of)
+
+
+def numpys_memory() -> zoo.Job:
+    """A loader's array written between forward and backward."""
+    array = np.zeros((ROWS, WIDTH), dtype=np.float32)
+    shown = torch.from_numpy(array)
+
+    def loss_of(model: nn.Module, i: int) -> torch.Tensor:
+        array[:] = torch.randn(ROWS, WIDTH).numpy()
+        loss = model(shown * 1.0).square().sum()
+        if i >= CHANGE:
+            array[:] = 3
+        return loss
+
+    return _job(loss_of)
+
+
+SCRIPTS = (other_target, subclass_target, weight_between, activation_in_hook, buffer_in_hook, numpys_memory)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("share", [0.85, 0.7])
+@pytest.mark.parametrize("make", SCRIPTS)
+def test_bits_hold_when_writes_change_under_a_plan(make: Callable[[], zoo.Job], share: float, offload: bool) -> None:
+    reference = plain_of(make, STEPS)
+    try:
+        run = budgeted(make, above_of(reference, share), STEPS, offload=offload)
+    except lowtide.LowtideError:  # stopping is allowed, other bits are not
+        return
+    assert run.bits == reference.bits
+    assert any(s.recomputed_ops or s.offloaded_bytes for s in run.outcome.steps)
