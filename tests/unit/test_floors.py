@@ -20,6 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("pebble.problem", "pebble.referee", "pebble.bound", "pebble.greedy", "pebble.solve", "planner"),
     (
         "live.ops",
+        "live.mode",
         "live.outcome",
         "live.heap",
         "live.board",

@@ -41,7 +41,8 @@ class Board(Protocol):
         """
 
 
-def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
+def flat(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All bytes of a storage, as a tensor on it."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
 
 
@@ -62,7 +63,7 @@ class FileBoard:
     def put(self, storage: torch.UntypedStorage) -> Ticket:
         """Write a storage's bytes."""
         place = self._place(storage.nbytes())
-        place.copy_(_flat(storage))
+        place.copy_(flat(storage))
         return _FileTicket(self, place)
 
     def _place(self, size: int) -> torch.Tensor:
@@ -123,7 +124,7 @@ class _FileTicket:
 
     def fetch(self) -> torch.UntypedStorage:
         storage = torch.UntypedStorage(self._place.numel(), device="cpu")
-        _flat(storage).copy_(self._place)
+        flat(storage).copy_(self._place)
         return storage
 
     def __del__(self) -> None:
@@ -145,7 +146,7 @@ class PinnedBoard:
 
     def put(self, storage: torch.UntypedStorage) -> Ticket:
         """Copy to pinned memory without waiting."""
-        source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)  # type: ignore[call-overload]
+        source = flat(storage)
         host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):

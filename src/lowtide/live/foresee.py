@@ -24,11 +24,15 @@ def fresh_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
             made = [t.untyped_storage() for t in flatten(func(*plain, **named)) if isinstance(t, torch.Tensor)]
     except (RuntimeError, NotImplementedError, TypeError, ValueError):  # no kernel without data, or it wants to see them
         return None
-    return sum({s._cdata: s.nbytes() for s in made if s._cdata not in given}.values())
+    return _bytes_but(given, made)
 
 
 def bytes_beside(out: Any, args: Any, kwargs: Any) -> int:
     """Bytes of the storages among an operator's results that were not among its arguments."""
     given = {t.untyped_storage()._cdata for t in (*flatten(args), *kwargs.values()) if isinstance(t, torch.Tensor)}
-    made = [t.untyped_storage() for t in flatten(out) if isinstance(t, torch.Tensor) and is_plain(t)]
+    return _bytes_but(given, [t.untyped_storage() for t in flatten(out) if isinstance(t, torch.Tensor) and is_plain(t)])
+
+
+def _bytes_but(given: set[int], made: list[torch.UntypedStorage]) -> int:
+    """Bytes of some storages, each once, but for those at the given addresses."""
     return sum({s._cdata: s.nbytes() for s in made if s._cdata not in given}.values())

@@ -12,11 +12,21 @@ import weakref
 from typing import TYPE_CHECKING, Any, final
 
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch
+from lowtide.live.mode import Mode
 from lowtide.live.ops import OpInfo, info_of
-from lowtide.live.value import Argument, Record, Value, covers_blindly, generator_of, is_plain, map_tensors, state_bytes
+from lowtide.live.value import (
+    Argument,
+    Record,
+    Value,
+    covers_blindly,
+    generator_of,
+    is_plain,
+    map_tensors,
+    state_bytes,
+    written_by,
+)
 from lowtide.trace import Op, Phase, Site
 
 if TYPE_CHECKING:
@@ -32,14 +42,12 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 @final
-class FullMode(TorchDispatchMode):
+class FullMode(Mode):
     """Sees every operator below autograd."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, clock: Clock, ledger: Ledger, evictor: Evictor) -> None:
         """Share the runtime's parts."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.clock = clock
         self.ledger = ledger
         self.evictor = evictor
@@ -49,16 +57,6 @@ class FullMode(TorchDispatchMode):
         self.guard: LeanMode | None = None
         self._order = 0
         self._counts: dict[tuple[str, str], int] = {}
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Compilers need not stand back because of this mode."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Keep torch from wrapping each call: compiled regions run outside this mode anyway."""
-        return False
 
     def begin(self, recorder: Recorder | None, *, remember: bool) -> None:
         """Note into a recorder from now on (None: nowhere), and remember operators so that they can run again."""
@@ -190,7 +188,7 @@ class FullMode(TorchDispatchMode):
 
     def _before_writes(self, info: OpInfo, args: Any, kwargs: Any) -> None:
         """Values that depend on what is about to be overwritten, and could not be made again later, are made now."""
-        for item in _written(info, args, kwargs):
+        for item, _ in written_by(info, args, kwargs):
             value = self._value(item)
             if self.guard is not None and self.guard.guards(item):
                 self.guard.hold_all()
@@ -205,7 +203,7 @@ class FullMode(TorchDispatchMode):
         site = self._site(info)
         made: list[Value] = []
         overwrites: list[tuple[Value, Value]] = []
-        written = list(_written(info, args, kwargs)) if info.mutates else []
+        written = [t for t, _ in written_by(info, args, kwargs)] if info.mutates else []
         blind: list[Value] = []
         for i, item in enumerate(written):
             old = self._value(item)
@@ -264,18 +262,6 @@ class _Nobody:
 
 
 _NOBODY: Any = _Nobody()
-
-
-def _written(info: OpInfo, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Tensors that an operator writes in place, in the order of its arguments."""
-    found: list[torch.Tensor] = []
-    for i, item in enumerate(args):
-        if i in info.writes_at or i in info.secret_at:
-            _collect((item,), found)
-    for name, item in kwargs.items():
-        if name in info.writes_at:
-            _collect((item,), found)
-    return found
 
 
 def _collect(items: Any, found: list[torch.Tensor]) -> None:

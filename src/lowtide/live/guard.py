@@ -16,7 +16,7 @@ from lowtide.live.heap import Meter
 from lowtide.live.ledger import Ledger
 from lowtide.live.ops import OpInfo
 from lowtide.live.replay import remake
-from lowtide.live.value import Record, Value, beneath_autograd, flatten, generator_of, sole_owner, whole
+from lowtide.live.value import Record, Value, beneath_autograd, flatten, generator_of, sole_owner, whole, written_by
 from lowtide.pebble.problem import Bandwidth
 from lowtide.trace import Site
 
@@ -453,8 +453,7 @@ def _depends(value: Value, on: Value) -> bool:
 
 def _copies(info: OpInfo, args: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
     """Copies of the arguments that an operator writes; None if they are too large to be copied."""
-    written = [t for i, a in enumerate(args) if i in info.writes_at or i in info.secret_at for t in flatten((a,))]
-    tensors = [t for t in written if isinstance(t, torch.Tensor)]
+    tensors = [t for t, _ in written_by(info, args, {})]
     if sum(t.nbytes for t in tensors) > COPIED_BYTES:
         return None
     return [(t, t.clone()) for t in tensors]

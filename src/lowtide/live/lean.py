@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch
 from lowtide.live.board import FileBoard, PinnedBoard
 from lowtide.live.guard import Tally
-from lowtide.live.ops import OpInfo, info_of
+from lowtide.live.mode import Mode
+from lowtide.live.ops import info_of
 from lowtide.live.replay import remake
 from lowtide.live.saver import Kept, modified_in_place
 from lowtide.live.value import (
@@ -39,6 +39,7 @@ from lowtide.live.value import (
     view_on,
     watch,
     whole,
+    written_by,
 )
 from lowtide.pebble.greedy import State
 from lowtide.pebble.problem import Action, Problem
@@ -255,7 +256,7 @@ _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 @final
-class LeanMode(TorchDispatchMode):
+class LeanMode(Mode):
     """Follows a planned forward.
 
     Attributes:
@@ -264,14 +265,12 @@ class LeanMode(TorchDispatchMode):
         delegate: takes every operator once lost.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(
         self, script: Script, run: LeanRun, fallback: Callable[[], Any],
         pack_fallback: Callable[[torch.Tensor], Any], out_of_memory: Callable[[BaseException], bool],
     ) -> None:
         """Stand at the beginning of a unit."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.script = script
         self.run = run
         self.at = 0
@@ -289,16 +288,6 @@ class LeanMode(TorchDispatchMode):
         self._pack_fallback = pack_fallback
         self._out_of_memory = out_of_memory
         self._delegate: Any = None
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Compilers need not stand back because of this mode."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Keep torch from wrapping each call: compiled regions run outside this mode anyway."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operator."""
@@ -499,25 +488,13 @@ class LeanMode(TorchDispatchMode):
 
 
 @final
-class GuardMode(TorchDispatchMode):
+class GuardMode(Mode):
     """Looks on in a planned backward in which code of the script may run (hooks, custom functions): may it write there?"""
-
-    supports_higher_order_operators = True
 
     def __init__(self, lean: LeanMode) -> None:
         """Guard what the replays of a unit read."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._lean = lean
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Compilers need not stand back because of this mode."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Keep torch from wrapping each call."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operator."""
@@ -527,17 +504,6 @@ class GuardMode(TorchDispatchMode):
         if info.writes_at and any(self._lean.guards(t) for t, _ in written_by(info, args, kwargs or {})):
             self._lean.hold_all()
         return func(*args, **(kwargs or {}))
-
-
-def written_by(info: OpInfo, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, bool]]:
-    """Tensors that an operator writes, in the order of its arguments, and whether it does so secretly."""
-    found = [
-        (t, i in info.secret_at)
-        for i, a in enumerate(args) if i in info.writes_at or i in info.secret_at
-        for t in flatten((a,)) if isinstance(t, torch.Tensor)
-    ]
-    return found + [(t, False) for k, v in kwargs.items() if k in info.writes_at
-                    for t in flatten((v,)) if isinstance(t, torch.Tensor)]
 
 
 def _gone() -> None:

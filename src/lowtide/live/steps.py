@@ -110,11 +110,9 @@ class Clock:
     # --- wrappers and hooks ------------------------------------------------------------------------------------------
 
     def _wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        owner = threading.get_ident()
-
         @functools.wraps(original)
         def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if (self.depth and not self.detailed) or threading.get_ident() != owner:
+            if (self.depth and not self.detailed) or threading.get_ident() != self._owner:
                 return original(module, *args, **kwargs)
             return self._follow(original, module, args, kwargs)
 
@@ -145,11 +143,10 @@ class Clock:
         self._names = {id(m): f"{kind}.{name}" if name else kind for name, m in root.named_modules()}
 
     def _wrap_engine(self, engine: Callable[..., Any]) -> Callable[..., Any]:
-        owner = threading.get_ident()
-
         @functools.wraps(engine)
         def run_backward(*args: Any, **kwargs: Any) -> Any:
-            if self._in_backward or threading.get_ident() != owner or torch._C._functorch.peek_interpreter_stack() is not None:
+            ours = threading.get_ident() == self._owner and torch._C._functorch.peek_interpreter_stack() is None
+            if self._in_backward or not ours:
                 return engine(*args, **kwargs)
             before, self.phase = self.phase, Phase.BACKWARD
             self._in_backward += 1

@@ -12,7 +12,7 @@ from typing import Any, Protocol, final
 
 import torch
 from lowtide.errors import ReplayError
-from lowtide.live.board import Board, Ticket
+from lowtide.live.board import Board, Ticket, flat
 from lowtide.live.ops import OpInfo
 
 
@@ -321,10 +321,7 @@ class Record:
     def sources(self) -> list[Value]:
         """Values that must be present before it can run again."""
         blind = {id(a) for a, _, matters in self.overs if not matters}
-        return [
-            a.value for a in self.inputs
-            if a.anchor is None and a.value is not None and id(a) not in blind
-        ]
+        return [a.value for a in self.inputs if a.anchor is None and a.value is not None and id(a) not in blind]
 
     def run(self, steal: Callable[[Value], bool], how: Replayer) -> tuple[list[Any], dict[int, torch.Tensor]]:
         """Run again: flattened outputs, and the tensors it wrote into, by position in :attr:`overs`.
@@ -435,6 +432,17 @@ def flatten(out: Any) -> list[Any]:
     return [out]
 
 
+def written_by(info: OpInfo, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, bool]]:
+    """Tensors that an operator writes, in the order of its arguments, and whether it does so secretly."""
+    found = [
+        (t, i in info.secret_at)
+        for i, a in enumerate(args) if i in info.writes_at or i in info.secret_at
+        for t in flatten((a,)) if isinstance(t, torch.Tensor)
+    ]
+    return found + [(t, False) for k, v in kwargs.items() if k in info.writes_at
+                    for t in flatten((v,)) if isinstance(t, torch.Tensor)]
+
+
 class Replayer(Protocol):
     """How values come back: the online policy's way, or the plan's."""
 
@@ -463,4 +471,4 @@ class Replayer(Protocol):
 def whole(storage: torch.UntypedStorage) -> torch.Tensor:
     """A tensor over all bytes of a storage: our way to hold it."""
     with beneath_autograd():
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+        return flat(storage)
