@@ -161,6 +161,24 @@ def double_backward() -> Job:
     return Job(step, [model], [optimizer])
 
 
+def meta_learning() -> Job:
+    """Two tasks a step, each with an inner update that is differentiated through (MAML)."""
+
+    def loss_of(model: nn.Module, _: int) -> torch.Tensor:
+        weights = dict(model.named_parameters())
+        total = torch.zeros(())
+        for _task in range(2):
+            x, y = _batch()
+            inner = F.cross_entropy(torch.func.functional_call(model, weights, x), y)
+            slopes = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+            fast = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), slopes, strict=True)}
+            x, y = _batch()
+            total = total + F.cross_entropy(torch.func.functional_call(model, fast, x), y)
+        return total
+
+    return zoo.simple(_net(depth=3), loss_of)
+
+
 def evaluation_between() -> Job:
     """Evaluation under no_grad and inference_mode between steps."""
     model = _net()
@@ -520,7 +538,7 @@ SITUATIONS: dict[str, Callable[[], Job]] = {
     f.__name__: f
     for f in (
         autocast_bf16, autocast_attention, accumulation, grads_zeroed_in_place, clipping, gan, retain_graph, double_backward,
-        evaluation_between, last_batch_smaller, lengths_change, random_branch, checkpoint_plain, checkpoint_reentrant, own_hooks,
+        meta_learning, evaluation_between, last_batch_smaller, lengths_change, random_branch, checkpoint_plain, checkpoint_reentrant, own_hooks,
         custom_function, in_place_between, compiled_part, compiled_function, loader_workers, loader_pinned,
         saving_in_the_middle, plain_functions, hidden_state_carried, foreach_and_fused, optimizer_in_backward, tensor_hooks,
         functional_transform, failed_backward, frozen_part,

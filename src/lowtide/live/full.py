@@ -27,7 +27,7 @@ from lowtide.live.value import (
     state_bytes,
     written_by,
 )
-from lowtide.trace import Op, Phase, Site
+from lowtide.trace import Op, Site
 
 if TYPE_CHECKING:
     from lowtide.live.guard import Evictor
@@ -86,8 +86,8 @@ class FullMode(Mode):
             self.passive = False
 
     def _remembers(self) -> bool:
-        """Whether operators leave records: within a unit, in its forward."""
-        return self.remembers and self.clock.phase not in (Phase.BACKWARD, Phase.OPTIMIZER)
+        """Whether operators leave records: within a unit, in what a plan follows."""
+        return self.remembers and self.clock.scripted
 
     def _site(self, info: OpInfo) -> Site:
         module = self.clock.path()
@@ -247,6 +247,7 @@ class FullMode(Mode):
                     overwrites=tuple((old.number, new.number) for old, new in overwrites),
                     replayable=record is not None,
                 ),
+                scripted=self.clock.scripted,
             )
         for old, new in overwrites:
             self.ledger.succeed(old, new)

@@ -2,15 +2,18 @@
 
 A :class:`Script` is a plan compiled for one recorded unit: which operator comes when, which leave a record, which saved
 values are held weakly. The forward must follow the recording operator by operator; at the first one that does not, the full
-interception takes over (:class:`LeanMode` hands everything on to it). The backward runs without any mode.
+interception takes over (:class:`LeanMode` hands everything on to it). A backward runs without any mode, but for one that
+builds a graph of its own (``create_graph``): that is followed like a forward.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Final, final
 
 from torch._subclasses.fake_tensor import FakeTensor
@@ -43,7 +46,7 @@ from lowtide.live.value import (
 )
 from lowtide.pebble.greedy import State
 from lowtide.pebble.problem import Action, Problem
-from lowtide.trace import Op, Phase
+from lowtide.trace import Op
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Script:
     """A plan compiled for one recorded unit.
 
     Attributes:
-        funcs: operators of the forward parts in order, and None at the end.
+        funcs: operators of the forward parts (and of backwards that build a graph) in order, and None at the end.
         seconds: how long each of them took when it was recorded.
         acts: what is done at each.
         packs: per saved tensor the value that the plan lets go at some time, or -1.
@@ -78,7 +81,8 @@ class Script:
         holds: per (value, need) the values made on the way that stay.
         stays: (value, need) after which the value itself stays.
         backwards: per backward of the unit, how many operators came before, and the bytes live by then above the base.
-        last_moves: values that leave before the first backward.
+        last_moves: values that leave before the first backward that is not followed.
+        last_use: per value of ours, the last of the operators at which it is looked up.
         writes: whether each operator writes in place, openly.
     """
 
@@ -91,6 +95,7 @@ class Script:
     stays: frozenset[tuple[int, int]]
     backwards: tuple[tuple[int, int], ...]
     last_moves: tuple[int, ...]
+    last_use: Mapping[int, int]
     writes: tuple[bool, ...]
 
 
@@ -117,16 +122,14 @@ def compile_script(
     for e, func in funcs:
         op = trace.events[e]
         assert isinstance(op, Op)
-        if op.phase not in (Phase.BACKWARD, Phase.OPTIMIZER):
-            ordinal_of[e] = len(forward)
-            forward.append((e, func))
-            seconds.append(op.seconds)
-    first_backward = backward_starts[0] if backward_starts else len(trace.events)
+        ordinal_of[e] = len(forward)
+        forward.append((e, func))
+        seconds.append(op.seconds)
     last_moves = []
     for (v, gap), a in state.decisions.items():
         if a.action is Action.MOVE and gap == problem.gap_starts[v]:
             leaves = trace.buffers[v].held_until + 1
-            at = next((ordinal_of[e] for e in range(leaves, first_backward) if e in ordinal_of), None)
+            at = next((ordinal_of[e] for e in range(leaves, trace.backward_event) if e in ordinal_of), None)
             if at is None:
                 last_moves.append(v)
             else:
@@ -146,8 +149,18 @@ def compile_script(
         stays=timeline.stays,
         backwards=tuple(zip(counts, lives, strict=True)),
         last_moves=tuple(last_moves),
+        last_use=_last_uses(acts, [(s.value, bisect_right(forward, s.event, key=itemgetter(0))) for s in trace.saves]),
         writes=(*(bool(info_of(f).writes_at) for _, f in forward), False),
     )
+
+
+def _last_uses(acts: Sequence[Act | None], saves: Iterable[tuple[int, int]]) -> dict[int, int]:
+    found = dict(saves)
+    for i, act in enumerate(acts):
+        for v in () if act is None else (*(v for _, v, _ in act.outs), *(v for pair in act.overwrites for v in pair),
+                                         *act.weak, *act.moves):
+            found[v] = max(found.get(v, 0), i)
+    return found
 
 
 def _made(op: Any) -> tuple[int, ...]:
@@ -277,7 +290,9 @@ class LeanMode(Mode):
         self.packed = 0
         self.lost = False
         self.grown = False
-        self.values: MutableMapping[int, Value] = {}
+        self.values: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()
+        self._pins: dict[int, Value] = {}
+        self._left = False
         self.keeps: list[weakref.ref[Kept | Anchor]] = []
         self._guards: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._writes = script.writes
@@ -313,7 +328,25 @@ class LeanMode(Mode):
 
     def let_go(self) -> None:
         """A backward begins: values live as long as their handles do, and no longer."""
-        self.values = weakref.WeakValueDictionary(self.values)
+        self._pins.clear()
+
+    def prune(self) -> None:
+        """A backward that is followed begins or ended: what is not looked up again lives as long as its handles."""
+        last = self.script.last_use
+        self._pins = {n: v for n, v in self._pins.items() if last.get(n, -1) >= self.at}
+
+    def last_moves(self) -> None:
+        """The first backward that is not followed begins: what is to leave before it leaves."""
+        if not self._left:
+            self._left = True
+            for number in self.script.last_moves:
+                self.move(number)
+
+    def _enter(self, number: int, value: Value, storage: torch.UntypedStorage) -> None:
+        value.number = number
+        value.weak = weakref.ref(storage)  # type: ignore[assignment]
+        self.values[number] = self._pins[number] = value
+        self._guard(storage)
 
     def leave(self) -> None:
         """The forward is off the plan: the full interception takes over."""
@@ -421,10 +454,7 @@ class LeanMode(Mode):
             if storage.nbytes() != size:
                 self.grown = True
             value = Value(storage.nbytes(), record)
-            value.number = number
-            value.weak = weakref.ref(storage)  # type: ignore[assignment]
-            self.values[number] = value
-            self._guard(storage)
+            self._enter(number, value, storage)
             if record is not None:
                 record.outs.append((position, weakref.ref(value)))
 
@@ -442,10 +472,7 @@ class LeanMode(Mode):
                 continue
             storage = tensor.untyped_storage()
             value = Value(storage.nbytes(), record)
-            value.number = new
-            value.weak = weakref.ref(storage)  # type: ignore[assignment]
-            self.values[new] = value
-            self._guard(storage)
+            self._enter(new, value, storage)
             if record is not None and i < len(record.overs):
                 argument, _, matters = record.overs[i]
                 record.overs[i] = (argument, weakref.ref(value), matters)
@@ -478,7 +505,7 @@ class LeanMode(Mode):
             if value is not None:
                 storage = tensor.untyped_storage()
                 if value.weak is not None and value.weak() is storage:
-                    if number in self.script.held and value.tensor is None:
+                    if not value.saves and number in self.script.held:
                         value.tensor = whole(storage)
                     return LeanHandle(self, value, tensor)
             self.grown = True

@@ -169,9 +169,10 @@ class Recorder:
                     asked.pinned_until, asked.node = len(self.events) - 1, None
             self.asked = [a for a in self.asked if a.pinned_until is None]
 
-    def after_op(self, func: Any, op: Op) -> None:
-        """An operator ended."""
-        self.funcs.append((len(self.events), func))
+    def after_op(self, func: Any, op: Op, *, scripted: bool) -> None:
+        """An operator ended; a plan is to follow it, if it is scripted."""
+        if scripted:
+            self.funcs.append((len(self.events), func))
         self.events.append(op)
         self.begin_window()
 
@@ -213,7 +214,7 @@ class Recorder:
             pending.pop()
 
     def begin_backward(self) -> None:
-        """A backward begins."""
+        """A backward begins in which no plan is followed."""
         if self.backward_event is None:
             self.backward_event = len(self.events)
 

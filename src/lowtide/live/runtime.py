@@ -54,6 +54,8 @@ SURPRISES = 2
 """Units that left their plan half-way after which this kind of unit is always run with the full interception."""
 RECORDINGS = 5
 """Recordings at most of a kind of unit whose predictions keep being off."""
+BACKWARDS = 3
+"""Backwards (that build no graph of their own) after which a unit ends although handles are left."""
 KINDS = 64
 """Kinds of units (signatures) whose plans are kept."""
 AGREED_UNITS = range(2, 10)
@@ -94,6 +96,7 @@ class Unit:
     entry: Entry | None = None
     predicted_bytes: int | None = None
     backwards: int = 0
+    consumed: int = 0
     starts: list[int] = field(default_factory=list)
     outputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
 
@@ -284,26 +287,31 @@ class Runtime:
         """Autograd's engine is about to run."""
         if not self._active:
             return
-        self.saver.keep_only = True
+        followed = self.clock.differentiable
+        self.saver.keep_only = not followed
         unit = self.unit
         if unit is None:
             return
         if unit.recorder is not None:
-            unit.recorder.begin_backward()
+            if not followed:
+                unit.recorder.begin_backward()
             unit.starts.append(len(unit.recorder.events))
         if unit.lean is not None and not unit.lean.lost:
-            self._check_lean(unit, unit.lean)
+            self._check_lean(unit, unit.lean, followed=followed)
         unit.backwards += 1
+        unit.consumed += not followed
 
-    def _check_lean(self, unit: Unit, lean: LeanMode) -> None:
+    def _check_lean(self, unit: Unit, lean: LeanMode, *, followed: bool) -> None:
         """Before a planned backward: is memory where the plan says it is?"""
         script = lean.script
-        if unit.backwards == 0:
-            for number in script.last_moves:
-                lean.move(number)
+        if not followed:
+            lean.last_moves()
         expected = script.backwards[unit.backwards] if unit.backwards < len(script.backwards) else (-1, 0)
         above = self.meter.live() - unit.base_bytes
         if lean.at == expected[0] and not lean.grown and above <= expected[1] + TOLERANCE_BYTES:
+            if followed:
+                lean.prune()
+                return
             self.stack.take()
             lean.let_go()
             if self.script_code_in_backward or self._has_hooks():
@@ -329,9 +337,12 @@ class Runtime:
             return
         lean = unit.lean
         if lean is not None and not lean.lost and unit.backwards < len(lean.script.backwards):
-            self.stack.put(lean, lean.pack, _unpack)
+            if self.clock.differentiable:
+                lean.prune()
+            else:
+                self.stack.put(lean, lean.pack, _unpack)
             return
-        if self.saver.outstanding <= 0 or unit.backwards >= 3:
+        if self.saver.outstanding <= 0 or unit.consumed >= BACKWARDS:
             self._end_unit()
 
     def optimizer_begins(self, optimizer: Any) -> None:

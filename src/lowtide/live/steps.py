@@ -29,7 +29,7 @@ class Listener(Protocol):
         """That call returned."""
 
     def backward_begins(self) -> None:
-        """Autograd's engine is about to run."""
+        """Autograd's engine is about to run (:attr:`Clock.differentiable` says how)."""
 
     def backward_ends(self) -> None:
         """Autograd's engine returned, or raised."""
@@ -49,6 +49,8 @@ class Clock:
         phase: what the script is doing.
         depth: how many module calls are open.
         detailed: whether every module call is followed (for paths), or only calls of known root modules.
+        differentiable: whether the backward that runs builds a graph of its own (``create_graph``): its operators are
+            then a forward for the backward to come.
     """
 
     def __init__(self, listener: Listener) -> None:
@@ -57,6 +59,7 @@ class Clock:
         self.phase = Phase.DATA
         self.depth = 0
         self.detailed = False
+        self.differentiable = False
         self.optimizers_seen = False
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
@@ -66,6 +69,11 @@ class Clock:
         self._wrapped_call: Any = None
         self._in_backward = 0
         self._owner = threading.get_ident()
+
+    @property
+    def scripted(self) -> bool:
+        """Whether what runs now belongs to what a backward to come may ask for: a plan follows it operator by operator."""
+        return self.differentiable or self.phase not in (Phase.BACKWARD, Phase.OPTIMIZER)
 
     def path(self) -> str:
         """Dotted path of the innermost module that is running."""
@@ -144,12 +152,16 @@ class Clock:
 
     def _wrap_engine(self, engine: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(engine)
-        def run_backward(*args: Any, **kwargs: Any) -> Any:
+        def run_backward(
+            outputs: Any, grads: Any = None, retain_graph: Any = None, create_graph: Any = None, *args: Any, **kwargs: Any
+        ) -> Any:
+            args = (outputs, grads, retain_graph, create_graph, *args)
             ours = threading.get_ident() == self._owner and torch._C._functorch.peek_interpreter_stack() is None
             if self._in_backward or not ours:
                 return engine(*args, **kwargs)
             before, self.phase = self.phase, Phase.BACKWARD
             self._in_backward += 1
+            self.differentiable = bool(create_graph)
             self.listener.backward_begins()
             try:
                 return engine(*args, **kwargs)
@@ -157,6 +169,7 @@ class Clock:
                 self._in_backward -= 1
                 self.phase = before if before is Phase.FORWARD else Phase.DATA
                 self.listener.backward_ends()
+                self.differentiable = False
 
         return run_backward
 
