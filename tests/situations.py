@@ -179,6 +179,41 @@ def meta_learning() -> Job:
     return zoo.simple(_net(depth=3), loss_of)
 
 
+def sparse_gradients() -> Job:
+    """An embedding whose gradients are sparse tensors."""
+    table, model = nn.EmbeddingBag(5000, 128, sparse=True), _net()
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.SparseAdam(table.parameters()), torch.optim.AdamW(model.parameters())]
+
+    def step(_: int) -> torch.Tensor:
+        words, y = torch.randint(0, 5000, (256, 8)), torch.randint(0, 10, (256,))
+        loss = F.cross_entropy(model(table(words)), y)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss.detach()
+
+    return Job(step, [model], optimizers)
+
+
+def frozen_and_thawed() -> Job:
+    """Half of the layers are frozen for three steps, and train again after."""
+    model = _net()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(i: int) -> torch.Tensor:
+        for p in (*model[0].parameters(), *model[1].parameters()):
+            p.requires_grad_(requires_grad=i not in (3, 4, 5))
+        loss = _loss(model)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return Job(step, [model], [optimizer])
+
+
 def evaluation_between() -> Job:
     """Evaluation under no_grad and inference_mode between steps."""
     model = _net()
@@ -538,7 +573,7 @@ SITUATIONS: dict[str, Callable[[], Job]] = {
     f.__name__: f
     for f in (
         autocast_bf16, autocast_attention, accumulation, grads_zeroed_in_place, clipping, gan, retain_graph, double_backward,
-        meta_learning, evaluation_between, last_batch_smaller, lengths_change, random_branch, checkpoint_plain, checkpoint_reentrant, own_hooks,
+        meta_learning, sparse_gradients, frozen_and_thawed, evaluation_between, last_batch_smaller, lengths_change, random_branch, checkpoint_plain, checkpoint_reentrant, own_hooks,
         custom_function, in_place_between, compiled_part, compiled_function, loader_workers, loader_pinned,
         saving_in_the_middle, plain_functions, hidden_state_carried, foreach_and_fused, optimizer_in_backward, tensor_hooks,
         functional_transform, failed_backward, frozen_part,

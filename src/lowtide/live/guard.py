@@ -16,7 +16,7 @@ from lowtide.live.heap import Meter
 from lowtide.live.ledger import Ledger
 from lowtide.live.ops import OpInfo
 from lowtide.live.replay import remake
-from lowtide.live.value import Record, Value, beneath_autograd, flatten, generator_of, sole_owner, whole, written_by
+from lowtide.live.value import Record, Value, beneath_autograd, bytes_of, flatten, generator_of, sole_owner, whole, written_by
 from lowtide.pebble.problem import Bandwidth
 from lowtide.trace import Site
 
@@ -209,7 +209,7 @@ class Evictor:
         if expected is None:
             opaque = info.seeded or info.collective or any(part in info.name for part in OPAQUE_OPS)
             fresh = None if opaque else fresh_bytes(func, args, kwargs)
-            expected = self._made[key] = sum(t.nbytes for t in tensors) if fresh is None else fresh
+            expected = self._made[key] = sum(bytes_of(t) for t in tensors) if fresh is None else fresh
         over = self.meter.live() + expected + SLACK_BYTES - self.limit_bytes
         if over > 0:
             self.make_room(over)
@@ -454,7 +454,7 @@ def _depends(value: Value, on: Value) -> bool:
 def _copies(info: OpInfo, args: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
     """Copies of the arguments that an operator writes; None if they are too large to be copied."""
     tensors = [t for t, _ in written_by(info, args, {})]
-    if sum(t.nbytes for t in tensors) > COPIED_BYTES:
+    if sum(bytes_of(t) for t in tensors) > COPIED_BYTES:
         return None
     return [(t, t.clone()) for t in tensors]
 

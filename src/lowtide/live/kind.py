@@ -19,13 +19,15 @@ def tensors_in(state: Any) -> list[torch.Tensor]:
 
 
 def signature_of(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    """What kind of unit a root call begins: the module, its mode, and the shapes that it is given."""
+    """What kind of unit a root call begins: the module, what of it trains, and the shapes that it is given."""
     shapes: list[Any] = []
     _shapes((args, kwargs), shapes, 0)
     first = next(module.parameters(), None)
     accumulates = first is not None and first.grad is not None
     who = id(module if first is None else first)
-    return (type(module), who, accumulates, module.training, torch.is_autocast_enabled("cpu"), tuple(shapes))
+    modes = hash(tuple(m.training for m in module.modules()))
+    frozen = hash(tuple(p.requires_grad for p in module.parameters()))
+    return (type(module), who, accumulates, modes, frozen, torch.is_autocast_enabled("cpu"), tuple(shapes))
 
 
 def sibling_of(signature: Any) -> Any:

@@ -34,6 +34,7 @@ from lowtide.live.recorder import Recorder
 from lowtide.live.saver import Saver
 from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
+from lowtide.live.value import bytes_of
 from lowtide.live.verdict import figures_of, refusal
 from lowtide.pebble.greedy import State
 from lowtide.pebble.problem import Problem
@@ -584,7 +585,7 @@ class Runtime:
         if warm < SEEN_TWICE:
             doubt = max(TOLERANCE_BYTES, int(TOLERANCE_SHARE * figures.bound_peak_bytes)) + LIBRARY_BYTES
         if not known:
-            doubt += sum(p.grad.nbytes for root in self._roots for p in root.parameters() if p.grad is not None)
+            doubt += sum(bytes_of(p.grad) for root in self._roots for p in root.parameters() if p.grad is not None)
         return figures.bound_peak_bytes - doubt > self.budget_bytes
 
     def _refuse(self, figures: PlanFigures, *, proven: bool) -> None:

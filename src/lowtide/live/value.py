@@ -87,6 +87,20 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg() and not tensor.is_quantized
 
 
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements; of a sparse one, of the tensors that it is made of."""
+    if tensor.layout is torch.strided:
+        return tensor.nbytes
+    with beneath_autograd():
+        if tensor.layout is torch.sparse_coo:
+            return tensor._indices().nbytes + tensor._values().nbytes
+        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            return tensor.crow_indices().nbytes + tensor.col_indices().nbytes + tensor.values().nbytes
+        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            return tensor.ccol_indices().nbytes + tensor.row_indices().nbytes + tensor.values().nbytes
+    return tensor.numel() * tensor.element_size()
+
+
 class StorageRef(weakref.ref):  # type: ignore[type-arg]
     """A weak reference to a storage that knows its value and address."""
 
