@@ -226,6 +226,7 @@ class FullMode(Mode):
             storage = tensor.untyped_storage()
             if self.ledger.find(storage) is None:
                 value = self.ledger.enter(storage, record)
+                value.scratch = info.opaque and tensor.dtype is torch.uint8
                 made.append(value)
                 if record is not None:
                     record.outs.append((_position(out, tensor, i), weakref.ref(value)))

@@ -38,10 +38,6 @@ LIBRARY_OPS = ("convolution", "mkldnn", "gelu", "linear", "mm")
 """Operators (parts of their names) that oneDNN may run."""
 
 
-OPAQUE_OPS = ("mkldnn", "cudnn", "rnn")
-"""Operators (parts of their names) whose kernels without data say nothing of the workspace that they return."""
-
-
 @final
 @dataclass(slots=True)
 class Tally:
@@ -207,7 +203,7 @@ class Evictor:
         key = (func, *((t.size(), t.dtype) for t in tensors))
         expected = self._made.get(key)
         if expected is None:
-            opaque = info.seeded or info.collective or any(part in info.name for part in OPAQUE_OPS)
+            opaque = info.seeded or info.collective or info.opaque
             fresh = None if opaque else fresh_bytes(func, args, kwargs)
             expected = self._made[key] = sum(bytes_of(t) for t in tensors) if fresh is None else fresh
         over = self.meter.live() + expected + SLACK_BYTES - self.limit_bytes
@@ -277,7 +273,7 @@ class Evictor:
 
     def _let_go(self, value: Value, *, dropped: bool) -> bool:
         if dropped:
-            if value.checksum is None:
+            if value.checksum is None and not value.scratch:
                 value.checksum = checksum(value.tensor)
             value.tensor = None
         else:

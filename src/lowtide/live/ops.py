@@ -39,6 +39,9 @@ _DRAWS: Final = frozenset(
 )
 """Operators that may draw random numbers without the tag that says so."""
 
+_LIBRARIES: Final = ("mkldnn", "cudnn", "miopen", "rnn")
+"""Operators (parts of their names) that libraries run."""
+
 _SECRET_WRITES: Final = ("running_mean", "running_var")
 """Arguments that operators update in place although their schema does not say it."""
 
@@ -71,6 +74,11 @@ class OpInfo:
     def mutates(self) -> bool:
         """Whether it changes an argument in place, openly or not."""
         return bool(self.writes_at or self.secret_at)
+
+    @property
+    def opaque(self) -> bool:
+        """Whether a library runs it that returns its workspace (as bytes): of unknown size, and written in parts only."""
+        return any(part in self.name for part in _LIBRARIES)
 
 
 @cache

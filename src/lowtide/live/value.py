@@ -131,11 +131,12 @@ class Value:
         checksum: of its bytes when it was dropped, where that is to be checked.
         touched: when it was last made or asked for (full), or how many needs it has served (lean).
         busy: chains under way that read it: it must not be let go.
+        scratch: whether it is a kernel's workspace, parts of which nobody writes: its bytes differ from run to run.
     """
 
     __slots__ = (
-        "__weakref__", "anchor", "busy", "bytes", "checksum", "heir", "number", "record", "saves", "superseded", "tainted",
-        "tensor", "ticket", "touched", "unit", "weak",
+        "__weakref__", "anchor", "busy", "bytes", "checksum", "heir", "number", "record", "saves", "scratch", "superseded",
+        "tainted", "tensor", "ticket", "touched", "unit", "weak",
     )
 
     def __init__(self, size: int, record: Record | None) -> None:
@@ -155,6 +156,7 @@ class Value:
         self.checksum: int | None = None
         self.touched = 0
         self.busy = 0
+        self.scratch = False
 
     def latest(self) -> Value:
         """The version that keeps the bits of its saved tensors now."""
