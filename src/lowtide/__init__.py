@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import BudgetError, LowtideError, ReplayError, SizeError, UsageError
+from lowtide.errors import BudgetError, LowtideError, RecordingError, ReplayError, SizeError, UsageError
 
 if TYPE_CHECKING:
-    from lowtide.api import budget
+    from lowtide.api import budget, record
 
 __version__ = "0.1.0"
-__all__ = ["BudgetError", "LowtideError", "ReplayError", "SizeError", "UsageError", "__version__", "budget"]
+__all__ = [
+    "BudgetError", "LowtideError", "RecordingError", "ReplayError", "SizeError", "UsageError", "__version__", "budget",
+    "record",
+]
 
 
 def __getattr__(name: str) -> Any:
     """Load what needs torch only when it is asked for."""
-    if name == "budget":
-        from lowtide.api import budget
+    if name in ("budget", "record"):
+        from lowtide import api
 
-        return budget
+        return getattr(api, name)
     raise AttributeError(f"module 'lowtide' has no attribute {name!r}")

@@ -1,17 +1,24 @@
-"""The facade: ``lowtide.budget`` for scripts and notebooks."""
+"""The facade: ``lowtide.budget`` and ``lowtide.record`` for scripts and notebooks."""
 
 from __future__ import annotations
 
 import contextlib
+import html
+import sys
 from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
 
 from lowtide.errors import UsageError
+from lowtide.live import watch
 from lowtide.live.outcome import Outcome
 from lowtide.live.runtime import Runtime, Settings
 from lowtide.planner import Plan
+from lowtide.store import Recording, read
 from lowtide.units import Size, parse_budget
 
-_running: list[Runtime] = []
+_running: list[Runtime | watch.Watcher] = []
 
 
 class Budgeted:
@@ -56,7 +63,7 @@ def budget(
         BudgetError: at the beginning of the second step, if the budget cannot be held.
     """
     if _running:
-        raise UsageError("a budget is in force already: leave it before another begins")
+        raise UsageError("a budget is in force already (or a recording is made): leave it before another begins")
     asked = parse_budget(size) if isinstance(size, str) else size
     runtime = Runtime(Settings(budget=asked, keep=keep, plan=plan, offload=offload))
     _running.append(runtime)
@@ -66,3 +73,54 @@ def budget(
     finally:
         runtime.stop()
         _running.remove(runtime)
+
+
+class Recorded:
+    """What ``with lowtide.record(...) as run`` gives: the recording, once the block has ended."""
+
+    def __init__(self, path: Path) -> None:
+        """Nothing is read yet."""
+        self.path = path
+
+    @cached_property
+    def recording(self) -> Recording:
+        """The recording, read.
+
+        Raises:
+            RecordingError: if it cannot be read.
+        """
+        return read(self.path)
+
+    def _repr_html_(self) -> str:
+        """The page, in a notebook."""
+        from lowtide.report.html import page
+
+        return f'<iframe srcdoc="{html.escape(page(self.recording))}" style="width:100%;height:900px;border:0"></iframe>'
+
+
+@contextlib.contextmanager
+def record(path: str | Path = "recording.lowtide", *, level: Literal["ops", "phases"] = "ops") -> Iterator[Recorded]:
+    """Record what happens in the block: a context manager, and a decorator.
+
+    Args:
+        path: the file to write; what was there is replaced.
+        level: every operator, or only where phases begin and end.
+
+    Raises:
+        UsageError: if a budget is in force or a recording is made already.
+        RecordingError: if the file cannot be written.
+    """
+    if _running:
+        raise UsageError("a budget is in force already (or a recording is made): leave it before another begins")
+    file = Path(path)
+    watcher = watch.begin(file, operators=level == "ops", about={"script": sys.argv[0], "arguments": sys.argv[1:]})
+    _running.append(watcher)
+    failed: BaseException | None = None
+    try:
+        yield Recorded(file)
+    except BaseException as error:
+        failed = error
+        raise
+    finally:
+        watch.end(watcher, code=int(failed is not None), error=failed)
+        _running.remove(watcher)

@@ -3,7 +3,8 @@
     LowtideError
     ├── UsageError            bad options or input; the command line exits with 2
     │   ├── SizeError         a size that cannot be read
-    │   └── PlanFileError     a plan file that cannot be used
+    │   ├── PlanFileError     a plan file that cannot be used
+    │   └── RecordingError    a recording that cannot be read or written
     ├── BudgetError           the budget cannot be held; the command line exits with 1
     ├── ReplayError           a dropped value cannot be made again bit for bit; raised instead of a wrong gradient
     └── StructureError        a problem or a decision that breaks the rules of the game
@@ -28,6 +29,10 @@ class SizeError(UsageError):
 
 class PlanFileError(UsageError):
     """A plan file that cannot be used."""
+
+
+class RecordingError(UsageError):
+    """A recording that cannot be read or written."""
 
 
 class BudgetError(LowtideError):

@@ -12,9 +12,15 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """The part of a step in which an event happened."""
+    """The part of a step in which an event happened.
+
+    ``data`` is all that is none of the others; ``loss`` lies between the model's return and the backward, criterion included;
+    ``evaluation`` is a forward without gradients.
+    """
 
     DATA = "data"
+    ZERO_GRAD = "zero_grad"
+    EVALUATION = "evaluation"
     FORWARD = "forward"
     LOSS = "loss"
     BACKWARD = "backward"

@@ -16,7 +16,7 @@ SOURCE = Path(lowtide.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "", "units"),
-    ("trace",),
+    ("trace", "store"),
     ("pebble.problem", "pebble.referee", "pebble.bound", "pebble.greedy", "pebble.solve", "planner"),
     (
         "live.ops",
@@ -26,6 +26,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "live.board",
         "live.steps",
         "live.stack",
+        "live.aside",
+        "live.engine",
+        "live.frames",
         "live.value",
         "live.replay",
         "live.foresee",
@@ -40,17 +43,28 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "live.kind",
         "live.verdict",
         "live.runtime",
+        "live.watch",
         "live.agent",
     ),
-    ("api",),
-    ("report.terminal", "cli.launch", "cli.run", "cli.main", "__main__"),
+    ("explain", "advise", "api"),
+    (
+        "report.terminal",
+        "report.recording",
+        "report.html",
+        "cli.launch",
+        "cli.run",
+        "cli.record",
+        "cli.report",
+        "cli.main",
+        "__main__",
+    ),
 )
 """Every module, by floor, and on its floor in the order in which it may be imported; ``""`` is the package itself."""
 
-EXCEPTIONS = {("live.agent", "cli.launch"), ("live.agent", "report.terminal")}
+EXCEPTIONS = {("live.agent", "cli.launch"), ("live.agent", "report.terminal"), ("live.agent", "report.recording")}
 """The agent is what a verb's process starts: it reads the verb's task and shows the figures at its end."""
 
-PURE = ("errors", "units", "trace", "pebble.problem", "pebble.referee", "pebble.bound", "pebble.greedy", "pebble.solve",
+PURE = ("errors", "units", "trace", "store", "pebble.problem", "pebble.referee", "pebble.bound", "pebble.greedy", "pebble.solve",
         "planner")  # fmt: skip
 
 RANK = {name: rank for rank, name in enumerate(name for floor in FLOORS for name in floor)}

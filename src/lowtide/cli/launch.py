@@ -20,24 +20,17 @@ ACTIVE: Final = "LOWTIDE_ACTIVE"
 PRELOAD: Final = "LD_PRELOAD"
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent is to do.
+class RunOptions(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
+    """What ``lowtide run`` was asked.
 
     Attributes:
-        target: script path or module name.
-        module: whether the target is a module name.
-        arguments: the script's own.
         budget: as the user wrote it.
         keep: modules whose values are never dropped.
         offload: whether values may be moved.
         plan, save_plan, json: files; None where not asked for.
         quiet: no summary.
-        preload: the user's own LD_PRELOAD, to be put back.
     """
 
-    target: str
-    module: bool
-    arguments: tuple[str, ...]
     budget: str
     keep: tuple[str, ...]
     offload: bool
@@ -45,7 +38,41 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     save_plan: str | None
     json: str | None
     quiet: bool
+
+
+class RecordOptions(msgspec.Struct, frozen=True, kw_only=True, tag="record"):
+    """What ``lowtide record`` was asked.
+
+    Attributes:
+        output: the recording.
+        operators: whether operators are recorded, or phases only.
+        cap_bytes: torch's CPU allocator refuses what would go beyond; 0 for no cap.
+        json: file; None where not asked for.
+        quiet: no summary.
+    """
+
+    output: str
+    operators: bool
+    cap_bytes: int
+    json: str | None
+    quiet: bool
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent is to do.
+
+    Attributes:
+        target: script path or module name.
+        module: whether the target is a module name.
+        arguments: the script's own.
+        preload: the user's own LD_PRELOAD, to be put back.
+    """
+
+    target: str
+    module: bool
+    arguments: tuple[str, ...]
     preload: str | None
+    options: RunOptions | RecordOptions
 
 
 def check_target(target: str, *, module: bool) -> None:
@@ -77,6 +104,16 @@ def check_alone() -> None:
     """
     if os.environ.get(ACTIVE) == str(os.getpid()):
         raise UsageError("a budget is in force in this process already: use one `lowtide run` only")
+
+
+def check_folder(file: str | None) -> None:
+    """Refuse a file that cannot be written because its folder is not there.
+
+    Raises:
+        UsageError: naming it.
+    """
+    if file is not None and not Path(file).resolve().parent.is_dir():
+        raise UsageError(f"the folder of {file} does not exist: make it first")
 
 
 def become(task: Task) -> NoReturn:

@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 import click
 
 from lowtide import __version__
+from lowtide.cli.record import record
+from lowtide.cli.report import diff, report
 from lowtide.cli.run import run
 from lowtide.errors import LowtideError, UsageError
 
@@ -45,4 +47,5 @@ def main() -> None:
     """Train neural networks in the memory you have."""
 
 
-main.add_command(run)
+for verb in (run, record, report, diff):
+    main.add_command(verb)

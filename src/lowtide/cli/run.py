@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import click
 
-from lowtide.cli.launch import PRELOAD, Task, become, check_alone, check_target
+from lowtide.cli.launch import PRELOAD, RunOptions, Task, become, check_alone, check_folder, check_target
 from lowtide.errors import UsageError
 from lowtide.units import parse_budget
 
@@ -47,21 +47,16 @@ def run(
     check_target(script, module=module)
     if plan is not None and not Path(plan).is_file():
         raise UsageError(f"no such plan: {plan}")
-    for name in (save_plan, json_file):
-        if name is not None and not Path(name).resolve().parent.is_dir():
-            raise UsageError(f"the folder of {name} does not exist: make it first")
+    check_folder(save_plan)
+    check_folder(json_file)
     become(
         Task(
             target=script,
             module=module,
             arguments=arguments,
-            budget=budget,
-            keep=keep,
-            offload=offload,
-            plan=plan,
-            save_plan=save_plan,
-            json=json_file,
-            quiet=quiet,
             preload=os.environ.get(PRELOAD),
+            options=RunOptions(
+                budget=budget, keep=keep, offload=offload, plan=plan, save_plan=save_plan, json=json_file, quiet=quiet
+            ),
         )
     )

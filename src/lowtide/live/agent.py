@@ -1,4 +1,4 @@
-"""What the process of ``lowtide run`` does: the script as ``__main__``, under a budget, then the figures.
+"""What the process of ``lowtide run`` or ``record`` does: the script as ``__main__``, watched, then the figures.
 
 The script sees its own arguments, its own folder first on ``sys.path``, and the environment that the user gave. Its
 traceback and its exit code pass through; frames of Lowtide are taken out of what is printed.
@@ -14,12 +14,12 @@ import types
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, final
 
 import msgspec
 
-from lowtide.cli.launch import ACTIVE, PRELOAD, TASK, Task
-from lowtide.errors import BudgetError, LowtideError
+from lowtide.cli.launch import ACTIVE, PRELOAD, TASK, RecordOptions, RunOptions, Task
+from lowtide.errors import BudgetError, LowtideError, UsageError
 
 _PACKAGE: Final = str(Path(__file__).resolve().parent.parent)
 _HIDDEN: Final = (_PACKAGE, "<frozen runpy>", runpy.__file__)
@@ -48,36 +48,25 @@ def main() -> None:
 
 def _run(task: Task) -> int:
     """Run the script; the exit code to leave with if it ended by itself."""
-    from lowtide.live.runtime import Runtime, Settings
-    from lowtide.planner import load_plan
-    from lowtide.units import parse_budget
-
-    settings = Settings(
-        budget=parse_budget(task.budget),
-        keep=task.keep,
-        offload=task.offload,
-        plan=None if task.plan is None else load_plan(Path(task.plan)),
-        refusal=_refusal,
-    )
-    runtime = Runtime(settings)
-    runtime.start()
+    options = task.options
+    job: _Budget | _Record = _Budget(options) if isinstance(options, RunOptions) else _Record(task, options)
     code: Any = 0
     try:
         _execute(task)
     except _Refusal:
-        assert runtime.refused is not None
-        _finish(task, runtime, 1)
-        sys.stderr.write(f"lowtide: error: {runtime.refused}\n")
+        assert isinstance(job, _Budget)
+        job.finish(1)
+        sys.stderr.write(f"lowtide: error: {job.runtime.refused}\n")
         return 1
     except SystemExit as leaving:
         code = leaving.code
-        _finish(task, runtime, code if isinstance(code, int) else int(code is not None))
+        job.finish(code if isinstance(code, int) else int(code is not None))
         raise
-    except BaseException:
-        _finish(task, runtime, 1)
+    except BaseException as error:
+        job.finish(1, error)
         sys.excepthook = _without_our_frames(sys.excepthook)
         raise
-    _finish(task, runtime, 0)
+    job.finish(0)
     return 0
 
 
@@ -102,27 +91,91 @@ def _execute(task: Task) -> None:
     exec(compile(path.read_bytes(), str(path), "exec"), main_module.__dict__)  # noqa: S102 - the user's own script
 
 
-def _finish(task: Task, runtime: Any, code: int) -> None:
-    """Stop watching; write and show the figures."""
-    from lowtide.live.outcome import Outcome
-    from lowtide.planner import save_plan
-    from lowtide.report.terminal import show_outcome
+@final
+class _Budget:
+    """``lowtide run``: the script under a budget."""
 
-    runtime.stop()
-    outcome = Outcome(
-        budget_bytes=runtime.budget_bytes,
-        steps=tuple(runtime.steps),
-        plan=runtime.figures,
-        exact=runtime.meter.exact,
-    )
+    def __init__(self, options: RunOptions) -> None:
+        from lowtide.live.runtime import Runtime, Settings
+        from lowtide.planner import load_plan
+        from lowtide.units import parse_budget
+
+        self._options = options
+        self.runtime = Runtime(
+            Settings(
+                budget=parse_budget(options.budget),
+                keep=options.keep,
+                offload=options.offload,
+                plan=None if options.plan is None else load_plan(Path(options.plan)),
+                refusal=_refusal,
+            )
+        )
+        self.runtime.start()
+
+    def finish(self, code: int, _: BaseException | None = None) -> None:
+        """Stop watching; write and show the figures."""
+        from lowtide.live.outcome import Outcome
+        from lowtide.planner import save_plan
+        from lowtide.report.terminal import show_outcome
+
+        runtime, options = self.runtime, self._options
+        runtime.stop()
+        outcome = Outcome(
+            budget_bytes=runtime.budget_bytes,
+            steps=tuple(runtime.steps),
+            plan=runtime.figures,
+            exact=runtime.meter.exact,
+        )
+        if options.json is not None:
+            _write_json(options.json, outcome.to_json(code))
+        if options.save_plan is not None and runtime.plan is not None:
+            save_plan(runtime.plan, Path(options.save_plan + _rank_suffix()))
+        if not options.quiet and not _rank_suffix():
+            show_outcome(outcome)
+
+
+@final
+class _Record:
+    """``lowtide record``: the script as it is, into a recording."""
+
+    def __init__(self, task: Task, options: RecordOptions) -> None:
+        from lowtide.live import watch
+        from lowtide.live.heap import counters
+
+        self._options = options
+        self._path = Path(options.output + _rank_suffix())
+        if options.cap_bytes:
+            found = counters()
+            if found is None:
+                raise UsageError("--cap needs the heap counter, which was not built: install Lowtide where a C compiler is")
+            found.cap = options.cap_bytes
+        about = {"script": task.target, "arguments": list(task.arguments), "cap_bytes": options.cap_bytes}
+        self._watcher = watch.begin(self._path, operators=options.operators, about=about)
+
+    def finish(self, code: int, error: BaseException | None = None) -> None:
+        """Close the recording; write and show what it says."""
+        from lowtide.live import watch
+        from lowtide.report.recording import show_recording, to_json
+        from lowtide.store import read
+
+        watch.end(self._watcher, code=code, error=error)
+        options = self._options
+        if options.json is None and (options.quiet or _rank_suffix()):
+            return
+        recording = read(self._path)
+        if options.json is not None:
+            _write_json(options.json, {"recording": str(self._path), **to_json(recording)})
+        if not options.quiet and not _rank_suffix():
+            show_recording(recording)
+
+
+def _rank_suffix() -> str:
     rank = int(os.environ.get("RANK", "0"))
-    suffix = f".rank{rank}" if rank else ""
-    if task.json is not None:
-        Path(task.json + suffix).write_bytes(msgspec.json.format(msgspec.json.encode(outcome.to_json(code)), indent=1))
-    if task.save_plan is not None and runtime.plan is not None:
-        save_plan(runtime.plan, Path(task.save_plan + suffix))
-    if not task.quiet and not rank:
-        show_outcome(outcome)
+    return f".rank{rank}" if rank else ""
+
+
+def _write_json(file: str, found: Any) -> None:
+    Path(file + _rank_suffix()).write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
 
 
 def _without_our_frames(hook: Callable[..., Any]) -> Callable[..., Any]:

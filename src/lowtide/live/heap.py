@@ -265,21 +265,21 @@ class CudaMeter:
 
     def __init__(self, device: torch.device) -> None:
         """Read the allocator of one device."""
-        self._device = device
+        self.device = device
         self._step_peak = 0
 
     def live(self) -> int:
         """Bytes allocated now."""
-        return int(torch.cuda.memory_allocated(self._device))
+        return int(torch.cuda.memory_allocated(self.device))
 
     def op_peak(self) -> int:
         """Highest point since :meth:`reset_op_peak`."""
-        return int(torch.cuda.max_memory_allocated(self._device))
+        return int(torch.cuda.max_memory_allocated(self.device))
 
     def reset_op_peak(self) -> None:
         """Begin a new window; the step's own peak is carried over."""
         self._step_peak = max(self._step_peak, self.op_peak())
-        torch.cuda.reset_peak_memory_stats(self._device)
+        torch.cuda.reset_peak_memory_stats(self.device)
 
     def step_peak(self) -> int:
         """Highest point since :meth:`reset_step_peak`."""
@@ -287,7 +287,7 @@ class CudaMeter:
 
     def reset_step_peak(self) -> None:
         """Begin a new window for :meth:`step_peak`."""
-        torch.cuda.reset_peak_memory_stats(self._device)
+        torch.cuda.reset_peak_memory_stats(self.device)
         self._step_peak = 0
 
     def cap(self, limit_bytes: int) -> None:
@@ -295,7 +295,7 @@ class CudaMeter:
 
     def denied(self) -> int:
         """Out-of-memory errors of the allocator so far."""
-        return int(torch.cuda.memory_stats(self._device).get("num_ooms", 0))
+        return int(torch.cuda.memory_stats(self.device).get("num_ooms", 0))
 
     def denied_bytes(self) -> int:
         """Not known for CUDA."""
@@ -310,4 +310,4 @@ class CudaMeter:
 
     def counts(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage lies on the device."""
-        return storage.device == self._device
+        return storage.device == self.device

@@ -1,6 +1,10 @@
-"""What all dispatch modes of this house tell torch of themselves."""
+"""What all dispatch modes of this house have in common: what they tell torch of themselves, and where they end."""
 
 from __future__ import annotations
+
+import os
+import weakref
+from typing import Protocol
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,3 +27,22 @@ class Mode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         """Keep torch from wrapping each call: compiled regions run outside this mode anyway."""
         return False
+
+
+class Forked(Protocol):
+    """Who is told of a fork."""
+
+    def forked(self) -> None:
+        """This process is a child that inherited the interpreter."""
+
+
+def tell_of_forks(listener: Forked) -> None:
+    """Have forked children told; the interpreter keeps such a wish for ever, so it must not hold the listener."""
+    known = weakref.ref(listener)
+
+    def forked() -> None:
+        found = known()
+        if found is not None:
+            found.forked()
+
+    os.register_at_fork(after_in_child=forked)

@@ -21,6 +21,7 @@ from typing import Any, final
 import torch
 from lowtide.errors import BudgetError
 from lowtide.live import agree
+from lowtide.live.aside import Asides
 from lowtide.live.board import FileBoard, PinnedBoard
 from lowtide.live.full import FullMode
 from lowtide.live.guard import LIBRARY_BYTES, SLACK_BYTES, Evictor, Tally
@@ -28,6 +29,7 @@ from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
 from lowtide.live.kind import sibling_of, signature_of, tensors_in
 from lowtide.live.lean import GuardMode, LeanMode, LeanRun, Script, compile_script
 from lowtide.live.ledger import Ledger
+from lowtide.live.mode import tell_of_forks
 from lowtide.live.outcome import PlanFigures, StepFigures
 from lowtide.live.patches import Patches
 from lowtide.live.recorder import Recorder
@@ -142,6 +144,7 @@ class Runtime:
         self.saver.on_first = self._functional_begins
         self.stack = Stack()
         self.patches = Patches(self)
+        self.asides = Asides(self.stack, self.clock)
         self.unit: Unit | None = None
         self.entries: dict[Any, list[Entry]] = {}
         self.recordings: dict[Any, int] = {}
@@ -176,10 +179,11 @@ class Runtime:
                 "lowtide: the heap counter is not loaded (no compiler at installation, or not Linux): on the CPU memory "
                 "inside operators is not seen, and the budget is held on the tensors alone\n"
             )
-        _tell_of_forks(self)
+        tell_of_forks(self)
         if any(issubclass(type(o), torch.optim.Optimizer) for o in gc.get_objects()):
             self.clock.optimizers_seen = True
         self.clock.install()
+        self.asides.install()
         self.patches.install()
         budget = self.settings.budget
         if isinstance(budget, int):
@@ -201,6 +205,7 @@ class Runtime:
         self.stack.take()
         self.clock.remove()
         self.patches.remove()
+        self.asides.remove()
         if self._step_units and not self.clock.optimizers_seen:
             self._step_done = True
         if self._step_done or self._step_units:
@@ -241,6 +246,9 @@ class Runtime:
         return int(free * (1 - AUTO_MARGIN)) + int(torch.cuda.memory_allocated())
 
     # --- what the clock tells ----------------------------------------------------------------------------------------
+
+    def phase_begins(self, phase: Phase) -> None:
+        """The units are told by what follows."""
 
     def root_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """A module is called from outside any module."""
@@ -633,18 +641,6 @@ class Runtime:
     def _back(self, value: Any) -> None:
         if self.saver.recorder is not None:
             self.saver.recorder.back(value)
-
-
-def _tell_of_forks(runtime: Runtime) -> None:
-    """Have forked children told; the interpreter keeps such a wish for ever, so it must not hold the runtime."""
-    known = weakref.ref(runtime)
-
-    def forked() -> None:
-        found = known()
-        if found is not None:
-            found.forked()
-
-    os.register_at_fork(after_in_child=forked)
 
 
 def _unpack(packed: Any) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 A wrapper around ``nn.Module.__call__`` gives the forward and the module path (global module hooks would not tell keyword
 arguments, and would cost every module its fast path); one around autograd's engine gives the backward; optimizer hooks give
-the update. Nothing of the script is changed.
+the update, and wrappers around ``zero_grad`` what comes before. Nothing of the script is changed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from lowtide.trace import Phase
 
 class Listener(Protocol):
     """Who is told."""
+
+    def phase_begins(self, phase: Phase) -> None:
+        """The script does something else from here on."""
 
     def root_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """A module is called from outside any module."""
@@ -46,7 +49,6 @@ class Clock:
     """The current phase and module path.
 
     Attributes:
-        phase: what the script is doing.
         depth: how many module calls are open.
         detailed: whether every module call is followed (for paths), or only calls of known root modules.
         differentiable: whether the backward that runs builds a graph of its own (``create_graph``): its operators are
@@ -56,7 +58,7 @@ class Clock:
     def __init__(self, listener: Listener) -> None:
         """Install nothing yet."""
         self.listener = listener
-        self.phase = Phase.DATA
+        self._phase = Phase.DATA
         self.depth = 0
         self.detailed = False
         self.differentiable = False
@@ -64,11 +66,24 @@ class Clock:
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
         self._always: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
         self._engine: Any = None
         self._call: Any = None
         self._wrapped_call: Any = None
         self._in_backward = 0
+        self._rest = Phase.DATA
         self._owner = threading.get_ident()
+
+    @property
+    def phase(self) -> Phase:
+        """What the script is doing."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        if phase is not self._phase:
+            self._phase = phase
+            self.listener.phase_begins(phase)
 
     @property
     def scripted(self) -> bool:
@@ -92,12 +107,22 @@ class Clock:
         self._call = torch.nn.Module.__call__
         self._wrapped_call = self._wrap_call(self._call)
         torch.nn.Module.__call__ = self._wrapped_call  # type: ignore[method-assign]
+        for kind in (optim.Optimizer, torch.nn.Module):
+            self._wrap_zero_grad(kind)
+
+    def _wrap_zero_grad(self, kind: Any) -> None:
+        original = kind.zero_grad
+        kind.zero_grad = self._zeroing(original)
+        self._undo.append(lambda: setattr(kind, "zero_grad", original))
 
     def remove(self) -> None:
         """Stop listening."""
         for hook in self._always:
             hook.remove()
         self._always = []
+        for undo in self._undo:
+            undo()
+        self._undo = []
         if self._engine is not None:
             torch.autograd._engine_run_backward = self._engine  # type: ignore[attr-defined]
             torch.nn.Module.__call__ = self._call  # type: ignore[method-assign]
@@ -131,7 +156,7 @@ class Clock:
         if root:
             if self.detailed:
                 self._name(module)
-            self.phase = Phase.FORWARD
+            self.phase = self._kind_of(module, args)
             self.listener.root_begins(module, args, kwargs)
         self.depth += 1
         self._stack.append(self._names.get(id(module), type(module).__name__))
@@ -141,10 +166,30 @@ class Clock:
             self._stack.pop()
             self.depth -= 1
             if root:
-                self.phase = Phase.LOSS
+                self.phase = Phase.LOSS if torch.is_grad_enabled() else self._rest
         if root:
             self.listener.root_ends(result)
         return result
+
+    def _kind_of(self, module: torch.nn.Module, args: Any) -> Phase:
+        """The phase that a root call is: a criterion has nothing to train, and is given what a model made."""
+        if not torch.is_grad_enabled():
+            return Phase.EVALUATION
+        judges = next(module.parameters(), None) is None and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        return Phase.LOSS if judges and self._phase is Phase.LOSS else Phase.FORWARD
+
+    def _zeroing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def zero_grad(*args: Any, **kwargs: Any) -> Any:
+            if self.depth or self._in_backward or threading.get_ident() != self._owner:
+                return original(*args, **kwargs)
+            before, self.phase = self._phase, Phase.ZERO_GRAD
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.phase = before if before is not Phase.ZERO_GRAD else self._rest
+
+        return zero_grad
 
     def _name(self, root: torch.nn.Module) -> None:
         kind = type(root).__name__
@@ -167,8 +212,8 @@ class Clock:
                 return engine(*args, **kwargs)
             finally:
                 self._in_backward -= 1
-                self.phase = before if before is Phase.FORWARD else Phase.DATA
                 self.listener.backward_ends()
+                self.phase = before if before is Phase.FORWARD else self._rest
                 self.differentiable = False
 
         return run_backward
@@ -178,12 +223,12 @@ class Clock:
             return
         self.optimizers_seen = True
         if not self._in_backward:
-            self.phase = Phase.OPTIMIZER
+            self.phase = self._rest = Phase.OPTIMIZER  # a closure's forward and backward may come in between
             self.listener.optimizer_begins(optimizer)
 
     def _optimizer_post(self, *_: Any) -> None:
         if threading.get_ident() != self._owner:
             return
         if not self._in_backward:
-            self.phase = Phase.DATA
+            self.phase = self._rest = Phase.DATA
         self.listener.optimizer_ends()

@@ -1,0 +1,425 @@
+"""Findings: what of a recorded peak need not be, each with the bytes that the change saves.
+
+A finding names a change of the step's trace: blocks that live shorter, are smaller, or are not there. The referee plays
+the changed trace, and what its peak is lower by is the saving. A finding whose change does not lower the peak is an answer
+to "what is this memory", with a saving of 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
+
+from lowtide.explain import Block, Step, peak_of, steps_of
+from lowtide.store import PHASES, Recording, Role
+from lowtide.trace import Buffer, Op, Phase, Trace
+from lowtide.units import format_bytes
+
+NOTABLE: Final = 0.01
+"""Share of the peak from which on blocks are worth a finding."""
+LARGE: Final = 0.05
+"""Share of the peak from which on an explanation is worth a finding."""
+CHUNKS: Final = 8
+"""Parts in which a loss could be computed."""
+
+_TEMPORARIES: Final = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2}
+"""Temporaries of a parameter's size that an optimizer's loop (``foreach=False``) holds at once; 1 where not named."""
+_LOSS_OPS: Final = ("_log_softmax", "nll_loss", "_softmax_backward", "binary_cross_entropy", "mse_loss", "ctc_loss", "kl_div")
+_SLICES: Final = ("aten.slice", "aten.select", "aten.index", "aten.narrow", "aten.split", "aten.unbind", "aten.as_strided")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that a user may want to change, or to know.
+
+    Attributes:
+        id: which kind of finding.
+        text: what it is, in bytes, and what to do.
+        saving_bytes: by how much the step's peak falls, played by the referee; 0 for a mere answer.
+        changed_peak_bytes: the peak then.
+        step: which step it is about.
+    """
+
+    id: str
+    text: str
+    saving_bytes: int
+    changed_peak_bytes: int
+    step: int
+
+    def to_json(self) -> dict[str, Any]:
+        """An element of ``findings`` in the JSON file."""
+        return {"id": self.id, "text": self.text, "saving_bytes": self.saving_bytes, "step": self.step,
+                "changed_peak_bytes": self.changed_peak_bytes}
+
+
+@dataclass(slots=True)
+class Change:
+    """What would be different: a block's last operator or bytes (blocks by their places in the step), more blocks."""
+
+    until: dict[int, int] = field(default_factory=dict)
+    bytes: dict[int, int] = field(default_factory=dict)
+    more: list[Buffer] = field(default_factory=list)
+
+    def apply(self, trace: Trace) -> Trace:
+        """The changed trace."""
+        buffers = list(trace.buffers)
+        for i, until in self.until.items():
+            buffers[i] = replace(buffers[i], held_until=max(until, buffers[i].born))
+        less: Counter[int] = Counter()
+        for i, size in self.bytes.items():
+            if buffers[i].born >= 0 and buffers[i].counted:
+                less[buffers[i].born] += buffers[i].bytes - size
+            buffers[i] = replace(buffers[i], bytes=size)
+        events = list(trace.events)
+        for k, size in less.items():  # what an operator makes is part of its rise
+            event = events[k]
+            assert isinstance(event, Op)
+            events[k] = replace(event, inside_bytes=max(0, event.inside_bytes - size))
+        return replace(trace, buffers=(*buffers, *self.more), events=tuple(events))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What the finders look at: the recorded steps, and the one that is asked about."""
+
+    steps: list[Step]
+    step: Step
+
+    @property
+    def peak(self) -> int:
+        """The step's peak, as the referee plays it."""
+        return peak_of(self.step.trace)
+
+    def there(self) -> list[tuple[int, Block, Role]]:
+        """Blocks at the highest point, with their places and roles."""
+        entry = int(self.step.ops[self.step.peak_op])
+        return [(i, b, b.role_at(entry)) for i, b in enumerate(self.step.blocks) if b.counted and b.born <= entry < b.died]
+
+    def found(self, kind: str, text: str, change: Change | None) -> Finding:
+        """A finding, its change played by the referee."""
+        before = self.peak
+        after = before if change is None else peak_of(change.apply(self.step.trace))
+        return Finding(id=kind, text=text, saving_bytes=max(0, before - after), changed_peak_bytes=after,
+                       step=self.step.row.step)
+
+
+def findings(recording: Recording) -> list[Finding]:
+    """All findings of a recording, the largest saving first."""
+    recorded = [s for s in steps_of(recording) if len(s.ops)]
+    steps = [s for s in recorded if s.row.step >= 0] or recorded
+    if not steps:
+        return []
+    failed = [s for s in steps if s.denied.any()]
+    case = Case(steps, failed[-1] if failed else max(steps, key=lambda s: int(s.peaks.max())))
+    found = [f for finder in FINDERS for f in finder(case)]
+    return sorted(found, key=lambda f: -f.saving_bytes)
+
+
+# --- changes --------------------------------------------------------------------------------------------------------------
+
+
+def zeroed_gradients(case: Case) -> Iterator[Finding]:
+    """Gradients that are zeroed but not freed lie there through the forward."""
+    step = case.step
+    phases = step.entries["phase"]
+    zeroed = [(i, b) for i, b in enumerate(step.blocks) if b.role is Role.GRADIENT and b.born < 0
+              and any(phases[w] == PHASES.index(Phase.ZERO_GRAD) for w in b.writes)]
+    total = sum(b.bytes for _, b in zeroed)
+    if total < NOTABLE * case.peak:
+        return
+    change = Change()
+    readers: dict[int, list[int]] = {}
+    for i, b in enumerate(step.blocks):
+        for r in b.reads:
+            readers.setdefault(r, []).append(i)
+    end = len(step.ops)
+    for i, b in zeroed:
+        last_zero = max(w for w in b.writes if phases[w] == PHASES.index(Phase.ZERO_GRAD))
+        change.until[i] = step.op_at(last_zero)
+        added = next((w for w in b.writes if w > last_zero), None)
+        if added is None:
+            continue
+        incoming = next((j for j in readers[added] if j != i and step.blocks[j].bytes == b.bytes
+                         and step.blocks[j].role is None and j not in change.until), None)
+        if incoming is not None:
+            change.until[incoming] = end
+        else:
+            change.more.append(Buffer(bytes=b.bytes, born=step.op_at(added), slot=0, held_until=end, released=-1,
+                                      counted=True, movable=False))
+    yield case.found(
+        "zeroed-gradients",
+        f"{format_bytes(total)} of gradients are zeroed and kept through the forward: free them with "
+        "zero_grad(set_to_none=True), torch's default",
+        change,
+    )
+
+
+def held_results(case: Case) -> Iterator[Finding]:
+    """Results that a variable of the script still refers to after their last use."""
+    groups: dict[str, list[tuple[int, Block]]] = {}
+    for i, b, role in case.there():
+        if b.held and (role is Role.OUTPUT or (role is Role.INPUT and not b.reads and b.born < 0)):
+            groups.setdefault(b.held[-1], []).append((i, b))
+    for where, members in groups.items():
+        total = sum(b.bytes for _, b in members)
+        if total < NOTABLE * case.peak:
+            continue
+        change = Change(until={i: case.step.op_at(b.last_read) for i, b in members})
+        name = where.split(" ", 1)[0]
+        what = members[0][1].label
+        yield case.found(
+            "held-result",
+            f"{format_bytes(total)} ({what}) are held by the variable {where} after their last use: `del {name}` before "
+            "the backward",
+            change,
+        )
+
+
+def double_precision(case: Case) -> Iterator[Finding]:
+    """float64 where the model computes in float32."""
+    wide = [(i, b) for i, b, _ in case.there() if b.label.startswith("float64")]
+    total = sum(b.bytes for _, b in wide)
+    trained = Counter(b.label.split(" ")[0] for b in case.step.blocks if b.role is Role.PARAMETER)
+    if total < NOTABLE * case.peak or (trained and trained.most_common(1)[0][0] == "float64" and "float32" not in trained):
+        return
+    first = min(wide, key=lambda x: x[1].born)[1]
+    everywhere = {i: b.bytes // 2 for i, b in enumerate(case.step.blocks) if b.label.startswith("float64")}
+    entries = {r for b in case.step.blocks if b.label.startswith("float64") for r in b.reads}
+    converted = {i: 0 for i, b in enumerate(case.step.blocks) if b.op.startswith("aten._to_copy")
+                 and b.label.startswith("float32") and b.born in entries}
+    yield case.found(
+        "float64",
+        f"{format_bytes(total)} at the peak are float64 (first: {first.title}{_at(first)}): convert to float32 where "
+        "it enters",
+        Change(bytes={**everywhere, **converted}),
+    )
+
+
+def graph_kept(case: Case) -> Iterator[Finding]:
+    """Saved tensors of earlier steps are still alive: something holds a graph."""
+    kept = [(i, b) for i, b in enumerate(case.step.blocks)
+            if b.born < 0 and b.counted and b.saved and b.role in (None, Role.INPUT) and not b.reads]
+    total = sum(b.bytes for _, b in kept)
+    if case.step.row.step < 1 or total < NOTABLE * case.peak:
+        return
+    yield case.found(
+        "graph-kept",
+        f"{format_bytes(total)} of activations of earlier steps are still held, because a tensor of theirs is (a loss that is "
+        "summed up with its graph): accumulate loss.item() or loss.detach()",
+        Change(until={i: -1 for i, _ in kept}),
+    )
+
+
+def model_copies(case: Case) -> Iterator[Finding]:
+    """Several copies of the parameters."""
+    own = Counter(b.label for b in case.step.blocks if b.role is Role.PARAMETER)
+    sizes = {b.label: b.bytes for b in case.step.blocks if b.role is Role.PARAMETER}
+    others: dict[str, list[int]] = {}
+    for i, b, role in case.there():
+        if role in (Role.INPUT, Role.OUTPUT) and b.label in own:
+            others.setdefault(b.label, []).append(i)
+    large = [label for label in own if sizes[label] * own[label] >= NOTABLE * sum(sizes[x] * own[x] for x in own)]
+    copies = min((len(others.get(label, ())) // own[label] for label in large), default=0)
+    if copies < 1:
+        return
+    members = [i for label in others for i in others[label][: copies * own[label]]]
+    total = sum(case.step.blocks[i].bytes for i in members)
+    if total < NOTABLE * case.peak:
+        return
+    yield case.found(
+        "model-copies",
+        f"{format_bytes(total)} are {copies} more {'copy' if copies == 1 else 'copies'} of the parameters (deepcopy of best "
+        "models?): keep one state_dict, on disk, or the best values only",
+        Change(until=dict.fromkeys(members, -1)),
+    )
+
+
+def evaluation_graph(case: Case) -> Iterator[Finding]:
+    """A forward that recorded a graph which no backward used."""
+    step = case.step
+    phases = step.entries["phase"]
+    backward = PHASES.index(Phase.BACKWARD)
+    unused = []
+    for i, b in enumerate(step.blocks):
+        if b.role is None and b.counted and b.saved and b.born >= 0 and b.phase in (Phase.FORWARD, Phase.LOSS, Phase.DATA):
+            ends = [min(e, len(phases) - 1) for _, e in b.saved]
+            if all(phases[e] != backward for e in ends) and not any(phases[r] == backward for r in b.reads):
+                unused.append((i, b))
+    total = sum(b.bytes for _, b in unused)
+    if total < LARGE * case.peak or step.denied.any():
+        return
+    yield case.found(
+        "evaluation-graph",
+        f"{format_bytes(total)} were saved for a backward that never came (first: {unused[0][1].title}{_at(unused[0][1])}): "
+        "evaluate under torch.no_grad()",
+        Change(until={i: step.op_at(b.last_read) for i, b in unused}),
+    )
+
+
+def foreach_extra(case: Case) -> Iterator[Finding]:
+    """What the optimizer's foreach kernels take beyond one parameter at a time."""
+    step = case.step
+    change = Change()
+    by_op: dict[int, list[tuple[int, Block]]] = {}
+    for i, b in enumerate(step.blocks):
+        if b.role is None and b.counted and b.op.startswith("aten._foreach") and b.phase is Phase.OPTIMIZER:
+            by_op.setdefault(step.op_at(b.born), []).append((i, b))
+    total = 0
+    kinds = {b.name.split(" ")[0] for b in step.blocks if b.role is Role.OPTIMIZER_STATE}
+    alone = max((_TEMPORARIES.get(kind, 1) for kind in kinds), default=1)
+    for made in by_op.values():
+        made.sort(key=lambda x: -x[1].bytes)
+        extra = sum(b.bytes for _, b in made[alone:])
+        total = max(total, extra)
+        change.bytes.update({i: 0 for i, _ in made[alone:]})
+    if total < NOTABLE * case.peak:
+        return
+    yield case.found(
+        "foreach",
+        f"the optimizer's foreach kernels take {format_bytes(total)} of temporaries for all parameters at once: foreach=False "
+        "takes those of one parameter at a time (or fused=True none)",
+        change,
+    )
+
+
+def loss_block(case: Case) -> Iterator[Finding]:
+    """Logits, log-softmax and their gradients."""
+    step = case.step
+    losses = [i for i, b in enumerate(step.blocks) if b.counted and any(part in b.op for part in _LOSS_OPS)]
+    entries = {step.blocks[i].born for i in losses if step.blocks[i].born >= 0}
+    logits = [i for i, b in enumerate(step.blocks)
+              if b.counted and b.role is None and i not in losses and entries.intersection(b.reads) and b.born >= 0]
+    block = [*losses, *logits]
+    there = {i for i, _, _ in case.there()}
+    total = sum(step.blocks[i].bytes for i in block if i in there)
+    if total < LARGE * case.peak:
+        return
+    named = sorted((step.blocks[i] for i in block if i in there), key=lambda b: -b.bytes)[:3]
+    parts = ", ".join(f"{b.op.removeprefix('aten.') or b.title} {format_bytes(b.bytes)}" for b in named)
+    change = Change(bytes={i: step.blocks[i].bytes // CHUNKS for i in block})
+    yield case.found(
+        "loss-block",
+        f"the loss holds {format_bytes(total)} at the peak ({parts}): computed in {CHUNKS} chunks, each with its backward, it "
+        "would hold one of them at a time",
+        change,
+    )
+
+
+def resident_data(case: Case) -> Iterator[Finding]:
+    """A data set that lies in memory whole and is read in slices."""
+    step = case.step
+    for i, b, role in case.there():
+        if role is not Role.INPUT or b.bytes < LARGE * case.peak or not b.reads:
+            continue
+        ops = {step.names[step.entries[r]["a"]] for r in b.reads if r >= 0}
+        if not ops or not all(op.startswith(_SLICES) for op in ops):
+            continue
+        part = max((x.bytes for x in step.blocks if x.born in b.reads), default=0)
+        yield case.found(
+            "resident-data",
+            f"{format_bytes(b.bytes)} ({b.label}) of data lie in memory whole and are read in slices: map the file "
+            "(numpy.memmap, h5py) or load the slices",
+            Change(bytes={i: min(part, b.bytes)}),
+        )
+
+
+# --- answers --------------------------------------------------------------------------------------------------------------
+
+
+def second_step(case: Case) -> Iterator[Finding]:
+    """Why the second step peaks above the first."""
+    known = {s.row.step: s for s in case.steps}
+    if 0 not in known or 1 not in known:
+        return
+    first, second = known[0], known[1]
+    rise = int(second.peaks.max()) - int(first.peaks.max())
+    if rise < NOTABLE * case.peak:
+        return
+    roles = second.at_peak[second.peak_op] - first.at_peak[first.peak_op]
+    grown = [f"{Role(r).name.lower()} {format_bytes(int(roles[r]))}" for r in np.argsort(-roles) if roles[r] > NOTABLE * rise]
+    yield case.found(
+        "second-step", f"step 1 peaks {format_bytes(rise)} above step 0; more there: {', '.join(grown)}", None
+    )
+
+
+def cold_step(case: Case) -> Iterator[Finding]:
+    """Workspace that only the first step takes."""
+    known = {s.row.step: s for s in case.steps}
+    if 0 not in known or 1 not in known:
+        return
+    cold, warm = known[0], known[1]
+    rise = int(cold.peaks.max()) - int(warm.peaks.max())
+    if rise < LARGE * case.peak:
+        return
+    workspace = int(cold.at_peak[cold.peak_op][Role.WORKSPACE])
+    op = cold.names[cold.entries[cold.ops[cold.peak_op]]["a"]]
+    yield case.found(
+        "cold-step",
+        f"step 0 peaks {format_bytes(rise)} above step 1, {format_bytes(workspace)} of it workspace of {op}: a first call "
+        "tries algorithms out (on CUDA: torch.backends.cudnn.benchmark = False)",
+        None,
+    )
+
+
+def backward_extra(case: Case) -> Iterator[Finding]:
+    """What the backward adds to what the forward left."""
+    step = case.step
+    backward = [p for p in step.row.phases if p.name == Phase.BACKWARD]
+    if not backward:
+        return
+    largest = max(backward, key=lambda p: p.peak_bytes)
+    extra = largest.peak_bytes - largest.start_bytes
+    inside = np.flatnonzero(step.entries["phase"][step.ops] == PHASES.index(Phase.BACKWARD))
+    if extra < NOTABLE * case.peak or not len(inside):
+        return
+    k = int(inside[step.peaks[inside].argmax()])
+    roles = step.at_peak[k] - step.before[inside[0]]
+    parts = [f"{Role(r).name.lower()} {format_bytes(int(roles[r]))}" for r in np.argsort(-roles) if roles[r] > NOTABLE * extra]
+    yield case.found(
+        "backward-extra",
+        f"the backward rises {format_bytes(extra)} above where the forward ended; at its highest point it has gained "
+        f"{', '.join(parts)}",
+        None,
+    )
+
+
+def optimizer_states(case: Case) -> Iterator[Finding]:
+    """What the optimizer keeps."""
+    states = [b for b in case.step.blocks if b.role is Role.OPTIMIZER_STATE and b.counted]
+    weights = sum(b.bytes for b in case.step.blocks if b.role is Role.PARAMETER and b.counted)
+    total = sum(b.bytes for b in states)
+    if total < LARGE * case.peak or not weights:
+        return
+    kinds = Counter[str]()
+    for b in states:
+        kinds[b.name.split(" of ")[0]] += b.bytes
+    told = ", ".join(f"{name} {format_bytes(size)}" for name, size in kinds.most_common(3))
+    yield case.found(
+        "optimizer-states", f"the optimizer keeps {format_bytes(total)}, {total / weights:.1f} x the parameters: {told}", None
+    )
+
+
+FINDERS: Final[tuple[Callable[[Case], Iterable[Finding]], ...]] = (
+    zeroed_gradients, held_results, double_precision, graph_kept, model_copies, evaluation_graph, foreach_extra, loss_block,
+    resident_data, second_step, cold_step, backward_extra, optimizer_states,
+)
+
+
+def would_fit(found: Iterable[Finding], cap_bytes: int) -> list[Finding]:
+    """The findings each of which alone would have kept the step within a limit."""
+    return [f for f in found if f.saving_bytes and f.changed_peak_bytes <= cap_bytes]
+
+
+def _at(block: Block) -> str:
+    places = [p for p in (block.module, block.source) if p]
+    return f", {', '.join(places)}" if places else ""
+
+
+def by_role(step: Step) -> Mapping[str, int]:
+    """Bytes per role at a step's highest point."""
+    roles = step.at_peak[step.peak_op]
+    return {Role(r).name.lower(): int(roles[r]) for r in range(len(roles)) if roles[r]}

@@ -1,0 +1,57 @@
+"""``lowtide record``: what a script does with memory, into a file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from lowtide.cli.launch import PRELOAD, RecordOptions, Task, become, check_alone, check_folder, check_target
+from lowtide.units import parse_bytes
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("-o", "--output", metavar="FILE", help="The recording; SCRIPT's name with .lowtide by default.")
+@click.option("--level", type=click.Choice(("phases", "ops")), default="ops", show_default=True,
+              help="Every operator, or only where phases begin and end.")
+@click.option("--cap", metavar="SIZE", help="Let torch's CPU allocator fail beyond this size, as a small GPU would.")
+@click.option("--json", "json_file", metavar="FILE", help="Write what `lowtide report --json` would.")
+@click.option("--quiet", is_flag=True, help="No summary at the end.")
+@click.option("-m", "module", is_flag=True, help="SCRIPT is a module name, as in python -m.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def record(
+    *,
+    output: str | None,
+    level: str,
+    cap: str | None,
+    json_file: str | None,
+    quiet: bool,
+    module: bool,
+    script: str,
+    arguments: tuple[str, ...],
+) -> NoReturn:
+    """Run SCRIPT as it is, and record what every byte of its steps is.
+
+    Options before SCRIPT are Lowtide's; all after it are the script's own. The exit code is the script's. Look at the
+    recording with `lowtide report FILE`.
+    """
+    check_alone()
+    cap_bytes = 0 if cap is None else parse_bytes(cap)
+    check_target(script, module=module)
+    name = output or f"{script.rpartition('.')[2] if module else Path(script).stem}.lowtide"
+    check_folder(name)
+    check_folder(json_file)
+    become(
+        Task(
+            target=script,
+            module=module,
+            arguments=arguments,
+            preload=os.environ.get(PRELOAD),
+            options=RecordOptions(
+                output=str(Path(name).resolve()), operators=level == "ops", cap_bytes=cap_bytes, json=json_file, quiet=quiet
+            ),
+        )
+    )

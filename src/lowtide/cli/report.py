@@ -1,0 +1,54 @@
+"""``lowtide report`` and ``lowtide diff``: what recordings say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import msgspec
+
+from lowtide.cli.launch import check_folder
+
+
+@click.command()
+@click.argument("recording", type=click.Path(path_type=Path))
+@click.option("--json", "json_file", metavar="FILE", help="Write phases, peak and findings.")
+@click.option("--html", "html_file", metavar="FILE", help="Write a page to look at, which needs no network.")
+def report(*, recording: Path, json_file: str | None, html_file: str | None) -> None:
+    """Show what RECORDING says: phases, the high-water mark, what would lower it."""
+    from lowtide.report.recording import show_recording, to_json
+    from lowtide.store import read
+
+    check_folder(json_file)
+    check_folder(html_file)
+    found = read(recording)
+    if html_file is not None:
+        from lowtide.report.html import page
+
+        Path(html_file).write_text(page(found))
+    if json_file is not None:
+        Path(json_file).write_bytes(msgspec.json.format(msgspec.json.encode(to_json(found)), indent=1))
+    show_recording(found)
+
+
+@click.command()
+@click.argument("before", type=click.Path(path_type=Path))
+@click.argument("after", type=click.Path(path_type=Path))
+@click.option("--json", "json_file", metavar="FILE", help="Write the difference.")
+@click.option("--html", "html_file", metavar="FILE", help="Write a page that shows AFTER, with BEFORE beside it.")
+def diff(*, before: Path, after: Path, json_file: str | None, html_file: str | None) -> None:
+    """Show what changed from recording BEFORE to recording AFTER."""
+    from lowtide.report.recording import difference, show_difference
+    from lowtide.store import read
+
+    check_folder(json_file)
+    check_folder(html_file)
+    sides = read(before), read(after)
+    found = difference(*sides)
+    if html_file is not None:
+        from lowtide.report.html import page
+
+        Path(html_file).write_text(page(sides[1], sides[0]))
+    if json_file is not None:
+        Path(json_file).write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    show_difference(found)

@@ -1,0 +1,328 @@
+"""What every byte of a recorded step is: blocks with their lives, roles at each instant, the peak, the step as a trace.
+
+Instants are the operators of the step. At each of them the bytes before it and the highest point inside it are measured; what
+the blocks that were seen make up is attributed to roles, the rest inside an operator is its workspace, the rest before it is
+unknown. So the sums close by construction, and ``unknown`` says how much was not seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.pebble.problem import Problem
+from lowtide.pebble.referee import play
+from lowtide.store import PHASES, Flag, Kind, Recording, Role, StepRow
+from lowtide.trace import Buffer, Op, Phase, Site, Trace
+
+ROLES: Final = tuple(Role)
+TOP: Final = 10
+_DATA: Final = PHASES.index(Phase.DATA)
+
+
+@dataclass(slots=True, kw_only=True)
+class Block:
+    """One storage of a recorded step.
+
+    Attributes:
+        born: entry at which it appeared; -1 if it was there when the step began.
+        died: entry at which its memory was given back; the number of entries if it outlived the step.
+        saved: spans of entries in which autograd had a saved tensor of it.
+        reads: entries of the operators that read it.
+        writes: those among them that wrote it in place.
+        held: variables of the script seen to refer to it.
+        role: as it was recognised; None where its life tells.
+    """
+
+    number: int
+    bytes: int
+    counted: bool
+    born: int
+    died: int
+    phase: Phase
+    role: Role | None
+    name: str
+    op: str
+    module: str
+    source: str
+    label: str
+    saved: list[tuple[int, int]]
+    reads: list[int]
+    writes: list[int]
+    held: list[str]
+    met: bool = False
+
+    @property
+    def last_read(self) -> int:
+        """The last entry at which an operator read or made it."""
+        return max(self.reads[-1] if self.reads else -1, self.born)
+
+    def role_at(self, entry: int) -> Role:
+        """What it is for just after an entry."""
+        if self.role is not None:
+            return self.role
+        if any(a <= entry < b for a, b in self.saved):
+            return Role.ACTIVATION
+        if self.phase is Phase.DATA:
+            return Role.INPUT
+        return Role.TEMPORARY if entry <= self.last_read else Role.OUTPUT
+
+    def spans(self) -> list[tuple[int, int, Role]]:
+        """Its life as [from, to) spans of entries in which its role is the same."""
+        first = max(self.born, 0)
+        if self.role is not None:
+            return [(first, self.died, self.role)]
+        cuts = sorted({first, self.died, *(min(max(x, first), self.died) for s in self.saved for x in s),
+                       min(max(self.last_read + 1, first), self.died)})
+        return [(a, b, self.role_at(a)) for a, b in itertools.pairwise(cuts) if b > a]
+
+    @property
+    def title(self) -> str:
+        """How a reader would call it."""
+        return self.name or f"{self.op.removesuffix('.default')} -> {self.label}".removeprefix(" -> ")
+
+
+@final
+class Step:
+    """One recorded step with entries, laid out for questions."""
+
+    def __init__(self, row: StepRow, names: tuple[str, ...]) -> None:
+        """Index the entries; ``row.entries`` must be there."""
+        assert row.entries is not None
+        self.row = row
+        self.names = names
+        self.entries: NDArray[Any] = row.entries
+        self.ops: NDArray[np.int64] = np.flatnonzero(np.isin(self.entries["kind"], (Kind.OP, Kind.DENIED)))
+
+    def _name(self, number: int) -> str:
+        return self.names[number] if number < len(self.names) else "?"
+
+    @cached_property
+    def blocks(self) -> list[Block]:
+        """All blocks that lived in the step."""
+        end = len(self.entries)
+        found: dict[int, Block] = {}
+        open_saves: dict[int, tuple[int, int]] = {}
+        for row in self.row.carried if self.row.carried is not None else ():
+            number = int(row["block"])
+            found[number] = Block(
+                number=number, bytes=int(row["size"]), counted=bool(row["counted"]), born=-1, died=end,
+                phase=PHASES[row["phase"]], role=None if row["role"] < 0 else Role(int(row["role"])),
+                name=self._name(row["name"]), op=self._name(row["op"]), module=self._name(row["module"]),
+                source=self._name(row["source"]), label=self._name(row["label"]), saved=[], reads=[], writes=[], held=[],
+            )
+            if row["saves"]:
+                open_saves[number] = (int(row["saves"]), 0)
+        op = (0, 0, 0)
+        at = -1
+        for i, (_, kind, phase, flags, a, b, c, size, _, _) in enumerate(self.entries.tolist()):
+            if kind == Kind.OP:
+                op, at = (a, b, c), i
+                continue
+            if kind == Kind.BORN:
+                met = bool(flags & Flag.MET)
+                origin = (0, 0, 0) if met else op
+                found[a] = Block(
+                    number=a, bytes=size, counted=bool(flags & Flag.COUNTED), born=i if met else at, died=end,
+                    phase=PHASES[phase], role=None, name="", op=self._name(origin[0]), module=self._name(origin[1]),
+                    source=self._name(origin[2]), label=self._name(b), saved=[], reads=[], writes=[], held=[], met=met,
+                )
+                continue
+            block = found.get(a)
+            if block is None:
+                continue
+            if kind == Kind.DIED:
+                block.died = i
+            elif kind == Kind.READ:
+                block.reads.append(at)
+                if flags & Flag.WRITTEN:
+                    block.writes.append(at)
+            elif kind == Kind.SAVED:
+                count, since = open_saves.get(a, (0, at if block.born == at else i))
+                open_saves[a] = (count + 1, since)
+            elif kind == Kind.RELEASED and a in open_saves:
+                count, since = open_saves.pop(a)
+                if count > 1:
+                    open_saves[a] = (count - 1, since)
+                else:
+                    block.saved.append((since, i))
+            elif kind == Kind.ROLE:
+                block.role, block.name = Role(flags), self._name(b)
+            elif kind == Kind.HELD:
+                block.held.append(self._name(b))
+        for number, (_, since) in open_saves.items():
+            found[number].saved.append((since, end))
+        return list(found.values())
+
+    @cached_property
+    def before(self) -> NDArray[np.int64]:
+        """[operators, roles]: bytes before each operator; rows sum to what was measured."""
+        state = np.zeros((len(self.entries) + 1, len(ROLES)), dtype=np.int64)
+        for block in self.blocks:
+            if block.counted:
+                for first, end, role in block.spans():
+                    state[first, role] += block.bytes
+                    state[end, role] -= block.bytes
+        np.cumsum(state, axis=0, out=state)
+        shifted = np.zeros((len(self.ops), len(ROLES)), dtype=np.int64)
+        inner = self.ops > 0
+        shifted[inner] = state[self.ops[inner] - 1]
+        if not inner.all():
+            shifted[~inner] = self._carried_by_role()
+        measured = np.where(self.denied, self.entries["live"][self.ops], self.entries["size"][self.ops])
+        shifted[:, Role.UNKNOWN] += measured - shifted.sum(axis=1)
+        return shifted
+
+    @cached_property
+    def denied(self) -> NDArray[np.bool_]:
+        """Which operators failed for want of memory."""
+        found: NDArray[np.bool_] = self.entries["kind"][self.ops] == Kind.DENIED
+        return found
+
+    @cached_property
+    def peaks(self) -> NDArray[np.int64]:
+        """Per operator, the highest point inside it; for one that failed, what it would have needed at least."""
+        asked = self.entries["live"][self.ops] + self.entries["size"][self.ops]
+        found: NDArray[np.int64] = np.where(self.denied, asked, self.entries["peak"][self.ops])
+        return found
+
+    def _carried_by_role(self) -> NDArray[np.int64]:
+        found = np.zeros(len(ROLES), dtype=np.int64)
+        for block in self.blocks:
+            if block.counted and block.born < 0:
+                found[block.role_at(0)] += block.bytes
+        return found
+
+    @cached_property
+    def at_peak(self) -> NDArray[np.int64]:
+        """[operators, roles]: bytes at the highest point inside each operator; rows sum to what was measured."""
+        found = self.before.copy()
+        rest = self.peaks - found.sum(axis=1)
+        made = np.zeros_like(found)
+        ordinal = {int(e): k for k, e in enumerate(self.ops)}
+        for block in self.blocks:
+            k = ordinal.get(block.born)
+            if k is not None and block.counted and not block.met:
+                role = block.role_at(block.born)
+                made[k, role] += block.bytes
+        total = made.sum(axis=1)
+        fits = total <= rest
+        found += np.where(fits[:, None], made, 0)
+        largest = made.argmax(axis=1)
+        rows = np.flatnonzero(~fits)
+        found[rows, largest[rows]] += rest[rows]
+        found[:, Role.WORKSPACE] += np.where(fits, rest - total, 0)
+        return found
+
+    @cached_property
+    def peak_op(self) -> int:
+        """Which operator (an index into :attr:`ops`) holds the highest point."""
+        return int(self.peaks.argmax())
+
+    def top(self, k: int, count: int = TOP) -> list[Block]:
+        """The largest blocks at the highest point inside an operator."""
+        entry = int(self.ops[k])
+        there = [b for b in self.blocks if b.counted and b.born <= entry < b.died]
+        return sorted(there, key=lambda b: -b.bytes)[:count]
+
+    def op_at(self, entry: int) -> int:
+        """The operator (an index into :attr:`ops`) that an entry is, or the next one; -1 for the step's start."""
+        return -1 if entry < 0 else int(np.searchsorted(self.ops, entry))
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The step as a trace: its operators, its blocks with the lives they had."""
+        entries, ops = self.entries, self.ops
+        position = np.searchsorted(ops, np.arange(len(entries) + 1))
+        buffers = []
+        tracked = np.zeros(len(ops) + 2, dtype=np.int64)
+        for block in self.blocks:
+            born = int(position[block.born]) if block.born >= 0 else -1
+            until = max(int(position[block.died]) - 1, born)
+            buffers.append(Buffer(bytes=block.bytes, born=born, slot=0, held_until=until, released=-1,
+                                  counted=block.counted, movable=False))
+            if block.counted and until > born:
+                tracked[born + 1] += block.bytes
+                tracked[until + 1] -= block.bytes
+        live = np.cumsum(tracked)[: len(ops)]
+        base = self.row.start_bytes - sum(b.bytes for b in self.blocks if b.counted and b.born < 0)
+        before = self.before.sum(axis=1)
+        events = tuple(
+            Op(
+                site=Site(module=self._name(e["b"]), op=self._name(e["a"]), nth=0), phase=PHASES[e["phase"]], seconds=0.0,
+                inside_bytes=max(0, int(self.peaks[k]) - int(before[k])), reads=(), writes=(),
+            )
+            for k, e in enumerate(entries[ops])
+        )
+        return Trace(
+            base_bytes=base, resident_bytes=0, events=events, buffers=tuple(buffers), saves=(),
+            other_bytes=tuple(int(x) for x in before - live - base), spike_bytes=(0,) * len(ops), backward_event=len(ops),
+        )
+
+
+def peak_of(trace: Trace) -> int:
+    """Peak bytes of a trace as it is, by the referee."""
+    return play(Problem(trace=trace, base_bytes=trace.base_bytes), {}).peak_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakReport:
+    """The high-water mark of a step.
+
+    Attributes:
+        by_role: bytes per role; they sum to ``bytes``.
+        asked_bytes: what was asked for in vain, where the step ended so; else 0.
+    """
+
+    step: int
+    phase: str
+    op: str
+    module: str
+    source: str
+    bytes: int
+    by_role: dict[str, int]
+    top: tuple[dict[str, Any], ...]
+    asked_bytes: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The ``peak`` object of the JSON file."""
+        return {
+            "step": self.step, "phase": self.phase, "op": self.op, "module": self.module, "source": self.source,
+            "bytes": self.bytes, "by_role": self.by_role, "top": list(self.top), "asked_bytes": self.asked_bytes,
+        }
+
+
+def peak_report(step: Step) -> PeakReport | None:
+    """The high-water mark of a step; where an operator failed for want of memory, that moment. None without operators."""
+    if not len(step.ops):
+        return None
+    denied = np.flatnonzero(step.denied)
+    k = int(denied[-1]) if len(denied) else step.peak_op
+    entry = step.entries[step.ops[k]]
+    roles = step.before[k] if len(denied) else step.at_peak[k]
+    return PeakReport(
+        step=step.row.step,
+        phase=str(PHASES[entry["phase"]]),
+        op=step.names[entry["a"]],
+        module=step.names[entry["b"]],
+        source=step.names[entry["c"]],
+        bytes=int(roles.sum()),
+        by_role={role.name.lower(): int(roles[role]) for role in ROLES if roles[role]},
+        top=tuple(_top_row(b, b.role_at(int(step.ops[k]))) for b in step.top(k)),
+        asked_bytes=int(entry["size"]) if len(denied) else 0,
+    )
+
+
+def _top_row(block: Block, role: Role) -> dict[str, Any]:
+    return {"bytes": block.bytes, "role": role.name.lower(), "name": block.title, "module": block.module,
+            "source": block.source, "held_by": block.held[-1] if block.held else ""}
+
+
+def steps_of(recording: Recording) -> list[Step]:
+    """The steps whose entries were kept, in order."""
+    return [Step(row, recording.names) for row in recording.steps if row.entries is not None and len(row.entries)]

@@ -1,0 +1,147 @@
+"""What runs beside our interception, in a budgeted run and in a recorded one.
+
+* ``torch.compile``: compilers trace and run below our interception; compiled regions run without it.
+* ``torch.autograd.graph.disable_saved_tensors_hooks`` and the nesting of ``torch.func``'s transforms: they refuse to run
+  under saved-tensor hooks, so ours are put aside meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+from torch._functorch import eager_transforms
+
+import torch
+from lowtide.live.stack import Stack
+from lowtide.live.steps import Clock
+
+
+@final
+class Wraps:
+    """Functions that were replaced by wrappers, and how they come back."""
+
+    def __init__(self) -> None:
+        """Nothing is replaced."""
+        self._undo: list[Callable[[], None]] = []
+
+    def put(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+        """Replace ``owner.name`` by what ``wrapper`` makes of it."""
+        former = vars(owner).get(name)
+        setattr(owner, name, wrapper(getattr(owner, name)))
+        self.also(lambda: delattr(owner, name) if former is None else setattr(owner, name, former))
+
+    def also(self, undo: Callable[[], None]) -> None:
+        """Something else that is to be undone."""
+        self._undo.append(undo)
+
+    def undo(self) -> None:
+        """Put all back, last first."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+
+
+@final
+class Asides:
+    """Puts the mode and the hooks of a stack aside where they must not be."""
+
+    def __init__(self, stack: Stack, clock: Clock) -> None:
+        """Patch nothing yet."""
+        self.stack = stack
+        self.clock = clock
+        self._wraps = Wraps()
+        self._depth = 0
+        self._aside = contextlib.ExitStack()
+
+    def install(self) -> None:
+        """Put the wrappers on."""
+        self._wraps.put(torch, "compile", self._compiling)
+        self._wraps.put(torch.autograd.graph, "disable_saved_tensors_hooks", self._disabling)
+        for name, wrapper in (("_grad_increment_nesting", self._nesting), ("_grad_decrement_nesting", self._unnesting)):
+            if hasattr(eager_transforms, name):
+                self._wraps.put(eager_transforms, name, wrapper)
+
+    def remove(self) -> None:
+        """Take them off."""
+        self._wraps.undo()
+
+    def _compiling(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def compile_(*args: Any, **kwargs: Any) -> Any:
+            compiled = original(*args, **kwargs)
+            if not args and kwargs.get("model") is None:
+                return lambda model: self._wrap_compiled(compiled(model))
+            return self._wrap_compiled(compiled)
+
+        return compile_
+
+    def _wrap_compiled(self, compiled: Any) -> Any:
+        if isinstance(compiled, torch.nn.Module):
+            kind: Any = type(compiled)
+            if "_lowtide" not in vars(kind):
+                own, original = "__call__" in vars(kind), kind.__call__
+                kind.__call__ = self._outside_compiled(original)  # type: ignore[method-assign]
+                kind._lowtide = True  # type: ignore[assignment]
+
+                def undo() -> None:
+                    del kind._lowtide
+                    if own:
+                        kind.__call__ = original  # type: ignore[method-assign]
+                    else:
+                        del kind.__call__
+
+                self._wraps.also(undo)
+            return compiled
+        return self._outside_compiled(compiled)
+
+    def _outside_compiled(self, original: Any) -> Any:
+        """Run a compiled region without any interception; the script may keep it longer than the budget lasts."""
+        known = weakref.ref(self)
+
+        @functools.wraps(original)
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            asides = known()
+            if asides is None:
+                return original(*args, **kwargs)
+            with asides.stack.aside(), asides.clock.deaf():
+                return original(*args, **kwargs)
+
+        return compiled
+
+    def _nesting(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def increment() -> Any:
+            if not self._depth:
+                self._aside = contextlib.ExitStack()
+                self._aside.enter_context(self.stack.aside())
+            self._depth += 1
+            return original()
+
+        return increment
+
+    def _unnesting(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def decrement() -> Any:
+            level = original()
+            self._depth -= 1
+            if not self._depth:
+                self._aside.close()
+            return level
+
+        return decrement
+
+    def _disabling(self, original: Any) -> Any:
+        asides = self
+
+        @functools.wraps(original)
+        @contextlib.contextmanager
+        def disabled(*args: Any, **kwargs: Any) -> Iterator[None]:
+            with asides.stack.aside(), original(*args, **kwargs):
+                yield
+
+        return disabled
+

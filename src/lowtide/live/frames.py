@@ -1,0 +1,87 @@
+"""The script's own frames: which line runs, and which variables hold a tensor."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, Final
+
+import torch
+
+_HIDDEN: Final = (str(Path(torch.__file__).parent), str(Path(__file__).resolve().parent.parent), "<frozen", "<string>")
+_DEPTH: Final = 2
+"""Containers within containers that are looked into."""
+_WIDTH: Final = 256
+"""Elements of one container that are looked at."""
+_FUNCTION: Final = 0x1
+"""``CO_OPTIMIZED``: the frame of a function, whose ``f_locals`` is a copy."""
+
+_visible: dict[CodeType, bool] = {}
+
+
+def _is_visible(code: CodeType) -> bool:
+    found = _visible.get(code)
+    if found is None:
+        name = code.co_filename
+        found = _visible[code] = not name.startswith(_HIDDEN) and "contextlib.py" not in name and "functools.py" not in name
+    return found
+
+
+def user_line(frame: FrameType | None) -> tuple[CodeType, int] | None:
+    """The innermost line outside of torch and Lowtide."""
+    while frame is not None:
+        code = frame.f_code
+        if _is_visible(code):
+            return code, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def holders(frame: FrameType | None) -> Iterator[tuple[torch.Tensor, str]]:
+    """Tensors in variables of the script's frames, innermost first, each with "name (file:line in function)".
+
+    The line is that of the last assignment to the name before the line that runs.
+    """
+    while frame is not None:
+        code = frame.f_code
+        if _is_visible(code) and "site-packages" not in code.co_filename:
+            found = frame.f_locals
+            items = list(found.items())
+            if code.co_flags & _FUNCTION and type(found) is dict:
+                found.clear()  # up to Python 3.12 the frame would keep this copy, and all that it refers to
+            for name, value in items:
+                for tensor, suffix in _tensors(value, "", 0):
+                    line = _assigned(code, name, frame.f_lineno)
+                    yield tensor, f"{name}{suffix} ({Path(code.co_filename).name}:{line} in {code.co_name})"
+            del items, found
+        frame = frame.f_back
+
+
+def _tensors(value: Any, suffix: str, depth: int) -> Iterator[tuple[torch.Tensor, str]]:
+    if isinstance(value, torch.Tensor):
+        yield value, suffix
+    elif depth < _DEPTH and isinstance(value, dict):
+        for key in list(value)[:_WIDTH]:
+            yield from _tensors(value[key], f"{suffix}[{key!r}]", depth + 1)
+    elif depth < _DEPTH and isinstance(value, (list, tuple)):
+        for i, item in enumerate(value[:_WIDTH]):
+            yield from _tensors(item, f"{suffix}[{i}]", depth + 1)
+
+
+@cache
+def _assigned(code: CodeType, name: str, line: int) -> int:
+    """The last line up to one at which a name is assigned in a function; the function's first if none is found."""
+    source = "".join(linecache.getlines(code.co_filename))
+    first = code.co_firstlineno
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return first
+    lines = [n.lineno for n in ast.walk(tree)
+             if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Store) and first <= n.lineno]
+    before = [n for n in lines if n <= line]
+    return max(before, default=max(lines, default=first))

@@ -1,0 +1,580 @@
+"""Recording a script as it is: what appears, is saved, is let go, and how high memory stands, into a recording.
+
+Nothing is held that the plain run would not hold, and nothing is decided: names, roles and causes are worked out by the
+reader (:mod:`lowtide.explain`) from what is written here.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import sys
+import time
+import weakref
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, Final, final
+
+import numpy as np
+from torch._subclasses.fake_tensor import FakeTensor
+
+import torch
+from lowtide.live.aside import Asides
+from lowtide.live.engine import Engine
+from lowtide.live.frames import holders, user_line
+from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
+from lowtide.live.kind import tensors_in
+from lowtide.live.mode import Mode, tell_of_forks
+from lowtide.live.ops import OpInfo, info_of
+from lowtide.live.saver import Kept
+from lowtide.live.stack import Stack
+from lowtide.live.steps import Clock
+from lowtide.live.value import StorageRef, is_plain, written_by
+from lowtide.store import CARRIED, PHASES, Flag, Kind, Role, StepRow, Writer, summed
+from lowtide.trace import Phase
+
+FIRST_STEPS: Final = 3
+"""Steps whose entries are always kept: the first allocates states and gradients, the second is warm, the third confirms."""
+MOST_STEPS: Final = 16
+"""Steps at most whose entries are kept, the unfinished one apart."""
+HIGHER: Final = 1.005
+"""Beyond the first steps, one that peaks so much higher than all before is kept."""
+HELD_BYTES: Final = 64 << 10
+"""Blocks from this size on are looked up among the script's variables."""
+
+_CODE: Final = {phase: code for code, phase in enumerate(PHASES)}
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
+_ADD: Final = torch.ops.aten.add.Tensor
+
+
+@final
+class Block:
+    """One storage while it lives.
+
+    Attributes:
+        number: its id in the recording.
+        role: what it was recognised as; -1 so far.
+        saves: saved tensors of it that autograd has.
+        op, module, source, label, name: ids of names.
+    """
+
+    __slots__ = ("bytes", "counted", "label", "module", "name", "number", "op", "phase", "role", "saves", "source")
+
+    def __init__(self, number: int, size: int, *, counted: bool) -> None:
+        """A block that nothing is known of."""
+        self.number, self.bytes, self.counted = number, size, counted
+        self.role, self.saves = -1, 0
+        self.name = self.op = self.module = self.source = self.label = self.phase = 0
+
+
+@final
+class Saved:
+    """A saved tensor, kept as it is."""
+
+    __slots__ = ("block", "kept", "watcher")
+
+    def __init__(self, watcher: Watcher, block: Block, kept: Kept) -> None:
+        """Note that autograd saved it."""
+        self.watcher, self.block, self.kept = watcher, block, kept
+        block.saves += 1
+        watcher.write(Kind.SAVED, a=block.number)
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor."""
+        return self.kept.unpack()
+
+    def __del__(self) -> None:
+        """Autograd let go."""
+        self.block.saves -= 1
+        self.watcher.write(Kind.RELEASED, a=self.block.number)
+
+
+def _unpack(packed: Kept | Saved) -> torch.Tensor:
+    return packed.unpack()
+
+
+@final
+class _WatchMode(Mode):
+    """Sees every operator below autograd."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        super().__init__()
+        self._watcher = watcher
+        self.passive = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """One operator."""
+        kwargs = kwargs or {}
+        for kind in types:
+            if kind is FakeTensor:
+                return func(*args, **kwargs)
+            if kind is not torch.Tensor and kind is not torch.nn.Parameter and kind is not torch.nn.Buffer:
+                return NotImplemented
+        if self.passive:
+            return func(*args, **kwargs)
+        self.passive = True
+        try:
+            return self._watcher.observe(func, args, kwargs)
+        finally:
+            self.passive = False
+
+
+@final
+class _Names:
+    """Names of parameters, by identity: tensors compare element by element."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+
+    def put(self, parameter: torch.Tensor, name: str) -> str:
+        self._found[id(parameter)] = weakref.ref(parameter), name
+        return name
+
+    def get(self, parameter: torch.Tensor) -> str:
+        ref, name = self._found.get(id(parameter), (None, ""))
+        return name if ref is not None and ref() is parameter else ""
+
+    def items(self) -> list[tuple[torch.Tensor, str]]:
+        return [(p, name) for ref, name in self._found.values() if (p := ref()) is not None]
+
+
+@final
+class Watcher:
+    """One per process while a recording is made; listens to the clock."""
+
+    def __init__(self, writer: Writer, *, operators: bool) -> None:
+        """Watch phases, and with ``operators`` all that happens in them."""
+        self.writer = writer
+        self.operators = operators
+        found = counters()
+        self.meter: Meter = HeapMeter(found) if found is not None else LedgerMeter(lambda: self._seen_bytes)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self.meter = CudaMeter(torch.device("cuda", torch.cuda.current_device()))
+        self._heap = found
+        self.clock = Clock(self)
+        self.clock.detailed = operators
+        self.stack = Stack()
+        self.asides = Asides(self.stack, self.clock)
+        self.mode = _WatchMode(self)
+        self.step = -1
+        self._blocks: dict[int, StorageRef] = {}
+        self._seen_bytes = 0
+        self._numbers = itertools.count(1).__next__
+        self._active = False
+        self._began = time.perf_counter()
+        self._phase = Phase.DATA
+        self._phase_peak = 0
+        self._high = 0
+        self._best = 0
+        self._kept = 0
+        self._step_start = 0.0
+        self._step_bytes = 0
+        self._step_high = 0
+        self._carried = np.zeros(0, dtype=CARRIED)
+        self._stepped: set[int] = set()
+        self._cycle: set[int] = set()
+        self._backwards = 0
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._names: dict[Any, int] = {}
+        self._lines: dict[tuple[CodeType, int], int] = {}
+        self._labels: dict[Any, int] = {}
+        self._parameters = _Names()
+        self._sequence = 0
+        self._origin: dict[int, tuple[int, int]] = {}
+        self._last_origin = (0, 0)
+        self._engine = Engine()
+        self._summed = False
+        writer.name("")
+
+    # --- on and off --------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._active = True
+        tell_of_forks(self)
+        self.clock.install()
+        self.asides.install()
+        self.meter.reset_op_peak()
+        self._begin_journal()
+        self.write(Kind.PHASE, live=self.meter.live(), size=self._outside())
+        if self.operators:
+            self.stack.put(self.mode, self._pack, _unpack)
+
+    def stop(self, *, complete: bool = True) -> None:
+        """Watch no more; the step that runs is closed."""
+        if not self._active:
+            return
+        self._active = False
+        self.mode.passive = True
+        self.stack.take()
+        self.clock.remove()
+        self.asides.remove()
+        if self.step < 0 or not complete or self._backwards or self._stepped:
+            self._close_step(complete=complete)
+        for ref in list(self._blocks.values()):
+            ref.value = None
+        self._blocks = {}
+
+    def forked(self) -> None:
+        """A child (a loader's worker) inherits the interpreter: it is not to be watched."""
+        if self._active:
+            self._active = False
+            self.mode.passive = True
+
+    def _begin_journal(self) -> None:
+        live = self.meter.live()
+        self._step_start, self._step_bytes, self._step_high = self._now(), live, max(self._high, live)
+        self._carried = self._live_blocks()
+        self.writer.journal.begin(self.step, self._step_start, live, self._step_high, self._carried)
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._began
+
+    def _outside(self) -> int:
+        heap = self._heap
+        return 0 if heap is None else max(0, int(heap.heap_live) - int(heap.tensor_live))
+
+    def write(
+        self, kind: Kind, a: int = 0, b: int = 0, c: int = 0, *, flags: int = 0, size: int = 0, live: int = 0, peak: int = 0
+    ) -> None:
+        """One entry."""
+        if self._active:
+            self.writer.journal.add(self._now(), kind, _CODE[self._phase], flags, a, b, c, size, live, peak)
+
+    # --- steps and phases --------------------------------------------------------------------------------------------
+
+    def phase_begins(self, phase: Phase) -> None:
+        """The clock says that the script does something else."""
+        self._mark(phase)
+
+    def _mark(self, phase: Phase) -> None:
+        meter = self.meter
+        live = meter.live()
+        peak = max(self._phase_peak, live if self._summed else meter.op_peak(), live)
+        self._summed = False
+        meter.reset_op_peak()
+        self._high, self._phase_peak = max(self._high, peak), live
+        starts = phase in (Phase.ZERO_GRAD, Phase.FORWARD) and self._step_is_over()
+        if starts:
+            self._phase = phase
+            self.write(Kind.PHASE, live=live, peak=peak, size=self._outside())
+            self._close_step(complete=True)
+            self.step += 1
+            self._stepped, self._backwards = set(), 0
+            self._begin_journal()
+            peak = live
+        self._phase = phase
+        self.write(Kind.PHASE, live=live, peak=peak, size=self._outside())
+
+    def _step_is_over(self) -> bool:
+        """Whether what begins now belongs to the next step: all optimizers that stepped last time have."""
+        if self.step < 0:
+            return True
+        if not self._stepped:
+            return self._backwards > 0 and not self._optimizers
+        return self._cycle <= self._stepped
+
+    def _close_step(self, *, complete: bool) -> None:
+        entries = self.writer.journal.entries()
+        if not len(entries):
+            return
+        if not complete:
+            self._active = True
+            peak = max(self._phase_peak, self.meter.op_peak())
+            self.write(Kind.PHASE, live=self.meter.live(), peak=peak, size=self._outside())
+            self._active = False
+            entries = self.writer.journal.entries()
+        row = summed(self.step, self._step_start, self._step_bytes, self._step_high, entries, self._carried, complete=complete)
+        self._high = max(self._high, row.high_water_bytes)
+        keeps = self.operators and (
+            not complete or self.step < FIRST_STEPS or (row.peak_bytes > HIGHER * self._best and self._kept < MOST_STEPS)
+        )
+        self._best = max(self._best, row.peak_bytes)
+        self._kept += keeps
+        self.writer.step(row if keeps else _without_entries(row))
+        if self._stepped:
+            self._cycle = set(self._stepped)
+
+    # --- what the clock tells ----------------------------------------------------------------------------------------
+
+    def root_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """A module is called from outside any module."""
+        if not self._active:
+            return
+        if module not in self._roots:
+            self._meet(module)
+        if self.operators:
+            for tensor in tensors_in([list(args), kwargs]):
+                if tensor.grad_fn is None:
+                    self._recognise(tensor, Role.INPUT, "")
+
+    def _meet(self, root: torch.nn.Module) -> None:
+        self._roots.add(root)
+        if not self._optimizers:
+            self._optimizers.update(o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer))
+        device = next((p.device for p in root.parameters() if p.is_cuda), None)
+        if device is not None and not isinstance(self.meter, CudaMeter):
+            self.meter = CudaMeter(device)
+        kind = type(root).__name__
+        for name, parameter in root.named_parameters():
+            self._parameters.put(parameter, f"{kind}.{name}")
+        if self.operators:
+            for name, parameter in root.named_parameters():
+                self._recognise(parameter, Role.PARAMETER, f"{kind}.{name}")
+            for name, buffer in root.named_buffers():
+                self._recognise(buffer, Role.BUFFER, f"{kind}.{name}")
+
+    def root_ends(self, result: Any) -> None:
+        """That call returned."""
+
+    def backward_begins(self) -> None:
+        """Autograd's engine is about to run."""
+        if self.operators and self._active:
+            self._look_for_holders()
+
+    def backward_ends(self) -> None:
+        """Autograd's engine returned, or raised."""
+        self._backwards += 1
+        if self.operators and self._active:
+            for parameter, name in self._parameters.items():
+                if parameter.grad is not None:
+                    self._recognise(parameter.grad, Role.GRADIENT, f"{name}.grad")
+
+    def optimizer_begins(self, optimizer: Any) -> None:
+        """An optimizer is about to step."""
+        self._optimizers.add(optimizer)
+        if self.operators and self._active:
+            self._look_for_holders()
+            for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+                name = self._parameters.get(parameter) or self._parameters.put(parameter, f"parameter {i}")
+                self._recognise(parameter, Role.PARAMETER, name)
+                if parameter.grad is not None:
+                    self._recognise(parameter.grad, Role.GRADIENT, f"{name}.grad")
+
+    def optimizer_ends(self) -> None:
+        """An optimizer stepped (perhaps from a hook within the backward)."""
+        for optimizer in self._optimizers:
+            if id(optimizer) not in self._stepped and optimizer.state:
+                self._stepped.add(id(optimizer))
+                if self.operators and self._active:
+                    self._recognise_states(optimizer)
+        if not self._stepped:
+            self._stepped.update(id(o) for o in self._optimizers)
+
+    def _recognise_states(self, optimizer: Any) -> None:
+        kind = type(optimizer).__name__
+        for parameter, state in optimizer.state.items():
+            name = self._parameters.get(parameter) if isinstance(parameter, torch.Tensor) else ""
+            for key, value in state.items() if isinstance(state, dict) else ():
+                for tensor in tensors_in(value):
+                    self._recognise(tensor, Role.OPTIMIZER_STATE, f"{kind} {key} of {name}")
+
+    # --- operators ---------------------------------------------------------------------------------------------------
+
+    def observe(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run one operator, and note what it did."""
+        meter = self.meter
+        if not self._summed:  # after such a sum the window begins with bytes that the plain run would not have
+            self._phase_peak = max(self._phase_peak, meter.op_peak())
+        before, denied = meter.live(), meter.denied()
+        meter.reset_op_peak()
+        module, source = self._where()
+        op = self._names.get(func)
+        if op is None:
+            op = self._names[func] = self.writer.name(str(func))
+        try:
+            out = func(*args, **kwargs)
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or meter.denied() > denied:
+                self.write(Kind.DENIED, op, module, source, size=meter.denied_bytes(), live=meter.live(), peak=meter.op_peak())
+            raise
+        peak, after = meter.op_peak(), meter.live()
+        if func is _ADD and self._phase is Phase.BACKWARD and not self.clock.differentiable and self._engine.adds(args):
+            peak, after, self._summed = before, before, True
+        else:
+            self._summed = False
+        self._phase_peak = max(self._phase_peak, peak)
+        self.write(Kind.OP, op, module, source, size=before, live=after, peak=peak)
+        self._note_tensors(info_of(func), args, kwargs, out, (op, module, source))
+        meter.reset_op_peak()
+        return out
+
+    def _note_tensors(self, info: OpInfo, args: Any, kwargs: Any, out: Any, origin: tuple[int, int, int]) -> None:
+        read = tensors_in(list(args)) + (tensors_in(kwargs) if kwargs else [])
+        written: set[int] = set()
+        if info.mutates:
+            written = {t.untyped_storage()._cdata for t, _ in written_by(info, args, kwargs) if is_plain(t)}
+        for tensor in read:
+            for part in _parts(tensor):
+                storage = part.untyped_storage()
+                block = self._find(storage) or self._enter(storage, part, (0, 0, 0), met=True)
+                self.write(Kind.READ, block.number, flags=Flag.WRITTEN if storage._cdata in written else 0)
+        for tensor in tensors_in(list(out) if isinstance(out, tuple) else out):
+            for part in _parts(tensor):
+                storage = part.untyped_storage()
+                if self._find(storage) is None:
+                    self._enter(storage, part, origin, met=False)
+
+    def _where(self) -> tuple[int, int]:
+        """Module and source line of the operator that is about to run: in backward, of the one whose gradient it makes."""
+        path = self.clock.path()
+        node = None
+        if self._phase is Phase.BACKWARD and not path:
+            node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        if node is not None:
+            parameter = getattr(node, "variable", None)
+            if parameter is None:
+                self._last_origin = self._origin.get(node._sequence_nr(), self._last_origin)
+                return self._last_origin
+            name = self._parameters.get(parameter).rpartition(".")[0]
+            return (self.writer.name(name) if name else self._last_origin[0]), self._last_origin[1]
+        module, source = self.writer.name(path), self._line()
+        sequence = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        if sequence != self._sequence:
+            for number in range(max(self._sequence, sequence - 4), sequence):
+                self._origin[number] = module, source
+            self._sequence = sequence
+        return module, source
+
+    def _line(self) -> int:
+        frame: FrameType | None = sys._getframe(4)
+        found = user_line(frame)
+        if found is None:
+            return 0
+        line = self._lines.get(found)
+        if line is None:
+            code, number = found
+            line = self._lines[found] = self.writer.name(f"{_short(code.co_filename)}:{number} in {code.co_name}")
+        return line
+
+    # --- blocks ------------------------------------------------------------------------------------------------------
+
+    def _find(self, storage: torch.UntypedStorage) -> Block | None:
+        ref = self._blocks.get(storage._cdata)
+        return None if ref is None or ref() is None else ref.value
+
+    def _enter(
+        self, storage: torch.UntypedStorage, tensor: torch.Tensor, origin: tuple[int, int, int], *, met: bool
+    ) -> Block:
+        size, counted = storage.nbytes(), self.meter.counts(storage)
+        block = Block(self._numbers(), size, counted=counted)
+        block.op, block.module, block.source = origin
+        block.phase = _CODE[self._phase]
+        key = (tensor.dtype, tensor.size())
+        label = self._labels.get(key)
+        if label is None:
+            label = self._labels[key] = self.writer.name(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.size())}")
+        block.label = label
+        ref = StorageRef(storage, self._died)
+        ref.cdata, ref.value = storage._cdata, block
+        self._blocks[ref.cdata] = ref
+        self._seen_bytes += size
+        self.write(Kind.BORN, block.number, label, flags=Flag.COUNTED * counted | Flag.MET * met, size=size)
+        return block
+
+    def _died(self, ref: StorageRef) -> None:
+        if self._blocks.get(ref.cdata) is ref:
+            del self._blocks[ref.cdata]
+        block = ref.value
+        if block is not None:
+            self._seen_bytes -= block.bytes
+            self.write(Kind.DIED, block.number)
+
+    def _recognise(self, tensor: torch.Tensor, role: Role, name: str) -> None:
+        for part in _parts(tensor):
+            storage = part.untyped_storage()
+            block = self._find(storage) or self._enter(storage, part, (0, 0, 0), met=True)
+            if role is Role.INPUT and PHASES[block.phase] is not Phase.DATA:
+                continue
+            if block.role < 0 or role < block.role:
+                block.role, block.name = role, self.writer.name(name)
+                self.write(Kind.ROLE, block.number, block.name, flags=role)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        kept = Kept(tensor)
+        parts = _parts(tensor)
+        if len(parts) != 1 or self.mode.passive or not self._active:
+            return kept
+        storage = parts[0].untyped_storage()
+        return Saved(self, self._find(storage) or self._enter(storage, parts[0], (0, 0, 0), met=True), kept)
+
+    def _live_blocks(self) -> Any:
+        rows = []
+        for ref in list(self._blocks.values()):
+            block = ref.value
+            if block is not None and ref() is not None:
+                rows.append((block.number, block.role, block.counted, block.phase, block.name, block.op, block.module,
+                             block.source, block.label, block.saves, block.bytes))
+        return np.array(rows, dtype=CARRIED)
+
+    def _look_for_holders(self) -> None:
+        """Which variables of the script refer to large blocks now."""
+        sizes: dict[int, Block] = {}
+        for ref in list(self._blocks.values()):
+            block = ref.value
+            if block is not None and block.bytes >= HELD_BYTES and block.role < 0:
+                sizes[ref.cdata] = block
+        if not sizes:
+            return
+        for tensor, where in holders(sys._getframe(2)):
+            for part in _parts(tensor):
+                held = sizes.get(part.untyped_storage()._cdata)
+                if held is not None:
+                    self.write(Kind.HELD, held.number, self.writer.name(where))
+
+
+def begin(path: Path, *, operators: bool, about: dict[str, Any]) -> Watcher:
+    """Start a recording.
+
+    Raises:
+        RecordingError: if the file cannot be written.
+    """
+    found = counters()
+    writer = Writer(
+        path,
+        {"python": sys.version.split()[0], "torch": torch.__version__, "level": "ops" if operators else "phases",
+         "exact": found is not None, "pid": os.getpid(), "device": "cpu", **about},
+    )
+    watcher = Watcher(writer, operators=operators)
+    watcher.start()
+    return watcher
+
+
+def end(watcher: Watcher, *, code: int, error: BaseException | None) -> None:
+    """Close a recording."""
+    watcher.stop(complete=error is None)
+    writer = watcher.writer
+    told = None if error is None else f"{type(error).__name__}: {error}"[:500]
+    writer.put_meta({"exit_code": code, "error": told, "device": str(getattr(watcher.meter, "device", "cpu"))})
+    writer.close()
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Strided tensors that hold a tensor's bytes; none for what has no storage of its own."""
+    if type(tensor).__torch_dispatch__ is not _NO_DISPATCH or tensor.device.type == "meta":
+        return []
+    if is_plain(tensor):
+        return [tensor]
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            return [tensor._indices(), tensor._values()]
+    return []
+
+
+def _without_entries(row: StepRow) -> StepRow:
+    return StepRow(
+        step=row.step, start=row.start, seconds=row.seconds, start_bytes=row.start_bytes, end_bytes=row.end_bytes,
+        peak_bytes=row.peak_bytes, high_water_bytes=row.high_water_bytes, complete=row.complete, phases=row.phases,
+    )
+
+
+def _short(filename: str) -> str:
+    """A path as the user would write it."""
+    for root in sorted((p for p in sys.path if p), key=len, reverse=True):
+        if filename.startswith(root + os.sep):
+            return filename[len(root) + 1 :]
+    return Path(filename).name if filename.startswith(os.sep) else filename

@@ -1,0 +1,122 @@
+"""A recording as one HTML page that needs no network."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import jinja2
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.advise import findings
+from lowtide.explain import ROLES, Block, Step, peak_report, steps_of
+from lowtide.report.recording import COLOURS, difference
+from lowtide.store import Recording
+from lowtide.units import format_bytes
+
+_ASSETS: Final = Path(__file__).parent / "assets"
+INSTANTS: Final = 20_000
+"""Instants drawn per step; of longer steps each stretch shows its highest."""
+BLOCKS: Final = 5_000
+"""Blocks per step that can be listed at an instant; the largest."""
+STEPS: Final = 3
+"""Steps that are drawn: the first two and the highest."""
+
+
+def page(recording: Recording, other: Recording | None = None) -> str:
+    """The page; with a second recording, the difference from it to the first is shown too.
+
+    The page takes about 90 KB plus the data: per instant one number per role, and the blocks.
+    """
+    recorded = [s for s in steps_of(recording) if len(s.ops)]
+    steps = [s for s in recorded if s.row.step >= 0] or recorded
+    highest = max(steps, key=lambda s: int(s.peaks.max()), default=None)
+    shown = sorted({id(s): s for s in [*steps[:2], *([highest] if highest is not None else [])]}.values(),
+                   key=lambda s: s.row.step)[:STEPS]
+    others = [] if other is None else [s for s in steps_of(other) if len(s.ops)]
+    before = max(others, key=lambda s: int(s.peaks.max()), default=None)
+    data = {
+        "roles": [r.name.lower() for r in ROLES],
+        "colours": [COLOURS[r.name.lower()] for r in ROLES],
+        "steps": [_step(s) for s in shown],
+        "peaks": [[r.step, r.peak_bytes, r.seconds] for r in recording.steps if r.step >= 0],
+        "shown": 0 if highest is None else shown.index(highest) if highest in shown else 0,
+        "other": None if before is None else _step(before),
+    }
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(_ASSETS), autoescape=True)
+    environment.filters["bytes"] = format_bytes
+    peak = None if highest is None else peak_report(highest)
+    return environment.get_template("recording.html.j2").render(
+        meta=recording.meta,
+        path=recording.path.name,
+        other=None if other is None else other.path.name,
+        peak=peak,
+        rows=[r for r in recording.steps if r.step >= 0],
+        found=findings(recording),
+        changed=None if other is None else difference(other, recording),
+        data=json.dumps(data, separators=(",", ":")).replace("</", "<\\/"),
+        script=(_ASSETS / "uPlot.iife.min.js").read_text(),
+        own_script=(_ASSETS / "recording.js").read_text(),
+        style=(_ASSETS / "uPlot.min.css").read_text(),
+    )
+
+
+def _step(step: Step) -> dict[str, Any]:
+    """Two instants per operator (before it, and its highest), thinned, with what the page looks up about them."""
+    ops = step.ops
+    totals = np.repeat(step.before.sum(axis=1), 2)
+    totals[1::2] = step.peaks
+    keep = _thinned(totals)
+    matrix = np.empty((len(keep), len(ROLES)), dtype=np.float32)
+    for i, k in enumerate(keep):
+        matrix[i] = (step.before if k % 2 == 0 else step.at_peak)[k // 2] / 1024
+    entry = ops[keep // 2]
+    rows = step.entries[entry]
+    start = step.row.start
+    return {
+        "step": step.row.step,
+        "time": _packed((rows["time"] - start).astype(np.float32)),
+        "entry": _packed(entry.astype(np.float32)),
+        "kib": _packed(matrix),
+        "op": [int(x) for x in rows["a"]],
+        "module": [int(x) for x in rows["b"]],
+        "source": [int(x) for x in rows["c"]],
+        "phases": _bands(step),
+        "names": _names(step, rows),
+        "blocks": [_block(b) for b in sorted(step.blocks, key=lambda b: -b.bytes)[:BLOCKS] if b.counted],
+    }
+
+
+def _thinned(totals: NDArray[np.int64]) -> NDArray[np.int64]:
+    count = len(totals)
+    if count <= INSTANTS:
+        return np.arange(count)
+    bounds = np.linspace(0, count, INSTANTS + 1).astype(np.int64)
+    return np.array([a + int(totals[a:b].argmax()) for a, b in itertools.pairwise(bounds)])
+
+
+def _packed(values: NDArray[Any]) -> str:
+    return base64.b64encode(np.ascontiguousarray(values, dtype="<f4").tobytes()).decode()
+
+
+def _bands(step: Step) -> list[list[Any]]:
+    """Phases as [name, first instant's time, last]."""
+    return [[p.name, round(p.start - step.row.start, 6), round(p.start + p.seconds - step.row.start, 6)]
+            for p in step.row.phases]
+
+
+def _names(step: Step, rows: NDArray[Any]) -> dict[int, str]:
+    used = {int(x) for column in ("a", "b", "c") for x in np.unique(rows[column])}
+    return {i: step.names[i] for i in sorted(used) if i < len(step.names)}
+
+
+def _block(block: Block) -> list[Any]:
+    spans = [[a, b, int(role)] for a, b, role in block.spans()]
+    place = ", ".join(x for x in (block.module, block.source) if x)
+    held = f" held by {block.held[-1]}" if block.held else ""
+    return [block.bytes, spans, block.title + held, place]
+

@@ -1,0 +1,239 @@
+"""A recording for people (terminal) and for programs (JSON)."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from lowtide.advise import Finding, by_role, findings, would_fit
+from lowtide.explain import PeakReport, Step, peak_report, steps_of
+from lowtide.report.terminal import console
+from lowtide.store import PhaseFigures, Recording, StepRow
+from lowtide.units import format_bytes, format_seconds
+
+COLOURS: Final = {
+    "parameter": "#4e79a7", "buffer": "#76b7b2", "gradient": "#f28e2b", "optimizer_state": "#59a14f", "input": "#9c755f",
+    "activation": "#e15759", "output": "#ff9da7", "temporary": "#edc948", "workspace": "#b07aa1", "cache": "#bab0ac",
+    "unknown": "#7f7f7f",
+}
+"""One colour per role, the same in every picture."""
+_BAR: Final = 64
+_STEPS_SHOWN: Final = 4
+_ORDER: Final = ("zero_grad", "forward", "loss", "backward", "optimizer", "evaluation", "data")
+
+
+def to_json(recording: Recording) -> dict[str, Any]:
+    """What ``lowtide report --json`` writes."""
+    peak = _peak(recording)
+    found = findings(recording)
+    return {
+        "meta": dict(recording.meta),
+        "steps": [_step_json(row) for row in recording.steps if row.step >= 0],
+        "setup": next((_step_json(row) for row in recording.steps if row.step < 0), None),
+        "peak": None if peak is None else peak.to_json(),
+        "findings": [f.to_json() for f in found],
+    }
+
+
+def _step_json(row: StepRow) -> dict[str, Any]:
+    return {
+        "index": row.step, "seconds": row.seconds, "peak_bytes": row.peak_bytes, "complete": row.complete,
+        "phases": [
+            {"name": p.name, "seconds": p.seconds, "start_bytes": p.start_bytes, "end_bytes": p.end_bytes,
+             "peak_bytes": p.peak_bytes, "high_water_bytes": p.high_water_bytes, "outside_bytes": p.outside_bytes}
+            for p in row.phases
+        ],
+    }
+
+
+def _peak(recording: Recording) -> PeakReport | None:
+    """The high-water mark of the run; of the step that failed, where one did."""
+    steps = [s for s in steps_of(recording) if len(s.ops)]
+    if not steps:
+        return None
+    failed = [s for s in steps if s.denied.any()]
+    return peak_report(failed[-1] if failed else max(steps, key=lambda s: int(s.peaks.max())))
+
+
+def merged(phases: tuple[PhaseFigures, ...]) -> list[PhaseFigures]:
+    """Phases as a reader counts them: those that a short other one interrupted are one."""
+    found: list[PhaseFigures] = []
+    for phase in phases:
+        last = found[-1] if found else None
+        if last is not None and last.name == phase.name:
+            found[-1] = _joined(last, phase)
+        elif phase.name == "data" and phase.seconds < 1e-3 and phase.peak_bytes <= max(phase.start_bytes, phase.end_bytes):
+            continue
+        else:
+            found.append(phase)
+    return found
+
+
+def _joined(a: PhaseFigures, b: PhaseFigures) -> PhaseFigures:
+    return PhaseFigures(
+        name=a.name, start=a.start, seconds=a.seconds + b.seconds, start_bytes=a.start_bytes, end_bytes=b.end_bytes,
+        peak_bytes=max(a.peak_bytes, b.peak_bytes), high_water_bytes=max(a.high_water_bytes, b.high_water_bytes),
+        outside_bytes=b.outside_bytes,
+    )
+
+
+def show_recording(recording: Recording, out: Console | None = None) -> None:
+    """The summary of ``lowtide record`` and ``lowtide report``."""
+    out = out or console()
+    steps = [row for row in recording.steps if row.step >= 0]
+    if not steps:
+        setup = next(iter(recording.steps), None)
+        out.print("lowtide: no training step was seen" + ("" if setup is None else
+                  f"; the script peaked at {format_bytes(setup.peak_bytes)}"))
+    else:
+        out.print(_phase_table(steps))
+    peak = _peak(recording)
+    if peak is not None:
+        out.print(_peak_block(recording, peak))
+    found = findings(recording)
+    if found:
+        out.print(_findings_block(found, recording))
+    if recording.meta.get("level") == "phases":
+        out.print("[dim]recorded at --level phases: what the bytes are is recorded at --level ops[/]")
+
+
+def _phase_table(steps: list[StepRow]) -> Table:
+    table = Table(title="phases: end of phase / highest in it (MiB)", title_justify="left", header_style="bold")
+    table.add_column("step", justify="right")
+    shown = steps if len(steps) <= _STEPS_SHOWN else [*steps[: _STEPS_SHOWN - 1], max(steps, key=lambda s: s.peak_bytes)]
+    present = {p.name for row in shown for p in merged(row.phases)}
+    names = [n for n in _ORDER if n in present]
+    for name in names:
+        table.add_column(name, justify="right")
+    table.add_column("peak", justify="right", style="bold")
+    table.add_column("time", justify="right")
+    for row in dict.fromkeys(row.step for row in shown):
+        figures = next(r for r in shown if r.step == row)
+        cells = []
+        for name in names:
+            of_name = [p for p in figures.phases if p.name == name]
+            cells.append(f"{_mib(of_name[-1].end_bytes)} / {_mib(max(p.peak_bytes for p in of_name))}" if of_name else "")
+        label = str(row) + ("" if figures.complete else " (unfinished)")
+        table.add_row(label, *cells, _mib(figures.peak_bytes), format_seconds(figures.seconds))
+    return table
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):,.1f}"
+
+
+def bar(by_role: dict[str, int], total: int) -> Text:
+    """Roles as a bar, each at least one cell wide."""
+    text = Text()
+    for role, size in by_role.items():
+        text.append("█" * max(1, round(_BAR * size / max(total, 1))), style=COLOURS[role])
+    return text
+
+
+def _peak_block(recording: Recording, peak: PeakReport) -> Group:
+    where = ", ".join(p for p in (f"step {peak.step}" if peak.step >= 0 else "before the first step", peak.phase, peak.op,
+                                  peak.module, peak.source) if p)
+    if peak.asked_bytes:
+        cap = recording.meta.get("cap_bytes") or 0
+        limit = f" of {format_bytes(cap)}" if cap else ""
+        head = Text.from_markup(
+            f"[bold red]out of memory[/]: {format_bytes(peak.asked_bytes)} were asked for while {format_bytes(peak.bytes)}"
+            f"{limit} were live ({escape(where)})"
+        )
+    else:
+        head = Text.from_markup(f"[bold]high-water mark {format_bytes(peak.bytes)}[/] ({escape(where)})")
+    roles = dict(sorted(peak.by_role.items(), key=lambda x: -x[1]))
+    legend = Table.grid(padding=(0, 2))
+    for role, size in roles.items():
+        legend.add_row(Text("■ ", style=COLOURS[role]) + Text(role.replace("_", " ")), format_bytes(size),
+                       f"{size / max(peak.bytes, 1):.1%}")
+    top = Table(title="largest at that moment", title_justify="left", header_style="bold")
+    top.add_column("bytes", justify="right")
+    for name in ("role", "what", "module", "source"):
+        top.add_column(name, overflow="fold")
+    for row in peak.top:
+        held = f" held by {row['held_by']}" if row["held_by"] else ""
+        what = escape(row["name"] + held)
+        role = row["role"].replace("_", " ")
+        top.add_row(format_bytes(row["bytes"]), role, what, escape(row["module"]), escape(row["source"]))
+    return Group(Text(), head, bar(roles, peak.bytes), legend, Text(), top)
+
+
+def _findings_block(found: list[Finding], recording: Recording) -> Table:
+    cap = int(recording.meta.get("cap_bytes") or 0)
+    fits = {id(f) for f in would_fit(found, cap)} if cap else set()
+    table = Table(title="findings", title_justify="left", header_style="bold", show_lines=False)
+    table.add_column("saves", justify="right")
+    table.add_column("what", overflow="fold")
+    for f in found:
+        note = " [green](alone lets it fit)[/]" if id(f) in fits else ""
+        table.add_row(format_bytes(f.saving_bytes) if f.saving_bytes else "", escape(f.text) + note)
+    return table
+
+
+def difference(a: Recording, b: Recording) -> dict[str, Any]:
+    """What changed from one recording to another, at their peaks and phase by phase of their last complete steps."""
+    sides = [_side(r) for r in (a, b)]
+    roles = list(dict.fromkeys([*sides[0]["by_role"], *sides[1]["by_role"]]))
+    names = list(dict.fromkeys([*sides[0]["phases"], *sides[1]["phases"]]))
+    tops = list(dict.fromkeys([*sides[0]["top"], *sides[1]["top"]]))
+    rows = {key: {"before_bytes": sides[0]["top"].get(key, 0), "after_bytes": sides[1]["top"].get(key, 0)} for key in tops}
+    changed = sorted(rows, key=lambda k: -abs(rows[k]["after_bytes"] - rows[k]["before_bytes"]))
+    return {
+        "peak": {"before_bytes": sides[0]["peak"], "after_bytes": sides[1]["peak"]},
+        "by_role": {r: {"before_bytes": sides[0]["by_role"].get(r, 0), "after_bytes": sides[1]["by_role"].get(r, 0)}
+                    for r in roles},
+        "phases": {n: {"before_bytes": sides[0]["phases"].get(n, 0), "after_bytes": sides[1]["phases"].get(n, 0)}
+                   for n in names},
+        "top": [{"what": key, **rows[key]} for key in changed if rows[key]["after_bytes"] != rows[key]["before_bytes"]][:20],
+    }
+
+
+def _side(recording: Recording) -> dict[str, Any]:
+    rows = [r for r in recording.steps if r.step >= 0] or list(recording.steps)
+    steps = [s for s in steps_of(recording) if len(s.ops)]
+    step: Step | None = max(steps, key=lambda s: int(s.peaks.max())) if steps else None
+    phases: dict[str, int] = {}
+    for row in rows:
+        for p in row.phases:
+            phases[p.name] = max(phases.get(p.name, 0), p.peak_bytes)
+    top: dict[str, int] = {}
+    if step is not None:
+        entry = int(step.ops[step.peak_op])
+        for b in step.blocks:
+            if b.counted and b.born <= entry < b.died:
+                key = " ".join(x for x in (b.role_at(entry).name.lower(), b.module, b.name or b.op) if x)
+                top[key] = top.get(key, 0) + b.bytes
+    return {
+        "peak": max((r.peak_bytes for r in rows), default=0),
+        "by_role": {} if step is None else dict(by_role(step)),
+        "phases": phases,
+        "top": top,
+    }
+
+
+def show_difference(found: dict[str, Any], out: Console | None = None) -> None:
+    """``lowtide diff``."""
+    out = out or console()
+    parts = {
+        "peak": {"high-water mark": found["peak"]},
+        "by role at the peak": found["by_role"],
+        "highest in each phase": found["phases"],
+        "what changed most": {r["what"]: r for r in found["top"]},
+    }
+    for title, rows in parts.items():
+        table = Table(title=title, title_justify="left", header_style="bold")
+        table.add_column("", overflow="fold")
+        for name in ("before", "after", "change"):
+            table.add_column(name, justify="right")
+        for name, row in rows.items():
+            change = row["after_bytes"] - row["before_bytes"]
+            colour = "red" if change > 0 else "green" if change < 0 else "dim"
+            sign = "+" if change > 0 else "-" if change < 0 else ""
+            table.add_row(escape(name.replace("_", " ")), format_bytes(row["before_bytes"]), format_bytes(row["after_bytes"]),
+                          f"[{colour}]{sign}{format_bytes(abs(change))}[/]")
+        out.print(table)

@@ -1,0 +1,457 @@
+"""The recording: one SQLite file for a whole run, readable after SIGKILL.
+
+While a step runs, what happens is written as fixed-size entries into a *journal*, a mapped file beside the recording; names
+(of operators, modules, source lines) go into a second one. Both survive the process. When the step is over, its figures, and
+its entries where they are kept, go into the SQLite file and the journal begins anew. A clean end removes both files; a reader
+that finds them reads the last, unfinished step out of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import mmap
+import os
+import sqlite3
+import struct
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.errors import RecordingError
+from lowtide.trace import Phase
+
+FORMAT: Final = 1
+"""Version of the file."""
+APPLICATION: Final = 0x4C6F7774
+"""``application_id`` of the SQLite header: "Lowt"."""
+
+
+class Kind(IntEnum):
+    """What an entry says. Fields that are not named are 0."""
+
+    OP = 1
+    """An operator ran: a, b, c = its name, module and source line; size, peak, live = bytes before, highest inside, after."""
+    BORN = 2
+    """A block appeared: a = block, b = its type and shape, size = bytes; flags: see :class:`Flag`."""
+    DIED = 3
+    """A block's memory was given back: a = block."""
+    READ = 4
+    """The operator before read a block: a = block; flags."""
+    SAVED = 5
+    """Autograd saved a tensor of a block: a = block."""
+    RELEASED = 6
+    """Autograd let go of it: a = block."""
+    ROLE = 7
+    """A block was recognised: a = block, b = its name, flags = :class:`Role`."""
+    HELD = 8
+    """A variable of the script refers to a block: a = block, b = variable, function and line."""
+    PHASE = 9
+    """Another phase begins: live; peak = highest point in the phase before; size = heap bytes outside torch's allocator."""
+    DENIED = 10
+    """An operator failed for want of memory: a, b, c as for OP; size = bytes asked for, live, peak."""
+
+
+class Flag(IntEnum):
+    """Bits of ``flags`` of BORN and READ entries."""
+
+    COUNTED = 1
+    MET = 2
+    WRITTEN = 4
+
+
+class Role(IntEnum):
+    """What a block is for; the later ones are told from its life, not written into ROLE entries."""
+
+    PARAMETER = 0
+    BUFFER = 1
+    GRADIENT = 2
+    OPTIMIZER_STATE = 3
+    INPUT = 4
+    ACTIVATION = 5
+    OUTPUT = 6
+    TEMPORARY = 7
+    WORKSPACE = 8
+    CACHE = 9
+    UNKNOWN = 10
+
+
+ENTRY: Final = np.dtype(
+    [("time", "<f8"), ("kind", "u1"), ("phase", "u1"), ("flags", "<u2"), ("a", "<u4"), ("b", "<u4"), ("c", "<u4"),
+     ("size", "<i8"), ("live", "<i8"), ("peak", "<i8")]
+)
+"""One entry: seconds since the recording began, then as :class:`Kind` says; bytes where sizes are meant."""
+PACK: Final = struct.Struct("<dBBHIIIqqq")
+CARRIED: Final = np.dtype(
+    [("block", "<u4"), ("role", "<i2"), ("counted", "u1"), ("phase", "u1"), ("name", "<u4"), ("op", "<u4"), ("module", "<u4"),
+     ("source", "<u4"), ("label", "<u4"), ("saves", "<u4"), ("size", "<i8")]
+)
+"""A block that was live when a step began; role -1 where none was recognised; the others are names and counts."""
+PHASES: Final = tuple(Phase)
+
+_HEADER: Final = struct.Struct("<8sqddqqq")
+"""Magic, step, its start, (unused), live bytes at its start, high water by then, number of carried blocks."""
+_MAGIC: Final = b"lowtide\x01"
+_FIRST_BYTES: Final = 1 << 22
+_MOST_BYTES: Final = 1 << 28
+"""A journal longer than this (5.6 million entries in one step) keeps its end and loses the middle."""
+
+_TABLES: Final = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT);
+CREATE TABLE names (id INTEGER PRIMARY KEY, text TEXT);
+CREATE TABLE steps (step INTEGER PRIMARY KEY, start REAL, seconds REAL, start_bytes INTEGER, end_bytes INTEGER,
+                    peak_bytes INTEGER, high_water_bytes INTEGER, complete INTEGER, entries BLOB, carried BLOB);
+CREATE TABLE phases (step INTEGER, position INTEGER, name TEXT, start REAL, seconds REAL, start_bytes INTEGER,
+                     end_bytes INTEGER, peak_bytes INTEGER, high_water_bytes INTEGER, outside_bytes INTEGER);
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseFigures:
+    """One phase of one step; bytes are of torch's allocator.
+
+    Attributes:
+        start: seconds since the recording began.
+        high_water_bytes: highest point of the run so far, at its end.
+        outside_bytes: heap bytes that are not torch's, at its end.
+    """
+
+    name: str
+    start: float
+    seconds: float
+    start_bytes: int
+    end_bytes: int
+    peak_bytes: int
+    high_water_bytes: int
+    outside_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """One step: its figures, and its entries where they were kept.
+
+    Attributes:
+        step: -1 for what came before the first one.
+        complete: whether its end was seen.
+    """
+
+    step: int
+    start: float
+    seconds: float
+    start_bytes: int
+    end_bytes: int
+    peak_bytes: int
+    high_water_bytes: int
+    complete: bool
+    phases: tuple[PhaseFigures, ...]
+    entries: NDArray[np.void] | None = field(default=None, repr=False)
+    carried: NDArray[np.void] | None = field(default=None, repr=False)
+
+
+def tail_path(path: Path) -> Path:
+    """The journal beside a recording."""
+    return path.with_name(path.name + "-tail")
+
+
+def names_path(path: Path) -> Path:
+    """The names that the journal refers to."""
+    return path.with_name(path.name + "-names")
+
+
+@final
+class Journal:
+    """Entries of the step that runs, in a mapped file."""
+
+    def __init__(self, path: Path) -> None:
+        """Create the file."""
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._path = path
+        os.ftruncate(self._file, _FIRST_BYTES)
+        self._map = mmap.mmap(self._file, _FIRST_BYTES)
+        self._size = _FIRST_BYTES
+        self._start = _HEADER.size
+        self._next = itertools.count().__next__
+
+    def begin(self, step: int, start: float, live_bytes: int, high_water_bytes: int, carried: NDArray[np.void]) -> None:
+        """A new step: what is in the journal is in the recording, or is not kept."""
+        used = min(self._start + self._next() * ENTRY.itemsize, self._size)
+        self._start = _HEADER.size + carried.nbytes
+        self._grow(self._start + (1 << 16))
+        if used > self._start:
+            self._map[self._start : used] = bytes(used - self._start)
+        self._map[_HEADER.size : self._start] = carried.tobytes()
+        _HEADER.pack_into(self._map, 0, _MAGIC, step, start, 0.0, live_bytes, high_water_bytes, len(carried))
+        self._next = itertools.count().__next__
+
+    def add(self, *entry: Any) -> None:
+        """One entry, field by field as in :data:`ENTRY`; safe against weak-reference callbacks in between."""
+        at = self._start + self._next() * ENTRY.itemsize
+        if at + ENTRY.itemsize > self._size and not self._grow(at + ENTRY.itemsize):
+            return
+        PACK.pack_into(self._map, at, *entry)
+
+    def _grow(self, needed: int) -> bool:
+        if needed <= self._size:
+            return True
+        size = 1 << (needed - 1).bit_length()
+        if size > _MOST_BYTES:
+            return False
+        os.ftruncate(self._file, size)
+        self._map.resize(size)
+        self._size = size
+        return True
+
+    def entries(self) -> NDArray[np.void]:
+        """A copy of the step's entries so far."""
+        return _entries(self._map[self._start : self._size])
+
+    def close(self, *, keep: bool) -> None:
+        """Unmap; remove the file unless it is to be kept."""
+        self._map.close()
+        os.close(self._file)
+        if not keep:
+            self._path.unlink(missing_ok=True)
+
+
+def _entries(data: bytes) -> NDArray[np.void]:
+    """The entries at the beginning of some bytes: up to the first that is empty."""
+    found: NDArray[np.void] = np.frombuffer(data[: len(data) // ENTRY.itemsize * ENTRY.itemsize], dtype=ENTRY)
+    empty = np.flatnonzero(found["kind"] == 0)
+    return found[: empty[0]].copy() if len(empty) else found.copy()
+
+
+@final
+class Writer:
+    """Writes a recording."""
+
+    def __init__(self, path: Path, meta: Mapping[str, Any]) -> None:
+        """Create the file, over what was there.
+
+        Raises:
+            RecordingError: if it cannot be written.
+        """
+        self.path = path
+        for old in (path, tail_path(path), names_path(path)):
+            old.unlink(missing_ok=True)
+        try:
+            self._base = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._base.executescript(
+                f"PRAGMA application_id={APPLICATION}; PRAGMA journal_mode=MEMORY; PRAGMA synchronous=OFF; {_TABLES}"
+            )
+            self.journal = Journal(tail_path(path))
+            self._names_file = os.open(names_path(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        except (sqlite3.Error, OSError) as error:
+            raise RecordingError(f"cannot write {path}: {error}") from None
+        self._names: dict[str, int] = {}
+        self._stored = 0
+        self.put_meta({"format": FORMAT, **meta})
+
+    def put_meta(self, meta: Mapping[str, Any]) -> None:
+        """Facts about the run."""
+        rows = [(key, json.dumps(value)) for key, value in meta.items()]
+        self._base.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
+
+    def name(self, text: str) -> int:
+        """The id of a name."""
+        found = self._names.get(text)
+        if found is None:
+            found = self._names[text] = len(self._names)
+            os.write(self._names_file, json.dumps(text).encode() + b"\n")
+        return found
+
+    def step(self, row: StepRow) -> None:
+        """A step is over."""
+        base = self._base
+        base.execute("BEGIN")
+        new = list(itertools.islice(self._names.items(), self._stored, None))
+        base.executemany("INSERT INTO names VALUES (?, ?)", [(i, text) for text, i in new])
+        self._stored = len(self._names)
+        _insert(base, row)
+        base.execute("COMMIT")
+
+    def close(self, *, keep_tail: bool = False) -> None:
+        """The recording is whole; with ``keep_tail`` the step that runs is left in the journal."""
+        if self._names_file < 0:
+            return
+        self._base.close()
+        self.journal.close(keep=keep_tail)
+        os.close(self._names_file)
+        self._names_file = -1
+        if not keep_tail:
+            names_path(self.path).unlink(missing_ok=True)
+
+
+def _insert(base: sqlite3.Connection, row: StepRow) -> None:
+    blobs = [None if x is None else zlib.compress(x.tobytes(), 1) for x in (row.entries, row.carried)]
+    base.execute(
+        "INSERT OR REPLACE INTO steps VALUES (?,?,?,?,?,?,?,?,?,?)",
+        (row.step, row.start, row.seconds, row.start_bytes, row.end_bytes, row.peak_bytes, row.high_water_bytes,
+         int(row.complete), *blobs),
+    )
+    base.executemany(
+        "INSERT INTO phases VALUES (?,?,?,?,?,?,?,?,?,?)",
+        [(row.step, i, *asdict(phase).values()) for i, phase in enumerate(row.phases)],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """A recording that was read.
+
+    Attributes:
+        meta: facts about the run: ``script``, ``arguments``, ``torch``, ``device``, ``level``, ``exit_code``, ...
+        names: what entries refer to.
+        steps: in order; entries only where they were kept.
+    """
+
+    path: Path
+    meta: Mapping[str, Any]
+    names: tuple[str, ...]
+    steps: tuple[StepRow, ...]
+
+    @property
+    def peak_step(self) -> StepRow | None:
+        """The step of the highest point, one with entries where there is any."""
+        detailed = [s for s in self.steps if s.entries is not None]
+        return max(detailed or self.steps, key=lambda s: s.peak_bytes, default=None)
+
+
+def read(path: Path) -> Recording:
+    """Read a recording, and what a killed process left of its last step.
+
+    Raises:
+        RecordingError: if it is not there, empty, truncated, not a recording, or of a newer format.
+    """
+    if not path.is_file():
+        raise RecordingError(f"no such recording: {path}")
+    if path.stat().st_size == 0:
+        raise RecordingError(f"{path} is empty: record anew with `lowtide record -o {path} SCRIPT`")
+    try:
+        base = sqlite3.connect(f"file:{path.resolve()}?mode=ro", uri=True)
+        try:
+            (application,) = base.execute("PRAGMA application_id").fetchone()
+            if application != APPLICATION:
+                raise RecordingError(f"{path} is not a recording of Lowtide")
+            meta = {key: json.loads(value) for key, value in base.execute("SELECT key, value FROM meta")}
+            if meta.get("format", 0) > FORMAT:
+                raise RecordingError(f"{path} has format {meta['format']}, this Lowtide reads up to {FORMAT}: update Lowtide")
+            names = [text for (text,) in base.execute("SELECT text FROM names ORDER BY id")]
+            steps = _steps(base)
+        finally:
+            base.close()
+    except (sqlite3.Error, zlib.error, ValueError, TypeError) as error:
+        raise RecordingError(f"{path} is damaged or no recording of Lowtide: {error}") from None
+    if tail_path(path).is_file() and names_path(path).is_file():
+        names = _names_of(names_path(path))
+        last = _tail(tail_path(path))
+        if last is not None:
+            steps = [*(s for s in steps if s.step != last.step), last]
+            meta.setdefault("died", True)
+    return Recording(path=path, meta=meta, names=tuple(names), steps=tuple(steps))
+
+
+def _steps(base: sqlite3.Connection) -> list[StepRow]:
+    phases: dict[int, list[PhaseFigures]] = {}
+    for step, *figures in base.execute(
+        "SELECT step, name, start, seconds, start_bytes, end_bytes, peak_bytes, high_water_bytes, outside_bytes "
+        "FROM phases ORDER BY step, position"
+    ):
+        keys = ("name", "start", "seconds", "start_bytes", "end_bytes", "peak_bytes", "high_water_bytes", "outside_bytes")
+        phases.setdefault(step, []).append(PhaseFigures(**dict(zip(keys, figures, strict=True))))
+    found = []
+    for step, start, seconds, first, last, peak, high, complete, entries, carried in base.execute(
+        "SELECT * FROM steps ORDER BY step"
+    ):
+        found.append(
+            StepRow(
+                step=step, start=start, seconds=seconds, start_bytes=first, end_bytes=last, peak_bytes=peak,
+                high_water_bytes=high, complete=bool(complete), phases=tuple(phases.get(step, ())),
+                entries=None if entries is None else np.frombuffer(zlib.decompress(entries), dtype=ENTRY),
+                carried=None if carried is None else np.frombuffer(zlib.decompress(carried), dtype=CARRIED),
+            )
+        )
+    return found
+
+
+def _names_of(path: Path) -> list[str]:
+    found = []
+    for line in path.read_bytes().splitlines():
+        try:
+            found.append(str(json.loads(line)))
+        except ValueError:  # the process was killed while it wrote the last one
+            break
+    return found
+
+
+def _tail(path: Path) -> StepRow | None:
+    """The unfinished step in a journal; None if nothing had happened in it."""
+    data = path.read_bytes()
+    if len(data) < _HEADER.size:
+        return None
+    magic, step, start, _, live, high, count = _HEADER.unpack_from(data)
+    first = _HEADER.size + count * CARRIED.itemsize
+    if magic != _MAGIC or first > len(data):
+        return None
+    carried = np.frombuffer(data[_HEADER.size : first], dtype=CARRIED)
+    entries = _entries(data[first:])
+    if not len(entries):
+        return None
+    return summed(step, start, live, high, entries, carried, complete=False)
+
+
+def summed(
+    step: int, start: float, start_bytes: int, high_water_bytes: int, entries: NDArray[np.void], carried: NDArray[np.void],
+    *, complete: bool,
+) -> StepRow:
+    """A step's figures out of its entries."""
+    measured = entries[np.isin(entries["kind"], (Kind.OP, Kind.PHASE, Kind.DENIED))]
+    end = float(entries["time"][-1])
+    phases = tuple(_phases(measured, start, start_bytes, high_water_bytes, end))
+    if complete and len(phases) > 1 and measured[-1]["kind"] == Kind.PHASE:
+        phases = phases[:-1]  # the entry that closes the last phase opens none
+    peak = max((int(p.peak_bytes) for p in phases), default=start_bytes)
+    return StepRow(
+        step=step, start=start, seconds=end - start, start_bytes=start_bytes,
+        end_bytes=int(measured["live"][-1]) if len(measured) else start_bytes, peak_bytes=peak,
+        high_water_bytes=max(high_water_bytes, peak), complete=complete, phases=phases, entries=entries, carried=carried,
+    )
+
+
+def _phases(
+    measured: NDArray[np.void], start: float, live: int, high: int, end: float
+) -> Iterable[PhaseFigures]:
+    """Phases between their marks. What the script frees before the first operator of a phase is the phase before's."""
+    marks = [int(i) for i in np.flatnonzero(measured["kind"] == Kind.PHASE)]
+    bounds = [*([] if marks[:1] == [0] else [0]), *marks, len(measured)]
+    spans = [(i, j) for i, j in itertools.pairwise(bounds) if j > i]
+    firsts = [_first_bytes(measured[i:j], live) for i, j in spans]
+    for n, (i, j) in enumerate(spans):
+        part = measured[i:j]
+        opens = part[0]["kind"] == Kind.PHASE
+        begins = float(part[0]["time"]) if opens else start
+        closes = measured[j] if j < len(measured) else None
+        inner = part[part["kind"] != Kind.PHASE]
+        last = firsts[n + 1] if n + 1 < len(spans) else int(part[-1]["live"])
+        peak = max(firsts[n], last, int(inner["peak"].max(initial=0)), int(closes["peak"]) if closes is not None else 0)
+        high = max(high, peak)
+        yield PhaseFigures(
+            name=str(PHASES[part[0]["phase"]]), start=begins,
+            seconds=(float(closes["time"]) if closes is not None else end) - begins, start_bytes=firsts[n], end_bytes=last,
+            peak_bytes=peak, high_water_bytes=high, outside_bytes=int((closes if closes is not None else part[0])["size"])
+            if closes is not None or opens else 0,
+        )
+
+
+def _first_bytes(part: NDArray[np.void], live: int) -> int:
+    """Bytes before the first operator of a phase; where it has none, at its mark."""
+    if part[0]["kind"] != Kind.PHASE:
+        return int(part[0]["size"]) if part[0]["kind"] == Kind.OP else live
+    if len(part) > 1 and part[1]["kind"] == Kind.OP:
+        return int(part[1]["size"])
+    return int(part[0]["live"])

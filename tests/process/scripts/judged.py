@@ -1,0 +1,144 @@
+"""Runs jobs plain and recorded in one process in which a second counter judges: prints where the recording is off.
+
+The phases of the plain run are found here by other means than the recorder's: hooks of torch where there are some, and the
+job's own calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import recorded_jobs
+import torch
+from torch.optim import optimizer as optim
+from lowtide.explain import Role, steps_of
+
+import lowtide
+
+STEPS = 3
+SMALLEST = 64 << 10
+SHARE = 0.005
+UNKNOWN = 0.01
+
+
+class Judge:
+    """Highest point of each phase of each step."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(os.environ["JUDGE"])
+        self.live = ctypes.c_int64.in_dll(library, "judge_live")
+        self.peak = ctypes.c_int64.in_dll(library, "judge_peak")
+        self.found: dict[str, int] = {}
+        self.base = 0
+        self.now = ""
+
+    def mark(self, phase: str) -> str:
+        """Another phase begins; the one before."""
+        before, self.now = self.now, phase
+        self.found[before] = max(self.found.get(before, 0), self.peak.value - self.base)
+        self.peak.value = self.live.value
+        return before
+
+
+def plain(make: Callable[[], Any], judge: Judge) -> dict[str, int]:
+    """Highest points above the base, by phase, over all steps."""
+    engine = torch.autograd._engine_run_backward
+    depth = 0
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # a transform within the forward
+            return engine(*args, **kwargs)
+        stepping = judge.now == "optimizer"
+        if not depth:
+            judge.now = "closure" if stepping else judge.now
+            judge.mark("backward")
+        depth += 1
+        try:
+            return engine(*args, **kwargs)
+        finally:
+            depth -= 1
+            if not depth:
+                judge.mark("optimizer" if stepping else "data")
+
+    torch.manual_seed(0)
+    gc.collect()
+    judge.base, judge.found, judge.now = judge.live.value, {}, "data"
+    judge.peak.value = judge.live.value
+    torch.autograd._engine_run_backward = backward
+    handles = [
+        optim.register_optimizer_step_pre_hook(lambda *_: judge.mark("optimizer") and None),
+        optim.register_optimizer_step_post_hook(lambda *_: judge.mark("data") and None),
+    ]
+    try:
+        job = make()
+        for i in range(STEPS):
+            job.step(i)
+    finally:
+        torch.autograd._engine_run_backward = engine
+        for handle in handles:
+            handle.remove()
+    judge.mark("end")
+    return judge.found
+
+
+def recorded(make: Callable[[], Any], judge: Judge) -> tuple[dict[str, int], dict[str, float]]:
+    """The same by the recording; and the worst shares of unknown bytes."""
+    torch.manual_seed(0)
+    gc.collect()
+    base = judge.live.value
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "a.lowtide"
+        with lowtide.record(file):
+            job = make()
+            for i in range(STEPS):
+                job.step(i)
+        recording = lowtide.api.read(file)
+    del job
+    start = recording.steps[0].start_bytes
+    found: dict[str, int] = {}
+    for row in recording.steps:
+        for p in row.phases:
+            found[p.name] = max(found.get(p.name, 0), p.peak_bytes - start)
+    worst: dict[str, float] = {}
+    for step in steps_of(recording):
+        if step.row.step >= 0 and len(step.ops):
+            assert (step.before.sum(axis=1) == step.entries["size"][step.ops]).all()
+            assert (step.at_peak.sum(axis=1) == step.entries["peak"][step.ops]).all()
+            unknown = abs(step.at_peak[:, Role.UNKNOWN] - start).max()
+            worst[str(step.row.step)] = float(unknown / max(int(step.peaks.max()) - start, 1))
+    assert base >= 0
+    return found, worst
+
+
+def main() -> None:
+    """Jobs named on the command line."""
+    judge = Judge()
+    torch.set_num_threads(1)
+    told = {}
+    for name in sys.argv[1:]:
+        make = recorded_jobs.JOBS[name]
+        plain(make, judge)  # libraries are warm from here on
+        want = plain(make, judge)
+        have, worst = recorded(make, judge)
+        off = {}
+        top = max(want.values())
+        for phase in ("backward", "optimizer"):
+            if phase in want and phase in have:
+                off[phase] = abs(want[phase] - have[phase])
+        off["all"] = abs(top - max(have.values()))
+        told[name] = {"want": want, "have": have, "off": off, "allowed": max(SMALLEST, int(SHARE * top)), "unknown": worst, "peak": top}
+    print(json.dumps(told))
+
+
+main()

@@ -1,0 +1,51 @@
+"""Law: a recording's peaks are those of the plain run, by a counter written apart; its sums close; nearly all is known."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import recorded_jobs
+from lowtide.live.heap import library_path
+
+HERE = Path(__file__).parent
+GROUPS = 6
+UNKNOWN = 0.01
+COMPILER = shutil.which("cc") or shutil.which("gcc")
+
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None or library_path() is None, reason="no C compiler: no counters"),
+    pytest.mark.timeout(240),
+]
+_UNSEEN = {"compiled_part", "compiled_function", "functional_transform"}
+"""Compiled regions and transforms run beside the interception: what they hold is not known by role."""
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The second counter, built."""
+    out = tmp_path_factory.mktemp("judge") / "judge.so"
+    assert COMPILER is not None
+    subprocess.run([COMPILER, "-O1", "-shared", "-fPIC", str(HERE / "counter.c"), "-o", str(out), "-ldl"], check=True)
+    return out
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_peaks_by_phase_are_exact_and_roles_are_known(group: int, judge: Path) -> None:
+    names = sorted(recorded_jobs.JOBS)[group::GROUPS]
+    env = {**os.environ, "LD_PRELOAD": f"{judge}:{library_path()}", "JUDGE": str(judge), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "scripts" / "judged.py"), *names], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert set(told) == set(names)
+    off = {n: t for n, t in told.items() if any(x > t["allowed"] for x in t["off"].values())}
+    assert not off
+    unknown = {n: t["unknown"] for n, t in told.items() if n not in _UNSEEN and any(x > UNKNOWN for x in t["unknown"].values())}
+    assert not unknown

@@ -1,0 +1,175 @@
+"""Law: what a finding says a change saves is what the change, made for real, saves."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from lowtide.advise import findings
+from torch import nn
+from torch.nn import functional as F
+
+import lowtide
+from lowtide import store
+
+SHARE = 0.02
+"""A saving may be off by so much of itself ..."""
+BYTES = 4096
+"""... or by this: generator states, counters."""
+STEPS = 3
+
+Script = Callable[[bool], None]
+
+
+def _model(out: int = 10) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, out))
+
+
+def _batch(out: int = 10) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(64, 256), torch.randint(0, out, (64,))
+
+
+def zeroed_gradients(mended: bool) -> None:  # noqa: FBT001
+    """``zero_grad(set_to_none=False)``."""
+    model = _model(4000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        optimizer.zero_grad(set_to_none=mended)
+        x, y = _batch(4000)
+        loss = F.cross_entropy(model(x.repeat(8, 1)), y.repeat(8))
+        loss.backward()
+        optimizer.step()
+
+
+def held_result(mended: bool) -> None:  # noqa: FBT001
+    """The logits stay in a variable during the backward."""
+    model = _model(4000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        x, y = _batch(4000)
+        logits = model(x.repeat(8, 1))
+        loss = F.cross_entropy(logits, y.repeat(8))
+        if mended:
+            del logits
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        logits = None
+
+
+def foreach(mended: bool) -> None:  # noqa: FBT001
+    """Adam over all parameters at once."""
+    model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(6)))
+    optimizer = torch.optim.Adam(model.parameters(), foreach=not mended)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 300)).square().mean()
+        loss.backward()
+        optimizer.step()
+
+
+def float64(mended: bool) -> None:  # noqa: FBT001
+    """Inputs come as float64, and the model follows."""
+    kind = torch.float32 if mended else torch.float64
+    model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(256, 256), nn.Tanh())))
+    extra = nn.Linear(256, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), *extra.parameters()], lr=0.01)
+    model.to(kind)
+    for _ in range(STEPS):
+        x = torch.randn(1024, 256, dtype=kind)
+        optimizer.zero_grad()
+        loss = extra(model(x).float()).square().mean()
+        loss.backward()
+        optimizer.step()
+
+
+def graph_kept(mended: bool) -> None:  # noqa: FBT001
+    """The running loss is summed with its graph."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    total: torch.Tensor | float = 0.0
+    for _ in range(STEPS):
+        x, y = _batch()
+        loss = F.cross_entropy(model(x.repeat(8, 1)), y.repeat(8))
+        optimizer.zero_grad()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        total = total + (loss.item() if mended else loss)
+        del loss
+
+
+def model_copies(mended: bool) -> None:  # noqa: FBT001
+    """The best models are kept whole."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    best = [] if mended else [copy.deepcopy(model) for _ in range(2)]
+    for _ in range(STEPS):
+        x, y = _batch()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    del best
+
+
+def evaluation_graph(mended: bool) -> None:  # noqa: FBT001
+    """Evaluation at a larger batch records a graph that nobody uses."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        x, y = _batch()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        with torch.set_grad_enabled(not mended):
+            wrong = model(torch.randn(4096, 256)).argmax(-1)
+        del wrong
+
+
+def resident_data(mended: bool) -> None:  # noqa: FBT001
+    """The whole data set lies in memory; a batch is a slice of it."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = None if mended else torch.randn(20000, 256)
+    for step in range(STEPS):
+        x = torch.randn(64, 256) if data is None else data[torch.arange(64) + 64 * step]
+        y = torch.randint(0, 10, (64,))
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+CASES: dict[str, Script] = {
+    "zeroed-gradients": zeroed_gradients, "held-result": held_result, "foreach": foreach, "float64": float64,
+    "graph-kept": graph_kept, "model-copies": model_copies, "evaluation-graph": evaluation_graph,
+    "resident-data": resident_data,
+}
+
+
+def _recorded(script: Script, file: Path, *, mended: bool) -> store.Recording:
+    torch.manual_seed(0)
+    gc.collect()
+    with lowtide.record(file):
+        script(mended)
+    return store.read(file)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_the_saving_is_what_the_change_saves(kind: str, tmp_path: Path) -> None:
+    _recorded(CASES[kind], tmp_path / "warm", mended=False)
+    flawed = _recorded(CASES[kind], tmp_path / "a", mended=False)
+    mended = _recorded(CASES[kind], tmp_path / "b", mended=True)
+    found = [f for f in findings(flawed) if f.id == kind]
+    assert len(found) == 1, [f.id for f in findings(flawed)]
+    assert not [f for f in findings(mended) if f.id == kind]
+
+    def above(recording: store.Recording, step: int) -> int:
+        return next(r.peak_bytes for r in recording.steps if r.step == step) - recording.steps[0].start_bytes
+
+    step = found[0].step
+    saved = above(flawed, step) - above(mended, step)
+    assert abs(found[0].saving_bytes - saved) <= max(SHARE * saved, BYTES), (found[0], saved)
+    assert saved > 0
