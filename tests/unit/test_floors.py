@@ -51,11 +51,13 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "report.terminal",
         "report.recording",
         "report.html",
+        "report.export",
         "cli.launch",
         "cli.run",
         "cli.record",
         "cli.report",
         "cli.main",
+        "pytest_plugin",
         "__main__",
     ),
 )

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
 from lowtide.cli.launch import check_folder
 
+if TYPE_CHECKING:
+    from lowtide.store import Recording
+
 
 @click.command()
 @click.argument("recording", type=click.Path(path_type=Path))
 @click.option("--json", "json_file", metavar="FILE", help="Write phases, peak and findings.")
 @click.option("--html", "html_file", metavar="FILE", help="Write a page to look at, which needs no network.")
-def report(*, recording: Path, json_file: str | None, html_file: str | None) -> None:
+@click.option("--snapshot", metavar="FILE", help="Write a snapshot.pickle for PyTorch's memory_viz.")
+@click.option("--perfetto", metavar="FILE", help="Write a trace for Perfetto or chrome://tracing.")
+@click.option("--speedscope", metavar="FILE", help="Write the high-water marks for speedscope.")
+def report(
+    *, recording: Path, json_file: str | None, html_file: str | None, snapshot: str | None, perfetto: str | None,
+    speedscope: str | None,
+) -> None:
     """Show what RECORDING says: phases, the high-water mark, what would lower it."""
     from lowtide.report.recording import show_recording, to_json
     from lowtide.store import read
 
-    check_folder(json_file)
-    check_folder(html_file)
+    for file in (json_file, html_file, snapshot, perfetto, speedscope):
+        check_folder(file)
     found = read(recording)
+    _export(found, snapshot=snapshot, perfetto=perfetto, speedscope=speedscope)
     if html_file is not None:
         from lowtide.report.html import page
 
@@ -29,6 +40,17 @@ def report(*, recording: Path, json_file: str | None, html_file: str | None) -> 
     if json_file is not None:
         Path(json_file).write_bytes(msgspec.json.format(msgspec.json.encode(to_json(found)), indent=1))
     show_recording(found)
+
+
+def _export(found: Recording, *, snapshot: str | None, perfetto: str | None, speedscope: str | None) -> None:
+    from lowtide.report import export
+
+    if snapshot is not None:
+        export.write_snapshot(found, Path(snapshot))
+    if perfetto is not None:
+        export.write_json(export.trace_events(found), Path(perfetto))
+    if speedscope is not None:
+        export.write_json(export.speedscope(found), Path(speedscope))
 
 
 @click.command()

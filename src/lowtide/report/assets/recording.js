@@ -15,6 +15,7 @@
     while (x >= 1024 && i < 4) { x /= 1024; i++; }
     return (bytes < 0 ? "-" : "") + (i === 0 ? x.toFixed(0) : x >= 100 ? x.toFixed(0) : x.toFixed(x >= 10 ? 1 : 2)) + " " + units[i];
   };
+  const binary = Array.from({length: 48}, (_, i) => 2 ** i);
   const element = (tag, text, kind) => {
     const made = document.createElement(tag);
     if (text !== undefined) made.textContent = text;
@@ -118,7 +119,7 @@
       width: place.clientWidth, height: 430,
       scales: {x: {time: false}, y: {range: (u, low, high) => [0, high * 1.06 || 1]}},
       axes: [{values: (u, ticks) => ticks.map((t) => (across === "time" ? (t * 1000).toFixed(t < 0.01 ? 1 : 0) + " ms" : t))},
-        {size: 78, values: (u, ticks) => ticks.map(size)}],
+        {size: 78, incrs: binary, values: (u, ticks) => ticks.map(size)}],
       series: [{label: across === "time" ? "time" : "instant", value: (u, v) => (v == null ? "" : across === "time" ? (v * 1000).toFixed(2) + " ms" : v)}, ...lines],
       cursor: {points: {show: false}},
       hooks: {
@@ -168,9 +169,10 @@
     const holder = document.getElementById("peaks");
     new uPlot({
       width: holder.clientWidth, height: 170, scales: {x: {time: false}, y: {range: (u, low, high) => [0, high * 1.08 || 1]}},
-      axes: [{values: (u, ticks) => ticks.map((t) => (Number.isInteger(t) ? t : ""))}, {size: 78, values: (u, ticks) => ticks.map(size)}],
+      axes: [{values: (u, ticks) => ticks.map((t) => (Number.isInteger(t) ? t : ""))}, {size: 78, incrs: binary, values: (u, ticks) => ticks.map(size)}],
       series: [{label: "step"}, {label: "peak", stroke: "#4e79a7", fill: "#4e79a733", width: 1.5, points: {show: data.peaks.length < 80}, value: (u, v) => (v == null ? "" : size(v))}],
     }, [data.peaks.map((p) => p[0]), data.peaks.map((p) => p[1])], holder);
   }
+  else document.getElementById("every").remove();
   window.lowtideReady = true;
 })();

@@ -1,0 +1,89 @@
+"""``@pytest.mark.peak_memory("512 MiB", phase="backward")``: a test fails when its tensors take more.
+
+The peak is the highest point of torch's allocator above what was live when the test began; with ``phase``, the highest in that
+phase. On the CPU the same test takes the same bytes each time. The failure says what was live at that point.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from lowtide.store import Recording
+
+MARK = "peak_memory"
+TOP = 5
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the marker known."""
+    config.addinivalue_line(
+        "markers",
+        f"{MARK}(size, phase=None): fail if torch's allocator takes more than size above where the test began, in any phase "
+        "or in forward, loss, backward, optimizer, zero_grad, evaluation or data",
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Record a marked test, and judge it once it has passed."""
+    mark = item.get_closest_marker(MARK)
+    if mark is None:
+        return (yield)
+    limit, phase = _asked(*mark.args, **mark.kwargs)
+    from lowtide import api
+    from lowtide.store import read
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "test.lowtide"
+        gc.collect()
+        with api.record(file):
+            result = yield
+        _judge(read(file), limit, phase)
+    return result
+
+
+def _asked(size: str | int, phase: str | None = None) -> tuple[int, str | None]:
+    from lowtide.trace import Phase
+    from lowtide.units import parse_bytes
+
+    if phase is not None and phase not in set(Phase):
+        raise pytest.UsageError(f"{MARK}: no phase {phase!r}; there are {', '.join(Phase)}")
+    return parse_bytes(size) if isinstance(size, str) else size, phase
+
+
+def _judge(recording: Recording, limit: int, phase: str | None) -> None:
+    base = recording.steps[0].start_bytes if recording.steps else 0
+    peaks = [p.peak_bytes - base for row in recording.steps for p in row.phases if phase is None or p.name == phase]
+    if not peaks:
+        pytest.fail(f"{MARK}: the test has no phase {phase!r}", pytrace=False)
+    if max(peaks) > limit:
+        pytest.fail(_told(recording, max(peaks), base, limit, phase), pytrace=False)
+
+
+def _told(recording: Recording, peak: int, base: int, limit: int, phase: str | None) -> str:
+    """What was live at the highest point, and what would lower it."""
+    from lowtide.advise import findings
+    from lowtide.explain import ROLES, steps_of
+    from lowtide.store import PHASES
+    from lowtide.units import format_bytes
+
+    lines = [f"{MARK}: {format_bytes(peak)} ({peak:,} bytes) in {phase or 'the test'}, {format_bytes(limit)} were allowed"]
+    for step in steps_of(recording):
+        for k in range(len(step.ops)):
+            inside = phase is None or PHASES[step.entries[step.ops[k]]["phase"]] == phase
+            if inside and int(step.peaks[k]) - base == peak:
+                entry = step.entries[step.ops[k]]
+                roles = {r.name.lower(): int(step.at_peak[k][r]) for r in ROLES}
+                parts = [f"{name} {format_bytes(size)}" for name, size in sorted(roles.items(), key=lambda x: -x[1]) if size]
+                lines += [f"  highest in {step.names[entry['a']]} ({step.names[entry['c']]}): {', '.join(parts)}"]
+                lines += [f"  {format_bytes(b.bytes):>10}  {b.title}  {b.module}  {b.source}" for b in step.top(k, TOP)]
+                lines += [f"  saves {format_bytes(f.saving_bytes)}: {f.text}" for f in findings(recording) if f.saving_bytes]
+                return "\n".join(lines)
+    return "\n".join(lines)

@@ -1,0 +1,151 @@
+"""Law: the page of a recording opens without a network, answers hover and click, and stays quick with a million events."""
+
+from __future__ import annotations
+
+import html as html_text
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lowtide.report.html import page
+from lowtide.store import CARRIED, ENTRY, PHASES, Flag, Kind, Writer, read, summed
+from lowtide.trace import Phase
+
+import lowtide
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+LARGEST_PAGE = 300_000
+"""Bytes of a page without its data."""
+OPERATORS = 250_000
+"""Four entries each: a million."""
+SLOWEST_HOVER = 50.0
+"""Milliseconds in which the page must have answered a move of the mouse: three frames."""
+
+pytestmark = pytest.mark.timeout(280)
+
+PROBE = """
+<script>
+addEventListener("load", () => setTimeout(() => {
+  const over = document.querySelector("#chart .u-over"), box = over.getBoundingClientRect();
+  const move = (x) => over.dispatchEvent(new MouseEvent("mousemove", {clientX: box.left + box.width * x, clientY: box.top + 80, bubbles: true}));
+  over.dispatchEvent(new MouseEvent("mouseenter", {clientX: box.left, clientY: box.top + 80}));
+  const took = [];
+  for (let i = 1; i < 40; i++) { const t = performance.now(); move(i / 40); document.getElementById("tip").offsetWidth; took.push(performance.now() - t); }
+  const before = document.getElementById("when").textContent;
+  move(0.5);
+  const tip = document.getElementById("tip").textContent;
+  const press = (kind) => (kind === "mouseup" ? document : over).dispatchEvent(
+    new MouseEvent(kind, {clientX: box.left + box.width * 0.5, clientY: box.top + 80, bubbles: true, button: 0}));
+  ["mousedown", "mouseup", "click"].forEach(press);
+  const result = {ready: window.lowtideReady === true, tip, before, after: document.getElementById("when").textContent,
+    composition: document.getElementById("composition").textContent, slowest: Math.max(...took.slice(3)),
+    outside: performance.getEntriesByType("resource").map((r) => r.name)};
+  const out = document.createElement("pre"); out.id = "result"; out.textContent = JSON.stringify(result); document.body.append(out);
+}, 50));
+</script>
+"""
+
+
+def _opened(text: str, folder: Path, shot: str) -> dict[str, Any]:
+    """What the page says of itself once it was hovered over and clicked; a screenshot is left beside it."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine (CI installs it): the page is not opened")
+    file = folder / f"{shot}.html"
+    file.write_text(text.replace("</body>", PROBE + "</body>"))
+    common = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,1200", "--virtual-time-budget=20000",
+              f"--user-data-dir={folder / 'profile'}"]
+    done = subprocess.run([*common, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    found = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found is not None, done.stdout[-2000:]
+    subprocess.run([*common, f"--screenshot={folder / f'{shot}.png'}", file.as_uri()], capture_output=True, timeout=120, check=True)
+    assert (folder / f"{shot}.png").stat().st_size > 10_000
+    told: dict[str, Any] = json.loads(html_text.unescape(found[1]))
+    return told
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps of a small model."""
+    file = tmp_path_factory.mktemp("page") / "small.lowtide"
+    torch.manual_seed(0)
+    with lowtide.record(file):
+        model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(512, 256)).square().mean().backward()
+            optimizer.step()
+    return file
+
+
+def test_page_without_data_is_small_and_asks_for_nothing_outside(recording: Path) -> None:
+    text = page(read(recording))
+    data = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
+    assert data is not None
+    assert len(text) - len(data[1]) < LARGEST_PAGE
+    assert not re.search(r'(src|href)="', text)
+
+
+def test_hover_and_click_show_what_is_live(recording: Path, tmp_path: Path) -> None:
+    told = _opened(page(read(recording)), tmp_path, "small")
+    assert told["ready"]
+    assert "aten." in told["tip"]
+    assert "test_page.py" in told["tip"]
+    assert told["before"].startswith("At the high-water mark")
+    assert told["after"].startswith("At ")
+    assert told["after"] != told["before"]
+    assert "parameter" in told["composition"]
+    assert not told["outside"]
+
+
+def test_a_difference_shows_both(recording: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.lowtide"
+    with lowtide.record(other):
+        torch.nn.Linear(64, 64)(torch.randn(8, 64)).sum().backward()
+    text = page(read(recording), read(other))
+    assert "Against other.lowtide" in text
+    assert _opened(text, tmp_path, "difference")["ready"]
+
+
+def _million(path: Path) -> None:
+    """A recording of one step with a million entries: a forward that saves, a backward that lets go."""
+    writer = Writer(path, {"script": "million.py", "torch": torch.__version__, "level": "ops", "device": "cpu"})
+    for name in ("", "aten.op.default", "Net.block", "net.py:1 in forward", "float32 [256]"):
+        writer.name(name)
+    n, half = OPERATORS, OPERATORS // 2
+    entries = np.zeros(4 * n, dtype=ENTRY)
+    entries["time"] = np.arange(4 * n) * 1e-6
+    rising = np.minimum(np.arange(n), n - 1 - np.arange(n)).astype(np.int64) * 1024
+    entries["phase"] = np.where(np.arange(4 * n) < 4 * half, PHASES.index(Phase.FORWARD), PHASES.index(Phase.BACKWARD))
+    op = entries[0::4]
+    op["kind"], op["a"], op["b"], op["c"] = Kind.OP, 1, 2, 3
+    op["size"] = rising + (1 << 20)
+    op["live"] = op["peak"] = op["size"] + 1024
+    first, second, third = entries[1::4], entries[2::4], entries[3::4]
+    blocks = np.arange(1, n + 1)
+    first["kind"][:half], first["a"][:half], first["b"][:half] = Kind.BORN, blocks[:half], 4
+    first["size"][:half], first["flags"][:half] = 1024, Flag.COUNTED
+    second["kind"][:half], second["a"][:half] = Kind.SAVED, blocks[:half]
+    third["kind"][:half], third["a"][:half] = Kind.READ, blocks[:half]
+    back = blocks[:half][::-1]
+    first["kind"][half:], first["a"][half:] = Kind.READ, back
+    second["kind"][half:], second["a"][half:] = Kind.RELEASED, back
+    third["kind"][half:], third["a"][half:] = Kind.DIED, back
+    writer.step(summed(0, 0.0, 1 << 20, 1 << 20, entries, np.zeros(0, dtype=CARRIED), complete=True))
+    writer.close()
+
+
+def test_a_million_events_stay_fluid(tmp_path: Path) -> None:
+    _million(tmp_path / "million.lowtide")
+    text = page(read(tmp_path / "million.lowtide"))
+    assert len(text) < 8_000_000
+    told = _opened(text, tmp_path, "million")
+    assert told["ready"]
+    assert told["slowest"] < SLOWEST_HOVER
+    assert "activation" in told["composition"]

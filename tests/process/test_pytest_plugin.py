@@ -1,0 +1,55 @@
+"""Law: a marked test fails exactly when its tensors take more than it was allowed, and says what they were."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = """
+import pytest
+import torch
+
+def _train():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(4)))
+    model(torch.randn(1024, 128)).square().mean().backward()
+
+@pytest.mark.peak_memory({size})
+def test_all():
+    _train()
+
+@pytest.mark.peak_memory({size}, phase="backward")
+def test_backward():
+    _train()
+
+@pytest.mark.peak_memory("1 KiB", phase="optimizer")
+def test_no_such_phase():
+    _train()
+
+def test_unmarked():
+    _train()
+"""
+
+
+def _pytest(folder: Path, size: str) -> str:
+    (folder / "test_it.py").write_text(TESTS.replace("{size}", size))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--strict-markers", "test_it.py"], cwd=folder,
+        capture_output=True, text=True, timeout=120, check=False,
+    )
+    return done.stdout
+
+
+def test_limits_are_kept_to_the_byte_and_repeat(tmp_path: Path) -> None:
+    told = _pytest(tmp_path, '"1 KiB"')
+    assert "3 failed, 1 passed" in told
+    assert "there is" not in told
+    assert "activation" in told
+    assert "Sequential.0" in told
+    assert "test_it.py" in told
+    assert "no phase 'optimizer'" in told
+    peaks = [int(x.replace(",", "")) for x in re.findall(r"\(([\d,]+) bytes\) in the test", told)]
+    assert "FAILED test_it.py::test_all" not in _pytest(tmp_path, str(peaks[0]))
+    assert "FAILED test_it.py::test_all" in _pytest(tmp_path, str(peaks[0] - 1))

@@ -1,0 +1,240 @@
+"""``lowtide record``, ``report`` and ``diff`` as their user meets them: files, figures, failures, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lowtide.live.heap import library_path
+
+TIMEOUT = 120
+
+TRAINING = """
+import os, signal, sys
+import torch
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+        self.head = torch.nn.Linear(256, 10)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.body(x)))
+
+model = Net()
+optimizer = torch.optim.Adam(model.parameters())
+for step in range(4):
+    optimizer.zero_grad()
+    out = model(torch.randn(int(sys.argv[1]), 256))
+    loss = torch.nn.functional.cross_entropy(out, torch.randint(0, 10, (len(out),)))
+    if len(sys.argv) > 2 and step == 2:
+        os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+    loss.backward()
+    optimizer.step()
+    print(loss.item().hex())
+"""
+
+
+def _lowtide(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lowtide", *arguments], cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT, check=False,
+        env={**os.environ, "COLUMNS": "140"},
+    )
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a script and its recording."""
+    folder = tmp_path_factory.mktemp("record")
+    (folder / "train.py").write_text(TRAINING)
+    done = _lowtide("record", "-o", "a.lowtide", "--json", "a.json", "train.py", "512", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    plain = subprocess.run([sys.executable, "train.py", "512"], cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout == plain.stdout
+    return folder
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_the_json_has_steps_phases_peak_and_findings(home: Path) -> None:
+    found = _json(home / "a.json")
+    assert [s["index"] for s in found["steps"]] == [0, 1, 2, 3]
+    for step in found["steps"]:
+        assert {"forward", "loss", "backward", "optimizer"} <= {p["name"] for p in step["phases"]}
+        for p in step["phases"]:
+            assert p["high_water_bytes"] >= p["peak_bytes"] >= max(p["start_bytes"], p["end_bytes"]) > 0
+    assert sum(found["peak"]["by_role"].values()) == found["peak"]["bytes"]
+    assert found["peak"]["bytes"] == max(s["peak_bytes"] for s in found["steps"])
+    assert {"bytes", "role", "name", "module", "source"} <= set(found["peak"]["top"][0])
+    assert any(t["module"].startswith("Net.body") and "train.py" in t["source"] for t in found["peak"]["top"])
+    assert all({"id", "text", "saving_bytes"} <= set(f) for f in found["findings"])
+
+
+def test_backward_is_attributed_to_the_forward_that_saved_it(home: Path) -> None:
+    from lowtide.explain import steps_of
+    from lowtide.store import read
+
+    step = next(s for s in steps_of(read(home / "a.lowtide")) if s.row.step == 1)
+    made = [b for b in step.blocks if b.phase == "backward" and b.born >= 0 and b.counted]
+    known = sum(b.bytes for b in made if b.module.startswith("Net") and "train.py" in b.source)
+    loss = sum(b.bytes for b in made if not b.module and "train.py" in b.source)
+    assert known + loss >= 0.95 * sum(b.bytes for b in made)
+    assert known > 0
+
+
+def test_report_shows_what_record_showed(home: Path) -> None:
+    done = _lowtide("report", "a.lowtide", "--json", "b.json", cwd=home)
+    assert done.returncode == 0, done.stderr
+    assert _json(home / "b.json")["peak"] == _json(home / "a.json")["peak"]
+    assert "high-water mark" in done.stderr
+    assert "forward" in done.stderr
+
+
+def test_level_phases_agrees_with_level_ops(home: Path) -> None:
+    done = _lowtide("record", "-o", "p.lowtide", "--level", "phases", "--json", "p.json", "train.py", "512", cwd=home)
+    assert done.returncode == 0, done.stderr
+    coarse, fine = _json(home / "p.json"), _json(home / "a.json")
+    for a, b in zip(coarse["steps"], fine["steps"], strict=True):
+        assert abs(a["peak_bytes"] - b["peak_bytes"]) <= 64  # a number wrapped as a tensor by the dispatcher
+    assert coarse["peak"] is None
+
+
+def test_diff_names_what_changed(home: Path) -> None:
+    assert _lowtide("record", "-o", "big.lowtide", "--quiet", "train.py", "1024", cwd=home).returncode == 0
+    done = _lowtide("diff", "a.lowtide", "big.lowtide", "--json", "d.json", cwd=home)
+    assert done.returncode == 0, done.stderr
+    found = _json(home / "d.json")
+    activations = found["by_role"]["activation"]
+    assert activations["after_bytes"] > 1.9 * activations["before_bytes"]
+    assert found["by_role"]["parameter"]["after_bytes"] == found["by_role"]["parameter"]["before_bytes"]
+    assert any(t["what"].startswith("activation Net.body") for t in found["top"])
+
+
+def test_a_killed_run_leaves_its_last_step(home: Path) -> None:
+    done = _lowtide("record", "-o", "k.lowtide", "train.py", "512", "SIGKILL", cwd=home)
+    assert done.returncode == -signal.SIGKILL
+    assert _lowtide("report", "k.lowtide", "--json", "k.json", cwd=home).returncode == 0
+    found = _json(home / "k.json")
+    assert [s["complete"] for s in found["steps"]] == [True, True, False]
+    assert found["steps"][2]["phases"][-1]["name"] in ("loss", "data")
+    from lowtide.explain import Role, steps_of
+    from lowtide.store import read
+
+    last = steps_of(read(home / "k.lowtide"))[-1]
+    assert last.row.step == 2
+    whole = next(s for s in steps_of(read(home / "a.lowtide")) if s.row.step == 2)
+    count = len(last.ops)
+    assert (last.before[:, Role.PARAMETER] == whole.before[:count, Role.PARAMETER]).all()
+    assert (last.before.sum(axis=1) == whole.before[:count].sum(axis=1)).all()
+
+
+@pytest.mark.skipif(library_path() is None, reason="the heap counter was not built")
+def test_out_of_memory_says_what_was_asked_and_what_would_have_let_it_fit(home: Path) -> None:
+    (home / "held.py").write_text(TRAINING.replace("optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)"))
+    assert _lowtide("record", "-o", "h.lowtide", "--json", "h.json", "held.py", "512", cwd=home).returncode == 0
+    roomy = _json(home / "h.json")
+    gradients = roomy["peak"]["by_role"]["gradient"]
+    cap = roomy["peak"]["bytes"] - gradients // 2
+    done = _lowtide("record", "-o", "oom.lowtide", "--cap", str(cap), "--json", "oom.json", "held.py", "512", cwd=home)
+    assert done.returncode == 1
+    assert "can't allocate memory" in done.stderr
+    assert "out of memory" in done.stderr
+    assert "alone lets it fit" in done.stderr
+    found = _json(home / "oom.json")
+    assert found["peak"]["asked_bytes"] > 0
+    assert found["peak"]["bytes"] <= cap < found["peak"]["bytes"] + found["peak"]["asked_bytes"]
+    best = next(f for f in found["findings"] if f["id"] == "zeroed-gradients")
+    assert best["changed_peak_bytes"] <= cap
+
+
+def test_the_exit_code_and_the_traceback_are_the_scripts(home: Path) -> None:
+    (home / "fails.py").write_text("import sys\nimport torch\ntorch.ones(4)\nsys.exit(3)\n")
+    assert _lowtide("record", "-o", "f.lowtide", "fails.py", cwd=home).returncode == 3
+    (home / "raises.py").write_text("import torch\ntorch.ones(4)\nraise KeyError('mine')\n")
+    done = _lowtide("record", "-o", "f.lowtide", "raises.py", cwd=home)
+    assert done.returncode == 1
+    assert "KeyError: 'mine'" in done.stderr
+    assert "lowtide/live" not in done.stderr
+    assert _lowtide("report", "f.lowtide", cwd=home).returncode == 0
+
+
+def _damaged(home: Path, kind: str) -> str:
+    path = home / f"{kind}.lowtide"
+    if kind == "missing":
+        path.unlink(missing_ok=True)
+    elif kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "truncated":
+        path.write_bytes((home / "a.lowtide").read_bytes()[:5000])
+    elif kind == "foreign":
+        path.write_bytes(b"\x80\x05 a pickle of something else" * 100)
+    elif kind == "foreign-database":
+        path.unlink(missing_ok=True)
+        with sqlite3.connect(path) as base:
+            base.execute("CREATE TABLE x (y)")
+    else:
+        shutil.copy(home / "a.lowtide", path)
+        with sqlite3.connect(path) as base:
+            base.execute("UPDATE meta SET value = '99' WHERE key = 'format'")
+    return path.name
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "truncated", "foreign", "foreign-database", "newer"])
+@pytest.mark.parametrize("verb", ["report", "diff", "diff-second"])
+def test_bad_recordings_are_one_line_and_exit_code_2(home: Path, kind: str, verb: str) -> None:
+    name = _damaged(home, kind)
+    arguments = {"report": ["report", name], "diff": ["diff", name, "a.lowtide"], "diff-second": ["diff", "a.lowtide", name]}
+    done = _lowtide(*arguments[verb], cwd=home)
+    assert done.returncode == 2
+    assert done.stderr.startswith("lowtide: error: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert name in done.stderr
+
+
+def test_exports_open_in_the_tools_they_are_for(home: Path) -> None:
+    done = _lowtide("report", "a.lowtide", "--snapshot", "s.pickle", "--perfetto", "p.trace.json", "--speedscope",
+                    "s.speedscope.json", cwd=home)
+    assert done.returncode == 0, done.stderr
+    peak = _json(home / "a.json")["peak"]
+    told = subprocess.run(
+        [sys.executable, "-m", "torch.cuda._memory_viz", "stats", "s.pickle"], cwd=home, capture_output=True, text=True,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr
+    page = subprocess.run(
+        [sys.executable, "-m", "torch.cuda._memory_viz", "trace_plot", "s.pickle", "-o", "plot.html"], cwd=home,
+        capture_output=True, text=True, check=False,
+    )
+    assert page.returncode == 0, page.stderr
+    assert _highest(pickle.loads((home / "s.pickle").read_bytes())["device_traces"][0]) >= 0.99 * peak["bytes"]  # noqa: S301
+    events = _json(home / "p.trace.json")["traceEvents"]
+    assert {"X", "C", "M"} == {e["ph"] for e in events}
+    assert max(sum(e["args"].values()) for e in events if e["ph"] == "C") == peak["bytes"]
+    assert {"forward", "backward", "optimizer"} <= {e["name"] for e in events if e["ph"] == "X"}
+    scope = _json(home / "s.speedscope.json")
+    assert max(sum(p["weights"]) for p in scope["profiles"]) == peak["bytes"]
+    names = [f["name"] for f in scope["shared"]["frames"]]
+    assert all(0 <= i < len(names) for p in scope["profiles"] for sample in p["samples"] for i in sample)
+    assert {"activation", "parameter", "Net"} <= set(names)
+
+
+def _highest(events: list[dict[str, Any]]) -> int:
+    live = highest = 0
+    for event in events:
+        live += {"alloc": event["size"], "free_completed": -event["size"]}.get(event["action"], 0)
+        highest = max(highest, live)
+    return highest
