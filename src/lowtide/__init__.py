@@ -8,11 +8,12 @@ from lowtide.errors import BudgetError, LowtideError, RecordingError, ReplayErro
 
 if TYPE_CHECKING:
     from lowtide.api import budget, record
+    from lowtide.live.coarse import mark as step
 
 __version__ = "0.1.0"
 __all__ = [
     "BudgetError", "LowtideError", "RecordingError", "ReplayError", "SizeError", "UsageError", "__version__", "budget",
-    "record",
+    "record", "step",
 ]
 
 
@@ -22,4 +23,8 @@ def __getattr__(name: str) -> Any:
         from lowtide import api
 
         return getattr(api, name)
+    if name == "step":
+        from lowtide.live.coarse import mark
+
+        return mark
     raise AttributeError(f"module 'lowtide' has no attribute {name!r}")

@@ -15,7 +15,7 @@ from lowtide.live import watch
 from lowtide.live.outcome import Outcome
 from lowtide.live.runtime import Runtime, Settings
 from lowtide.planner import Plan
-from lowtide.store import Recording, read
+from lowtide.store import Recording, Writer, read
 from lowtide.units import Size, parse_budget
 
 _running: list[Runtime | watch.Watcher] = []
@@ -113,7 +113,8 @@ def record(path: str | Path = "recording.lowtide", *, level: Literal["ops", "pha
     if _running:
         raise UsageError("a budget is in force already (or a recording is made): leave it before another begins")
     file = Path(path)
-    watcher = watch.begin(file, operators=level == "ops", about={"script": sys.argv[0], "arguments": sys.argv[1:]})
+    writer = Writer(file, {"script": sys.argv[0], "arguments": sys.argv[1:]})
+    watcher = watch.begin(writer, operators=level == "ops")
     _running.append(watcher)
     failed: BaseException | None = None
     try:
@@ -122,5 +123,6 @@ def record(path: str | Path = "recording.lowtide", *, level: Literal["ops", "pha
         failed = error
         raise
     finally:
-        watch.end(watcher, code=int(failed is not None), error=failed)
+        watch.end(watcher, complete=failed is None)
+        writer.close(code=int(failed is not None), error=failed)
         _running.remove(watcher)

@@ -14,9 +14,11 @@ import mmap
 import os
 import sqlite3
 import struct
+import sys
+import threading
 import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Final, final
@@ -109,6 +111,9 @@ CREATE TABLE steps (step INTEGER PRIMARY KEY, start REAL, seconds REAL, start_by
                     peak_bytes INTEGER, high_water_bytes INTEGER, complete INTEGER, entries BLOB, carried BLOB);
 CREATE TABLE phases (step INTEGER, position INTEGER, name TEXT, start REAL, seconds REAL, start_bytes INTEGER,
                      end_bytes INTEGER, peak_bytes INTEGER, high_water_bytes INTEGER, outside_bytes INTEGER);
+CREATE TABLE process (step INTEGER, start REAL, seconds REAL, resident_bytes INTEGER, highest_bytes INTEGER,
+                      change_bytes INTEGER, unique_bytes INTEGER, children_bytes INTEGER, heap_bytes INTEGER,
+                      heap_peak_bytes INTEGER, loss REAL, marked INTEGER);
 """
 
 
@@ -152,6 +157,33 @@ class StepRow:
     phases: tuple[PhaseFigures, ...]
     entries: NDArray[np.void] | None = field(default=None, repr=False)
     carried: NDArray[np.void] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessRow:
+    """What the whole process took in one step of the script, or in one second where it marks none.
+
+    Attributes:
+        resident_bytes: resident set size at its end; ``highest_bytes`` the highest seen in it (looked at 50 times a second).
+        change_bytes: of the resident set size since the step before.
+        unique_bytes: unique set size at its end; 0 where the system does not tell.
+        children_bytes: proportional set size of all child processes.
+        heap_bytes, heap_peak_bytes: live in the heap at its end, and the highest in it; 0 without the counter.
+        marked: whether the script, or its framework, said where steps end.
+    """
+
+    step: int
+    start: float
+    seconds: float
+    resident_bytes: int
+    highest_bytes: int
+    change_bytes: int
+    unique_bytes: int
+    children_bytes: int
+    heap_bytes: int
+    heap_peak_bytes: int
+    loss: float | None
+    marked: bool
 
 
 def tail_path(path: Path) -> Path:
@@ -211,12 +243,11 @@ class Journal:
         """A copy of the step's entries so far."""
         return _entries(self._map[self._start : self._size])
 
-    def close(self, *, keep: bool) -> None:
-        """Unmap; remove the file unless it is to be kept."""
+    def close(self) -> None:
+        """Unmap, and remove the file."""
         self._map.close()
         os.close(self._file)
-        if not keep:
-            self._path.unlink(missing_ok=True)
+        self._path.unlink(missing_ok=True)
 
 
 def _entries(data: bytes) -> NDArray[np.void]:
@@ -250,12 +281,14 @@ class Writer:
             raise RecordingError(f"cannot write {path}: {error}") from None
         self._names: dict[str, int] = {}
         self._stored = 0
-        self.put_meta({"format": FORMAT, **meta})
+        self._lock = threading.Lock()
+        self.put_meta({"format": FORMAT, "python": sys.version.split()[0], "pid": os.getpid(), "device": "cpu", **meta})
 
     def put_meta(self, meta: Mapping[str, Any]) -> None:
         """Facts about the run."""
         rows = [(key, json.dumps(value)) for key, value in meta.items()]
-        self._base.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
+        with self._lock:
+            self._base.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
 
     def name(self, text: str) -> int:
         """The id of a name."""
@@ -268,23 +301,26 @@ class Writer:
     def step(self, row: StepRow) -> None:
         """A step is over."""
         base = self._base
-        base.execute("BEGIN")
-        new = list(itertools.islice(self._names.items(), self._stored, None))
-        base.executemany("INSERT INTO names VALUES (?, ?)", [(i, text) for text, i in new])
-        self._stored = len(self._names)
-        _insert(base, row)
-        base.execute("COMMIT")
+        with self._lock:
+            base.execute("BEGIN")
+            new = list(itertools.islice(self._names.items(), self._stored, None))
+            base.executemany("INSERT INTO names VALUES (?, ?)", [(i, text) for text, i in new])
+            self._stored = len(self._names)
+            _insert(base, row)
+            base.execute("COMMIT")
 
-    def close(self, *, keep_tail: bool = False) -> None:
-        """The recording is whole; with ``keep_tail`` the step that runs is left in the journal."""
-        if self._names_file < 0:
-            return
+    def process(self, row: ProcessRow) -> None:
+        """What the process took in a step; from any thread."""
+        with self._lock:
+            self._base.execute("INSERT INTO process VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", tuple(asdict(row).values()))
+
+    def close(self, *, code: int = 0, error: BaseException | None = None) -> None:
+        """The recording is whole: how the script ended."""
+        self.put_meta({"exit_code": code, "error": None if error is None else f"{type(error).__name__}: {error}"[:500]})
         self._base.close()
-        self.journal.close(keep=keep_tail)
+        self.journal.close()
         os.close(self._names_file)
-        self._names_file = -1
-        if not keep_tail:
-            names_path(self.path).unlink(missing_ok=True)
+        names_path(self.path).unlink(missing_ok=True)
 
 
 def _insert(base: sqlite3.Connection, row: StepRow) -> None:
@@ -308,12 +344,14 @@ class Recording:
         meta: facts about the run: ``script``, ``arguments``, ``torch``, ``device``, ``level``, ``exit_code``, ...
         names: what entries refer to.
         steps: in order; entries only where they were kept.
+        process: what the whole process took, in order.
     """
 
     path: Path
     meta: Mapping[str, Any]
     names: tuple[str, ...]
     steps: tuple[StepRow, ...]
+    process: tuple[ProcessRow, ...] = ()
 
     @property
     def peak_step(self) -> StepRow | None:
@@ -343,6 +381,7 @@ def read(path: Path) -> Recording:
                 raise RecordingError(f"{path} has format {meta['format']}, this Lowtide reads up to {FORMAT}: update Lowtide")
             names = [text for (text,) in base.execute("SELECT text FROM names ORDER BY id")]
             steps = _steps(base)
+            process = tuple(_process(base))
         finally:
             base.close()
     except (sqlite3.Error, zlib.error, ValueError, TypeError) as error:
@@ -353,7 +392,14 @@ def read(path: Path) -> Recording:
         if last is not None:
             steps = [*(s for s in steps if s.step != last.step), last]
             meta.setdefault("died", True)
-    return Recording(path=path, meta=meta, names=tuple(names), steps=tuple(steps))
+    return Recording(path=path, meta=meta, names=tuple(names), steps=tuple(steps), process=process)
+
+
+def _process(base: sqlite3.Connection) -> Iterator[ProcessRow]:
+    columns = [f.name for f in fields(ProcessRow)]
+    for row in base.execute(f"SELECT {', '.join(columns)} FROM process ORDER BY start"):  # noqa: S608 - our own names
+        found = dict(zip(columns, row, strict=True))
+        yield ProcessRow(**{**found, "marked": bool(found["marked"])})
 
 
 def _steps(base: sqlite3.Connection) -> list[StepRow]:

@@ -21,6 +21,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "live.ops",
         "live.mode",
+        "live.native",
+        "live.coarse",
         "live.outcome",
         "live.heap",
         "live.board",

@@ -139,26 +139,42 @@ class _Record:
     """``lowtide record``: the script as it is, into a recording."""
 
     def __init__(self, task: Task, options: RecordOptions) -> None:
-        from lowtide.live import watch
-        from lowtide.live.heap import counters
+        from lowtide.live.coarse import Coarse, WhenImported, watch_keras
+        from lowtide.live.native import preloaded
+        from lowtide.store import Writer
 
         self._options = options
         self._path = Path(options.output + _rank_suffix())
+        self._watcher: Any = None
         if options.cap_bytes:
-            found = counters()
+            found = preloaded()
             if found is None:
                 raise UsageError("--cap needs the heap counter, which was not built: install Lowtide where a C compiler is")
             found.cap = options.cap_bytes
         about = {"script": task.target, "arguments": list(task.arguments), "cap_bytes": options.cap_bytes}
-        self._watcher = watch.begin(self._path, operators=options.operators, about=about)
+        self._writer = Writer(self._path, about)
+        self._coarse = Coarse(self._writer)
+        self._coarse.start()
+        self._awaited = [WhenImported("torch", self._torch_arrived), WhenImported("keras", watch_keras)]
+
+    def _torch_arrived(self, _: types.ModuleType) -> None:
+        from lowtide.live import watch
+
+        self._watcher = watch.begin(self._writer, operators=self._options.operators)
 
     def finish(self, code: int, error: BaseException | None = None) -> None:
         """Close the recording; write and show what it says."""
-        from lowtide.live import watch
+        for awaited in self._awaited:
+            awaited.forget()
+        if self._watcher is not None:
+            from lowtide.live import watch
+
+            watch.end(self._watcher, complete=error is None)
+        self._coarse.stop()
+        self._writer.close(code=code, error=error)
         from lowtide.report.recording import show_recording, to_json
         from lowtide.store import read
 
-        watch.end(self._watcher, code=code, error=error)
         options = self._options
         if options.json is None and (options.quiet or _rank_suffix()):
             return

@@ -10,39 +10,10 @@ import contextlib
 import ctypes
 import gc
 from collections.abc import Callable
-from pathlib import Path
-from typing import Final, Protocol, final
+from typing import Protocol, final
 
 import torch
-
-_PACKAGE: Final = Path(__file__).resolve().parent.parent
-_FIELDS: Final = (
-    "layout",
-    "tensor_live",
-    "tensor_peak",
-    "tensor_op_peak",
-    "tensor_step_peak",
-    "tensor_blocks",
-    "heap_live",
-    "heap_peak",
-    "heap_requests",
-    "cap",
-    "denied",
-    "denied_bytes",
-    "library_live",
-    "library_op_peak",
-)
-
-
-class Counters(ctypes.Structure):
-    """The library's counters, in its own memory: keep in step with ``native/heap.c``."""
-
-    _fields_ = [(name, ctypes.c_int64) for name in _FIELDS]
-
-
-def library_path() -> Path | None:
-    """Where the compiled counter lies; None where it was not built (no compiler, no Linux)."""
-    return next(iter(sorted(_PACKAGE.glob("_heap*.so"))), None)
+from lowtide.live.native import FIELDS, Counters, library_path
 
 
 def counters() -> Counters | None:
@@ -132,7 +103,7 @@ class HeapMeter:
         """Map the counters; reading one costs some tens of nanoseconds."""
         self._counters = found
         base = ctypes.addressof(found)
-        cell = {n: ctypes.c_int64.from_address(base + getattr(Counters, n).offset) for n in _FIELDS}
+        cell = {n: ctypes.c_int64.from_address(base + getattr(Counters, n).offset) for n in FIELDS}
         self._live = cell["tensor_live"]
         self._op_peak = cell["tensor_op_peak"]
         self._step_peak = cell["tensor_step_peak"]

@@ -525,30 +525,19 @@ class Watcher:
                     self.write(Kind.HELD, held.number, self.writer.name(where))
 
 
-def begin(path: Path, *, operators: bool, about: dict[str, Any]) -> Watcher:
-    """Start a recording.
-
-    Raises:
-        RecordingError: if the file cannot be written.
-    """
+def begin(writer: Writer, *, operators: bool) -> Watcher:
+    """Start to record torch."""
     found = counters()
-    writer = Writer(
-        path,
-        {"python": sys.version.split()[0], "torch": torch.__version__, "level": "ops" if operators else "phases",
-         "exact": found is not None, "pid": os.getpid(), "device": "cpu", **about},
-    )
+    writer.put_meta({"torch": torch.__version__, "level": "ops" if operators else "phases", "exact": found is not None})
     watcher = Watcher(writer, operators=operators)
     watcher.start()
     return watcher
 
 
-def end(watcher: Watcher, *, code: int, error: BaseException | None) -> None:
-    """Close a recording."""
-    watcher.stop(complete=error is None)
-    writer = watcher.writer
-    told = None if error is None else f"{type(error).__name__}: {error}"[:500]
-    writer.put_meta({"exit_code": code, "error": told, "device": str(getattr(watcher.meter, "device", "cpu"))})
-    writer.close()
+def end(watcher: Watcher, *, complete: bool) -> None:
+    """Record torch no more."""
+    watcher.stop(complete=complete)
+    watcher.writer.put_meta({"device": str(getattr(watcher.meter, "device", "cpu"))})
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:

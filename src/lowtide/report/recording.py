@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any, Final
 
 from rich.console import Console, Group
@@ -23,6 +24,7 @@ COLOURS: Final = {
 """One colour per role, the same in every picture."""
 _BAR: Final = 64
 _STEPS_SHOWN: Final = 4
+_LOG_ROWS: Final = 24
 _ORDER: Final = ("zero_grad", "forward", "loss", "backward", "optimizer", "evaluation", "data")
 
 
@@ -36,6 +38,7 @@ def to_json(recording: Recording) -> dict[str, Any]:
         "setup": next((_step_json(row) for row in recording.steps if row.step < 0), None),
         "peak": None if peak is None else peak.to_json(),
         "findings": [f.to_json() for f in found],
+        "process": [asdict(row) for row in recording.process],
     }
 
 
@@ -87,10 +90,13 @@ def show_recording(recording: Recording, out: Console | None = None) -> None:
     steps = [row for row in recording.steps if row.step >= 0]
     if not steps:
         setup = next(iter(recording.steps), None)
-        out.print("lowtide: no training step was seen" + ("" if setup is None else
-                  f"; the script peaked at {format_bytes(setup.peak_bytes)}"))
+        if not recording.process or recording.meta.get("torch"):
+            out.print("lowtide: no training step was seen" + ("" if setup is None else
+                      f"; the script peaked at {format_bytes(setup.peak_bytes)}"))
     else:
         out.print(_phase_table(steps))
+    if recording.process:
+        out.print(_process_table(recording) if not steps else _process_line(recording))
     peak = _peak(recording)
     if peak is not None:
         out.print(_peak_block(recording, peak))
@@ -120,6 +126,42 @@ def _phase_table(steps: list[StepRow]) -> Table:
         label = str(row) + ("" if figures.complete else " (unfinished)")
         table.add_row(label, *cells, _mib(figures.peak_bytes), format_seconds(figures.seconds))
     return table
+
+
+def _process_line(recording: Recording) -> str:
+    """Where torch's own figures are shown: the process in a line."""
+    rows = recording.process
+    highest = max(r.highest_bytes for r in rows)
+    children = max(r.children_bytes for r in rows)
+    workers = f", child processes {format_bytes(children)}" if children else ""
+    return f"[dim]process: highest resident {format_bytes(highest)}{workers}[/]"
+
+
+def _process_table(recording: Recording) -> Group:
+    """The batch log: highest resident size, its change, loss, rate."""
+    rows = [r for r in recording.process if r.marked] or list(recording.process)
+    by_time = not rows[0].marked
+    table = Table(title="by second" if by_time else "by step", title_justify="left", header_style="bold")
+    table.add_column("second" if by_time else "step", justify="right")
+    for name in ("highest resident", "change", "unique", "heap peak", "children", "loss", "rate"):
+        table.add_column(name, justify="right")
+    shown = rows if len(rows) <= _LOG_ROWS else [*rows[: _LOG_ROWS // 2], None, *rows[-_LOG_ROWS // 2 :]]
+    for row in shown:
+        if row is None:
+            table.add_row("...")
+            continue
+        sign = "+" if row.change_bytes > 0 else "-" if row.change_bytes < 0 else ""
+        table.add_row(
+            str(row.step), format_bytes(row.highest_bytes), f"{sign}{format_bytes(abs(row.change_bytes))}",
+            format_bytes(row.unique_bytes), format_bytes(row.heap_peak_bytes),
+            format_bytes(row.children_bytes) if row.children_bytes else "", "" if row.loss is None else f"{row.loss:.6g}",
+            "" if by_time else f"{1 / max(row.seconds, 1e-9):.2f}/s",
+        )
+    changes = sorted(r.change_bytes for r in rows[1:])
+    told = Text(f"highest resident {format_bytes(max(r.highest_bytes for r in recording.process))}")
+    if changes:
+        told.append(f"; median change of a {'second' if by_time else 'step'} {format_bytes(changes[len(changes) // 2])}")
+    return Group(table, told)
 
 
 def _mib(size: int) -> str:
