@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 HEAP = $$($(BIN)/python -c "from pathlib import Path; import lowtide; print(next(iter(Path(lowtide.__file__).parent.glob('_heap*.so')), ''))")
 PYTEST = LD_PRELOAD=$(HEAP) $(BIN)/python -m pytest
 
-.PHONY: demo test test-slow test-cuda lint bench clean
+.PHONY: demo test test-slow test-cuda lint bench bench-record picture clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -24,6 +24,17 @@ test-cuda: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+bench-record: $(STAMP)
+	$(BIN)/python -m pip install --quiet memray
+	$(BIN)/python benchmarks/record.py --json benchmarks/results/record.json
+
+# The README's picture: needs Chromium.
+picture: $(STAMP)
+	$(BIN)/lowtide record --quiet -o build/small_gpt.lowtide examples/small_gpt.py --steps 4
+	$(BIN)/lowtide report build/small_gpt.lowtide --html build/small_gpt.html 2>/dev/null
+	chromium --headless --no-sandbox --disable-gpu --window-size=1400,1010 --virtual-time-budget=5000 \
+		--screenshot=docs/images/report.png build/small_gpt.html
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/budget.py --json benchmarks/results/budget.json

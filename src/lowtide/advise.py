@@ -26,9 +26,12 @@ LARGE: Final = 0.05
 CHUNKS: Final = 8
 """Parts in which a loss could be computed."""
 
+LEVERS: Final = ("loss-block", "foreach", "resident-data")
+"""Findings that are ways to do with less; the others are oversights, and come first."""
+
 _TEMPORARIES: Final = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2}
 """Temporaries of a parameter's size that an optimizer's loop (``foreach=False``) holds at once; 1 where not named."""
-_LOSS_OPS: Final = ("_log_softmax", "nll_loss", "_softmax_backward", "binary_cross_entropy", "mse_loss", "ctc_loss", "kl_div")
+_LOSS_OPS: Final = ("_log_softmax", "nll_loss", "binary_cross_entropy", "mse_loss", "ctc_loss", "kl_div")
 _SLICES: Final = ("aten.slice", "aten.select", "aten.index", "aten.narrow", "aten.split", "aten.unbind", "aten.as_strided")
 
 
@@ -58,10 +61,13 @@ class Finding:
 
 @dataclass(slots=True)
 class Change:
-    """What would be different: a block's last operator or bytes (blocks by their places in the step), more blocks."""
+    """What would be different: a block's last operator or bytes (blocks by their places in the step), more blocks; how far
+    memory rises inside an operator, where that does not follow from what it makes.
+    """
 
     until: dict[int, int] = field(default_factory=dict)
     bytes: dict[int, int] = field(default_factory=dict)
+    inside: dict[int, int] = field(default_factory=dict)
     more: list[Buffer] = field(default_factory=list)
 
     def apply(self, trace: Trace) -> Trace:
@@ -79,6 +85,10 @@ class Change:
             event = events[k]
             assert isinstance(event, Op)
             events[k] = replace(event, inside_bytes=max(0, event.inside_bytes - size))
+        for k, inside in self.inside.items():
+            event = events[k]
+            assert isinstance(event, Op)
+            events[k] = replace(event, inside_bytes=inside)
         return replace(trace, buffers=(*buffers, *self.more), events=tuple(events))
 
 
@@ -94,6 +104,18 @@ class Case:
         """The step's peak, as the referee plays it."""
         return peak_of(self.step.trace)
 
+    def inside(self, k: int) -> int:
+        """How far memory rises inside an operator."""
+        event = self.step.trace.events[k]
+        assert isinstance(event, Op)
+        return event.inside_bytes
+
+    def denied(self, *parts: str) -> list[int]:
+        """Operators that failed for want of memory and have one of some parts in their names."""
+        step = self.step
+        names = [(int(k), step.names[step.entries[step.ops[k]]["a"]]) for k in np.flatnonzero(step.denied)]
+        return [k for k, name in names if any(part in name for part in parts)]
+
     def there(self) -> list[tuple[int, Block, Role]]:
         """Blocks at the highest point, with their places and roles."""
         entry = int(self.step.ops[self.step.peak_op])
@@ -108,7 +130,7 @@ class Case:
 
 
 def findings(recording: Recording) -> list[Finding]:
-    """All findings of a recording, the largest saving first."""
+    """All findings of a recording: oversights, then levers, each by its saving; answers last."""
     recorded = [s for s in steps_of(recording) if len(s.ops)]
     steps = [s for s in recorded if s.row.step >= 0] or recorded
     if not steps:
@@ -116,7 +138,7 @@ def findings(recording: Recording) -> list[Finding]:
     failed = [s for s in steps if s.denied.any()]
     case = Case(steps, failed[-1] if failed else max(steps, key=lambda s: int(s.peaks.max())))
     found = [f for finder in FINDERS for f in finder(case)]
-    return sorted(found, key=lambda f: -f.saving_bytes)
+    return sorted(found, key=lambda f: (f.id in LEVERS, -f.saving_bytes) if f.saving_bytes else (True, 1))
 
 
 # --- changes --------------------------------------------------------------------------------------------------------------
@@ -183,8 +205,7 @@ def double_precision(case: Case) -> Iterator[Finding]:
     """float64 where the model computes in float32."""
     wide = [(i, b) for i, b, _ in case.there() if b.label.startswith("float64")]
     total = sum(b.bytes for _, b in wide)
-    trained = Counter(b.label.split(" ")[0] for b in case.step.blocks if b.role is Role.PARAMETER)
-    if total < NOTABLE * case.peak or (trained and trained.most_common(1)[0][0] == "float64" and "float32" not in trained):
+    if total < NOTABLE * case.peak:
         return
     first = min(wide, key=lambda x: x[1].born)[1]
     everywhere = {i: b.bytes // 2 for i, b in enumerate(case.step.blocks) if b.label.startswith("float64")}
@@ -195,7 +216,7 @@ def double_precision(case: Case) -> Iterator[Finding]:
         "float64",
         f"{format_bytes(total)} at the peak are float64 (first: {first.title}{_at(first)}): convert to float32 where "
         "it enters",
-        Change(bytes={**everywhere, **converted}),
+        Change(bytes={**everywhere, **converted}, inside={k: case.inside(k) // 2 for k in map(case.step.op_at, entries)}),
     )
 
 
@@ -220,7 +241,7 @@ def model_copies(case: Case) -> Iterator[Finding]:
     sizes = {b.label: b.bytes for b in case.step.blocks if b.role is Role.PARAMETER}
     others: dict[str, list[int]] = {}
     for i, b, role in case.there():
-        if role in (Role.INPUT, Role.OUTPUT) and b.label in own:
+        if role is Role.INPUT and b.phase is Phase.DATA and b.label in own:
             others.setdefault(b.label, []).append(i)
     large = [label for label in own if sizes[label] * own[label] >= NOTABLE * sum(sizes[x] * own[x] for x in own)]
     copies = min((len(others.get(label, ())) // own[label] for label in large), default=0)
@@ -276,6 +297,10 @@ def foreach_extra(case: Case) -> Iterator[Finding]:
         extra = sum(b.bytes for _, b in made[alone:])
         total = max(total, extra)
         change.bytes.update({i: 0 for i, _ in made[alone:]})
+    for k in case.denied("_foreach"):
+        read = sorted((b.bytes for b in step.blocks if int(step.ops[k]) in b.reads), reverse=True)
+        total = max(total, case.inside(k) - sum(read[:alone]))
+        change.inside[k] = min(case.inside(k), sum(read[:alone]))
     if total < NOTABLE * case.peak:
         return
     yield case.found(
@@ -290,17 +315,20 @@ def loss_block(case: Case) -> Iterator[Finding]:
     """Logits, log-softmax and their gradients."""
     step = case.step
     losses = [i for i, b in enumerate(step.blocks) if b.counted and any(part in b.op for part in _LOSS_OPS)]
-    entries = {step.blocks[i].born for i in losses if step.blocks[i].born >= 0}
+    failed = case.denied(*_LOSS_OPS)
+    entries = {step.blocks[i].born for i in losses if step.blocks[i].born >= 0} | {int(step.ops[k]) for k in failed}
     logits = [i for i, b in enumerate(step.blocks)
               if b.counted and b.role is None and i not in losses and entries.intersection(b.reads) and b.born >= 0]
     block = [*losses, *logits]
     there = {i for i, _, _ in case.there()}
-    total = sum(step.blocks[i].bytes for i in block if i in there)
+    total = sum(step.blocks[i].bytes for i in block if i in there) + sum(case.inside(k) for k in failed)
     if total < LARGE * case.peak:
         return
     named = sorted((step.blocks[i] for i in block if i in there), key=lambda b: -b.bytes)[:3]
     parts = ", ".join(f"{b.op.removeprefix('aten.') or b.title} {format_bytes(b.bytes)}" for b in named)
-    change = Change(bytes={i: step.blocks[i].bytes // CHUNKS for i in block})
+    change = Change(
+        bytes={i: step.blocks[i].bytes // CHUNKS for i in block}, inside={k: case.inside(k) // CHUNKS for k in failed}
+    )
     yield case.found(
         "loss-block",
         f"the loss holds {format_bytes(total)} at the peak ({parts}): computed in {CHUNKS} chunks, each with its backward, it "
@@ -312,6 +340,15 @@ def loss_block(case: Case) -> Iterator[Finding]:
 def resident_data(case: Case) -> Iterator[Finding]:
     """A data set that lies in memory whole and is read in slices."""
     step = case.step
+    for k in np.flatnonzero(step.denied):
+        asked = int(step.entries[step.ops[k]]["size"])
+        if step.row.step < 0 and PHASES[step.entries[step.ops[k]]["phase"]] is Phase.DATA and asked > LARGE * case.peak:
+            yield case.found(
+                "resident-data",
+                f"{format_bytes(asked)} were asked for in one piece before the first step "
+                f"({step.names[step.entries[step.ops[k]]['c']]}): if that is data, load it in slices",
+                Change(inside={int(k): 0}),
+            )
     for i, b, role in case.there():
         if role is not Role.INPUT or b.bytes < LARGE * case.peak or not b.reads:
             continue

@@ -37,6 +37,8 @@ class Block:
         writes: those among them that wrote it in place.
         held: variables of the script seen to refer to it.
         role: as it was recognised; None where its life tells.
+        met: whether it was there before it was seen.
+        open: whether the step was cut short while it lived, so that later uses of it are not known.
     """
 
     number: int
@@ -56,10 +58,13 @@ class Block:
     writes: list[int]
     held: list[str]
     met: bool = False
+    open: bool = False
 
     @property
     def last_read(self) -> int:
-        """The last entry at which an operator read or made it."""
+        """The last entry at which an operator read or made it; not known (the end) where the step was cut short."""
+        if self.open:
+            return self.died
         return max(self.reads[-1] if self.reads else -1, self.born)
 
     def role_at(self, entry: int) -> Role:
@@ -121,7 +126,7 @@ class Step:
         op = (0, 0, 0)
         at = -1
         for i, (_, kind, phase, flags, a, b, c, size, _, _) in enumerate(self.entries.tolist()):
-            if kind == Kind.OP:
+            if kind in (Kind.OP, Kind.DENIED):
                 op, at = (a, b, c), i
                 continue
             if kind == Kind.BORN:
@@ -157,6 +162,9 @@ class Step:
                 block.held.append(self._name(b))
         for number, (_, since) in open_saves.items():
             found[number].saved.append((since, end))
+        if not self.row.complete:
+            for block in found.values():
+                block.open = block.died == end and not block.held
         return list(found.values())
 
     @cached_property
@@ -187,7 +195,7 @@ class Step:
     @cached_property
     def peaks(self) -> NDArray[np.int64]:
         """Per operator, the highest point inside it; for one that failed, what it would have needed at least."""
-        asked = self.entries["live"][self.ops] + self.entries["size"][self.ops]
+        asked = np.maximum(self.entries["peak"][self.ops], self.entries["live"][self.ops]) + self.entries["size"][self.ops]
         found: NDArray[np.int64] = np.where(self.denied, asked, self.entries["peak"][self.ops])
         return found
 

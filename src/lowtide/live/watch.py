@@ -6,6 +6,7 @@ reader (:mod:`lowtide.explain`) from what is written here.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -206,8 +207,11 @@ class Watcher:
         """Watch no more; the step that runs is closed."""
         if not self._active:
             return
-        self._active = False
         self.mode.passive = True
+        if self.operators and not complete:
+            with contextlib.suppress(AttributeError, RuntimeError):  # the script's objects are as the failure left them
+                self._recognise_all()
+        self._active = False
         self.stack.take()
         self.clock.remove()
         self.asides.remove()
@@ -326,6 +330,20 @@ class Watcher:
             for name, buffer in root.named_buffers():
                 self._recognise(buffer, Role.BUFFER, f"{kind}.{name}")
 
+    def _recognise_all(self) -> None:
+        """The script failed before its hooks could tell: what its modules and optimizers hold is looked up now."""
+        found = [o for o in gc.get_objects() if issubclass(type(o), (torch.nn.Module, torch.optim.Optimizer))]
+        modules = [m for m in found if isinstance(m, torch.nn.Module) and "_modules" in vars(m)]  # some are half made
+        inner = {id(child) for m in modules for child in m.children()}
+        seen: set[Any] = {_shapes_of(m) for m in self._roots}
+        for module in modules:
+            if id(module) not in inner and module not in self._roots and _shapes_of(module) not in seen:
+                seen.add(_shapes_of(module))  # a second one of the same shapes is a copy, and is shown as what it is
+                self._meet(module)
+        for optimizer in found:
+            if isinstance(optimizer, torch.optim.Optimizer):
+                self._recognise_states(optimizer)
+
     def root_ends(self, result: Any) -> None:
         """That call returned."""
 
@@ -389,6 +407,7 @@ class Watcher:
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or meter.denied() > denied:
                 self.write(Kind.DENIED, op, module, source, size=meter.denied_bytes(), live=meter.live(), peak=meter.op_peak())
+                self._note_reads(info_of(func), args, kwargs)
             raise
         peak, after = meter.op_peak(), meter.live()
         if func is _ADD and self._phase is Phase.BACKWARD and not self.clock.differentiable and self._engine.adds(args):
@@ -402,6 +421,14 @@ class Watcher:
         return out
 
     def _note_tensors(self, info: OpInfo, args: Any, kwargs: Any, out: Any, origin: tuple[int, int, int]) -> None:
+        self._note_reads(info, args, kwargs)
+        for tensor in tensors_in(list(out) if isinstance(out, tuple) else out):
+            for part in _parts(tensor):
+                storage = part.untyped_storage()
+                if self._find(storage) is None:
+                    self._enter(storage, part, origin, met=False)
+
+    def _note_reads(self, info: OpInfo, args: Any, kwargs: Any) -> None:
         read = tensors_in(list(args)) + (tensors_in(kwargs) if kwargs else [])
         written: set[int] = set()
         if info.mutates:
@@ -411,11 +438,6 @@ class Watcher:
                 storage = part.untyped_storage()
                 block = self._find(storage) or self._enter(storage, part, (0, 0, 0), met=True)
                 self.write(Kind.READ, block.number, flags=Flag.WRITTEN if storage._cdata in written else 0)
-        for tensor in tensors_in(list(out) if isinstance(out, tuple) else out):
-            for part in _parts(tensor):
-                storage = part.untyped_storage()
-                if self._find(storage) is None:
-                    self._enter(storage, part, origin, met=False)
 
     def _where(self) -> tuple[int, int]:
         """Module and source line of the operator that is about to run: in backward, of the one whose gradient it makes."""
@@ -523,6 +545,10 @@ class Watcher:
                 held = sizes.get(part.untyped_storage()._cdata)
                 if held is not None:
                     self.write(Kind.HELD, held.number, self.writer.name(where))
+
+
+def _shapes_of(module: torch.nn.Module) -> tuple[Any, ...]:
+    return tuple((p.dtype, p.size()) for p in module.parameters())
 
 
 def begin(writer: Writer, *, operators: bool) -> Watcher:
