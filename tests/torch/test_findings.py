@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import heap
 from lowtide.advise import findings
+from lowtide.explain import peak_report, steps_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -173,3 +175,23 @@ def test_the_saving_is_what_the_change_saves(kind: str, tmp_path: Path) -> None:
     saved = above(flawed, step) - above(mended, step)
     assert abs(found[0].saving_bytes - saved) <= max(SHARE * saved, BYTES), (found[0], saved)
     assert saved > 0
+
+
+def test_a_recording_begun_in_mid_training_knows_what_was_there(tmp_path: Path) -> None:
+    model = _model()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        x, y = _batch()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    step()
+    gc.collect()
+    elsewhere = heap().tensor_live - sum(3 * p.nbytes for p in model.parameters()) - sum(p.nbytes for p in model.parameters())
+    with lowtide.record(tmp_path / "late"):
+        step()
+    report = peak_report(next(s for s in steps_of(store.read(tmp_path / "late")) if s.row.step == 0))
+    assert report is not None
+    assert report.by_role.get("unknown", 0) - elsewhere <= 0.01 * report.bytes
+    assert report.by_role["optimizer_state"] >= 2 * sum(p.nbytes for p in model.parameters())

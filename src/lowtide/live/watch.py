@@ -327,8 +327,12 @@ class Watcher:
         if self.operators:
             for name, parameter in root.named_parameters():
                 self._recognise(parameter, Role.PARAMETER, f"{kind}.{name}")
+                if parameter.grad is not None:
+                    self._recognise(parameter.grad, Role.GRADIENT, f"{kind}.{name}.grad")
             for name, buffer in root.named_buffers():
                 self._recognise(buffer, Role.BUFFER, f"{kind}.{name}")
+            for optimizer in self._optimizers:  # where training began before the recording
+                self._recognise_states(optimizer)
 
     def _recognise_all(self) -> None:
         """The script failed before its hooks could tell: what its modules and optimizers hold is looked up now."""
