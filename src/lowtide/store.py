@@ -55,7 +55,7 @@ class Kind(IntEnum):
     HELD = 8
     """A variable of the script refers to a block: a = block, b = variable, function and line."""
     PHASE = 9
-    """Another phase begins: live; peak = highest point in the phase before; size = heap bytes outside torch's allocator."""
+    """Another phase begins: live; of the phase before: peak = highest point, size = most heap bytes that are not torch's."""
     DENIED = 10
     """An operator failed for want of memory: a, b, c as for OP; size = bytes asked for, live, peak."""
 
@@ -124,7 +124,7 @@ class PhaseFigures:
     Attributes:
         start: seconds since the recording began.
         high_water_bytes: highest point of the run so far, at its end.
-        outside_bytes: heap bytes that are not torch's, at its end.
+        outside_bytes: most heap bytes in it that are not torch's: Python's objects, workspaces of LAPACK and MKL.
     """
 
     name: str
@@ -489,8 +489,7 @@ def _phases(
         yield PhaseFigures(
             name=str(PHASES[part[0]["phase"]]), start=begins,
             seconds=(float(closes["time"]) if closes is not None else end) - begins, start_bytes=firsts[n], end_bytes=last,
-            peak_bytes=peak, high_water_bytes=high, outside_bytes=int((closes if closes is not None else part[0])["size"])
-            if closes is not None or opens else 0,
+            peak_bytes=peak, high_water_bytes=high, outside_bytes=0 if closes is None else int(closes["size"]),
         )
 
 

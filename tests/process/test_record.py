@@ -238,3 +238,17 @@ def _highest(events: list[dict[str, Any]]) -> int:
         live += {"alloc": event["size"], "free_completed": -event["size"]}.get(event["action"], 0)
         highest = max(highest, live)
     return highest
+
+
+@pytest.mark.skipif(library_path() is None, reason="the heap counter was not built")
+def test_workspaces_of_lapack_stand_on_a_line_of_their_own(home: Path) -> None:
+    (home / "svd.py").write_text(
+        "import torch\nm = torch.nn.Linear(500, 500)\no = torch.optim.SGD(m.parameters())\n"
+        "for _ in range(3):\n    y = m(torch.randn(500, 500))\n    s = torch.linalg.svdvals(y).sum() + "
+        "torch.linalg.eigh(y @ y.T)[0].sum()\n    s.backward()\n    o.step()\n    o.zero_grad()\n"
+    )
+    done = _lowtide("record", "-o", "svd.lowtide", "--json", "svd.json", "svd.py", cwd=home)
+    assert done.returncode == 0, done.stderr
+    assert "outside torch's allocator" in done.stderr
+    warm = {p["name"]: p["outside_bytes"] for p in _json(home / "svd.json")["steps"][2]["phases"] if p["outside_bytes"]}
+    assert warm["loss"] > warm["forward"] + (1 << 20)

@@ -22,6 +22,7 @@ FIELDS: Final = (
     "denied_bytes",
     "library_live",
     "library_op_peak",
+    "outside_peak",
 )
 
 

@@ -41,6 +41,8 @@ MOST_STEPS: Final = 16
 """Steps at most whose entries are kept, the unfinished one apart."""
 HIGHER: Final = 1.005
 """Beyond the first steps, one that peaks so much higher than all before is kept."""
+MOST_LABELS: Final = 50_000
+"""Shapes that are told apart by name: lengths that change at every step must not fill the memory."""
 HELD_BYTES: Final = 64 << 10
 """Blocks from this size on are looked up among the script's variables."""
 
@@ -237,8 +239,13 @@ class Watcher:
         return time.perf_counter() - self._began
 
     def _outside(self) -> int:
+        """The most that the heap held outside torch's allocator since this was last asked."""
         heap = self._heap
-        return 0 if heap is None else max(0, int(heap.heap_live) - int(heap.tensor_live))
+        if heap is None:
+            return 0
+        highest, now = int(heap.outside_peak), int(heap.heap_live) - int(heap.tensor_live)
+        heap.outside_peak = now
+        return max(highest, now, 0)
 
     def write(
         self, kind: Kind, a: int = 0, b: int = 0, c: int = 0, *, flags: int = 0, size: int = 0, live: int = 0, peak: int = 0
@@ -265,6 +272,7 @@ class Watcher:
             self._phase = phase
             self.write(Kind.PHASE, live=live, peak=peak, size=self._outside())
             self._close_step(complete=True)
+            self._origin.clear()
             self.step += 1
             self._stepped, self._backwards = set(), 0
             self._begin_journal()
@@ -491,7 +499,10 @@ class Watcher:
         key = (tensor.dtype, tensor.size())
         label = self._labels.get(key)
         if label is None:
-            label = self._labels[key] = self.writer.name(f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.size())}")
+            shape = list(tensor.size()) if len(self._labels) < MOST_LABELS else "[...]"
+            label = self.writer.name(f"{str(tensor.dtype).removeprefix('torch.')} {shape}")
+            if len(self._labels) < MOST_LABELS:
+                self._labels[key] = label
         block.label = label
         ref = StorageRef(storage, self._died)
         ref.cdata, ref.value = storage._cdata, block

@@ -46,6 +46,7 @@ struct counters {
   _Atomic int64_t denied_bytes;     /* size of the last one refused */
   _Atomic int64_t library_live;     /* bytes of the tensor book that c10 did not ask for: workspaces of oneDNN */
   _Atomic int64_t library_op_peak;  /* bytes, since Python last wrote it */
+  _Atomic int64_t outside_peak;     /* highest heap_live - tensor_live, bytes, since Python last wrote it */
 };
 
 EXPORT struct counters lowtide_heap = {.layout = sizeof(struct counters)};
@@ -218,6 +219,7 @@ static void heap_add(void *block) {
   int64_t live = atomic_fetch_add_explicit(&lowtide_heap.heap_live, bytes, memory_order_relaxed) + bytes;
   atomic_fetch_add_explicit(&lowtide_heap.heap_requests, 1, memory_order_relaxed);
   lift(&lowtide_heap.heap_peak, live);
+  lift(&lowtide_heap.outside_peak, live - atomic_load_explicit(&lowtide_heap.tensor_live, memory_order_relaxed));
 }
 
 static void heap_drop(void *block) {

@@ -95,6 +95,14 @@ def show_recording(recording: Recording, out: Console | None = None) -> None:
                       f"; the script peaked at {format_bytes(setup.peak_bytes)}"))
     else:
         out.print(_phase_table(steps))
+    outside = [(p.outside_bytes, p.name, row.step) for row in steps for p in row.phases if p.outside_bytes]
+    if outside:
+        highest, phase, step = max(outside)
+        lowest = min(outside)[0]
+        out.print(
+            f"[dim]outside torch's allocator (Python, LAPACK, MKL): highest {format_bytes(highest)} in {phase} of step "
+            f"{step}, {format_bytes(highest - lowest)} above its lowest phase[/]"
+        )
     if recording.process:
         out.print(_process_table(recording) if not steps else _process_line(recording))
     peak = _peak(recording)
