@@ -1,22 +1,17 @@
-"""Findings: what of a recorded peak need not be, each with the bytes that the change saves.
-
-A finding names a change of the step's trace: blocks that live shorter, are smaller, or are not there. The referee plays
-the changed trace, and what its peak is lower by is the saving. A finding whose change does not lower the peak is an answer
-to "what is this memory", with a saving of 0.
-"""
+"""Advice: what of a recorded peak need not be, found by one function per kind of finding."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from lowtide.explain import Block, Step, peak_of, steps_of
+from lowtide.explain import Block, Step, steps_of
+from lowtide.finding import Case, Change, Finding
 from lowtide.store import PHASES, Recording, Role
-from lowtide.trace import Buffer, Op, Phase, Trace
+from lowtide.trace import Buffer, Phase
 from lowtide.units import format_bytes
 
 NOTABLE: Final = 0.01
@@ -26,107 +21,13 @@ LARGE: Final = 0.05
 CHUNKS: Final = 8
 """Parts in which a loss could be computed."""
 
-LEVERS: Final = ("loss-block", "foreach", "resident-data")
+LEVERS: Final = ("loss-block", "foreach", "resident-data", "smaller-batch")
 """Findings that are ways to do with less; the others are oversights, and come first."""
 
 _TEMPORARIES: Final = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2}
 """Temporaries of a parameter's size that an optimizer's loop (``foreach=False``) holds at once; 1 where not named."""
 _LOSS_OPS: Final = ("_log_softmax", "nll_loss", "binary_cross_entropy", "mse_loss", "ctc_loss", "kl_div")
 _SLICES: Final = ("aten.slice", "aten.select", "aten.index", "aten.narrow", "aten.split", "aten.unbind", "aten.as_strided")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """Something that a user may want to change, or to know.
-
-    Attributes:
-        id: which kind of finding.
-        text: what it is, in bytes, and what to do.
-        saving_bytes: by how much the step's peak falls, played by the referee; 0 for a mere answer.
-        changed_peak_bytes: the peak then.
-        step: which step it is about.
-    """
-
-    id: str
-    text: str
-    saving_bytes: int
-    changed_peak_bytes: int
-    step: int
-
-    def to_json(self) -> dict[str, Any]:
-        """An element of ``findings`` in the JSON file."""
-        return {"id": self.id, "text": self.text, "saving_bytes": self.saving_bytes, "step": self.step,
-                "changed_peak_bytes": self.changed_peak_bytes}
-
-
-@dataclass(slots=True)
-class Change:
-    """What would be different: a block's last operator or bytes (blocks by their places in the step), more blocks; how far
-    memory rises inside an operator, where that does not follow from what it makes.
-    """
-
-    until: dict[int, int] = field(default_factory=dict)
-    bytes: dict[int, int] = field(default_factory=dict)
-    inside: dict[int, int] = field(default_factory=dict)
-    more: list[Buffer] = field(default_factory=list)
-
-    def apply(self, trace: Trace) -> Trace:
-        """The changed trace."""
-        buffers = list(trace.buffers)
-        for i, until in self.until.items():
-            buffers[i] = replace(buffers[i], held_until=max(until, buffers[i].born))
-        less: Counter[int] = Counter()
-        for i, size in self.bytes.items():
-            if buffers[i].born >= 0 and buffers[i].counted:
-                less[buffers[i].born] += buffers[i].bytes - size
-            buffers[i] = replace(buffers[i], bytes=size)
-        events = list(trace.events)
-        for k, size in less.items():  # what an operator makes is part of its rise
-            event = events[k]
-            assert isinstance(event, Op)
-            events[k] = replace(event, inside_bytes=max(0, event.inside_bytes - size))
-        for k, inside in self.inside.items():
-            event = events[k]
-            assert isinstance(event, Op)
-            events[k] = replace(event, inside_bytes=inside)
-        return replace(trace, buffers=(*buffers, *self.more), events=tuple(events))
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What the finders look at: the recorded steps, and the one that is asked about."""
-
-    steps: list[Step]
-    step: Step
-
-    @property
-    def peak(self) -> int:
-        """The step's peak, as the referee plays it."""
-        return peak_of(self.step.trace)
-
-    def inside(self, k: int) -> int:
-        """How far memory rises inside an operator."""
-        event = self.step.trace.events[k]
-        assert isinstance(event, Op)
-        return event.inside_bytes
-
-    def denied(self, *parts: str) -> list[int]:
-        """Operators that failed for want of memory and have one of some parts in their names."""
-        step = self.step
-        names = [(int(k), step.names[step.entries[step.ops[k]]["a"]]) for k in np.flatnonzero(step.denied)]
-        return [k for k, name in names if any(part in name for part in parts)]
-
-    def there(self) -> list[tuple[int, Block, Role]]:
-        """Blocks at the highest point, with their places and roles."""
-        entry = int(self.step.ops[self.step.peak_op])
-        return [(i, b, b.role_at(entry)) for i, b in enumerate(self.step.blocks) if b.counted and b.born <= entry < b.died]
-
-    def found(self, kind: str, text: str, change: Change | None) -> Finding:
-        """A finding, its change played by the referee."""
-        before = self.peak
-        after = before if change is None else peak_of(change.apply(self.step.trace))
-        return Finding(id=kind, text=text, saving_bytes=max(0, before - after), changed_peak_bytes=after,
-                       step=self.step.row.step)
 
 
 def findings(recording: Recording) -> list[Finding]:
@@ -136,7 +37,8 @@ def findings(recording: Recording) -> list[Finding]:
     if not steps:
         return []
     failed = [s for s in steps if s.denied.any()]
-    case = Case(steps, failed[-1] if failed else max(steps, key=lambda s: int(s.peaks.max())))
+    step = failed[-1] if failed else max(steps, key=lambda s: int(s.peaks.max()))
+    case = Case(steps, step, int(recording.meta.get("cap_bytes") or 0), recording.meta.get("allocator") or {})
     found = [f for finder in FINDERS for f in finder(case)]
     return sorted(found, key=lambda f: (f.id in LEVERS, -f.saving_bytes) if f.saving_bytes else (True, 1))
 
@@ -364,6 +266,25 @@ def resident_data(case: Case) -> Iterator[Finding]:
         )
 
 
+def smaller_batch(case: Case) -> Iterator[Finding]:
+    """Which part of the batch would have fitted under the cap that the step failed at."""
+    step = case.step
+    if not case.cap_bytes or not step.denied.any() or step.row.step < 0:
+        return
+    fixed = {b.label for b in step.blocks if b.role is Role.PARAMETER}
+    scaled = [i for i, b in enumerate(step.blocks) if b.role in (None, Role.INPUT) and b.label not in fixed and b.born >= 0]
+    optimizer = PHASES.index(Phase.OPTIMIZER)
+    ops = [k for k in range(len(step.ops)) if step.entries["phase"][step.ops[k]] != optimizer]
+    for part in (2, 4, 8, 16, 32):
+        change = Change(
+            bytes={i: step.blocks[i].bytes // part for i in scaled}, inside={k: case.inside(k) // part for k in ops}
+        )
+        found = case.found("smaller-batch", f"a batch of 1/{part} would have come past this point", change)
+        if found.changed_peak_bytes <= case.cap_bytes:
+            yield found
+            return
+
+
 # --- answers --------------------------------------------------------------------------------------------------------------
 
 
@@ -398,6 +319,22 @@ def cold_step(case: Case) -> Iterator[Finding]:
         "cold-step",
         f"step 0 peaks {format_bytes(rise)} above step 1, {format_bytes(workspace)} of it workspace of {op}: a first call "
         "tries algorithms out (on CUDA: torch.backends.cudnn.benchmark = False)",
+        None,
+    )
+
+
+def allocator_cache(case: Case) -> Iterator[Finding]:
+    """What CUDA's caching allocator reserved beyond what was allocated."""
+    reserved, allocated = int(case.allocator.get("reserved_bytes", 0)), int(case.allocator.get("allocated_bytes", 0))
+    extra = reserved - allocated
+    if not reserved or extra < LARGE * reserved:
+        return
+    split, settings = int(case.allocator.get("split_bytes", 0)), str(case.allocator.get("settings", ""))
+    advice = "" if "expandable_segments:True" in settings else ": try PYTORCH_ALLOC_CONF=expandable_segments:True"
+    yield case.found(
+        "allocator-cache",
+        f"the allocator reserved {format_bytes(extra)} more than was ever allocated, {format_bytes(split)} of it in the gaps "
+        f"of split blocks, and had to free its cache {case.allocator.get('retries', 0)} times{advice}",
         None,
     )
 
@@ -442,7 +379,7 @@ def optimizer_states(case: Case) -> Iterator[Finding]:
 
 FINDERS: Final[tuple[Callable[[Case], Iterable[Finding]], ...]] = (
     zeroed_gradients, held_results, double_precision, graph_kept, model_copies, evaluation_graph, foreach_extra, loss_block,
-    resident_data, second_step, cold_step, backward_extra, optimizer_states,
+    resident_data, smaller_batch, second_step, cold_step, allocator_cache, backward_extra, optimizer_states,
 )
 
 

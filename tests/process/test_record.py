@@ -252,3 +252,21 @@ def test_workspaces_of_lapack_stand_on_a_line_of_their_own(home: Path) -> None:
     assert "outside torch's allocator" in done.stderr
     warm = {p["name"]: p["outside_bytes"] for p in _json(home / "svd.json")["steps"][2]["phases"] if p["outside_bytes"]}
     assert warm["loss"] > warm["forward"] + (1 << 20)
+
+
+@pytest.mark.skipif(library_path() is None, reason="the heap counter was not built")
+def test_the_part_of_the_batch_that_is_said_to_fit_fits(home: Path) -> None:
+    whole, half = (
+        max(s["peak_bytes"] for s in _recorded_at(home, batch)["steps"]) for batch in ("2048", "1024")
+    )
+    cap = str((whole + half) // 2)
+    done = _lowtide("record", "-o", "c.lowtide", "--cap", cap, "--json", "c.json", "train.py", "2048", cwd=home)
+    assert done.returncode == 1
+    found = next(f for f in _json(home / "c.json")["findings"] if f["id"] == "smaller-batch")
+    assert "1/2" in found["text"]
+    assert _lowtide("record", "-o", "c.lowtide", "--cap", cap, "--quiet", "train.py", "1024", cwd=home).returncode == 0
+
+
+def _recorded_at(home: Path, batch: str) -> Any:
+    assert _lowtide("record", "-o", "b.lowtide", "--quiet", "--json", "n.json", "train.py", batch, cwd=home).returncode == 0
+    return _json(home / "n.json")

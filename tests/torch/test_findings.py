@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -195,3 +196,13 @@ def test_a_recording_begun_in_mid_training_knows_what_was_there(tmp_path: Path) 
     assert report is not None
     assert report.by_role.get("unknown", 0) - elsewhere <= 0.01 * report.bytes
     assert report.by_role["optimizer_state"] >= 2 * sum(p.nbytes for p in model.parameters())
+
+
+def test_reserved_memory_beyond_what_is_allocated_is_found(tmp_path: Path) -> None:
+    recording = _recorded(held_result, tmp_path / "a", mended=False)
+    cache = {"reserved_bytes": 10 << 30, "allocated_bytes": 7 << 30, "split_bytes": 2 << 30, "retries": 3, "settings": ""}
+    told = [f for f in findings(replace(recording, meta={**recording.meta, "allocator": cache})) if f.id == "allocator-cache"]
+    assert "3.0 GiB more" in told[0].text.replace("3.00", "3.0")
+    assert "expandable_segments" in told[0].text
+    tight = {**cache, "allocated_bytes": 10 << 30}
+    assert not [f for f in findings(replace(recording, meta={**recording.meta, "allocator": tight})) if f.id == "allocator-cache"]

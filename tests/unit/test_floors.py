@@ -48,7 +48,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "live.watch",
         "live.agent",
     ),
-    ("explain", "advise", "api"),
+    ("explain", "finding", "advise", "api"),
     (
         "report.terminal",
         "report.recording",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
 from collections.abc import Callable
 from typing import Protocol, final
 
@@ -278,6 +279,14 @@ class CudaMeter:
     def library_rise(self) -> int:
         """Workspaces of libraries are not seen apart here."""
         return 0
+
+    def cache(self) -> dict[str, int | str]:
+        """What the caching allocator holds beyond what is allocated (``torch.cuda.memory_stats``), and how it was set."""
+        stats = torch.cuda.memory_stats(self.device)
+        keys = {"reserved_bytes": "reserved_bytes.all.peak", "allocated_bytes": "allocated_bytes.all.peak",
+                "split_bytes": "inactive_split_bytes.all.peak", "retries": "num_alloc_retries"}
+        settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        return {**{name: int(stats.get(key, 0)) for name, key in keys.items()}, "settings": settings}
 
     def counts(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage lies on the device."""

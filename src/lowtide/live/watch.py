@@ -578,7 +578,9 @@ def begin(writer: Writer, *, operators: bool) -> Watcher:
 def end(watcher: Watcher, *, complete: bool) -> None:
     """Record torch no more."""
     watcher.stop(complete=complete)
-    watcher.writer.put_meta({"device": str(getattr(watcher.meter, "device", "cpu"))})
+    meter = watcher.meter
+    if isinstance(meter, CudaMeter):
+        watcher.writer.put_meta({"device": str(meter.device), "allocator": meter.cache()})
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -10,8 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from lowtide.advise import Finding, by_role, findings, would_fit
+from lowtide.advise import by_role, findings, would_fit
 from lowtide.explain import PeakReport, Step, peak_report, steps_of
+from lowtide.finding import Finding
 from lowtide.report.terminal import console
 from lowtide.store import PhaseFigures, Recording, StepRow
 from lowtide.units import format_bytes, format_seconds

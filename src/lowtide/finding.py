@@ -1,0 +1,115 @@
+"""Findings: a change of a recorded step, and the bytes that it saves.
+
+A change makes blocks of the step's trace live shorter, or smaller, or not be there. The referee plays the changed trace, and
+what its peak is lower by is the saving. A finding whose change does not lower the peak is an answer to "what is this memory",
+with a saving of 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from lowtide.explain import Block, Step, peak_of
+from lowtide.store import Role
+from lowtide.trace import Buffer, Op, Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something that a user may want to change, or to know.
+
+    Attributes:
+        id: which kind of finding.
+        text: what it is, in bytes, and what to do.
+        saving_bytes: by how much the step's peak falls, played by the referee; 0 for a mere answer.
+        changed_peak_bytes: the peak then.
+        step: which step it is about.
+    """
+
+    id: str
+    text: str
+    saving_bytes: int
+    changed_peak_bytes: int
+    step: int
+
+    def to_json(self) -> dict[str, Any]:
+        """An element of ``findings`` in the JSON file."""
+        return {"id": self.id, "text": self.text, "saving_bytes": self.saving_bytes, "step": self.step,
+                "changed_peak_bytes": self.changed_peak_bytes}
+
+
+@dataclass(slots=True)
+class Change:
+    """What would be different: a block's last operator or bytes (blocks by their places in the step), more blocks; how far
+    memory rises inside an operator, where that does not follow from what it makes.
+    """
+
+    until: dict[int, int] = field(default_factory=dict)
+    bytes: dict[int, int] = field(default_factory=dict)
+    inside: dict[int, int] = field(default_factory=dict)
+    more: list[Buffer] = field(default_factory=list)
+
+    def apply(self, trace: Trace) -> Trace:
+        """The changed trace."""
+        buffers = list(trace.buffers)
+        for i, until in self.until.items():
+            buffers[i] = replace(buffers[i], held_until=max(until, buffers[i].born))
+        less: Counter[int] = Counter()
+        for i, size in self.bytes.items():
+            if buffers[i].born >= 0 and buffers[i].counted:
+                less[buffers[i].born] += buffers[i].bytes - size
+            buffers[i] = replace(buffers[i], bytes=size)
+        events = list(trace.events)
+        for k, size in less.items():  # what an operator makes is part of its rise
+            event = events[k]
+            assert isinstance(event, Op)
+            events[k] = replace(event, inside_bytes=max(0, event.inside_bytes - size))
+        for k, inside in self.inside.items():
+            event = events[k]
+            assert isinstance(event, Op)
+            events[k] = replace(event, inside_bytes=inside)
+        return replace(trace, buffers=(*buffers, *self.more), events=tuple(events))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What the finders look at: the recorded steps, and the one that is asked about."""
+
+    steps: list[Step]
+    step: Step
+    cap_bytes: int = 0
+    allocator: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> int:
+        """The step's peak, as the referee plays it."""
+        return peak_of(self.step.trace)
+
+    def inside(self, k: int) -> int:
+        """How far memory rises inside an operator."""
+        event = self.step.trace.events[k]
+        assert isinstance(event, Op)
+        return event.inside_bytes
+
+    def denied(self, *parts: str) -> list[int]:
+        """Operators that failed for want of memory and have one of some parts in their names."""
+        step = self.step
+        names = [(int(k), step.names[step.entries[step.ops[k]]["a"]]) for k in np.flatnonzero(step.denied)]
+        return [k for k, name in names if any(part in name for part in parts)]
+
+    def there(self) -> list[tuple[int, Block, Role]]:
+        """Blocks at the highest point, with their places and roles."""
+        entry = int(self.step.ops[self.step.peak_op])
+        return [(i, b, b.role_at(entry)) for i, b in enumerate(self.step.blocks) if b.counted and b.born <= entry < b.died]
+
+    def found(self, kind: str, text: str, change: Change | None) -> Finding:
+        """A finding, its change played by the referee."""
+        before = self.peak
+        after = before if change is None else peak_of(change.apply(self.step.trace))
+        return Finding(id=kind, text=text, saving_bytes=max(0, before - after), changed_peak_bytes=after,
+                       step=self.step.row.step)
