@@ -205,6 +205,11 @@ def test_an_infeasible_budget_is_code_1_with_its_proof(tmp_path: Path) -> None:
     assert figures["plan"]["bound"]["peak_bytes"] > figures["budget_bytes"] == 1 << 20
 
 
+def _hears_interrupts() -> None:
+    """Shells start background jobs deaf to SIGINT, and so would everything be that a test starts there."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_interrupts_the_script(tmp_path: Path) -> None:
     """SIGINT: a KeyboardInterrupt traceback without frames of Lowtide, and the process dies of it."""
     wait = "import pathlib, time\npathlib.Path('ready').touch()\nwhile True: time.sleep(0.05)\n"
@@ -212,6 +217,7 @@ def test_ctrl_c_interrupts_the_script(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "lowtide", "run", "--budget", "1GiB", "--quiet", script],
         cwd=tmp_path, env=_environment(), stderr=subprocess.PIPE, text=True,
+        preexec_fn=_hears_interrupts,  # noqa: PLW1509 - no threads between fork and exec here
     )  # fmt: skip
     deadline = time.monotonic() + TIMEOUT
     while not (tmp_path / "ready").exists() and time.monotonic() < deadline:

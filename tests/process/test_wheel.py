@@ -45,3 +45,6 @@ def test_built_wheel_runs_in_a_clean_environment(tmp_path: Path) -> None:
     assert where.strip().startswith(str(home))
     found = _run(python, "-c", "import json; print(json.load(open('figures.json'))['steps'][-1]['policy'])", cwd=tmp_path)
     assert found.strip() == "planned"
+    _run(lowtide, "record", "--quiet", "-o", "a.lowtide", str(script), cwd=tmp_path)
+    _run(lowtide, "report", "a.lowtide", "--html", "a.html", cwd=tmp_path)
+    assert "uPlot" in (tmp_path / "a.html").read_text()

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
+
 import pytest
 import situations
+import torch
 import zoo
 from harness import above_of, budgeted, heap, plain_of
+from lowtide.live.watch import FIRST_STEPS, MOST_STEPS
+
+import lowtide
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "gpt_eager", "gru_seq2seq"])
@@ -23,3 +30,18 @@ def test_memory_does_not_creep_over_two_hundred_steps() -> None:
     before = heap().tensor_live
     budgeted(make, above, 200)
     assert heap().tensor_live - before <= 64 << 10
+
+
+def test_a_long_recording_holds_and_keeps_a_bounded_part(tmp_path: Path) -> None:
+    make = situations.SITUATIONS["lengths_change"]
+    torch.manual_seed(0)
+    zoo.run(make, 3)
+    gc.collect()
+    before = heap().tensor_live
+    with lowtide.record(tmp_path / "long") as run:
+        zoo.run(make, 200)
+    gc.collect()
+    assert heap().tensor_live - before <= 64 << 10
+    recording = run.recording
+    assert len([row for row in recording.steps if row.step >= 0]) == 200
+    assert len([row for row in recording.steps if row.entries is not None]) <= FIRST_STEPS + MOST_STEPS + 1
