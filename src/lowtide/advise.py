@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from lowtide.explain import Block, Step, steps_of
+from lowtide.explain import Block, Step, steps_of, telling
 from lowtide.finding import Case, Change, Finding
 from lowtide.store import PHASES, Recording, Role
 from lowtide.trace import Buffer, Phase
@@ -32,12 +32,11 @@ _SLICES: Final = ("aten.slice", "aten.select", "aten.index", "aten.narrow", "ate
 
 def findings(recording: Recording) -> list[Finding]:
     """All findings of a recording: oversights, then levers, each by its saving; answers last."""
-    recorded = [s for s in steps_of(recording) if len(s.ops)]
+    recorded = steps_of(recording)
     steps = [s for s in recorded if s.row.step >= 0] or recorded
-    if not steps:
+    step = telling(steps)
+    if step is None:
         return []
-    failed = [s for s in steps if s.denied.any()]
-    step = failed[-1] if failed else max(steps, key=lambda s: int(s.peaks.max()))
     case = Case(steps, step, int(recording.meta.get("cap_bytes") or 0), recording.meta.get("allocator") or {})
     found = [f for finder in FINDERS for f in finder(case)]
     return sorted(found, key=lambda f: (f.id in LEVERS, -f.saving_bytes) if f.saving_bytes else (True, 1))

@@ -8,9 +8,11 @@ unknown. So the sums close by construction, and ``unknown`` says how much was no
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -331,6 +333,24 @@ def _top_row(block: Block, role: Role) -> dict[str, Any]:
             "source": block.source, "held_by": block.held[-1] if block.held else ""}
 
 
+_laid_out: WeakKeyDictionary[Recording, list[Step]] = WeakKeyDictionary()
+
+
 def steps_of(recording: Recording) -> list[Step]:
-    """The steps whose entries were kept, in order."""
-    return [Step(row, recording.names) for row in recording.steps if row.entries is not None and len(row.entries)]
+    """The steps whose operators were kept, in order; laid out once per recording."""
+    if recording not in _laid_out:
+        steps = [Step(row, recording.names) for row in recording.steps if row.entries is not None]
+        _laid_out[recording] = [s for s in steps if len(s.ops)]
+    return _laid_out[recording]
+
+
+def highest(steps: Iterable[Step]) -> Step | None:
+    """The step of the highest point; the first of them."""
+    return max(steps, key=lambda s: int(s.peaks.max()), default=None)
+
+
+def telling(steps: Iterable[Step]) -> Step | None:
+    """The step that a reader asks about: the last that failed for want of memory, else the one of the highest point."""
+    found = list(steps)
+    failed = [s for s in found if s.denied.any()]
+    return failed[-1] if failed else highest(found)

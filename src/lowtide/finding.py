@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,7 @@ class Change:
         return replace(trace, buffers=(*buffers, *self.more), events=tuple(events))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Case:
     """What the finders look at: the recorded steps, and the one that is asked about."""
 
@@ -85,7 +86,7 @@ class Case:
     cap_bytes: int = 0
     allocator: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def peak(self) -> int:
         """The step's peak, as the referee plays it."""
         return peak_of(self.step.trace)

@@ -336,7 +336,7 @@ def _insert(base: sqlite3.Connection, row: StepRow) -> None:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Recording:
     """A recording that was read.
 
@@ -352,12 +352,6 @@ class Recording:
     names: tuple[str, ...]
     steps: tuple[StepRow, ...]
     process: tuple[ProcessRow, ...] = ()
-
-    @property
-    def peak_step(self) -> StepRow | None:
-        """The step of the highest point, one with entries where there is any."""
-        detailed = [s for s in self.steps if s.entries is not None]
-        return max(detailed or self.steps, key=lambda s: s.peak_bytes, default=None)
 
 
 def read(path: Path) -> Recording:

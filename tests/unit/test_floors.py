@@ -55,6 +55,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "report.html",
         "report.export",
         "cli.launch",
+        "cli.script",
         "cli.run",
         "cli.record",
         "cli.report",

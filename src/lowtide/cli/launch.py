@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import msgspec
 
@@ -73,6 +73,11 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     arguments: tuple[str, ...]
     preload: str | None
     options: RunOptions | RecordOptions
+
+
+def write_json(file: str, found: Any) -> None:
+    """Write figures to a file, for people too."""
+    Path(file).write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
 
 
 def check_target(target: str, *, module: bool) -> None:

@@ -9,6 +9,7 @@ from typing import NoReturn
 import click
 
 from lowtide.cli.launch import PRELOAD, RecordOptions, Task, become, check_alone, check_folder, check_target
+from lowtide.cli.script import takes_script
 from lowtide.units import parse_bytes
 
 
@@ -19,9 +20,7 @@ from lowtide.units import parse_bytes
 @click.option("--cap", metavar="SIZE", help="Let torch's CPU allocator fail beyond this size, as a small GPU would.")
 @click.option("--json", "json_file", metavar="FILE", help="Write what `lowtide report --json` would.")
 @click.option("--quiet", is_flag=True, help="No summary at the end.")
-@click.option("-m", "module", is_flag=True, help="SCRIPT is a module name, as in python -m.")
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@takes_script
 def record(
     *,
     output: str | None,

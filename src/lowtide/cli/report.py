@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import msgspec
 
-from lowtide.cli.launch import check_folder
+from lowtide.cli.launch import check_folder, write_json
 
 if TYPE_CHECKING:
     from lowtide.store import Recording
@@ -38,7 +37,7 @@ def report(
 
         Path(html_file).write_text(page(found))
     if json_file is not None:
-        Path(json_file).write_bytes(msgspec.json.format(msgspec.json.encode(to_json(found)), indent=1))
+        write_json(json_file, to_json(found))
     show_recording(found)
 
 
@@ -72,5 +71,5 @@ def diff(*, before: Path, after: Path, json_file: str | None, html_file: str | N
 
         Path(html_file).write_text(page(sides[1], sides[0]))
     if json_file is not None:
-        Path(json_file).write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+        write_json(json_file, found)
     show_difference(found)

@@ -9,6 +9,7 @@ from typing import NoReturn
 import click
 
 from lowtide.cli.launch import PRELOAD, RunOptions, Task, become, check_alone, check_folder, check_target
+from lowtide.cli.script import takes_script
 from lowtide.errors import UsageError
 from lowtide.units import parse_budget
 
@@ -21,9 +22,7 @@ from lowtide.units import parse_budget
 @click.option("--save-plan", metavar="FILE", help="Write the plan in force at the end.")
 @click.option("--json", "json_file", metavar="FILE", help="Write the figures of the run.")
 @click.option("--quiet", is_flag=True, help="No summary at the end.")
-@click.option("-m", "module", is_flag=True, help="SCRIPT is a module name, as in python -m.")
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@takes_script
 def run(
     *,
     budget: str,

@@ -18,7 +18,7 @@ from typing import Any, Final, final
 
 import msgspec
 
-from lowtide.cli.launch import ACTIVE, PRELOAD, TASK, RecordOptions, RunOptions, Task
+from lowtide.cli.launch import ACTIVE, PRELOAD, TASK, RecordOptions, RunOptions, Task, write_json
 from lowtide.errors import BudgetError, LowtideError, UsageError
 
 _PACKAGE: Final = str(Path(__file__).resolve().parent.parent)
@@ -127,7 +127,7 @@ class _Budget:
             exact=runtime.meter.exact,
         )
         if options.json is not None:
-            _write_json(options.json, outcome.to_json(code))
+            write_json(options.json + _rank_suffix(), outcome.to_json(code))
         if options.save_plan is not None and runtime.plan is not None:
             save_plan(runtime.plan, Path(options.save_plan + _rank_suffix()))
         if not options.quiet and not _rank_suffix():
@@ -180,7 +180,7 @@ class _Record:
             return
         recording = read(self._path)
         if options.json is not None:
-            _write_json(options.json, {"recording": str(self._path), **to_json(recording)})
+            write_json(options.json + _rank_suffix(), {"recording": str(self._path), **to_json(recording)})
         if not options.quiet and not _rank_suffix():
             show_recording(recording)
 
@@ -188,10 +188,6 @@ class _Record:
 def _rank_suffix() -> str:
     rank = int(os.environ.get("RANK", "0"))
     return f".rank{rank}" if rank else ""
-
-
-def _write_json(file: str, found: Any) -> None:
-    Path(file + _rank_suffix()).write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
 
 
 def _without_our_frames(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -73,15 +73,23 @@ def _tensors(value: Any, suffix: str, depth: int) -> Iterator[tuple[torch.Tensor
 
 
 @cache
+def _assignments(filename: str) -> dict[str, list[int]]:
+    """Per name, the lines of a file at which it is assigned; none where the file cannot be read or parsed."""
+    found: dict[str, list[int]] = {}
+    try:
+        tree = ast.parse("".join(linecache.getlines(filename)))
+    except (SyntaxError, ValueError):
+        return found
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.setdefault(node.id, []).append(node.lineno)
+    return found
+
+
+@cache
 def _assigned(code: CodeType, name: str, line: int) -> int:
     """The last line up to one at which a name is assigned in a function; the function's first if none is found."""
-    source = "".join(linecache.getlines(code.co_filename))
     first = code.co_firstlineno
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return first
-    lines = [n.lineno for n in ast.walk(tree)
-             if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Store) and first <= n.lineno]
+    lines = [n for n in _assignments(code.co_filename).get(name, ()) if first <= n]
     before = [n for n in lines if n <= line]
     return max(before, default=max(lines, default=first))

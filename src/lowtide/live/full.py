@@ -17,6 +17,8 @@ import torch
 from lowtide.live.mode import Mode
 from lowtide.live.ops import OpInfo, info_of
 from lowtide.live.value import (
+    NO_DISPATCH,
+    PLAIN_TYPES,
     Argument,
     Record,
     Value,
@@ -36,9 +38,6 @@ if TYPE_CHECKING:
     from lowtide.live.recorder import Recorder
     from lowtide.live.steps import Clock
 
-_NO_DISPATCH = torch.Tensor.__torch_dispatch__
-"""What types have that do not see operators themselves, subclasses made by ``as_subclass`` among them."""
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 @final
@@ -75,7 +74,7 @@ class FullMode(Mode):
         for kind in types:
             if kind is FakeTensor:
                 return func(*args, **kwargs)
-            if kind not in _PLAIN_TYPES:
+            if kind not in PLAIN_TYPES:
                 return NotImplemented
         if self.passive or _is_fake(args):
             return func(*args, **kwargs)
@@ -124,7 +123,7 @@ class FullMode(Mode):
 
     def _value(self, tensor: torch.Tensor) -> Value | None:
         """The value that a tensor shows; None for what has no storage of its own."""
-        if not is_plain(tensor) or type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
+        if not is_plain(tensor) or type(tensor).__torch_dispatch__ is not NO_DISPATCH:
             return None
         storage = tensor.untyped_storage()
         return self.ledger.find(storage) or self.ledger.enter(storage, None)
@@ -221,7 +220,7 @@ class FullMode(Mode):
         flat: list[Any] = []
         _collect(out if isinstance(out, (tuple, list)) else (out,), flat)
         for i, tensor in enumerate(flat):
-            if not is_plain(tensor) or type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
+            if not is_plain(tensor) or type(tensor).__torch_dispatch__ is not NO_DISPATCH:
                 continue
             storage = tensor.untyped_storage()
             if self.ledger.find(storage) is None:

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Final, final
+from typing import Any, final
 
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -26,6 +26,7 @@ from lowtide.live.ops import info_of
 from lowtide.live.replay import remake
 from lowtide.live.saver import Kept, modified_in_place
 from lowtide.live.value import (
+    PLAIN_TYPES,
     Anchor,
     Argument,
     Meta,
@@ -265,7 +266,6 @@ class _Replayer:
         value.weak = None
 
 
-_PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 @final
@@ -308,7 +308,7 @@ class LeanMode(Mode):
         """One operator."""
         if self._delegate is None:
             at = self.at
-            if types and not _PLAIN.issuperset(types):
+            if types and not PLAIN_TYPES.issuperset(types):
                 return func(*args, **(kwargs or {})) if FakeTensor in types else NotImplemented
             act = self._acts[at]
             if func is self._funcs[at] and not (self._writes[at] and self._strays(act, func, args, kwargs or {})):
@@ -525,7 +525,7 @@ class GuardMode(Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operator."""
-        if types and not _PLAIN.issuperset(types):
+        if types and not PLAIN_TYPES.issuperset(types):
             return func(*args, **(kwargs or {})) if FakeTensor in types else NotImplemented
         info = info_of(func)
         if info.writes_at and any(self._lean.guards(t) for t, _ in written_by(info, args, kwargs or {})):

@@ -10,7 +10,7 @@ from lowtide.live.board import Ticket
 from lowtide.live.guard import Evictor
 from lowtide.live.ledger import Ledger
 from lowtide.live.recorder import Recorder
-from lowtide.live.value import Meta, Value, beneath_autograd, is_plain, meta_of, view_on, watch
+from lowtide.live.value import PLAIN_TYPES, Meta, Value, beneath_autograd, is_plain, meta_of, view_on, watch
 
 
 def modified_in_place(meta: Meta, found: int, expected: int) -> RuntimeError:
@@ -170,7 +170,7 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 def _followed(tensor: torch.Tensor) -> bool:
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        type(tensor) in PLAIN_TYPES
         and is_plain(tensor)
         and not tensor.is_inference()
         and tensor.device.type != "meta"

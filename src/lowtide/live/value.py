@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, final
+from typing import Any, Final, Protocol, final
 
 import torch
 from lowtide.errors import ReplayError
@@ -80,6 +80,12 @@ def watch(tensor: torch.Tensor) -> torch.Tensor:
             nothing = _NOTHING[tensor.device] = torch.empty(0, device=tensor.device)
         alias.data = nothing
         return alias
+
+
+PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+"""Types of tensors whose operators a mode may take as they are; others have a say of their own."""
+NO_DISPATCH: Final = torch.Tensor.__torch_dispatch__
+"""What types have that do not see operators themselves, subclasses made by ``as_subclass`` among them."""
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

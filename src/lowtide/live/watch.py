@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final, final
@@ -31,8 +32,8 @@ from lowtide.live.ops import OpInfo, info_of
 from lowtide.live.saver import Kept
 from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
-from lowtide.live.value import StorageRef, is_plain, written_by
-from lowtide.store import CARRIED, PHASES, Flag, Kind, Role, StepRow, Writer, summed
+from lowtide.live.value import NO_DISPATCH, PLAIN_TYPES, StorageRef, is_plain, written_by
+from lowtide.store import CARRIED, PHASES, Flag, Kind, Role, Writer, summed
 from lowtide.trace import Phase
 
 FIRST_STEPS: Final = 3
@@ -47,7 +48,6 @@ HELD_BYTES: Final = 64 << 10
 """Blocks from this size on are looked up among the script's variables."""
 
 _CODE: Final = {phase: code for code, phase in enumerate(PHASES)}
-_NO_DISPATCH = torch.Tensor.__torch_dispatch__
 _ADD: Final = torch.ops.aten.add.Tensor
 
 
@@ -112,7 +112,7 @@ class _WatchMode(Mode):
         for kind in types:
             if kind is FakeTensor:
                 return func(*args, **kwargs)
-            if kind is not torch.Tensor and kind is not torch.nn.Parameter and kind is not torch.nn.Buffer:
+            if kind not in PLAIN_TYPES:
                 return NotImplemented
         if self.passive:
             return func(*args, **kwargs)
@@ -305,7 +305,7 @@ class Watcher:
         )
         self._best = max(self._best, row.peak_bytes)
         self._kept += keeps
-        self.writer.step(row if keeps else _without_entries(row))
+        self.writer.step(row if keeps else replace(row, entries=None, carried=None))
         if self._stepped:
             self._cycle = set(self._stepped)
 
@@ -585,7 +585,7 @@ def end(watcher: Watcher, *, complete: bool) -> None:
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Strided tensors that hold a tensor's bytes; none for what has no storage of its own."""
-    if type(tensor).__torch_dispatch__ is not _NO_DISPATCH or tensor.device.type == "meta":
+    if type(tensor).__torch_dispatch__ is not NO_DISPATCH or tensor.device.type == "meta":
         return []
     if is_plain(tensor):
         return [tensor]
@@ -595,13 +595,6 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             return [tensor._indices(), tensor._values()]
     return []
-
-
-def _without_entries(row: StepRow) -> StepRow:
-    return StepRow(
-        step=row.step, start=row.start, seconds=row.seconds, start_bytes=row.start_bytes, end_bytes=row.end_bytes,
-        peak_bytes=row.peak_bytes, high_water_bytes=row.high_water_bytes, complete=row.complete, phases=row.phases,
-    )
 
 
 def _short(filename: str) -> str:

@@ -20,10 +20,6 @@ _ALIGNMENT: Final = 512
 """Addresses are made up; blocks lie at multiples of this."""
 
 
-def _steps(recording: Recording) -> list[Step]:
-    return [s for s in steps_of(recording) if len(s.ops)]
-
-
 # --- PyTorch's snapshot ---------------------------------------------------------------------------------------------------
 
 
@@ -34,7 +30,7 @@ def snapshot(recording: Recording) -> dict[str, Any]:
     """
     events: list[dict[str, Any]] = []
     segments: list[dict[str, Any]] = []
-    steps = _steps(recording)
+    steps = steps_of(recording)
     for step in steps:
         seen: list[tuple[int, int, Block]] = []
         for b in step.blocks:
@@ -107,7 +103,7 @@ def trace_events(recording: Recording) -> dict[str, Any]:
              "args": {"step": row.step, "peak_bytes": p.peak_bytes, "end_bytes": p.end_bytes}}
             for p in row.phases
         ]
-    for step in _steps(recording):
+    for step in steps_of(recording):
         times = step.entries["time"][step.ops] * _MICROSECONDS
         for k, entry in enumerate(step.entries[step.ops]):
             begins = float(times[k - 1]) if k else step.row.start * _MICROSECONDS
@@ -130,7 +126,7 @@ def speedscope(recording: Recording) -> dict[str, Any]:
         return frames.setdefault(name, len(frames))
 
     profiles = []
-    for step in _steps(recording):
+    for step in steps_of(recording):
         entry = int(step.ops[step.peak_op])
         samples, weights = [], []
         for b in step.blocks:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.advise import findings
-from lowtide.explain import ROLES, Block, Step, peak_report, steps_of
+from lowtide.explain import ROLES, Block, Step, highest, peak_report, steps_of
 from lowtide.report.recording import COLOURS, difference
 from lowtide.store import Recording
 from lowtide.units import format_bytes
@@ -32,24 +32,23 @@ def page(recording: Recording, other: Recording | None = None) -> str:
 
     The page takes about 90 KB plus the data: per instant one number per role, and the blocks.
     """
-    recorded = [s for s in steps_of(recording) if len(s.ops)]
+    recorded = steps_of(recording)
     steps = [s for s in recorded if s.row.step >= 0] or recorded
-    highest = max(steps, key=lambda s: int(s.peaks.max()), default=None)
-    shown = sorted({id(s): s for s in [*steps[:2], *([highest] if highest is not None else [])]}.values(),
+    top = highest(steps)
+    shown = sorted({id(s): s for s in [*steps[:2], *([top] if top is not None else [])]}.values(),
                    key=lambda s: s.row.step)[:STEPS]
-    others = [] if other is None else [s for s in steps_of(other) if len(s.ops)]
-    before = max(others, key=lambda s: int(s.peaks.max()), default=None)
+    before = None if other is None else highest(steps_of(other))
     data = {
         "roles": [r.name.lower() for r in ROLES],
         "colours": [COLOURS[r.name.lower()] for r in ROLES],
         "steps": [_step(s) for s in shown],
         "peaks": [[r.step, r.peak_bytes, r.seconds] for r in recording.steps if r.step >= 0],
-        "shown": 0 if highest is None else shown.index(highest) if highest in shown else 0,
+        "shown": 0 if top is None or top not in shown else shown.index(top),
         "other": None if before is None else _step(before),
     }
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(_ASSETS), autoescape=True)
     environment.filters["bytes"] = format_bytes
-    peak = None if highest is None else peak_report(highest)
+    peak = None if top is None else peak_report(top)
     return environment.get_template("recording.html.j2").render(
         meta=recording.meta,
         path=recording.path.name,

@@ -11,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.advise import by_role, findings, would_fit
-from lowtide.explain import PeakReport, Step, peak_report, steps_of
+from lowtide.explain import PeakReport, highest, peak_report, steps_of, telling
 from lowtide.finding import Finding
 from lowtide.report.terminal import console
 from lowtide.store import PhaseFigures, Recording, StepRow
+from lowtide.trace import Phase
 from lowtide.units import format_bytes, format_seconds
 
 COLOURS: Final = {
@@ -26,6 +27,7 @@ COLOURS: Final = {
 _BAR: Final = 64
 _STEPS_SHOWN: Final = 4
 _LOG_ROWS: Final = 24
+_MOMENT_SECONDS: Final = 1e-3
 _ORDER: Final = ("zero_grad", "forward", "loss", "backward", "optimizer", "evaluation", "data")
 
 
@@ -56,33 +58,14 @@ def _step_json(row: StepRow) -> dict[str, Any]:
 
 def _peak(recording: Recording) -> PeakReport | None:
     """The high-water mark of the run; of the step that failed, where one did."""
-    steps = [s for s in steps_of(recording) if len(s.ops)]
-    if not steps:
-        return None
-    failed = [s for s in steps if s.denied.any()]
-    return peak_report(failed[-1] if failed else max(steps, key=lambda s: int(s.peaks.max())))
+    step = telling(steps_of(recording))
+    return None if step is None else peak_report(step)
 
 
-def merged(phases: tuple[PhaseFigures, ...]) -> list[PhaseFigures]:
-    """Phases as a reader counts them: those that a short other one interrupted are one."""
-    found: list[PhaseFigures] = []
-    for phase in phases:
-        last = found[-1] if found else None
-        if last is not None and last.name == phase.name:
-            found[-1] = _joined(last, phase)
-        elif phase.name == "data" and phase.seconds < 1e-3 and phase.peak_bytes <= max(phase.start_bytes, phase.end_bytes):
-            continue
-        else:
-            found.append(phase)
-    return found
-
-
-def _joined(a: PhaseFigures, b: PhaseFigures) -> PhaseFigures:
-    return PhaseFigures(
-        name=a.name, start=a.start, seconds=a.seconds + b.seconds, start_bytes=a.start_bytes, end_bytes=b.end_bytes,
-        peak_bytes=max(a.peak_bytes, b.peak_bytes), high_water_bytes=max(a.high_water_bytes, b.high_water_bytes),
-        outside_bytes=b.outside_bytes,
-    )
+def _is_idle(phase: PhaseFigures) -> bool:
+    """Whether a phase is only the moment between two others."""
+    flat = phase.peak_bytes <= max(phase.start_bytes, phase.end_bytes)
+    return phase.name == Phase.DATA and phase.seconds < _MOMENT_SECONDS and flat
 
 
 def show_recording(recording: Recording, out: Console | None = None) -> None:
@@ -98,11 +81,11 @@ def show_recording(recording: Recording, out: Console | None = None) -> None:
         out.print(_phase_table(steps))
     outside = [(p.outside_bytes, p.name, row.step) for row in steps for p in row.phases if p.outside_bytes]
     if outside:
-        highest, phase, step = max(outside)
+        most, phase, step = max(outside)
         lowest = min(outside)[0]
         out.print(
-            f"[dim]outside torch's allocator (Python, LAPACK, MKL): highest {format_bytes(highest)} in {phase} of step "
-            f"{step}, {format_bytes(highest - lowest)} above its lowest phase[/]"
+            f"[dim]outside torch's allocator (Python, LAPACK, MKL): highest {format_bytes(most)} in {phase} of step "
+            f"{step}, {format_bytes(most - lowest)} above its lowest phase[/]"
         )
     if recording.process:
         out.print(_process_table(recording) if not steps else _process_line(recording))
@@ -120,7 +103,7 @@ def _phase_table(steps: list[StepRow]) -> Table:
     table = Table(title="phases: end of phase / highest in it (MiB)", title_justify="left", header_style="bold")
     table.add_column("step", justify="right")
     shown = steps if len(steps) <= _STEPS_SHOWN else [*steps[: _STEPS_SHOWN - 1], max(steps, key=lambda s: s.peak_bytes)]
-    present = {p.name for row in shown for p in merged(row.phases)}
+    present = {p.name for row in shown for p in row.phases if not _is_idle(p)}
     names = [n for n in _ORDER if n in present]
     for name in names:
         table.add_column(name, justify="right")
@@ -140,10 +123,10 @@ def _phase_table(steps: list[StepRow]) -> Table:
 def _process_line(recording: Recording) -> str:
     """Where torch's own figures are shown: the process in a line."""
     rows = recording.process
-    highest = max(r.highest_bytes for r in rows)
+    most = max(r.highest_bytes for r in rows)
     children = max(r.children_bytes for r in rows)
     workers = f", child processes {format_bytes(children)}" if children else ""
-    return f"[dim]process: highest resident {format_bytes(highest)}{workers}[/]"
+    return f"[dim]process: highest resident {format_bytes(most)}{workers}[/]"
 
 
 def _process_table(recording: Recording) -> Group:
@@ -246,8 +229,7 @@ def difference(a: Recording, b: Recording) -> dict[str, Any]:
 
 def _side(recording: Recording) -> dict[str, Any]:
     rows = [r for r in recording.steps if r.step >= 0] or list(recording.steps)
-    steps = [s for s in steps_of(recording) if len(s.ops)]
-    step: Step | None = max(steps, key=lambda s: int(s.peaks.max())) if steps else None
+    step = highest(steps_of(recording))
     phases: dict[str, int] = {}
     for row in rows:
         for p in row.phases:
