@@ -41,7 +41,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/rivals.py --json benchmarks/results/rivals.json
 
 # torch comes first, by itself: the package only asks for a lower bound and never replaces the torch that is there.
-$(STAMP): pyproject.toml setup.py src/lowtide/native/heap.c
+$(STAMP): pyproject.toml setup.py src/lowtide/native/heap.c src/lowtide/native/search.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel
 	$(BIN)/python -m pip install --quiet "$(TORCH)"

@@ -1,4 +1,4 @@
-"""Builds the heap counter; where it cannot be built, Lowtide runs without it."""
+"""Builds the heap counter and the planner's search; where they cannot be built, Lowtide runs without them."""
 
 import sys
 
@@ -12,4 +12,12 @@ heap = Extension(
     optional=True,
 )
 
-setup(ext_modules=[heap] if sys.platform == "linux" else [])
+search = Extension(
+    "lowtide._search",
+    ["src/lowtide/native/search.c"],
+    extra_compile_args=["-O3", "-ffast-math", "-fno-finite-math-only", "-fvisibility=hidden", "-std=gnu11"],
+    libraries=["m"],
+    optional=True,
+)
+
+setup(ext_modules=[heap, search] if sys.platform == "linux" else [])

@@ -4,6 +4,7 @@
     ├── UsageError            bad options or input; the command line exits with 2
     │   ├── SizeError         a size that cannot be read
     │   ├── PlanFileError     a plan file that cannot be used
+    │   ├── GraphError        a graph or a schedule file that cannot be used
     │   └── RecordingError    a recording that cannot be read or written
     ├── BudgetError           the budget cannot be held; the command line exits with 1
     ├── ReplayError           a dropped value cannot be made again bit for bit; raised instead of a wrong gradient
@@ -29,6 +30,10 @@ class SizeError(UsageError):
 
 class PlanFileError(UsageError):
     """A plan file that cannot be used."""
+
+
+class GraphError(UsageError):
+    """A graph or a schedule file that cannot be used."""
 
 
 class RecordingError(UsageError):

@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.pebble.problem import Problem
-from lowtide.pebble.referee import play
+from lowtide.pebble.eager.play import play
+from lowtide.pebble.eager.problem import Problem
 from lowtide.store import PHASES, Flag, Kind, Recording, Role, StepRow
 from lowtide.trace import Buffer, Op, Phase, Site, Trace
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from lowtide.errors import PlanFileError
-from lowtide.pebble.problem import Action, Away, Key, Problem
-from lowtide.pebble.solve import Solution
+from lowtide.pebble.eager.problem import Action, Away, Key, Problem
+from lowtide.pebble.eager.solve import Solution
 from lowtide.trace import Op, Trace
 
 FORMAT = 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import mmap
 import os
 import sqlite3
@@ -39,7 +40,8 @@ class Kind(IntEnum):
     """What an entry says. Fields that are not named are 0."""
 
     OP = 1
-    """An operator ran: a, b, c = its name, module and source line; size, peak, live = bytes before, highest inside, after."""
+    """An operator ran: a, b, c = its name, module and source line; size, peak, live = bytes before, highest inside, after;
+    flags: see :func:`encode_run`."""
     BORN = 2
     """A block appeared: a = block, b = its type and shape, size = bytes; flags: see :class:`Flag`."""
     DIED = 3
@@ -66,6 +68,26 @@ class Flag(IntEnum):
     COUNTED = 1
     MET = 2
     WRITTEN = 4
+
+
+_SECONDS_STEPS: Final = 256
+_SECONDS_LEAST: Final = 24
+_SECONDS_MOST: Final = (1 << 14) - 1
+_REPLAYABLE: Final = 1 << 14
+_SEEDED: Final = 1 << 15
+
+
+def encode_run(seconds: float, *, replayable: bool, seeded: bool) -> int:
+    """An operator's run in 16 bits: seconds in steps of 2^(1/256) from 2^-24 on, whether it may be run again, and draws."""
+    steps = round(_SECONDS_STEPS * (math.log2(seconds) + _SECONDS_LEAST)) if seconds > 0 else 1
+    return max(1, min(_SECONDS_MOST, steps)) | _REPLAYABLE * replayable | _SEEDED * seeded
+
+
+def decode_run(flags: int) -> tuple[float, bool, bool]:
+    """Seconds, whether it may be run again, whether it draws; 0 seconds in a recording that does not say."""
+    steps = flags & _SECONDS_MOST
+    seconds = 2.0 ** (steps / _SECONDS_STEPS - _SECONDS_LEAST) if steps else 0.0
+    return seconds, bool(flags & _REPLAYABLE), bool(flags & _SEEDED)
 
 
 class Role(IntEnum):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 
-from lowtide.pebble.problem import Away, Key, Problem
+from lowtide.pebble.eager.problem import Away, Key, Problem
 from lowtide.trace import Need, Op
 
 

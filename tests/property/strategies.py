@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from lowtide.pebble.problem import Action, Away, Bandwidth, Key, Problem
+from lowtide.pebble.eager.problem import Action, Away, Bandwidth, Key, Problem
 from lowtide.trace import Buffer, Need, Op, Phase, Save, Site, Trace
 
 MOST_FORWARD_OPS = 6

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from lowtide.errors import StructureError
-from lowtide.pebble.bound import forced_live, peak_bound, time_bound
-from lowtide.pebble.greedy import pareto, walk
-from lowtide.pebble.problem import Action, Away, Key, Problem
-from lowtide.pebble.referee import play
-from lowtide.pebble.solve import Front, Status
+from lowtide.pebble.eager.bound import forced_live, peak_bound, time_bound
+from lowtide.pebble.eager.walk import pareto, walk
+from lowtide.pebble.eager.problem import Action, Away, Key, Problem
+from lowtide.pebble.eager.play import play
+from lowtide.pebble.eager.solve import Front, Status
 from lowtide.trace import Buffer, Need, Op, Phase, Save, Site, Trace
 from property.naive import Naive
 from property.strategies import BASE_BYTES, plans, problems

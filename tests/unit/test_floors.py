@@ -17,7 +17,28 @@ SOURCE = Path(lowtide.__file__).parent
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "", "units"),
     ("trace", "store"),
-    ("pebble.problem", "pebble.referee", "pebble.bound", "pebble.greedy", "pebble.solve", "planner"),
+    (
+        "pebble.graph",
+        "pebble.schedule",
+        "pebble.referee",
+        "pebble.check",
+        "pebble.game",
+        "pebble.anneal",
+        "pebble.search",
+        "pebble.before",
+        "pebble.bound",
+        "pebble.lazy",
+        "pebble.classics",
+        "pebble.exact",
+        "pebble.solve",
+        "pebble.account",
+        "pebble.eager.problem",
+        "pebble.eager.play",
+        "pebble.eager.bound",
+        "pebble.eager.walk",
+        "pebble.eager.solve",
+        "planner",
+    ),
     (
         "live.ops",
         "live.mode",
@@ -48,15 +69,17 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "live.watch",
         "live.agent",
     ),
-    ("explain", "finding", "advise", "api"),
+    ("explain", "finding", "advise", "stepgraph", "api"),
     (
         "report.terminal",
         "report.recording",
         "report.html",
         "report.export",
+        "report.plan",
         "cli.launch",
         "cli.script",
         "cli.run",
+        "cli.plan",
         "cli.record",
         "cli.report",
         "cli.main",
@@ -69,8 +92,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 EXCEPTIONS = {("live.agent", "cli.launch"), ("live.agent", "report.terminal"), ("live.agent", "report.recording")}
 """The agent is what a verb's process starts: it reads the verb's task and shows the figures at its end."""
 
-PURE = ("errors", "units", "trace", "store", "pebble.problem", "pebble.referee", "pebble.bound", "pebble.greedy", "pebble.solve",
-        "planner")  # fmt: skip
+PURE = tuple(name for floor in FLOORS[:3] for name in floor if name)
 
 RANK = {name: rank for rank, name in enumerate(name for floor in FLOORS for name in floor)}
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lowtide.errors import PlanFileError, UsageError
-from lowtide.pebble.problem import Action, Away, Bandwidth, Key, Problem
-from lowtide.pebble.solve import Solution, Status, solve
+from lowtide.pebble.eager.problem import Action, Away, Bandwidth, Key, Problem
+from lowtide.pebble.eager.solve import Solution, Status, solve
 from lowtide.planner import FORMAT, Plan, decisions_of, dropped_sites, fingerprint, load_plan, plan_of, save_plan
 from lowtide.trace import Buffer, Need, Op, Phase, Save, Site, Trace
 

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import click
 
 from lowtide import __version__
+from lowtide.cli.plan import plan
 from lowtide.cli.record import record
 from lowtide.cli.report import diff, report
 from lowtide.cli.run import run
@@ -47,5 +48,5 @@ def main() -> None:
     """Train neural networks in the memory you have."""
 
 
-for verb in (run, record, report, diff):
+for verb in (run, record, report, plan, diff):
     main.add_command(verb)

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lowtide.pebble.greedy import State
-from lowtide.pebble.problem import Problem
-from lowtide.pebble.referee import play
-from lowtide.pebble.solve import Solution
+from lowtide.pebble.eager.play import play
+from lowtide.pebble.eager.problem import Problem
+from lowtide.pebble.eager.solve import Solution
+from lowtide.pebble.eager.walk import State
 from lowtide.planner import Plan, decisions_of, fingerprint, plan_of
 
 

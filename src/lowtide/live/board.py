@@ -13,7 +13,7 @@ import time
 from typing import Any, Protocol, final
 
 import torch
-from lowtide.pebble.problem import Bandwidth
+from lowtide.pebble.eager.problem import Bandwidth
 
 _PROBE_BYTES = 8 << 20
 """Bytes written and read to measure a board."""

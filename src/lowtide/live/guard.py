@@ -17,7 +17,7 @@ from lowtide.live.ledger import Ledger
 from lowtide.live.ops import OpInfo
 from lowtide.live.replay import remake
 from lowtide.live.value import Record, Value, beneath_autograd, bytes_of, flatten, generator_of, sole_owner, whole, written_by
-from lowtide.pebble.problem import Bandwidth
+from lowtide.pebble.eager.problem import Bandwidth
 from lowtide.trace import Site
 
 SMALLEST_BYTES = 2048

@@ -45,8 +45,8 @@ from lowtide.live.value import (
     whole,
     written_by,
 )
-from lowtide.pebble.greedy import State
-from lowtide.pebble.problem import Action, Problem
+from lowtide.pebble.eager.problem import Action, Problem
+from lowtide.pebble.eager.walk import State
 from lowtide.trace import Op
 
 

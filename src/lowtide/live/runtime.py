@@ -38,9 +38,9 @@ from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
 from lowtide.live.value import bytes_of
 from lowtide.live.verdict import figures_of, refusal
-from lowtide.pebble.greedy import State
-from lowtide.pebble.problem import Problem
-from lowtide.pebble.solve import Front, Solution
+from lowtide.pebble.eager.problem import Problem
+from lowtide.pebble.eager.solve import Front, Solution
+from lowtide.pebble.eager.walk import State
 from lowtide.planner import Plan, dropped_sites, plan_of
 from lowtide.trace import Phase, Trace
 from lowtide.units import Auto, Share, Size

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lowtide.errors import BudgetError
 from lowtide.live.outcome import PlanFigures
-from lowtide.pebble.problem import Problem
-from lowtide.pebble.solve import Solution
+from lowtide.pebble.eager.problem import Problem
+from lowtide.pebble.eager.solve import Solution
 from lowtide.units import format_bytes
 
 

@@ -33,7 +33,7 @@ from lowtide.live.saver import Kept
 from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
 from lowtide.live.value import NO_DISPATCH, PLAIN_TYPES, StorageRef, is_plain, written_by
-from lowtide.store import CARRIED, PHASES, Flag, Kind, Role, Writer, summed
+from lowtide.store import CARRIED, PHASES, Flag, Kind, Role, Writer, encode_run, summed
 from lowtide.trace import Phase
 
 FIRST_STEPS: Final = 3
@@ -414,6 +414,7 @@ class Watcher:
         op = self._names.get(func)
         if op is None:
             op = self._names[func] = self.writer.name(str(func))
+        began = time.perf_counter()
         try:
             out = func(*args, **kwargs)
         except (RuntimeError, MemoryError) as error:
@@ -421,14 +422,17 @@ class Watcher:
                 self.write(Kind.DENIED, op, module, source, size=meter.denied_bytes(), live=meter.live(), peak=meter.op_peak())
                 self._note_reads(info_of(func), args, kwargs)
             raise
+        took = time.perf_counter() - began
+        info = info_of(func)
         peak, after = meter.op_peak(), meter.live()
         if func is _ADD and self._phase is Phase.BACKWARD and not self.clock.differentiable and self._engine.adds(args):
             peak, after, self._summed = before, before, True
         else:
             self._summed = False
         self._phase_peak = max(self._phase_peak, peak)
-        self.write(Kind.OP, op, module, source, size=before, live=after, peak=peak)
-        self._note_tensors(info_of(func), args, kwargs, out, (op, module, source))
+        run = encode_run(took, replayable=info.replayable, seeded=info.seeded)
+        self.write(Kind.OP, op, module, source, flags=run, size=before, live=after, peak=peak)
+        self._note_tensors(info, args, kwargs, out, (op, module, source))
         meter.reset_op_peak()
         return out
 

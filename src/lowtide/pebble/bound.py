@@ -1,111 +1,431 @@
-"""Lower bounds for problems in fixed order, each with the event that proves it."""
+"""Lower bounds, each with the instant that proves it: on the peak with recomputation, on the peak without, on extra seconds.
+
+The proofs stand in ``docs/planner.md``.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import maximum_flow
 
-from lowtide.pebble.problem import Problem
-from lowtide.trace import Need
+from lowtide.pebble.before import Instant, Precedence, chain
+from lowtide.pebble.game import Game, profile
 
-_EVENTS_TRIED = 32
-"""How many of the highest events are tried for the bound on extra time."""
+_EVERY = 1500
+"""Operators up to which every one is an instant that is looked at; beyond, the highest of each stretch is."""
+_LOOKED_AT = 96
+"""How many are looked at in larger graphs."""
+_WEIGHED = 24
+"""Single instants at most whose programs are weighed."""
+_SOLVED = 3
+"""How many of them are solved with all variables whole."""
+_FLOW_SCALE = 1 << 30
+"""Capacities of scipy's maximum flow are 32-bit integers: bytes are rounded down to shares of all bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
-    """What no plan of recomputation and moving can beat.
+class PeakBound:
+    """A peak that no schedule goes below.
 
     Attributes:
-        peak_bytes: lower bound on the peak.
-        peak_event: the event whose forced bytes prove it; -1 for a problem without events.
+        bytes: the bound.
+        node: whose first run proves it; -1 where resident values alone do.
+        method: ``stuck`` (values without a way back), ``forced`` (values made before and read after), ``cut`` (minimum cut).
     """
 
-    peak_bytes: int
-    peak_event: int
+    bytes: int
+    node: int
+    method: str
 
 
-def forced_live(problem: Problem) -> NDArray[np.int64]:
-    """Per event, bytes that are there whatever is recomputed or moved, the event's own rise included.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeBound:
+    """Extra seconds that no schedule within a budget does without.
 
-    A value is forced while script code holds it, while the node that asked for it runs, and always if it can neither be
-    made again nor be moved.
+    Attributes:
+        seconds: the bound.
+        method: ``none``, ``instants`` (each instant's values against the budget), ``instant`` (one of them, with all that must
+            run again for what is absent), ``chain`` (what must be on the board from one instant to the next), ``search`` (all
+            schedules were looked at).
+        solved: whether the program was solved to its end; otherwise its bound at the time limit is given.
+        nodes: whose first runs the program looks at, where they are named (all that bind for ``instants``).
+        absent: per operator of these, values that the program's answer does not have on the board then.
+        fetched: values that the program's answer fetches.
     """
-    events = len(problem.trace.events)
-    delta = np.zeros(events + 2, dtype=np.int64)
-    for v, buffer in enumerate(problem.trace.buffers):
-        if not buffer.counted:
-            continue
-        fixed = not problem.remakeable[v] and not problem.can_move(v)
-        spans = [(buffer.born + 1, problem.end(v) if fixed else min(buffer.held_until, problem.end(v)))]
-        if not fixed:
-            spans += [(max(event + 1, buffer.held_until + 1), pin) for event, pin in problem.needs[v]]
-        reached = -1
-        for first, end in spans:
-            start = max(first, reached + 1)
-            if end >= start:
-                delta[start] += buffer.bytes
-                delta[end + 1] -= buffer.bytes
-                reached = end
-    live = np.cumsum(delta)[:events] + problem.base_bytes + np.asarray(problem.trace.other_bytes, dtype=np.int64)
-    own = [problem.trace.buffers[e.value].bytes if isinstance(e, Need) and _absent_able(problem, e.value, i) else 0
-           for i, e in enumerate(problem.trace.events)]
-    return live + np.maximum(problem.rise, np.asarray(own, dtype=np.int64))
+
+    seconds: float
+    method: str
+    solved: bool
+    nodes: tuple[int, ...] = ()
+    absent: Mapping[int, frozenset[int]] = field(default_factory=dict, compare=False)
+    fetched: frozenset[int] = frozenset()
 
 
-def _absent_able(problem: Problem, v: int, event: int) -> bool:
-    buffer = problem.trace.buffers[v]
-    pinned = any(e < event <= pin for e, pin in problem.needs[v])
-    return buffer.counted and event > buffer.held_until and not pinned and (problem.remakeable[v] or problem.can_move(v))
+NOTHING = TimeBound(seconds=0.0, method="none", solved=True)
 
 
-def peak_bound(problem: Problem) -> Bound:
-    """The highest forced point."""
-    forced = forced_live(problem)
-    if not len(forced):
-        return Bound(peak_bytes=problem.base_bytes, peak_event=-1)
-    return Bound(peak_bytes=int(forced.max()), peak_event=int(forced.argmax()))
+def looked_at(game: Game, precedence: Precedence) -> list[Instant]:
+    """The instants that bounds look at: all of a small graph, the highest of each stretch of a large one."""
+    ops = list(range(game.plain))
+    if game.plain > _EVERY:
+        high = profile(game, game.given)
+        width = game.plain // _LOOKED_AT
+        ops = [max(ops[i : i + width], key=lambda o: int(high[o])) for i in range(0, game.plain, width)]
+    return [precedence.instant(o) for o in ops]
 
 
-def time_bound(problem: Problem, budget_bytes: int) -> float:
-    """Seconds that every plan within the budget must add to the plain run.
+def floor(game: Game, precedence: Precedence, instants: Sequence[Instant]) -> PeakBound:
+    """The peak that no recomputing and moving goes below."""
+    best = PeakBound(bytes=game.graph.resident_bytes, node=-1, method="stuck")
+    for at in instants:
+        size = precedence.bytes_with(at, precedence.stuck(at))
+        if size > best.bytes:
+            best = PeakBound(bytes=size, node=game.nodes[at.op], method="stuck")
+    return best
 
-    At one event the values that are absent must together free what the plain run has above the budget, and each of
-    them that is needed later costs at least its maker's seconds (once for all values of one maker) or its transfers.
-    The relaxation is a fractional knapsack per event; the best of the highest events is returned.
+
+def once(game: Game, precedence: Precedence, instants: Sequence[Instant], *, cut: bool = True) -> PeakBound:
+    """The peak that no order goes below when every operator runs once and nothing is moved."""
+    best = PeakBound(bytes=game.graph.resident_bytes, node=-1, method="forced")
+    for at in instants:
+        size = precedence.bytes_with(at, precedence.forced(at) | precedence.stuck(at))
+        if size > best.bytes:
+            best = PeakBound(bytes=size, node=game.nodes[at.op], method="forced")
+    if cut:
+        network = _Network(game)
+        for at in instants:
+            size = network.least(at)
+            if size > best.bytes:
+                best = PeakBound(bytes=size, node=game.nodes[at.op], method="cut")
+    return best
+
+
+class _Network:
+    """Least bytes on the board at an instant, over all sets of operators that may have run by then.
+
+    Such a set holds what the instant's operator needs, none of what needs it, and with an operator all that it needs; a value
+    counts where its maker is in the set and a reader is not. The cheapest is a minimum cut.
     """
-    over = problem.plain_live + problem.rise - budget_bytes
-    order = np.argsort(over)[::-1][:_EVENTS_TRIED]
-    return max((_knapsack(problem, int(e), int(over[e])) for e in order if over[e] > 0), default=0.0)
+
+    def __init__(self, game: Game) -> None:
+        self.game = game
+        n, values = game.plain, len(game.value_nodes)
+        self.source, self.sink = n + values, n + values + 1
+        self.scale = min(1.0, _FLOW_SCALE / max(1, int(game.bytes.sum())))
+        self.infinite = (1 << 31) - 1
+        self.rows: list[int] = []
+        self.cols: list[int] = []
+        self.capacity: list[int] = []
+        for o, parents in enumerate(game.parents):
+            for p in parents:
+                self._edge(o, p, self.infinite)
+        for v, readers in enumerate(game.readers):
+            if readers:
+                self._edge(int(game.producer[v]), n + v, int(int(game.bytes[v]) * self.scale))
+                for r in readers:
+                    self._edge(n + v, r, self.infinite)
+
+    def _edge(self, a: int, b: int, capacity: int) -> None:
+        self.rows.append(a)
+        self.cols.append(b)
+        self.capacity.append(capacity)
+
+    def least(self, at: Instant) -> int:
+        game = self.game
+        before, after = np.nonzero(at.done)[0].tolist(), [*np.nonzero(at.ahead)[0].tolist(), at.op]
+        rows = np.asarray([*self.rows, *([self.source] * len(before)), *after])
+        cols = np.asarray([*self.cols, *before, *([self.sink] * len(after))])
+        capacity = np.asarray([*self.capacity, *([self.infinite] * (len(before) + len(after)))], dtype=np.int32)
+        matrix = csr_matrix((capacity, (rows, cols)), shape=(self.sink + 1, self.sink + 1))
+        flow = int(maximum_flow(matrix, self.source, self.sink).flow_value / self.scale)
+        own = sum(int(game.bytes[v]) for v in game.outputs[at.op]) + int(game.workspace[at.op])
+        taken_over = sum(int(game.bytes[v]) for v in game.olds(at.op))
+        return flow + own - taken_over + game.graph.resident_bytes
 
 
-def _knapsack(problem: Problem, event: int, over_bytes: int) -> float:
-    offers: dict[int, tuple[int, float]] = {}
-    for v, buffer in enumerate(problem.trace.buffers):
-        if not buffer.counted or not buffer.born < event <= problem.end(v) or event <= buffer.held_until:
-            continue
-        if any(e < event <= pin for e, pin in problem.needs[v]):
-            continue
-        prices = []
-        if problem.remakeable[v]:
-            prices.append(problem.maker(v).seconds)
-        if problem.can_move(v):
-            prices.append(problem.move_seconds(v))
-        if not prices:
-            continue
-        needed = any(e >= event for e, _ in problem.needs[v])
-        key = buffer.born if buffer.born >= 0 else -2 - v
-        cost = min(prices) if needed else 0.0
-        size, price = offers.get(key, (0, cost))
-        offers[key] = (size + buffer.bytes, min(price, cost))
-    seconds = 0.0
-    for size, price in sorted(offers.values(), key=lambda o: o[1] / max(o[0], 1)):
-        if over_bytes <= 0:
+class Program:
+    """A mixed-integer program in the making: variables in [0, 1] by name, rows, least cost."""
+
+    def __init__(self) -> None:
+        """Nothing is asked yet."""
+        self.index: dict[Any, int] = {}
+        self.cost: list[float] = []
+        self.rows: list[dict[int, float]] = []
+        self.low: list[float] = []
+        self.high: list[float] = []
+
+    def variable(self, name: Any, cost: float = 0.0) -> int:
+        """The variable of a name; it is made, at its cost, when first asked for."""
+        found = self.index.get(name)
+        if found is None:
+            found = self.index[name] = len(self.cost)
+            self.cost.append(cost)
+        return found
+
+    def row(self, terms: dict[int, float], low: float, high: float = np.inf) -> int:
+        """A row: ``low <= sum <= high``."""
+        self.rows.append(terms)
+        self.low.append(low)
+        self.high.append(high)
+        return len(self.rows) - 1
+
+    def _matrix(self) -> Any:
+        size = sum(len(r) for r in self.rows)
+        data = np.fromiter((a for r in self.rows for a in r.values()), dtype=float, count=size)
+        cols = np.fromiter((j for r in self.rows for j in r), dtype=np.int64, count=size)
+        starts = np.cumsum([0, *(len(r) for r in self.rows)])
+        return csr_matrix((data, cols, starts), shape=(len(self.rows), len(self.cost)))
+
+    def solve(self, seconds: float, *, whole: bool = True, gap: float = 0.0) -> Any:
+        """Scipy's answer, with all variables whole or real; it may stop when it is within a relative gap of the best."""
+        return milp(
+            np.asarray(self.cost),
+            constraints=LinearConstraint(self._matrix(), self.low, self.high),
+            bounds=Bounds(0, 1),
+            integrality=np.full(len(self.cost), int(whole)),
+            options={"time_limit": max(0.05, seconds), "mip_rel_gap": gap},
+        )
+
+
+def proven(program: Program, result: Any) -> tuple[float, bool]:
+    """What scipy's answer proves, and whether the program was solved to its end."""
+    dual = getattr(result, "mip_dual_bound", None)
+    if result.status == 0:
+        found = float(np.asarray(program.cost) @ np.round(result.x))
+        if dual is None or dual >= found * (1 - 1e-9):
+            return found, True
+    return (max(0.0, float(dual)) if dual is not None and np.isfinite(dual) else 0.0), False
+
+
+def all_instants(
+    game: Game, precedence: Precedence, instants: Sequence[Instant], budget_bytes: int, *, seconds: float
+) -> TimeBound:
+    """Extra seconds that no schedule within the budget does without, all instants in one program."""
+    program = _over_instants(game, precedence, instants, budget_bytes)
+    if program is None:
+        return NOTHING
+    value, solved = proven(program, program.solve(seconds))
+    return TimeBound(seconds=value * (game.base_seconds or 1.0), method="instants", solved=solved)
+
+
+def _over_instants(game: Game, precedence: Precedence, instants: Sequence[Instant], budget_bytes: int) -> Program | None:
+    """One row per instant at which the budget binds; None where there is none.
+
+    At an instant, what was made before and is read afterwards is on the board or is placed again; what is placed again must
+    make up for all that would stand above the budget. Every operator is paid for once (in fixed order once for every stretch
+    between two reads of its value).
+    """
+    program = Program()
+    for at in instants:
+        present, fixed = precedence.forced(at), precedence.stuck(at)
+        need = precedence.bytes_with(at, present | fixed) - budget_bytes
+        if need > 0:
+            free = np.nonzero(present & ~fixed)[0].tolist()
+            program.row({_absent(program, game, precedence, v, at.op): float(game.bytes[v]) / need for v in free}, 1.0)
+    return program if program.rows else None
+
+
+def price(game: Game, precedence: Precedence, found: TimeBound, budget_bytes: int, more_bytes: int) -> float:
+    """Seconds that the bound falls by when the budget grows by so many bytes: what memory is worth, by the bound's account."""
+    ops = {v: o for o, v in enumerate(game.nodes[: game.plain])}
+    at = [precedence.instant(ops[v]) for v in found.nodes]
+
+    def relaxed(budget: int) -> float:
+        if found.method in ("instant", "chain"):
+            program = stages(game, precedence, at, budget)
+        else:
+            everywhere = _over_instants(game, precedence, looked_at(game, precedence), budget)
+            if everywhere is None:
+                return 0.0
+            program = everywhere
+        result = program.solve(2.0, whole=False)
+        return float(result.fun) if result.status == 0 else 0.0
+
+    if found.method not in ("instant", "instants", "chain"):
+        return 0.0
+    return max(0.0, relaxed(budget_bytes) - relaxed(budget_bytes + more_bytes)) * (game.base_seconds or 1.0)
+
+
+def _absent(program: Program, game: Game, precedence: Precedence, v: int, op: int) -> int:
+    """The variable for a value being absent at an instant."""
+    o, base = int(game.producer[v]), game.base_seconds or 1.0
+    stretch = sum(1 for r in game.readers[v] if r < op) if precedence.fixed else 0
+    name = ("absent", v, stretch)
+    if name in program.index:
+        return program.index[name]
+    absent = program.variable(name)
+    terms = {absent: -1.0}
+    if game.again[o]:
+        alone = len(game.outputs[o]) == 1
+        terms[program.variable(("run", o, stretch if alone else 0), float(game.seconds[o]) / base)] = 1.0
+    fetch = int(game.fetcher[v])
+    if fetch >= 0:
+        moved = program.variable(("fetch", v, stretch), float(game.seconds[fetch]) / base)
+        terms[moved] = 1.0
+        program.row({program.variable(("write", v), float(game.once[fetch]) / base): 1.0, moved: -1.0}, 0.0)
+    program.row(terms, 0.0)
+    return absent
+
+
+def stages(game: Game, precedence: Precedence, tight: Sequence[Instant], budget_bytes: int) -> Program:
+    """What must be on the board from one instant to the next; the instants must be comparable and in order.
+
+    Variables ``("on", t, v)``: value ``v`` is on the board at instant ``t``; ``("run", t, o)``: operator ``o`` runs again
+    between the instants ``t - 1`` and ``t``; ``("fetch", t, v)`` likewise; ``("write", v)``: it is offloaded at all.
+    """
+    base = game.base_seconds or 1.0
+    program = Program()
+    count = len(tight)
+
+    def placed(t: int, v: int) -> dict[int, float]:
+        """Variables that place a value on the board between two instants."""
+        o, fetch = int(game.producer[v]), int(game.fetcher[v])
+        found = {}
+        if game.again[o]:
+            found[program.variable(("run", t, o), float(game.seconds[o]) / base)] = 1.0
+        if fetch >= 0:
+            name = ("fetch", t, v)
+            known = name in program.index
+            found[program.variable(name, float(game.seconds[fetch]) / base)] = 1.0
+            if not known:
+                written = program.variable(("write", v), float(game.once[fetch]) / base)
+                program.row({written: 1.0, program.index[name]: -1.0}, 0.0)
+        return found
+
+    made = [at.done[game.producer] for at in tight]
+    for t, at in enumerate(tight):
+        room = budget_bytes - precedence.bytes_with(at, np.zeros(len(game.value_nodes), dtype=bool))
+        olds = game.olds(at.op)
+        here = [v for v in np.nonzero(made[t])[0].tolist() if v not in olds]
+        program.row({program.variable(("on", t, v)): -float(game.bytes[v]) / budget_bytes for v in here}, -room / budget_bytes)
+        fixed, needed = precedence.stuck(at), precedence.forced(at)
+        for v in here:
+            if fixed[v]:
+                program.row({program.variable(("on", t, v)): 1.0}, 1.0)
+            elif needed[v]:
+                terms = {program.variable(("on", t, v)): 1.0}
+                for later in range(t + 1, count + 1):
+                    terms |= placed(later, v)
+                program.row(terms, 1.0)
+    for t in range(1, count + 1):
+        before = tight[t - 1]
+        old = made[t - 1]
+        for v in np.nonzero(old)[0].tolist():
+            there = {program.variable(("on", t - 1, v)): 1.0}
+            if t < count and game.overwriter[v] != tight[t].op:
+                program.row(there | placed(t, v) | {program.variable(("on", t, v)): -1.0}, 0.0)
+        for o in np.nonzero(before.done)[0].tolist():
+            if game.again[o]:
+                again = program.variable(("run", t, o), float(game.seconds[o]) / base)
+                for p in game.inputs[o]:
+                    program.row({program.variable(("on", t - 1, p)): 1.0} | placed(t, p) | {again: -1.0}, 0.0)
+        fresh = before.ahead.copy()
+        if t < count:
+            fresh &= tight[t].done
+            fresh[tight[t].op] = True
+        for o in np.nonzero(fresh)[0].tolist():
+            for p in game.inputs[o]:
+                if old[p]:
+                    program.row({program.variable(("on", t - 1, p)): 1.0} | placed(t, p), 1.0)
+    return program
+
+
+def tight_chain(
+    precedence: Precedence, instants: Sequence[Instant], budget_bytes: int, *, most: int
+) -> list[Instant]:
+    """Comparable instants at which the budget binds, the heaviest chain of them, thinned to ``most``."""
+    over = []
+    for at in instants:
+        need = precedence.bytes_with(at, precedence.forced(at) | precedence.stuck(at)) - budget_bytes
+        if need > 0:
+            over.append((at, need))
+    if not over:
+        return []
+    by_op = {at.op: (at, need) for at, need in over}
+    found = chain([at.op for at, _ in over], [need / budget_bytes + 1e-3 for _, need in over], precedence)
+    while len(found) > most:
+        width = len(found) / most
+        found = [
+            max(found[int(i * width) : max(int(i * width) + 1, int((i + 1) * width))], key=lambda o: by_op[o][1])
+            for i in range(most)
+        ]
+    return [by_op[o][0] for o in found]
+
+
+def one_instant(
+    game: Game, precedence: Precedence, instants: Sequence[Instant], budget_bytes: int, *, seconds: float
+) -> TimeBound:
+    """Extra seconds that one instant proves: what is absent then and runs again needs, in turn, what it reads.
+
+    The highest instants are weighed by the relaxed program, the best of them are solved with all variables whole.
+    """
+    over = sorted(
+        (
+            (precedence.bytes_with(at, precedence.forced(at) | precedence.stuck(at)) - budget_bytes, i)
+            for i, at in enumerate(instants)
+        ),
+        reverse=True,
+    )
+    spread: list[int] = []
+    for need, i in over:
+        if need > 0 and len(spread) < _WEIGHED and all(abs(i - j) > len(instants) // (4 * _WEIGHED) for j in spread):
+            spread.append(i)
+    deadline = time.monotonic() + seconds
+    weighed: list[tuple[float, int, Program]] = []
+    for i in spread:
+        left = deadline - time.monotonic()
+        if left <= 0:
             break
-        share = min(1.0, over_bytes / max(size, 1))
-        seconds += share * price
-        over_bytes -= size
-    return seconds
+        program = stages(game, precedence, [instants[i]], budget_bytes)
+        result = program.solve(left, whole=False)
+        if result.status == 0:
+            weighed.append((float(result.fun), i, program))
+    weighed.sort(key=lambda w: -w[0])
+    if not weighed:
+        return NOTHING
+    base = game.base_seconds or 1.0
+    relaxed, i, program = weighed[0]
+    best = TimeBound(seconds=relaxed * base, method="instant", solved=False, nodes=(game.nodes[instants[i].op],))
+    for relaxed, i, program in weighed[:_SOLVED]:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            break
+        at = instants[i]
+        result = program.solve(left)
+        value, ended = proven(program, result)
+        if max(value, relaxed) * base >= best.seconds:
+            best = TimeBound(seconds=max(value, relaxed) * base, method="instant", solved=ended, nodes=(game.nodes[at.op],))
+            if result.x is not None:
+                best = replace(best, **_chosen(program, result.x, [at]))
+    return best
 
+
+def _chosen(program: Program, x: Any, instants: Sequence[Instant]) -> dict[str, Any]:
+    """Which values a program's answer leaves absent, and which it fetches."""
+    absent: dict[int, set[int]] = {at.op: set() for at in instants}
+    fetched: set[int] = set()
+    for name, j in program.index.items():
+        if name[0] == "on" and x[j] < 0.5:
+            absent[instants[name[1]].op].add(name[2])
+        elif name[0] == "write" and x[j] > 0.5:
+            fetched.add(name[1])
+    return {"absent": {o: frozenset(v) for o, v in absent.items()}, "fetched": frozenset(fetched)}
+
+
+def chain_seconds(
+    game: Game, precedence: Precedence, tight: Sequence[Instant], budget_bytes: int, *, seconds: float, gap: float = 0.0
+) -> TimeBound:
+    """Extra seconds that several comparable instants prove together, in order; within a relative gap if that is quicker."""
+    program = stages(game, precedence, tight, budget_bytes)
+    result = program.solve(seconds, gap=gap)
+    value, solved = proven(program, result)
+    nodes = tuple(game.nodes[at.op] for at in tight)
+    bound = TimeBound(seconds=value * (game.base_seconds or 1.0), method="chain", solved=solved, nodes=nodes)
+    return bound if result.x is None else replace(bound, **_chosen(program, result.x, tight))

@@ -1,393 +1,218 @@
-"""The judge: plays decisions on a problem exactly as the runtime carries them out.
+"""The only judge of a schedule.
 
-The rules, which ``live/lean.py`` and ``live/replay.py`` follow to the letter:
+The rules:
 
-* A value that is away in a gap leaves when nothing but autograd holds it and the node of its last need has finished.
-* At a need of an absent value the chain of operators that makes it again from what is present runs in recorded order.
-  An operator's outputs that are already present are let go at once; intermediates go after their last reader in the
-  chain; values whose decision says so (``Away.until``) are held for their own later need.
-* An in-place operator runs on a clone of what it overwrites, unless that is an intermediate of this very chain which
-  nobody else reads: then it runs on that itself.
-* What a replayable operator reads and nobody would keep is captured: held until the values made from it are released.
+* ``compute`` needs every value that the node reads on the board (a view needs the storage that it looks into too); fetched
+  values must have arrived. While it runs, all that is on the board counts, its own values and its workspace included.
+* ``update`` is ``compute`` on the storages of the nodes that are overwritten: these values leave, and their bytes are not
+  counted twice.
+* ``free`` takes a value off the board. A value that a script holds (``held_until``) may not leave before that node has run;
+  one that is marked ``keep`` must be there at the end.
+* ``offload`` copies a value to the second board, ``fetch`` brings it back; each has a channel of its own. Where transfers
+  overlap with computing, a value that is freed leaves only when its copy is complete, and a fetched one counts from the
+  request on.
+* A node that may not be recomputed runs at most once; every node runs at least once. A node with ``state_bytes`` that runs
+  more than once holds them from its first run to its last.
+* A copy on the second board stays from its offload to its last fetch.
 """
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_left
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.errors import StructureError
-from lowtide.pebble.problem import Action, Away, Key, Problem
-from lowtide.trace import Op
-
-FOREVER = 1 << 60
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Remake:
-    """What happens at one need of an absent value.
-
-    Attributes:
-        value: the value asked for.
-        need: which of its needs.
-        ops: events of the operators that run again, in order.
-        fetched: values fetched from the second board.
-        held: values made on the way that stay for their own later need.
-    """
-
-    value: int
-    need: int
-    ops: tuple[int, ...]
-    fetched: tuple[int, ...]
-    held: frozenset[int]
+from lowtide.pebble.graph import Graph, Offload
+from lowtide.pebble.schedule import Act, Move, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """How a play went.
+    """How a schedule plays.
 
     Attributes:
-        base_bytes: live when the unit begins.
-        live_bytes: per event, live just before it.
-        peak_bytes_at: per event, the highest point within it, replays included.
-        extra_seconds: recomputation and transfers, on top of the plain run.
-        remakes: the needs at which something had to be done.
-        stays: needs after which an away value is held until the next one.
-        intervals: per value with decisions, closed spans of events during which it is absent.
-        recorded: events of the operators that the runtime must remember.
-        captured: values that the runtime must hold although the plain run would let them go.
-        moved_bytes: bytes written to the second board.
+        bytes_at: per move, the highest point during it.
+        host_bytes_at: per move, bytes on the second board.
+        seconds: from the first move to the end of the last.
+        wait_seconds: of these, spent waiting for transfers.
+        runs: per node, how often it was computed.
+        moved_bytes: written to the second board.
     """
 
-    base_bytes: int
-    live_bytes: NDArray[np.int64]
-    peak_bytes_at: NDArray[np.int64]
-    extra_seconds: float
-    remakes: tuple[Remake, ...]
-    stays: frozenset[Key]
-    intervals: Mapping[int, tuple[tuple[int, int], ...]]
-    recorded: frozenset[int]
-    captured: frozenset[int]
+    bytes_at: NDArray[np.int64]
+    host_bytes_at: NDArray[np.int64]
+    seconds: float
+    wait_seconds: float
+    runs: tuple[int, ...]
     moved_bytes: int
 
     @property
     def peak_bytes(self) -> int:
-        """Highest point of the unit."""
-        return int(self.peak_bytes_at.max(initial=self.base_bytes))
+        """Highest point."""
+        return int(self.bytes_at.max(initial=0))
 
     @property
-    def peak_event(self) -> int:
-        """Event of the highest point."""
-        return int(self.peak_bytes_at.argmax())
+    def host_peak_bytes(self) -> int:
+        """Highest point of the second board."""
+        return int(self.host_bytes_at.max(initial=0))
 
-    def absent(self, value: int, event: int) -> bool:
-        """Whether a value is absent just before an event."""
-        spans = self.intervals.get(value, ())
-        i = bisect_left(spans, (event + 1, -1)) - 1
-        return i >= 0 and spans[i][1] >= event
-
-
-Decisions = Mapping[Key, Away]
+    @property
+    def peak_move(self) -> int:
+        """Index of the move at the highest point."""
+        return int(self.bytes_at.argmax())
 
 
-def check(problem: Problem, decisions: Decisions) -> None:
-    """Refuse decisions that no runtime could carry out.
+def play(graph: Graph, schedule: Schedule) -> Timeline:
+    """Play a schedule.
 
     Raises:
-        StructureError: naming the value and the rule.
+        StructureError: at the first move that breaks a rule, naming it.
     """
-    for (v, gap), away in decisions.items():
-        buffer = problem.trace.buffers[v]
-        if buffer.released < 0:
-            raise StructureError(f"value {v} was never saved by autograd: it cannot be away")
-        if gap < problem.gap_starts[v]:
-            raise StructureError(f"value {v} is held by the script in gap {gap}")
-        if away.action is Action.RECOMPUTE and not problem.remakeable[v]:
-            raise StructureError(f"value {v} cannot be recomputed: its maker or an ancestor cannot be replayed")
-        if away.action is Action.MOVE and not problem.can_move(v):
-            raise StructureError(f"value {v} cannot be moved: no second board, or held until the backward began")
-        if away.action is Action.MOVE and gap > problem.gap_starts[v]:
-            first = decisions.get((v, problem.gap_starts[v]))
-            if first is None or first.action is not Action.MOVE:
-                raise StructureError(f"value {v} is to be moved in gap {gap}, but was not written in its first one")
+    game = _Game(graph, schedule)
+    for t, move in enumerate(schedule):
+        game.move(t, move)
+    return game.finish()
 
 
-def closure(problem: Problem, decisions: Decisions) -> tuple[tuple[int, ...], set[int]]:
-    """Operators that must be remembered (events, last first), and values that must be captured."""
-    remade = {v for (v, _), away in decisions.items() if away.action is Action.RECOMPUTE}
-    moved = {v for v, _ in decisions} - remade
-    buffers = problem.trace.buffers
-    recorded: set[int] = set()
-    captured: set[int] = set()
-    stack = list(remade)
-    while stack:
-        v = stack.pop()
-        if buffers[v].born in recorded:
-            continue
-        recorded.add(buffers[v].born)
-        for r in problem.maker(v).reads:
-            if r in moved:
-                continue
-            if r in remade or not problem.capturable(r):
-                stack.append(r)
-            elif buffers[r].released >= 0 or not problem.remakeable[r]:
-                captured.add(r)
-            else:
-                stack.append(r)
-    return tuple(sorted(recorded, reverse=True)), captured
-
-
-class _Play:
-    """One play: the state of the board while needs are met in order."""
-
-    def __init__(self, problem: Problem, decisions: Decisions) -> None:
-        self.problem = problem
-        self.decisions = decisions
-        self.buffers = problem.trace.buffers
-        self.away_values = {v for v, _ in decisions}
-        recorded, self.captured = closure(problem, decisions)
-        self.recorded = frozenset(recorded)
-        self.ends = self._ends(recorded)
-        self.present_until: dict[int, int] = {}
-        self.absent_since: dict[int, int] = {}
-        self.spans: dict[int, list[tuple[int, int]]] = {v: [] for v in self.away_values}
-        self.on_board2: set[int] = set()
-        self.leaving: list[tuple[int, int]] = []
-        self.ending: list[tuple[int, int]] = []
-        self.absent_bytes = 0
-        self.seconds = 0.0
+class _Game:
+    def __init__(self, graph: Graph, schedule: Schedule) -> None:
+        self.graph = graph
+        self.board: set[int] = set()
+        self.live = graph.resident_bytes
+        self.host_live = 0
+        self.bytes_at = np.zeros(len(schedule), dtype=np.int64)
+        self.host_at = np.zeros(len(schedule), dtype=np.int64)
+        self.clock = self.computing = 0.0
+        self.out_free = self.in_free = 0.0
+        self.ready: dict[int, float] = {}
+        self.written: dict[int, float] = {}
+        self.runs = [0] * len(graph.nodes)
         self.moved = 0
-        self.remakes: list[Remake] = []
-        self.stays: set[Key] = set()
+        self.last_fetch: dict[int, int] = {}
+        self.last_run: dict[int, int] = {}
+        for t, (act, v) in enumerate(schedule):
+            if act is Act.FETCH:
+                self.last_fetch[v] = t
+            elif act in (Act.COMPUTE, Act.UPDATE):
+                self.last_run[v] = t
 
-    def _ends(self, recorded: tuple[int, ...]) -> dict[int, int]:
-        """Last event at whose end a value that the runtime remembers can still be asked for."""
-        ends: dict[int, int] = {}
-        released = [b.released for b in self.buffers]
-        lasting = dict(enumerate(released))
-        for e in recorded:
-            op = self.problem.trace.events[e]
-            assert isinstance(op, Op)
-            made = (*op.writes, *(new for _, new in op.overwrites))
-            last = max((lasting[v] for v in made), default=-1)
-            for r in op.reads:
-                lasting[r] = max(lasting[r], last)
-        for v in self.captured | self.away_values:
-            ends[v] = max(self.buffers[v].held_until, lasting[v])
-        return ends
+    def wrong(self, t: int, move: Move, why: str) -> StructureError:
+        return StructureError(f"move {t}, {move.act} {self.graph.nodes[move.node].id!r}: {why}")
 
-    def extension(self) -> NDArray[np.int64]:
-        """Per event, bytes that live longer than in the plain run because they are captured."""
-        events = len(self.problem.trace.events)
-        delta = np.zeros(events + 2, dtype=np.int64)
-        for v, end in self.ends.items():
-            plain = self.problem.end(v)
-            if end > plain:
-                delta[plain + 1] += self.buffers[v].bytes
-                delta[min(end, events) + 1] -= self.buffers[v].bytes
-        return np.cumsum(delta)[:events]
+    def move(self, t: int, move: Move) -> None:
+        match move.act:
+            case Act.COMPUTE | Act.UPDATE:
+                self.compute(t, move)
+            case Act.FREE:
+                self.free(t, move)
+            case Act.OFFLOAD:
+                self.offload(t, move)
+            case Act.FETCH:
+                self.fetch(t, move)
+        self.host_at[t] = self.host_live
+        if move.act is Act.FETCH and self.last_fetch[move.node] == t:
+            self.host_live -= self.graph.nodes[move.node].bytes
+            del self.written[move.node]
 
-    def gap(self, v: int, e: int) -> int:
-        """Index of the gap of a value that an event falls in."""
-        return bisect_left(self.problem.needs[v], (e + 1, -1))
+    def compute(self, t: int, move: Move) -> None:
+        v = move.node
+        node = self.graph.nodes[v]
+        if node.resident or node.made_with is not None:
+            raise self.wrong(t, move, "it is not an operator of its own")
+        if self.runs[v] and not node.recompute:
+            raise self.wrong(t, move, "it may not run again")
+        for p in self.graph.reads[v]:
+            if p not in self.board and not self.graph.nodes[p].resident:
+                raise self.wrong(t, move, f"{self.graph.nodes[p].id!r} is not on the board")
+            self.clock = max(self.clock, self.ready.get(p, 0.0))
+        made = (v, *self.graph.members[v])
+        if any(u in self.board for u in made):
+            raise self.wrong(t, move, "its value is on the board already: free it first")
+        if move.act is Act.UPDATE:
+            if not self.graph.olds[v]:
+                raise self.wrong(t, move, "it overwrites nothing")
+            for old in self.graph.olds[v]:
+                self.leave(t, move, old)
+        if node.state_bytes and not self.runs[v] and self.last_run[v] != t:
+            self.live += node.state_bytes
+        self.live += sum(self.graph.nodes[u].bytes for u in made)
+        self.board.update(made)
+        self.bytes_at[t] = self.live + node.workspace_bytes
+        if node.state_bytes and self.runs[v] and self.last_run[v] == t:
+            self.live -= node.state_bytes
+        self.runs[v] += 1
+        self.clock += node.seconds
+        self.computing += node.seconds
 
-    def present(self, v: int, e: int) -> bool:
-        """Whether a value is on the board just before (or during) an event."""
-        if v in self.away_values:
-            return v not in self.absent_since and e <= self.ends[v]
-        end = self.ends[v] if v in self.captured else self.problem.end(v)
-        overwritten = self.problem.overwritten.get(v, FOREVER)
-        return e <= min(end, overwritten)
+    def leave(self, t: int, move: Move, v: int) -> None:
+        node = self.graph.nodes[v]
+        if v not in self.board:
+            raise self.wrong(t, move, f"{node.id!r} is not on the board")
+        until = node.held_until
+        if until is not None:
+            above = self.graph.nodes[until].made_with
+            if not self.runs[until if above is None else above] and move.act is not Act.UPDATE:
+                raise self.wrong(t, move, f"{node.id!r} is held until {self.graph.nodes[until].id!r} has run")
+        self.clock = max(self.clock, self.written.get(v, 0.0), self.ready.get(v, 0.0))
+        self.board.discard(v)
+        self.ready.pop(v, None)
+        self.live -= node.bytes
 
-    def leave(self, v: int, after: int) -> None:
-        """Note that a value goes at the end of an event, if it is still unheld then."""
-        self.present_until[v] = after
-        heapq.heappush(self.leaving, (after, v))
+    def free(self, t: int, move: Move) -> None:
+        self.bytes_at[t] = self.live
+        self.leave(t, move, move.node)
 
-    def settle(self, e: int) -> None:
-        """Let go what leaves before an event; what is absent when it ends is nobody's any more."""
-        while self.leaving and self.leaving[0][0] < e:
-            after, v = heapq.heappop(self.leaving)
-            if self.present_until.get(v) == after and v not in self.absent_since and after < self.ends[v]:
-                self.absent_since[v] = after + 1
-                self.absent_bytes += self.buffers[v].bytes
-                heapq.heappush(self.ending, (self.ends[v], v))
-                away = self.decisions.get((v, self.gap(v, after)))
-                if away is not None and away.action is Action.MOVE and v not in self.on_board2:
-                    self._write(v)
-            elif self.present_until.get(v) == after and after >= self.ends[v]:
-                self.present_until[v] = FOREVER
-        while self.ending and self.ending[0][0] < e:
-            end, v = heapq.heappop(self.ending)
-            if v in self.absent_since:
-                self.back(v, end)
+    def board2(self, t: int, move: Move) -> Offload:
+        if self.graph.offload is None or not self.graph.nodes[move.node].move or self.graph.nodes[move.node].resident:
+            raise self.wrong(t, move, "it may not go to the second board")
+        return self.graph.offload
 
-    def _write(self, v: int) -> None:
-        assert self.problem.bandwidth is not None
-        self.on_board2.add(v)
-        self.moved += self.buffers[v].bytes
-        self.seconds += self.buffers[v].bytes / self.problem.bandwidth.write
+    def offload(self, t: int, move: Move) -> None:
+        board2, v = self.board2(t, move), move.node
+        if v not in self.board:
+            raise self.wrong(t, move, "it is not on the board")
+        if v in self.written:
+            raise self.wrong(t, move, "it is on the second board already")
+        size = self.graph.nodes[v].bytes
+        start = max(self.clock, self.out_free, self.ready.get(v, 0.0))
+        self.written[v] = self.out_free = start + size / board2.write_bytes_per_second
+        if not board2.overlap:
+            self.clock = self.out_free
+        self.moved += size
+        self.host_live += size
+        if board2.host_bytes is not None and self.host_live > board2.host_bytes:
+            raise self.wrong(t, move, f"the second board would hold {self.host_live} bytes, above its {board2.host_bytes}")
+        self.bytes_at[t] = self.live
 
-    def back(self, v: int, e: int) -> None:
-        """An absent value is on the board again from the end of event ``e`` on."""
-        since = self.absent_since.pop(v)
-        self.absent_bytes -= self.buffers[v].bytes
-        if since <= e:
-            self.spans[v].append((since, e))
+    def fetch(self, t: int, move: Move) -> None:
+        board2, v = self.board2(t, move), move.node
+        if v not in self.written:
+            raise self.wrong(t, move, "it is not on the second board")
+        if v in self.board:
+            raise self.wrong(t, move, "it is on the board already")
+        size = self.graph.nodes[v].bytes
+        start = max(self.clock, self.in_free, self.written[v])
+        self.ready[v] = self.in_free = start + size / board2.read_bytes_per_second
+        if not board2.overlap:
+            self.clock = self.in_free
+        self.live += size
+        self.board.add(v)
+        self.bytes_at[t] = self.live
 
-    def chain(self, v: int, e: int) -> tuple[list[int], list[int]]:
-        """Operators to run again, and values to fetch, so that a value is there at event ``e``."""
-        ops: set[int] = set()
-        fetched: list[int] = []
-        seen = {v}
-        stack = [v]
-        while stack:
-            u = stack.pop()
-            if u in self.on_board2:
-                fetched.append(u)
-                continue
-            born = self.buffers[u].born
-            if born < 0 or born not in self.recorded:
-                raise StructureError(f"value {u} is needed again at event {e}, but cannot be made")
-            if born in ops:
-                continue
-            ops.add(born)
-            for r in self.problem.maker(u).reads:
-                if r not in seen and not self.present(r, e):
-                    seen.add(r)
-                    stack.append(r)
-        return sorted(ops), fetched
-
-    def meet(self, v: int, e: int, k: int, live: int) -> int:
-        """Serve need ``k`` of a value at event ``e``; the highest point above zero is returned."""
-        peak = live
-        if v in self.absent_since:
-            peak = self._remake(v, e, k, live)
-        following = self.decisions.get((v, k + 1))
-        pin = self.problem.needs[v][k][1]
-        if following is None or following.until <= e:
-            self.present_until[v] = FOREVER
-            self.stays.add((v, k))
-        else:
-            self.leave(v, max(pin, self.buffers[v].held_until))
-        return peak
-
-    def _remake(self, v: int, e: int, k: int, live: int) -> int:
-        ops, fetched = self.chain(v, e)
-        events = self.problem.trace.events
-        peak = live
-        readers: dict[int, int] = {}
-        for at in ops:
-            op = events[at]
-            assert isinstance(op, Op)
-            for r in op.reads:
-                readers[r] = at
-        held: set[int] = set()
-        fresh: set[int] = set()
-        for u in fetched:
-            assert self.problem.bandwidth is not None
-            self.seconds += self.problem.bandwidth.read_seconds(self.buffers[u].bytes)
-            live += self.buffers[u].bytes
-            fresh.add(u)
-            if u != v and self._held(u, e):
-                held.add(u)
-        peak = max(peak, live)
-        for at in ops:
-            op = events[at]
-            assert isinstance(op, Op)
-            self.seconds += op.seconds
-            peak = max(peak, live + self._clone_bytes(op, at, fresh, held, readers) + op.inside_bytes)
-            for old, _ in op.overwrites:
-                if self._steals(old, at, fresh, held, readers):
-                    fresh.discard(old)
-                    live -= self.buffers[old].bytes
-            for u in (*op.writes, *(new for _, new in op.overwrites)):
-                if self.present(u, e) or u in fresh:
-                    continue
-                if u == v or readers.get(u, -1) > at or self._held(u, e):
-                    live += self.buffers[u].bytes
-                    fresh.add(u)
-                    if u != v and self._held(u, e):
-                        held.add(u)
-            for u in [u for u in fresh if u != v and u not in held and readers.get(u, -1) <= at]:
-                fresh.discard(u)
-                live -= self.buffers[u].bytes
-        for u in (v, *held):
-            self.back(u, e)
-        for u in held:
-            self.present_until[u] = FOREVER
-        self.remakes.append(
-            Remake(value=v, need=k, ops=tuple(ops), fetched=tuple(sorted(fetched)), held=frozenset(held))
+    def finish(self) -> Timeline:
+        for v, node in enumerate(self.graph.nodes):
+            if not node.resident and node.made_with is None and not self.runs[v]:
+                raise StructureError(f"{node.id!r} is never computed")
+            if node.keep and not node.resident and v not in self.board:
+                raise StructureError(f"{node.id!r} must be on the board at the end")
+        self.clock = max(self.clock, *(self.ready.get(v, 0.0) for v in self.board), 0.0)
+        return Timeline(
+            bytes_at=self.bytes_at,
+            host_bytes_at=self.host_at,
+            seconds=self.clock,
+            wait_seconds=self.clock - self.computing,
+            runs=tuple(self.runs),
+            moved_bytes=self.moved,
         )
-        return peak
-
-    def _held(self, u: int, e: int) -> bool:
-        if u not in self.absent_since or e >= self.ends[u]:
-            return False
-        away = self.decisions.get((u, self.gap(u, e)))
-        return away is not None and away.until <= e and self.gap(u, e) < len(self.problem.needs[u])
-
-    def _steals(self, old: int, at: int, fresh: set[int], held: set[int], readers: Mapping[int, int]) -> bool:
-        return old in fresh and old not in held and readers.get(old, -1) <= at
-
-    def _clone_bytes(self, op: Op, at: int, fresh: set[int], held: set[int], readers: Mapping[int, int]) -> int:
-        return sum(
-            self.buffers[old].bytes for old, _ in op.overwrites if not self._steals(old, at, fresh, held, readers)
-        )
-
-
-def play(problem: Problem, decisions: Decisions) -> Timeline:
-    """Play decisions on a problem.
-
-    Raises:
-        StructureError: if the decisions cannot be carried out.
-    """
-    check(problem, decisions)
-    game = _Play(problem, decisions)
-    events = len(problem.trace.events)
-    base = problem.plain_live + game.extension()
-    peaks = base + problem.rise
-    for v in game.away_values:
-        first = problem.gap_starts[v]
-        needs, buffer = problem.needs[v], problem.trace.buffers[v]
-        if (v, first) in decisions:
-            pin = needs[first - 1][1] if first else -1
-            game.leave(v, max(pin, buffer.held_until, buffer.born))
-    chain_peaks: list[tuple[int, int]] = []
-    meetings = sorted((e, v, k) for v in game.away_values for k, (e, _) in enumerate(problem.needs[v]))
-    for e, v, k in meetings:
-        game.settle(e)
-        if k < problem.gap_starts[v]:
-            continue
-        live = int(base[e]) - game.absent_bytes
-        chain_peaks.append((e, game.meet(v, e, k, live)))
-    game.settle(events + 1)
-    absent = np.zeros(events + 2, dtype=np.int64)
-    for v, since in game.absent_since.items():
-        if since <= game.ends[v]:
-            game.spans[v].append((since, min(game.ends[v], events - 1)))
-    for v, spans in game.spans.items():
-        for start, end in spans:
-            absent[start] += problem.trace.buffers[v].bytes
-            absent[min(end, events) + 1] -= problem.trace.buffers[v].bytes
-    gone = np.cumsum(absent)[:events]
-    peaks = peaks - gone
-    for e, peak in chain_peaks:
-        peaks[e] = max(int(peaks[e]), peak)
-    return Timeline(
-        base_bytes=problem.base_bytes,
-        live_bytes=base - gone,
-        peak_bytes_at=peaks,
-        extra_seconds=game.seconds,
-        remakes=tuple(game.remakes),
-        stays=frozenset(game.stays),
-        intervals={v: tuple(spans) for v, spans in game.spans.items()},
-        recorded=game.recorded,
-        captured=frozenset(game.captured),
-        moved_bytes=game.moved,
-    )

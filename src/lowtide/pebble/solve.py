@@ -1,27 +1,64 @@
-"""``solve(problem, budget)``: which solver answers what.
+"""``solve(graph, budget)``: which solver answers what.
 
-| problem | solver | answer |
+| question | solver | answer |
 |---|---|---|
-| the floor is above the budget | ``bound.peak_bound`` | ``infeasible``, with the event that proves it |
-| the plain run fits | none | ``optimal``, no decisions |
-| fixed order | ``greedy.walk`` | ``feasible`` with the gap to ``bound.time_bound``; ``optimal`` where the gap is zero |
-| fixed order, greed finds nothing that fits | | ``unknown``: no plan found, none ruled out |
+| the floor is above the budget | ``bound.floor`` | ``infeasible``, with the node that proves it |
+| the given order fits | none | ``optimal``, nothing runs twice |
+| few nodes | ``exact.search`` | ``optimal`` or ``infeasible``, all schedules looked at |
+| any other | ``search.Hunt`` beside ``bound`` | ``optimal`` where plan and bound meet, else ``feasible`` with the gap |
+| nothing fits | | ``unknown``: no plan found, none ruled out |
+| no budget | ``search.lowest_order`` beside ``bound.once`` | the order of the lowest peak found, each operator once |
+
+Every answer is played by the referee before it is returned.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from lowtide.pebble.bound import Bound, peak_bound, time_bound
-from lowtide.pebble.greedy import State, walk
-from lowtide.pebble.problem import Problem
-from lowtide.pebble.referee import play
+import numpy as np
 
-SECONDS = 4.0
+from lowtide.errors import StructureError
+from lowtide.pebble import bound, classics, exact
+from lowtide.pebble.anneal import Annealer, Found, library
+from lowtide.pebble.before import Instant, Precedence
+from lowtide.pebble.bound import PeakBound, TimeBound
+from lowtide.pebble.game import Game, game_of, profile
+from lowtide.pebble.graph import Graph
+from lowtide.pebble.lazy import row_without
+from lowtide.pebble.referee import Timeline, play
+from lowtide.pebble.schedule import Row, Schedule, plain_row, unfold
+from lowtide.pebble.search import Hunt, lowest_order
+
+SECONDS = 8.0
 """How long a search may take by default."""
+_SAME = 1e-9
+"""Share of the graph's seconds within which plan and bound are one: what sums of seconds lose to rounding."""
+_STAGES = (25, 60)
+"""Instants that the program over several of them looks at: first so many, then, if time is left, so many."""
+_SEED_SHARE = 0.55
+"""Share of the time limit that programs may take from which half of the search begins."""
+_SEED_INSTANTS = 12
+"""Instants that such a program looks at, at most."""
+_SEED_FREE = 5000
+"""Operators up to which it grows in free order, where comparing instants takes all ancestors."""
+_SEED_NEW = 3
+"""Instants that join it at once, at most."""
+_SEED_APART = 40
+"""They are this fraction of the graph apart."""
+_SEED_STEP = 0.6
+"""Share of what is left of its time that one program may take."""
+_SEED_GAP = 1e-3
+"""Relative gap at which it may stop."""
+_OVERLAPPED = 0.25
+"""Share of a transfer's seconds that the search counts where transfers overlap with computing."""
+_STAGE_VARIABLES = 9000
+"""Variables up to which it is set up with all variables whole."""
 
 
 class Status(StrEnum):
@@ -33,74 +70,314 @@ class Status(StrEnum):
     UNKNOWN = "unknown"
 
 
+class Order(StrEnum):
+    """Whether first runs keep the given order."""
+
+    FIXED = "fixed"
+    FREE = "free"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solution:
-    """An answer, with its certificate.
+class Answer:
+    """A plan with its certificate.
 
     Attributes:
         status: what is known of it.
-        budget_bytes: what was asked.
-        state: decisions and how they play; None where there is no plan.
-        bound: lower bound on the peak of any plan.
-        bound_seconds: lower bound on the extra seconds of any plan within the budget.
-        lowest_bytes: lowest peak that the search reached (the plain one where nothing was searched).
+        graph: what was asked about.
+        order: whether first runs keep the given order.
+        budget_bytes: what was asked; None where the lowest peak was.
+        row, schedule, timeline: the plan, in short and in full, and how it plays; for ``infeasible`` and ``unknown`` the one
+            of the lowest peak that was found.
+        given_peak_bytes: of the given order without a plan.
+        peak_bound: no plan of this kind has a lower peak.
+        time_bound: no plan within the budget adds fewer seconds.
         solve_seconds: how long the search took.
+        rounds: of annealing.
     """
 
     status: Status
-    budget_bytes: int
-    state: State | None
-    bound: Bound
-    bound_seconds: float
-    lowest_bytes: int
+    graph: Graph
+    order: Order
+    budget_bytes: int | None
+    row: Row
+    schedule: Schedule
+    timeline: Timeline
+    given_peak_bytes: int
+    peak_bound: PeakBound
+    time_bound: TimeBound
     solve_seconds: float
+    rounds: int
+
+    @property
+    def extra_seconds(self) -> float:
+        """Seconds on top of every operator once."""
+        return max(0.0, self.timeline.seconds - self.graph.base_seconds)
+
+    @property
+    def extra_fraction(self) -> float:
+        """The same as a share of these."""
+        return self.extra_seconds / self.graph.base_seconds if self.graph.base_seconds else 0.0
 
 
-class Front:
-    """The walk of one problem, done once, when first asked for, and asked for many budgets."""
+class Solver:
+    """One graph, asked for one or several budgets."""
 
-    def __init__(self, problem: Problem, *, seconds: float = SECONDS) -> None:
+    def __init__(self, graph: Graph, *, order: Order = Order.FIXED) -> None:
         """Nothing is searched yet."""
-        self.problem = problem
-        self.seconds = seconds
-        self.solve_seconds = 0.0
-        self.bound = peak_bound(problem)
-        self._plain = State({}, play(problem, {}))
+        self.graph = graph
+        self.order = order
+        self.fixed = order is Order.FIXED
+        overlap = graph.offload is not None and graph.offload.overlap
+        self.game = game_of(graph, transfer_share=_OVERLAPPED if overlap else 1.0)
+        self.precedence = Precedence(self.game, fixed=self.fixed)
+        self.row = plain_row(graph)
+        self.given = play(graph, unfold(graph, self.row))
 
     @cached_property
-    def states(self) -> tuple[State, ...]:
-        """The walk's Pareto front."""
-        start = time.perf_counter()
-        states = walk(self.problem, seconds=self.seconds)
-        self.solve_seconds = time.perf_counter() - start
-        return states
+    def instants(self) -> list[Instant]:
+        """First runs that the bounds look at."""
+        return bound.looked_at(self.game, self.precedence)
 
-    def at(self, budget_bytes: int) -> Solution:
-        """The cheapest state within a budget."""
-        if self._plain.timeline.peak_bytes <= budget_bytes:
-            return self._solution(Status.OPTIMAL, budget_bytes, self._plain, self._plain, 0.0)
-        seconds = time_bound(self.problem, budget_bytes)
-        if self.bound.peak_bytes > budget_bytes:
-            return self._solution(Status.INFEASIBLE, budget_bytes, None, self.states[-1], seconds)
-        fitting = [s for s in self.states if s.timeline.peak_bytes <= budget_bytes]
-        state = min(fitting, key=lambda s: s.cost, default=None)
-        if state is None:
-            return self._solution(Status.UNKNOWN, budget_bytes, None, self.states[-1], seconds)
-        status = Status.OPTIMAL if state.timeline.extra_seconds <= seconds else Status.FEASIBLE
-        return self._solution(status, budget_bytes, state, self.states[-1], seconds)
+    @cached_property
+    def floor(self) -> PeakBound:
+        """The peak that no plan goes below."""
+        return bound.floor(self.game, self.precedence, self.instants)
 
-    def _solution(self, status: Status, budget: int, state: State | None, lowest: State, seconds: float) -> Solution:
-        return Solution(
+    def lowest(self, *, seconds: float = SECONDS) -> Answer:
+        """The order of the lowest peak, every operator once."""
+        began = time.monotonic()
+        least = bound.once(self.game, self.precedence, self.instants)
+        row = self.row
+        if not self.fixed and library() is not None:
+            ops = lowest_order(self.game, deadline=began + seconds, stop_bytes=least.bytes, first_peak=self.given.peak_bytes)
+            row = self.game.row(ops)
+        answer = self._answer(Status.FEASIBLE, None, row, bound.NOTHING, began, 0, peak_bound=least)
+        met = answer.timeline.peak_bytes <= least.bytes or self.fixed
+        return replace(answer, status=Status.OPTIMAL) if met else answer
+
+    def at(
+        self,
+        budget_bytes: int,
+        *,
+        seconds: float = SECONDS,
+        seeds: Sequence[Row] = (),
+        progress: Callable[[Found], None] | None = None,
+    ) -> Answer:
+        """The cheapest plan within a budget.
+
+        Args:
+            budget_bytes: the peak that may not be crossed.
+            seconds: how long may be searched.
+            seeds: rows to begin from, besides the given order.
+            progress: told of every better row.
+        """
+        began = time.monotonic()
+        if self.given.peak_bytes <= budget_bytes:
+            return self._answer(Status.OPTIMAL, budget_bytes, self.row, bound.NOTHING, began, 0)
+        if self.floor.bytes > budget_bytes:
+            return self._answer(Status.INFEASIBLE, budget_bytes, self.row, bound.NOTHING, began, 0)
+        if exact.small(self.graph):
+            row = exact.search(self.graph, budget_bytes, fixed=self.fixed)
+            looked = TimeBound(seconds=0.0, method="search", solved=True)
+            if row is None:
+                return self._answer(Status.INFEASIBLE, budget_bytes, self.row, looked, began, 0)
+            answer = self._answer(Status.OPTIMAL, budget_bytes, row, looked, began, 0)
+            return replace(answer, time_bound=replace(looked, seconds=answer.extra_seconds))
+        return self.searched(budget_bytes, seconds=seconds, seeds=seeds, progress=progress)
+
+    def curve(self, points: int, *, seconds: float = SECONDS, progress: Callable[[float], None] | None = None) -> list[Answer]:
+        """Plans for budgets from the given peak down to the floor, evenly spaced; the highest budget first.
+
+        Each search begins with the plan of the budget above it. A plan that fits a budget serves for every budget above its
+        peak too, and a bound holds for every budget below: seconds and bounds never fall as the budget does.
+
+        Args:
+            points: how many.
+            seconds: for all of them.
+            progress: told the share that is done.
+        """
+        top, low = self.given.peak_bytes, self.floor.bytes
+        budgets = [top - (top - low) * k // max(1, points - 1) for k in range(points)]
+        found: list[Answer] = []
+        for k, budget in enumerate(budgets):
+            seeds = [a.row for a in found[-1:]]
+            found.append(self.at(budget, seconds=seconds / points, seeds=seeds))
+            if progress is not None:
+                progress((k + 1) / points)
+        for k in range(points - 2, -1, -1):
+            lower = found[k + 1]
+            if _shown(lower) and (not _shown(found[k]) or lower.timeline.seconds < found[k].timeline.seconds):
+                found[k] = replace(
+                    found[k], row=lower.row, schedule=lower.schedule, timeline=lower.timeline, status=Status.FEASIBLE
+                )
+        for k in range(1, points):
+            if found[k].time_bound.seconds < found[k - 1].time_bound.seconds:
+                found[k] = replace(found[k], time_bound=found[k - 1].time_bound)
+        return [self._judged(a) for a in found]
+
+    def _judged(self, answer: Answer) -> Answer:
+        """An answer with what plan and bound say of each other."""
+        if _shown(answer):
+            met = answer.extra_seconds <= answer.time_bound.seconds + _SAME * self.graph.base_seconds
+            return replace(answer, status=Status.OPTIMAL if met else Status.FEASIBLE)
+        return answer
+
+    def follow(self, row: Row, budget: int | None) -> Answer:
+        """A named plan, judged like any other: ``unknown`` where it does not fit."""
+        began = time.monotonic()
+        answer = self._answer(Status.FEASIBLE, budget, row, bound.NOTHING, began, 0)
+        fits = budget is None or answer.timeline.peak_bytes <= budget
+        return answer if fits else replace(answer, status=Status.UNKNOWN)
+
+    def searched(
+        self,
+        budget: int,
+        *,
+        seconds: float = SECONDS,
+        seeds: Sequence[Row] = (),
+        progress: Callable[[Found], None] | None = None,
+    ) -> Answer:
+        """A plan by annealing, bounds beside it, whatever the graph's size; the budget lies between floor and given peak."""
+        began = time.monotonic()
+        deadline = began + seconds
+        if library() is None:
+            rows = [self.row, *seeds, *classics.rows(self.game, budget)]
+            bound_ = bound.all_instants(self.game, self.precedence, self.instants, budget, seconds=seconds)
+            return self._best(budget, rows, bound_, began, 0)
+        starts = [self.game.given, *(self.game.ops(row) for row in seeds)]
+        base = self.game.base_seconds
+        hunt = Hunt(
+            annealer=Annealer(self.game, budget, fixed=self.fixed),
+            starts=starts,
+            fixed=self.fixed,
+            target_seconds=base * (1 + _SAME),
+            deadline=deadline,
+            progress=progress,
+        )
+        hunt.start()
+        proof = self._prove(budget, hunt, self._seed(budget, hunt))
+        found = hunt.wait()
+        return self._best(budget, [self.row, self.game.row(found.ops), *seeds], proof, began, hunt.rounds)
+
+    def _seed(self, budget: int, hunt: Hunt) -> TimeBound:
+        """Rows from what a program leaves absent; an instant at which such a row crosses the budget joins the program."""
+        game, base = self.bound_game, self.game.base_seconds
+        until = time.monotonic() + _SEED_SHARE * (hunt.deadline - time.monotonic())
+        found = bound.one_instant(game, self.precedence, self.instants, budget, seconds=until - time.monotonic())
+        best = found
+        hunt.target_seconds = (base + best.seconds) * (1 + _SAME)
+        instants = {game.nodes.index(v) for v in found.nodes}
+        rows: list[tuple[int, ...]] = []
+        while found.absent:
+            row = row_without(self.game, found.absent, found.fetched)
+            rows.append(row)
+            left = until - time.monotonic()
+            if left <= 0 or len(instants) >= _SEED_INSTANTS or (not self.fixed and self.game.plain > _SEED_FREE):
+                break
+            crossed = self._crossed(row, budget, instants)
+            chain = sorted({*instants, *crossed})
+            if not crossed or any(not self.precedence.comparable(a, b) for a, b in itertools.pairwise(chain)):
+                break
+            instants.update(crossed)
+            at = [self.precedence.instant(o) for o in chain]
+            found = bound.chain_seconds(game, self.precedence, at, budget, seconds=left * _SEED_STEP, gap=_SEED_GAP)
+            best = self._stronger(best, found, hunt)
+        hunt.offer(rows)
+        return best
+
+    def _crossed(self, row: tuple[int, ...], budget: int, known: set[int]) -> list[int]:
+        """Operators whose first runs follow the highest places of a row above the budget, apart from each other."""
+        high = profile(self.game, row)
+        seen: set[int] = set()
+        firsts = []
+        for o in row:
+            firsts.append(o if o not in seen else -1)
+            seen.add(o)
+        found: list[int] = []
+        apart = self.game.plain // _SEED_APART
+        for place in np.argsort(-high)[: int((high > budget).sum())]:
+            following = next((o for o in firsts[place:] if o >= 0), -1)
+            near = any(abs(following - o) <= apart for o in found)
+            if following >= 0 and following not in known and following != self.game.last and not near:
+                found.append(following)
+            if len(found) == _SEED_NEW:
+                break
+        return found
+
+    def _prove(self, budget: int, hunt: Hunt, first: TimeBound) -> TimeBound:
+        """Bounds, from the quick one to the strong one, while the hunt goes on; each raises what the hunt is content with."""
+        game = self.bound_game
+        left = hunt.deadline - time.monotonic()
+        best = self._stronger(first, bound.all_instants(game, self.precedence, self.instants, budget, seconds=left / 2), hunt)
+        for most in _STAGES:
+            left = hunt.deadline - time.monotonic()
+            chain = bound.tight_chain(self.precedence, self.instants, budget, most=most)
+            if hunt.over or left < 0.2 or len(chain) < 2 or 2 * len(chain) * len(game.value_nodes) > _STAGE_VARIABLES:
+                break
+            stronger = bound.chain_seconds(game, self.precedence, chain, budget, seconds=left)
+            best = self._stronger(best, stronger, hunt)
+            if len(chain) < most:
+                break
+        return best
+
+    def _stronger(self, best: TimeBound, other: TimeBound, hunt: Hunt) -> TimeBound:
+        if other.seconds <= best.seconds:
+            return best
+        hunt.target_seconds = (self.game.base_seconds + other.seconds) * (1 + _SAME)
+        return other
+
+    @cached_property
+    def bound_game(self) -> Game:
+        """What bounds are computed on: transfers that overlap with computing may cost nothing."""
+        overlap = self.graph.offload is not None and self.graph.offload.overlap
+        return game_of(self.graph, transfer_share=0.0) if overlap else self.game
+
+    def _best(self, budget: int, rows: Sequence[Row], proof: TimeBound, began: float, rounds: int) -> Answer:
+        """The cheapest of some rows that fits by the referee's judgement; the lowest where none does."""
+        played = []
+        for row in dict.fromkeys(rows):
+            try:
+                timeline = play(self.graph, unfold(self.graph, row))
+            except StructureError:
+                continue
+            fits = timeline.peak_bytes <= budget
+            played.append(((not fits, timeline.seconds if fits else 0.0, timeline.peak_bytes), row, fits))
+        _, row, fits = min(played, key=lambda x: x[0])
+        return self._judged(self._answer(Status.FEASIBLE if fits else Status.UNKNOWN, budget, row, proof, began, rounds))
+
+    def _answer(
+        self,
+        status: Status,
+        budget: int | None,
+        row: Row,
+        proof: TimeBound,
+        began: float,
+        rounds: int,
+        *,
+        peak_bound: PeakBound | None = None,
+    ) -> Answer:
+        schedule = unfold(self.graph, row)
+        return Answer(
             status=status,
+            graph=self.graph,
+            order=self.order,
             budget_bytes=budget,
-            state=state,
-            bound=self.bound,
-            bound_seconds=seconds,
-            lowest_bytes=lowest.timeline.peak_bytes,
-            solve_seconds=self.solve_seconds,
+            row=row,
+            schedule=schedule,
+            timeline=play(self.graph, schedule),
+            given_peak_bytes=self.given.peak_bytes,
+            peak_bound=peak_bound or self.floor,
+            time_bound=proof,
+            solve_seconds=time.monotonic() - began,
+            rounds=rounds,
         )
 
 
-def solve(problem: Problem, budget_bytes: int, *, seconds: float = SECONDS) -> Solution:
-    """A plan for a problem within a budget."""
-    return Front(problem, seconds=seconds).at(budget_bytes)
+def _shown(answer: Answer) -> bool:
+    """Whether an answer has a plan that fits."""
+    return answer.status in (Status.OPTIMAL, Status.FEASIBLE)
+
+
+def solve(graph: Graph, budget_bytes: int, *, order: Order = Order.FIXED, seconds: float = SECONDS) -> Answer:
+    """A plan for a graph within a budget."""
+    return Solver(graph, order=order).at(budget_bytes, seconds=seconds)

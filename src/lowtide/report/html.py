@@ -61,6 +61,7 @@ def page(recording: Recording, other: Recording | None = None) -> str:
         script=(_ASSETS / "uPlot.iife.min.js").read_text(),
         own_script=(_ASSETS / "recording.js").read_text(),
         style=(_ASSETS / "uPlot.min.css").read_text(),
+        page_style=(_ASSETS / "page.css").read_text(),
     )
 
 

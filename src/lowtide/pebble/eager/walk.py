@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lowtide.pebble.problem import Action, Away, Key, Problem
-from lowtide.pebble.referee import Timeline, play
+from lowtide.pebble.eager.play import Timeline, play
+from lowtide.pebble.eager.problem import Action, Away, Key, Problem
 from lowtide.trace import Op
 
 _STEP_SHARE = 0.01

@@ -1,0 +1,240 @@
+"""``lowtide plan``: the best schedule of a graph, or of a recorded step, within a budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lowtide.cli.launch import check_folder, write_json
+from lowtide.errors import GraphError, UsageError
+from lowtide.units import Auto, Share, parse_budget, parse_bytes
+
+if TYPE_CHECKING:
+    from lowtide.pebble.graph import Graph, Offload
+    from lowtide.pebble.solve import Answer, Solver
+
+_SQLITE = b"SQLite format 3\0"
+_CURVE = 13
+"""Budgets of a curve."""
+_CURVE_TIME = 1.5
+"""Searching a curve may take so many times what one budget may."""
+
+
+@click.command()
+@click.argument("graph", metavar="GRAPH.json|F.lowtide", type=click.Path(path_type=Path))
+@click.option("--budget", metavar="SIZE", help="Bytes, a size such as 6GiB, or a share such as 50%.")
+@click.option(
+    "--order", type=click.Choice(["fixed", "free"]), default="fixed", show_default=True, help="Keep the given order, or not."
+)
+@click.option("--curve", is_flag=True, help="Plans for budgets from the peak down to the floor.")
+@click.option(
+    "--strategy",
+    metavar="NAME",
+    default="search",
+    show_default=True,
+    help="search, or a classic: keep-all, keep-none, sqrt-n, revolve, greedy, best-order, worst-order.",
+)
+@click.option("--seconds", type=click.FloatRange(min=0.05), default=None, help="How long may be searched.  [default: 8]")
+@click.option("--offload", "speed", metavar="SIZE", help="Allow a second board, at so many bytes a second each way.")
+@click.option("--host", metavar="SIZE", help="How much the second board holds.")
+@click.option("--overlap/--no-overlap", default=None, help="Whether transfers run beside computing.")
+@click.option(
+    "--rounding", metavar="BYTES", type=click.IntRange(min=1), default=1, help="Blocks of the allocator: 512 for CUDA."
+)
+@click.option("--step", type=int, default=None, help="Which recorded step.  [default: the one of the highest point]")
+@click.option("--check", "solution", metavar="SOLUTION.json", help="Verify a solution written by --json instead.")
+@click.option("--json", "json_file", metavar="FILE", help="Write the plan.")
+@click.option("--html", "html_file", metavar="FILE", help="Write a page to look at, which needs no network.")
+def plan(
+    *,
+    graph: Path,
+    budget: str | None,
+    order: str,
+    curve: bool,
+    strategy: str,
+    seconds: float | None,
+    speed: str | None,
+    host: str | None,
+    overlap: bool | None,
+    rounding: int,
+    step: int | None,
+    solution: str | None,
+    json_file: str | None,
+    html_file: str | None,
+) -> int:
+    """Plan GRAPH.json, or a step of a recording, within a budget: what to keep, run again or move, and how good that is."""
+    from lowtide.pebble import solve
+
+    for file in (json_file, html_file):
+        check_folder(file)
+    loaded, resident = _load(graph, step)
+    loaded = _with_offload(loaded, speed, host, overlap)
+    if solution is not None:
+        return _check(loaded, Path(solution))
+    if rounding > 1:
+        loaded = loaded.rounded(rounding)
+    solver = solve.Solver(loaded, order=solve.Order(order))
+    asked = _budget(budget, solver, resident)
+    limit = solve.SECONDS if seconds is None else seconds
+    points = _curve(solver, limit) if curve else []
+    answer = _answer(solver, asked, strategy, limit, points)
+    _tell(solver, answer, points, strategy=strategy, rounding=rounding, json_file=json_file, html_file=html_file)
+    return 0 if answer.status in (solve.Status.OPTIMAL, solve.Status.FEASIBLE) else 1
+
+
+def _load(path: Path, step: int | None) -> tuple[Graph, int]:
+    """The graph of a file, and what of its peak a share is not taken of."""
+    from lowtide.pebble.graph import load
+
+    try:
+        with path.open("rb") as file:
+            recorded = file.read(len(_SQLITE)) == _SQLITE
+    except OSError as error:
+        raise GraphError(f"cannot read {path}: {error.strerror}") from None
+    if not recorded:
+        if step is not None:
+            raise UsageError("--step is for recordings: a graph has none")
+        return load(path), 0
+    from lowtide.explain import highest, peak_report, steps_of
+    from lowtide.stepgraph import graph_of
+    from lowtide.store import read
+
+    steps = [s for s in steps_of(read(path)) if s.row.complete]
+    found = highest(steps) if step is None else next((s for s in steps if s.row.step == step), None)
+    if found is None:
+        known = ", ".join(str(s.row.step) for s in steps) or "none"
+        raise UsageError(
+            f"{path} has no complete step with operators{'' if step is None else f' {step}'} (there are: {known})"
+        )
+    report = peak_report(found)
+    roles = report.by_role if report is not None else {}
+    return graph_of(found), sum(roles.get(r, 0) for r in ("parameter", "buffer", "optimizer_state"))
+
+
+def _with_offload(graph: Graph, speed: str | None, host: str | None, overlap: bool | None) -> Graph:
+    from dataclasses import replace
+
+    from lowtide.pebble.graph import Offload
+
+    board2: Offload | None = graph.offload
+    if speed is not None:
+        rate = float(parse_bytes(speed))
+        board2 = Offload(write_bytes_per_second=rate, read_bytes_per_second=rate)
+    if board2 is None:
+        if host is not None or overlap is not None:
+            raise UsageError("--host and --overlap are about the second board: allow one with --offload")
+        return graph
+    if host is not None:
+        board2 = replace(board2, host_bytes=parse_bytes(host))
+    if overlap is not None:
+        board2 = replace(board2, overlap=overlap)
+    return replace(graph, offload=board2)
+
+
+def _budget(text: str | None, solver: Solver, resident: int) -> int | None:
+    """Bytes; a share is of the given order's peak, less what a recorded step always has."""
+    if text is None:
+        return None
+    asked = parse_budget(text)
+    if isinstance(asked, Auto):
+        raise UsageError("--budget auto is for running: a plan needs a size or a share")
+    if isinstance(asked, Share):
+        return resident + int(asked.fraction * (solver.given.peak_bytes - resident))
+    return asked
+
+
+def _check(graph: Graph, path: Path) -> int:
+    import msgspec
+
+    from lowtide.pebble.check import check
+    from lowtide.report.terminal import console
+
+    try:
+        found = msgspec.json.decode(path.read_bytes())
+    except OSError as error:
+        raise GraphError(f"cannot read the solution {path}: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise GraphError(f"{path} is not JSON: {error}") from None
+    wrong = check(graph, found)
+    for line in wrong[:20]:
+        console().print(f"lowtide: {path.name}: {line}", markup=False)
+    if not wrong:
+        console().print(f"lowtide: {path.name} holds: {found['status']}, schedule and bounds verified")
+    return 1 if wrong else 0
+
+
+def _curve(solver: Solver, seconds: float) -> list[Answer]:
+    from rich.progress import Progress
+
+    from lowtide.report.terminal import console
+
+    with Progress(console=console(), transient=True) as bar:
+        task = bar.add_task("curve", total=1.0)
+        return solver.curve(_CURVE, seconds=_CURVE_TIME * seconds, progress=lambda share: bar.update(task, completed=share))
+
+
+def _answer(solver: Solver, budget: int | None, strategy: str, seconds: float, points: list[Answer]) -> Answer:
+    from lowtide.pebble import classics, exact
+    from lowtide.pebble.anneal import Found
+    from lowtide.pebble.schedule import plain_row
+    from lowtide.report.terminal import console
+    from lowtide.units import format_seconds
+
+    game = solver.game
+    if strategy in ("best-order", "worst-order"):
+        return solver.follow(
+            plain_row(solver.graph, exact.extreme_order(solver.graph, worst=strategy == "worst-order")), budget
+        )
+    if strategy != "search":
+        if strategy not in classics.STRATEGIES:
+            known = ", ".join(["search", *classics.STRATEGIES, "best-order", "worst-order"])
+            raise UsageError(f"no strategy {strategy!r}: there are {known}")
+        return solver.follow(game.row(classics.STRATEGIES[strategy](game, budget or 0)), budget)
+    with console().status("searching") as status:
+
+        def tell(found: Found) -> None:
+            if not found.over_bytes:
+                extra = max(0.0, found.seconds - game.base_seconds)
+                status.update(f"searching: {format_seconds(extra)} extra so far")
+
+        if budget is None:
+            return solver.lowest(seconds=seconds)
+        seeds = [a.row for a in points if a.timeline.peak_bytes <= budget][:1]
+        return solver.at(budget, seconds=seconds, seeds=seeds, progress=tell)
+
+
+def _tell(
+    solver: Solver,
+    answer: Answer,
+    points: list[Answer],
+    *,
+    strategy: str,
+    rounding: int,
+    json_file: str | None,
+    html_file: str | None,
+) -> None:
+    from lowtide.pebble.account import by_module, decides, modules_json, to_json
+    from lowtide.report.plan import curve_json, page, show_curve, show_plan
+
+    if json_file is not None:
+        found: dict[str, Any] = to_json(answer, strategy=strategy, rounding_bytes=rounding)
+        if found["schedule"] and answer.budget_bytes is not None:
+            why = decides(solver, answer)
+            nodes = solver.graph.nodes
+            found["decides"] = {
+                "tight_node": nodes[why.tight_node].id,
+                "more_bytes": why.more_bytes,
+                "saves_seconds": why.saves_seconds,
+                "dear": [{"node": nodes[v].id, "bytes": b, "seconds": s} for v, b, s in why.dear],
+            }
+            found["modules"] = modules_json(by_module(answer))
+        if points:
+            found["curve"] = curve_json(points)
+        write_json(json_file, found)
+    if html_file is not None:
+        Path(html_file).write_text(page(solver, answer, points, strategy=strategy))
+    show_plan(solver, answer, strategy=strategy)
+    if points:
+        show_curve(points)

@@ -1,0 +1,591 @@
+/*
+ * Local search over orders with copies.
+ *
+ * A schedule is a row of slots, most of them holding one operator; an operator may stand in several. A value lives from each slot
+ * of its maker to the last use before the maker's next slot, so memory over the slots follows from the row alone. A move takes an
+ * instance elsewhere, adds one or takes one away; simulated annealing weighs seconds against bytes above the budget.
+ * Each move changes the lives of few values: only the ranges of slots in which a life differs are written.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+enum { COPIES = 24, LOG = 4096, CHAIN = 24, RIVALS = 4 };
+enum { LIFE = 0, STATE = 1, HOST = 2 };
+
+/* The problem, as arrays; operators from `plain` on fetch a value from the second board. */
+typedef struct {
+    int64_t ops, plain, values;
+    const int32_t *out_at, *out, *in_at, *in, *use_at, *use;
+    const int32_t *producer, *fetcher; /* value -> operator; fetcher -1: cannot be moved */
+    const uint8_t *kind;               /* value: LIFE, STATE of its maker, HOST copy of what its maker made */
+    const double *bytes;               /* value */
+    const double *seconds, *once, *workspace; /* operator; `once` is paid with its first instance */
+    const int32_t *overwriter;         /* value -> the operator that takes over its storage, or -1 */
+    const uint8_t *again;              /* operator: may run more than once */
+    const int32_t *pin;                /* value -> the operator until whose first run it is held, or -1 */
+    const int32_t *pinned_at, *pinned; /* operator -> values that it holds so */
+    double budget, host_budget, base;  /* base: seconds that a share of one stands for */
+    int64_t fixed;                     /* first instances keep their order */
+    int64_t last;                      /* the operator that stays behind all others, or -1 */
+} Game;
+
+typedef struct { int32_t n, cap; int32_t *a, *b; } Lives;
+
+typedef struct {
+    const Game *g;
+    int64_t slots;
+    int32_t *at;       /* slot -> operator or -1 */
+    double *full;      /* slot -> 1.0 where an operator stands */
+    double *mem, *host;
+    double over, host_over, seconds;
+    int32_t *count, (*pos)[COPIES];
+    Lives *lives;
+    int32_t *dup, *dup_at; int32_t dups;
+    /* the move that is being tried */
+    int32_t *touched; int32_t touches; uint32_t *mark, stamp;
+    Lives *before;
+    struct { int32_t op, slot; int8_t placed; } done[LOG]; int32_t dones;
+    uint64_t rng;
+} Search;
+
+static uint64_t next(Search *s) {
+    uint64_t x = s->rng;
+    x ^= x << 13; x ^= x >> 7; x ^= x << 17;
+    return s->rng = x;
+}
+static int64_t below(Search *s, int64_t n) { return (int64_t)((next(s) >> 11) % (uint64_t)n); }
+static double unit(Search *s) { return (double)(next(s) >> 11) * 0x1p-53; }
+
+__attribute__((target_clones("avx2", "default")))
+static double shift(double *restrict m, const double *restrict full, int64_t a, int64_t b, double d, double limit) {
+    double change = 0;
+    for (int64_t t = a; t <= b; t++) {
+        double was = m[t] - limit, is = was + d;
+        m[t] += d;
+        change += full[t] * ((is > 0 ? is : 0) - (was > 0 ? was : 0));
+    }
+    return change;
+}
+
+static void add_range(Search *s, int board, int64_t a, int64_t b, double d) {
+    if (b < a || d == 0) return;
+    if (board) s->host_over += shift(s->host, s->full, a, b, d, s->g->host_budget);
+    else s->over += shift(s->mem, s->full, a, b, d, s->g->budget);
+}
+
+static double above(double x) { return x > 0 ? x : 0; }
+
+static void lives_room(Lives *l, int32_t n) {
+    if (n <= l->cap) return;
+    l->cap = n < 4 ? 4 : 2 * n;
+    l->a = realloc(l->a, sizeof(int32_t) * l->cap);
+    l->b = realloc(l->b, sizeof(int32_t) * l->cap);
+}
+
+/* Slots at which a value is placed on the board: by its maker, and from the second board. */
+static int placings(const Search *s, int32_t v, int32_t *slots) {
+    const Game *g = s->g;
+    int32_t p = g->producer[v], f = g->fetcher[v], n = 0, i = 0, j = 0;
+    int32_t np = s->count[p], nf = f < 0 ? 0 : s->count[f];
+    while (i < np || j < nf)
+        slots[n++] = j >= nf || (i < np && s->pos[p][i] < s->pos[f][j]) ? s->pos[p][i++] : s->pos[f][j++];
+    return n;
+}
+
+static void compute_lives(const Search *s, int32_t v, Lives *l) {
+    const Game *g = s->g;
+    int32_t slots[2 * COPIES];
+    if (g->kind[v] == STATE) {
+        int32_t p = g->producer[v];
+        l->n = 0;
+        if (s->count[p] > 1) { lives_room(l, 1); l->n = 1; l->a[0] = s->pos[p][0]; l->b[0] = s->pos[p][s->count[p] - 1]; }
+        return;
+    }
+    if (g->kind[v] == HOST) {
+        int32_t p = g->producer[v], f = g->fetcher[v];
+        l->n = 0;
+        if (s->count[f] && s->count[p]) { lives_room(l, 1); l->n = 1; l->a[0] = s->pos[p][0]; l->b[0] = s->pos[f][s->count[f] - 1]; }
+        return;
+    }
+    int n = placings(s, v, slots);
+    int32_t held = g->pin[v] >= 0 && s->count[g->pin[v]] ? s->pos[g->pin[v]][0] : -1;
+    lives_room(l, n);
+    l->n = n;
+    for (int k = 0; k < n; k++) l->a[k] = l->b[k] = slots[k];
+    for (int32_t u = g->use_at[v]; u < g->use_at[v + 1]; u++) {
+        int32_t o = g->use[u];
+        for (int32_t c = 0; c < s->count[o]; c++) {
+            int32_t t = s->pos[o][c];
+            int k = n - 1;
+            while (k > 0 && slots[k] > t) k--;
+            if (t <= held) k = 0;
+            if (t > l->b[k]) l->b[k] = t;
+        }
+    }
+    if (n && held > l->b[0]) l->b[0] = held;
+    for (int k = 0; k < n; k++)
+        if (l->b[k] > l->a[k] && s->at[l->b[k]] >= 0 && s->at[l->b[k]] == g->overwriter[v]) l->b[k]--;
+}
+
+/* Write the difference between two sets of lives into the profile. */
+static void apply(Search *s, int32_t v, const Lives *from, const Lives *to) {
+    struct { int32_t t; int32_t d; } e[8 * COPIES];
+    int n = 0;
+    for (int k = 0; k < from->n; k++) { e[n].t = from->a[k]; e[n++].d = -1; e[n].t = from->b[k] + 1; e[n++].d = 1; }
+    for (int k = 0; k < to->n; k++) { e[n].t = to->a[k]; e[n++].d = 1; e[n].t = to->b[k] + 1; e[n++].d = -1; }
+    for (int i = 1; i < n; i++) {
+        int j = i; int32_t t = e[i].t, d = e[i].d;
+        while (j && e[j - 1].t > t) { e[j] = e[j - 1]; j--; }
+        e[j].t = t; e[j].d = d;
+    }
+    int32_t d = 0;
+    int board = s->g->kind[v] == HOST;
+    for (int i = 0; i + 1 < n; i++) {
+        d += e[i].d;
+        if (d && e[i + 1].t > e[i].t) add_range(s, board, e[i].t, e[i + 1].t - 1, d * s->g->bytes[v]);
+    }
+}
+
+static void touch(Search *s, int32_t v) {
+    if (s->mark[v] == s->stamp) return;
+    s->mark[v] = s->stamp;
+    s->touched[s->touches++] = v;
+}
+
+static void begin(Search *s) { s->stamp++; s->touches = 0; s->dones = 0; }
+
+static void put(Search *s, int32_t o, int32_t t) {
+    const Game *g = s->g;
+    int32_t i = s->count[o]++;
+    while (i && s->pos[o][i - 1] > t) { s->pos[o][i] = s->pos[o][i - 1]; i--; }
+    s->pos[o][i] = t;
+    s->at[t] = o;
+    s->mem[t] += g->workspace[o];
+    s->full[t] = 1.0;
+    s->over += above(s->mem[t] - g->budget);
+    s->host_over += above(s->host[t] - g->host_budget);
+    s->seconds += g->seconds[o] + (s->count[o] == 1 ? g->once[o] : 0);
+    if (s->count[o] == (o < g->plain ? 2 : 1)) { s->dup_at[o] = s->dups; s->dup[s->dups++] = o; }
+}
+
+static void take(Search *s, int32_t o, int32_t t) {
+    const Game *g = s->g;
+    int32_t i = 0;
+    while (s->pos[o][i] != t) i++;
+    s->count[o]--;
+    for (; i < s->count[o]; i++) s->pos[o][i] = s->pos[o][i + 1];
+    s->over -= above(s->mem[t] - g->budget);
+    s->host_over -= above(s->host[t] - g->host_budget);
+    s->full[t] = 0.0;
+    s->mem[t] -= g->workspace[o];
+    s->at[t] = -1;
+    s->seconds -= g->seconds[o] + (s->count[o] == 0 ? g->once[o] : 0);
+    if (s->count[o] == (o < g->plain ? 1 : 0)) {
+        int32_t last = s->dup[--s->dups];
+        s->dup[s->dup_at[o]] = last;
+        s->dup_at[last] = s->dup_at[o];
+    }
+}
+
+static void touch_op(Search *s, int32_t o) {
+    const Game *g = s->g;
+    for (int32_t i = g->out_at[o]; i < g->out_at[o + 1]; i++) touch(s, g->out[i]);
+    for (int32_t i = g->in_at[o]; i < g->in_at[o + 1]; i++) touch(s, g->in[i]);
+    for (int32_t i = g->pinned_at[o]; i < g->pinned_at[o + 1]; i++) touch(s, g->pinned[i]);
+}
+
+static int place(Search *s, int32_t o, int32_t t) {
+    if (s->dones >= LOG || s->count[o] >= COPIES) return 0;
+    put(s, o, t);
+    s->done[s->dones].op = o; s->done[s->dones].slot = t; s->done[s->dones++].placed = 1;
+    touch_op(s, o);
+    return 1;
+}
+
+static int withdraw(Search *s, int32_t o, int32_t t) {
+    if (s->dones >= LOG) return 0;
+    take(s, o, t);
+    s->done[s->dones].op = o; s->done[s->dones].slot = t; s->done[s->dones++].placed = 0;
+    touch_op(s, o);
+    return 1;
+}
+
+static void settle(Search *s) {
+    for (int32_t i = 0; i < s->touches; i++) {
+        int32_t v = s->touched[i];
+        Lives *old = &s->before[v], fresh = *old;
+        /* swap buffers: what stood becomes `before` */
+        *old = s->lives[v];
+        compute_lives(s, v, &fresh);
+        s->lives[v] = fresh;
+        apply(s, v, old, &s->lives[v]);
+    }
+}
+
+static void undo(Search *s, int settled) {
+    for (int32_t i = s->dones - 1; i >= 0; i--)
+        if (s->done[i].placed) take(s, s->done[i].op, s->done[i].slot);
+        else put(s, s->done[i].op, s->done[i].slot);
+    if (!settled) return;
+    for (int32_t i = 0; i < s->touches; i++) {
+        int32_t v = s->touched[i];
+        apply(s, v, &s->lives[v], &s->before[v]);
+        Lives x = s->lives[v]; s->lives[v] = s->before[v]; s->before[v] = x;
+    }
+}
+
+/* First slot at which operator o may stand: after the first instances of what it reads. */
+static int32_t earliest(const Search *s, int32_t o) {
+    const Game *g = s->g;
+    int32_t lo = -1;
+    for (int32_t i = g->in_at[o]; i < g->in_at[o + 1]; i++) {
+        int32_t t = s->pos[g->producer[g->in[i]]][0];
+        if (t > lo) lo = t;
+    }
+    if (o >= g->plain) { int32_t p = g->producer[g->out[g->out_at[o]]]; if (s->pos[p][0] > lo) lo = s->pos[p][0]; }
+    return lo;
+}
+
+/* Everything stands before the last operator, where there is one. */
+static int32_t end_of(const Search *s) {
+    return s->g->last >= 0 ? s->pos[s->g->last][0] : (int32_t)s->slots;
+}
+
+/* Last slot (exclusive) for the first instance of operator o: before the first instances of its readers. */
+static int32_t latest(const Search *s, int32_t o) {
+    const Game *g = s->g;
+    int32_t hi = end_of(s);
+    for (int32_t i = g->out_at[o]; i < g->out_at[o + 1]; i++) {
+        int32_t v = g->out[i];
+        if (g->kind[v] != LIFE) continue;
+        for (int32_t u = g->use_at[v]; u < g->use_at[v + 1]; u++) {
+            int32_t t = s->pos[g->use[u]][0];
+            if (t < hi) hi = t;
+        }
+        if (g->fetcher[v] >= 0 && s->count[g->fetcher[v]] && s->pos[g->fetcher[v]][0] < hi) hi = s->pos[g->fetcher[v]][0];
+    }
+    return hi;
+}
+
+/* A vacant slot strictly between lo and hi, near t. */
+static int32_t vacant(const Search *s, int32_t lo, int32_t hi, int32_t t) {
+    if (hi - lo < 2) return -1;
+    if (t <= lo) t = lo + 1;
+    if (t >= hi) t = hi - 1;
+    for (int32_t d = 0; d < 48; d++) {
+        if (t - d > lo && s->at[t - d] < 0) return t - d;
+        if (t + d < hi && s->at[t + d] < 0) return t + d;
+    }
+    return -1;
+}
+
+static int alive(const Search *s, int32_t v, int32_t t) {
+    const Lives *l = &s->lives[v];
+    for (int k = 0; k < l->n; k++) if (l->a[k] < t && t <= l->b[k]) return 1;
+    return 0;
+}
+
+static int relocate(Search *s) {
+    const Game *g = s->g;
+    int32_t t = -1;
+    for (int i = 0; i < 64; i++) { t = (int32_t)below(s, s->slots); if (s->at[t] >= 0) break; }
+    if (t < 0 || s->at[t] < 0) return 0;
+    int32_t o = s->at[t], lo, hi, to;
+    if (o == g->last) return 0;
+    int32_t c = 0;
+    while (s->pos[o][c] != t) c++;
+    if (c == 0 && o < g->plain) {
+        if (g->fixed) return 0;
+        lo = earliest(s, o); hi = latest(s, o);
+        if (s->count[o] > 1 && s->pos[o][1] < hi) hi = s->pos[o][1];
+    } else {
+        lo = c ? s->pos[o][c - 1] : earliest(s, o);
+        int32_t e = earliest(s, o);
+        if (e > lo) lo = e;
+        hi = c + 1 < s->count[o] ? s->pos[o][c + 1] : end_of(s);
+    }
+    if (hi - lo < 3) return 0;
+    if (unit(s) < 0.3) to = lo + 1 + (int32_t)below(s, hi - lo - 1);
+    else {
+        double span = exp(unit(s) * log((double)(hi - lo)));
+        to = t + (int32_t)((next(s) & 1) ? span + 1 : -span - 1);
+    }
+    to = vacant(s, lo, hi, to);
+    if (to < 0) return 0;
+    return withdraw(s, o, t) && place(s, o, to);
+}
+
+static int add_chain(Search *s, int32_t o, int32_t before, int depth) {
+    const Game *g = s->g;
+    if (!g->again[o] || s->count[o] >= COPIES || depth > CHAIN) return 0;
+    int32_t lo = earliest(s, o);
+    if (o < g->plain && s->pos[o][0] > lo) lo = s->pos[o][0];
+    int32_t t = vacant(s, lo, before, before - 1);
+    if (t < 0) return 0;
+    if (!place(s, o, t)) return 0;
+    for (int32_t i = g->in_at[o]; i < g->in_at[o + 1]; i++) {
+        int32_t v = g->in[i];
+        if (alive(s, v, t)) continue;
+        double p = unit(s);
+        if (p < 0.6) {
+            int32_t q = g->producer[v];
+            int covered = 0;
+            for (int32_t k = 0; k < s->dones; k++) if (s->done[k].op == q && s->done[k].placed && s->done[k].slot < t) covered = 1;
+            if (!covered && g->again[q]) add_chain(s, q, t, depth + 1);
+        } else if (p < 0.7 && g->fetcher[v] >= 0) add_chain(s, g->fetcher[v], t, depth + 1);
+    }
+    return 1;
+}
+
+static int add(Search *s) {
+    const Game *g = s->g;
+    int32_t v = -1;
+    /* a value that lives through a crowded slot, or any */
+    int32_t crowded = -1;
+    if (s->over > 0 && unit(s) < 0.7)
+        for (int i = 0; i < 24; i++) { int32_t t = (int32_t)below(s, s->slots); if (s->at[t] >= 0 && s->mem[t] > g->budget) { crowded = t; break; } }
+    int rivals = 1 + (int)below(s, RIVALS);
+    double worth = -1;
+    for (int i = 0; i < 64 && rivals; i++) {
+        int32_t w = (int32_t)below(s, g->values);
+        if (g->kind[w] != LIFE || g->use_at[w] == g->use_at[w + 1]) continue;
+        if (!g->again[g->producer[w]] && g->fetcher[w] < 0) continue;
+        if (crowded >= 0 && !alive(s, w, crowded)) continue;
+        rivals--;
+        double cost = g->again[g->producer[w]] ? g->seconds[g->producer[w]] : g->seconds[g->fetcher[w]];
+        double w_worth = g->bytes[w] / (cost + 1e-9 * g->base);
+        if (w_worth > worth) { worth = w_worth; v = w; }
+    }
+    if (v < 0) return 0;
+    int32_t o = g->producer[v];
+    if (g->fetcher[v] >= 0 && (!g->again[o] || unit(s) < 0.5)) o = g->fetcher[v];
+    if (!g->again[o] || s->count[o] >= COPIES) return 0;
+    int32_t n = g->use_at[v + 1] - g->use_at[v];
+    int32_t t = -1;
+    if (crowded >= 0) {
+        for (int32_t i = 0; i < n; i++) {
+            int32_t q = g->use[g->use_at[v] + i];
+            for (int32_t c = 0; c < s->count[q]; c++) { int32_t x = s->pos[q][c]; if (x > crowded && (t < 0 || x < t)) t = x; }
+        }
+    }
+    if (t < 0) {
+        int32_t q = g->use[g->use_at[v] + below(s, n)];
+        if (!s->count[q]) return 0;
+        t = s->pos[q][below(s, s->count[q])];
+    }
+    int32_t before = t;
+    if (unit(s) < 0.2) { int32_t f = s->pos[g->producer[v]][0]; if (t - f > 2) before = f + 2 + (int32_t)below(s, t - f - 1); }
+    return add_chain(s, o, before, 0);
+}
+
+static int drop(Search *s) {
+    const Game *g = s->g;
+    if (!s->dups) return 0;
+    int32_t o = s->dup[below(s, s->dups)];
+    for (int i = (int)below(s, RIVALS); i > 0; i--) {
+        int32_t q = s->dup[below(s, s->dups)];
+        if (g->seconds[q] > g->seconds[o]) o = q;
+    }
+    int32_t c = (int32_t)below(s, s->count[o]);
+    if (c == 0 && o < g->plain) {
+        if (g->fixed) { c = 1 + (int32_t)below(s, s->count[o] - 1); }
+        else {
+            int32_t first = s->pos[o][0];
+            /* the next instance becomes the first: every reader must come after it */
+            int32_t hi = latest(s, o);
+            if (s->pos[o][1] >= hi) { c = 1; (void)first; }
+        }
+    }
+    if (!withdraw(s, o, s->pos[o][c])) return 0;
+    return 1;
+}
+
+/* After a removal: copies of what it read that nobody uses any more go too. */
+static void tidy(Search *s) {
+    const Game *g = s->g;
+    for (int32_t i = 0; i < s->dones && i < LOG - 64; i++) {
+        if (s->done[i].placed) continue;
+        int32_t o = s->done[i].op;
+        for (int32_t j = g->in_at[o]; j < g->in_at[o + 1]; j++) {
+            int32_t v = g->in[j];
+            for (int side = 0; side < 2; side++) {
+                int32_t q = side ? g->fetcher[v] : g->producer[v];
+                if (q < 0) continue;
+                for (int32_t c = q < g->plain ? 1 : 0; c < s->count[q]; c++) {
+                    int32_t t = s->pos[q][c];
+                    int used = 0;
+                    for (int32_t k = g->out_at[q]; k < g->out_at[q + 1] && !used; k++) {
+                        int32_t w = g->out[k];
+                        if (g->kind[w] != LIFE) continue;
+                        int32_t stop = (int32_t)s->slots, slots[2 * COPIES];
+                        int n = placings(s, w, slots);
+                        for (int x = 0; x < n; x++) if (slots[x] > t) { stop = slots[x]; break; }
+                        for (int32_t u = g->use_at[w]; u < g->use_at[w + 1] && !used; u++)
+                            for (int32_t x = 0; x < s->count[g->use[u]]; x++) {
+                                int32_t y = s->pos[g->use[u]][x];
+                                if (y > t && y < stop) { used = 1; break; }
+                            }
+                    }
+                    if (!used) { if (!withdraw(s, q, t)) return; c--; }
+                }
+            }
+        }
+    }
+}
+
+/* Spread a row evenly over the slots, and count everything anew. */
+static void lay(Search *s, const int32_t *row, int64_t length) {
+    const Game *g = s->g;
+    memset(s->count, 0, sizeof(int32_t) * g->ops);
+    for (int64_t t = 0; t < s->slots; t++) { s->at[t] = -1; s->full[t] = 0; s->mem[t] = 0; s->host[t] = 0; }
+    s->over = s->host_over = s->seconds = 0;
+    s->dups = 0;
+    for (int64_t i = 0; i < length; i++) {
+        int32_t t = (int32_t)((2 * i + 1) * s->slots / (2 * length));
+        put(s, row[i], t);
+    }
+    s->over = s->host_over = 0;
+    Lives none = {0};
+    for (int32_t v = 0; v < g->values; v++) { compute_lives(s, v, &s->lives[v]); apply(s, v, &none, &s->lives[v]); }
+    s->over = s->host_over = 0;
+    for (int64_t t = 0; t < s->slots; t++) if (s->at[t] >= 0) {
+        s->over += above(s->mem[t] - g->budget);
+        s->host_over += above(s->host[t] - g->host_budget);
+    }
+}
+
+static int64_t row_of(const Search *s, int32_t *row) {
+    int64_t n = 0;
+    for (int64_t t = 0; t < s->slots; t++) if (s->at[t] >= 0) row[n++] = s->at[t];
+    return n;
+}
+
+static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec + 1e-9 * t.tv_nsec; }
+
+/* Copies without which the row is no worse go. */
+static void prune(Search *s) {
+    const Game *g = s->g;
+    for (int32_t o = 0; o < g->ops; o++)
+        for (int32_t c = o < g->plain ? 1 : 0; c < s->count[o]; c++) {
+            double over = s->over + s->host_over;
+            begin(s);
+            if (!withdraw(s, o, s->pos[o][c])) { undo(s, 0); continue; }
+            tidy(s);
+            settle(s);
+            if (s->over + s->host_over > over + 0.5) undo(s, 1);
+            else c = o < g->plain ? 0 : -1;
+        }
+}
+
+static int make(Search *s, const Game *g, int64_t slots, uint64_t seed) {
+    memset(s, 0, sizeof *s);
+    s->g = g;
+    s->slots = slots;
+    s->at = malloc(sizeof(int32_t) * slots);
+    s->full = malloc(sizeof(double) * slots);
+    s->mem = malloc(sizeof(double) * slots);
+    s->host = malloc(sizeof(double) * slots);
+    s->count = calloc(g->ops, sizeof(int32_t));
+    s->pos = malloc(sizeof(*s->pos) * g->ops);
+    s->lives = calloc(g->values, sizeof(Lives));
+    s->before = calloc(g->values, sizeof(Lives));
+    s->dup = malloc(sizeof(int32_t) * g->ops);
+    s->dup_at = malloc(sizeof(int32_t) * g->ops);
+    s->touched = malloc(sizeof(int32_t) * g->values);
+    s->mark = calloc(g->values, sizeof(uint32_t));
+    s->rng = seed * 0x9E3779B97F4A7C15ull + 0x1234567;
+    return s->at && s->full && s->mem && s->host && s->count && s->pos && s->lives && s->before && s->dup && s->dup_at &&
+           s->touched && s->mark;
+}
+
+static void destroy(Search *s) {
+    for (int32_t v = 0; v < s->g->values; v++) {
+        if (s->lives) { free(s->lives[v].a); free(s->lives[v].b); }
+        if (s->before) { free(s->before[v].a); free(s->before[v].b); }
+    }
+    free(s->at); free(s->full); free(s->mem); free(s->host); free(s->count); free(s->pos); free(s->lives); free(s->before);
+    free(s->dup); free(s->dup_at); free(s->touched); free(s->mark);
+}
+
+static double energy(const Search *s, double weight) {
+    return s->seconds / s->g->base + weight * (s->over + s->host_over) / s->g->budget;
+}
+
+/* What one round does; see Python's side for the meaning of each. */
+typedef struct {
+    int64_t moves;
+    double hot, cold;
+    int64_t copies;
+    double target, deadline; /* seconds of the row, seconds of the monotonic clock */
+    uint64_t seed;
+    double seconds, over;    /* of the best row: answered */
+    int64_t tried;           /* answered */
+} Round;
+
+/* Anneal from `row` (*length entries, room for `slots`) and leave the best row there. Returns 0 where memory runs out. */
+__attribute__((visibility("default")))
+int lowtide_anneal(const Game *g, int32_t *row, int64_t *length, int64_t slots, Round *r) {
+    Search s;
+    int32_t *best = malloc(sizeof(int32_t) * slots), *work = malloc(sizeof(int32_t) * slots);
+    if (!make(&s, g, slots, r->seed) || !best || !work) { destroy(&s); free(best); free(work); return 0; }
+    int64_t best_n = *length, n;
+    memcpy(best, row, sizeof(int32_t) * best_n);
+    lay(&s, row, *length);
+    double top = s.seconds, least = s.over + s.host_over, weight = r->copies ? 10.0 / g->plain : 1.0, heat = r->hot, last_over = least;
+    double cooling = pow(r->cold / r->hot, 1024.0 / (double)(r->moves > 1024 ? r->moves : 1024));
+    int64_t i;
+    for (i = 0; i < r->moves; i++) {
+        if ((i & 1023) == 0) {
+            if (now() > r->deadline || (least <= 0 && top <= r->target)) break;
+            if (i) heat *= cooling;
+            if (r->copies) {
+                double over = s.over + s.host_over;
+                if (over <= 0) weight *= 0.95;
+                else if (over > 0.98 * last_over) weight *= 1.05;
+                last_over = over;
+                if (weight > 1e4) weight = 1e4;
+                if (weight < 1e-8) weight = 1e-8;
+            }
+            if ((i & 0x3fff) == 0 && i) {
+                n = row_of(&s, work);
+                if (n * 10 < slots * 9) lay(&s, work, n);
+            }
+        }
+        begin(&s);
+        double was = energy(&s, weight), kind = unit(&s);
+        int ok, removed = 0;
+        if (!r->copies || kind < (g->fixed ? 0.2 : 0.5)) ok = relocate(&s);
+        else if (kind < (g->fixed ? 0.6 : 0.75)) ok = add(&s);
+        else { ok = drop(&s); removed = 1; }
+        if (!ok) { undo(&s, 0); continue; }
+        if (removed) tidy(&s);
+        settle(&s);
+        double d = energy(&s, weight) - was;
+        if (d > 0 && unit(&s) >= exp(-d / heat)) { undo(&s, 1); continue; }
+        double over = s.over + s.host_over;
+        if (over < 0.5) over = 0;
+        if (over < 0.999 * least || (over <= least && s.seconds < top * (1 - 1e-12))) {
+            least = over;
+            top = s.seconds;
+            best_n = row_of(&s, best);
+        }
+    }
+    if (r->copies) {
+        lay(&s, best, best_n);
+        prune(&s);
+        best_n = row_of(&s, best);
+        top = s.seconds;
+        least = s.over + s.host_over;
+    }
+    memcpy(row, best, sizeof(int32_t) * best_n);
+    *length = best_n;
+    r->seconds = top;
+    r->over = least < 0.5 ? 0 : least;
+    r->tried = i;
+    destroy(&s);
+    free(best); free(work);
+    return 1;
+}

@@ -1,0 +1,135 @@
+"""What a plan does, in figures: its JSON, what decides, what is kept, run again and moved in each module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.pebble import bound, schedule
+from lowtide.pebble.schedule import Act
+from lowtide.pebble.solve import Answer, Solver, Status
+
+_MORE = 0.02
+"""Share of the budget by which it is raised to see what memory is worth."""
+_NAMED = 8
+"""Values named as those whose return costs most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Bytes of the values of one module, by what the plan does with them.
+
+    Attributes:
+        module: its path; ``""`` where the graph names none.
+        kept_bytes, recomputed_bytes, moved_bytes: of values placed once; placed again by computing; fetched.
+        seconds: of running its operators again.
+    """
+
+    module: str
+    kept_bytes: int
+    recomputed_bytes: int
+    moved_bytes: int
+    seconds: float
+
+
+def by_module(answer: Answer) -> list[Share]:
+    """What is kept, run again and moved, the costliest module first."""
+    graph, runs = answer.graph, answer.timeline.runs
+    fetched = {m.node for m in answer.schedule if m.act is Act.FETCH}
+    sums: dict[str, list[float]] = {}
+    for v, node in enumerate(graph.nodes):
+        if node.resident:
+            continue
+        leader = v if node.made_with is None else node.made_with
+        row = sums.setdefault(node.module or graph.nodes[leader].module, [0, 0, 0, 0.0])
+        row[2 if v in fetched else 1 if runs[leader] > 1 else 0] += node.bytes
+        row[3] += node.seconds * max(0, runs[v] - 1)
+    shares = [
+        Share(module=m, kept_bytes=int(a), recomputed_bytes=int(b), moved_bytes=int(c), seconds=s)
+        for m, (a, b, c, s) in sums.items()
+    ]
+    return sorted(shares, key=lambda s: (-s.seconds, -s.moved_bytes, -s.kept_bytes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decides:
+    """What a plan's peak and cost hang on.
+
+    Attributes:
+        tight_node: runs at the plan's highest point.
+        more_bytes, saves_seconds: so much more memory saves so many seconds, by the bound's account.
+        dear: values whose return costs most seconds per byte: (node, bytes, seconds).
+    """
+
+    tight_node: int
+    more_bytes: int
+    saves_seconds: float
+    dear: tuple[tuple[int, int, float], ...]
+
+
+def decides(solver: Solver, answer: Answer) -> Decides:
+    """Ask the bound what memory is worth, and the plan what it pays for."""
+    graph = answer.graph
+    tight = answer.schedule[answer.timeline.peak_move].node if answer.schedule else 0
+    more = int(_MORE * (answer.budget_bytes or 0))
+    saved = 0.0
+    if answer.budget_bytes is not None and answer.time_bound.seconds > 0:
+        saved = bound.price(solver.bound_game, solver.precedence, answer.time_bound, answer.budget_bytes, more)
+    again = []
+    for v, runs in enumerate(answer.timeline.runs):
+        size = sum(graph.nodes[u].bytes for u in (v, *graph.members[v]))
+        if runs > 1 and size:
+            again.append((v, size, graph.nodes[v].seconds * (runs - 1)))
+    dear = tuple(sorted(again, key=lambda x: -x[2] / x[1])[:_NAMED])
+    return Decides(tight_node=tight, more_bytes=more, saves_seconds=saved, dear=dear)
+
+
+def to_json(answer: Answer, *, strategy: str = "search", rounding_bytes: int = 1) -> dict[str, Any]:
+    """The keys of ``lowtide plan --json`` but those of the curve."""
+    graph, timeline = answer.graph, answer.timeline
+    nodes = graph.nodes
+    shown = answer.status in (Status.OPTIMAL, Status.FEASIBLE)
+    return {
+        "graph": graph.name,
+        "order": answer.order.value,
+        "strategy": strategy,
+        "status": answer.status.value,
+        "budget_bytes": answer.budget_bytes,
+        "rounding_bytes": rounding_bytes,
+        "given_peak_bytes": answer.given_peak_bytes,
+        "peak_bytes": timeline.peak_bytes if shown else None,
+        "host_peak_bytes": timeline.host_peak_bytes if shown else None,
+        "moved_bytes": timeline.moved_bytes if shown else None,
+        "seconds": timeline.seconds if shown else None,
+        "wait_seconds": timeline.wait_seconds if shown else None,
+        "base_seconds": graph.base_seconds,
+        "extra_fraction": answer.extra_fraction if shown else None,
+        "bound": {
+            "peak_bytes": answer.peak_bound.bytes,
+            "method": answer.peak_bound.method,
+            "node": nodes[answer.peak_bound.node].id if answer.peak_bound.node >= 0 else None,
+            "extra_seconds": answer.time_bound.seconds,
+            "extra_method": answer.time_bound.method,
+            "solved": answer.time_bound.solved,
+            "instants": [nodes[v].id for v in answer.time_bound.nodes],
+        },
+        "solve_seconds": answer.solve_seconds,
+        "lowest_peak_bytes": timeline.peak_bytes,
+        "schedule": schedule.to_json(graph, answer.schedule) if shown else [],
+    }
+
+
+def profile(answer: Answer) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Seconds and bytes along a plan, one point per operator (transfers' waits left out)."""
+    runs = [(t, m) for t, m in enumerate(answer.schedule) if m.act in (Act.COMPUTE, Act.UPDATE)]
+    seconds = np.cumsum([answer.graph.nodes[m.node].seconds for _, m in runs])
+    return seconds, answer.timeline.bytes_at[[t for t, _ in runs]]
+
+
+def modules_json(shares: Sequence[Share]) -> list[dict[str, Any]]:
+    """The ``modules`` key."""
+    return [{k: getattr(s, k) for k in Share.__slots__} for s in shares]

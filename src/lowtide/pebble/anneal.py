@@ -1,0 +1,226 @@
+"""The compiled search (``native/search.c``) behind Python: rows of operators in, better rows out."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from lowtide.pebble.game import Game
+
+_PACKAGE: Final = Path(__file__).resolve().parent.parent
+_NO_LIMIT: Final = 1e300
+_SLACK: Final = 2.5
+"""Slots per operator: room to put a copy between any two."""
+
+
+class _Game(ctypes.Structure):
+    """Keep in step with ``native/search.c``."""
+
+    _fields_ = (
+        [(name, ctypes.c_int64) for name in ("ops", "plain", "values")]
+        + [
+            (name, ctypes.c_void_p)
+            for name in (
+                "out_at",
+                "out",
+                "in_at",
+                "in_",
+                "use_at",
+                "use",
+                "producer",
+                "fetcher",
+                "kind",
+                "bytes",
+                "seconds",
+                "once",
+                "workspace",
+                "overwriter",
+                "again",
+                "pin",
+                "pinned_at",
+                "pinned",
+            )
+        ]
+        + [(name, ctypes.c_double) for name in ("budget", "host_budget", "base")]
+        + [(name, ctypes.c_int64) for name in ("fixed", "last")]
+    )
+
+
+class _Round(ctypes.Structure):
+    _fields_ = (
+        ("moves", ctypes.c_int64),
+        ("hot", ctypes.c_double),
+        ("cold", ctypes.c_double),
+        ("copies", ctypes.c_int64),
+        ("target", ctypes.c_double),
+        ("deadline", ctypes.c_double),
+        ("seed", ctypes.c_uint64),
+        ("seconds", ctypes.c_double),
+        ("over", ctypes.c_double),
+        ("tried", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A row, with what the search counts for it.
+
+    Attributes:
+        ops: operators in order.
+        seconds: of all of them.
+        over_bytes: sum over the places of the row of what stands above the budget.
+    """
+
+    ops: tuple[int, ...]
+    seconds: float
+    over_bytes: float
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """What is to be small: first to fit, then seconds."""
+        return (self.over_bytes, self.seconds)
+
+
+@cache
+def library() -> Any | None:
+    """The compiled search; None where it was not built."""
+    path = next(iter(sorted(_PACKAGE.glob("_search*.so"))), None)
+    if path is None:
+        return None
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError:
+        return None
+    loaded.lowtide_anneal.restype = ctypes.c_int
+    loaded.lowtide_anneal.argtypes = [
+        ctypes.POINTER(_Game),
+        ctypes.c_void_p,
+        ctypes.POINTER(ctypes.c_int64),
+        ctypes.c_int64,
+        ctypes.POINTER(_Round),
+    ]
+    return loaded
+
+
+_LIFE, _STATE, _HOST = range(3)
+
+
+class Annealer:
+    """One game and one budget, ready to be searched; may be used from several threads at once."""
+
+    def __init__(self, game: Game, budget_bytes: int, *, fixed: bool) -> None:
+        """Lay the arrays out for the library."""
+        self.game = game
+        self.budget = max(1, budget_bytes - game.graph.resident_bytes)
+        self._arrays: list[np.ndarray[Any, Any]] = []
+        self._struct = self._laid_out(fixed)
+
+    def round(
+        self,
+        row: Sequence[int],
+        *,
+        moves: int,
+        hot: float,
+        cold: float,
+        copies: bool,
+        seed: int,
+        deadline: float,
+        target_seconds: float,
+    ) -> Found:
+        """Anneal from a row.
+
+        Args:
+            row: operators in an order in which they can run.
+            moves: how many are tried at most.
+            hot: temperature at the beginning, as a share of the graph's seconds.
+            cold: at the end.
+            copies: whether operators may run again; otherwise only the order changes.
+            seed: of the random numbers; the same seed and row give the same answer.
+            deadline: of :func:`time.monotonic`; the best row so far is the answer then.
+            target_seconds: a row that fits in so few ends the search.
+        """
+        found = library()
+        assert found is not None
+        slots = max(int(_SLACK * self.game.plain), int(1.5 * len(row))) + 64
+        buffer = np.zeros(slots, dtype=np.int32)
+        buffer[: len(row)] = row
+        length = ctypes.c_int64(len(row))
+        asked = _Round(moves, hot, cold, int(copies), target_seconds, deadline, seed, 0.0, 0.0, 0)
+        if not found.lowtide_anneal(
+            ctypes.byref(self._struct), buffer.ctypes.data, ctypes.byref(length), slots, ctypes.byref(asked)
+        ):
+            raise MemoryError("the search ran out of memory")
+        return Found(tuple(buffer[: length.value].tolist()), asked.seconds, asked.over)
+
+    def count(self, row: Sequence[int]) -> Found:
+        """What the search counts for a row as it is."""
+        return self.round(
+            row, moves=0, hot=1.0, cold=1.0, copies=False, seed=1, deadline=time.monotonic() + 60, target_seconds=-1.0
+        )
+
+    def _keep(self, data: Iterable[Any], kind: Any) -> int:
+        array = np.ascontiguousarray(np.asarray(data if isinstance(data, np.ndarray) else list(data), dtype=kind))
+        if not array.size:
+            array = np.zeros(1, dtype=kind)
+        self._arrays.append(array)
+        return int(array.ctypes.data)
+
+    def _lists(self, lists: Sequence[Sequence[int]]) -> tuple[int, int]:
+        at = np.cumsum([0, *(len(x) for x in lists)])
+        return self._keep(at, np.int32), self._keep((x for items in lists for x in items), np.int32)
+
+    def _laid_out(self, fixed: bool) -> _Game:
+        game = self.game
+        values = len(game.value_nodes)
+        outputs = [list(x) for x in game.outputs]
+        kind, sizes = [_LIFE] * values, game.bytes.tolist()
+        producer, fetcher = game.producer.tolist(), game.fetcher.tolist()
+        uses: list[Sequence[int]] = list(game.readers)
+        pin, overwriter = game.pin.tolist(), game.overwriter.tolist()
+
+        def extra(what: int, size: int, maker: int, fetch: int) -> None:
+            for o in {maker, fetch} - {-1}:
+                outputs[o].append(len(kind))
+            kind.append(what)
+            sizes.append(size)
+            producer.append(maker)
+            fetcher.append(fetch)
+            uses.append(())
+            pin.append(-1)
+            overwriter.append(-1)
+
+        for o in range(game.plain):
+            if game.state[o]:
+                extra(_STATE, int(game.state[o]), o, -1)
+        board2 = game.graph.offload
+        if board2 is not None and board2.host_bytes is not None:
+            for v in range(values):
+                if game.fetcher[v] >= 0:
+                    extra(_HOST, int(game.bytes[v]), int(game.producer[v]), int(game.fetcher[v]))
+        held: list[list[int]] = [[] for _ in game.nodes]
+        for v, o in enumerate(pin):
+            if o >= 0:
+                held[o].append(v)
+        out = _Game()
+        out.ops, out.plain, out.values = len(game.nodes), game.plain, len(kind)
+        out.out_at, out.out = self._lists(outputs)
+        out.in_at, out.in_ = self._lists(game.inputs)
+        out.use_at, out.use = self._lists(uses)
+        out.pinned_at, out.pinned = self._lists(held)
+        out.producer, out.fetcher = self._keep(producer, np.int32), self._keep(fetcher, np.int32)
+        out.kind, out.bytes = self._keep(kind, np.uint8), self._keep(sizes, np.float64)
+        out.seconds, out.once = self._keep(game.seconds, np.float64), self._keep(game.once, np.float64)
+        out.workspace, out.overwriter = self._keep(game.workspace, np.float64), self._keep(overwriter, np.int32)
+        out.again, out.pin = self._keep(game.again, np.uint8), self._keep(pin, np.int32)
+        out.budget, out.base = float(self.budget), game.base_seconds or 1.0
+        limit = board2.host_bytes if board2 is not None else None
+        out.host_budget = _NO_LIMIT if limit is None else float(limit)
+        out.fixed, out.last = int(fixed), game.last
+        return out

@@ -1,0 +1,111 @@
+"""Lower bounds for problems in fixed order, each with the event that proves it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.pebble.eager.problem import Problem
+from lowtide.trace import Need
+
+_EVENTS_TRIED = 32
+"""How many of the highest events are tried for the bound on extra time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """What no plan of recomputation and moving can beat.
+
+    Attributes:
+        peak_bytes: lower bound on the peak.
+        peak_event: the event whose forced bytes prove it; -1 for a problem without events.
+    """
+
+    peak_bytes: int
+    peak_event: int
+
+
+def forced_live(problem: Problem) -> NDArray[np.int64]:
+    """Per event, bytes that are there whatever is recomputed or moved, the event's own rise included.
+
+    A value is forced while script code holds it, while the node that asked for it runs, and always if it can neither be
+    made again nor be moved.
+    """
+    events = len(problem.trace.events)
+    delta = np.zeros(events + 2, dtype=np.int64)
+    for v, buffer in enumerate(problem.trace.buffers):
+        if not buffer.counted:
+            continue
+        fixed = not problem.remakeable[v] and not problem.can_move(v)
+        spans = [(buffer.born + 1, problem.end(v) if fixed else min(buffer.held_until, problem.end(v)))]
+        if not fixed:
+            spans += [(max(event + 1, buffer.held_until + 1), pin) for event, pin in problem.needs[v]]
+        reached = -1
+        for first, end in spans:
+            start = max(first, reached + 1)
+            if end >= start:
+                delta[start] += buffer.bytes
+                delta[end + 1] -= buffer.bytes
+                reached = end
+    live = np.cumsum(delta)[:events] + problem.base_bytes + np.asarray(problem.trace.other_bytes, dtype=np.int64)
+    own = [problem.trace.buffers[e.value].bytes if isinstance(e, Need) and _absent_able(problem, e.value, i) else 0
+           for i, e in enumerate(problem.trace.events)]
+    return live + np.maximum(problem.rise, np.asarray(own, dtype=np.int64))
+
+
+def _absent_able(problem: Problem, v: int, event: int) -> bool:
+    buffer = problem.trace.buffers[v]
+    pinned = any(e < event <= pin for e, pin in problem.needs[v])
+    return buffer.counted and event > buffer.held_until and not pinned and (problem.remakeable[v] or problem.can_move(v))
+
+
+def peak_bound(problem: Problem) -> Bound:
+    """The highest forced point."""
+    forced = forced_live(problem)
+    if not len(forced):
+        return Bound(peak_bytes=problem.base_bytes, peak_event=-1)
+    return Bound(peak_bytes=int(forced.max()), peak_event=int(forced.argmax()))
+
+
+def time_bound(problem: Problem, budget_bytes: int) -> float:
+    """Seconds that every plan within the budget must add to the plain run.
+
+    At one event the values that are absent must together free what the plain run has above the budget, and each of
+    them that is needed later costs at least its maker's seconds (once for all values of one maker) or its transfers.
+    The relaxation is a fractional knapsack per event; the best of the highest events is returned.
+    """
+    over = problem.plain_live + problem.rise - budget_bytes
+    order = np.argsort(over)[::-1][:_EVENTS_TRIED]
+    return max((_knapsack(problem, int(e), int(over[e])) for e in order if over[e] > 0), default=0.0)
+
+
+def _knapsack(problem: Problem, event: int, over_bytes: int) -> float:
+    offers: dict[int, tuple[int, float]] = {}
+    for v, buffer in enumerate(problem.trace.buffers):
+        if not buffer.counted or not buffer.born < event <= problem.end(v) or event <= buffer.held_until:
+            continue
+        if any(e < event <= pin for e, pin in problem.needs[v]):
+            continue
+        prices = []
+        if problem.remakeable[v]:
+            prices.append(problem.maker(v).seconds)
+        if problem.can_move(v):
+            prices.append(problem.move_seconds(v))
+        if not prices:
+            continue
+        needed = any(e >= event for e, _ in problem.needs[v])
+        key = buffer.born if buffer.born >= 0 else -2 - v
+        cost = min(prices) if needed else 0.0
+        size, price = offers.get(key, (0, cost))
+        offers[key] = (size + buffer.bytes, min(price, cost))
+    seconds = 0.0
+    for size, price in sorted(offers.values(), key=lambda o: o[1] / max(o[0], 1)):
+        if over_bytes <= 0:
+            break
+        share = min(1.0, over_bytes / max(size, 1))
+        seconds += share * price
+        over_bytes -= size
+    return seconds
+

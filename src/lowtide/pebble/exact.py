@@ -1,0 +1,183 @@
+"""All schedules of a small graph: the cheapest within a budget, by Dijkstra over what is on the boards and what has run."""
+
+from __future__ import annotations
+
+import heapq
+from itertools import count
+from typing import NamedTuple
+
+from lowtide.errors import GraphError
+from lowtide.pebble.graph import Graph
+from lowtide.pebble.schedule import Act, Move, Row
+
+MOST_NODES = 10
+"""Nodes up to which all schedules are looked at."""
+
+
+def small(graph: Graph) -> bool:
+    """Whether a graph is for this room: few nodes, and nothing whose bytes or seconds depend on what comes later."""
+    plain = all(not n.state_bytes for n in graph.nodes)
+    serial = graph.offload is None or (not graph.offload.overlap and graph.offload.host_bytes is None)
+    return plain and serial and sum(1 for n in graph.nodes if not n.resident) <= MOST_NODES
+
+
+MOST_FOR_ORDERS = 16
+"""Nodes up to which all orders are looked at."""
+
+
+def extreme_order(graph: Graph, *, worst: bool = False) -> tuple[int, ...]:
+    """The order of the lowest peak (or the highest, of those that free every value after its last use), every operator once.
+
+    Walks all sets of operators that can have run, so the graph must be small.
+
+    Raises:
+        GraphError: if it has more than ``MOST_FOR_ORDERS`` operators.
+    """
+    ops = [v for v in graph.order if graph.nodes[v].made_with is None and not graph.nodes[v].resident]
+    if len(ops) > MOST_FOR_ORDERS:
+        raise GraphError(f"all orders are looked at up to {MOST_FOR_ORDERS} operators, this graph has {len(ops)}")
+    leader = {u: v for v in ops for u in (v, *graph.members[v])}
+    needs = {v: {leader[p] for p in graph.reads[v] if not graph.nodes[p].resident} for v in ops}
+    best: dict[frozenset[int], tuple[int, tuple[int, ...]]] = {frozenset(): (0, ())}
+    pick = max if worst else min
+    for _ in ops:
+        after: dict[frozenset[int], tuple[int, tuple[int, ...]]] = {}
+        for done, (high, order) in best.items():
+            for v in ops:
+                if v in done or not needs[v] <= done:
+                    continue
+                now = (*order, v)
+                timeline = _bytes_of_last(graph, now)
+                key = done | {v}
+                step = (max(high, timeline), now)
+                after[key] = pick(after[key], step) if key in after else step
+        best = after
+    return best[frozenset(ops)][1]
+
+
+def _bytes_of_last(graph: Graph, order: tuple[int, ...]) -> int:
+    """Bytes while the last operator of a beginning of an order runs, values that nobody ahead reads being gone."""
+    done = set(order)
+    v = order[-1]
+    live = {v, *graph.members[v]}
+    for o in order[:-1]:
+        for u in (o, *graph.members[o]):
+            ahead = any(c not in done or c == v for c in _readers(graph, u))
+            if ahead or graph.nodes[u].keep:
+                live.add(u)
+    live -= set(graph.olds[v])
+    return graph.resident_bytes + sum(graph.nodes[u].bytes for u in live) + graph.nodes[v].workspace_bytes
+
+
+def _readers(graph: Graph, u: int) -> list[int]:
+    return [c for c, reads in enumerate(graph.reads) if u in reads]
+
+
+class _State(NamedTuple):
+    """Sets of nodes, as bits."""
+
+    board: int
+    done: int
+    written: int
+
+
+def search(graph: Graph, budget_bytes: int, *, fixed: bool) -> Row | None:
+    """The row of least seconds within the budget; None where there is none."""
+    rules = _Rules(graph, budget_bytes, fixed)
+    start = _State(0, 0, 0)
+    best: dict[_State, float] = {start: 0.0}
+    came: dict[_State, tuple[_State, Move | None]] = {}
+    tie = count()
+    queue = [(0.0, next(tie), start)]
+    while queue:
+        seconds, _, state = heapq.heappop(queue)
+        if seconds > best[state]:
+            continue
+        if rules.finished(state):
+            return _walk_back(came, state)
+        for move, after, cost in rules.moves(state):
+            total = seconds + cost
+            if total < best.get(after, float("inf")):
+                best[after] = total
+                came[after] = (state, move)
+                heapq.heappush(queue, (total, next(tie), after))
+    return None
+
+
+def _walk_back(came: dict[_State, tuple[_State, Move | None]], state: _State) -> Row:
+    moves: list[Move] = []
+    while state in came:
+        state, move = came[state]
+        if move is not None and move.act in (Act.COMPUTE, Act.FETCH):
+            moves.append(move)
+    return tuple(reversed(moves))
+
+
+class _Rules:
+    def __init__(self, graph: Graph, budget: int, fixed: bool) -> None:
+        self.graph = graph
+        self.budget = budget
+        nodes = graph.nodes
+        self.ops = [v for v in graph.order if nodes[v].made_with is None and not nodes[v].resident]
+        self.made = {v: self._mask((v, *graph.members[v])) for v in self.ops}
+        self.reads = {v: self._mask(p for p in graph.reads[v] if not nodes[p].resident) for v in self.ops}
+        self.before = {v: (1 << self.ops[i - 1] if fixed and i else 0) for i, v in enumerate(self.ops)}
+        self.all = self._mask(self.ops)
+        self.keep = self._mask(v for v, n in enumerate(nodes) if n.keep and not n.resident)
+
+    @staticmethod
+    def _mask(nodes: object) -> int:
+        found = 0
+        for v in nodes:  # type: ignore[attr-defined]
+            found |= 1 << v
+        return found
+
+    def bytes(self, board: int) -> int:
+        return self.graph.resident_bytes + sum(n.bytes for v, n in enumerate(self.graph.nodes) if board >> v & 1)
+
+    def finished(self, state: _State) -> bool:
+        return state.done & self.all == self.all and state.board & self.keep == self.keep
+
+    def held(self, v: int, state: _State) -> bool:
+        until = self.graph.nodes[v].held_until
+        if until is None:
+            return False
+        above = self.graph.nodes[until].made_with
+        return not state.done >> (until if above is None else above) & 1
+
+    def moves(self, state: _State) -> list[tuple[Move | None, _State, float]]:
+        found: list[tuple[Move | None, _State, float]] = []
+        board2 = self.graph.offload
+        for v, node in enumerate(self.graph.nodes):
+            bit = 1 << v
+            if state.board & bit:
+                if not self.held(v, state):
+                    found.append((None, state._replace(board=state.board & ~bit), 0.0))
+                if board2 is not None and node.move and node.bytes and not state.written & bit:
+                    cost = node.bytes / board2.write_bytes_per_second
+                    found.append((None, state._replace(written=state.written | bit), cost))
+            elif board2 is not None and state.written & bit:
+                after = state._replace(board=state.board | bit)
+                if self.bytes(after.board) <= self.budget:
+                    found.append((Move(Act.FETCH, v), after, node.bytes / board2.read_bytes_per_second))
+        for v in self.ops:
+            found += self._compute(v, state)
+        return found
+
+    def _compute(self, v: int, state: _State) -> list[tuple[Move | None, _State, float]]:
+        node = self.graph.nodes[v]
+        again = bool(state.done >> v & 1)
+        if (again and not node.recompute) or state.board & self.made[v] or state.board & self.reads[v] != self.reads[v]:
+            return []
+        if not again and self.before[v] and not state.done & self.before[v]:
+            return []
+        found: list[tuple[Move | None, _State, float]] = []
+        places = [state.board]
+        if self.graph.olds[v]:
+            places.append(state.board & ~self._mask(self.graph.olds[v]))
+        for left in places:
+            board = left | self.made[v]
+            if self.bytes(board) + node.workspace_bytes <= self.budget:
+                after = state._replace(board=board, done=state.done | 1 << v)
+                found.append((Move(Act.COMPUTE, v), after, node.seconds))
+        return found

@@ -1,0 +1,217 @@
+"""A graph as arrays: operators, the values that they make and read, and the fetches that stand beside them.
+
+Solvers and bounds work on this form. Operators are numbered in the given order; from ``plain`` on they are fetches, one per
+value that may be moved; the last of the plain ones may be the end, which reads what must be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.pebble.graph import Graph
+from lowtide.pebble.schedule import Act, Move, Row
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float64]
+
+END = -1
+"""Stands for a node where an operator is the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Game:
+    """Operators and values.
+
+    Attributes:
+        graph: what it was made from.
+        nodes: per operator its node (``END`` for the end; a fetch has the fetched value's node).
+        value_nodes: per value its node.
+        plain: how many operators are no fetches.
+        outputs, inputs: per operator, values that it makes and reads.
+        producer: per value, its operator.
+        fetcher: per value, the operator that fetches it, or -1.
+        bytes: per value.
+        seconds: per operator and run; a fetch costs its transfer.
+        once: per operator, paid with its first run (a fetch pays for the offload so).
+        workspace, state: per operator, bytes.
+        overwriter: per value, the operator that takes over its storage, or -1.
+        again: per operator, whether it may run more than once.
+        pin: per value, the operator until whose first run it is held, or -1.
+        last: the end, or -1.
+    """
+
+    graph: Graph
+    nodes: tuple[int, ...]
+    value_nodes: tuple[int, ...]
+    plain: int
+    outputs: tuple[tuple[int, ...], ...]
+    inputs: tuple[tuple[int, ...], ...]
+    producer: Ints
+    fetcher: Ints
+    bytes: NDArray[np.int64]
+    seconds: Floats
+    once: Floats
+    workspace: NDArray[np.int64]
+    state: NDArray[np.int64]
+    overwriter: Ints
+    again: NDArray[np.bool_]
+    pin: Ints
+    last: int
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """Per value, the plain operators that read it, in the given order."""
+        found: list[list[int]] = [[] for _ in self.value_nodes]
+        for o in range(self.plain):
+            for v in self.inputs[o]:
+                found[v].append(o)
+        return tuple(tuple(r) for r in found)
+
+    @cached_property
+    def parents(self) -> tuple[tuple[int, ...], ...]:
+        """Per plain operator, the operators whose values it reads."""
+        return tuple(tuple(dict.fromkeys(int(self.producer[v]) for v in self.inputs[o])) for o in range(self.plain))
+
+    @property
+    def base_seconds(self) -> float:
+        """Every operator once."""
+        return self.graph.base_seconds
+
+    def row(self, ops: Iterable[int]) -> Row:
+        """A row of the graph from a list of operators."""
+        return tuple(Move(Act.COMPUTE if o < self.plain else Act.FETCH, self.nodes[o]) for o in ops if self.nodes[o] != END)
+
+    def ops(self, row: Row) -> tuple[int, ...]:
+        """The operators of a row."""
+        compute = {v: o for o, v in enumerate(self.nodes[: self.plain])}
+        fetch = {v: o + self.plain for o, v in enumerate(self.nodes[self.plain :])}
+        found = [fetch[m.node] if m.act is Act.FETCH else compute[m.node] for m in row]
+        return tuple(found if self.last < 0 else [*found, self.last])
+
+    def olds(self, o: int) -> list[int]:
+        """Values whose storages an operator takes over in place."""
+        return [v for v in self.inputs[o] if self.overwriter[v] == o]
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The given order."""
+        return tuple(range(self.plain))
+
+
+def game_of(graph: Graph, *, transfer_share: float = 1.0) -> Game:
+    """The arrays of a graph.
+
+    Args:
+        graph: what is to be played.
+        transfer_share: what share of a transfer's seconds is counted (transfers that overlap with computing cost less).
+    """
+    own = [v for v in graph.order if graph.nodes[v].made_with is None and not graph.nodes[v].resident]
+    values = [u for v in own for u in (v, *graph.members[v])]
+    value_of = {node: i for i, node in enumerate(values)}
+    op_of = {node: o for o, v in enumerate(own) for node in (v, *graph.members[v])}
+    outputs: list[tuple[int, ...]] = [tuple(value_of[u] for u in (v, *graph.members[v])) for v in own]
+    inputs: list[tuple[int, ...]] = [tuple(value_of[p] for p in graph.reads[v] if not graph.nodes[p].resident) for v in own]
+    nodes = list(own)
+    seconds = [graph.nodes[v].seconds for v in own]
+    again = [graph.nodes[v].recompute for v in own]
+    keeps = [value_of[u] for u in values if graph.nodes[u].keep]
+    last = -1
+    if keeps:
+        last = len(nodes)
+        nodes.append(END)
+        outputs.append(())
+        inputs.append(tuple(keeps))
+        seconds.append(0.0)
+        again.append(False)
+    plain = len(nodes)
+    once = [0.0] * plain
+    fetcher = [-1] * len(values)
+    board2 = graph.offload
+    if board2 is not None:
+        for i, u in enumerate(values):
+            if graph.nodes[u].move and graph.nodes[u].bytes:
+                fetcher[i] = len(nodes)
+                nodes.append(u)
+                outputs.append((i,))
+                inputs.append(())
+                seconds.append(transfer_share * graph.nodes[u].bytes / board2.read_bytes_per_second)
+                once.append(transfer_share * graph.nodes[u].bytes / board2.write_bytes_per_second)
+                again.append(True)
+
+    def of_nodes(get: str) -> list[int]:
+        return [getattr(graph.nodes[v], get) if v != END else 0 for v in nodes[:plain]] + [0] * (len(nodes) - plain)
+
+    overwriter = [-1] * len(values)
+    for o, v in enumerate(own):
+        for old in graph.olds[v]:
+            overwriter[value_of[old]] = o
+    pin = [-1] * len(values)
+    for i, u in enumerate(values):
+        until = graph.nodes[u].held_until
+        if until is not None and until in op_of:
+            pin[i] = op_of[until]
+    return Game(
+        graph=graph,
+        nodes=tuple(nodes),
+        value_nodes=tuple(values),
+        plain=plain,
+        outputs=tuple(outputs),
+        inputs=tuple(inputs),
+        producer=np.asarray([op_of[u] for u in values], dtype=np.int32),
+        fetcher=np.asarray(fetcher, dtype=np.int32),
+        bytes=np.asarray([graph.nodes[u].bytes for u in values], dtype=np.int64),
+        seconds=np.asarray(seconds),
+        once=np.asarray(once),
+        workspace=np.asarray(of_nodes("workspace_bytes"), dtype=np.int64),
+        state=np.asarray(of_nodes("state_bytes"), dtype=np.int64),
+        overwriter=np.asarray(overwriter, dtype=np.int32),
+        again=np.asarray(again),
+        pin=np.asarray(pin, dtype=np.int32),
+        last=last,
+    )
+
+
+def profile(game: Game, ops: Sequence[int]) -> NDArray[np.int64]:
+    """Bytes at every place of a row of operators, resident ones included (a fast count; the referee has the last word)."""
+    length = len(ops)
+    delta = np.zeros(length + 1, dtype=np.int64)
+    placed: dict[int, int] = {}
+    used: dict[int, int] = {}
+    held: dict[int, int] = {}
+    size = game.bytes
+    at = np.zeros(length, dtype=np.int64)
+    first: dict[int, int] = {}
+    for t, o in enumerate(ops):
+        first.setdefault(o, t)
+    state_last = {o: t for t, o in enumerate(ops) if game.state[o]}
+
+    def close(v: int) -> None:
+        end = used[v]
+        if v in held:
+            end = max(end, held.pop(v))
+        if end > placed[v] and game.overwriter[v] == ops[end]:
+            end -= 1
+        delta[placed[v]] += size[v]
+        delta[end + 1] -= size[v]
+
+    for t, o in enumerate(ops):
+        for v in game.inputs[o]:
+            used[v] = t
+        for v in game.outputs[o]:
+            if v in placed:
+                close(v)
+            elif game.pin[v] >= 0:
+                held[v] = first[int(game.pin[v])]
+            placed[v] = used[v] = t
+        at[t] += game.workspace[o]
+        if game.state[o] and state_last[o] != first[o] == t:
+            delta[t] += game.state[o]
+            delta[state_last[o] + 1] -= game.state[o]
+    for v in placed:
+        close(v)
+    return np.cumsum(delta[:length]) + at + game.graph.resident_bytes

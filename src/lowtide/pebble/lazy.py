@@ -1,0 +1,59 @@
+"""A row from what is absent at a few instants: everything comes back as late as it can, by the shortest way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+
+from lowtide.pebble.game import Game
+
+
+def row_without(
+    game: Game, absent: Mapping[int, AbstractSet[int]], fetched: AbstractSet[int] = frozenset()
+) -> tuple[int, ...]:
+    """The given order, with values dropped before some operators run and brought back when they are next read.
+
+    Args:
+        game: what is played.
+        absent: per operator, values that are not on the board when it first runs.
+        fetched: values that come back from the second board; all others are computed again, with what that needs.
+    """
+    readers_left = [len(r) for r in game.readers]
+    present: set[int] = set()
+    row: list[int] = []
+    for o in range(game.plain):
+        present -= {v for v in absent.get(o, frozenset()) if game.again[game.producer[v]] or game.fetcher[v] >= 0}
+        for q in _missing(game, o, present, fetched):
+            row.append(q)
+            present.update(game.outputs[q])
+        row.append(o)
+        present.update(game.outputs[o])
+        for v in game.inputs[o]:
+            readers_left[v] -= 1
+            way_back = game.again[game.producer[v]] or game.fetcher[v] >= 0
+            if not readers_left[v] and way_back and not game.graph.nodes[game.value_nodes[v]].keep:
+                present.discard(v)
+    return tuple(row)
+
+
+def _missing(game: Game, o: int, present: set[int], fetched: AbstractSet[int]) -> list[int]:
+    """Operators to run so that all that one reads is there, in an order in which they can run."""
+    found: list[int] = []
+    seen: set[int] = set()
+    stack = [(v, False) for v in reversed(game.inputs[o])]
+    while stack:
+        v, ready = stack.pop()
+        if ready:
+            found.append(int(game.producer[v]))
+            continue
+        if v in present or v in seen:
+            continue
+        q, fetch = int(game.producer[v]), int(game.fetcher[v])
+        if fetch >= 0 and (v in fetched or not game.again[q]):
+            seen.add(v)
+            found.append(fetch)
+            continue
+        seen.update(game.outputs[q])
+        stack.append((v, True))
+        stack += [(u, False) for u in reversed(game.inputs[q])]
+    return found

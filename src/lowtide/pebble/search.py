@@ -1,0 +1,177 @@
+"""Rounds of annealing over rows, on two cores, until the time is over or nothing better is left to find.
+
+What round ``k`` of a worker does depends on the graph, the budget, its starts and ``k`` alone, never on the time limit: more
+time runs the same rounds and then more of them, so it never gives a worse plan. The first worker begins from the given order,
+the second waits for rows that a bound's program suggests.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lowtide.pebble.anneal import Annealer, Found
+from lowtide.pebble.game import Game
+
+_WORKERS = 2
+_HEATS = (1e-2, 3e-3, 3e-2, 1e-3)
+"""Temperatures at which rounds begin, as shares of the graph's seconds, in turn."""
+_COOLED = 1e-3
+"""A round ends at this share of the temperature at which it began."""
+_ORDER_HEAT = (0.3, 1e-3)
+"""Temperatures of rounds that change the order alone, where energy is bytes above the budget as shares of the budget."""
+_FIRST_MOVES = (4000, 60)
+"""Moves of the first round: so many, and so many per operator."""
+_LONGEST = 8000
+"""Moves per operator of the longest round; before it each is twice as long as the one before."""
+_SEEDED = 0.03
+"""Rounds that begin from a good row do so at this share of the temperature."""
+_IDLE = (40, 12)
+"""Rounds without a better row after which a worker ends (what is left of the time is the bound's)."""
+_ORDER_SHARE = 10
+"""Rounds that change the order alone try so many times the moves of the first round."""
+
+
+@dataclass(slots=True)
+class Hunt:
+    """What is looked for, shared by the workers.
+
+    Attributes:
+        annealer: the game and its budget.
+        starts: rows to begin from, each one that can run.
+        fixed: whether first runs keep their order.
+        target_seconds: a row that fits in so few ends the hunt; a bound proven meanwhile may raise it.
+        deadline: of :func:`time.monotonic`.
+        progress: told of every better row.
+    """
+
+    annealer: Annealer
+    starts: Sequence[Sequence[int]]
+    fixed: bool
+    target_seconds: float
+    deadline: float
+    progress: Callable[[Found], None] | None = None
+    best: Found | None = None
+    rounds: int = 0
+    _offered: list[Sequence[int]] = field(default_factory=list)
+    _asked: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _threads: list[threading.Thread] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Set the workers to work."""
+        for worker in range(_WORKERS):
+            thread = threading.Thread(target=self._work, args=(worker,), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def offer(self, rows: Sequence[Sequence[int]]) -> None:
+        """Rows from which the second worker begins, which waits for them."""
+        self._offered = list(rows)
+        self._asked.set()
+
+    def wait(self) -> Found:
+        """The best row, when all workers have ended."""
+        for thread in self._threads:
+            thread.join()
+        assert self.best is not None
+        return self.best
+
+    @property
+    def over(self) -> bool:
+        """Whether the target is met or the time is over."""
+        found = self.best
+        met = found is not None and not found.over_bytes and found.seconds <= self.target_seconds
+        return met or time.monotonic() >= self.deadline
+
+    def _tell(self, found: Found) -> None:
+        with self._lock:
+            self.rounds += 1
+            if self.best is None or found.rank < self.best.rank:
+                self.best = found
+                if self.progress is not None:
+                    self.progress(found)
+
+    def _work(self, worker: int) -> None:
+        plain = self.annealer.game.plain
+        first = _FIRST_MOVES[0] + _FIRST_MOVES[1] * plain
+        rows = list(self.starts)
+        if worker:
+            self._asked.wait(max(0.0, self.deadline - time.monotonic()))
+            rows += self._offered
+        starts = [self.annealer.count(row) for row in rows]
+        for found in starts:
+            self._tell(found)
+        own = min(starts, key=lambda f: f.rank)
+        if not self.fixed and not self.over:
+            ordered = self._round(own.ops, _ORDER_SHARE * first, _ORDER_HEAT, copies=False, seed=worker)
+            starts.append(ordered)
+            own = min(own, ordered, key=lambda f: f.rank)
+        k = idle = 0
+        while not self.over:
+            heat = _HEATS[(k + worker) % len(_HEATS)]
+            if worker and self._offered and k % 2 == 0:
+                heat *= _SEEDED
+            start = own if k % 2 else starts[-1 - k // 2 % len(starts)]
+            moves = min(first << min(k, 40), _LONGEST * plain)
+            found = self._round(start.ops, moves, (heat, heat * _COOLED), copies=True, seed=worker + _WORKERS * (k + 1))
+            idle = 0 if found.rank < own.rank else idle + 1
+            own = min(own, found, key=lambda f: f.rank)
+            if moves == _LONGEST * plain and idle >= _IDLE[worker]:
+                break
+            k += 1
+
+    def _round(self, ops: Sequence[int], moves: int, heat: tuple[float, float], *, copies: bool, seed: int) -> Found:
+        found = self.annealer.round(
+            ops,
+            moves=moves,
+            hot=heat[0],
+            cold=heat[1],
+            copies=copies,
+            seed=seed + 1,
+            deadline=self.deadline,
+            target_seconds=self.target_seconds,
+        )
+        self._tell(found)
+        return found
+
+
+def lowest_order(game: Game, *, deadline: float, stop_bytes: int, first_peak: int) -> tuple[int, ...]:
+    """An order of low peak, every operator once.
+
+    The budget is lowered below the best peak again and again; the step halves where nothing fits.
+
+    Args:
+        game: what is played.
+        deadline: of :func:`time.monotonic`.
+        stop_bytes: a peak that no order goes below.
+        first_peak: peak of the given order.
+    """
+    from lowtide.pebble.game import profile
+
+    best, peak = game.given, first_peak
+    step, seed = 0.1, 1
+    moves = _ORDER_SHARE * (_FIRST_MOVES[0] + _FIRST_MOVES[1] * game.plain)
+    while peak > stop_bytes and time.monotonic() < deadline:
+        budget = max(stop_bytes, int(peak * (1 - step)))
+        found = Annealer(game, budget, fixed=False).round(
+            best,
+            moves=moves,
+            hot=_ORDER_HEAT[0],
+            cold=_ORDER_HEAT[1],
+            copies=False,
+            seed=seed,
+            deadline=deadline,
+            target_seconds=float("inf"),
+        )
+        seed += 1
+        reached = int(profile(game, found.ops).max())
+        if reached < peak:
+            best, peak = found.ops, reached
+        if reached > budget:
+            step /= 2
+            if step < 1e-5:
+                step, moves = 0.01, 2 * moves
+    return best

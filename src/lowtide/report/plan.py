@@ -1,0 +1,203 @@
+"""Plans for people: in the terminal, and as one HTML page that needs no network."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import jinja2
+import numpy as np
+from rich.table import Table
+
+from lowtide.pebble.account import Decides, Share, by_module, decides, profile, to_json
+from lowtide.pebble.graph import Graph
+from lowtide.pebble.solve import Answer, Solver, Status
+from lowtide.report.terminal import console
+from lowtide.units import format_bytes, format_seconds
+
+_ASSETS: Final = Path(__file__).parent / "assets"
+_ROWS: Final = 12
+"""Modules, and values, listed."""
+_BAR: Final = 24
+"""Characters of the longest bar of a curve."""
+_POINTS: Final = 4000
+"""Points of a profile that are drawn; of each stretch the highest."""
+_SAID: Final = {
+    Status.OPTIMAL: "[green]optimal[/]: no plan is faster",
+    Status.FEASIBLE: "feasible",
+    Status.INFEASIBLE: "[red]infeasible[/]: no plan holds this budget",
+    Status.UNKNOWN: "[red]no plan found[/], and none ruled out",
+}
+
+
+def name_of(graph: Graph, v: int) -> str:
+    """What a reader calls a node."""
+    if v < 0:
+        return "the end"
+    node = graph.nodes[v]
+    return f"{node.id} ({node.module})" if node.module else str(node.id)
+
+
+def show_plan(solver: Solver, answer: Answer, *, strategy: str) -> None:
+    """The plan: peak, budget, extra time, bound, what decides, what each module does."""
+    out, graph, timeline = console(), answer.graph, answer.timeline
+    table = Table(title=f"lowtide plan {graph.name}".rstrip(), show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column()
+    kind = "given order" if answer.order == "fixed" else "any order"
+    table.add_row("status", answer.status.value, _SAID[answer.status].partition(": ")[2] or f"{kind}, {strategy}")
+    if answer.budget_bytes is not None:
+        table.add_row("budget", format_bytes(answer.budget_bytes), f"{answer.budget_bytes:,} bytes")
+    shown = answer.status in (Status.OPTIMAL, Status.FEASIBLE)
+    if shown:
+        table.add_row("peak", format_bytes(timeline.peak_bytes), f"without a plan {format_bytes(answer.given_peak_bytes)}")
+    else:
+        table.add_row("peak without a plan", format_bytes(answer.given_peak_bytes), "")
+        if answer.status is Status.UNKNOWN:
+            table.add_row("lowest peak found", format_bytes(timeline.peak_bytes), "")
+    meaning = {
+        "stuck": "no recomputing and moving goes below",
+        "forced": "no order goes below",
+        "cut": "no order goes below (minimum cut)",
+    }
+    table.add_row(
+        "floor",
+        format_bytes(answer.peak_bound.bytes),
+        f"{meaning[answer.peak_bound.method]}, at {name_of(graph, answer.peak_bound.node)}",
+    )
+    if shown:
+        extra, least, base = answer.extra_seconds, answer.time_bound.seconds, graph.base_seconds or 1.0
+        table.add_row(
+            "extra time", format_seconds(extra), f"{answer.extra_fraction:.2%} of {format_seconds(graph.base_seconds)}"
+        )
+        proof = "" if answer.time_bound.solved else " (time limit)"
+        table.add_row(
+            "bound",
+            format_seconds(least),
+            f"{least / base:.2%}: no plan within the budget adds less{proof}; gap {(extra - least) / base:.2%}",
+        )
+        if timeline.moved_bytes:
+            table.add_row("moved", format_bytes(timeline.moved_bytes), f"{format_seconds(timeline.wait_seconds)} waited")
+        again = sum(r - 1 for r in timeline.runs if r > 1)
+        table.add_row("run again", f"{again} operators", f"searched for {answer.solve_seconds:.1f} s, {answer.rounds} rounds")
+    out.print(table)
+    if shown and answer.budget_bytes is not None:
+        _show_decides(answer, decides(solver, answer))
+        _show_modules(by_module(answer))
+
+
+def _show_decides(answer: Answer, found: Decides) -> None:
+    out, graph = console(), answer.graph
+    out.print(f"tightest while {name_of(graph, found.tight_node)} runs")
+    if found.saves_seconds:
+        out.print(f"{format_bytes(found.more_bytes)} more would save about {format_seconds(found.saves_seconds)}")
+    if found.dear:
+        listed = ", ".join(f"{name_of(graph, v)} ({format_seconds(s)} for {format_bytes(b)})" for v, b, s in found.dear[:3])
+        out.print(f"dearest to bring back: {listed}")
+
+
+def _show_modules(shares: Sequence[Share]) -> None:
+    if len(shares) < 2:
+        return
+    table = Table(title="by module, costliest first", title_justify="left")
+    for head in ("module", "kept", "recomputed", "moved", "extra time"):
+        table.add_column(head, justify="left" if head == "module" else "right")
+    for s in shares[:_ROWS]:
+        table.add_row(
+            s.module or "(none)",
+            format_bytes(s.kept_bytes),
+            format_bytes(s.recomputed_bytes),
+            format_bytes(s.moved_bytes),
+            format_seconds(s.seconds),
+        )
+    if len(shares) > _ROWS:
+        table.caption = f"and {len(shares) - _ROWS} more"
+    console().print(table)
+
+
+def show_curve(answers: Sequence[Answer]) -> None:
+    """Extra time against budget, with the bound beside it."""
+    table = Table(title="extra time by budget", title_justify="left")
+    for head in ("budget", "peak", "extra", "bound"):
+        table.add_column(head, justify="right")
+    table.add_column("")
+    most = max((a.extra_fraction for a in answers if _shown(a)), default=0.0) or 1.0
+    for a in answers:
+        budget = format_bytes(a.budget_bytes or 0)
+        least = a.time_bound.seconds / (a.graph.base_seconds or 1.0)
+        if not _shown(a):
+            table.add_row(budget, "", a.status.value, f"{least:.2%}", "")
+            continue
+        full = round(_BAR * a.extra_fraction / most)
+        sure = min(full, round(_BAR * least / most))
+        bar = "█" * sure + "[dim]▒[/]" * (full - sure)
+        table.add_row(budget, format_bytes(a.timeline.peak_bytes), f"{a.extra_fraction:.2%}", f"{least:.2%}", bar)
+    console().print(table)
+
+
+def _shown(answer: Answer) -> bool:
+    return answer.status in (Status.OPTIMAL, Status.FEASIBLE)
+
+
+def curve_json(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """The ``curve`` key."""
+    return [
+        {
+            "budget_bytes": a.budget_bytes,
+            "status": a.status.value,
+            "peak_bytes": a.timeline.peak_bytes if _shown(a) else None,
+            "extra_seconds": a.extra_seconds if _shown(a) else None,
+            "extra_fraction": a.extra_fraction if _shown(a) else None,
+            "bound": {"extra_seconds": a.time_bound.seconds},
+        }
+        for a in answers
+    ]
+
+
+def page(solver: Solver, answer: Answer, curve: Sequence[Answer], *, strategy: str) -> str:
+    """The page: memory along the plan beside the given order, the curve, what decides, what each module does."""
+    from lowtide.pebble.schedule import plain_row
+
+    plain = solver.follow(plain_row(solver.graph), None)
+    data = {
+        "plain": _drawn(plain),
+        "plan": _drawn(answer) if _shown(answer) and answer.row != plain.row else None,
+        "budget": answer.budget_bytes,
+        "floor": answer.peak_bound.bytes,
+        "curve": [
+            [
+                c["budget_bytes"],
+                None if c["extra_fraction"] is None else 100 * c["extra_fraction"],
+                100 * c["bound"]["extra_seconds"] / (solver.graph.base_seconds or 1.0),
+            ]
+            for c in reversed(curve_json(curve))
+        ],
+    }
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(_ASSETS), autoescape=True)
+    environment.filters |= {"bytes": format_bytes, "seconds": format_seconds}
+    return environment.get_template("plan.html.j2").render(
+        answer=answer,
+        figures=to_json(answer, strategy=strategy),
+        shown=_shown(answer),
+        strategy=strategy,
+        decides=decides(solver, answer) if _shown(answer) and answer.budget_bytes else None,
+        modules=by_module(answer)[: 3 * _ROWS] if _shown(answer) else [],
+        name=lambda v: name_of(solver.graph, v),
+        data=json.dumps(data, separators=(",", ":")).replace("</", "<\\/"),
+        style=(_ASSETS / "uPlot.min.css").read_text(),
+        page_style=(_ASSETS / "page.css").read_text(),
+        script=(_ASSETS / "uPlot.iife.min.js").read_text(),
+        own_script=(_ASSETS / "plan.js").read_text(),
+    )
+
+
+def _drawn(answer: Answer) -> list[list[float]]:
+    """Seconds and bytes along a plan, thinned."""
+    seconds, size = profile(answer)
+    edges = np.unique(np.linspace(0, len(size), min(len(size), _POINTS) + 1).astype(np.int64))
+    keep = [a + int(size[a:b].argmax()) for a, b in itertools.pairwise(edges)]
+    return [[round(float(seconds[k]), 9) for k in keep], [int(size[k]) for k in keep]]

@@ -1,0 +1,173 @@
+"""A recorded step as a graph to be pebbled, in the order in which eager ran it.
+
+Nodes are operators and the blocks (storages) that they made; a block that an operator wrote in place has a version for each
+such write. What was there before the step and is never written stays resident; what was written is a source that cannot be
+made again. A block may be dropped only while autograd alone has it: between its reads it was saved; any other is held until
+its last read, and one that outlived both (a variable of the script had it) until it was given back. Bytes inside an operator
+that belong to no block are its workspace, bytes that no block explains count with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from lowtide.errors import RecordingError
+from lowtide.explain import Block, Step
+from lowtide.pebble.graph import Graph, Node, Offload
+from lowtide.store import decode_run
+
+STATE_BYTES = 5056
+"""Of a CPU generator's state (mt19937); a CUDA generator's is smaller."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A node in the making; parents by id."""
+
+    node: dict[str, Any]
+    parents: dict[str, None] = field(default_factory=dict)
+
+
+def graph_of(step: Step, *, offload: Offload | None = None) -> Graph:
+    """The graph of a recorded step.
+
+    Raises:
+        RecordingError: if the recording has no operators' seconds.
+    """
+    return _Builder(step).graph(offload)
+
+
+class _Builder:
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.count = len(step.ops)
+        self.position = {int(e): k for k, e in enumerate(step.ops)}
+        self.runs = [decode_run(int(f)) for f in step.entries["flags"][step.ops]]
+        if self.count and not any(seconds for seconds, _, _ in self.runs):
+            raise RecordingError("the recording does not say how long operators took: record anew with this version")
+        self.sources: list[_Entry] = []
+        self.ops: list[_Entry] = [_Entry({"id": f"op{k}"}) for k in range(self.count)]
+        self.members: list[list[_Entry]] = [[] for _ in range(self.count)]
+        self.made = np.zeros(self.count, dtype=np.int64)
+        self.tracked = np.zeros(self.count + 1, dtype=np.int64)
+        self.resident = 0
+        self.spans: dict[str, tuple[int, int]] = {}
+
+    def ordinal(self, entry: int) -> int:
+        """The last operator at or before an entry; -1 before the first."""
+        return int(np.searchsorted(self.step.ops, entry, side="right")) - 1
+
+    def graph(self, offload: Offload | None) -> Graph:
+        for block in self.step.blocks:
+            if block.bytes and block.counted:
+                self._block(block)
+        before = self.step.before.sum(axis=1)
+        unseen = before - np.cumsum(self.tracked)[: self.count] - self.resident
+        base = int(unseen.min(initial=0)) if self.count else 0
+        entries = list(self.sources)
+        for k, entry in enumerate(self.ops):
+            seconds, replayable, seeded = self.runs[k]
+            inside = int(self.step.peaks[k]) - int(before[k])
+            row = self.step.entries[self.step.ops[k]]
+            entry.node |= {
+                "bytes": 0,
+                "seconds": seconds,
+                "workspace_bytes": max(0, inside - int(self.made[k])) + int(unseen[k]) - base,
+                "recompute": replayable,
+                "state_bytes": STATE_BYTES if seeded and replayable else 0,
+                "module": self.step.names[row["b"]],
+            }
+            if inside < self.made[k]:
+                self._in_place(k)
+            entries.append(entry)
+            entries += self.members[k]
+        resident = _Entry({"id": "resident", "bytes": max(0, self.resident + base), "seconds": 0.0, "resident": True})
+        entries.insert(0, resident)
+        return _assemble(entries, offload, name=f"step {self.step.row.step}")
+
+    def _block(self, block: Block) -> None:
+        """Versions of one block: one where it appeared, one for every operator that wrote it in place."""
+        end = self.count if block.died >= len(self.step.entries) else self.ordinal(block.died)
+        born = self.position.get(block.born, -1) if block.born >= 0 and not block.met else -1
+        first = born if born >= 0 else (self.ordinal(block.born) if block.met else -1)
+        reads = [self.position[e] for e in block.reads if e in self.position]
+        writes = [k for k in dict.fromkeys(self.position[e] for e in block.writes if e in self.position) if k > born]
+        if born < 0 and not writes and end >= self.count and first < 0:
+            self.resident += block.bytes
+            return
+        self.tracked[max(first + 1, 0)] += block.bytes
+        self.tracked[min(end + 1, self.count)] -= block.bytes
+        starts = [born, *writes]
+        for i, start in enumerate(starts):
+            last = i == len(starts) - 1
+            stop = end if last else starts[i + 1]
+            name = f"block{block.number}" if not i else f"block{block.number}.{i}"
+            entry = _Entry({"id": name, "bytes": block.bytes, "seconds": 0.0, "module": block.module})
+            if i:
+                entry.node["overwrites"] = f"block{block.number}" if i == 1 else f"block{block.number}.{i - 1}"
+            if start < 0:
+                entry.node |= {"recompute": False, "move": False}
+                self.sources.append(entry)
+            else:
+                entry.node["made_with"] = f"op{start}"
+                self.members[start].append(entry)
+                if not i:
+                    self.made[start] += block.bytes
+            self.spans[name] = (block.bytes, end if last else -1)
+            mine = [k for k in reads if start < k <= stop or (not last and k == stop)]
+            for k in mine:
+                self.ops[k].parents[name] = None
+            self._hold(block, entry, start, stop, mine, last=last, end=end)
+
+    def _in_place(self, k: int) -> None:
+        """An operator made a block but took no memory (the engine's sum of two gradients): it took over one that died."""
+        for member in self.members[k]:
+            size = member.node["bytes"]
+            dying = [p for p in self.ops[k].parents if self.spans[p] == (size, k)]
+            taken = {m.node.get("overwrites") for m in self.members[k]}
+            if dying and "overwrites" not in member.node and dying[0] not in taken:
+                member.node["overwrites"] = dying[0]
+
+    def _hold(self, block: Block, entry: _Entry, start: int, stop: int, reads: list[int], *, last: bool, end: int) -> None:
+        """Say until when something other than autograd has a version."""
+        if last and end >= self.count:
+            entry.node["keep"] = True
+        saved = [
+            (self.ordinal(a), self.ordinal(b)) for a, b in block.saved if self.ordinal(b) > start and self.ordinal(a) <= stop
+        ]
+        read = reads[-1] if reads else start
+        released = max((min(b, stop) for _, b in saved), default=-1)
+        if last and end < self.count and end > max(read, released) + 1:
+            until = end
+        elif saved:
+            until = max((k for k in reads if k <= min(a for a, _ in saved)), default=start)
+        else:
+            until = read
+        if until > start and until >= 0:
+            entry.node["held_until"] = f"op{until}"
+
+
+def _assemble(entries: list[_Entry], offload: Offload | None, *, name: str) -> Graph:
+    index = {str(e.node["id"]): i for i, e in enumerate(entries)}
+
+    def at(entry: _Entry, key: str) -> int | None:
+        other = entry.node.get(key)
+        return None if other is None else index[str(other)]
+
+    nodes = []
+    for entry in entries:
+        given = {k: v for k, v in entry.node.items() if k not in ("made_with", "overwrites", "held_until")}
+        parents = tuple(index[p] for p in entry.parents)
+        nodes.append(
+            Node(
+                **given,
+                parents=parents,
+                made_with=at(entry, "made_with"),
+                overwrites=at(entry, "overwrites"),
+                held_until=at(entry, "held_until"),
+            )
+        )
+    return Graph(nodes=tuple(nodes), order=tuple(range(len(nodes))), name=name, offload=offload)

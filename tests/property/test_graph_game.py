@@ -1,0 +1,214 @@
+"""The referee against a second account of the rules; solvers and bounds against all schedules of small graphs."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowtide.errors import StructureError
+from lowtide.pebble import account, bound, exact
+from lowtide.pebble.anneal import library
+from lowtide.pebble.check import check
+from lowtide.pebble.game import game_of, profile
+from lowtide.pebble.graph import Graph, from_json, to_json
+from lowtide.pebble.referee import play
+from lowtide.pebble.schedule import Act, Move, Row, plain_row, unfold
+from lowtide.pebble.solve import Order, Solver, Status
+from property.graphs import cheapest, full_graphs, plain_graphs
+
+_FEW = settings(max_examples=60, deadline=None)
+
+
+def _random_row(graph: Graph, rnd: random.Random) -> Row:
+    """Any order of first runs, with runs again thrown in."""
+    nodes = graph.nodes
+    ops = [v for v in graph.order if nodes[v].made_with is None and not nodes[v].resident]
+    leader = {u: v for v in ops for u in (v, *graph.members[v])}
+    done: list[int] = []
+    row: list[Move] = []
+    while len(done) < len(ops):
+        ready = [v for v in ops if v not in done and all(leader[p] in done for p in graph.reads[v] if not nodes[p].resident)]
+        v = rnd.choice(ready)
+        done.append(v)
+        row.append(Move(Act.COMPUTE, v))
+        for _ in range(rnd.randint(0, 2)):
+            again = rnd.choice(done)
+            if nodes[again].recompute:
+                row.append(Move(Act.COMPUTE, again))
+            elif graph.offload is not None and nodes[again].move:
+                row.append(Move(Act.FETCH, again))
+    return tuple(row)
+
+
+@_FEW
+@given(full_graphs(states=True, overlap=True), st.integers(0, 2**32))
+def test_the_referee_agrees_with_a_second_account_of_the_rules(graph: Graph, seed: int) -> None:
+    """Peak, seconds and legality of random schedules, broken ones among them."""
+    rnd = random.Random(seed)
+    schedule = list(unfold(graph, _random_row(graph, rnd)))
+    if rnd.random() < 0.4:
+        i = rnd.randrange(len(schedule))
+        schedule[i : i + rnd.randint(0, 1)] = [Move(rnd.choice(list(Act)), rnd.randrange(len(graph.nodes)))]
+    try:
+        timeline = play(graph, tuple(schedule))
+    except StructureError:
+        timeline = None
+    claimed = {
+        "status": "feasible",
+        "order": "free",
+        "budget_bytes": None,
+        "base_seconds": graph.base_seconds,
+        "peak_bytes": timeline.peak_bytes if timeline else 0,
+        "seconds": timeline.seconds if timeline else 0.0,
+        "extra_fraction": max(0.0, timeline.seconds / graph.base_seconds - 1) if timeline and graph.base_seconds else 0.0,
+        "bound": {"peak_bytes": 0, "method": "stuck", "node": None},
+        "schedule": [[m.act.value, graph.nodes[m.node].id] for m in schedule],
+    }
+    wrong = check(graph, claimed)
+    assert bool(wrong) == (timeline is None), wrong
+
+
+@_FEW
+@given(full_graphs(states=True), st.integers(0, 2**32))
+def test_the_fast_profile_is_the_referees(graph: Graph, seed: int) -> None:
+    """Bytes per operator of a row, counted without playing it."""
+    rnd = random.Random(seed)
+    game = game_of(graph)
+    row = tuple(m for m in _random_row(graph, rnd) if m.act is Act.COMPUTE)
+    timeline = play(graph, unfold(graph, row))
+    schedule = unfold(graph, row)
+    at = [t for t, m in enumerate(schedule) if m.act in (Act.COMPUTE, Act.UPDATE)]
+    mine = profile(game, game.ops(row))[: len(row)]
+    several = any(len(graph.olds[m.node]) > 1 for m in row)
+    if not several:
+        assert mine.tolist() == timeline.bytes_at[at].tolist()
+
+
+@_FEW
+@given(full_graphs(), st.booleans(), st.data())
+def test_small_graphs_are_solved_exactly(graph: Graph, fixed: bool, data: st.DataObject) -> None:
+    """With views, workspaces, offload and the rest: the cheapest of all schedules, or none where there is none."""
+    solver = Solver(graph, order=Order.FIXED if fixed else Order.FREE)
+    budget = data.draw(st.integers(max(1, solver.floor.bytes - 1), max(1, solver.given.peak_bytes)))
+    wanted = cheapest(graph, budget, fixed=fixed)
+    row = exact.search(graph, budget, fixed=fixed)
+    assert (row is None) == (wanted is None)
+    if row is not None and wanted is not None:
+        timeline = play(graph, unfold(graph, row))
+        assert timeline.peak_bytes <= budget
+        assert math.isclose(timeline.seconds, wanted)
+    answer = solver.at(budget)
+    if wanted is None:
+        assert answer.status is Status.INFEASIBLE
+    else:
+        assert answer.status is Status.OPTIMAL
+        assert math.isclose(answer.timeline.seconds, wanted)
+    assert check(graph, account.to_json(answer)) == []
+
+
+@pytest.mark.skipif(library() is None, reason="the search was not compiled")
+@settings(max_examples=40, deadline=None)
+@given(full_graphs(most=5), st.booleans(), st.data())
+def test_search_and_bounds_enclose_the_cheapest_schedule(graph: Graph, fixed: bool, data: st.DataObject) -> None:
+    """What annealing finds is legal, fits and is no cheaper than the cheapest; no bound is above it; optimal is optimal."""
+    solver = Solver(graph, order=Order.FIXED if fixed else Order.FREE)
+    if solver.floor.bytes >= solver.given.peak_bytes:
+        return
+    budget = data.draw(st.integers(solver.floor.bytes, solver.given.peak_bytes - 1))
+    wanted = cheapest(graph, budget, fixed=fixed)
+    answer = solver.searched(budget, seconds=0.1)
+    if wanted is None:
+        assert answer.status is Status.UNKNOWN
+        return
+    assert answer.time_bound.seconds <= wanted - graph.base_seconds + 1e-9
+    every = bound.one_instant(solver.game, solver.precedence, solver.instants, budget, seconds=1)
+    assert every.seconds <= wanted - graph.base_seconds + 1e-9
+    chain = bound.tight_chain(solver.precedence, solver.instants, budget, most=9)
+    if len(chain) > 1:
+        found = bound.chain_seconds(solver.game, solver.precedence, chain, budget, seconds=2)
+        assert found.seconds <= wanted - graph.base_seconds + 1e-9
+    if answer.status is not Status.UNKNOWN:
+        assert answer.timeline.peak_bytes <= budget
+        assert answer.timeline.seconds >= wanted - 1e-9
+    if answer.status is Status.OPTIMAL:
+        assert math.isclose(answer.timeline.seconds, wanted, abs_tol=1e-6)
+    assert check(graph, account.to_json(answer)) == []
+
+
+@pytest.mark.skipif(library() is None, reason="the search was not compiled")
+@settings(max_examples=40, deadline=None)
+@given(plain_graphs(), st.booleans(), st.data())
+def test_search_finds_the_cheapest_plan_of_small_plain_graphs(graph: Graph, fixed: bool, data: st.DataObject) -> None:
+    """On graphs of up to seven nodes annealing misses nothing."""
+    solver = Solver(graph, order=Order.FIXED if fixed else Order.FREE)
+    if solver.floor.bytes >= solver.given.peak_bytes:
+        return
+    budget = data.draw(st.integers(solver.floor.bytes, solver.given.peak_bytes - 1))
+    wanted = cheapest(graph, budget, fixed=fixed)
+    answer = solver.searched(budget, seconds=0.4)
+    if wanted is not None:
+        assert answer.status is not Status.UNKNOWN
+        assert math.isclose(answer.timeline.seconds, wanted, abs_tol=1e-9)
+
+
+@_FEW
+@given(plain_graphs())
+def test_no_order_is_lower_than_the_bounds_and_the_best_is_found(graph: Graph) -> None:
+    """One-shot: forced-live and minimum cut against the lowest peak of all orders."""
+    solver = Solver(graph, order=Order.FREE)
+    best = _lowest_peak(graph)
+    least = bound.once(solver.game, solver.precedence, solver.instants)
+    assert least.bytes <= best
+    assert solver.lowest(seconds=0.3).timeline.peak_bytes == best
+
+
+def _lowest_peak(graph: Graph) -> int:
+    """Over all orders, by walking all sets of operators that can have run."""
+    ops = list(range(len(graph.nodes)))
+    best = {frozenset[int](): 0}
+    for _ in ops:
+        after: dict[frozenset[int], int] = {}
+        for done, peak in best.items():
+            for v in ops:
+                if v not in done and set(graph.nodes[v].parents) <= done:
+                    live = {u for u in done if any(c not in done for c in graph.children[u])} | {v}
+                    high = max(peak, sum(graph.nodes[u].bytes for u in live))
+                    key = done | {v}
+                    after[key] = min(after.get(key, 1 << 60), high)
+        best = after
+    return min(best.values())
+
+
+@_FEW
+@given(full_graphs(states=True))
+def test_a_graph_survives_its_file(graph: Graph) -> None:
+    """What is written is read back the same, and plays the same."""
+    again = from_json(to_json(graph))
+    assert [(n.id, n.bytes, n.seconds, n.workspace_bytes, n.keep) for n in again.nodes] == [
+        (n.id, n.bytes, n.seconds, n.workspace_bytes, n.keep) for n in graph.nodes
+    ]
+    assert play(again, unfold(again, plain_row(again))).peak_bytes == play(graph, unfold(graph, plain_row(graph))).peak_bytes
+
+
+@pytest.mark.skipif(library() is None, reason="the search was not compiled")
+def test_more_time_never_gives_a_worse_plan() -> None:
+    """Rounds do not depend on the time limit."""
+    rnd = random.Random(5)
+    nodes = [{"id": i, "bytes": rnd.randint(1, 50), "seconds": rnd.randint(1, 9)} for i in range(60)]
+    links = [{"source": rnd.randrange(max(0, b - 12), b), "target": b} for b in range(1, 60) for _ in range(3)]
+    graph = from_json({"nodes": nodes, "links": links})
+    solver = Solver(graph)
+    budget = int(0.8 * solver.given.peak_bytes)
+    costs = []
+    for seconds in (0.05, 0.4, 1.5):
+        began = time.monotonic()
+        answer = solver.searched(max(budget, solver.floor.bytes), seconds=seconds)
+        assert time.monotonic() - began < seconds + 5
+        unknown = answer.status is Status.UNKNOWN
+        costs.append((unknown, 0.0 if unknown else answer.timeline.seconds))
+    assert costs == sorted(costs, reverse=True)
