@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from lowtide.errors import StructureError
 from lowtide.pebble.eager.bound import forced_live, peak_bound, time_bound
 from lowtide.pebble.eager.walk import pareto, walk
 from lowtide.pebble.eager.problem import Action, Away, Key, Problem
 from lowtide.pebble.eager.play import play
+from lowtide.pebble.eager.relax import Relaxed
 from lowtide.pebble.eager.solve import Front, Status
 from lowtide.trace import Buffer, Need, Op, Phase, Save, Site, Trace
 from property.naive import Naive
@@ -180,12 +182,23 @@ def test_the_walk_stays_above_the_bounds(problem: Problem) -> None:
 
 
 @FEW
+@given(plans(), st.floats(0, 1))
+def test_no_decisions_beat_the_bound_of_the_programs(planned: Planned, share: float) -> None:
+    """Whatever is decided adds at least the seconds that the programs prove for the peak that it reaches."""
+    problem, decisions = planned
+    timeline = play(problem, decisions)
+    budget = timeline.peak_bytes + int(share * max(0, problem.plain_peak - timeline.peak_bytes))
+    _, proven = Relaxed(problem).at(budget, seconds=2.0)
+    assert proven.seconds <= timeline.extra_seconds + ROUNDING
+
+
+@FEW
 @given(problems())
 def test_less_budget_never_gives_a_faster_plan(problem: Problem) -> None:
     """Front.at: within the budget, cheaper with more of it, infeasible only below the bound."""
     front = Front(problem, seconds=WALK_SECONDS)
     cost = float("inf")
-    for budget in range(BASE_BYTES, problem.plain_peak + 20, 10):
+    for budget in range(BASE_BYTES, problem.plain_peak + 20, max(10, (problem.plain_peak - BASE_BYTES) // 6)):
         solution = front.at(budget)
         assert (solution.status is Status.INFEASIBLE) == (solution.bound.peak_bytes > budget)
         if solution.state is not None:

@@ -93,10 +93,10 @@ def test_seconds_are_monotone_in_the_budget(name: str, offload: bool) -> None:
         zoo.run(make, 3)
     (front, *_) = [entry.front for entries in run._runtime.entries.values() for entry in entries]
     lowest, plain = front.bound.peak_bytes, front.problem.plain_peak
-    budgets = [lowest + (plain - lowest) * i // 40 for i in range(42)]
+    budgets = [lowest + (plain - lowest) * i // 9 for i in range(11)]
     for asked in (budgets, budgets[::-1]):
         found = [(b, s) for b in asked if (s := front.at(b).state) is not None]
-        assert len(found) > 10
+        assert len(found) > 5
         assert all(s.timeline.peak_bytes <= b for b, s in found)
         seconds = [s.timeline.extra_seconds for _, s in sorted(found, key=lambda f: f[0])]
         assert seconds == sorted(seconds, reverse=True)

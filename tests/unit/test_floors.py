@@ -36,6 +36,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "pebble.eager.play",
         "pebble.eager.bound",
         "pebble.eager.walk",
+        "pebble.eager.relax",
         "pebble.eager.solve",
         "planner",
     ),

@@ -517,7 +517,7 @@ static double energy(const Search *s, double weight) {
 /* What one round does; see Python's side for the meaning of each. */
 typedef struct {
     int64_t moves;
-    double hot, cold;
+    double hot, cold, weight; /* weight: of the bytes above the budget, at first */
     int64_t copies;
     double target, deadline; /* seconds of the row, seconds of the monotonic clock */
     uint64_t seed;
@@ -534,7 +534,7 @@ int lowtide_anneal(const Game *g, int32_t *row, int64_t *length, int64_t slots, 
     int64_t best_n = *length, n;
     memcpy(best, row, sizeof(int32_t) * best_n);
     lay(&s, row, *length);
-    double top = s.seconds, least = s.over + s.host_over, weight = r->copies ? 10.0 / g->plain : 1.0, heat = r->hot, last_over = least;
+    double top = s.seconds, least = s.over + s.host_over, weight = r->weight, heat = r->hot, last_over = least;
     double cooling = pow(r->cold / r->hot, 1024.0 / (double)(r->moves > 1024 ? r->moves : 1024));
     int64_t i;
     for (i = 0; i < r->moves; i++) {

@@ -18,6 +18,8 @@ _PACKAGE: Final = Path(__file__).resolve().parent.parent
 _NO_LIMIT: Final = 1e300
 _SLACK: Final = 2.5
 """Slots per operator: room to put a copy between any two."""
+_WEIGHT: Final = 10.0
+"""Usual weight of the bytes above the budget at first, per operator."""
 
 
 class _Game(ctypes.Structure):
@@ -58,6 +60,7 @@ class _Round(ctypes.Structure):
         ("moves", ctypes.c_int64),
         ("hot", ctypes.c_double),
         ("cold", ctypes.c_double),
+        ("weight", ctypes.c_double),
         ("copies", ctypes.c_int64),
         ("target", ctypes.c_double),
         ("deadline", ctypes.c_double),
@@ -133,6 +136,7 @@ class Annealer:
         seed: int,
         deadline: float,
         target_seconds: float,
+        weight: float | None = None,
     ) -> Found:
         """Anneal from a row.
 
@@ -145,6 +149,8 @@ class Annealer:
             seed: of the random numbers; the same seed and row give the same answer.
             deadline: of :func:`time.monotonic`; the best row so far is the answer then.
             target_seconds: a row that fits in so few ends the search.
+            weight: what the bytes above the budget, as a share of it and summed over the row, weigh at first against seconds
+                as a share of the graph's; it rises while the row does not fit, and falls while it does.
         """
         found = library()
         assert found is not None
@@ -152,7 +158,9 @@ class Annealer:
         buffer = np.zeros(slots, dtype=np.int32)
         buffer[: len(row)] = row
         length = ctypes.c_int64(len(row))
-        asked = _Round(moves, hot, cold, int(copies), target_seconds, deadline, seed, 0.0, 0.0, 0)
+        if weight is None:
+            weight = _WEIGHT / self.game.plain if copies else 1.0
+        asked = _Round(moves, hot, cold, weight, int(copies), target_seconds, deadline, seed, 0.0, 0.0, 0)
         if not found.lowtide_anneal(
             ctypes.byref(self._struct), buffer.ctypes.data, ctypes.byref(length), slots, ctypes.byref(asked)
         ):

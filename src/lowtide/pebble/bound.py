@@ -26,6 +26,10 @@ _WEIGHED = 24
 """Single instants at most whose programs are weighed."""
 _SOLVED = 3
 """How many of them are solved with all variables whole."""
+_SCALE = 1e4
+"""Costs are shares of the graph's seconds; the solver's absolute tolerances (1e-6, 1e-7) must be small beside the least."""
+_PRICED = 2.0
+"""Seconds that one of the two programs behind a price may take."""
 _FLOW_SCALE = 1 << 30
 """Capacities of scipy's maximum flow are 32-bit integers: bytes are rounded down to shares of all bytes."""
 
@@ -183,25 +187,34 @@ class Program:
         starts = np.cumsum([0, *(len(r) for r in self.rows)])
         return csr_matrix((data, cols, starts), shape=(len(self.rows), len(self.cost)))
 
-    def solve(self, seconds: float, *, whole: bool = True, gap: float = 0.0) -> Any:
-        """Scipy's answer, with all variables whole or real; it may stop when it is within a relative gap of the best."""
-        return milp(
-            np.asarray(self.cost),
+    def solve(self, seconds: float, *, whole: bool = True, gap: float = 0.0) -> Solved:
+        """Solve it, with all variables whole or real; the solver may stop when it is within a relative gap of the best."""
+        result = milp(
+            _SCALE * np.asarray(self.cost),
             constraints=LinearConstraint(self._matrix(), self.low, self.high),
             bounds=Bounds(0, 1),
             integrality=np.full(len(self.cost), int(whole)),
             options={"time_limit": max(0.05, seconds), "mip_rel_gap": gap},
         )
+        least = result.mip_dual_bound if whole else result.fun if result.status == 0 else None
+        found = result.fun if result.x is not None else np.inf
+        value = 0.0 if least is None or not np.isfinite(least) else max(0.0, min(least, found)) / _SCALE
+        return Solved(value=value, ended=result.status == 0 and not gap, x=result.x)
 
 
-def proven(program: Program, result: Any) -> tuple[float, bool]:
-    """What scipy's answer proves, and whether the program was solved to its end."""
-    dual = getattr(result, "mip_dual_bound", None)
-    if result.status == 0:
-        found = float(np.asarray(program.cost) @ np.round(result.x))
-        if dual is None or dual >= found * (1 - 1e-9):
-            return found, True
-    return (max(0.0, float(dual)) if dual is not None and np.isfinite(dual) else 0.0), False
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """What came of a program.
+
+    Attributes:
+        value: no answer costs less.
+        ended: whether it was solved to its end, so that one costs so much.
+        x: the best answer found; None where none was.
+    """
+
+    value: float
+    ended: bool
+    x: Any
 
 
 def all_instants(
@@ -211,8 +224,8 @@ def all_instants(
     program = _over_instants(game, precedence, instants, budget_bytes)
     if program is None:
         return NOTHING
-    value, solved = proven(program, program.solve(seconds))
-    return TimeBound(seconds=value * (game.base_seconds or 1.0), method="instants", solved=solved)
+    found = program.solve(seconds)
+    return TimeBound(seconds=found.value * (game.base_seconds or 1.0), method="instants", solved=found.ended)
 
 
 def _over_instants(game: Game, precedence: Precedence, instants: Sequence[Instant], budget_bytes: int) -> Program | None:
@@ -245,8 +258,7 @@ def price(game: Game, precedence: Precedence, found: TimeBound, budget_bytes: in
             if everywhere is None:
                 return 0.0
             program = everywhere
-        result = program.solve(2.0, whole=False)
-        return float(result.fun) if result.status == 0 else 0.0
+        return program.solve(_PRICED, whole=False).value
 
     if found.method not in ("instant", "instants", "chain"):
         return 0.0
@@ -384,9 +396,7 @@ def one_instant(
         if left <= 0:
             break
         program = stages(game, precedence, [instants[i]], budget_bytes)
-        result = program.solve(left, whole=False)
-        if result.status == 0:
-            weighed.append((float(result.fun), i, program))
+        weighed.append((program.solve(left, whole=False).value, i, program))
     weighed.sort(key=lambda w: -w[0])
     if not weighed:
         return NOTHING
@@ -398,12 +408,12 @@ def one_instant(
         if left <= 0:
             break
         at = instants[i]
-        result = program.solve(left)
-        value, ended = proven(program, result)
-        if max(value, relaxed) * base >= best.seconds:
-            best = TimeBound(seconds=max(value, relaxed) * base, method="instant", solved=ended, nodes=(game.nodes[at.op],))
-            if result.x is not None:
-                best = replace(best, **_chosen(program, result.x, [at]))
+        found = program.solve(left)
+        value = max(found.value, relaxed)
+        if value * base >= best.seconds:
+            best = TimeBound(seconds=value * base, method="instant", solved=found.ended, nodes=(game.nodes[at.op],))
+            if found.x is not None:
+                best = replace(best, **_chosen(program, found.x, [at]))
     return best
 
 
@@ -424,8 +434,7 @@ def chain_seconds(
 ) -> TimeBound:
     """Extra seconds that several comparable instants prove together, in order; within a relative gap if that is quicker."""
     program = stages(game, precedence, tight, budget_bytes)
-    result = program.solve(seconds, gap=gap)
-    value, solved = proven(program, result)
+    found = program.solve(seconds, gap=gap)
     nodes = tuple(game.nodes[at.op] for at in tight)
-    bound = TimeBound(seconds=value * (game.base_seconds or 1.0), method="chain", solved=solved, nodes=nodes)
-    return bound if result.x is None else replace(bound, **_chosen(program, result.x, tight))
+    bound = TimeBound(seconds=found.value * (game.base_seconds or 1.0), method="chain", solved=found.ended, nodes=nodes)
+    return bound if found.x is None else replace(bound, **_chosen(program, found.x, tight))

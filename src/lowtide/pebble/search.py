@@ -27,7 +27,13 @@ _FIRST_MOVES = (4000, 60)
 _LONGEST = 8000
 """Moves per operator of the longest round; before it each is twice as long as the one before."""
 _SEEDED = 0.03
-"""Rounds that begin from a good row do so at this share of the temperature."""
+"""Rounds that mend a good row begin at this share of the temperature."""
+_FIRM = 0.3
+"""Weight of the bytes above the budget at first in such rounds."""
+_MENDING = 200
+"""Moves per operator of the shortest of them."""
+_SAME_LENGTH = 8
+"""So many of them are as long as each other before they double."""
 _IDLE = (40, 12)
 """Rounds without a better row after which a worker ends (what is left of the time is the bound's)."""
 _ORDER_SHARE = 10
@@ -112,18 +118,30 @@ class Hunt:
         k = idle = 0
         while not self.over:
             heat = _HEATS[(k + worker) % len(_HEATS)]
-            if worker and self._offered and k % 2 == 0:
-                heat *= _SEEDED
             start = own if k % 2 else starts[-1 - k // 2 % len(starts)]
             moves = min(first << min(k, 40), _LONGEST * plain)
-            found = self._round(start.ops, moves, (heat, heat * _COOLED), copies=True, seed=worker + _WORKERS * (k + 1))
+            weight = None
+            if worker and self._offered:
+                heat, weight, moves = heat * _SEEDED, _FIRM, min(_MENDING * plain << k // _SAME_LENGTH, _LONGEST * plain)
+            found = self._round(
+                start.ops, moves, (heat, heat * _COOLED), copies=True, seed=worker + _WORKERS * (k + 1), weight=weight
+            )
             idle = 0 if found.rank < own.rank else idle + 1
             own = min(own, found, key=lambda f: f.rank)
             if moves == _LONGEST * plain and idle >= _IDLE[worker]:
                 break
             k += 1
 
-    def _round(self, ops: Sequence[int], moves: int, heat: tuple[float, float], *, copies: bool, seed: int) -> Found:
+    def _round(
+        self,
+        ops: Sequence[int],
+        moves: int,
+        heat: tuple[float, float],
+        *,
+        copies: bool,
+        seed: int,
+        weight: float | None = None,
+    ) -> Found:
         found = self.annealer.round(
             ops,
             moves=moves,
@@ -133,6 +151,7 @@ class Hunt:
             seed=seed + 1,
             deadline=self.deadline,
             target_seconds=self.target_seconds,
+            weight=weight,
         )
         self._tell(found)
         return found

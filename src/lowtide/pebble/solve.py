@@ -47,7 +47,7 @@ _SEED_INSTANTS = 12
 """Instants that such a program looks at, at most."""
 _SEED_FREE = 5000
 """Operators up to which it grows in free order, where comparing instants takes all ancestors."""
-_SEED_NEW = 3
+_SEED_NEW = 2
 """Instants that join it at once, at most."""
 _SEED_APART = 40
 """They are this fraction of the graph apart."""

@@ -4,8 +4,8 @@
 |---|---|---|
 | the floor is above the budget | ``bound.peak_bound`` | ``infeasible``, with the event that proves it |
 | the plain run fits | none | ``optimal``, no decisions |
-| fixed order | ``greedy.walk`` | ``feasible`` with the gap to ``bound.time_bound``; ``optimal`` where the gap is zero |
-| fixed order, greed finds nothing that fits | | ``unknown``: no plan found, none ruled out |
+| fixed order | ``walk.walk`` and ``relax.Relaxed`` | ``feasible`` with the gap to the bound; ``optimal`` where it is zero |
+| fixed order, nothing found that fits | | ``unknown``: no plan found, none ruled out |
 """
 
 from __future__ import annotations
@@ -18,10 +18,19 @@ from functools import cached_property
 from lowtide.pebble.eager.bound import Bound, peak_bound, time_bound
 from lowtide.pebble.eager.play import play
 from lowtide.pebble.eager.problem import Problem
-from lowtide.pebble.eager.walk import State, walk
+from lowtide.pebble.eager.relax import Relaxed
+from lowtide.pebble.eager.walk import State, pareto, walk
 
 SECONDS = 4.0
-"""How long a search may take by default."""
+"""How long the walk may take by default."""
+PROGRAM_SECONDS = 3.0
+"""How long the programs for one budget may take at most."""
+PROGRAM_UNITS = 8.0
+"""And how many runs of the unit they may take: a plan for short steps must be worth its making."""
+_NEAR = 0.01
+"""Budgets apart by less than this share of (plain peak - base) share a program."""
+_SAME = 1e-9
+"""Share of the unit's seconds within which plan and bound are one."""
 
 
 class Status(StrEnum):
@@ -57,15 +66,21 @@ class Solution:
 
 
 class Front:
-    """The walk of one problem, done once, when first asked for, and asked for many budgets."""
+    """States of one problem: those of a walk, done once, and those of a program for each budget that is asked.
 
-    def __init__(self, problem: Problem, *, seconds: float = SECONDS) -> None:
-        """Nothing is searched yet."""
+    What was found for one budget serves every other that it fits: budgets asked in rising order have falling seconds.
+    """
+
+    def __init__(self, problem: Problem, *, seconds: float = SECONDS, program_seconds: float = PROGRAM_SECONDS) -> None:
+        """Nothing is searched yet; no programs are set up where they may take no time."""
         self.problem = problem
         self.seconds = seconds
+        self.program_seconds = min(program_seconds, PROGRAM_UNITS * problem.trace.seconds)
         self.solve_seconds = 0.0
         self.bound = peak_bound(problem)
         self._plain = State({}, play(problem, {}))
+        self._found: list[State] = []
+        self._proven: dict[int, float] = {}
 
     @cached_property
     def states(self) -> tuple[State, ...]:
@@ -75,6 +90,21 @@ class Front:
         self.solve_seconds = time.perf_counter() - start
         return states
 
+    @cached_property
+    def _relaxed(self) -> Relaxed:
+        return Relaxed(self.problem)
+
+    def _ask(self, budget_bytes: int) -> None:
+        """Set up a program, unless one for nearly as much was."""
+        near = _NEAR * max(0, self.problem.plain_peak - self.problem.base_bytes)
+        if self.program_seconds <= 0 or any(budget_bytes - near <= asked <= budget_bytes for asked in self._proven):
+            return
+        start = time.perf_counter()
+        states, proven = self._relaxed.at(budget_bytes, seconds=self.program_seconds)
+        self.solve_seconds += time.perf_counter() - start
+        self._found = list(pareto([*self._found, *states]))
+        self._proven[budget_bytes] = proven.seconds
+
     def at(self, budget_bytes: int) -> Solution:
         """The cheapest state within a budget."""
         if self._plain.timeline.peak_bytes <= budget_bytes:
@@ -82,12 +112,16 @@ class Front:
         seconds = time_bound(self.problem, budget_bytes)
         if self.bound.peak_bytes > budget_bytes:
             return self._solution(Status.INFEASIBLE, budget_bytes, None, self.states[-1], seconds)
-        fitting = [s for s in self.states if s.timeline.peak_bytes <= budget_bytes]
+        self._ask(budget_bytes)
+        seconds = max(seconds, *(s for asked, s in self._proven.items() if asked >= budget_bytes), 0.0)
+        found = (*self.states, *self._found)
+        lowest = min(found, key=lambda s: s.timeline.peak_bytes)
+        fitting = [s for s in found if s.timeline.peak_bytes <= budget_bytes]
         state = min(fitting, key=lambda s: s.cost, default=None)
         if state is None:
-            return self._solution(Status.UNKNOWN, budget_bytes, None, self.states[-1], seconds)
-        status = Status.OPTIMAL if state.timeline.extra_seconds <= seconds else Status.FEASIBLE
-        return self._solution(status, budget_bytes, state, self.states[-1], seconds)
+            return self._solution(Status.UNKNOWN, budget_bytes, None, lowest, seconds)
+        met = state.timeline.extra_seconds <= seconds + _SAME * self.problem.trace.seconds
+        return self._solution(Status.OPTIMAL if met else Status.FEASIBLE, budget_bytes, state, lowest, seconds)
 
     def _solution(self, status: Status, budget: int, state: State | None, lowest: State, seconds: float) -> Solution:
         return Solution(

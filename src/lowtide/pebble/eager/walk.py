@@ -16,6 +16,8 @@ from lowtide.trace import Op
 
 _STEP_SHARE = 0.01
 """Share of (plain peak - base) by which one move of the walk lowers its highest point at least, if it can."""
+_MEND = 0.3
+"""Steps that mend a plan which is nearly right are this share of the walk's."""
 _TRIES = 400
 """Moves at most that bring no new lowest peak before the walk gives up."""
 _PRUNED = 24
@@ -69,6 +71,19 @@ def walk(problem: Problem, *, seconds: float, progress: Callable[[float], None] 
             progress(1 - (lowest - problem.base_bytes) / max(1, problem.plain_peak - problem.base_bytes))
     front = pareto(states)
     return pareto([*front, *_pruned(problem, front, deadline)])
+
+
+def lowered(problem: Problem, state: State, budget_bytes: int, *, moves: int, deadline: float) -> list[State]:
+    """States on the way from one that crosses a budget to one that does not, or as far as so many moves of greed lead."""
+    found: list[State] = []
+    step = max(1, int(_STEP_SHARE * _MEND * max(0, problem.plain_peak - problem.base_bytes)))
+    while state.timeline.peak_bytes > budget_bytes and len(found) < moves and time.perf_counter() < deadline:
+        following = _move(problem, state, step)
+        if following is None:
+            break
+        state = following
+        found.append(state)
+    return found
 
 
 def pareto(states: list[State] | tuple[State, ...]) -> tuple[State, ...]:
