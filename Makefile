@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 HEAP = $$($(BIN)/python -c "from pathlib import Path; import lowtide; print(next(iter(Path(lowtide.__file__).parent.glob('_heap*.so')), ''))")
 PYTEST = LD_PRELOAD=$(HEAP) $(BIN)/python -m pytest
 
-.PHONY: demo test test-slow test-cuda lint bench bench-record picture clean
+.PHONY: demo test test-slow test-cuda lint bench bench-planner bench-record picture clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -35,6 +35,10 @@ picture: $(STAMP)
 	$(BIN)/lowtide report build/small_gpt.lowtide --html build/small_gpt.html 2>/dev/null
 	chromium --headless --no-sandbox --disable-gpu --window-size=1400,1010 --virtual-time-budget=5000 \
 		--screenshot=docs/images/report.png build/small_gpt.html
+
+# GRAPHS: a folder of planning instances as node-link JSON (docs/planner.md says whose).
+bench-planner: $(STAMP)
+	$(BIN)/python benchmarks/planner.py $(if $(GRAPHS),--graphs $(GRAPHS)) --json benchmarks/results/planner.json
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/budget.py --json benchmarks/results/budget.json

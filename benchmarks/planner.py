@@ -1,0 +1,143 @@
+"""What the planner reaches: public instances in free order, and graphs of growing size in fixed order.
+
+    python benchmarks/planner.py --graphs FOLDER --json benchmarks/results/planner.json
+
+FOLDER holds instances as node-link JSON; budgets and published figures are those of FastSA (NeurIPS 2023), table 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lowtide.pebble.account import to_json
+from lowtide.pebble.check import check
+from lowtide.pebble.graph import Graph, from_json, load
+from lowtide.pebble.solve import Order, Solver
+
+CELLS: dict[str, dict[int, float | None]] = {
+    "rl1": {90: 0.0, 80: 0.3, 70: 2.2},
+    "rl2": {90: 0.0, 80: 0.0},
+    "rl3": {90: 0.03, 80: 2.3},
+    "rl4": {90: 0.4, 80: 2.5},
+    "fcn8": {80: 0.1, 70: 3.0},
+    "resnet50": {90: 0.1, 80: 0.3, 70: 0.8},
+    "unet": {90: None, 80: None, 70: None, 60: None, 50: None},
+    "mobilenet": {80: None, 60: None},
+}
+"""Per instance and share of the given order's peak, the least published extra time in percent."""
+SIZES = (1000, 2000, 5000, 10_000, 20_000, 50_000)
+
+
+def blocks(n: int, seed: int = 1) -> Graph:
+    """About n operators: a forward of repeated blocks with a skip, and its backward, in eager order."""
+    rnd = np.random.default_rng(seed)
+    kinds = [(int(rnd.integers(1, 9)) << 20, float(rnd.choice((1, 1, 2, 20))) * 1e-4) for _ in range(10)]
+    depth = n // (2 * len(kinds))
+    nodes: list[dict[str, Any]] = []
+    links: list[dict[str, Any]] = []
+
+    def node(name: str, size: int, seconds: float, parents: list[str]) -> str:
+        nodes.append({"id": name, "bytes": size, "seconds": seconds, "module": name.partition("/")[0]})
+        links.extend({"source": p, "target": name} for p in dict.fromkeys(parents))
+        return name
+
+    last = node("input", 4 << 20, 0.0, [])
+    forward: list[tuple[str, int, float, list[str]]] = []
+    for b in range(depth):
+        skip = last
+        for k, (size, seconds) in enumerate(kinds):
+            parents = [last, skip] if k == len(kinds) - 1 else [last]
+            last = node(f"block{b}/f{k}", size, seconds, parents)
+            forward.append((last, size, seconds, parents))
+    gradient = node("loss", 4, 1e-4, [last])
+    for name, size, seconds, parents in reversed(forward):
+        gradient = node(name.replace("/f", "/b"), size, 2 * seconds, [gradient, name, *parents])
+    return from_json({"graph": {"name": f"blocks {len(nodes)}"}, "nodes": nodes, "links": links})
+
+
+def instances(folder: Path, seconds: float) -> list[dict[str, Any]]:
+    """Every cell of the table whose instance is there."""
+    rows = []
+    for name, cells in CELLS.items():
+        path = folder / f"{name}.json"
+        if not path.is_file():
+            continue
+        solver = Solver(load(path), order=Order.FREE)
+        lowest = solver.lowest(seconds=seconds)
+        given = solver.given.peak_bytes
+        order = {"best_order_share": lowest.timeline.peak_bytes / given, "order_bound_share": lowest.peak_bound.bytes / given}
+        for share, published in cells.items():
+            answer = Solver(load(path), order=Order.FREE).at(given * share // 100, seconds=seconds)
+            base = answer.graph.base_seconds
+            row = {
+                "graph": name,
+                "budget_percent": share,
+                "status": answer.status.value,
+                "extra_percent": 100 * answer.extra_fraction,
+                "bound_percent": 100 * answer.time_bound.seconds / base,
+                "published_percent": published,
+                "solve_seconds": answer.solve_seconds,
+                "verified": check(answer.graph, to_json(answer)) == [],
+                **order,
+            }
+            rows.append(row)
+            print(
+                f"{name:10} {share} %  extra {row['extra_percent']:7.3f} %  bound {row['bound_percent']:7.3f} %  "
+                f"published {published}  {row['status']}, {row['solve_seconds']:.1f} s",
+                flush=True,
+            )
+    return rows
+
+
+def scale(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Repeated blocks at half of what the given order adds to its floor."""
+    rows = []
+    for n in sizes:
+        graph = blocks(n)
+        began = time.perf_counter()
+        solver = Solver(graph)
+        budget = (solver.given.peak_bytes + solver.floor.bytes) // 2
+        limit = 8.0 if n <= 5000 else 50.0
+        answer = solver.at(budget, seconds=limit)
+        row = {
+            "operators": len(graph.nodes),
+            "seconds": time.perf_counter() - began,
+            "status": answer.status.value,
+            "extra_percent": 100 * answer.extra_fraction,
+            "bound_percent": 100 * answer.time_bound.seconds / graph.base_seconds,
+            "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+        rows.append(row)
+        print(f"{row['operators']:6} operators  {row['seconds']:6.1f} s  extra {row['extra_percent']:.3f} %  bound "
+              f"{row['bound_percent']:.3f} %  {row['status']}  {row['resident_bytes'] >> 20} MiB", flush=True)
+    return rows
+
+
+def main() -> None:
+    """Run and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--graphs", type=Path)
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
+    given = parser.parse_args()
+    found = {
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
+        "instances": instances(given.graphs, given.seconds) if given.graphs else [],
+        "scale": scale(tuple(given.sizes)),
+    }
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""``lowtide plan`` as a user runs it: exit codes, files, one-line errors; a recorded step is planned as it was recorded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TIMEOUT = 120
+
+
+def _lowtide(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lowtide", *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT, check=False
+    )
+
+
+@pytest.fixture
+def graph(tmp_path: Path) -> Path:
+    """A forward of twelve operators and its backward."""
+    n = 12
+    nodes = [{"id": f"f{i}", "bytes": 10 + i % 3, "seconds": 1 + i % 4} for i in range(n)]
+    nodes += [{"id": f"b{i}", "bytes": 10, "seconds": 2} for i in reversed(range(n))]
+    links = [{"source": f"f{i - 1}", "target": f"f{i}"} for i in range(1, n)]
+    links += [{"source": f"f{i}", "target": f"b{i}"} for i in range(n)]
+    links += [{"source": f"b{i + 1}", "target": f"b{i}"} for i in range(n - 1)]
+    path = tmp_path / "net.json"
+    path.write_text(json.dumps({"nodes": nodes, "links": links, "graph": {"name": "net"}}))
+    return path
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_a_plan_is_written_verified_and_refused_when_changed(graph: Path, tmp_path: Path) -> None:
+    """--json, then --check on it, then on a tampered copy."""
+    done = _lowtide("plan", graph, "--budget", "60%", "--seconds", "2", "--json", "s.json", "--html", "p.html", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = _read(tmp_path / "s.json")
+    assert found["status"] in ("optimal", "feasible")
+    assert found["peak_bytes"] <= found["budget_bytes"] < found["given_peak_bytes"]
+    assert found["bound"]["extra_seconds"] <= found["seconds"] - found["base_seconds"] + 1e-9
+    assert {m[0] for m in found["schedule"]} <= {"compute", "free", "update", "offload", "fetch"}
+    assert found["modules"]
+    assert "extra time" in done.stderr
+    assert "<script" in (tmp_path / "p.html").read_text()
+    assert _lowtide("plan", graph, "--check", "s.json", cwd=tmp_path).returncode == 0
+    for change in ({"peak_bytes": found["peak_bytes"] - 1}, {"schedule": found["schedule"][1:]}, {"seconds": 1.0},
+                   {"bound": {**found["bound"], "extra_seconds": found["bound"]["extra_seconds"] + 5}}):  # fmt: skip
+        (tmp_path / "t.json").write_text(json.dumps(found | change))
+        assert _lowtide("plan", graph, "--check", "t.json", cwd=tmp_path).returncode == 1
+
+
+def test_a_budget_below_the_floor_is_infeasible_with_its_proof(graph: Path, tmp_path: Path) -> None:
+    """Exit 1, and the checker agrees."""
+    done = _lowtide("plan", graph, "--budget", "5", "--json", "s.json", cwd=tmp_path)
+    found = _read(tmp_path / "s.json")
+    assert (done.returncode, found["status"]) == (1, "infeasible")
+    assert found["bound"]["peak_bytes"] > 5
+    assert _lowtide("plan", graph, "--check", "s.json", cwd=tmp_path).returncode == 0
+
+
+def test_the_curve_is_monotone_and_no_plan_beats_its_bound(graph: Path, tmp_path: Path) -> None:
+    """From the given peak to the floor."""
+    done = _lowtide("plan", graph, "--budget", "70%", "--curve", "--seconds", "3", "--json", "s.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    curve = _read(tmp_path / "s.json")["curve"]
+    assert len(curve) >= 12
+    shown = [c for c in curve if c["extra_seconds"] is not None]
+    assert len(shown) >= 10
+    assert [c["extra_seconds"] for c in shown] == sorted(c["extra_seconds"] for c in shown)
+    bounds = [c["bound"]["extra_seconds"] for c in curve]
+    assert bounds == sorted(bounds)
+    assert all(c["bound"]["extra_seconds"] <= c["extra_seconds"] + 1e-9 for c in shown)
+    assert all(c["peak_bytes"] <= c["budget_bytes"] for c in shown)
+
+
+@pytest.mark.parametrize("strategy", ["keep-all", "keep-none", "sqrt-n", "greedy"])
+def test_classics_are_played_by_name(graph: Path, tmp_path: Path, strategy: str) -> None:
+    """--strategy."""
+    done = _lowtide("plan", graph, "--strategy", strategy, "--json", "s.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = _read(tmp_path / "s.json")
+    assert found["strategy"] == strategy
+    assert _lowtide("plan", graph, "--check", "s.json", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("none.json",), ("net.json", "--budget", "half"), ("net.json", "--strategy", "magic"), ("net.json", "--step", "1"),
+        ("net.json", "--check", "none.json"), ("net.json", "--host", "5MiB"), ("net.json", "--budget", "auto"),
+        ("cut.json",), ("net.json", "--json", "no/such/folder.json"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_exit_two(graph: Path, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    """No traceback."""
+    (tmp_path / "cut.json").write_text(graph.read_text()[:100])
+    done = _lowtide("plan", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("lowtide: error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_offload_is_used_where_it_is_cheaper(graph: Path, tmp_path: Path) -> None:
+    """A fast second board beats running anything again; one that is full does not."""
+    done = _lowtide("plan", graph, "--budget", "60%", "--offload", "1000000", "--seconds", "1", "--json", "s.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = _read(tmp_path / "s.json")
+    assert found["moved_bytes"] > 0
+    assert found["extra_fraction"] < 0.001
+    done = _lowtide("plan", graph, "--budget", "60%", "--offload", "1000000", "--host", "11", "--seconds", "1", "--json", "h.json",
+                    cwd=tmp_path)  # fmt: skip
+    assert _read(tmp_path / "h.json")["host_peak_bytes"] <= 11
+
+
+SCRIPT = """
+import torch
+torch.manual_seed(0)
+net = torch.nn.Sequential(*[m for _ in range(6) for m in (torch.nn.Linear(256, 256), torch.nn.GELU())])
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(3):
+    loss = net(torch.randn(512, 256)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_recorded_step_is_planned_as_it_was_recorded(tmp_path: Path) -> None:
+    """Its peak without a plan is the recorded one; half the activations cost little; the plan is verified."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    assert _lowtide("record", "--quiet", "-o", "r.lowtide", "--json", "r.json", "train.py", cwd=tmp_path).returncode == 0
+    recorded = max(p["peak_bytes"] for s in _read(tmp_path / "r.json")["steps"] for p in s.get("phases", []))
+    done = _lowtide("plan", "r.lowtide", "--budget", "75%", "--seconds", "2", "--json", "s.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = _read(tmp_path / "s.json")
+    assert found["given_peak_bytes"] == recorded
+    assert found["peak_bytes"] <= found["budget_bytes"]
+    assert found["extra_fraction"] < 0.5

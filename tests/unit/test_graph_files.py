@@ -1,0 +1,151 @@
+"""Graph files: what is wrong with one is said in a line; classics do what the literature says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide.errors import GraphError
+from lowtide.pebble import classics
+from lowtide.pebble.exact import extreme_order
+from lowtide.pebble.game import game_of
+from lowtide.pebble.graph import Graph, from_json, load
+from lowtide.pebble.referee import play
+from lowtide.pebble.schedule import plain_row, unfold
+
+GOOD: dict[str, Any] = {
+    "nodes": [{"id": "a", "bytes": 4, "seconds": 1}, {"id": "b", "bytes": 2, "seconds": 1}],
+    "links": [{"source": "a", "target": "b"}],
+}
+
+
+def _with(node: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    nodes = [*GOOD["nodes"], node] if node is not None else GOOD["nodes"]
+    return {**GOOD, "nodes": nodes, **more}
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ([], "no node-link graph"),
+        ({"nodes": [], "links": []}, "no nodes"),
+        (_with(links=[{"source": "a", "target": "b"}, {"source": "b", "target": "a"}]), "cycle"),
+        (_with(links=[{"source": "a", "target": "z"}]), "unknown node 'z'"),
+        (_with(links=[{"source": "a", "target": "a"}]), "reads itself"),
+        (_with({"id": "c", "bytes": -1}), "below zero"),
+        (_with({"id": "c", "bytes": float("nan")}), "whole number"),
+        (_with({"id": "c", "bytes": 1.5}), "whole number"),
+        (_with({"id": "c", "bytes": 1 << 60}), "more than any machine"),
+        (_with({"id": "c", "bytes": 1e300}), "more than any machine"),
+        (_with({"id": "c"}), "whole number"),
+        (_with({"id": "c", "bytes": True}), "whole number"),
+        (_with({"id": "c", "bytes": 1, "seconds": float("inf")}), '"seconds"'),
+        (_with({"id": "c", "bytes": 1, "seconds": "1"}), '"seconds"'),
+        (_with({"id": "a", "bytes": 1}), "two nodes have the id 'a'"),
+        (_with({"id": None, "bytes": 1}), "must be a number or a text"),
+        (_with({"bytes": 1}), 'no "id"'),
+        (_with(graph={"order": ["b", "a"]}), "before 'a'"),
+        (_with(graph={"order": ["a"]}), "leaves out node 'b'"),
+        (_with(graph={"order": ["a", "a", "b"]}), "twice"),
+        (_with({"id": "c", "bytes": 3, "overwrites": "a"}), "cannot overwrite"),
+        (_with({"id": "c", "bytes": 3, "view_of": "a"}), "no bytes of its own"),
+        (_with({"id": "c", "bytes": 3, "made_with": "c"}), "names itself"),
+        (_with({"id": "c", "bytes": 3, "keep": 1}), "true or false"),
+        (_with(graph={"offload": {"write_bytes_per_second": 0, "read_bytes_per_second": 1}}), "above zero"),
+        (_with(graph={"offload": {"speed": 1}}), "offload"),
+    ],
+)  # fmt: skip
+def test_a_bad_graph_is_refused_in_one_line(data: Any, said: str) -> None:
+    """Naming the file and the first thing that is wrong."""
+    with pytest.raises(GraphError) as caught:
+        from_json(data, source="g.json")
+    text = str(caught.value)
+    assert text.startswith("g.json: ")
+    assert said in text
+    assert "\n" not in text
+
+
+def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
+    """A missing file, a folder, binary content."""
+    (tmp_path / "x.json").write_bytes(b"\xff\x00{")
+    for path in (tmp_path / "none.json", tmp_path, tmp_path / "x.json"):
+        with pytest.raises(GraphError):
+            load(path)
+
+
+def chain(n: int) -> Graph:
+    """Operators f0 … fn, each reading the one before, and their backwards bn … b1."""
+    forward, backward = [f"f{i}" for i in range(n + 1)], [f"b{i}" for i in range(n, 0, -1)]
+    links = [{"source": a, "target": b} for a, b in zip(forward, forward[1:], strict=False)]
+    before = forward[-1]
+    for i, b in zip(range(n, 0, -1), backward, strict=True):
+        links += [{"source": before, "target": b}, {"source": f"f{i - 1}", "target": b}]
+        before = b
+    return from_json({"nodes": [{"id": x, "bytes": 1, "seconds": 1} for x in forward + backward], "links": links})
+
+
+def _played(graph: Graph, ops: tuple[int, ...]) -> tuple[int, float]:
+    timeline = play(graph, unfold(graph, game_of(graph).row(ops)))
+    return timeline.peak_bytes, timeline.seconds
+
+
+@pytest.mark.parametrize("n", [4, 9, 25, 64])
+def test_sqrt_n_keeps_about_two_roots_for_one_more_forward(n: int) -> None:
+    """Chen et al. 2016."""
+    graph = chain(n)
+    peak, seconds = _played(graph, classics.segments(game_of(graph)))
+    assert peak <= 2 * n**0.5 + 3
+    assert seconds <= len(graph.nodes) + n
+
+
+@pytest.mark.parametrize(("n", "slots"), [(10, 3), (10, 1), (4, 4), (20, 4)])
+def test_revolve_runs_the_chain_as_seldom_as_can_be(n: int, slots: int) -> None:
+    """Forward runs against the least possible, counted by trying every place for every kept value."""
+    from functools import cache
+
+    @cache
+    def least(length: int, free: int) -> int:
+        if length <= 1:
+            return 0
+        if not free:
+            return length * (length - 1) // 2
+        return min(k + least(length - k, free - 1) + least(k, free) for k in range(1, length))
+
+    graph = chain(n)
+    ops = classics.revolve(game_of(graph), slots)
+    peak, _ = _played(graph, ops)
+    forward = sum(1 for o in ops if o <= n)
+    assert forward == least(n, slots) + 2  # f0 and fn run once besides
+    assert peak <= slots + 4
+
+
+def test_keep_none_holds_three_values_of_a_chain() -> None:
+    """And keep-all the whole forward."""
+    graph = chain(16)
+    assert _played(graph, classics.keep_none(game_of(graph)))[0] == 3
+    assert _played(graph, classics.keep_all(game_of(graph))) == (18, 33.0)
+
+
+def test_revolve_refuses_what_is_no_chain() -> None:
+    """With what to do instead."""
+    with pytest.raises(GraphError, match="sqrt-n"):
+        classics.revolve(game_of(from_json(GOOD)))
+
+
+def test_best_and_worst_order_of_a_small_graph() -> None:
+    """Two branches that join: finishing one before the other begins holds less."""
+    nodes = [{"id": x, "bytes": b, "seconds": 1} for x, b in (("a", 1), ("p", 8), ("q", 1), ("r", 8), ("s", 1), ("end", 1))]
+    links = [("a", "p"), ("p", "q"), ("a", "r"), ("r", "s"), ("q", "end"), ("s", "end")]
+    graph = from_json({"nodes": nodes, "links": [{"source": a, "target": b} for a, b in links]})
+    peaks = [play(graph, unfold(graph, plain_row(graph, extreme_order(graph, worst=w)))).peak_bytes for w in (False, True)]
+    assert peaks == [10, 17]
+
+
+def test_files_are_read_with_what_networkx_calls_edges(tmp_path: Path) -> None:
+    """Newer networkx writes "edges" for "links"."""
+    path = tmp_path / "g.json"
+    path.write_text(json.dumps({"nodes": GOOD["nodes"], "edges": GOOD["links"]}))
+    assert load(path).nodes[1].parents == (0,)
