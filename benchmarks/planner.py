@@ -2,6 +2,7 @@
 
     python benchmarks/planner.py --graphs FOLDER --json benchmarks/results/planner.json
 
+Recordings (``lowtide record``) may be named with ``--recordings``.
 FOLDER holds instances as node-link JSON; budgets and published figures are those of FastSA (NeurIPS 2023), table 1.
 """
 
@@ -122,17 +123,51 @@ def scale(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
     return rows
 
 
+def recorded(paths: list[Path], seconds: float) -> list[dict[str, Any]]:
+    """Recorded steps in fixed order, at shares of what the last step adds to what was there before it."""
+    from lowtide.explain import steps_of
+    from lowtide.stepgraph import graph_of
+    from lowtide.store import read
+
+    rows = []
+    for path in paths:
+        step = steps_of(read(path))[-1]
+        solver = Solver(graph_of(step))
+        given, base = solver.given.peak_bytes, solver.graph.base_seconds
+        for share in (75, 50, 25):
+            answer = solver.at(step.row.start_bytes + (given - step.row.start_bytes) * share // 100, seconds=seconds)
+            row = {
+                "recording": path.stem,
+                "operators": len(step.ops),
+                "share_percent": share,
+                "status": answer.status.value,
+                "extra_percent": 100 * answer.extra_fraction,
+                "bound_percent": 100 * answer.time_bound.seconds / base,
+                "floor_percent": 100 * (answer.peak_bound.bytes - step.row.start_bytes) / (given - step.row.start_bytes),
+                "solve_seconds": answer.solve_seconds,
+            }
+            rows.append(row)
+            print(
+                f"{path.stem:10} {share} %  extra {row['extra_percent']:7.3f} %  bound {row['bound_percent']:7.3f} %  "
+                f"floor {row['floor_percent']:.0f} %  {row['status']}, {row['solve_seconds']:.1f} s",
+                flush=True,
+            )
+    return rows
+
+
 def main() -> None:
     """Run and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--graphs", type=Path)
     parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--recordings", type=Path, nargs="*", default=[])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
     given = parser.parse_args()
     found = {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
         "instances": instances(given.graphs, given.seconds) if given.graphs else [],
+        "recordings": recorded(given.recordings, given.seconds),
         "scale": scale(tuple(given.sizes)),
     }
     if given.json:
