@@ -17,7 +17,7 @@ import numpy as np
 from lowtide.errors import RecordingError
 from lowtide.explain import Block, Step
 from lowtide.pebble.graph import Graph, Node, Offload
-from lowtide.store import decode_run
+from lowtide.store import Role, decode_run
 
 STATE_BYTES = 5056
 """Of a CPU generator's state (mt19937); a CUDA generator's is smaller."""
@@ -31,18 +31,29 @@ class _Entry:
     parents: dict[str, None] = field(default_factory=dict)
 
 
-def graph_of(step: Step, *, offload: Offload | None = None) -> Graph:
+def graph_of(step: Step, *, offload: Offload | None = None, gradients_held: bool = True) -> Graph:
     """The graph of a recorded step.
+
+    Args:
+        step: with operators.
+        offload: the second board; None where nothing may be moved.
+        gradients_held: whether parameters hold their gradients until the script lets them go; otherwise until their last read.
 
     Raises:
         RecordingError: if the recording has no operators' seconds.
     """
-    return _Builder(step).graph(offload)
+    return _Builder(step, gradients_held=gradients_held).graph(offload)
+
+
+def operator_of(graph: Graph) -> dict[int, int]:
+    """Which operator of the step (an index into its ``ops``) a node of its graph is."""
+    return {v: int(name[2:]) for v, n in enumerate(graph.nodes) if (name := str(n.id)).startswith("op")}
 
 
 class _Builder:
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, *, gradients_held: bool = True) -> None:
         self.step = step
+        self.gradients_held = gradients_held
         self.count = len(step.ops)
         self.position = {int(e): k for k, e in enumerate(step.ops)}
         self.runs = [decode_run(int(f)) for f in step.entries["flags"][step.ops]]
@@ -133,6 +144,8 @@ class _Builder:
 
     def _hold(self, block: Block, entry: _Entry, start: int, stop: int, reads: list[int], *, last: bool, end: int) -> None:
         """Say until when something other than autograd has a version."""
+        if block.role is Role.GRADIENT and not self.gradients_held and start >= 0:
+            return
         if last and end >= self.count:
             entry.node["keep"] = True
         saved = [

@@ -57,6 +57,15 @@ def test_a_plan_is_written_verified_and_refused_when_changed(graph: Path, tmp_pa
         assert _lowtide("plan", graph, "--check", "t.json", cwd=tmp_path).returncode == 1
 
 
+def test_blocks_of_an_allocator_are_counted_and_verified(graph: Path, tmp_path: Path) -> None:
+    """--rounding: bytes of every value are whole blocks, in the plan and in its check."""
+    done = _lowtide("plan", graph, "--budget", "70%", "--rounding", "16", "--seconds", "1", "--json", "s.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = _read(tmp_path / "s.json")
+    assert found["given_peak_bytes"] % 16 == found["peak_bytes"] % 16 == 0
+    assert _lowtide("plan", graph, "--check", "s.json", cwd=tmp_path).returncode == 0
+
+
 def test_a_budget_below_the_floor_is_infeasible_with_its_proof(graph: Path, tmp_path: Path) -> None:
     """Exit 1, and the checker agrees."""
     done = _lowtide("plan", graph, "--budget", "5", "--json", "s.json", cwd=tmp_path)
@@ -144,3 +153,43 @@ def test_a_recorded_step_is_planned_as_it_was_recorded(tmp_path: Path) -> None:
     assert found["given_peak_bytes"] == recorded
     assert found["peak_bytes"] <= found["budget_bytes"]
     assert found["extra_fraction"] < 0.5
+
+
+LARGE_WEIGHTS = """
+import torch
+torch.manual_seed(0)
+net = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)])
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
+{hooks}
+for _ in range(3):
+    loss = net(torch.randn(4, 512)).square().mean()
+    loss.backward()
+    {step}
+"""
+IN_BACKWARD = """
+def update(p):
+    with torch.no_grad():
+        p.add_(p.grad, alpha=-0.1)
+    p.grad = None
+end = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+for p in net.parameters():
+    p.register_post_accumulate_grad_hook(update)
+"""
+
+
+def test_updates_in_backward_save_what_is_said(tmp_path: Path) -> None:
+    """The lever's peak is that of the script with the change made for real."""
+    plain = LARGE_WEIGHTS.format(hooks="", step="optimizer.step(); optimizer.zero_grad()")
+    changed = LARGE_WEIGHTS.format(hooks=IN_BACKWARD, step="end.step()")
+    peaks = {}
+    for name, text in (("plain", plain), ("changed", changed)):
+        (tmp_path / f"{name}.py").write_text(text)
+        made = _lowtide("record", "--quiet", "-o", f"{name}.lowtide", f"{name}.py", cwd=tmp_path)
+        assert made.returncode == 0, made.stderr
+        done = _lowtide("plan", f"{name}.lowtide", "--step", "1", "--seconds", "0.2", "--json", f"{name}.json", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        peaks[name] = _read(tmp_path / f"{name}.json")
+    (lever,) = peaks["plain"]["levers"]
+    real = peaks["plain"]["given_peak_bytes"] - peaks["changed"]["given_peak_bytes"]
+    assert real > 4 << 20
+    assert abs(lever["saving_bytes"] - real) <= max(0.02 * real, 64 << 10)

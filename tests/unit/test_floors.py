@@ -70,7 +70,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "live.watch",
         "live.agent",
     ),
-    ("explain", "finding", "advise", "stepgraph", "api"),
+    ("explain", "finding", "advise", "stepgraph", "levers", "api"),
     (
         "report.terminal",
         "report.recording",

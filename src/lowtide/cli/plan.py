@@ -12,6 +12,7 @@ from lowtide.errors import GraphError, UsageError
 from lowtide.units import Auto, Share, parse_budget, parse_bytes
 
 if TYPE_CHECKING:
+    from lowtide.levers import Lever
     from lowtide.pebble.graph import Graph, Offload
     from lowtide.pebble.solve import Answer, Solver
 
@@ -69,7 +70,7 @@ def plan(
 
     for file in (json_file, html_file):
         check_folder(file)
-    loaded, resident = _load(graph, step)
+    loaded, resident, beyond = _load(graph, step)
     loaded = _with_offload(loaded, speed, host, overlap)
     if solution is not None:
         return _check(loaded, Path(solution))
@@ -80,12 +81,12 @@ def plan(
     limit = solve.SECONDS if seconds is None else seconds
     points = _curve(solver, limit) if curve else []
     answer = _answer(solver, asked, strategy, limit, points)
-    _tell(solver, answer, points, strategy=strategy, rounding=rounding, json_file=json_file, html_file=html_file)
+    _tell(solver, answer, points, beyond, strategy=strategy, rounding=rounding, json_file=json_file, html_file=html_file)
     return 0 if answer.status in (solve.Status.OPTIMAL, solve.Status.FEASIBLE) else 1
 
 
-def _load(path: Path, step: int | None) -> tuple[Graph, int]:
-    """The graph of a file, and what of its peak a share is not taken of."""
+def _load(path: Path, step: int | None) -> tuple[Graph, int, list[Lever]]:
+    """The graph of a file, what of its peak a share is not taken of, and what would lower that peak besides."""
     from lowtide.pebble.graph import load
 
     try:
@@ -96,8 +97,9 @@ def _load(path: Path, step: int | None) -> tuple[Graph, int]:
     if not recorded:
         if step is not None:
             raise UsageError("--step is for recordings: a graph has none")
-        return load(path), 0
+        return load(path), 0, []
     from lowtide.explain import highest, peak_report, steps_of
+    from lowtide.levers import levers
     from lowtide.stepgraph import graph_of
     from lowtide.store import read
 
@@ -110,7 +112,8 @@ def _load(path: Path, step: int | None) -> tuple[Graph, int]:
         )
     report = peak_report(found)
     roles = report.by_role if report is not None else {}
-    return graph_of(found), sum(roles.get(r, 0) for r in ("parameter", "buffer", "optimizer_state"))
+    resident = sum(roles.get(r, 0) for r in ("parameter", "buffer", "optimizer_state"))
+    return graph_of(found), resident, levers(found)
 
 
 def _with_offload(graph: Graph, speed: str | None, host: str | None, overlap: bool | None) -> Graph:
@@ -209,6 +212,7 @@ def _tell(
     solver: Solver,
     answer: Answer,
     points: list[Answer],
+    beyond: list[Lever],
     *,
     strategy: str,
     rounding: int,
@@ -217,6 +221,7 @@ def _tell(
 ) -> None:
     from lowtide.pebble.account import by_module, decides, modules_json, to_json
     from lowtide.report.plan import curve_json, page, show_curve, show_plan
+    from lowtide.report.terminal import console
 
     if json_file is not None:
         found: dict[str, Any] = to_json(answer, strategy=strategy, rounding_bytes=rounding)
@@ -230,11 +235,17 @@ def _tell(
                 "dear": [{"node": nodes[v].id, "bytes": b, "seconds": s} for v, b, s in why.dear],
             }
             found["modules"] = modules_json(by_module(answer))
+        if beyond:
+            found["levers"] = [
+                {"id": x.id, "text": x.text, "peak_bytes": x.peak_bytes, "saving_bytes": x.saving_bytes} for x in beyond
+            ]
         if points:
             found["curve"] = curve_json(points)
         write_json(json_file, found)
     if html_file is not None:
         Path(html_file).write_text(page(solver, answer, points, strategy=strategy))
     show_plan(solver, answer, strategy=strategy)
+    for lever in beyond:
+        console().print(f"besides: {lever.text}", markup=False)
     if points:
         show_curve(points)
