@@ -149,3 +149,16 @@ def test_files_are_read_with_what_networkx_calls_edges(tmp_path: Path) -> None:
     path = tmp_path / "g.json"
     path.write_text(json.dumps({"nodes": GOOD["nodes"], "edges": GOOD["links"]}))
     assert load(path).nodes[1].parents == (0,)
+
+
+def test_without_the_compiled_search_classics_and_bounds_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no compiler was at hand: a plan of the literature that fits, judged and bounded like any other."""
+    from lowtide.pebble import solve
+
+    monkeypatch.setattr(solve, "library", lambda: None)
+    graph = chain(16)
+    answer = solve.Solver(graph).at(9)
+    assert answer.status in (solve.Status.FEASIBLE, solve.Status.OPTIMAL)
+    assert answer.timeline.peak_bytes <= 9
+    assert 0 < answer.time_bound.seconds <= answer.extra_seconds
+    assert solve.Solver(graph, order=solve.Order.FREE).lowest(seconds=0.1).timeline.peak_bytes == 18
