@@ -25,7 +25,7 @@ SECONDS = 4.0
 """How long the walk may take by default."""
 PROGRAM_SECONDS = 3.0
 """How long the programs for one budget may take at most."""
-PROGRAM_UNITS = 8.0
+PROGRAM_UNITS = 3.0
 """And how many runs of the unit they may take: a plan for short steps must be worth its making."""
 _NEAR = 0.01
 """Budgets apart by less than this share of (plain peak - base) share a program."""
