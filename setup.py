@@ -12,10 +12,14 @@ heap = Extension(
     optional=True,
 )
 
+# Sums may be taken in any order. Not -ffast-math: where that reaches the linker, loading the library makes the whole process
+# flush subnormal numbers to zero, a training script's among them.
+ANY_ORDER = ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"]
+
 search = Extension(
     "lowtide._search",
     ["src/lowtide/native/search.c"],
-    extra_compile_args=["-O3", "-ffast-math", "-fno-finite-math-only", "-fvisibility=hidden", "-std=gnu11"],
+    extra_compile_args=["-O3", *ANY_ORDER, "-fvisibility=hidden", "-std=gnu11"],
     libraries=["m"],
     optional=True,
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +164,13 @@ def test_without_the_compiled_search_classics_and_bounds_answer(monkeypatch: pyt
     assert answer.timeline.peak_bytes <= 9
     assert 0 < answer.time_bound.seconds <= answer.extra_seconds
     assert solve.Solver(graph, order=solve.Order.FREE).lowest(seconds=0.1).timeline.peak_bytes == 18
+
+
+def test_loading_the_compiled_search_leaves_floating_point_as_it_was() -> None:
+    """Subnormal numbers are not flushed to zero in a process that has planned something."""
+    code = (
+        "from lowtide.pebble.anneal import library; library(); "
+        "import numpy as np; x = np.full(4, 1e-310); assert (x / 2 > 0).all() and 1e-310 / 2 > 0"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
