@@ -18,6 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "", "units"),
     ("trace", "store"),
     (
+        "pebble.status",
         "pebble.graph",
         "pebble.schedule",
         "pebble.referee",

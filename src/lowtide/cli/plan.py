@@ -82,7 +82,7 @@ def plan(
     points = _curve(solver, limit) if curve else []
     answer = _answer(solver, asked, strategy, limit, points)
     _tell(solver, answer, points, beyond, strategy=strategy, rounding=rounding, json_file=json_file, html_file=html_file)
-    return 0 if answer.status in (solve.Status.OPTIMAL, solve.Status.FEASIBLE) else 1
+    return 0 if answer.status.has_plan else 1
 
 
 def _load(path: Path, step: int | None) -> tuple[Graph, int, list[Lever]]:
@@ -223,10 +223,10 @@ def _tell(
     from lowtide.report.plan import curve_json, page, show_curve, show_plan
     from lowtide.report.terminal import console
 
+    why = decides(solver, answer) if answer.status.has_plan and answer.budget_bytes is not None else None
     if json_file is not None:
         found: dict[str, Any] = to_json(answer, strategy=strategy, rounding_bytes=rounding)
-        if found["schedule"] and answer.budget_bytes is not None:
-            why = decides(solver, answer)
+        if why is not None:
             nodes = solver.graph.nodes
             found["decides"] = {
                 "tight_node": nodes[why.tight_node].id,
@@ -243,8 +243,8 @@ def _tell(
             found["curve"] = curve_json(points)
         write_json(json_file, found)
     if html_file is not None:
-        Path(html_file).write_text(page(solver, answer, points, strategy=strategy))
-    show_plan(solver, answer, strategy=strategy)
+        Path(html_file).write_text(page(solver, answer, why, points, strategy=strategy))
+    show_plan(answer, why, strategy=strategy)
     for lever in beyond:
         console().print(f"besides: {lever.text}", markup=False)
     if points:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lowtide.pebble import bound, schedule
 from lowtide.pebble.schedule import Act
-from lowtide.pebble.solve import Answer, Solver, Status
+from lowtide.pebble.solve import Answer, Solver
 
 _MORE = 0.02
 """Share of the budget by which it is raised to see what memory is worth."""
@@ -44,7 +44,7 @@ def by_module(answer: Answer) -> list[Share]:
     for v, node in enumerate(graph.nodes):
         if node.resident:
             continue
-        leader = v if node.made_with is None else node.made_with
+        leader = graph.leader(v)
         row = sums.setdefault(node.module or graph.nodes[leader].module, [0, 0, 0, 0.0])
         row[2 if v in fetched else 1 if runs[leader] > 1 else 0] += node.bytes
         row[3] += node.seconds * max(0, runs[v] - 1)
@@ -92,7 +92,7 @@ def to_json(answer: Answer, *, strategy: str = "search", rounding_bytes: int = 1
     """The keys of ``lowtide plan --json`` but those of the curve."""
     graph, timeline = answer.graph, answer.timeline
     nodes = graph.nodes
-    shown = answer.status in (Status.OPTIMAL, Status.FEASIBLE)
+    shown = answer.status.has_plan
     return {
         "graph": graph.name,
         "order": answer.order.value,

@@ -85,12 +85,16 @@ class Precedence:
     def stuck(self, at: Instant) -> Flags:
         """Values that are on the board at an instant in every schedule: read there, held, or without a way back."""
         game = self.game
-        found: Flags = self.forced(at) & (~game.again[game.producer] & (game.fetcher < 0))
+        found: Flags = self.forced(at) & ~game.returns
         found[list(game.inputs[at.op])] = True
         later = at.ahead.copy()
         later[at.op] = True
         found |= (game.pin >= 0) & later[game.pin] & at.done[game.producer]
         return found
+
+    def bytes_once(self, at: Instant) -> int:
+        """Bytes while an operator runs with all that was made before and is read afterwards on the board."""
+        return self.bytes_with(at, self.forced(at) | self.stuck(at))
 
     def bytes_with(self, at: Instant, present: Flags) -> int:
         """Bytes while an operator runs with some values on the board, its own included; it runs in place if it can."""

@@ -99,7 +99,7 @@ def once(game: Game, precedence: Precedence, instants: Sequence[Instant], *, cut
     """The peak that no order goes below when every operator runs once and nothing is moved."""
     best = PeakBound(bytes=game.graph.resident_bytes, node=-1, method="forced")
     for at in instants:
-        size = precedence.bytes_with(at, precedence.forced(at) | precedence.stuck(at))
+        size = precedence.bytes_once(at)
         if size > best.bytes:
             best = PeakBound(bytes=size, node=game.nodes[at.op], method="forced")
     if cut:
@@ -355,7 +355,7 @@ def tight_chain(
     """Comparable instants at which the budget binds, the heaviest chain of them, thinned to ``most``."""
     over = []
     for at in instants:
-        need = precedence.bytes_with(at, precedence.forced(at) | precedence.stuck(at)) - budget_bytes
+        need = precedence.bytes_once(at) - budget_bytes
         if need > 0:
             over.append((at, need))
     if not over:
@@ -380,7 +380,7 @@ def one_instant(
     """
     over = sorted(
         (
-            (precedence.bytes_with(at, precedence.forced(at) | precedence.stuck(at)) - budget_bytes, i)
+            (precedence.bytes_once(at) - budget_bytes, i)
             for i, at in enumerate(instants)
         ),
         reverse=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from itertools import count
 from typing import NamedTuple
 
@@ -126,9 +127,9 @@ class _Rules:
         self.keep = self._mask(v for v, n in enumerate(nodes) if n.keep and not n.resident)
 
     @staticmethod
-    def _mask(nodes: object) -> int:
+    def _mask(nodes: Iterable[int]) -> int:
         found = 0
-        for v in nodes:  # type: ignore[attr-defined]
+        for v in nodes:
             found |= 1 << v
         return found
 
@@ -142,8 +143,7 @@ class _Rules:
         until = self.graph.nodes[v].held_until
         if until is None:
             return False
-        above = self.graph.nodes[until].made_with
-        return not state.done >> (until if above is None else above) & 1
+        return not state.done >> self.graph.leader(until) & 1
 
     def moves(self, state: _State) -> list[tuple[Move | None, _State, float]]:
         found: list[tuple[Move | None, _State, float]] = []

@@ -82,6 +82,12 @@ class Game:
         """Every operator once."""
         return self.graph.base_seconds
 
+    @cached_property
+    def returns(self) -> NDArray[np.bool_]:
+        """Per value, whether it can be placed again: computed, or fetched."""
+        found: NDArray[np.bool_] = self.again[self.producer] | (self.fetcher >= 0)
+        return found
+
     def row(self, ops: Iterable[int]) -> Row:
         """A row of the graph from a list of operators."""
         return tuple(Move(Act.COMPUTE if o < self.plain else Act.FETCH, self.nodes[o]) for o in ops if self.nodes[o] != END)

@@ -123,6 +123,11 @@ class Graph:
             for v, node in enumerate(self.nodes)
         )
 
+    def leader(self, v: int) -> int:
+        """The node whose operator makes a node's value."""
+        above = self.nodes[v].made_with
+        return v if above is None else above
+
     def storage(self, v: int) -> int:
         """The node whose storage a node's value lies in."""
         above = self.nodes[v].view_of

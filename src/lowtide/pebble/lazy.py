@@ -22,7 +22,7 @@ def row_without(
     present: set[int] = set()
     row: list[int] = []
     for o in range(game.plain):
-        present -= {v for v in absent.get(o, frozenset()) if game.again[game.producer[v]] or game.fetcher[v] >= 0}
+        present -= {v for v in absent.get(o, frozenset()) if game.returns[v]}
         for q in _missing(game, o, present, fetched):
             row.append(q)
             present.update(game.outputs[q])
@@ -30,8 +30,7 @@ def row_without(
         present.update(game.outputs[o])
         for v in game.inputs[o]:
             readers_left[v] -= 1
-            way_back = game.again[game.producer[v]] or game.fetcher[v] >= 0
-            if not readers_left[v] and way_back and not game.graph.nodes[game.value_nodes[v]].keep:
+            if not readers_left[v] and game.returns[v] and not game.graph.nodes[game.value_nodes[v]].keep:
                 present.discard(v)
     return tuple(row)
 

@@ -151,10 +151,8 @@ class _Game:
         if v not in self.board:
             raise self.wrong(t, move, f"{node.id!r} is not on the board")
         until = node.held_until
-        if until is not None:
-            above = self.graph.nodes[until].made_with
-            if not self.runs[until if above is None else above] and move.act is not Act.UPDATE:
-                raise self.wrong(t, move, f"{node.id!r} is held until {self.graph.nodes[until].id!r} has run")
+        if until is not None and not self.runs[self.graph.leader(until)] and move.act is not Act.UPDATE:
+            raise self.wrong(t, move, f"{node.id!r} is held until {self.graph.nodes[until].id!r} has run")
         self.clock = max(self.clock, self.written.get(v, 0.0), self.ready.get(v, 0.0))
         self.board.discard(v)
         self.ready.pop(v, None)

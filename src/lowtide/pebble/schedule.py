@@ -105,7 +105,7 @@ def _lives(graph: Graph, row: Row) -> tuple[dict[int, list[int]], set[tuple[int,
     for (v, start), used in last.items():
         end = used
         if v in held and v not in first_seen:
-            end = max(used, first_run.get(_leader(graph, held[v]), used))
+            end = max(used, first_run.get(graph.leader(held[v]), used))
         first_seen.add(v)
         if graph.nodes[v].keep and placed[v] == start:
             continue
@@ -114,11 +114,6 @@ def _lives(graph: Graph, row: Row) -> tuple[dict[int, list[int]], set[tuple[int,
         if move.act is Act.COMPUTE and v in graph.olds[move.node] and end > start:
             overwritten.add((end, v))
     return ends, overwritten
-
-
-def _leader(graph: Graph, v: int) -> int:
-    above = graph.nodes[v].made_with
-    return v if above is None else above
 
 
 def to_json(graph: Graph, schedule: Schedule) -> list[list[Any]]:

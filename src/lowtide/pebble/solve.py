@@ -34,6 +34,7 @@ from lowtide.pebble.lazy import row_without
 from lowtide.pebble.referee import Timeline, play
 from lowtide.pebble.schedule import Row, Schedule, plain_row, unfold
 from lowtide.pebble.search import Hunt, lowest_order
+from lowtide.pebble.status import Status
 
 SECONDS = 8.0
 """How long a search may take by default."""
@@ -59,15 +60,6 @@ _OVERLAPPED = 0.25
 """Share of a transfer's seconds that the search counts where transfers overlap with computing."""
 _STAGE_VARIABLES = 9000
 """Variables up to which it is set up with all variables whole."""
-
-
-class Status(StrEnum):
-    """What is known of an answer."""
-
-    OPTIMAL = "optimal"
-    FEASIBLE = "feasible"
-    INFEASIBLE = "infeasible"
-    UNKNOWN = "unknown"
 
 
 class Order(StrEnum):
@@ -206,7 +198,7 @@ class Solver:
                 progress((k + 1) / points)
         for k in range(points - 2, -1, -1):
             lower = found[k + 1]
-            if _shown(lower) and (not _shown(found[k]) or lower.timeline.seconds < found[k].timeline.seconds):
+            if lower.status.has_plan and (not found[k].status.has_plan or lower.timeline.seconds < found[k].timeline.seconds):
                 found[k] = replace(
                     found[k], row=lower.row, schedule=lower.schedule, timeline=lower.timeline, status=Status.FEASIBLE
                 )
@@ -217,7 +209,7 @@ class Solver:
 
     def _judged(self, answer: Answer) -> Answer:
         """An answer with what plan and bound say of each other."""
-        if _shown(answer):
+        if answer.status.has_plan:
             met = answer.extra_seconds <= answer.time_bound.seconds + _SAME * self.graph.base_seconds
             return replace(answer, status=Status.OPTIMAL if met else Status.FEASIBLE)
         return answer
@@ -371,11 +363,6 @@ class Solver:
             solve_seconds=time.monotonic() - began,
             rounds=rounds,
         )
-
-
-def _shown(answer: Answer) -> bool:
-    """Whether an answer has a plan that fits."""
-    return answer.status in (Status.OPTIMAL, Status.FEASIBLE)
 
 
 def solve(graph: Graph, budget_bytes: int, *, order: Order = Order.FIXED, seconds: float = SECONDS) -> Answer:

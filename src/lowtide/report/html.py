@@ -59,6 +59,7 @@ def page(recording: Recording, other: Recording | None = None) -> str:
         changed=None if other is None else difference(other, recording),
         data=json.dumps(data, separators=(",", ":")).replace("</", "<\\/"),
         script=(_ASSETS / "uPlot.iife.min.js").read_text(),
+        bytes_script=(_ASSETS / "bytes.js").read_text(),
         own_script=(_ASSETS / "recording.js").read_text(),
         style=(_ASSETS / "uPlot.min.css").read_text(),
         page_style=(_ASSETS / "page.css").read_text(),

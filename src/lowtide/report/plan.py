@@ -12,9 +12,10 @@ import jinja2
 import numpy as np
 from rich.table import Table
 
-from lowtide.pebble.account import Decides, Share, by_module, decides, profile, to_json
+from lowtide.pebble.account import Decides, Share, by_module, profile
 from lowtide.pebble.graph import Graph
-from lowtide.pebble.solve import Answer, Solver, Status
+from lowtide.pebble.solve import Answer, Solver
+from lowtide.pebble.status import Status
 from lowtide.report.terminal import console
 from lowtide.units import format_bytes, format_seconds
 
@@ -41,7 +42,7 @@ def name_of(graph: Graph, v: int) -> str:
     return f"{node.id} ({node.module})" if node.module else str(node.id)
 
 
-def show_plan(solver: Solver, answer: Answer, *, strategy: str) -> None:
+def show_plan(answer: Answer, why: Decides | None, *, strategy: str) -> None:
     """The plan: peak, budget, extra time, bound, what decides, what each module does."""
     out, graph, timeline = console(), answer.graph, answer.timeline
     table = Table(title=f"lowtide plan {graph.name}".rstrip(), show_header=False, title_justify="left")
@@ -52,7 +53,7 @@ def show_plan(solver: Solver, answer: Answer, *, strategy: str) -> None:
     table.add_row("status", answer.status.value, _SAID[answer.status].partition(": ")[2] or f"{kind}, {strategy}")
     if answer.budget_bytes is not None:
         table.add_row("budget", format_bytes(answer.budget_bytes), f"{answer.budget_bytes:,} bytes")
-    shown = answer.status in (Status.OPTIMAL, Status.FEASIBLE)
+    shown = answer.status.has_plan
     if shown:
         table.add_row("peak", format_bytes(timeline.peak_bytes), f"without a plan {format_bytes(answer.given_peak_bytes)}")
     else:
@@ -85,8 +86,8 @@ def show_plan(solver: Solver, answer: Answer, *, strategy: str) -> None:
         again = sum(r - 1 for r in timeline.runs if r > 1)
         table.add_row("run again", f"{again} operators", f"searched for {answer.solve_seconds:.1f} s, {answer.rounds} rounds")
     out.print(table)
-    if shown and answer.budget_bytes is not None:
-        _show_decides(answer, decides(solver, answer))
+    if why is not None:
+        _show_decides(answer, why)
         _show_modules(by_module(answer))
 
 
@@ -125,11 +126,11 @@ def show_curve(answers: Sequence[Answer]) -> None:
     for head in ("budget", "peak", "extra", "bound"):
         table.add_column(head, justify="right")
     table.add_column("")
-    most = max((a.extra_fraction for a in answers if _shown(a)), default=0.0) or 1.0
+    most = max((a.extra_fraction for a in answers if a.status.has_plan), default=0.0) or 1.0
     for a in answers:
         budget = format_bytes(a.budget_bytes or 0)
         least = a.time_bound.seconds / (a.graph.base_seconds or 1.0)
-        if not _shown(a):
+        if not a.status.has_plan:
             table.add_row(budget, "", a.status.value, f"{least:.2%}", "")
             continue
         full = round(_BAR * a.extra_fraction / most)
@@ -139,33 +140,27 @@ def show_curve(answers: Sequence[Answer]) -> None:
     console().print(table)
 
 
-def _shown(answer: Answer) -> bool:
-    return answer.status in (Status.OPTIMAL, Status.FEASIBLE)
-
-
 def curve_json(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     """The ``curve`` key."""
     return [
         {
             "budget_bytes": a.budget_bytes,
             "status": a.status.value,
-            "peak_bytes": a.timeline.peak_bytes if _shown(a) else None,
-            "extra_seconds": a.extra_seconds if _shown(a) else None,
-            "extra_fraction": a.extra_fraction if _shown(a) else None,
+            "peak_bytes": a.timeline.peak_bytes if a.status.has_plan else None,
+            "extra_seconds": a.extra_seconds if a.status.has_plan else None,
+            "extra_fraction": a.extra_fraction if a.status.has_plan else None,
             "bound": {"extra_seconds": a.time_bound.seconds},
         }
         for a in answers
     ]
 
 
-def page(solver: Solver, answer: Answer, curve: Sequence[Answer], *, strategy: str) -> str:
+def page(solver: Solver, answer: Answer, why: Decides | None, curve: Sequence[Answer], *, strategy: str) -> str:
     """The page: memory along the plan beside the given order, the curve, what decides, what each module does."""
-    from lowtide.pebble.schedule import plain_row
-
-    plain = solver.follow(plain_row(solver.graph), None)
+    plain = solver.follow(solver.row, None)
     data = {
         "plain": _drawn(plain),
-        "plan": _drawn(answer) if _shown(answer) and answer.row != plain.row else None,
+        "plan": _drawn(answer) if answer.status.has_plan and answer.row != plain.row else None,
         "budget": answer.budget_bytes,
         "floor": answer.peak_bound.bytes,
         "curve": [
@@ -181,16 +176,16 @@ def page(solver: Solver, answer: Answer, curve: Sequence[Answer], *, strategy: s
     environment.filters |= {"bytes": format_bytes, "seconds": format_seconds}
     return environment.get_template("plan.html.j2").render(
         answer=answer,
-        figures=to_json(answer, strategy=strategy),
-        shown=_shown(answer),
+        shown=answer.status.has_plan,
         strategy=strategy,
-        decides=decides(solver, answer) if _shown(answer) and answer.budget_bytes else None,
-        modules=by_module(answer)[: 3 * _ROWS] if _shown(answer) else [],
+        decides=why,
+        modules=by_module(answer)[: 3 * _ROWS] if answer.status.has_plan else [],
         name=lambda v: name_of(solver.graph, v),
         data=json.dumps(data, separators=(",", ":")).replace("</", "<\\/"),
         style=(_ASSETS / "uPlot.min.css").read_text(),
         page_style=(_ASSETS / "page.css").read_text(),
         script=(_ASSETS / "uPlot.iife.min.js").read_text(),
+        bytes_script=(_ASSETS / "bytes.js").read_text(),
         own_script=(_ASSETS / "plan.js").read_text(),
     )
 

@@ -60,7 +60,6 @@ def layout(problem: Problem) -> Layout:
     trace, events = problem.trace, problem.trace.events
     count = len(events)
     sources = [v for v, b in enumerate(trace.buffers) if b.counted and b.born < 0]
-    ids: dict[tuple[str, int], int] = {("v", v): i for i, v in enumerate(sources)}
     plan: list[tuple[str, int]] = [("v", v) for v in sources]
     made: list[list[int]] = [[] for _ in events]
     for v, buffer in enumerate(trace.buffers):
@@ -69,7 +68,7 @@ def layout(problem: Problem) -> Layout:
     for e in range(count):
         plan.append(("e", e))
         plan += [("v", v) for v in made[e]]
-    ids = {key: i for i, key in enumerate(plan)}
+    ids: dict[tuple[str, int], int] = {key: i for i, key in enumerate(plan)}
     reads: list[dict[int, None]] = [{} for _ in events]
     for e, event in enumerate(events):
         if isinstance(event, Op):

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from lowtide.pebble.eager.bound import Bound, peak_bound, time_bound
 from lowtide.pebble.eager.play import play
 from lowtide.pebble.eager.problem import Problem
-from lowtide.pebble.eager.relax import Relaxed
 from lowtide.pebble.eager.walk import State, pareto, walk
+from lowtide.pebble.status import Status
+
+if TYPE_CHECKING:
+    from lowtide.pebble.eager.relax import Relaxed
 
 SECONDS = 4.0
 """How long the walk may take by default."""
@@ -31,15 +34,6 @@ _NEAR = 0.01
 """Budgets apart by less than this share of (plain peak - base) share a program."""
 _SAME = 1e-9
 """Share of the unit's seconds within which plan and bound are one."""
-
-
-class Status(StrEnum):
-    """What is known of an answer."""
-
-    OPTIMAL = "optimal"
-    FEASIBLE = "feasible"
-    INFEASIBLE = "infeasible"
-    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +86,8 @@ class Front:
 
     @cached_property
     def _relaxed(self) -> Relaxed:
+        from lowtide.pebble.eager.relax import Relaxed  # brings scipy's solvers, which only a plan needs
+
         return Relaxed(self.problem)
 
     def _ask(self, budget_bytes: int) -> None:

@@ -1,13 +1,6 @@
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const size = (bytes) => {
-    const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let i = 0, x = Math.abs(bytes);
-    while (x >= 1024 && i < 4) { x /= 1024; i++; }
-    return (bytes < 0 ? "-" : "") + (i === 0 ? x.toFixed(0) : x.toFixed(x >= 100 ? 0 : x >= 10 ? 1 : 2)) + " " + units[i];
-  };
-  const binary = Array.from({length: 48}, (_, i) => 2 ** i);
   const width = () => Math.min(1400, document.querySelector("main").clientWidth - 8);
   const bytesAxis = {values: (u, ticks) => ticks.map(size), incrs: binary, size: 80};
   const line = (text, y, colour) => (u) => {
