@@ -8,7 +8,7 @@ from lowtide.errors import BudgetError, LowtideError, RecordingError, ReplayErro
 
 if TYPE_CHECKING:
     from lowtide.api import budget, record
-    from lowtide.live.coarse import mark as step
+    from lowtide.probe.marks import mark as step
 
 __version__ = "0.1.0"
 __all__ = [
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(api, name)
     if name == "step":
-        from lowtide.live.coarse import mark
+        from lowtide.probe.marks import mark
 
         return mark
     raise AttributeError(f"module 'lowtide' has no attribute {name!r}")

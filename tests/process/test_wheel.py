@@ -48,3 +48,6 @@ def test_built_wheel_runs_in_a_clean_environment(tmp_path: Path) -> None:
     _run(lowtide, "record", "--quiet", "-o", "a.lowtide", str(script), cwd=tmp_path)
     _run(lowtide, "report", "a.lowtide", "--html", "a.html", cwd=tmp_path)
     assert "uPlot" in (tmp_path / "a.html").read_text()
+    _run(lowtide, "leak", "--quiet", "--processes", "1", "--json", "leak.json", str(script), cwd=tmp_path)
+    seen = _run(python, "-c", "import json; f = json.load(open('leak.json')); print(f['steps'], f['steps_marked_by'])", cwd=tmp_path)
+    assert seen.strip() == "4 optimizer"

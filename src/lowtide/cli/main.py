@@ -8,10 +8,12 @@ from typing import Any, NoReturn
 import click
 
 from lowtide import __version__
+from lowtide.cli.leak import leak
 from lowtide.cli.plan import plan
 from lowtide.cli.record import record
 from lowtide.cli.report import diff, report
 from lowtide.cli.run import run
+from lowtide.cli.sweep import sweep
 from lowtide.errors import LowtideError, UsageError
 
 
@@ -48,5 +50,5 @@ def main() -> None:
     """Train neural networks in the memory you have."""
 
 
-for verb in (run, record, report, plan, diff):
+for verb in (run, record, report, plan, diff, leak, sweep):
     main.add_command(verb)

@@ -139,8 +139,9 @@ class _Record:
     """``lowtide record``: the script as it is, into a recording."""
 
     def __init__(self, task: Task, options: RecordOptions) -> None:
-        from lowtide.live.coarse import Coarse, WhenImported, watch_keras
+        from lowtide.live.coarse import Coarse
         from lowtide.live.native import preloaded
+        from lowtide.probe.marks import WhenImported, watch_keras
         from lowtide.store import Writer
 
         self._options = options

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import base64
 import itertools
-import json
-from pathlib import Path
 from typing import Any, Final
 
-import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.advise import findings
 from lowtide.explain import ROLES, Block, Step, highest, peak_report, steps_of
+from lowtide.report.pages import render
 from lowtide.report.recording import COLOURS, difference
 from lowtide.store import Recording
-from lowtide.units import format_bytes
 
-_ASSETS: Final = Path(__file__).parent / "assets"
 INSTANTS: Final = 20_000
 """Instants drawn per step; of longer steps each stretch shows its highest."""
 BLOCKS: Final = 5_000
@@ -46,10 +42,10 @@ def page(recording: Recording, other: Recording | None = None) -> str:
         "shown": 0 if top is None or top not in shown else shown.index(top),
         "other": None if before is None else _step(before),
     }
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(_ASSETS), autoescape=True)
-    environment.filters["bytes"] = format_bytes
     peak = None if top is None else peak_report(top)
-    return environment.get_template("recording.html.j2").render(
+    return render(
+        "recording",
+        data,
         meta=recording.meta,
         path=recording.path.name,
         other=None if other is None else other.path.name,
@@ -57,12 +53,6 @@ def page(recording: Recording, other: Recording | None = None) -> str:
         rows=[r for r in recording.steps if r.step >= 0],
         found=findings(recording),
         changed=None if other is None else difference(other, recording),
-        data=json.dumps(data, separators=(",", ":")).replace("</", "<\\/"),
-        script=(_ASSETS / "uPlot.iife.min.js").read_text(),
-        bytes_script=(_ASSETS / "bytes.js").read_text(),
-        own_script=(_ASSETS / "recording.js").read_text(),
-        style=(_ASSETS / "uPlot.min.css").read_text(),
-        page_style=(_ASSETS / "page.css").read_text(),
     )
 
 

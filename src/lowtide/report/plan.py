@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
-import jinja2
 import numpy as np
 from rich.table import Table
 
@@ -16,10 +13,10 @@ from lowtide.pebble.account import Decides, Share, by_module, profile
 from lowtide.pebble.graph import Graph
 from lowtide.pebble.solve import Answer, Solver
 from lowtide.pebble.status import Status
+from lowtide.report.pages import render
 from lowtide.report.terminal import console
 from lowtide.units import format_bytes, format_seconds
 
-_ASSETS: Final = Path(__file__).parent / "assets"
 _ROWS: Final = 12
 """Modules, and values, listed."""
 _BAR: Final = 24
@@ -172,21 +169,15 @@ def page(solver: Solver, answer: Answer, why: Decides | None, curve: Sequence[An
             for c in reversed(curve_json(curve))
         ],
     }
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(_ASSETS), autoescape=True)
-    environment.filters |= {"bytes": format_bytes, "seconds": format_seconds}
-    return environment.get_template("plan.html.j2").render(
+    return render(
+        "plan",
+        data,
         answer=answer,
         shown=answer.status.has_plan,
         strategy=strategy,
         decides=why,
         modules=by_module(answer)[: 3 * _ROWS] if answer.status.has_plan else [],
         name=lambda v: name_of(solver.graph, v),
-        data=json.dumps(data, separators=(",", ":")).replace("</", "<\\/"),
-        style=(_ASSETS / "uPlot.min.css").read_text(),
-        page_style=(_ASSETS / "page.css").read_text(),
-        script=(_ASSETS / "uPlot.iife.min.js").read_text(),
-        bytes_script=(_ASSETS / "bytes.js").read_text(),
-        own_script=(_ASSETS / "plan.js").read_text(),
     )
 
 

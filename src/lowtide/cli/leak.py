@@ -1,0 +1,246 @@
+"""``lowtide leak``: does a program leak, what, and where."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from lowtide.cli.launch import check_alone, check_folder, check_target, write_json
+from lowtide.errors import UsageError
+from lowtide.leak.watch import Progress, Watch, Watched, check_command, python
+from lowtide.units import parse_bytes
+
+LEAST_STEPS: Final = 50
+"""Fewer never tell anything."""
+
+
+class ScriptOrCommand(click.Command):
+    """A verb that takes a script and its arguments, or any command after ``--``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Note whether what comes after the options is a command."""
+        valued = {name for p in self.params if isinstance(p, click.Option) and not p.is_flag for name in p.opts}
+        at = 0
+        while at < len(args) and args[at] != "--" and args[at].startswith("-"):
+            at += 2 if args[at] in valued else 1
+        ctx.meta["command"] = at < len(args) and args[at] == "--"
+        return super().parse_args(ctx, args)
+
+
+def command_of(script: str, arguments: tuple[str, ...], *, module: bool) -> list[str]:
+    """The command that is meant, checked.
+
+    Raises:
+        UsageError: if it is not there.
+    """
+    if click.get_current_context().meta["command"]:
+        if module:
+            raise UsageError("-m goes with a module name, not with a command after `--`")
+        command = [script, *arguments]
+        check_command(command)
+        return command
+    check_target(script, module=module)
+    return python(script, module=module, arguments=arguments)
+
+
+def tolerance_of(tolerance: str | None, memory_left: str | None, planned_steps: int | None) -> float:
+    """Bytes per step that are let pass.
+
+    Raises:
+        UsageError: if what is given does not go together.
+    """
+    from lowtide.leak.verdict import TOLERANCE
+
+    if (memory_left is None) != (planned_steps is None):
+        raise UsageError("--memory-left and --planned-steps go together: what is let pass is the one divided by the other")
+    if memory_left is not None and planned_steps is not None:
+        if tolerance is not None:
+            raise UsageError("give --tolerance, or --memory-left with --planned-steps, not both")
+        return parse_bytes(memory_left) / planned_steps
+    return TOLERANCE if tolerance is None else float(parse_bytes(tolerance))
+
+
+@click.command(cls=ScriptOrCommand, context_settings={"allow_interspersed_args": False})
+@click.option("--steps", type=click.IntRange(min=LEAST_STEPS), default=300, show_default=True, help="Steps of each process.")
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1, max=20),
+    default=2,
+    show_default=True,
+    help="Fresh processes that must agree; one more where they do not.",
+)
+@click.option("--tolerance", metavar="SIZE", help="Growth per step that is let pass; 1KiB by default.")
+@click.option("--memory-left", metavar="SIZE", help="With --planned-steps: what may be filled until the end.")
+@click.option("--planned-steps", type=click.IntRange(min=1), help="With --memory-left: steps of the whole job.")
+@click.option("--step-line", metavar="REGEX", help="A line of standard output that matches ends a step.")
+@click.option(
+    "--every",
+    type=click.FloatRange(min=0.001),
+    default=0.1,
+    show_default=True,
+    metavar="SECONDS",
+    help="A step, where nothing else marks any.",
+)
+@click.option(
+    "--samples-per-step", type=click.FloatRange(min=0, min_open=True), default=1.0, help="For the rate: the batch size."
+)
+@click.option(
+    "--who/--no-who", default=True, help="Whether a leak's lines, types and tensors are looked for, in a process more."
+)
+@click.option("--deep", is_flag=True, help="Native stacks too, through memray.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Kill a process that runs longer."
+)
+@click.option("--fail", is_flag=True, help="Exit with 1 if it leaks.")
+@click.option("--json", "json_file", metavar="FILE", help="Write every figure.")
+@click.option("--html", "html_file", metavar="FILE", help="Write a page with the curves.")
+@click.option("--quiet", is_flag=True, help="No summary, no progress, and not the program's own output.")
+@click.option("-m", "module", is_flag=True, help="SCRIPT is a module name, as in python -m.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def leak(
+    *,
+    steps: int,
+    processes: int,
+    tolerance: str | None,
+    memory_left: str | None,
+    planned_steps: int | None,
+    step_line: str | None,
+    every: float,
+    samples_per_step: float,
+    who: bool,
+    deep: bool,
+    timeout: float | None,
+    fail: bool,
+    json_file: str | None,
+    html_file: str | None,
+    quiet: bool,
+    module: bool,
+    script: str,
+    arguments: tuple[str, ...],
+) -> int:
+    """Say whether SCRIPT (or, after `--`, any COMMAND) leaks: leak, clean, or inconclusive.
+
+    The program runs in fresh processes, each ended after --steps steps: torch's optimizer steps, Keras's batches,
+    lowtide.step(), or ticks of the clock. What it holds is counted after each; growth above the tolerance for certain is
+    a leak.
+    """
+    check_alone()
+    command = command_of(script, arguments, module=module)
+    allowed = tolerance_of(tolerance, memory_left, planned_steps)
+    for file in (json_file, html_file):
+        check_folder(file)
+    if step_line is not None:
+        try:
+            re.compile(step_line)
+        except re.error as error:
+            raise UsageError(f"--step-line {step_line!r} is no regular expression: {error}") from None
+    if deep:
+        _check_memray()
+    from lowtide.leak.findings import suspects_of, to_json
+    from lowtide.leak.study import study
+    from lowtide.leak.verdict import Verdict
+    from lowtide.report.leak import page, show
+
+    watch = Watch(steps=steps, lines=step_line or "", every_seconds=every, timeout_seconds=timeout or 0.0)
+    with _progress(steps, quiet=quiet) as told:
+        found = study(command, watch, tolerance=allowed, processes=processes, progress=told, quiet=True)
+        last = found.runs[-1]
+        suspects: tuple[Any, ...] = ()
+        if (who or deep) and (found.verdict.verdict is Verdict.LEAK or deep):
+            told.began("looking for what grows")
+            rate = 0.0 if found.verdict.culprit is None else found.verdict.culprit.trend.rate
+            suspects = suspects_of(_looked(command, watch, told, deep=False), rate)
+            if deep:
+                native = suspects_of(_looked(command, watch, told, deep=True), rate)
+                suspects = (*suspects, *(s for s in native if s.kind == "native"))
+    if json_file is not None:
+        write_json(json_file, {"command": command, **to_json(found, suspects, samples_per_step=samples_per_step)})
+    if html_file is not None:
+        Path(html_file).write_text(page(found, suspects, command=shlex.join(command), samples_per_step=samples_per_step))
+    if last.code or last.ended == "timeout" or not last.steps:
+        return _failed(last, command)
+    if not quiet:
+        show(found, suspects, samples_per_step=samples_per_step)
+    return int(fail and found.verdict.verdict is Verdict.LEAK)
+
+
+def _looked(command: list[str], watch: Watch, told: Told, *, deep: bool) -> Any:
+    from lowtide.leak.study import audits_of
+
+    steps = watch.steps
+    with Watched(command, replace(watch, census=True, deep=deep, audits=audits_of(steps)), quiet=True) as process:
+        return process.wait(told)
+
+
+def _check_memray() -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("memray") is None:
+        raise UsageError("--deep needs memray: pip install memray")
+
+
+def _failed(run: Any, command: list[str]) -> int:
+    """Say why there is no verdict; the exit code."""
+    if run.tail:
+        click.echo(run.tail, err=True)
+    name = shlex.join(command)
+    if run.ended == "timeout":
+        raise UsageError(f"`{name}` was killed after --timeout, with {run.steps} steps seen")
+    if run.code:
+        click.echo(f"lowtide: error: `{name}` ended with {_ending(run.code)} after {run.steps} steps: no verdict", err=True)
+        return int(run.code) if run.code > 0 else 128 - int(run.code)
+    raise UsageError(
+        f"`{name}` ended before any step was seen: it needs to be a Python program that trains, or to run for longer"
+    )
+
+
+def _ending(code: int) -> str:
+    return f"exit code {code}" if code > 0 else f"signal {-code}"
+
+
+class Told(Progress):
+    """Progress, shown."""
+
+    def __init__(self, bar: Any, steps: int) -> None:
+        """Nothing has begun."""
+        self._bar, self._steps, self._number = bar, steps, 0
+        self._task: Any = None
+        self._last = 0
+
+    def began(self, what: str) -> None:
+        """Something else begins."""
+        if self._bar is not None:
+            if self._task is not None:
+                self._bar.update(self._task, visible=False)
+            self._task = self._bar.add_task(what, total=self._steps)
+        self._last = 0
+
+    def stepped(self, steps: int) -> None:
+        """So many steps of the process that runs have been seen."""
+        if self._task is None or steps < self._last:
+            self._number += 1
+            self.began(f"process {self._number}")
+        self._last = steps
+        if self._bar is not None:
+            self._bar.update(self._task, completed=min(steps, self._steps))
+
+
+@contextmanager
+def _progress(steps: int, *, quiet: bool) -> Iterator[Told]:
+    if quiet:
+        yield Told(None, steps)
+        return
+    from rich.progress import Progress as Bar
+
+    from lowtide.report.terminal import console
+
+    with Bar(console=console(), transient=True) as bar:
+        yield Told(bar, steps)

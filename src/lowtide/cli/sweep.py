@@ -1,0 +1,130 @@
+"""``lowtide sweep``: a matrix of configurations, each in fresh processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lowtide.cli.launch import check_folder, write_json
+from lowtide.errors import UsageError
+
+
+@click.command()
+@click.argument("file", metavar="SWEEP.toml")
+@click.option(
+    "--results", metavar="FILE", help="Where results lie (SQLite); SWEEP.results by default. A killed sweep goes on from it."
+)
+@click.option("--fresh", is_flag=True, help="Throw earlier results away.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Cells side by side: they disturb each other's rates.",
+)
+@click.option("--executor", type=click.Choice(("local", "dask")), default="local", show_default=True)
+@click.option("--address", metavar="HOST:PORT", help="Of a dask scheduler; a cluster on this machine without it.")
+@click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Of dask's cluster on this machine.")
+@click.option("--csv", "csv_file", metavar="FILE", help="One line per cell.")
+@click.option("--json", "json_file", metavar="FILE", help="Everything.")
+@click.option("--html", "html_file", metavar="FILE", help="A page with pictures.")
+@click.option("--quiet", is_flag=True, help="No table, no progress.")
+def sweep(
+    *,
+    file: str,
+    results: str | None,
+    fresh: bool,
+    jobs: int,
+    executor: str,
+    address: str | None,
+    workers: int,
+    csv_file: str | None,
+    json_file: str | None,
+    html_file: str | None,
+    quiet: bool,
+) -> int:
+    """Run every configuration of SWEEP.toml in fresh processes: growth of memory per step, and rate.
+
+    The table goes to standard output as Markdown. A sweep that was interrupted, or killed, goes on where it was.
+    """
+    from lowtide.report.sweep import as_csv, markdown, page, report_of, show, to_json
+    from lowtide.sweep.definition import load
+    from lowtide.sweep.results import CONFIRM, MAIN, Results
+    from lowtide.sweep.run import Dask, Executor, Local, go
+    from lowtide.sweep.trends import recommended, rows_of
+
+    path = Path(file)
+    definition = load(path)
+    for wanted in (csv_file, json_file, html_file, results):
+        check_folder(wanted)
+    if address is not None and executor != "dask":
+        raise UsageError("--address goes with --executor dask")
+    if jobs > 1 and executor == "dask":
+        raise UsageError("--jobs is for --executor local; dask has --workers")
+    place = Path(results) if results else path.with_suffix(".results")
+    if fresh:
+        place.unlink(missing_ok=True)
+    store = Results(place, definition)
+    if jobs > 1:
+        click.echo(f"lowtide: {jobs} cells run side by side: they disturb each other's rates", err=True)
+    runner: Executor = Dask(address, workers) if executor == "dask" else Local(Path(f"{place}.cells"), jobs)
+    try:
+        with _progress(quiet=quiet) as told:
+            go(definition, store, MAIN, runner, told)
+            if definition.confirm:
+                chosen = recommended(definition, rows_of(definition, store.cells(MAIN)))
+                if chosen is not None:
+                    configs = dict.fromkeys((chosen.config, definition.baseline))
+                    store.add(CONFIRM, [(c, k) for k in range(definition.file.repeats) for c in configs])
+                    go(definition, store, CONFIRM, runner, told)
+    finally:
+        found = report_of(definition, store.cells(MAIN), store.cells(CONFIRM))
+        store.close()
+        if csv_file is not None:
+            Path(csv_file).write_text(as_csv(found))
+        if json_file is not None:
+            write_json(json_file, to_json(found))
+        if html_file is not None:
+            Path(html_file).write_text(page(found))
+    if not quiet:
+        click.echo(markdown(found), nl=False)
+        show(found)
+    return 0
+
+
+class _Told:
+    """Progress, shown."""
+
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+        self._task: Any = None
+
+    def begins(self, part: str, cells: int, done: int) -> None:
+        """A part of the sweep begins, or goes on."""
+        if self._bar is not None:
+            self._task = self._bar.add_task(part, total=cells, completed=done)
+
+    def finished(self, result: dict[str, Any]) -> None:
+        """A cell has run."""
+        if self._bar is not None:
+            if result["ended"] != "ok":
+                self._bar.console.print(f"a cell ended with: {result['ended']}")
+            self._bar.advance(self._task)
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[_Told]:
+    if quiet:
+        yield _Told(None)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from lowtide.report.terminal import console
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console()) as bar:
+        yield _Told(bar)

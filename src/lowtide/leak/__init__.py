@@ -1,0 +1,1 @@
+"""The leak laboratory: programs watched in fresh processes, and what their growth says."""

@@ -1,0 +1,86 @@
+"""The books: where growth of resident memory lies, in buckets that are measured one by one, and what is left unexplained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lowtide.leak.watch import Run
+
+BUCKETS: Final = ("python", "heap_in_use", "heap_free", "anonymous_maps", "files", "shared", "stacks")
+"""In this order they are shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Books:
+    """Growth of resident memory between two audits of one process.
+
+    Attributes:
+        first, last: steps.
+        resident_bytes: growth.
+        buckets: growth by name of :data:`BUCKETS`, bytes: Python's arenas; malloc's blocks in use; what malloc holds
+            free; other anonymous maps; files; shared memory; stacks.
+        residual_bytes: what none of them explains: negative where what is in use was never touched.
+        trimmed_bytes: what malloc gave back at the end when asked to.
+        files: growth by file that is mapped, largest first.
+    """
+
+    first: int
+    last: int
+    resident_bytes: int
+    buckets: dict[str, int]
+    residual_bytes: int
+    trimmed_bytes: int
+    files: tuple[tuple[str, int], ...]
+
+    @property
+    def dominant(self) -> str:
+        """The bucket that grew most."""
+        return max(self.buckets, key=lambda name: self.buckets[name])
+
+
+def close(run: Run) -> Books | None:
+    """Books of a process between its first audit and its last; None where there are not two.
+
+    Malloc's blocks come from the preloaded counter where it is there, what malloc has from the system from the pages of
+    its own maps, Python's arenas from CPython's account, files and shared memory from the kernel's. Anonymous maps are
+    what is left of the kernel's anonymous pages, as far as address space was mapped for them: beyond that it is residual.
+    """
+    if len(run.audits) < 2:
+        return None
+    a, b = run.audits[0], run.audits[-1]
+
+    def grown(name: str) -> int:
+        return int(b[name] - a[name]) if min(a[name], b[name]) >= 0 else 0
+
+    def pages(name: str) -> int:
+        return int(b["books"][name] - a["books"][name])
+
+    used = grown("heap_bytes") if a["heap_bytes"] >= 0 else grown("used_bytes")
+    direct = grown("private_bytes") - grown("system_bytes") - grown("arena_bytes")
+    left = pages("anonymous") - grown("touched_bytes") - grown("mapped_bytes")
+    buckets = {
+        "python": grown("touched_bytes"),
+        "heap_in_use": used,
+        "heap_free": pages("heap") + grown("mapped_bytes") - used,
+        "anonymous_maps": min(max(left, min(0, direct)), max(0, direct)),
+        "files": pages("files"),
+        "shared": pages("shared"),
+        "stacks": pages("stack"),
+    }
+    resident = sum(pages(name) for name in ("heap", "anonymous", "stack", "files", "shared"))
+    return Books(
+        first=a["step"],
+        last=b["step"],
+        resident_bytes=resident,
+        buckets=buckets,
+        residual_bytes=resident - sum(buckets.values()),
+        trimmed_bytes=int(b.get("trimmed_bytes", 0)),
+        files=_files(a, b),
+    )
+
+
+def _files(a: dict[str, Any], b: dict[str, Any]) -> tuple[tuple[str, int], ...]:
+    old, new = a["books"]["paths"], b["books"]["paths"]
+    found = [(path, size - old.get(path, 0)) for path, size in new.items() if size > old.get(path, 0)]
+    return tuple(sorted(found, key=lambda x: -x[1])[:8])

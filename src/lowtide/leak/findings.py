@@ -1,0 +1,237 @@
+"""A study as figures and sentences: what every report of it shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from lowtide.leak.books import Books, close
+from lowtide.leak.study import Study
+from lowtide.leak.watch import Run
+
+SUSPECTS: Final = 12
+"""Suspects told."""
+LEAST: Final = 0.03
+"""Share of the growth, or of the largest suspect, below which others are not told."""
+MEANING: Final = {
+    "held": "all that is held",
+    "heap": "malloc's blocks in use: native memory, or large buffers that Python objects own",
+    "python": "small Python objects",
+    "maps": "anonymous maps made beside malloc and Python",
+    "files": "mapped files",
+    "file_pages": "pages of mapped files, which the kernel takes back",
+    "shared": "shared memory of the process",
+    "segments": "files in /dev/shm",
+    "workers": "child processes",
+    "cuda_allocated": "CUDA memory in use",
+    "cuda_reserved": "CUDA memory kept by torch's allocator",
+    "resident": "pages kept though nothing held grows",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Growth of resident memory from step to step, over all steps but the first; bytes."""
+
+    minimum: float
+    q1: float
+    median: float
+    q3: float
+    maximum: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspect:
+    """Something that grows with the steps.
+
+    Attributes:
+        kind: ``tensor``, ``graph``, ``line``, ``container``, ``type``, ``native``.
+        name: what it is.
+        source: the user's line, where one is known.
+        holder: a way to it from a name, where one was found.
+        bytes_per_step: None where it was counted only.
+        count_per_step: how many more per step.
+    """
+
+    kind: str
+    name: str
+    source: str
+    holder: str
+    bytes_per_step: float | None
+    count_per_step: float
+
+
+def spread_of(run: Run) -> Spread | None:
+    """Growth from reading to reading, per step; None where there are too few."""
+    resident = run.column("resident_bytes")
+    at = np.flatnonzero(np.isfinite(resident))
+    at = at[at >= 1]
+    if len(at) < 2:
+        return None
+    changes = np.diff(resident[at]) / np.diff(at)
+    found = [float(x) for x in np.quantile(changes, (0, 0.25, 0.5, 0.75, 1))]
+    return Spread(minimum=found[0], q1=found[1], median=found[2], q3=found[3], maximum=found[4])
+
+
+def books_of(study: Study) -> Books | None:
+    """The books of the process that was watched longest."""
+    return close(study.run)
+
+
+def suspects_of(run: Run, rate: float = 0.0) -> tuple[Suspect, ...]:
+    """What the census of a process found, what weighs most first.
+
+    Args:
+        run: a process with a census.
+        rate: growth that is to be explained, bytes per step; what is a small part of it is not told.
+    """
+    found: list[Suspect] = []
+    for census in run.census:
+        steps = census["steps"]
+        found += [
+            _weighed("tensor", t, steps, name=f"{t['name']}{' of ' + t['module'] if t['module'] else ''}")
+            for t in census["tensors"]
+        ]
+        if census["graph"]:
+            found.append(
+                Suspect(
+                    kind="graph",
+                    name="an autograd graph that grows: nodes",
+                    source="",
+                    holder=census["graph"]["holder"],
+                    bytes_per_step=None,
+                    count_per_step=census["graph"]["nodes"] / steps,
+                )
+            )
+        found += [
+            _weighed("line", x, steps, name=f"in {short(x['inside'])}" if x["inside"] else "allocations")
+            for x in census["lines"]
+        ]
+        found += [_counted("container", c, steps) for c in census["containers"]]
+        found += [_counted("type", t, steps) for t in census["types"]]
+        found += [
+            Suspect(
+                kind="native",
+                name=" < ".join(n["frames"][:4]),
+                source=short(n["source"]),
+                holder="",
+                bytes_per_step=n["bytes"] / steps,
+                count_per_step=n["count"] / steps,
+            )
+            for n in run.native
+        ]
+    least = LEAST * max([rate, *(s.bytes_per_step or 0.0 for s in found)])
+    found = [s for s in found if s.bytes_per_step is None or s.bytes_per_step >= least]
+    order = {"graph": 0, "tensor": 0, "line": 0, "native": 0, "container": 1, "type": 2}
+    found.sort(key=lambda s: (order[s.kind], s.kind != "graph", -(s.bytes_per_step or 0), -s.count_per_step))
+    chosen: list[Suspect] = []
+    for rank, most in ((0, SUSPECTS // 2), (1, SUSPECTS // 4), (2, SUSPECTS // 4)):
+        chosen += [s for s in found if order[s.kind] == rank][:most]
+    return tuple(chosen)
+
+
+def _weighed(kind: str, entry: dict[str, Any], steps: int, *, name: str) -> Suspect:
+    return Suspect(
+        kind=kind,
+        name=name,
+        source=short(entry["source"]),
+        holder="",
+        bytes_per_step=entry["bytes"] / steps,
+        count_per_step=entry["count"] / steps,
+    )
+
+
+def _counted(kind: str, entry: dict[str, Any], steps: int) -> Suspect:
+    return Suspect(
+        kind=kind,
+        name=entry["name"].removeprefix("builtins."),
+        source="",
+        holder=entry.get("holder", ""),
+        bytes_per_step=None,
+        count_per_step=entry["count"] / steps,
+    )
+
+
+def short(place: str) -> str:
+    """A file and its line, from the working directory where it lies there, else from the packages' folder."""
+    name, _, line = place.rpartition(":")
+    path = Path(name)
+    parts = path.parts
+    if "site-packages" in parts:
+        return "/".join(parts[parts.index("site-packages") + 1 :]) + f":{line}"
+    if path.is_relative_to(Path.cwd()):
+        return f"{path.relative_to(Path.cwd())}:{line}"
+    return f"{path.name}:{line}" if name else place
+
+
+def to_json(study: Study, suspects: tuple[Suspect, ...], *, samples_per_step: float = 1.0) -> dict[str, Any]:
+    """Every figure of a study; bytes and seconds."""
+    verdict, run = study.verdict, study.run
+    books, spread = books_of(study), spread_of(run)
+    culprit = verdict.culprit
+    seconds = run.step_seconds
+    return {
+        "verdict": verdict.verdict.value,
+        "kind": None if culprit is None else culprit.name,
+        "bytes_per_step": None if culprit is None else culprit.trend.rate,
+        "interval_bytes": None if culprit is None else [_finite(culprit.low), _finite(culprit.high)],
+        "tolerance_bytes": study.tolerance_bytes,
+        "bounded": verdict.bounded,
+        "notes": list(verdict.notes),
+        "more_steps": verdict.more_steps,
+        "steps": run.steps,
+        "steps_marked_by": None if run.kind is None else run.kind.name.lower(),
+        "change_bytes": None
+        if spread is None
+        else {"min": spread.minimum, "q1": spread.q1, "median": spread.median, "q3": spread.q3, "max": spread.maximum},
+        "step_seconds": seconds,
+        "samples_per_second": samples_per_step / seconds if seconds else None,
+        "by_kind": None
+        if books is None
+        else {
+            **dict(books.buckets.items()),
+            "residual": books.residual_bytes,
+            "resident_bytes": books.resident_bytes,
+            "first_step": books.first,
+            "last_step": books.last,
+            "trimmed_bytes": books.trimmed_bytes,
+        },
+        "counters": {
+            c.name: {
+                "verdict": c.verdict.value,
+                "bytes_per_step": c.trend.rate,
+                "interval_bytes": [_finite(c.low), _finite(c.high)],
+                "from_step": c.trend.start,
+                "jump_bytes": c.trend.jump_bytes,
+            }
+            for c in verdict.counters
+        },
+        "suspects": [
+            {
+                "kind": s.kind,
+                "name": s.name,
+                "source": s.source,
+                "holder": s.holder,
+                "bytes_per_step": s.bytes_per_step,
+                "count_per_step": s.count_per_step,
+            }
+            for s in suspects
+        ],
+        "processes": [
+            {
+                "steps": r.steps,
+                "exit": r.code,
+                "ended": r.ended,
+                "seconds": r.seconds,
+                "verdict": j.verdict.value if j is not None else None,
+            }
+            for r, j in zip(study.runs, [*study.judgements, *[None] * (len(study.runs) - len(study.judgements))], strict=True)
+        ],
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if np.isfinite(value) else None

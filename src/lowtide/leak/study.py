@@ -1,0 +1,117 @@
+"""Several fresh processes of one program, watched until the answer is clear."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.leak.verdict import TOLERANCE, Judgement, Verdict, judge, together
+from lowtide.leak.watch import Progress, Run, Watch, Watched
+
+STEPS: Final = 300
+"""Steps of a process where nothing else is asked."""
+PROCESSES: Final = 2
+"""Processes that must agree; one more is started where they do not."""
+FIRST_AUDIT: Final = 0.2
+"""Share of the steps after which books are closed first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """What was found of a program.
+
+    Attributes:
+        runs: the processes, in order.
+        judgements: what each says.
+        verdict: what they say together.
+        tolerance_bytes: growth per step that was let pass.
+    """
+
+    runs: tuple[Run, ...]
+    judgements: tuple[Judgement, ...]
+    verdict: Judgement
+    tolerance_bytes: float
+
+    @property
+    def run(self) -> Run:
+        """The process that was watched longest."""
+        return max(self.runs, key=lambda r: r.steps)
+
+
+def audits_of(steps: int) -> tuple[int, ...]:
+    """Steps at which books are closed: after warm-up, half-way (where a clear answer ends the process), and at the end."""
+    return tuple(sorted({max(1, round(steps * FIRST_AUDIT)), max(1, steps // 2), steps}))
+
+
+def study(
+    command: Sequence[str],
+    watch: Watch,
+    *,
+    tolerance: float = TOLERANCE,
+    processes: int = PROCESSES,
+    environment: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+    quiet: bool = True,
+) -> Study:
+    """Run a program in fresh processes until they agree.
+
+    The first may end half-way, where the answer is clear by then; those after it run through, and they decide.
+
+    Args:
+        command: the program and its arguments.
+        watch: how each process is watched.
+        environment: of the processes; this process's own where none is given.
+        progress: told of steps.
+        tolerance: bytes per step that are let pass.
+        processes: how many must agree; one more is started where they do not.
+        quiet: whether the first process's output is kept back (that of later ones always is).
+    """
+    told = progress or Progress()
+    watch = replace(watch, audits=watch.audits or audits_of(watch.steps))
+    runs: list[Run] = []
+    judgements: list[Judgement] = []
+    while len(runs) < processes or (len(runs) == processes > 1 and _open(judgements, watch.steps)):
+        early = not runs and processes > 1
+        with Watched(command, watch, environment=environment, quiet=quiet or bool(runs)) as process:
+            run = process.wait(told, _Half(watch.steps, tolerance) if early else None)
+        runs.append(run)
+        if not run.steps or run.code or run.ended == "timeout":
+            break
+        judgements.append(judge(run, tolerance))
+    empty = Judgement(
+        verdict=Verdict.INCONCLUSIVE, counters=(), culprit=None, steps=0, notes=(), bounded=False, more_steps=watch.steps
+    )
+    verdict = together(judgements, watch.steps) if judgements else empty
+    return Study(runs=tuple(runs), judgements=tuple(judgements), verdict=verdict, tolerance_bytes=tolerance)
+
+
+def _open(judgements: Sequence[Judgement], steps: int) -> bool:
+    """Whether another process is needed."""
+    return together(judgements, steps).verdict is Verdict.INCONCLUSIVE or len({j.verdict for j in judgements}) > 1
+
+
+class _Half:
+    """Looks once, half-way; asked with the rows so far."""
+
+    def __init__(self, steps: int, tolerance: float) -> None:
+        self._steps, self._tolerance, self._looked = steps, tolerance, False
+
+    def __call__(self, rows: NDArray[np.int64]) -> bool:
+        if self._looked or not self._steps or len(rows) < self._steps // 2:
+            return False
+        self._looked = True
+        run = Run(
+            rows=rows[: self._steps // 2],
+            kind=None,
+            children=np.empty((0, 2)),
+            audits=(),
+            census=(),
+            code=0,
+            ended="",
+            seconds=0.0,
+        )
+        return judge(run, self._tolerance, half=True).verdict is not Verdict.INCONCLUSIVE

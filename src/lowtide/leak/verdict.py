@@ -1,0 +1,286 @@
+"""Whether a program leaks: each counter's trend against a tolerance, in one process, and in several together.
+
+What a program holds is counted exactly (malloc's blocks, Python's, maps); what is resident is not, because pages that
+were taken once stay. So a leak is a counter of what is held whose growth is above the tolerance for certain, or resident
+memory that grows for certain although nothing held does; clean is when all counters of what is held stay below for certain.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from lowtide.leak.trend import Series, Trend, like_sized, trend
+from lowtide.leak.watch import Run
+from lowtide.probe.marks import Kind
+from lowtide.units import KIB, format_bytes
+
+TOLERANCE: Final = 1 * KIB
+"""Bytes per step that are let pass where nothing else is asked."""
+RISK: Final = 0.01
+"""Of a false leak, over all counters and looks of one process."""
+DOUBT: Final = 0.02
+"""Of calling a counter clean that grows at the tolerance."""
+LOOKS: Final = 2
+"""A process is judged half-way, and at its end."""
+FAST: Final = 2.0
+"""Half-way, a leak is clear only at so many times the tolerance."""
+SLOWING: Final = 0.6
+"""Growth whose last third is below this share of the whole slows down."""
+RETAINED: Final = 4.0
+"""Resident growth that nothing held explains is a leak from so many times the tolerance on."""
+
+
+class Verdict(enum.Enum):
+    """What is known of a program."""
+
+    LEAK = "leak"
+    CLEAN = "clean"
+    INCONCLUSIVE = "inconclusive"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counter:
+    """One counter's growth, and what follows from it.
+
+    Attributes:
+        name: ``held`` (heap, Python and maps together), ``heap``, ``python``, ``maps``, ``files``, ``file_pages``,
+            ``shared``, ``segments``, ``workers``, ``cuda_allocated``, ``cuda_reserved``, ``resident``.
+        low, high: bounds of bytes per step.
+        verdict: by itself.
+    """
+
+    name: str
+    trend: Trend
+    low: float
+    high: float
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What one process, or several together, say.
+
+    Attributes:
+        verdict: leak, clean or inconclusive.
+        counters: every counter that could be read.
+        culprit: the counter that the verdict is about: the one that grows most for certain; of a clean program, what it holds.
+        steps: steps seen.
+        notes: sentences a user should read.
+        bounded: whether growth was seen that has flattened, or is flattening.
+        more_steps: how many steps in all would tell; 0 where the verdict is clear.
+    """
+
+    verdict: Verdict
+    counters: tuple[Counter, ...]
+    culprit: Counter | None
+    steps: int
+    notes: tuple[str, ...]
+    bounded: bool
+    more_steps: int
+
+    def counter(self, name: str) -> Counter | None:
+        """A counter by name."""
+        return next((c for c in self.counters if c.name == name), None)
+
+
+def series_of(run: Run) -> dict[str, Series]:
+    """The counters that are judged, bytes per step of a process; those that it does not have are left out."""
+    heap = like_sized(run.column("heap_bytes"), run.column("peak_bytes"))
+    if not np.isfinite(heap).any():
+        heap = run.column("used_bytes")
+    python = _filled(run.column("python_bytes"))
+    if not np.isfinite(python).any():
+        python = run.column("python_blocks") * _BLOCK
+    maps = run.column("private_bytes") - run.column("system_bytes") - _filled(run.column("arena_bytes"))
+    shared = run.column("shared_bytes")
+    virtual = run.column("virtual_bytes") - run.column("private_bytes") - np.nan_to_num(_filled(shared))
+    held = heap + np.nan_to_num(python)
+    found = {
+        "held": held,
+        "heap": heap,
+        "python": python,
+        "maps": maps,
+        "files": virtual,
+        "file_pages": run.column("file_bytes"),
+        "shared": shared,
+        "segments": run.column("segments_bytes"),
+        "workers": _workers(run),
+        "cuda_allocated": run.column("cuda_allocated_bytes"),
+        "cuda_reserved": run.column("cuda_reserved_bytes"),
+        "resident": run.column("anonymous_bytes") + shared,
+    }
+    return {name: values for name, values in found.items() if np.isfinite(values).sum() > 2}
+
+
+_BLOCK: Final = 64
+"""Bytes of a block of Python's small-object allocator where CPython does not tell."""
+
+
+def _filled(values: Series) -> Series:
+    """Between two readings, on the line between them; before the first and after the last, as these."""
+    known = np.flatnonzero(np.isfinite(values))
+    if len(known) < 2:
+        return values
+    return np.interp(np.arange(len(values)), known, values[known])
+
+
+def _workers(run: Run) -> Series:
+    """Unique bytes of all child processes, at the step after each look."""
+    values = np.full(run.steps, np.nan)
+    if not len(run.children) or not run.children[:, 1].any():
+        return values
+    times = run.column("time_ns") / 1e9
+    at = np.searchsorted(times, run.children[:, 0])
+    inside = (at > 0) & (at < run.steps)
+    values[at[inside]] = run.children[inside, 1]
+    return values
+
+
+def judge(run: Run, tolerance: float, *, half: bool = False) -> Judgement:
+    """What one process says.
+
+    Args:
+        run: the process.
+        tolerance: bytes per step that are let pass.
+        half: whether the process goes on, so that only what is clear already counts.
+    """
+    series = series_of(run)
+    counters = tuple(_judged(name, values, tolerance, len(series)) for name, values in series.items())
+    by = {c.name: c for c in counters}
+    leaks = [c for c in counters if c.verdict is Verdict.LEAK and _counts(c, by, tolerance)]
+    held = [c for c in leaks if c.name not in ("resident", "cuda_reserved")]
+    retained = [c for c in leaks if c not in held]
+    doubtful = [c for c in counters if c.verdict is not Verdict.CLEAN and c not in leaks and _decides(c, by, tolerance)]
+    notes, bounded = _notes(run, by, tolerance)
+    culprit: Counter | None
+    if held:
+        culprit = max((c for c in held if c.name != "held" or len(held) == 1), key=lambda c: c.trend.rate)
+        verdict = Verdict.LEAK
+        if culprit.trend.late_rate < SLOWING * culprit.trend.rate:
+            bounded = True
+            notes.append(
+                f"growth slows down: {_per(culprit.trend.late_rate)} in the last third, {_per(culprit.trend.rate)} over all"
+            )
+        if half and (culprit.low < FAST * tolerance or bounded):
+            verdict = Verdict.INCONCLUSIVE
+    elif doubtful:
+        culprit, verdict = max(doubtful, key=lambda c: c.high), Verdict.INCONCLUSIVE
+    elif retained:
+        culprit, verdict = max(retained, key=lambda c: c.trend.rate), Verdict.LEAK
+        notes.append("nothing that the program holds grows: what it frees is not given back (retention by the allocator)")
+    else:
+        culprit, verdict = by.get("held"), Verdict.CLEAN
+    more = 0
+    if verdict is Verdict.INCONCLUSIVE and culprit is not None:
+        more = culprit.trend.steps_to_tell(tolerance, RISK)
+        if run.steps:
+            more = max(more, run.steps + 1)
+    return Judgement(
+        verdict=verdict,
+        counters=counters,
+        culprit=culprit,
+        steps=run.steps,
+        notes=tuple(notes),
+        bounded=bounded,
+        more_steps=more,
+    )
+
+
+def _judged(name: str, values: Series, tolerance: float, counters: int) -> Counter:
+    found = trend(values, tolerance)
+    low, _ = found.interval(RISK / LOOKS / counters)
+    _, high = found.interval(DOUBT)
+    verdict = Verdict.INCONCLUSIVE
+    if low > tolerance and found.steady_rate > tolerance:
+        verdict = Verdict.LEAK
+    elif high < tolerance:
+        verdict = Verdict.CLEAN
+    return Counter(name=name, trend=found, low=low, high=high, verdict=verdict)
+
+
+_PAGES: Final = {"maps": "resident", "files": "file_pages"}
+"""Address space, and the counter of its pages: what is never touched takes no memory."""
+
+
+def _counts(counter: Counter, by: dict[str, Counter], tolerance: float) -> bool:
+    """Whether a counter's growth is a leak: address space and pages need what bears them out."""
+    if counter.name in _PAGES:
+        pages = by.get(_PAGES[counter.name])
+        return pages is None or pages.trend.rate > max(tolerance / 2, counter.trend.rate / 4)
+    if counter.name == "file_pages":  # the kernel takes them back
+        return False
+    if counter.name in ("resident", "cuda_reserved"):
+        return counter.low > RETAINED * tolerance and counter.trend.late_rate > SLOWING * counter.trend.rate
+    return True
+
+
+def _decides(counter: Counter, by: dict[str, Counter], tolerance: float) -> bool:
+    """Whether doubt about a counter is doubt about the program."""
+    if counter.name in _PAGES:
+        pages = by.get(_PAGES[counter.name])
+        return pages is None or pages.trend.rate > tolerance
+    if counter.name == "file_pages":
+        return False
+    if counter.name in ("resident", "cuda_reserved"):
+        return counter.trend.steady_rate > RETAINED * tolerance
+    if counter.name in ("segments", "workers"):
+        return counter.trend.steady_rate > tolerance
+    return True
+
+
+def _notes(run: Run, by: dict[str, Counter], tolerance: float) -> tuple[list[str], bool]:
+    """What else a user should know: bounds reached, jumps, garbage in cycles, clocked steps."""
+    notes, bounded = [], False
+    held = by.get("held")
+    if held is not None and held.verdict is Verdict.CLEAN and held.trend.before_bytes > tolerance * held.trend.steps / 2:
+        bounded = True
+        notes.append(
+            f"bounded: grew by {format_bytes(held.trend.before_bytes)} until step {held.trend.start}, and no more since"
+        )
+    for counter in by.values():
+        if counter.name in ("held", "heap", "python") and counter.trend.jump_bytes > tolerance * counter.trend.steps / 4:
+            notes.append(
+                f"{counter.name} jumped once, by {format_bytes(counter.trend.jump_bytes)} near step {counter.trend.jump_step}"
+            )
+            break
+    cycles = max((a["cycles_bytes"] for a in run.audits[1:]), default=0)
+    if cycles > CYCLES:
+        notes.append(f"up to {format_bytes(cycles)} waited in reference cycles for the garbage collector")
+    if run.kind is Kind.CLOCK:
+        notes.append(
+            "the script marks no steps, so a step is a tick of the clock: call lowtide.step() in its loop, or give --step-line"
+        )
+    return notes, bounded
+
+
+CYCLES: Final = 1024 * KIB
+"""Garbage in cycles that is worth a note."""
+
+
+def _per(rate: float) -> str:
+    return f"{format_bytes(rate)} a step"
+
+
+def together(judgements: Sequence[Judgement], full_steps: int) -> Judgement:
+    """What several processes of one program say: those that were watched to the end decide, and must agree."""
+    whole = [j for j in judgements if j.steps >= full_steps] or list(judgements)
+    clear = {j.verdict for j in whole if j.verdict is not Verdict.INCONCLUSIVE}
+    best = max(whole, key=lambda j: (j.verdict is not Verdict.INCONCLUSIVE, j.steps))
+    if len(clear) == 1:
+        return best
+    if not clear:
+        return best
+    return Judgement(
+        verdict=Verdict.INCONCLUSIVE,
+        counters=best.counters,
+        culprit=best.culprit,
+        steps=best.steps,
+        notes=(*best.notes, "processes of the same program disagree"),
+        bounded=best.bounded,
+        more_steps=2 * best.steps,
+    )

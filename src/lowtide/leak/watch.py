@@ -1,0 +1,314 @@
+"""A command in a fresh process, watched step by step from inside (``probe``) and its children from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, final
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from lowtide.errors import UsageError
+from lowtide.probe.census import users
+from lowtide.probe.counters import ABSENT, COLUMNS, INDEX
+from lowtide.probe.marks import Kind
+from lowtide.probe.sampler import ENOUGH, TASK
+
+_PACKAGE: Final = Path(__file__).resolve().parent.parent
+SITE: Final = _PACKAGE / "probe" / "site"
+LOOK_SECONDS: Final = 0.1
+"""Between two looks at a running process."""
+PATIENCE_SECONDS: Final = 10.0
+"""What a process gets to end by itself before it is killed."""
+STACKS, FRAMES, REPEATED = 8, 24, 8
+"""Native stacks told, frames of each, and allocations from which on one is told."""
+TAIL: Final = 12
+"""Last lines of output kept of a process that failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """How a process is watched.
+
+    Attributes:
+        steps: after how many it is ended; 0: it runs to its own end.
+        audits: steps at which books are closed.
+        lines: regular expression of lines of standard output that mark steps; empty for none.
+        every_seconds: a step, where nothing marks any; 0 for none.
+        least_seconds: unmarked processes are not ended before.
+        census: whether the process also looks for what grows in it (costs time and memory).
+        deep: whether native stacks are noted too, where memray is installed.
+        timeout_seconds: after which the process is killed; 0 for never.
+        cap_bytes: address space the process may have (``RLIMIT_AS``); 0 for no cap.
+    """
+
+    steps: int = 300
+    audits: tuple[int, ...] = ()
+    lines: str = ""
+    every_seconds: float = 0.1
+    least_seconds: float = 60.0
+    census: bool = False
+    deep: bool = False
+    timeout_seconds: float = 0.0
+    cap_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What was seen of one process.
+
+    Attributes:
+        rows: int64 [step, column] (``probe.counters.COLUMNS``); ``ABSENT`` where a counter was not read.
+        kind: who marked the steps; None where no sample came.
+        children: float [look, 2]: seconds of the clock of the rows, unique bytes of all child processes together.
+        audits: closed books, in order of their steps.
+        census: what grew, as ``probe.census`` wrote it; empty where it was not asked for.
+        native: stacks that memray found, largest first; empty where it was not asked for.
+        code: exit code, negative for a signal.
+        ended: why: ``enough`` (it was ended), ``itself``, ``timeout``.
+        seconds: from start to end.
+        tail: the last lines of its output.
+    """
+
+    rows: NDArray[np.int64]
+    kind: Kind | None
+    children: NDArray[np.float64]
+    audits: tuple[dict[str, Any], ...]
+    census: tuple[dict[str, Any], ...]
+    native: tuple[dict[str, Any], ...] = ()
+    code: int
+    ended: str
+    seconds: float
+    tail: str = field(default="", repr=False)
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """A counter per step; NaN where it was not read."""
+        values = self.rows[:, INDEX[name]].astype(np.float64)
+        values[self.rows[:, INDEX[name]] == ABSENT] = np.nan
+        return values
+
+    @property
+    def steps(self) -> int:
+        """Steps seen."""
+        return len(self.rows)
+
+    @property
+    def step_seconds(self) -> float:
+        """Median time of a step."""
+        times = self.rows[:, INDEX["time_ns"]]
+        return float(np.median(np.diff(times))) / 1e9 if len(times) > 1 else 0.0
+
+
+class Progress:
+    """Told of steps while a process runs; this one does nothing."""
+
+    def stepped(self, steps: int) -> None:
+        """So many steps have been seen."""
+
+
+def environment_of(given: Mapping[str, str], task: Mapping[str, Any]) -> dict[str, str]:
+    """The environment of a watched process: the probe on its path, the heap counter preloaded where it was built."""
+    made = dict(given)
+    made[TASK] = json.dumps(task)
+    made["PYTHONPATH"] = os.pathsep.join([str(SITE), *filter(None, [made.get("PYTHONPATH")])])
+    library = next(iter(sorted(_PACKAGE.glob("_heap*.so"))), None)
+    if library is not None:
+        made["LD_PRELOAD"] = ":".join([str(library), *filter(None, [made.get("LD_PRELOAD")])])
+    return made
+
+
+def check_command(command: Sequence[str]) -> None:
+    """Refuse a command that is not there.
+
+    Raises:
+        UsageError: naming it.
+    """
+    if not command:
+        raise UsageError("no command was given: write it after `--`, as in `lowtide leak -- python train.py`")
+    if shutil.which(command[0]) is None:
+        raise UsageError(f"no such command: {command[0]}")
+
+
+def python(script: str, *, module: bool, arguments: Sequence[str]) -> list[str]:
+    """The command that runs a script with this interpreter and its options."""
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # the interpreter's own -X, -W, -O
+    return [sys.executable, *flags, *(["-m"] if module else []), script, *arguments]
+
+
+@final
+class Watched:
+    """A process that runs and is watched; leave the ``with`` block and it, and what it started, is gone."""
+
+    def __init__(
+        self, command: Sequence[str], watch: Watch, *, environment: Mapping[str, str] | None = None, quiet: bool = True
+    ) -> None:
+        """Nothing runs yet.
+
+        Args:
+            command: the program and its arguments.
+            watch: how it is watched.
+            environment: the process's, before the probe is added; this process's own where none is given.
+            quiet: whether the command's output goes into a file rather than to this process's own.
+        """
+        self._command, self._watch, self._quiet = list(command), watch, quiet
+        self._given = os.environ if environment is None else environment
+        self._children: list[tuple[float, float]] = []
+        self._next_look = 0.0
+
+    def __enter__(self) -> Watched:
+        """Start it."""
+        self._folder = Path(tempfile.mkdtemp(prefix="lowtide-"))
+        w = self._watch
+        task = {
+            "folder": str(self._folder),
+            "steps": w.steps,
+            "audits": list(w.audits),
+            "lines": w.lines,
+            "every_seconds": w.every_seconds,
+            "least_seconds": w.least_seconds,
+            "census": w.census,
+            "deep": w.deep,
+        }
+        self._output = (self._folder / "output").open("wb")
+        self._began = time.perf_counter()
+        self._process = subprocess.Popen(  # noqa: S603 - the user's own command
+            self._command,
+            env=environment_of(self._given, task),
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output if self._quiet else None,
+            stderr=subprocess.STDOUT if self._quiet else None,
+            preexec_fn=self._limit if w.cap_bytes else None,  # noqa: PLW1509 - this process has no threads that hold locks here
+        )
+        return self
+
+    def _limit(self) -> None:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (self._watch.cap_bytes, self._watch.cap_bytes))
+
+    def __exit__(self, *_: object) -> None:
+        """End it."""
+        self._kill()
+        self._output.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _kill(self) -> None:
+        """End the process and whatever is left of its session."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def rows(self) -> tuple[NDArray[np.int64], Kind | None, int]:
+        """Samples so far, who marked them, and the process they are of."""
+        best: tuple[NDArray[np.int64], Kind | None, int] = (np.empty((0, len(COLUMNS)), dtype=np.int64), None, 0)
+        for path in sorted(self._folder.glob("rows-*")):
+            raw = path.read_bytes()
+            rows = np.frombuffer(raw[: len(raw) - len(raw) % (8 * len(COLUMNS))], dtype="<i8").reshape(-1, len(COLUMNS))
+            if not len(rows):
+                continue
+            kind = Kind(int(rows[:, INDEX["kind"]].min()))
+            rows = rows[rows[:, INDEX["kind"]] == kind]
+            if best[1] is None or (-kind, len(rows)) > (-best[1], len(best[0])):
+                best = rows, kind, int(path.name.rpartition("-")[2])
+        return best
+
+    def wait(self, progress: Progress, enough: Callable[[NDArray[np.int64]], bool] | None = None) -> Run:
+        """Watch until it ends, or has been seen for long enough.
+
+        Args:
+            progress: told of steps.
+            enough: asked now and then with the rows so far; True ends the process.
+        """
+        asked = 0.0
+        ended = ""
+        while self._process.poll() is None:
+            time.sleep(LOOK_SECONDS)
+            seconds = time.perf_counter() - self._began
+            rows, _, _ = self.rows()
+            progress.stepped(len(rows))
+            self._look_at_children()
+            if self._watch.timeout_seconds and seconds > self._watch.timeout_seconds:
+                ended = "timeout"
+                self._kill()
+            elif asked and seconds - asked > PATIENCE_SECONDS:
+                self._kill()
+            elif not asked and enough is not None and enough(rows):
+                asked, ended = seconds, "enough"
+                (self._folder / ENOUGH).touch()
+        seconds = time.perf_counter() - self._began
+        rows, kind, pid = self.rows()
+        if not ended:
+            ended = (
+                "enough"
+                if self._watch.steps and len(rows) >= self._watch.steps and self._process.returncode == 0
+                else "itself"
+            )
+        lines = (self._folder / "output").read_bytes().decode(errors="replace").splitlines()
+        return Run(
+            rows=rows,
+            kind=kind,
+            children=np.array(self._children, dtype=np.float64).reshape(-1, 2),
+            audits=self._entries(f"audits-{pid}", kind),
+            census=self._entries(f"census-{pid}", kind),
+            native=native_stacks(self._folder / f"native-{pid}"),
+            code=self._process.returncode,
+            ended=ended,
+            seconds=seconds,
+            tail="\n".join(lines[-TAIL:]),
+        )
+
+    def _entries(self, name: str, kind: Kind | None) -> tuple[dict[str, Any], ...]:
+        path = self._folder / name
+        if not path.exists():
+            return ()
+        found = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        return tuple(entry for entry in found if entry.get("kind", kind) == kind)
+
+    def _look_at_children(self) -> None:
+        """Unique bytes of all child processes; no more often than costs a hundredth of the time."""
+        now = time.perf_counter()
+        if now < self._next_look:
+            return
+        unique = 0
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self._process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error, AttributeError):
+                    unique += int(child.memory_full_info().uss)
+        self._children.append((now, float(unique)))
+        self._next_look = now + 100 * (time.perf_counter() - now)
+
+
+def native_stacks(path: Path) -> tuple[dict[str, Any], ...]:
+    """What memray found to be allocated and not freed, again and again, by stack, largest first; nothing where it left
+    no file.
+
+    It sees calls that go through the dynamic linker: not those of a function that was looked up by hand (``ctypes``).
+    """
+    if not path.exists():
+        return ()
+    import memray
+
+    found: list[dict[str, Any]] = []
+    with memray.FileReader(path) as reader:
+        for record in sorted(reader.get_leaked_allocation_records(merge_threads=True), key=lambda r: -r.size):
+            frames = record.hybrid_stack_trace(max_stacks=FRAMES)
+            ours = any(Path(file).is_relative_to(_PACKAGE) for _, file, _ in frames)
+            if ours or record.n_allocations < REPEATED:
+                continue
+            source = next((f"{file}:{line}" for _, file, line in frames if file.endswith(".py") and users(file)), "")
+            names = [f"{name} ({Path(file).name}:{line})" for name, file, line in frames]
+            found.append({"bytes": record.size, "count": record.n_allocations, "frames": names, "source": source})
+    return tuple(found[:STACKS])

@@ -1,0 +1,392 @@
+"""What grows in a process between two looks: lines that allocate, types, containers, tensors, autograd graphs, native stacks.
+
+Tracing slows a process down and makes it larger, so that this is done in a process of its own, after the verdict.
+Tracing begins at the first look; what counts is the growth between the second and the last, so that what merely has been
+replaced since (a ring buffer) is not taken for what grows. Standard library only.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import gc
+import json
+import os
+import site
+import sys
+import sysconfig
+import tracemalloc
+import types
+from typing import Any, Final, final
+
+FRAMES: Final = 16
+"""Frames kept of each allocation."""
+TOP: Final = 12
+"""Entries told of each kind."""
+DEPTH: Final = 7
+"""How far up from an object its holder is looked for."""
+WIDTH: Final = 400
+"""Objects looked at on each level of that."""
+LEAST_LENGTH: Final = 8
+"""Containers that are shorter are not followed."""
+NODES: Final = 200_000
+"""Nodes of an autograd graph that are counted at most."""
+_HERE: Final = os.path.dirname(os.path.abspath(__file__))
+_LIBRARIES: Final = tuple(
+    {*site.getsitepackages(), site.getusersitepackages(), *(sysconfig.get_path(n) for n in ("stdlib", "platstdlib"))}
+)
+_OURS: Final = ("torch.storage.UntypedStorage",)
+"""Types of which looking makes some."""
+_FOUND: Final = (list, dict, set, collections.deque)
+
+
+def users(filename: str) -> bool:
+    """Whether a file is the user's own: neither a library's nor generated."""
+    return not filename.startswith((*_LIBRARIES, "<", _HERE))
+
+
+@final
+class Census:
+    """Looks again and again, and writes what has grown between the second look and the last."""
+
+    def __init__(self, folder: str, *, deep: bool) -> None:
+        """Nothing is traced yet.
+
+        Args:
+            folder: where findings are written.
+            deep: whether memray notes native stacks, in place of tracing Python.
+        """
+        self._folder, self._deep = folder, deep
+        self._looks = 0
+        self._before: dict[str, Any] = {}
+        self._tracker: Any = None
+        self._mode: Any = None
+
+    def look(self, step: int, *, last: bool) -> None:
+        """Look now."""
+        self._looks += 1
+        if self._looks == 1 and not last:
+            if not self._deep:
+                tracemalloc.start(FRAMES)
+                self._tag_tensors()
+            return
+        if last and self._tracker is not None:
+            self._tracker.__exit__(None, None, None)
+            self._tracker = None
+        now = self._now(step)
+        if not self._before:
+            self._before = now
+            if self._deep and not last:
+                self._trace_natively()
+        if last:
+            if self._mode is not None:
+                self._mode.__exit__(None, None, None)
+            found = self._grown(self._before, now)
+            tracemalloc.stop()
+            with open(f"{self._folder}/census-{os.getpid()}", "a", encoding="utf-8") as file:
+                file.write(json.dumps(found) + "\n")
+
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    def _now(self, step: int) -> dict[str, Any]:
+        lines: dict[Any, list[int]] = {}
+        if tracemalloc.is_tracing():
+            for found in tracemalloc.take_snapshot().statistics("traceback"):
+                key = tuple((f.filename, f.lineno) for f in found.traceback)
+                lines[key] = [found.size, found.count]
+        objects = gc.get_objects()
+        kinds = collections.Counter(type(o) for o in objects)
+        lengths = {id(o): (type(o), len(o)) for o in objects if type(o) in _FOUND and len(o) >= LEAST_LENGTH}
+        memos = {id(o): o.cache_info().currsize for o in objects if type(o) is functools._lru_cache_wrapper}
+        tensors, graph = self._tensors(objects)
+        del objects
+        return {
+            "step": step,
+            "lines": lines,
+            "types": {f"{t.__module__}.{t.__qualname__}": n for t, n in kinds.items()},
+            "lengths": lengths,
+            "memos": memos,
+            "tensors": tensors,
+            "graph": graph,
+        }
+
+    def _tensors(self, objects: list[Any]) -> tuple[dict[Any, list[int]], int]:
+        """Live tensors by shape, type, and where they were made; and the nodes of the largest graph that one of them holds."""
+        torch: Any = sys.modules.get("torch")
+        if torch is None or not hasattr(torch, "Tensor"):
+            return {}, 0
+        found: dict[Any, list[int]] = {}
+        seen: set[int] = set()
+        heads = []
+        names = _module_names([o for o in objects if issubclass(type(o), torch.nn.Module)])
+        for thing in objects:
+            if not issubclass(type(thing), torch.Tensor):
+                continue
+            with contextlib.suppress(Exception):  # a tensor of another kind may refuse any of this
+                source, module = getattr(thing, "_lowtide_made", ("", 0))
+                storage = thing.untyped_storage()
+                size = 0 if storage.data_ptr() in seen else storage.nbytes()
+                seen.add(storage.data_ptr())
+                entry = found.setdefault((tuple(thing.shape), str(thing.dtype), names.get(module, ""), source), [0, 0])
+                entry[0] += size
+                entry[1] += 1
+                if thing.grad_fn is not None:
+                    heads.append(thing.grad_fn)
+        return found, max((_nodes(head) for head in heads[-TOP:]), default=0)
+
+    def _tag_tensors(self) -> None:
+        """From now on each tensor that Python asks torch for is told its line and its module (``_lowtide_made``)."""
+        torch: Any = sys.modules.get("torch")
+        if torch is None:
+            return
+        running: list[int] = []
+
+        class Tag(torch.overrides.TorchFunctionMode):  # type: ignore[misc, name-defined]
+            """Tags results."""
+
+            def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+                result = func(*args, **(kwargs or {}))
+                for part in result if isinstance(result, (tuple, list)) else (result,):
+                    if type(part) is torch.Tensor and not hasattr(part, "_lowtide_made"):
+                        part._lowtide_made = _caller(), running[-1] if running else 0
+                return result
+
+        def enters(module: Any, *_: Any) -> None:
+            running.append(id(module))
+
+        def leaves(*_: Any) -> None:
+            if running:
+                running.pop()
+
+        hooks = torch.nn.modules.module
+        hooks.register_module_forward_pre_hook(enters)
+        hooks.register_module_forward_hook(leaves, always_call=True)
+        self._mode = Tag()
+        self._mode.__enter__()
+
+    def _trace_natively(self) -> None:
+        with contextlib.suppress(ImportError):
+            import memray
+
+            destination = memray.FileDestination(f"{self._folder}/native-{os.getpid()}", overwrite=True)
+            self._tracker = memray.Tracker(destination=destination, native_traces=True)
+            self._tracker.__enter__()
+
+    # --- telling -----------------------------------------------------------------------------------------------------
+
+    def _grown(self, before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+        steps = max(1, now["step"] - before["step"])
+        least = steps / 4
+        lines = []
+        for frames, (size, count) in now["lines"].items():
+            old = before["lines"].get(frames, (0, 0))
+            ours = any(name.startswith(_HERE) for name, _ in frames)
+            if size - old[0] > 0 and count - old[1] >= least / 2 and not ours:
+                lines.append({"bytes": size - old[0], "count": count - old[1], **_place(frames)})
+        kinds = [
+            {"name": name, "count": n - before["types"].get(name, 0)}
+            for name, n in now["types"].items()
+            if n - before["types"].get(name, 0) >= least and name not in _OURS
+        ]
+        tensors = []
+        for key, (size, count) in now["tensors"].items():
+            old = before["tensors"].get(key, (0, 0))
+            if count - old[1] >= least / 2:
+                shape, dtype, module, source = key
+                tensors.append(
+                    {
+                        "bytes": size - old[0],
+                        "count": count - old[1],
+                        "name": f"{dtype}{list(shape)}",
+                        "module": module,
+                        "source": source,
+                    }
+                )
+        return {
+            "steps": steps,
+            "lines": _largest(_merged(lines), "bytes"),
+            "types": _largest(kinds, "count"),
+            "tensors": _largest(tensors, "bytes"),
+            "containers": self._containers(before, now, least),
+            "graph": {"nodes": now["graph"] - before["graph"], "holder": self._graph_holder()}
+            if now["graph"] - before["graph"] >= least
+            else None,
+        }
+
+    def _containers(self, before: dict[str, Any], now: dict[str, Any], least: float) -> list[dict[str, Any]]:
+        grown: dict[int, int] = {}
+        for key, (kind, length) in now["lengths"].items():
+            old = before["lengths"].get(key)
+            if old is not None and old[0] is kind and length - old[1] >= least / 2:
+                grown[key] = length - old[1]
+        for key, size in now["memos"].items():
+            if key in before["memos"] and size - before["memos"][key] >= least / 2:
+                grown[key] = size - before["memos"][key]
+        ours = {id(before), id(now), *(id(v) for v in (*before.values(), *now.values()))}
+        largest = sorted((n, key) for key, n in grown.items() if key not in ours)[-TOP:]
+        wanted = {key for _, key in largest}
+        things = {id(o): o for o in gc.get_objects() if id(o) in wanted}
+        found = [
+            {"name": type(things[key]).__name__, "count": n, "holder": holder_of(things[key])}
+            for n, key in reversed(largest)
+            if key in things
+        ]
+        things.clear()
+        return found
+
+    def _graph_holder(self) -> str:
+        torch: Any = sys.modules["torch"]
+        heads = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and o.grad_fn is not None]
+        return holder_of(max(heads, key=lambda t: _nodes(t.grad_fn))) if heads else ""
+
+
+def _caller() -> str:
+    """The user's line that runs; the innermost where there is none of the user's."""
+    frame: types.FrameType | None = sys._getframe(2)
+    first = ""
+    while frame is not None:
+        place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if users(frame.f_code.co_filename):
+            return place
+        first = first or place
+        frame = frame.f_back
+    return first
+
+
+def _module_names(modules: list[Any]) -> dict[int, str]:
+    """A path from its outermost module for each module, by identity."""
+    inner = {id(child) for module in modules for child in module.children()}
+    found: dict[int, str] = {}
+    for module in modules:
+        if id(module) not in inner:
+            for path, part in module.named_modules():
+                found.setdefault(id(part), f"{path or 'the model'} ({type(part).__name__})")
+    return found
+
+
+def _nodes(head: Any) -> int:
+    """Nodes of the autograd graph behind one."""
+    seen, todo = {head}, [head]
+    while todo and len(seen) < NODES:
+        for node, _ in todo.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                todo.append(node)
+    return len(seen)
+
+
+def _place(frames: tuple[tuple[str, int], ...]) -> dict[str, str]:
+    """The user's line among the frames of an allocation (outermost first), and the library's that it called."""
+    own = [f"{name}:{line}" for name, line in frames if users(name)]
+    inner = [f"{name}:{line}" for name, line in frames if not name.startswith("<")]
+    source = own[-1] if own else (inner[-1] if inner else "")
+    return {"source": source, "inside": inner[-1] if inner and inner[-1] != source else ""}
+
+
+def _merged(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Allocations of one line of the user's, whatever it called, taken together; the largest of what it called is named."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in sorted(lines, key=lambda x: -x["bytes"]):
+        entry = found.setdefault(line["source"], {**line, "bytes": 0, "count": 0})
+        entry["bytes"] += line["bytes"]
+        entry["count"] += line["count"]
+    return list(found.values())
+
+
+def _largest(found: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
+    return sorted(found, key=lambda x: -x[by])[:TOP]
+
+
+def holder_of(thing: Any) -> str:
+    """A way to an object from a name: ``__main__.kept``, ``main.<locals>.losses``, ``Model.cache``; empty where none is
+    found.
+    """
+    named = _name(thing)
+    if named:
+        return named
+    locals_ = _locals()
+    level: dict[int, tuple[Any, str]] = {id(thing): (thing, "")}
+    seen = {id(thing)}
+    for _ in range(DEPTH):
+        for key, (_, tail) in level.items():
+            if key in locals_:
+                return _with(locals_[key], tail)
+        found = gc.get_referrers(*(o for o, _ in level.values()))
+        seen.update((id(found), id(level), id(locals_)))
+        following: dict[int, tuple[Any, str]] = {}
+        for referrer in found:
+            if id(referrer) in seen or len(following) >= WIDTH:
+                continue
+            for held, tail in list(level.values()):
+                way = _way(referrer, held)
+                if way is None:
+                    continue
+                kind, text = way
+                if kind == "name":
+                    return _with(text, tail)
+                seen.add(id(referrer))
+                following[id(referrer)] = (referrer, text + tail)
+                break
+        level = following
+        if not level:
+            break
+    return ""
+
+
+def _with(name: str, tail: str) -> str:
+    """A name and the way from it: the way stands before what is said in brackets."""
+    head, bracket, rest = name.partition(" (")
+    return head + tail + bracket + rest
+
+
+def _locals() -> dict[int, str]:
+    """Variables of all functions that run, by the identity of what they hold."""
+    found: dict[int, str] = {}
+    for frame in sys._current_frames().values():
+        at: types.FrameType | None = frame
+        while at is not None:
+            code = at.f_code
+            if not code.co_filename.startswith(_HERE) and code.co_name != "<module>":
+                where = f"{os.path.basename(code.co_filename)}:{at.f_lineno}"
+                for name, value in at.f_locals.items():
+                    found.setdefault(id(value), f"{name} (local of {code.co_name}, {where})")
+            at = at.f_back
+    return found
+
+
+def _name(thing: Any) -> str:
+    return f"{thing.__module__}.{thing.__qualname__}" if type(thing) is functools._lru_cache_wrapper else ""
+
+
+def _way(referrer: Any, held: Any) -> tuple[str, str] | None:
+    """How one object holds another: ``("name", ...)`` where that names it, ``("part", ...)`` where it is held by a part
+    of something.
+    """
+    if isinstance(referrer, types.FrameType):
+        return None
+    if isinstance(referrer, dict):
+        key = next((k for k, v in list(referrer.items()) if v is held), None)
+        module = referrer.get("__name__") if "__builtins__" in referrer or "__spec__" in referrer else None
+        if isinstance(module, str) and isinstance(key, str):
+            return "name", f"{module}.{key}"
+        return ("part", f".{key}") if isinstance(key, str) and key.isidentifier() else ("part", "[...]")
+    if isinstance(referrer, types.CellType):
+        return "part", ""
+    if isinstance(referrer, types.FunctionType):
+        names = dict(zip(referrer.__code__.co_freevars, referrer.__closure__ or (), strict=False))
+        name = next((n for n, cell in names.items() if cell is held), None)
+        return None if name is None else ("name", f"{name} (closure of {referrer.__qualname__})")
+    if isinstance(referrer, (list, tuple, set, frozenset, collections.deque)):
+        return "part", "[...]"
+    attributes = getattr(type(referrer), "__module__", "") not in ("builtins", "_thread")
+    if attributes and not isinstance(referrer, type):
+        name = next((n for n, v in _attributes(referrer) if v is held), None)
+        return None if name is None else ("name", f"{type(referrer).__qualname__}.{name}")
+    return None
+
+
+def _attributes(thing: Any) -> list[tuple[str, Any]]:
+    with contextlib.suppress(Exception):  # an object may do anything when it is asked
+        return list(vars(thing).items())
+    return []

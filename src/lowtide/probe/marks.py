@@ -1,0 +1,197 @@
+"""Where a step of a training script ends, in any framework: who marks it, and who is told.
+
+Marks come from the script (``lowtide.step()``, or a line that it prints), from torch's optimizers, from Keras's batches, from
+torch's data loaders, or, where none of these come, from the clock. Only the standard library is imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import importlib.abc
+import importlib.machinery
+import re
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, Final, final
+
+
+class Kind(enum.IntEnum):
+    """Who marked a step; where several do, the lowest counts."""
+
+    SCRIPT = 0
+    OPTIMIZER = 1
+    KERAS = 2
+    LOADER = 3
+    CLOCK = 4
+
+
+listeners: Final[list[Callable[[Kind, float | None], None]]] = []
+"""Who is told of each mark, with the step's loss where it is known."""
+
+
+def mark(loss: float | None = None) -> None:
+    """A step of the script is over (``lowtide.step()``). Does nothing where nobody listens."""
+    tell(Kind.SCRIPT, loss)
+
+
+def tell(kind: Kind, loss: float | None = None) -> None:
+    """Tell all listeners of a mark."""
+    for listener in listeners:
+        listener(kind, loss)
+
+
+# --- torch ----------------------------------------------------------------------------------------------------------------
+
+
+@final
+class Optimizers:
+    """One mark per step of the script's first optimizer; of another one once the first is gone or has stepped no more."""
+
+    PATIENCE: Final = 8
+    """Steps of others since the chosen one's last: then it is given up."""
+
+    def __init__(self) -> None:
+        """No optimizer has stepped."""
+        self._chosen: weakref.ref[Any] | None = None
+        self._others = 0
+
+    def stepped(self, optimizer: Any, *_: Any) -> None:
+        """An optimizer has stepped (a post-step hook of torch)."""
+        chosen = None if self._chosen is None else self._chosen()
+        if chosen is None or self._others >= self.PATIENCE:
+            self._chosen, chosen = weakref.ref(optimizer), optimizer
+        if chosen is not optimizer:
+            self._others += 1
+            return
+        self._others = 0
+        tell(Kind.OPTIMIZER)
+
+
+def watch_optimizers(module: Any) -> None:
+    """Mark a step where an optimizer of torch steps (``torch.optim.optimizer``)."""
+    module.register_optimizer_step_post_hook(Optimizers().stepped)
+
+
+def watch_loaders(module: Any) -> None:
+    """Mark a step at each batch of a data loader (``torch.utils.data.dataloader``), for loops without an optimizer."""
+    kind = module._BaseDataLoaderIter
+    original = kind.__next__
+
+    @functools.wraps(original)
+    def following(self: Any) -> Any:
+        found = original(self)
+        tell(Kind.LOADER)
+        return found
+
+    kind.__next__ = following
+
+
+# --- Keras ----------------------------------------------------------------------------------------------------------------
+
+
+def watch_keras(keras: Any) -> None:
+    """Mark a step at each of Keras's batches."""
+
+    class Batches(keras.callbacks.Callback):  # type: ignore[misc]
+        """One mark per batch, with its loss."""
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            """A batch is over."""
+            del batch
+            tell(Kind.KERAS, _number((logs or {}).get("loss")))
+
+    def fitting(original: Any) -> Any:
+        @functools.wraps(original)
+        def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+            given = kwargs.get("callbacks")
+            if given is None or isinstance(given, (list, tuple)):
+                kwargs["callbacks"] = [*(given or ()), Batches()]
+            return original(self, *args, **kwargs)
+
+        return fit
+
+    def training(original: Any) -> Any:
+        @functools.wraps(original)
+        def train_on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+            found = original(self, *args, **kwargs)
+            first = found[0] if isinstance(found, (list, tuple)) else found
+            tell(Kind.KERAS, _number(first.get("loss") if isinstance(first, dict) else first))
+            return found
+
+        return train_on_batch
+
+    keras.Model.fit = fitting(keras.Model.fit)
+    keras.Model.train_on_batch = training(keras.Model.train_on_batch)
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+# --- lines ---------------------------------------------------------------------------------------------------------------
+
+
+def watch_lines(pattern: str) -> None:
+    """Mark a step at each line of standard output that matches a regular expression."""
+    wanted, stream = re.compile(pattern), sys.stdout
+    original, rest = stream.write, ""
+
+    def write(text: str) -> int:
+        nonlocal rest
+        written = original(text)
+        *lines, rest = (rest + text).split("\n")
+        for line in lines:
+            if wanted.search(line):
+                mark()
+        return written
+
+    stream.write = write  # type: ignore[method-assign]
+
+
+# --- imports that are waited for ------------------------------------------------------------------------------------------
+
+
+@final
+class WhenImported(importlib.abc.MetaPathFinder):
+    """Calls something once a module has been imported by the script."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        """Wait for a module; if it is there already, it is now."""
+        self._name, self._then = name, then
+        if name in sys.modules:
+            then(sys.modules[name])
+        else:
+            sys.meta_path.insert(0, self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The module's own spec, its loader wrapped."""
+        if fullname != self._name or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        loader, then = spec.loader, self._then
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            loader.exec_module = execute  # type: ignore[method-assign]
+            then(module)
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+    def forget(self) -> None:
+        """Wait no more."""
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)

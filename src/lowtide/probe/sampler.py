@@ -1,0 +1,273 @@
+"""Samples of a watched process: one row per step, a few audits, and the end after as many steps as were asked for.
+
+The task comes in an environment variable as JSON (:class:`lowtide.leak.launch.Watch` writes it). Rows go into a file through a
+small buffer, so that the sampler itself does not grow; its file is the record if the process is killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import json
+import os
+import struct
+import sys
+import threading
+import time
+from typing import Any, Final, final
+
+from lowtide.probe import marks
+from lowtide.probe.counters import ABSENT, COLUMNS, Allocators, Gate, Kernel, books, cuda
+from lowtide.probe.marks import Kind, WhenImported
+
+TASK: Final = "LOWTIDE_PROBE"
+"""Environment variable that carries the task."""
+SETTINGS: Final = "LOWTIDE_SETTINGS"
+"""Environment variable with calls to make once a module has been imported: ``{module: [[path, arguments], ...]}``, as JSON."""
+ENOUGH: Final = "enough"
+"""File in the task's folder whose presence asks the process to end."""
+_ROW: Final = struct.Struct(f"<{len(COLUMNS)}q")
+_BUFFERED: Final = 64
+"""Rows held before they are written."""
+READINGS: Final = 50
+"""How often each counter is read at least, but those for which the kernel walks all pages."""
+_FLUSH_NS: Final = 250_000_000
+
+
+class Enough(SystemExit):
+    """Ends a script that has been watched for as many steps as were asked for."""
+
+
+def begin() -> None:
+    """Watch this process, as the environment says."""
+    text = os.environ.get(TASK)
+    if text is None:
+        return
+    Sampler(json.loads(text)).install()
+    for module, calls in json.loads(os.environ.get(SETTINGS, "{}")).items():
+        WhenImported(module, functools.partial(_set, calls))
+
+
+def _set(calls: list[tuple[str, list[Any]]], module: Any) -> None:
+    """Make the calls that a configuration asks for."""
+    for path, arguments in calls:
+        target = module
+        for name in path.split("."):
+            target = getattr(target, name)
+        target(*arguments)
+
+
+@final
+class Sampler:
+    """Takes a row at each mark."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        """Nothing is written before the first mark.
+
+        Args:
+            task: ``folder``; ``steps`` after which to end (0: never); ``audits``, steps at which books are closed;
+                ``lines``, a regular expression of lines that mark steps; ``every_seconds`` of the clock's marks (0: none);
+                ``least_seconds`` of the clock's marks before the end; ``census``, whether to look for what grows;
+                ``deep``, whether natively too.
+        """
+        self._task = task
+        self._steps: int = task["steps"]
+        self._audits = set(task["audits"])
+        self._allocators, self._kernel = Allocators(), Kernel()
+        every = max(1, self._steps // READINGS) if self._steps else 0
+        self._gates = [Gate(every), Gate(every), Gate(every), Gate(), Gate(every)]
+        self._buffer = bytearray(_BUFFERED * _ROW.size)
+        self._used = 0
+        self._flushed = 0
+        self._file = -1
+        self._pid = os.getpid()
+        self._kind = Kind.CLOCK
+        self._count = 0
+        self._began = time.monotonic()
+        self._ending = False
+        self._lock = threading.RLock()
+        self._census: Any = None
+
+    def install(self) -> None:
+        """Listen for marks."""
+        marks.listeners.append(self.marked)
+        WhenImported("torch.optim.optimizer", marks.watch_optimizers)
+        WhenImported("torch.utils.data.dataloader", marks.watch_loaders)
+        WhenImported("keras", marks.watch_keras)
+        if self._task["lines"]:
+            marks.watch_lines(self._task["lines"])
+        if self._task["every_seconds"]:
+            threading.Thread(target=self._clock, args=(self._task["every_seconds"],), name="lowtide", daemon=True).start()
+        os.register_at_fork(after_in_child=self._forked)
+        atexit.register(self._finish)
+
+    def _forked(self) -> None:
+        """A forked child (a loader's worker) is not the process that is watched."""
+        marks.listeners.clear()
+        self._file = -1
+        atexit.unregister(self._finish)
+
+    def _clock(self, seconds: float) -> None:
+        following = time.monotonic()
+        while self._kind is Kind.CLOCK and not self._ending:
+            following = max(following + seconds, time.monotonic())
+            time.sleep(max(0.0, following - time.monotonic()))
+            if self._kind is Kind.CLOCK:
+                self.marked(Kind.CLOCK, None)
+
+    def marked(self, kind: Kind, loss: float | None) -> None:
+        """A step is over."""
+        del loss
+        if kind > self._kind or os.getpid() != self._pid:
+            return
+        with self._lock:
+            if kind < self._kind:  # someone who knows better has begun to mark
+                self._kind, self._count = kind, 0
+            self._row(kind)
+            self._count += 1
+            if self._count in self._audits:
+                self._audit()
+            done = bool(self._steps) and self._count >= self._steps
+            if done and kind is Kind.CLOCK:
+                done = time.monotonic() - self._began >= self._task["least_seconds"]
+        if done or (not self._used and os.path.exists(os.path.join(self._task["folder"], ENOUGH))):
+            self._end(kind)
+
+    def _row(self, kind: Kind) -> None:
+        if self._file < 0:
+            name = f"{self._task['folder']}/rows-{self._pid}"
+            self._file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        now = time.perf_counter_ns()
+        heap, tensor = self._allocators.live()
+        system = used = python = blocks = arenas = touched = private = virtual = resident = ABSENT
+        anonymous = file = shared = segments = unique = proportional = allocated = reserved = ABSENT
+        slow, maps, status, walk, device = self._gates
+        if slow.due(now):
+            at = time.perf_counter_ns()
+            python, blocks, arenas, touched = self._allocators.python()
+            slow.took(at)
+        if maps.due(now):  # together: the one is taken off the other
+            at = time.perf_counter_ns()
+            system, used = self._allocators.malloc()
+            private, virtual, resident = self._kernel.maps()
+            segments = self._kernel.segments()
+            maps.took(at)
+        if status.due(now):
+            at = time.perf_counter_ns()
+            anonymous, file, shared = self._kernel.resident()
+            status.took(at)
+        if walk.due(now):
+            at = time.perf_counter_ns()
+            unique, proportional = self._kernel.shares()
+            walk.took(at)
+        if device.due(now):
+            at = time.perf_counter_ns()
+            allocated, reserved = cuda()
+            device.took(at)
+        _ROW.pack_into(
+            self._buffer,
+            self._used * _ROW.size,
+            now,
+            kind,
+            heap,
+            tensor,
+            self._allocators.peak(),
+            system,
+            used,
+            python,
+            blocks,
+            arenas,
+            touched,
+            private,
+            virtual,
+            resident,
+            anonymous,
+            file,
+            shared,
+            segments,
+            unique,
+            proportional,
+            allocated,
+            reserved,
+        )
+        self._used += 1
+        if self._used == _BUFFERED or now - self._flushed > _FLUSH_NS:
+            self._flush(now)
+
+    def _flush(self, now: int) -> None:
+        if self._used and self._file >= 0:
+            os.write(self._file, memoryview(self._buffer)[: self._used * _ROW.size])
+        self._used, self._flushed = 0, now
+
+    def _audit(self) -> None:
+        """Close the books: after a collection, what is resident by what it is mapped from."""
+        began = time.perf_counter_ns()
+        before = self._held()
+        collected = gc.collect() if gc.isenabled() else 0
+        after = self._held()
+        self._flush(began)
+        if self._task["census"]:
+            self._look()
+        entry = {
+            "step": self._count,
+            "kind": int(self._kind),
+            "collected": collected,
+            "cycles_bytes": max(0, before - after),
+            "held_bytes": after,
+            **self._balance(),
+        }
+        if self._steps and self._count >= self._steps:  # the last: what malloc gives back may be seen now
+            self._allocators.trim()
+            entry["trimmed_bytes"] = entry["resident_bytes"] - self._kernel.maps()[2]
+        entry["seconds"] = (time.perf_counter_ns() - began) / 1e9
+        with open(f"{self._task['folder']}/audits-{self._pid}", "a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def _held(self) -> int:
+        python, *_ = self._allocators.python()
+        heap, _ = self._allocators.live()
+        if heap == ABSENT:
+            _, heap = self._allocators.malloc()
+        return max(python, 0) + max(heap, 0)
+
+    def _balance(self) -> dict[str, Any]:
+        heap, _ = self._allocators.live()
+        system, used = self._allocators.malloc()
+        python, blocks, arenas, touched = self._allocators.python()
+        private, virtual, resident = self._kernel.maps()
+        return {
+            "heap_bytes": heap,
+            "system_bytes": system,
+            "used_bytes": used,
+            "python_bytes": python,
+            "python_blocks": blocks,
+            "mapped_bytes": self._allocators.mapped(),
+            "arena_bytes": arenas,
+            "touched_bytes": touched,
+            "private_bytes": private,
+            "virtual_bytes": virtual,
+            "resident_bytes": resident,
+            "books": books(),
+        }
+
+    def _look(self) -> None:
+        if self._census is None:
+            from lowtide.probe.census import Census
+
+            self._census = Census(self._task["folder"], deep=self._task["deep"])
+        self._census.look(self._count, last=self._count == max(self._audits))
+
+    def _end(self, kind: Kind) -> None:
+        """Enough was seen: the script ends here. If it carries on regardless, the process does."""
+        self._finish()
+        if self._ending or threading.current_thread() is not threading.main_thread() or kind is Kind.CLOCK:
+            sys.stdout.flush()
+            os._exit(0)
+        self._ending = True
+        raise Enough(0)
+
+    def _finish(self) -> None:
+        with self._lock:
+            if os.getpid() == self._pid:
+                self._flush(time.perf_counter_ns())

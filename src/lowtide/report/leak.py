@@ -1,0 +1,158 @@
+"""A leak study for people: in the terminal, and as one HTML page."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Final
+
+import numpy as np
+from rich.markup import escape
+from rich.table import Table
+
+from lowtide.leak.findings import MEANING, Suspect, books_of, spread_of
+from lowtide.leak.study import Study
+from lowtide.leak.verdict import Verdict, series_of
+from lowtide.report.pages import render
+from lowtide.report.terminal import console
+from lowtide.units import format_bytes, format_seconds
+
+_COLOUR: Final = {Verdict.LEAK: "red", Verdict.CLEAN: "green", Verdict.INCONCLUSIVE: "yellow"}
+_BLOCKS: Final = " ▁▂▃▄▅▆▇█"
+_WIDTH: Final = 40
+"""Characters of a curve."""
+BUCKETS: Final = {
+    "python": "Python's arenas",
+    "heap_in_use": "heap in use",
+    "heap_free": "heap held free",
+    "anonymous_maps": "anonymous maps",
+    "files": "files",
+    "shared": "shared memory",
+    "stacks": "stacks",
+}
+
+
+def sentence(study: Study) -> str:
+    """The verdict in one sentence that is true of the figures."""
+    verdict, culprit = study.verdict, study.verdict.culprit
+    limit = f"{format_bytes(study.tolerance_bytes)} a step"
+    if culprit is None:
+        return "inconclusive: no step was seen"
+    low, high = (
+        format_bytes(culprit.low) if np.isfinite(culprit.low) else "-",
+        format_bytes(culprit.high) if np.isfinite(culprit.high) else "-",
+    )
+    what = MEANING[culprit.name].partition(":")[0]
+    rate = f"{format_bytes(culprit.trend.rate)} a step ({low} to {high})"
+    if verdict.verdict is Verdict.LEAK:
+        return f"leak: {what} grows by {rate}, above the {limit} let pass"
+    if verdict.verdict is Verdict.CLEAN:
+        return f"clean: {what} grows by {rate}, below the {limit} let pass"
+    if not np.isfinite(culprit.low):
+        return f"inconclusive: {verdict.steps} steps are too few to tell; give it --steps {verdict.more_steps}"
+    enough = f"about {verdict.more_steps} steps would tell (--steps {verdict.more_steps})"
+    return f"inconclusive: {what} grows by {rate}, and {limit} lies within; {enough}"
+
+
+def show(study: Study, suspects: tuple[Suspect, ...], *, samples_per_step: float) -> None:
+    """The summary."""
+    out, verdict, run = console(), study.verdict, study.run
+    head, _, rest = sentence(study).partition(":")
+    out.print(f"[bold {_COLOUR[verdict.verdict]}]{head}[/]:{rest}")
+    for note in verdict.notes:
+        out.print(f"  {note}")
+    series = series_of(run)
+    held, resident = series.get("held"), series.get("resident")
+    for name, values in (("held", held), ("resident", resident)):
+        if values is not None:
+            known = values[np.isfinite(values)]
+            out.print(f"  {name:9s} {_curve(values)} {format_bytes(known[0])} to {format_bytes(known[-1])}")
+    spread = spread_of(run)
+    if spread is not None:
+        out.print(f"growth of resident memory per step, KiB ({run.steps} steps)")
+        table = Table()
+        for column in ("min", "Q1", "median", "Q3", "max", "steps/s" if samples_per_step == 1 else "samples/s"):
+            table.add_column(column, justify="right")
+        kib = [f"{x / 1024:,.1f}" for x in (spread.minimum, spread.q1, spread.median, spread.q3, spread.maximum)]
+        table.add_row(*kib, f"{samples_per_step / run.step_seconds:,.1f}" if run.step_seconds else "-")
+        out.print(table)
+    books = books_of(study)
+    if books is not None:
+        out.print(f"where resident memory grew, steps {books.first} to {books.last}")
+        table = Table()
+        table.add_column("")
+        table.add_column("growth", justify="right")
+        table.add_column("a step", justify="right")
+        steps = books.last - books.first
+        for name, size in books.buckets.items():
+            if size or name == "heap_in_use":
+                table.add_row(BUCKETS[name], format_bytes(size), format_bytes(size / steps))
+        table.add_row(
+            "unexplained", format_bytes(books.residual_bytes), format_bytes(books.residual_bytes / steps), style="dim"
+        )
+        table.add_row("resident", format_bytes(books.resident_bytes), format_bytes(books.resident_bytes / steps), style="bold")
+        out.print(table)
+        if books.trimmed_bytes > books.resident_bytes / 4 and books.buckets["heap_free"] > books.buckets["heap_in_use"]:
+            out.print(f"  malloc_trim(0) gave {format_bytes(books.trimmed_bytes)} back at the end")
+    if suspects:
+        out.print("what grows with the steps")
+        table = Table()
+        for column in ("kind", "what", "line", "held by"):
+            table.add_column(column, overflow="fold")
+        table.add_column("bytes/step", justify="right")
+        table.add_column("count/step", justify="right")
+        for s in suspects:
+            weight = "" if s.bytes_per_step is None else format_bytes(s.bytes_per_step)
+            table.add_row(s.kind, escape(s.name), escape(s.source), escape(s.holder), weight, f"{s.count_per_step:.1f}")
+        out.print(table)
+
+
+def _curve(values: Any) -> str:
+    known = np.flatnonzero(np.isfinite(values))
+    edges = np.linspace(0, len(values), _WIDTH + 1).astype(int)
+    low, high = float(values[known].min()), float(values[known].max())
+    text, last = "", _BLOCKS[1]
+    for a, b in itertools.pairwise(edges):
+        part = values[a:b][np.isfinite(values[a:b])]
+        if len(part):
+            last = _BLOCKS[1 + round((float(part.max()) - low) / ((high - low) or 1.0) * (len(_BLOCKS) - 2))]
+        text += last
+    return text
+
+
+def page(study: Study, suspects: tuple[Suspect, ...], *, command: str, samples_per_step: float) -> str:
+    """The page: every process's curves, the table of growth, the books, the suspects."""
+    processes = []
+    for run in study.runs:
+        series = series_of(run)
+        processes.append(
+            {
+                name: [None if not np.isfinite(v) else int(v) for v in series[name]] if name in series else None
+                for name in ("held", "heap", "python", "resident")
+            }
+        )
+    culprit = study.verdict.culprit
+    data = {
+        "processes": processes,
+        "tolerance": study.tolerance_bytes,
+        "start": 0 if culprit is None else culprit.trend.start,
+        "rate": 0 if culprit is None else culprit.trend.rate,
+    }
+    run = study.run
+    return render(
+        "leak",
+        data,
+        study=study,
+        verdict=study.verdict,
+        colour=_COLOUR[study.verdict.verdict],
+        sentence=sentence(study),
+        command=command,
+        suspects=suspects,
+        books=books_of(study),
+        names=BUCKETS,
+        spread=spread_of(run),
+        run=run,
+        counters=study.verdict.counters,
+        meaning=MEANING,
+        rate=samples_per_step / run.step_seconds if run.step_seconds else None,
+        seconds=format_seconds(run.step_seconds),
+    )

@@ -1,0 +1,143 @@
+"""One cell: a fresh process of the command, watched; ``python -m lowtide.sweep.cell TASK`` runs one beside the sweep.
+
+It is a process of its own so that a sweep that is killed loses nothing: the cell goes on, leaves its result, and the
+next sweep takes it. The result is written under another name and then renamed, so that a result that is there is whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from lowtide.leak.findings import spread_of
+from lowtide.leak.study import audits_of
+from lowtide.leak.verdict import TOLERANCE, judge
+from lowtide.leak.watch import Progress, Run, Watch, Watched
+
+CLAIM_SECONDS: Final = 2.0
+LEAST: Final = 3
+"""Steps without which nothing is measured."""
+
+
+NOTHING: Final[dict[str, Any]] = {
+    "ended": "",
+    "exit": None,
+    "steps": 0,
+    "seconds": 0.0,
+    "change_bytes": None,
+    "growth_bytes": None,
+    "samples_per_second": None,
+    "verdict": None,
+    "bytes_per_step": None,
+    "peak_bytes": None,
+    "tail": "",
+}
+"""What is known of a cell that did not run."""
+
+
+def measure(command: Sequence[str], environment: Mapping[str, str], watch: Mapping[str, Any]) -> dict[str, Any]:
+    """Run a command once and say what it did; a process that fails is a result too."""
+    wanted = Watch(
+        steps=watch["steps"],
+        audits=audits_of(watch["steps"]),
+        lines=watch["step_line"],
+        timeout_seconds=watch["timeout_seconds"],
+        cap_bytes=watch["cap_bytes"],
+    )
+    with Watched(command, wanted, environment=environment) as process:
+        run = process.wait(Progress())
+    return figures(run, samples_per_step=watch["samples_per_step"])
+
+
+def figures(run: Run, *, samples_per_step: float) -> dict[str, Any]:
+    """What a run says, as JSON: growth of resident memory per step, rate, verdict, how it ended."""
+    ended = "ok"
+    if run.ended == "timeout":
+        ended = "timeout"
+    elif run.code < 0:
+        ended = f"killed by {signal.Signals(-run.code).name}"
+    elif run.code:
+        ended = f"exit code {run.code}"
+    elif run.steps < LEAST:
+        ended = "no steps seen"
+    found = {
+        **NOTHING,
+        "ended": ended,
+        "exit": run.code,
+        "steps": run.steps,
+        "seconds": run.seconds,
+        "tail": run.tail if ended != "ok" else "",
+    }
+    spread = spread_of(run) if run.steps >= LEAST else None
+    if spread is None:
+        return found
+    judgement = judge(run, TOLERANCE)
+    resident = run.column("resident_bytes")
+    at = np.flatnonzero(np.isfinite(resident))
+    at = at[at >= 1]
+    return {
+        **found,
+        "change_bytes": {
+            "min": spread.minimum,
+            "q1": spread.q1,
+            "median": spread.median,
+            "q3": spread.q3,
+            "max": spread.maximum,
+        },
+        "growth_bytes": float((resident[at[-1]] - resident[at[0]]) / (at[-1] - at[0])),
+        "samples_per_second": samples_per_step / run.step_seconds if run.step_seconds else None,
+        "verdict": judgement.verdict.value,
+        "bytes_per_step": None if judgement.culprit is None else judgement.culprit.trend.rate,
+        "peak_bytes": float(np.nanmax(resident)),
+    }
+
+
+def claimed(lock: Path) -> int | None:
+    """Claim a cell: the open file that holds the claim for as long as this process lives; None if another process has it.
+
+    Its text is the process's id. Tried for a while: who only looks whether a cell is claimed holds it for a moment.
+    """
+    file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    end = time.monotonic() + CLAIM_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                os.close(file)
+                return None
+            time.sleep(0.02)
+        else:
+            os.ftruncate(file, 0)
+            os.pwrite(file, str(os.getpid()).encode(), 0)
+            return file
+
+
+def main() -> None:
+    """Run the cell of a task file, unless another process does or has."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    task = Path(sys.argv[1])
+    result = task.with_suffix(".result")
+    if claimed(task.with_suffix(".lock")) is None or result.exists() or task.with_suffix(".taken").exists():
+        return
+    asked = json.loads(task.read_text())
+    found = measure(asked["command"], asked["environment"], asked["watch"])
+    partial = task.with_suffix(".partial")
+    with partial.open("w") as file:
+        json.dump(found, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""A sweep as its TOML file defines it: command, axes, cells."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from lowtide.errors import UsageError
+from lowtide.leak.watch import check_command
+from lowtide.sweep.axes import DEFAULT, Setting, Value, setting_of
+from lowtide.units import parse_bytes
+
+MOST_CELLS: Final = 10_000
+"""More would never end."""
+
+
+class OwnAxis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An axis of the user's: exactly one of ``env``, ``argument`` and ``option`` says what its values are for.
+
+    Attributes:
+        values: in order; the first is what others are held against. ``"default"`` leaves things as they are.
+        env: a variable.
+        argument: an argument of the command, as in ``--batch-size``; with ``""`` the value is the argument itself.
+        option: an option of ``python -X``, as in ``importtime``; values are ``on`` and ``off``, or what follows ``=``.
+    """
+
+    values: list[Value]
+    env: str = ""
+    argument: str | None = None
+    option: str = ""
+
+
+class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file's keys.
+
+    Attributes:
+        command: what is run; ``python`` is the interpreter that runs Lowtide.
+        axes: values by name of a built-in axis, or an axis of the user's.
+        framework: whose built-in axes are meant.
+        steps, repeats: of each cell.
+        timeout_seconds, memory: what a cell may take; 0 and empty for no limit (``memory`` caps its address space).
+        samples_per_step: for the rate.
+        include, exclude: cells besides the product, and those that are left out (by the axes that they name).
+        confirm: a second, larger command on which the recommended configuration must hold.
+        step_line: regular expression of lines that end a step.
+        environment: variables of all cells.
+        seed: of the order in which cells run.
+    """
+
+    command: str | list[str]
+    axes: dict[str, list[Value] | OwnAxis]
+    framework: Literal["", "torch", "tensorflow", "keras", "jax"] = ""
+    steps: int = 100
+    repeats: int = 1
+    timeout_seconds: float = 0.0
+    memory: str = ""
+    samples_per_step: float = 1.0
+    include: list[dict[str, Value]] = []
+    exclude: list[dict[str, Value]] = []
+    confirm: str | list[str] = ""
+    step_line: str = ""
+    environment: dict[str, str] = {}
+    seed: int = 0
+
+
+Config = tuple[tuple[str, Value], ...]
+"""One value per axis, in the axes' order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Definition:
+    """A sweep, checked.
+
+    Attributes:
+        file: as it was written.
+        command, confirm: words; ``confirm`` empty where none is given.
+        values: per axis, in order.
+        configs: what is run, each ``repeats`` times.
+        cap_bytes: of a cell's address space; 0 for none.
+        digest: of all that decides what a cell measures.
+    """
+
+    file: File
+    command: tuple[str, ...]
+    confirm: tuple[str, ...]
+    values: Mapping[str, tuple[Value, ...]]
+    configs: tuple[Config, ...]
+    cap_bytes: int
+    digest: str
+
+    @property
+    def baseline(self) -> Config:
+        """The first value of each axis."""
+        return tuple((axis, values[0]) for axis, values in self.values.items())
+
+    def settings(self, config: Config) -> list[Setting]:
+        """What a configuration changes."""
+        return [_setting(self.file, axis, value) for axis, value in config]
+
+    def order(self) -> list[tuple[Config, int]]:
+        """All cells (configuration, repeat), in the random order in which they run: drift of the machine falls on all
+        alike.
+        """
+        cells = [(config, repeat) for config in self.configs for repeat in range(self.file.repeats)]
+        random.Random(self.file.seed).shuffle(cells)  # noqa: S311
+        return cells
+
+
+def load(path: Path) -> Definition:
+    """Read and check a file.
+
+    Raises:
+        UsageError: naming what is wrong in it.
+    """
+    try:
+        file = msgspec.toml.decode(path.read_bytes(), type=File)
+    except FileNotFoundError:
+        raise UsageError(f"no such file: {path}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: {error}") from None
+    try:
+        return define(file)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def define(file: File) -> Definition:
+    """Check what a file says.
+
+    Raises:
+        UsageError: naming what is wrong.
+    """
+    for name, least in (("steps", 2), ("repeats", 1)):
+        if getattr(file, name) < least:
+            raise UsageError(f"{name} = {getattr(file, name)}: at least {least} is needed")
+    if file.samples_per_step <= 0 or file.timeout_seconds < 0:
+        raise UsageError("samples_per_step must be above zero, and timeout_seconds not below it")
+    try:
+        re.compile(file.step_line)
+    except re.error as error:
+        raise UsageError(f"step_line {file.step_line!r} is no regular expression: {error}") from None
+    command, confirm = _words(file.command), _words(file.confirm) if file.confirm else ()
+    values = _values(file)
+    product = 1
+    for found in values.values():
+        product *= len(found)
+    if product * file.repeats > MOST_CELLS:
+        raise UsageError(f"{product * file.repeats:,} cells are more than would ever end: {MOST_CELLS:,} at most")
+    for rule in (*file.include, *file.exclude):
+        unknown = set(rule) - set(values)
+        if unknown:
+            raise UsageError(f"include and exclude name axes that there are: {', '.join(sorted(unknown))} is none")
+    configs = [
+        config
+        for config in (tuple(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values()))
+        if not any(all(dict(config)[axis] == value for axis, value in rule.items()) for rule in file.exclude)
+    ]
+    for rule in file.include:
+        config = tuple((axis, rule.get(axis, found[0])) for axis, found in values.items())
+        if config not in configs:
+            configs.append(config)
+    if not configs:
+        raise UsageError("no cell is left: exclude leaves out all that the axes make")
+    for config in configs:
+        for axis, value in config:
+            _setting(file, axis, value)
+    decides = msgspec.json.encode([file, command], order="sorted")
+    return Definition(
+        file=file,
+        command=command,
+        confirm=tuple(confirm),
+        values=values,
+        configs=tuple(configs),
+        cap_bytes=parse_bytes(file.memory) if file.memory else 0,
+        digest=hashlib.sha256(decides).hexdigest(),
+    )
+
+
+def _words(command: str | Sequence[str]) -> tuple[str, ...]:
+    try:
+        words = shlex.split(command) if isinstance(command, str) else list(command)
+    except ValueError as error:
+        raise UsageError(f"the command {command!r} cannot be read: {error}") from None
+    if words and words[0] in ("python", "python3"):
+        words[0] = sys.executable
+    check_command(words)
+    return tuple(words)
+
+
+def _values(file: File) -> dict[str, tuple[Value, ...]]:
+    if not file.axes:
+        raise UsageError("no axes: give at least one under [axes]")
+    found = {}
+    for name, axis in file.axes.items():
+        values = axis.values if isinstance(axis, OwnAxis) else axis
+        if not values:
+            raise UsageError(f"axis {name} has no values, so that there are no cells")
+        if len({(type(v), v) for v in values}) < len(values):
+            raise UsageError(f"axis {name} has a value twice")
+        if isinstance(axis, OwnAxis) and (bool(axis.env) + (axis.argument is not None) + bool(axis.option)) != 1:
+            raise UsageError(f"axis {name} needs exactly one of env, argument and option")
+        found[name] = tuple(values)
+    return found
+
+
+def _setting(file: File, name: str, value: Value) -> Setting:
+    axis = file.axes[name]
+    if not isinstance(axis, OwnAxis):
+        return setting_of(name, value, file.framework)
+    if value == DEFAULT:
+        return Setting()
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    if axis.env:
+        return Setting(environment={axis.env: text})
+    if axis.argument is not None:
+        return Setting(arguments=(axis.argument, text) if axis.argument else (text,))
+    if text in ("off", "false"):
+        return Setting()
+    return Setting(options=(axis.option if text in ("on", "true") else f"{axis.option}={text}",))
+
+
+def named(config: Config) -> str:
+    """A configuration for people."""
+    return ", ".join(f"{axis}={_told(value)}" for axis, value in config)
+
+
+def _told(value: Any) -> str:
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)

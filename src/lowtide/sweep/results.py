@@ -1,0 +1,104 @@
+"""Results of a sweep in one SQLite file, which a killed sweep goes on from."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sqlite3
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+from lowtide.errors import UsageError
+from lowtide.sweep.definition import Config, Definition
+
+MAIN: Final = "sweep"
+CONFIRM: Final = "confirm"
+_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS cells (
+    id INTEGER PRIMARY KEY, part TEXT NOT NULL, config TEXT NOT NULL, repeat INTEGER NOT NULL,
+    started REAL, finished REAL, result TEXT, UNIQUE (part, config, repeat)
+);
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One run of one configuration.
+
+    Attributes:
+        part: ``sweep`` or ``confirm``.
+        result: what :mod:`lowtide.sweep.cell` found; None where it has not run to its end.
+    """
+
+    id: int
+    part: str
+    config: Config
+    repeat: int
+    result: dict[str, Any] | None
+
+
+@final
+class Results:
+    """The file. One sweep at a time has it."""
+
+    def __init__(self, path: Path, definition: Definition) -> None:
+        """Open or make it.
+
+        Raises:
+            UsageError: if another sweep has it, or it is of another definition, or no such file at all.
+        """
+        self.path = path
+        self._lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise UsageError(f"another sweep is writing to {path}: wait for it, or give --results") from None
+        try:
+            self._base = sqlite3.connect(path, isolation_level=None)
+            self._base.executescript(_SCHEMA)
+            self._base.execute("PRAGMA synchronous = FULL")
+            digest = self._base.execute("SELECT value FROM about WHERE name = 'digest'").fetchone()
+        except sqlite3.DatabaseError as error:
+            os.close(self._lock)
+            raise UsageError(f"{path} is no file of results: {error}") from None
+        if digest is not None and digest[0] != definition.digest:
+            self.close()
+            raise UsageError(f"{path} has results of another definition: give --results for a new file, or --fresh")
+        self._base.execute("INSERT OR IGNORE INTO about VALUES ('digest', ?)", (definition.digest,))
+        self.add(MAIN, definition.order())
+
+    def close(self) -> None:
+        """Let the next sweep have it."""
+        self._base.close()
+        Path(f"{self.path}.lock").unlink(missing_ok=True)
+        os.close(self._lock)
+
+    def add(self, part: str, cells: Iterable[tuple[Config, int]]) -> None:
+        """Enter cells that are not there yet, in their order."""
+        rows = [(part, json.dumps(config), repeat) for config, repeat in cells]
+        self._base.execute("BEGIN IMMEDIATE")
+        self._base.executemany("INSERT OR IGNORE INTO cells (part, config, repeat) VALUES (?, ?, ?)", rows)
+        self._base.execute("COMMIT")
+
+    def cells(self, part: str) -> list[Cell]:
+        """All cells of a part, in the order in which they run."""
+        rows = self._base.execute("SELECT id, part, config, repeat, result FROM cells WHERE part = ? ORDER BY id", (part,))
+        return [
+            Cell(
+                id=i,
+                part=p,
+                config=tuple((a, v) for a, v in json.loads(config)),
+                repeat=repeat,
+                result=None if result is None else json.loads(result),
+            )
+            for i, p, config, repeat, result in rows
+        ]
+
+    def finish(self, cell: int, result: dict[str, Any]) -> None:
+        """A cell has run: its result is on the disk when this returns."""
+        self._base.execute("UPDATE cells SET result = ?, finished = unixepoch() WHERE id = ?", (json.dumps(result), cell))

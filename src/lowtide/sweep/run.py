@@ -1,0 +1,209 @@
+"""Running the cells of a sweep: one after the other, some side by side, or on the workers of a dask cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol, final
+
+from lowtide.errors import UsageError
+from lowtide.sweep.axes import applied
+from lowtide.sweep.cell import NOTHING, measure
+from lowtide.sweep.definition import Definition
+from lowtide.sweep.results import CONFIRM, Cell, Results
+
+LOOK_SECONDS: Final = 0.05
+LOST: Final = 3
+"""How often a cell whose runner died without a result is run again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What one cell runs."""
+
+    cell: int
+    command: list[str]
+    environment: dict[str, str]
+    watch: dict[str, Any]
+
+
+def task_of(definition: Definition, cell: Cell, environment: Mapping[str, str]) -> Task:
+    """The task of a cell: its configuration applied to the command."""
+    base = definition.confirm if cell.part == CONFIRM else definition.command
+    command, made = applied(definition.settings(cell.config), base, {**environment, **definition.file.environment})
+    watch = {
+        "steps": definition.file.steps,
+        "step_line": definition.file.step_line,
+        "cap_bytes": definition.cap_bytes,
+        "timeout_seconds": definition.file.timeout_seconds,
+        "samples_per_step": definition.file.samples_per_step,
+    }
+    return Task(cell=cell.id, command=command, environment=made, watch=watch)
+
+
+class Executor(Protocol):
+    """Who runs tasks."""
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Results by cell, as they come."""
+
+
+def go(definition: Definition, results: Results, part: str, executor: Executor, told: Any) -> None:
+    """Run the cells of a part that have no result yet; each result is on the disk before the next is waited for."""
+    cells = results.cells(part)
+    waiting = [cell for cell in cells if cell.result is None]
+    told.begins(part, len(cells), len(cells) - len(waiting))
+    for cell, result in executor.run([task_of(definition, cell, os.environ) for cell in waiting]):
+        results.finish(cell, result)
+        told.finished(result)
+
+
+@final
+class Local:
+    """This machine: a process per cell, ``jobs`` side by side.
+
+    A cell is claimed by the process that runs it, through a lock that the kernel lets go with that process, and its result is
+    renamed into place. So a sweep that is killed at any moment loses no cell and runs none twice: the cell that was
+    running goes on, and the next sweep finds its claim, or its result.
+    """
+
+    def __init__(self, folder: Path, jobs: int = 1) -> None:
+        """Cells' tasks and results lie in a folder beside the file of results until they are taken."""
+        self._folder, self._jobs = folder, jobs
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Results by cell, as they come; those first that a killed sweep has left behind."""
+        self._folder.mkdir(exist_ok=True)
+        waiting = {task.cell: task for task in tasks}
+        running: dict[int, Task] = {}
+        started: dict[int, subprocess.Popen[bytes]] = {}
+        tries = dict.fromkeys(waiting, 0)
+        for cell in list(waiting):
+            if self._claimed(cell):
+                running[cell] = waiting.pop(cell)
+        try:
+            while waiting or running:
+                for cell in [*running, *waiting]:
+                    result = self._result(cell)
+                    if result is not None:
+                        running.pop(cell, None)
+                        waiting.pop(cell, None)
+                        yield cell, result
+                        self._file(cell, "result").rename(self._file(cell, "taken"))
+                for cell, task in list(running.items()):
+                    alive = cell in started and started[cell].poll() is None
+                    if not alive and not self._claimed(cell) and self._result(cell) is None:
+                        del running[cell]
+                        if tries[cell] <= LOST:
+                            waiting = {cell: task, **waiting}
+                        else:
+                            yield cell, {**NOTHING, "ended": "runner lost"}
+                while waiting and len(running) < self._jobs:
+                    cell, task = next(iter(waiting.items()))
+                    running[cell] = waiting.pop(cell)
+                    tries[cell] += 1
+                    started[cell] = self._start(task)
+                if running:
+                    time.sleep(LOOK_SECONDS)
+        finally:
+            for cell in running:
+                self._end(cell, started.get(cell))
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _file(self, cell: int, kind: str) -> Path:
+        return self._folder / f"{cell}.{kind}"
+
+    def _start(self, task: Task) -> subprocess.Popen[bytes]:
+        path = self._file(task.cell, "task")
+        path.write_text(json.dumps({"command": task.command, "environment": task.environment, "watch": task.watch}))
+        return subprocess.Popen(  # noqa: S603 - our own module
+            [sys.executable, "-m", "lowtide.sweep.cell", str(path)],
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def _claimed(self, cell: int) -> bool:
+        """Whether a process has claimed a cell and lives."""
+        try:
+            with self._file(cell, "lock").open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
+    def _result(self, cell: int) -> dict[str, Any] | None:
+        try:
+            return dict(json.loads(self._file(cell, "result").read_text()))
+        except OSError:
+            return None
+
+    def _end(self, cell: int, process: subprocess.Popen[bytes] | None) -> None:
+        """End what runs a cell, and with it the cell's process."""
+        with contextlib.suppress(OSError, ValueError):
+            pid = process.pid if process is not None else int(self._file(cell, "lock").read_text())
+            if process is not None or self._claimed(cell):
+                os.kill(pid, signal.SIGTERM)
+        if process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+
+
+@final
+class Dask:
+    """Workers of a dask cluster: one process per cell on each, results as they come; a lost worker's cells run again
+    elsewhere.
+    """
+
+    def __init__(self, address: str | None, workers: int) -> None:
+        """Nothing is connected yet.
+
+        Args:
+            address: of a scheduler; None for a cluster on this machine.
+            workers: of a cluster on this machine.
+        """
+        self._address, self._workers = address, workers
+
+    def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Results by cell, as they come."""
+        try:
+            import dask
+            import distributed
+        except ImportError:
+            raise UsageError("--executor dask needs dask: pip install 'lowtide[dask]'") from None
+        dask.config.set({"distributed.scheduler.allowed-failures": LOST, "distributed.worker.daemon": False})
+        with contextlib.ExitStack() as open_:
+            if self._address is None:
+                cluster = open_.enter_context(
+                    distributed.LocalCluster(
+                        n_workers=self._workers,
+                        threads_per_worker=1,
+                        processes=True,
+                        dashboard_address=None,
+                        silence_logs=50,
+                    )
+                )
+                client = open_.enter_context(distributed.Client(cluster))
+            else:
+                try:
+                    client = open_.enter_context(distributed.Client(self._address, timeout=10))
+                except (OSError, ValueError) as error:
+                    raise UsageError(f"no dask scheduler answers at {self._address}: {error}") from None
+            futures = {
+                client.submit(measure, t.command, t.environment, t.watch, pure=False, retries=LOST): t.cell for t in tasks
+            }
+            for future in distributed.as_completed(list(futures)):
+                yield futures[future], future.result()

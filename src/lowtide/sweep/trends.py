@@ -1,0 +1,253 @@
+"""What a sweep says: figures per configuration, effects of its axes with intervals, and a configuration to recommend."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from lowtide.sweep.axes import Value
+from lowtide.sweep.definition import Config, Definition, named
+from lowtide.sweep.results import Cell
+from lowtide.units import format_bytes
+
+CONFIDENCE: Final = 0.95
+"""Of intervals; effects are tested together (Bonferroni)."""
+NEAR: Final = 0.98
+"""A rate that is this share of another is not below it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One configuration: medians over its repeats.
+
+    Attributes:
+        change_bytes: min, Q1, median, Q3, max of growth per step; NaN where nothing was measured.
+        growth_bytes: mean growth of resident memory per step, over repeats.
+        growth_error: its standard error; NaN for one repeat.
+        samples_per_second: mean rate.
+        rate_error: its standard error; NaN for one repeat.
+        verdicts: of its repeats.
+        ended: how its repeats ended, where not well.
+    """
+
+    config: Config
+    change_bytes: tuple[float, float, float, float, float]
+    growth_bytes: float
+    growth_error: float
+    samples_per_second: float
+    rate_error: float
+    verdicts: tuple[str, ...]
+    ended: tuple[str, ...]
+
+    @property
+    def good(self) -> bool:
+        """Whether all its repeats ran well."""
+        return not self.ended and math.isfinite(self.growth_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """What a value of an axis changes against the axis's first value, on average over the others; or two of them beyond
+    their sum.
+
+    Attributes:
+        axes: one axis, or two.
+        values: of these axes.
+        response: ``growth_bytes`` or ``samples_per_second``.
+        change: of the response.
+        low, high: its interval; NaN where there is nothing to tell noise by.
+        text: in a sentence.
+    """
+
+    axes: tuple[str, ...]
+    values: tuple[Value, ...]
+    response: str
+    change: float
+    low: float
+    high: float
+    text: str
+
+    @property
+    def certain(self) -> bool:
+        """Whether the interval leaves zero out."""
+        return self.low > 0 or self.high < 0
+
+
+def rows_of(definition: Definition, cells: Sequence[Cell]) -> list[Row]:
+    """Figures per configuration that has run, in the definition's order."""
+    by: dict[Config, list[dict[str, Any]]] = {config: [] for config in (*definition.configs, definition.baseline)}
+    for cell in cells:
+        if cell.result is not None:
+            by[cell.config].append(cell.result)
+    return [_row(config, results) for config, results in by.items() if results]
+
+
+def _row(config: Config, results: Sequence[Mapping[str, Any]]) -> Row:
+    measured = [r for r in results if r["ended"] == "ok" and r["change_bytes"] is not None]
+    growth = np.array([r["growth_bytes"] for r in measured])
+    rates = np.array([r["samples_per_second"] for r in measured if r["samples_per_second"]])
+    names = ("min", "q1", "median", "q3", "max")
+    changes = [float(np.median([r["change_bytes"][n] for r in measured])) if measured else math.nan for n in names]
+    return Row(
+        config=config,
+        change_bytes=(changes[0], changes[1], changes[2], changes[3], changes[4]),
+        growth_bytes=float(growth.mean()) if len(growth) else math.nan,
+        growth_error=float(growth.std(ddof=1) / math.sqrt(len(growth))) if len(growth) > 1 else math.nan,
+        samples_per_second=float(rates.mean()) if len(rates) else math.nan,
+        rate_error=float(rates.std(ddof=1) / math.sqrt(len(rates))) if len(rates) > 1 else math.nan,
+        verdicts=tuple(r["verdict"] for r in measured),
+        ended=tuple(r["ended"] for r in results if r["ended"] != "ok"),
+    )
+
+
+def effects_of(definition: Definition, cells: Sequence[Cell]) -> list[Effect]:
+    """Main effects and pairwise interactions, by least squares on all cells that ran well.
+
+    A model with interactions where the cells carry one with something left over, else one of main effects.
+    """
+    good = [c for c in cells if c.result is not None and c.result["ended"] == "ok" and c.result["growth_bytes"] is not None]
+    found: list[Effect] = []
+    for response in ("growth_bytes", "samples_per_second"):
+        used = [c for c in good if c.result is not None and c.result[response] is not None]
+        found += _fitted(definition, used, response)
+    return found
+
+
+Term = tuple[tuple[str, Value], ...]
+
+
+def _fitted(definition: Definition, cells: Sequence[Cell], response: str) -> list[Effect]:
+    levels = [(axis, value) for axis, values in definition.values.items() for value in values[1:]]
+    single: list[Term] = [(level,) for level in levels]
+    pairs: list[Term] = [(a, b) for a, b in itertools.combinations(levels, 2) if a[0] != b[0]]
+    y = np.array([float((c.result or {})[response]) for c in cells])
+    for terms in ([*single, *pairs], single):
+        x = _design(definition, cells, terms)
+        if len(cells) > 0 and np.linalg.matrix_rank(x) == x.shape[1] <= len(cells):
+            return _effects(definition, terms, x, y, response)
+    return []
+
+
+def _design(definition: Definition, cells: Sequence[Cell], terms: Sequence[Term]) -> NDArray[np.float64]:
+    """One column per term, centred so that a main effect is the mean over the other axes."""
+    columns = [np.ones(len(cells))]
+    for term in terms:
+        column = np.ones(len(cells))
+        for axis, value in term:
+            share = 1 / len(definition.values[axis])
+            column = column * np.array([float(dict(c.config)[axis] == value) - share for c in cells])
+        columns.append(column)
+    return np.stack(columns, axis=1)
+
+
+def _effects(
+    definition: Definition, terms: Sequence[Term], x: NDArray[np.float64], y: NDArray[np.float64], response: str
+) -> list[Effect]:
+    solved, *_ = np.linalg.lstsq(x, y, rcond=None)
+    freedom = len(y) - x.shape[1]
+    errors = np.full(len(solved), math.nan)
+    margin = math.nan
+    if freedom > 0:
+        variance = float(((y - x @ solved) ** 2).sum()) / freedom
+        errors = np.sqrt(np.maximum(0.0, np.diag(np.linalg.inv(x.T @ x)) * variance))
+        margin = float(stats.t.ppf(1 - (1 - CONFIDENCE) / 2 / len(terms), freedom))
+    found = []
+    for k, term in enumerate(terms, 1):
+        change, reach = float(solved[k]), float(errors[k]) * margin
+        found.append(_effect(definition, term, response, change, change - reach, change + reach))
+    return found
+
+
+def _effect(definition: Definition, term: Term, response: str, change: float, low: float, high: float) -> Effect:
+    """An effect, in a sentence that says no more than its interval allows."""
+
+    def size(value: float) -> str:
+        return format_bytes(value) if response == "growth_bytes" else f"{value:,.3g}/s"
+
+    what = "growth per step" if response == "growth_bytes" else "the rate"
+    plain = {axis: values[0] for axis, values in definition.values.items()}
+    name = named(term)
+    against = named(tuple((axis, plain[axis]) for axis, _ in term))
+    interval = f"{size(low)} to {size(high)}" if math.isfinite(low) else "no interval: nothing was repeated"
+    certain = low > 0 or high < 0
+    if len(term) == 1 and certain:
+        text = f"{name} {'raises' if change > 0 else 'lowers'} {what} by {size(abs(change))} against {against} ({interval})"
+    elif len(term) == 1:
+        text = f"{name}: no effect on {what} is certain ({size(change)}; {interval})"
+    elif certain:
+        text = f"{name} together change {what} by {size(change)} beyond what each does alone ({interval})"
+    else:
+        text = f"{name} together: no interaction in {what} is certain ({size(change)}; {interval})"
+    return Effect(
+        axes=tuple(axis for axis, _ in term),
+        values=tuple(value for _, value in term),
+        response=response,
+        change=change,
+        low=low,
+        high=high,
+        text=text,
+    )
+
+
+def front_of(rows: Sequence[Row]) -> list[Row]:
+    """Configurations that no other beats in both growth and rate, least growth first."""
+    good = sorted((r for r in rows if r.good), key=lambda r: (r.growth_bytes, -r.samples_per_second))
+    front: list[Row] = []
+    for row in good:
+        if not front or row.samples_per_second > front[-1].samples_per_second:
+            front.append(row)
+    return front
+
+
+def recommended(definition: Definition, rows: Sequence[Row]) -> Row | None:
+    """The fastest of those whose growth is not above the least for certain; of those that are not slower for certain, the
+    one that changes the fewest axes.
+    """
+    good = [row for row in rows if row.good]
+    if not good:
+        return None
+    least = min(good, key=lambda r: r.growth_bytes)
+    near = [r for r in good if r.growth_bytes <= least.growth_bytes + _reach(r.growth_error, least.growth_error)]
+    fastest = max(near, key=lambda r: r.samples_per_second)
+    equal = [
+        r
+        for r in near
+        if r.samples_per_second
+        >= min(NEAR * fastest.samples_per_second, fastest.samples_per_second - _reach(r.rate_error, fastest.rate_error))
+    ]
+    return min(equal, key=lambda r: (_changes(definition, r.config), -r.samples_per_second))
+
+
+def _reach(*errors: float) -> float:
+    """What two means may differ by without being different."""
+    return 2 * math.hypot(*(e if math.isfinite(e) else 0.0 for e in errors))
+
+
+def _changes(definition: Definition, config: Config) -> int:
+    return sum(value != first for (_, value), (_, first) in zip(config, definition.baseline, strict=True))
+
+
+def confirmed(chosen: Row | None, baseline: Row | None) -> tuple[bool, str]:
+    """Whether a configuration holds on the second command too, and the sentence that says why."""
+    if chosen is None or not chosen.good:
+        return False, "it did not run well on the second command"
+    if baseline is None or not baseline.good:
+        return True, "on the second command it ran well, and the first values of all axes did not"
+    error = _reach(chosen.growth_error, baseline.growth_error)
+    figures = (
+        f"growth {format_bytes(chosen.growth_bytes)} a step against {format_bytes(baseline.growth_bytes)}, "
+        f"{chosen.samples_per_second:,.4g}/s against {baseline.samples_per_second:,.4g}/s"
+    )
+    if chosen.growth_bytes > baseline.growth_bytes + error:
+        return False, f"on the second command it grows more than the first values of all axes: {figures}"
+    faster = chosen.samples_per_second >= NEAR * baseline.samples_per_second
+    if not faster and chosen.growth_bytes >= baseline.growth_bytes - error:
+        return False, f"on the second command it is slower and grows no less: {figures}"
+    return True, f"on the second command: {figures}"

@@ -1,0 +1,347 @@
+"""``lowtide leak`` on programs whose leaks are known: verdicts, books, suspects, exit codes, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from lowtide.leak.books import close
+from lowtide.leak.study import audits_of
+from lowtide.leak.watch import Progress, Watch, Watched, python
+from lowtide.probe.marks import Kind
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = ROOT / "benchmarks" / "leaks" / "programs.py"
+BUCKETS = ROOT / "benchmarks" / "leaks" / "buckets.py"
+
+
+def leak(*arguments, env=None, cwd=None, timeout=240):
+    return subprocess.run(
+        [sys.executable, "-m", "lowtide", "leak", *map(str, arguments)], capture_output=True, text=True, timeout=timeout,
+        env={**os.environ, **(env or {})}, cwd=cwd, check=False,
+    )
+
+
+def judged(tmp_path, *arguments, **options):
+    done = leak("--quiet", "--json", tmp_path / "found.json", *arguments, **options)
+    assert done.returncode == 0, done.stderr
+    return json.loads((tmp_path / "found.json").read_text())
+
+
+def script(tmp_path, text, name="script.py"):
+    path = tmp_path / name
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def watched(path, *arguments, steps=300, **options):
+    with Watched(python(str(path), module=False, arguments=arguments), Watch(steps=steps, audits=audits_of(steps), **options)) as p:
+        return p.wait(Progress())
+
+
+# --- verdicts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    ("objects_in_a_list", "python"), ("native_blocks", "heap"), ("anonymous_maps", "maps"), ("shared_segments", "shared"),
+    ("mapped_files", "files"), ("arrays_kept_beside_batches_of_many_sizes", "heap"),
+])
+def test_a_leak_of_twice_the_tolerance_is_found_and_its_kind_named(tmp_path, name, kind):
+    found = judged(tmp_path, "--no-who", PROGRAMS, name, 101)
+    assert found["verdict"] == "leak"
+    assert found["kind"] == kind
+    low, high = found["interval_bytes"]
+    assert 1024 < low <= found["bytes_per_step"] <= high
+
+
+@pytest.mark.parametrize("name", ["arrays_of_many_sizes", "mapped_file", "cache_per_epoch", "late_first_validation"])
+def test_what_does_not_leak_is_clean(tmp_path, name):
+    assert judged(tmp_path, PROGRAMS, name, 101)["verdict"] == "clean"
+
+
+def test_growth_that_flattens_is_bounded(tmp_path):
+    found = judged(tmp_path, PROGRAMS, "memo_that_fills", 101)
+    assert found["verdict"] == "clean"
+    assert found["bounded"]
+    assert any("bounded" in note for note in found["notes"])
+
+
+def test_the_same_growth_is_let_pass_where_the_job_allows_it(tmp_path):
+    program = (PROGRAMS, "arrays_in_a_list", 101)
+    found = judged(tmp_path, "--memory-left", "4GiB", "--planned-steps", "100000", *program)
+    assert found["tolerance_bytes"] == pytest.approx(42949.67)
+    assert found["verdict"] == "clean"
+
+
+# --- the books ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bucket", ["python", "heap_in_use", "heap_free", "anonymous_maps", "files", "shared"])
+def test_the_books_balance_and_the_planted_bucket_dominates(bucket):
+    books = close(watched(BUCKETS, bucket, "7"))
+    assert books.dominant == bucket
+    assert books.resident_bytes == sum(books.buckets.values()) + books.residual_bytes
+    assert abs(books.residual_bytes) <= max(1 << 20, 0.05 * books.resident_bytes)
+    assert books.buckets[bucket] > 0.9 * books.resident_bytes
+
+
+def test_memory_in_use_that_was_never_touched_is_residual_not_growth(tmp_path):
+    path = script(tmp_path, """
+        import ctypes, lowtide
+        libc = ctypes.CDLL(None); libc.malloc.restype = ctypes.c_void_p
+        for _ in range(200):
+            libc.malloc(1 << 20)
+            lowtide.step()
+    """)
+    books = close(watched(path, steps=100))
+    assert books.buckets["heap_in_use"] > 70 << 20
+    assert books.resident_bytes < 5 << 20
+    assert books.residual_bytes < -60 << 20
+
+
+# --- who ------------------------------------------------------------------------------------------------------------------
+
+
+def line_of(path, text):
+    return next(i for i, line in enumerate(path.read_text().splitlines(), 1) if text in line)
+
+
+def test_the_line_that_allocates_and_the_list_that_holds_are_named(tmp_path):
+    path = script(tmp_path, """
+        import lowtide
+        def train():
+            kept, ring = [], []
+            for step in range(400):
+                kept.append([step] * 300)  # here
+                ring.append(bytearray(4000))
+                del ring[:-10]
+                lowtide.step()
+        train()
+    """)
+    found = judged(tmp_path, path, cwd=tmp_path)
+    assert found["verdict"] == "leak"
+    first = found["suspects"][0]
+    assert (first["kind"], first["source"]) == ("line", f"script.py:{line_of(path, '# here')}")
+    assert first["bytes_per_step"] == pytest.approx(2456, rel=0.1)
+    holders = [s["holder"] for s in found["suspects"] if s["kind"] == "container"]
+    assert any(h.startswith("kept (local of train") for h in holders)
+    assert not any("ring" in h for h in holders)
+
+
+def test_tensors_are_named_by_line_and_module_and_a_growing_graph_by_its_holder(tmp_path):
+    path = script(tmp_path, """
+        import torch
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        kept, total = [], 0.0
+        for _ in range(400):
+            optimizer.zero_grad()
+            y = model(torch.randn(16, 64))  # here
+            loss = y.square().mean()
+            loss.backward()
+            optimizer.step()
+            kept.append(y.detach())
+            total = total + loss
+    """)
+    found = judged(tmp_path, path, cwd=tmp_path)
+    assert found["verdict"] == "leak"
+    tensors = [s for s in found["suspects"] if s["kind"] == "tensor"]
+    assert "[16, 64]" in tensors[0]["name"]
+    assert tensors[0]["source"].startswith("script.py:")
+    graph = next(s for s in found["suspects"] if s["kind"] == "graph")
+    assert graph["holder"] == "__main__.total"
+    assert graph["count_per_step"] >= 3
+
+
+def test_an_unbounded_memo_is_named(tmp_path):
+    found = judged(tmp_path, PROGRAMS, "memo_on_a_method", 101)
+    assert any(s["holder"].endswith("Model.features") for s in found["suspects"])
+
+
+@pytest.mark.skipif(__import__("importlib.util").util.find_spec("memray") is None, reason="memray is not installed")
+def test_native_stacks_are_told_where_asked_for(tmp_path):
+    found = judged(tmp_path, "--deep", PROGRAMS, "arrays_in_a_list", 101)
+    native = [s for s in found["suspects"] if s["kind"] == "native"]
+    assert any(s["source"].startswith(("benchmarks/leaks/programs.py", "programs.py")) and 1500 < s["bytes_per_step"] < 2500 for s in native)
+
+
+# --- steps ----------------------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_those_of_the_first_optimizer(tmp_path):
+    path = script(tmp_path, """
+        import torch
+        a, b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        optimizers = [torch.optim.SGD(a.parameters(), 0.1), torch.optim.SGD(b.parameters(), 0.1)]
+        for _ in range(80):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            b(a(torch.ones(2, 4))).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        print("done")
+    """)
+    run = watched(path, steps=0)
+    assert (run.kind, run.steps, run.ended, run.code) == (Kind.OPTIMIZER, 80, "itself", 0)
+    assert "done" in run.tail
+
+
+def test_lines_of_output_mark_steps(tmp_path):
+    path = script(tmp_path, """
+        for step in range(120):
+            print("step", step)
+            print("something else")
+    """)
+    run = watched(path, steps=0, lines=r"^step \d+")
+    assert (run.kind, run.steps) == (Kind.SCRIPT, 120)
+
+
+def test_without_marks_the_clock_ticks(tmp_path):
+    path = script(tmp_path, """
+        import time
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            sum(range(1000))
+    """)
+    run = watched(path, steps=0, every_seconds=0.05)
+    assert run.kind is Kind.CLOCK
+    assert 20 <= run.steps <= 42
+
+
+def test_forked_workers_take_no_samples(tmp_path):
+    path = script(tmp_path, """
+        import multiprocessing, lowtide
+        def work(_):
+            for _ in range(50):
+                lowtide.step()
+        if __name__ == "__main__":
+            with multiprocessing.get_context("fork").Pool(2) as pool:
+                for _ in range(60):
+                    pool.map(work, range(4))
+                    lowtide.step()
+    """)
+    assert watched(path, steps=0).steps == 60
+
+
+# --- the script is left alone -----------------------------------------------------------------------------------------------
+
+
+def test_the_script_sees_its_arguments_its_folder_and_the_machines_own_sitecustomize(tmp_path):
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("import builtins\nbuiltins.machines_own = True\n")
+    path = script(tmp_path, """
+        import sys
+        print(sys.argv[1:], sys.path[0] == __file__.rpartition("/")[0], machines_own, any("probe" in p for p in sys.path))
+    """)
+    with Watched(python(str(path), module=False, arguments=["--steps", "7"]), Watch(steps=0),
+                 environment={**os.environ, "PYTHONPATH": str(own)}) as process:
+        run = process.wait(Progress())
+    assert run.tail == "['--steps', '7'] True True False"
+
+
+def test_a_python_without_lowtide_is_watched_too(tmp_path):
+    """Another interpreter's packages are not ours: only the probe is lent, and it needs the standard library alone."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True, timeout=60)
+    path = script(tmp_path, """
+        import importlib.util, lowtide
+        kept = []
+        for _ in range(120):
+            kept.append(bytearray(3000))
+            lowtide.step()
+        print(importlib.util.find_spec("numpy"))
+    """)
+    with Watched([str(tmp_path / "venv" / "bin" / "python"), str(path)], Watch(steps=0)) as process:
+        run = process.wait(Progress())
+    assert run.tail == "None"
+    assert run.steps == 120
+    assert run.column("heap_bytes")[-1] - run.column("heap_bytes")[60] > 59 * 3000
+
+
+def test_nothing_is_left_behind(tmp_path):
+    """Neither the process nor its children outlive the study, nor do files of it."""
+    path = script(tmp_path, """
+        import pathlib, subprocess, sys, lowtide
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        pathlib.Path(sys.argv[1]).write_text(str(child.pid))
+        while True:
+            lowtide.step()
+    """)
+    note = tmp_path / "pid"
+    (tmp_path / "temporary").mkdir()
+    done = leak("--quiet", "--processes", "1", "--steps", "60", path, note, env={"TMPDIR": str(tmp_path / "temporary")})
+    assert done.returncode == 0, done.stderr
+    assert not list((tmp_path / "temporary").iterdir())
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{note.read_text()}").exists() and time.monotonic() < deadline:
+        if Path(f"/proc/{note.read_text()}/stat").read_text().split()[2] == "Z":
+            break
+        time.sleep(0.1)
+    else:
+        assert not Path(f"/proc/{note.read_text()}").exists()
+
+
+def test_the_sampler_itself_does_not_grow(tmp_path):
+    """20,000 steps that do nothing: 0.01 KiB a step would be 200 KiB."""
+    path = script(tmp_path, """
+        import lowtide
+        for _ in range(20_000):
+            lowtide.step()
+    """)
+    run = watched(path, steps=0)
+    held = run.column("heap_bytes")
+    assert run.steps == 20_000
+    assert (held[-1] - held[2000]) / 18_000 <= 10
+
+
+# --- the command line -----------------------------------------------------------------------------------------------------------
+
+
+def test_fail_makes_a_leak_the_exit_code(tmp_path):
+    program = (PROGRAMS, "arrays_in_a_list", 5)
+    done = leak("--fail", "--no-who", "--html", tmp_path / "page.html", "--", sys.executable, *program)
+    assert done.returncode == 1
+    assert "leak: malloc's blocks in use" in " ".join(done.stderr.split())
+    assert "Counters" in (tmp_path / "page.html").read_text()
+    assert leak("--fail", "--no-who", PROGRAMS, "arrays", 5).returncode == 0
+
+
+def test_a_script_that_crashes_has_no_verdict_and_keeps_its_exit_code(tmp_path):
+    path = script(tmp_path, "import lowtide\nlowtide.step()\nraise SystemExit(7)\n")
+    done = leak(path)
+    assert done.returncode == 7
+    assert "no verdict" in done.stderr
+
+
+def test_too_few_steps_are_inconclusive_and_say_how_many_would_do(tmp_path):
+    path = script(tmp_path, "import lowtide\nfor _ in range(20):\n    lowtide.step()\n")
+    found = judged(tmp_path, path)
+    assert found["verdict"] == "inconclusive"
+    assert found["more_steps"] > 20
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (("nothing.py",), "no such script: nothing.py"),
+    (("--", "no-such-command"), "no such command: no-such-command"),
+    (("--tolerance", "much", "x.py"), "cannot read the size"),
+    (("--memory-left", "1GiB", "x.py"), "go together"),
+    (("--step-line", "(", "x.py"), "no regular expression"),
+    (("--json", "/no/such/folder/x.json", "x.py"), "does not exist"),
+    (("--", "sleep", "0.2"), "before any step was seen"),
+    (("--timeout", "1", "forever.py"), "killed after --timeout"),
+])
+def test_bad_input_is_one_line_and_exit_2(tmp_path, arguments, said):
+    script(tmp_path, "", "x.py")
+    script(tmp_path, "import time\ntime.sleep(60)\n", "forever.py")
+    done = leak(*arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("lowtide: error: ")
+    assert said in last

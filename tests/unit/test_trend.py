@@ -1,0 +1,132 @@
+"""How a counter's growth is measured: rates, warm-up, jumps, and what may not be called certain."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowtide.leak.trend import like_sized, settled, trend
+
+KIB = 1024
+STEPS = 300
+
+
+def line(rate, start=5e6, steps=STEPS):
+    return start + rate * np.arange(steps)
+
+
+@given(st.floats(-20_000, 20_000), st.floats(0, 1e9))
+@settings(max_examples=40, deadline=None)
+def test_a_straight_line_has_its_slope_and_no_doubt(rate, start):
+    found = trend(line(rate, start), KIB)
+    low, high = found.interval(0.01)
+    assert found.rate == pytest.approx(rate, abs=1e-2)
+    assert low - 1 <= rate <= high + 1
+    assert high - low < 2
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("noise", ["white", "follows", "walk", "batches"])
+def test_the_interval_holds_the_true_rate_under_noise(seed, noise):
+    """At one in a thousand on either side, 32 draws may not miss by more than a tenth of the tolerance."""
+    rng = np.random.default_rng(seed)
+    white = rng.normal(0, 20 * KIB, STEPS)
+    follows = np.zeros(STEPS)
+    for i in range(1, STEPS):
+        follows[i] = 0.6 * follows[i - 1] + white[i] / 2
+    made = {"white": white, "follows": follows, "walk": np.cumsum(white) / 50, "batches": rng.integers(8, 64, STEPS) * 2048.0}
+    low, high = trend(line(3 * KIB) + made[noise], KIB).interval(0.001)
+    assert low - 0.1 * KIB <= 3 * KIB <= high + 0.1 * KIB
+
+
+@pytest.mark.parametrize("period", [7, 20, 36, 45])
+@pytest.mark.parametrize("rate", [0, 2 * KIB])
+def test_what_a_collector_takes_again_and_again_is_seen_through(period, rate):
+    """A saw of 15 KiB a step on top of the growth."""
+    found = trend(line(rate) + 15 * KIB * (np.arange(STEPS) % period), KIB)
+    assert found.rate == pytest.approx(rate, abs=KIB / 20)
+    low, high = found.interval(0.001)
+    assert high - low < KIB / 2
+
+
+@pytest.mark.parametrize("length", [20, 60, 120])
+def test_warm_up_is_left_out(length):
+    """Growth of 30 KiB a step until some step, none after it."""
+    values = line(0.0)
+    values += 30 * KIB * np.minimum(np.arange(STEPS), length)
+    found = trend(values, KIB)
+    assert length - 12 <= found.start <= length + 12
+    assert abs(found.rate) < KIB / 4
+    assert found.before_bytes == pytest.approx(30 * KIB * max(0, length - 30), rel=0.3, abs=400 * KIB)
+
+
+def test_growth_that_begins_late_is_no_warm_up():
+    values = line(0.0)
+    values += 5 * KIB * np.maximum(0, np.arange(STEPS) - 100)
+    assert trend(values, KIB).late_rate == pytest.approx(5 * KIB, rel=0.05)
+    assert settled(values, KIB) <= 100
+
+
+@pytest.mark.parametrize("at", [50, 101, 170, 260])
+@pytest.mark.parametrize("size", [300 * KIB, 5000 * KIB])
+def test_a_lone_jump_is_told_and_is_no_growth(at, size):
+    values = line(0.0)
+    values[at:] += size
+    found = trend(values, KIB)
+    assert abs(found.rate) < KIB / 4
+    assert found.jump_bytes == pytest.approx(size, rel=0.02) or found.start >= at - 10
+
+
+@pytest.mark.parametrize("every", [40, 60])
+def test_jumps_that_come_again_are_growth_or_doubt_never_clean(every):
+    """Something kept every so many steps, of 4 KiB a step over all."""
+    values = 5e6 + 4 * KIB * every * (np.arange(STEPS) // every)
+    _, high = trend(values, KIB).interval(0.02)
+    assert high > KIB
+
+
+def test_what_rises_and_falls_within_the_run_is_not_called_a_leak():
+    values = line(0.0) + 4 * KIB * (np.arange(STEPS) % 100)
+    low, _ = trend(values, KIB).interval(0.001)
+    assert low < KIB
+
+
+def test_readings_may_be_missing():
+    values = line(3 * KIB)
+    values[np.arange(STEPS) % 6 != 0] = np.nan
+    assert trend(values, KIB).rate == pytest.approx(3 * KIB, rel=1e-3)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5, 30])
+def test_too_few_steps_say_nothing(steps):
+    low, high = trend(line(50 * KIB, steps=steps), KIB).interval(0.01)
+    assert low == -math.inf
+    assert high == math.inf
+
+
+def test_more_steps_are_asked_for_where_noise_hides_the_answer():
+    rng = np.random.default_rng(1)
+    found = trend(line(0.0) + rng.normal(0, 2e6, STEPS), KIB)
+    assert found.steps_to_tell(KIB, 0.01) > STEPS
+    assert trend(line(0.0), KIB).steps_to_tell(KIB, 0.01) <= 1.2 * STEPS
+
+
+def test_sizes_of_batches_are_taken_off_by_what_a_step_took():
+    """What is held at the end of a step goes with the batch; what the step took tells its size."""
+    rng = np.random.default_rng(0)
+    rows = rng.integers(8, 300, STEPS)
+    values = line(2 * KIB) + 2048.0 * rows
+    peaks = values + 8192.0 * rows + rng.normal(0, 500, STEPS)
+    clear = like_sized(values, peaks)
+    assert np.std(np.diff(clear)) < np.std(np.diff(values)) / 50
+    assert trend(clear, KIB).rate == pytest.approx(2 * KIB, rel=0.02)
+
+
+def test_sizes_are_left_alone_where_they_explain_nothing():
+    rng = np.random.default_rng(0)
+    values = line(2 * KIB) + rng.normal(0, 5000, STEPS)
+    assert like_sized(values, values + rng.normal(1e6, 1e5, STEPS)) is values
