@@ -16,7 +16,7 @@ SOURCE = Path(lowtide.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "", "units"),
-    ("trace", "store", "probe.marks", "probe.counters", "probe.census", "probe.sampler", "probe.site.sitecustomize"),
+    ("trace", "store", "probe.marks", "probe.counters", "probe.census", "probe.arms", "probe.sampler", "probe.site.sitecustomize"),
     (
         "pebble.status",
         "pebble.graph",
@@ -82,6 +82,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "leak.verdict",
         "leak.study",
         "leak.books",
+        "leak.ablate",
         "leak.findings",
         "sweep.axes",
         "sweep.definition",

@@ -96,6 +96,11 @@ def tolerance_of(tolerance: str | None, memory_left: str | None, planned_steps: 
 )
 @click.option("--deep", is_flag=True, help="Native stacks too, through memray.")
 @click.option(
+    "--ablate",
+    is_flag=True,
+    help="Which part grows, by experiment: a torch script with parts and layers switched off, in some twenty processes more.",
+)
+@click.option(
     "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Kill a process that runs longer."
 )
 @click.option("--fail", is_flag=True, help="Exit with 1 if it leaks.")
@@ -117,6 +122,7 @@ def leak(
     samples_per_step: float,
     who: bool,
     deep: bool,
+    ablate: bool,
     timeout: float | None,
     fail: bool,
     json_file: str | None,
@@ -161,14 +167,17 @@ def leak(
             if deep:
                 native = suspects_of(_looked(command, watch, told, deep=True), rate)
                 suspects = (*suspects, *(s for s in native if s.kind == "native"))
+        parts = _ablated(command, watch, allowed, told) if ablate and last.steps and not last.code else None
     if json_file is not None:
-        write_json(json_file, {"command": command, **to_json(found, suspects, samples_per_step=samples_per_step)})
+        figures = to_json(found, suspects, samples_per_step=samples_per_step)
+        write_json(json_file, {"command": command, **figures, "ablation": None if parts is None else parts.to_json()})
     if html_file is not None:
-        Path(html_file).write_text(page(found, suspects, command=shlex.join(command), samples_per_step=samples_per_step))
+        told_as = shlex.join(command)
+        Path(html_file).write_text(page(found, suspects, parts, command=told_as, samples_per_step=samples_per_step))
     if last.code or last.ended == "timeout" or not last.steps:
         return _failed(last, command)
     if not quiet:
-        show(found, suspects, samples_per_step=samples_per_step)
+        show(found, suspects, parts, samples_per_step=samples_per_step)
     return int(fail and found.verdict.verdict is Verdict.LEAK)
 
 
@@ -178,6 +187,16 @@ def _looked(command: list[str], watch: Watch, told: Told, *, deep: bool) -> Any:
     steps = watch.steps
     with Watched(command, replace(watch, census=True, deep=deep, audits=audits_of(steps)), quiet=True) as process:
         return process.wait(told)
+
+
+def _ablated(command: list[str], watch: Watch, tolerance: float, told: Told) -> Any:
+    from lowtide.leak.ablate import Failed, ablate
+
+    try:
+        return ablate(command, watch, tolerance=tolerance, progress=told)
+    except Failed as error:
+        click.echo(f"lowtide: no ablation: {error}", err=True)
+        return None
 
 
 def _check_memray() -> None:
@@ -213,7 +232,6 @@ class Told(Progress):
         """Nothing has begun."""
         self._bar, self._steps, self._number = bar, steps, 0
         self._task: Any = None
-        self._last = 0
 
     def began(self, what: str) -> None:
         """Something else begins."""
@@ -221,14 +239,18 @@ class Told(Progress):
             if self._task is not None:
                 self._bar.update(self._task, visible=False)
             self._task = self._bar.add_task(what, total=self._steps)
-        self._last = 0
+
+    def process(self) -> None:
+        """A process of the study begins."""
+        self._number += 1
+        self.began(f"process {self._number}")
+
+    def arm(self, name: str) -> None:
+        """An arm of an ablation begins."""
+        self.began(f"arm: {name}")
 
     def stepped(self, steps: int) -> None:
         """So many steps of the process that runs have been seen."""
-        if self._task is None or steps < self._last:
-            self._number += 1
-            self.began(f"process {self._number}")
-        self._last = steps
         if self._bar is not None:
             self._bar.update(self._task, completed=min(steps, self._steps))
 

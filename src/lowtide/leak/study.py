@@ -75,6 +75,7 @@ def study(
     runs: list[Run] = []
     judgements: list[Judgement] = []
     while len(runs) < processes or (len(runs) == processes > 1 and _open(judgements, watch.steps)):
+        told.process()
         early = not runs and processes > 1
         with Watched(command, watch, environment=environment, quiet=quiet or bool(runs)) as process:
             run = process.wait(told, _Half(watch.steps, tolerance) if early else None)

@@ -50,6 +50,8 @@ class Watch:
         least_seconds: unmarked processes are not ended before.
         census: whether the process also looks for what grows in it (costs time and memory).
         deep: whether native stacks are noted too, where memray is installed.
+        collect_every: steps after which garbage in cycles is collected; 0 to leave it to Python.
+        arm: of an ablation (``probe.arms.Arm``); None for the program as it is.
         timeout_seconds: after which the process is killed; 0 for never.
         cap_bytes: address space the process may have (``RLIMIT_AS``); 0 for no cap.
     """
@@ -61,6 +63,8 @@ class Watch:
     least_seconds: float = 60.0
     census: bool = False
     deep: bool = False
+    collect_every: int = 0
+    arm: Mapping[str, Any] | None = None
     timeout_seconds: float = 0.0
     cap_bytes: int = 0
 
@@ -75,6 +79,7 @@ class Run:
         children: float [look, 2]: seconds of the clock of the rows, unique bytes of all child processes together.
         audits: closed books, in order of their steps.
         census: what grew, as ``probe.census`` wrote it; empty where it was not asked for.
+        modules: layers of the model, path and type, where an arm was run.
         native: stacks that memray found, largest first; empty where it was not asked for.
         code: exit code, negative for a signal.
         ended: why: ``enough`` (it was ended), ``itself``, ``timeout``.
@@ -88,6 +93,7 @@ class Run:
     audits: tuple[dict[str, Any], ...]
     census: tuple[dict[str, Any], ...]
     native: tuple[dict[str, Any], ...] = ()
+    modules: tuple[tuple[str, str], ...] = ()
     code: int
     ended: str
     seconds: float
@@ -113,6 +119,12 @@ class Run:
 
 class Progress:
     """Told of steps while a process runs; this one does nothing."""
+
+    def process(self) -> None:
+        """A process of a study begins."""
+
+    def arm(self, name: str) -> None:
+        """An arm of an ablation begins."""
 
     def stepped(self, steps: int) -> None:
         """So many steps have been seen."""
@@ -180,6 +192,8 @@ class Watched:
             "least_seconds": w.least_seconds,
             "census": w.census,
             "deep": w.deep,
+            "arm": w.arm,
+            "collect_every": w.collect_every,
         }
         self._output = (self._folder / "output").open("wb")
         self._began = time.perf_counter()
@@ -263,6 +277,7 @@ class Watched:
             children=np.array(self._children, dtype=np.float64).reshape(-1, 2),
             audits=self._entries(f"audits-{pid}", kind),
             census=self._entries(f"census-{pid}", kind),
+            modules=tuple((m["path"], m["type"]) for m in self._entries(f"modules-{pid}", kind)),
             native=native_stacks(self._folder / f"native-{pid}"),
             code=self._process.returncode,
             ended=ended,

@@ -177,7 +177,8 @@ class WhenImported(importlib.abc.MetaPathFinder):
         if fullname != self._name or self not in sys.meta_path:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        found = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path))  # others may wait for it too
+        spec = next((spec for spec in found if spec is not None), None)
         if spec is None or spec.loader is None:
             return spec
         loader, then = spec.loader, self._then

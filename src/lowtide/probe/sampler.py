@@ -44,7 +44,12 @@ def begin() -> None:
     text = os.environ.get(TASK)
     if text is None:
         return
-    Sampler(json.loads(text)).install()
+    task = json.loads(text)
+    Sampler(task).install()
+    if task["arm"]:
+        from lowtide.probe.arms import Arm
+
+        Arm(task["arm"], task["folder"]).install()
     for module, calls in json.loads(os.environ.get(SETTINGS, "{}")).items():
         WhenImported(module, functools.partial(_set, calls))
 
@@ -69,7 +74,9 @@ class Sampler:
             task: ``folder``; ``steps`` after which to end (0: never); ``audits``, steps at which books are closed;
                 ``lines``, a regular expression of lines that mark steps; ``every_seconds`` of the clock's marks (0: none);
                 ``least_seconds`` of the clock's marks before the end; ``census``, whether to look for what grows;
-                ``deep``, whether natively too.
+                ``deep``, whether natively too;
+                ``collect_every``, steps after which garbage is collected (0: it is left to Python);
+                ``arm``, of an ablation (``probe.arms``).
         """
         self._task = task
         self._steps: int = task["steps"]
@@ -77,6 +84,8 @@ class Sampler:
         self._allocators, self._kernel = Allocators(), Kernel()
         every = max(1, self._steps // READINGS) if self._steps else 0
         self._gates = [Gate(every), Gate(every), Gate(every), Gate(), Gate(every)]
+        self._collect: int = task["collect_every"]
+        self._frozen = False
         self._buffer = bytearray(_BUFFERED * _ROW.size)
         self._used = 0
         self._flushed = 0
@@ -124,6 +133,8 @@ class Sampler:
         with self._lock:
             if kind < self._kind:  # someone who knows better has begun to mark
                 self._kind, self._count = kind, 0
+            if self._collect and not (self._count + 1) % self._collect and gc.isenabled():
+                self._collected()
             self._row(kind)
             self._count += 1
             if self._count in self._audits:
@@ -133,6 +144,13 @@ class Sampler:
                 done = time.monotonic() - self._began >= self._task["least_seconds"]
         if done or (not self._used and os.path.exists(os.path.join(self._task["folder"], ENOUGH))):
             self._end(kind)
+
+    def _collected(self) -> None:
+        """Collect garbage, so that the row to come has none; what is there at first is set aside, so that this is quick."""
+        gc.collect()
+        if not self._frozen:
+            gc.freeze()
+            self._frozen = True
 
     def _row(self, kind: Kind) -> None:
         if self._file < 0:

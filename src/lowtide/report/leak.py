@@ -9,6 +9,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
+from lowtide.leak.ablate import Ablation
 from lowtide.leak.findings import MEANING, Suspect, books_of, spread_of
 from lowtide.leak.study import Study
 from lowtide.leak.verdict import Verdict, series_of
@@ -53,7 +54,7 @@ def sentence(study: Study) -> str:
     return f"inconclusive: {what} grows by {rate}, and {limit} lies within; {enough}"
 
 
-def show(study: Study, suspects: tuple[Suspect, ...], *, samples_per_step: float) -> None:
+def show(study: Study, suspects: tuple[Suspect, ...], parts: Ablation | None = None, *, samples_per_step: float) -> None:
     """The summary."""
     out, verdict, run = console(), study.verdict, study.run
     head, _, rest = sentence(study).partition(":")
@@ -105,6 +106,24 @@ def show(study: Study, suspects: tuple[Suspect, ...], *, samples_per_step: float
             table.add_row(s.kind, escape(s.name), escape(s.source), escape(s.holder), weight, f"{s.count_per_step:.1f}")
         out.print(table)
 
+    if parts is not None:
+        _show_parts(parts)
+
+
+def _show_parts(parts: Ablation) -> None:
+    """What the arms of an ablation say."""
+    out = console()
+    out.print(f"[bold]by experiment[/]: {escape(parts.text)}")
+    table = Table()
+    table.add_column("component")
+    for column in ("adds a step", "at least", "at most"):
+        table.add_column(column, justify="right")
+    for c in parts.contrasts:
+        style = "bold red" if c.component == parts.culprit else ""
+        bounds = [format_bytes(x) if np.isfinite(x) else "-" for x in (c.low, c.high)]
+        table.add_row(escape(c.component), format_bytes(c.change), *bounds, style=style)
+    out.print(table)
+
 
 def _curve(values: Any) -> str:
     known = np.flatnonzero(np.isfinite(values))
@@ -119,7 +138,9 @@ def _curve(values: Any) -> str:
     return text
 
 
-def page(study: Study, suspects: tuple[Suspect, ...], *, command: str, samples_per_step: float) -> str:
+def page(
+    study: Study, suspects: tuple[Suspect, ...], parts: Ablation | None = None, *, command: str, samples_per_step: float
+) -> str:
     """The page: every process's curves, the table of growth, the books, the suspects."""
     processes = []
     for run in study.runs:
@@ -137,6 +158,10 @@ def page(study: Study, suspects: tuple[Suspect, ...], *, command: str, samples_p
         "start": 0 if culprit is None else culprit.trend.start,
         "rate": 0 if culprit is None else culprit.trend.rate,
     }
+    if parts is not None:
+        data["arms"] = [
+            {"name": arm.name, "curve": [None if not np.isfinite(v) else int(v) for v in arm.curve]} for arm in parts.arms
+        ]
     run = study.run
     return render(
         "leak",
@@ -147,6 +172,7 @@ def page(study: Study, suspects: tuple[Suspect, ...], *, command: str, samples_p
         sentence=sentence(study),
         command=command,
         suspects=suspects,
+        parts=parts,
         books=books_of(study),
         names=BUCKETS,
         spread=spread_of(run),

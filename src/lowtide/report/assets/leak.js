@@ -39,4 +39,26 @@
     which.append(button);
   }
   draw();
+  if (!data.arms) return;
+  const colour = (i) => `hsl(${(i * 47) % 360} 60% ${i < 6 ? 38 : 62}%)`;
+  const arms = (each) => {
+    const parts = document.getElementById("arms");
+    parts.replaceChildren();
+    const steps = new Set();
+    data.arms.forEach((a) => a.curve.forEach((v, i) => { if (v != null) steps.add(i + 1); }));
+    const x = [...steps].sort((a, b) => a - b);
+    const columns = data.arms.map((a) => {
+      const all = x.map((s) => a.curve[s - 1] ?? null);
+      return each ? all.map((v, i) => i && v != null && all[i - 1] != null ? (v - all[i - 1]) / (x[i] - x[i - 1]) : null) : all;
+    });
+    new uPlot({width: Math.min(900, width), height: 320, scales: {x: {time: false}},
+      axes: [{}, {values: (u, ticks) => ticks.map(size), incrs: binary, size: 80}],
+      series: [{label: "step"}, ...data.arms.map((a, i) => ({label: a.name, stroke: colour(i), width: i < 6 ? 2 : 1.2, dash: i < 6 ? undefined : [4, 3],
+        spanGaps: true, points: {show: false}, value: (u, v) => v == null ? "" : size(v)}))]}, [x, ...columns], parts);
+    document.getElementById("total").className = each ? "" : "on";
+    document.getElementById("each").className = each ? "on" : "";
+  };
+  document.getElementById("total").onclick = () => arms(false);
+  document.getElementById("each").onclick = () => arms(true);
+  arms(false);
 })();

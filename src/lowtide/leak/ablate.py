@@ -1,0 +1,272 @@
+"""Which part of a program grows, by experiment: arms with parts switched off, in fresh processes, and contrasts between them.
+
+Arms are cumulative: the loop alone, then with the forward, the backward, the optimizer, checkpointing, logging; what an
+arm grows more than the one before it is that part's. Where the forward or the backward grows, layers are looked at: by
+type, with none, one and two of the work of each (dose and response), and one by one, by bisection.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from scipy import stats
+
+from lowtide.leak.study import audits_of
+from lowtide.leak.trend import Series, trend
+from lowtide.leak.verdict import series_of
+from lowtide.leak.watch import Progress, Run, Watch, Watched
+from lowtide.probe.arms import PARTS
+
+RISK: Final = 0.01
+"""Of a wrong accusation, over all contrasts."""
+REPEATS: Final = 2
+"""Processes per arm."""
+LEVELS: Final = 30
+"""How often a process's garbage is collected: what waits for the collector would be taken for growth of whoever makes it."""
+KINDS: Final = 10
+"""Types of layers looked at; the most frequent."""
+MOST: Final = 0.6
+"""A group of layers that takes away this share of the growth has it; one that takes away less than the rest of it has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One arm's growth.
+
+    Attributes:
+        name: ``loop``, ``forward``, ...: the last part that it has; or what is done to layers.
+        rate: bytes held per step.
+        error: standard error, over processes and within each.
+        curve: bytes held per step of the first process, from its first value.
+    """
+
+    name: str
+    rate: float
+    error: float
+    curve: Series
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contrast:
+    """What one component adds to the growth.
+
+    Attributes:
+        component: a part, or a type of layer, or a layer's path.
+        kind: ``part``, ``layers``, ``layer``.
+        change: bytes per step.
+        low, high: bounds that hold for all contrasts together.
+    """
+
+    component: str
+    kind: str
+    change: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ablation:
+    """What the arms say.
+
+    Attributes:
+        arms: in the order in which they ran.
+        contrasts: of parts, then of layers.
+        culprit: the component that grows (a layer by its path; ``interaction``); empty for none, or where none explains
+            the growth alone.
+        text: in a sentence.
+    """
+
+    arms: tuple[Arm, ...]
+    contrasts: tuple[Contrast, ...]
+    culprit: str
+    text: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Every figure, in bytes per step."""
+        return {
+            "culprit": self.culprit,
+            "text": self.text,
+            "arms": [{"name": a.name, "bytes_per_step": a.rate, "error_bytes": _finite(a.error)} for a in self.arms],
+            "contrasts": [
+                {
+                    "component": c.component,
+                    "kind": c.kind,
+                    "bytes_per_step": c.change,
+                    "interval_bytes": [_finite(c.low), _finite(c.high)],
+                }
+                for c in self.contrasts
+            ],
+        }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+class Failed(Exception):
+    """An arm did not run."""
+
+
+def ablate(
+    command: Sequence[str],
+    watch: Watch,
+    *,
+    tolerance: float,
+    repeats: int = REPEATS,
+    environment: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> Ablation:
+    """Run the arms of a torch script.
+
+    Args:
+        command: the script.
+        watch: how each process is watched.
+        tolerance: bytes per step that are no growth.
+        repeats: processes per arm.
+        environment: of the processes.
+        progress: told of steps.
+
+    Raises:
+        Failed: if the script does not run with its parts switched off, or calls no module of torch.
+    """
+    bench = _Bench(command, watch, tolerance, repeats, environment, progress or Progress())
+    arms = [bench.arm(PARTS[k], parts=PARTS[: k + 1]) for k in range(len(PARTS))]
+    if not bench.modules:
+        raise Failed("the script calls no torch module: there are no parts to switch off")
+    whole, kinds = arms[-1], _kinds(bench.modules)
+    count = len(PARTS) + 2 * len(kinds)
+    contrasts = [_contrast(arms[0].name, "part", None, arms[0], count)]
+    contrasts += [_contrast(b.name, "part", a, b, count) for a, b in itertools.pairwise(arms)]
+    guilty = [c for c in contrasts if c.low > tolerance]
+    if not guilty:
+        doubt = whole.rate + 3 * whole.error > tolerance
+        text = "no culprit: no part grows above the tolerance for certain" if doubt else "no culprit: nothing grows"
+        return Ablation(arms=tuple(arms), contrasts=tuple(contrasts), culprit="", text=text)
+    worst = max(guilty, key=lambda c: c.change)
+    named = {"loop": "the loop itself (data, loss, the script's own code)"}.get(worst.component, worst.component)
+    text = f"{named} grows by {worst.change / 1024:.1f} KiB a step"
+    culprit = worst.component
+    if worst.component in ("forward", "backward"):
+        found, more = _layers(bench, whole, kinds, worst, count, arms)
+        contrasts += found
+        culprit, text = more if more is not None else (culprit, text)
+    others = [c.component for c in guilty if c is not worst]
+    if others:
+        text += f"; {', '.join(others)} grow{'s' if len(others) == 1 else ''} too"
+    return Ablation(arms=tuple(arms), contrasts=tuple(contrasts), culprit=culprit, text=text)
+
+
+def _kinds(modules: Sequence[tuple[str, str]]) -> list[str]:
+    counts: dict[str, int] = {}
+    for _, kind in modules:
+        counts[kind] = counts.get(kind, 0) + 1
+    return sorted(counts, key=lambda k: -counts[k])[:KINDS]
+
+
+def _layers(
+    bench: _Bench, whole: Arm, kinds: Sequence[str], worst: Contrast, count: int, arms: list[Arm]
+) -> tuple[list[Contrast], tuple[str, str] | None]:
+    """Which layers the growth of a forward or backward is of: by type, then one by one."""
+    found = []
+    for kind in kinds:
+        paths = [path for path, k in bench.modules if k == kind]
+        none = bench.arm(f"no {kind}", stub=paths)
+        double = bench.arm(f"{kind} twice", twice=[kind])
+        arms += [none, double]
+        found.append(_dose(kind, none, double, count))
+    guilty = [c for c in found if c.low > bench.tolerance / 2 and c.change > worst.change * (1 - MOST)]
+    if not guilty:
+        return found, (
+            "interaction",
+            f"the {worst.component} grows, but no type of layer alone: what they make is kept elsewhere",
+        )
+    best = max(guilty, key=lambda c: c.change)
+    if len(guilty) > 1 and sorted(c.change for c in guilty)[-2] > MOST * best.change:
+        names = " and ".join(c.component for c in sorted(guilty, key=lambda c: -c.change)[:3])
+        return found, ("interaction", f"the {worst.component} grows with {names} together: what they make is kept elsewhere")
+    paths = [path for path, kind in bench.modules if kind == best.component]
+    share = best.change
+    while len(paths) > 1:
+        half = paths[: len(paths) // 2]
+        arm = bench.arm(f"without {half[0]} .. {half[-1]}" if len(half) > 1 else f"without {half[0]}", stub=half, repeats=1)
+        arms.append(arm)
+        gone = whole.rate - arm.rate
+        if gone > MOST * share:
+            paths = half
+        elif gone < (1 - MOST) * share:
+            paths = paths[len(half) :]
+        else:
+            return found, (best.component, f"{best.component} layers grow by {share / 1024:.1f} KiB a step, several of them")
+    path = paths[0]
+    return found, (path, f"layer {path} ({best.component}) grows by {share / 1024:.1f} KiB a step")
+
+
+def _contrast(component: str, kind: str, before: Arm | None, after: Arm, count: int) -> Contrast:
+    change = after.rate - (before.rate if before is not None else 0.0)
+    error = math.hypot(after.error, before.error if before is not None else 0.0)
+    reach = float(stats.norm.ppf(1 - RISK / count)) * error
+    return Contrast(component=component, kind=kind, change=change, low=change - reach, high=change + reach)
+
+
+def _dose(kind: str, none: Arm, double: Arm, count: int) -> Contrast:
+    """Growth per unit of a layer type's work: the slope over none and two of it."""
+    change, error = (double.rate - none.rate) / 2, math.hypot(none.error, double.error) / 2
+    reach = float(stats.norm.ppf(1 - RISK / count)) * error
+    return Contrast(component=kind, kind="layers", change=change, low=change - reach, high=change + reach)
+
+
+class _Bench:
+    """Runs arms."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        watch: Watch,
+        tolerance: float,
+        repeats: int,
+        environment: Mapping[str, str] | None,
+        progress: Progress,
+    ) -> None:
+        self._command, self._repeats, self._environment, self._progress = command, repeats, environment, progress
+        collect = max(1, watch.steps // LEVELS)
+        self._watch = replace(watch, audits=watch.audits or audits_of(watch.steps), collect_every=collect)
+        self.tolerance = tolerance
+        self.modules: tuple[tuple[str, str], ...] = ()
+
+    def arm(
+        self, name: str, *, parts: Sequence[str] = PARTS, stub: Sequence[str] = (), twice: Sequence[str] = (), repeats: int = 0
+    ) -> Arm:
+        """One arm."""
+        task: dict[str, Any] = {"parts": list(parts), "stub": list(stub), "twice": list(twice)}
+        runs = []
+        self._progress.arm(name)
+        for _ in range(repeats or self._repeats):
+            with Watched(self._command, replace(self._watch, arm=task), environment=self._environment) as process:
+                run = process.wait(self._progress)
+            if run.code or not run.steps:
+                raise Failed(f"the arm {name!r} ended with exit code {run.code} after {run.steps} steps:\n{run.tail}")
+            self.modules = self.modules or run.modules
+            runs.append(run)
+        return _measured(name, runs, self.tolerance, self._watch.collect_every)
+
+
+def _measured(name: str, runs: Sequence[Run], tolerance: float, collected_every: int) -> Arm:
+    """An arm from its processes, by the steps after which garbage was collected."""
+    held = [series_of(run)["held"] for run in runs]
+    for values in held:
+        values[np.arange(1, len(values) + 1) % collected_every != 0] = np.nan
+    trends = [trend(values, tolerance) for values in held]
+    rates = np.array([t.rate for t in trends])
+    within = max(t.error for t in trends)
+    between = float(rates.std(ddof=1)) if len(rates) > 1 else 0.0
+    error = max(within, between) / math.sqrt(len(rates)) if math.isfinite(within) else math.inf
+    return Arm(name=name, rate=float(rates.mean()), error=max(error, FLOOR), curve=held[0] - held[0][np.isfinite(held[0])][0])
+
+
+FLOOR: Final = 16.0
+"""Bytes per step that no arm's rate is known better than: runs of one program differ by as much."""

@@ -1,0 +1,153 @@
+"""One arm of an ablation: a script of torch with some of its parts switched off, or a layer's work doubled. Standard
+library only.
+
+What is switched off gives what it gave at first: a module its first output for arguments of these shapes, the backward
+nothing, the optimizer no step (it finds no gradients), saving and logging nothing. So the loop goes on, whatever it is,
+and what still grows grows without that part.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Final, final
+
+from lowtide.probe.marks import WhenImported
+
+PARTS: Final = ("loop", "forward", "backward", "optimizer", "checkpointing", "logging")
+"""Parts of a training script, in the order in which arms add them; ``loop`` is what is always there: data, loss, the
+script's own code."""
+TEMPLATES: Final = 32
+"""Outputs remembered per process; beyond, a module runs without a graph and its output is not kept."""
+
+
+@final
+class Arm:
+    """Switches parts of this process off."""
+
+    def __init__(self, task: dict[str, Any], folder: str) -> None:
+        """Nothing is switched off yet.
+
+        Args:
+            task: ``parts`` that stay; ``stub``, paths of modules that are switched off; ``twice``, types of layers whose
+                work is doubled.
+            folder: where the model's layers are written down.
+        """
+        self._parts, self._stub, self._twice = set(task["parts"]), set(task["stub"]), set(task["twice"])
+        self._folder = folder
+        self._depth = 0
+        self._paths: dict[int, str] = {}
+        self._roots: set[int] = set()
+        self._templates: dict[Any, Any] = {}
+
+    def install(self) -> None:
+        """Switch off what is not part of the arm, as soon as it is there."""
+        WhenImported("torch", self._torch)
+        WhenImported("torch.optim.optimizer", self._optimizers)
+        if "checkpointing" not in self._parts:
+            WhenImported("safetensors.torch", functools.partial(_silence, "save_file"))
+        if "logging" not in self._parts:
+            builtins.print = _nothing  # type: ignore[assignment]
+            logging.Logger.handle = _nothing  # type: ignore[method-assign]
+            WhenImported("torch.utils.tensorboard.writer", self._tensorboard)
+            WhenImported("wandb", functools.partial(_silence, "log"))
+            WhenImported("mlflow", functools.partial(_silence, "log_metric", "log_metrics"))
+
+    def _torch(self, torch: Any) -> None:
+        if "checkpointing" not in self._parts:
+            torch.save = _nothing
+        if "backward" not in self._parts:
+            torch.autograd.backward = torch.Tensor.backward = _nothing
+            torch.autograd.grad = _zeros
+        original = torch.nn.Module.__call__
+
+        @functools.wraps(original)
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._call(torch, original, module, args, kwargs)
+
+        torch.nn.Module.__call__ = call
+
+    def _optimizers(self, module: Any) -> None:
+        if "optimizer" not in self._parts:
+            module.register_optimizer_step_pre_hook(_without_gradients)
+
+    @staticmethod
+    def _tensorboard(module: Any) -> None:
+        for name in [n for n in dir(module.SummaryWriter) if n.startswith("add_")]:
+            setattr(module.SummaryWriter, name, _nothing)
+
+    # --- modules -----------------------------------------------------------------------------------------------------
+
+    def _call(self, torch: Any, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
+        if self._depth == 0 and id(module) not in self._roots:
+            self._enter(module)
+        off = self._depth == 0 and "forward" not in self._parts
+        self._depth += 1
+        try:
+            if off or self._paths.get(id(module)) in self._stub:
+                return self._template(torch, original, module, args, kwargs)
+            result = original(module, *args, **kwargs)
+            if type(module).__name__ in self._twice and id(module) in self._paths:
+                again = original(module, *args, **kwargs)
+                result = _mapped(torch, lambda a, b: (a + b) / 2 if a.is_floating_point() else a, result, again)
+            return result
+        finally:
+            self._depth -= 1
+
+    def _enter(self, root: Any) -> None:
+        """A model is seen for the first time: its layers get their paths, which the parent reads."""
+        self._roots.add(id(root))
+        prefix = f"{len(self._roots) - 1}:" if len(self._roots) > 1 else ""
+        leaves = [(prefix + path, m) for path, m in root.named_modules() if not any(True for _ in m.children())]
+        self._paths.update({id(m): path for path, m in leaves})
+        with open(f"{self._folder}/modules-{os.getpid()}", "a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"path": path, "type": type(m).__name__}) + "\n" for path, m in leaves)
+
+    def _template(self, torch: Any, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
+        shapes: list[Any] = []
+        _mapped(torch, lambda t, _: shapes.append(tuple(t.shape)), (args, kwargs), (args, kwargs))
+        key = (id(module), tuple(shapes), module.training)
+        if key in self._templates:
+            return self._templates[key]
+        with torch.no_grad():
+            found = original(module, *args, **kwargs)
+        found = _mapped(torch, lambda t, _: t.detach().clone().requires_grad_(t.is_floating_point()), found, found)
+        if len(self._templates) < TEMPLATES:
+            self._templates[key] = found
+        return found
+
+
+def _mapped(torch: Any, change: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
+    """Two structures of tensors as one: tensors through a function, all else from the first."""
+    tree = torch.utils._pytree
+    left, shape = tree.tree_flatten(first)
+    right, _ = tree.tree_flatten(second)
+    made = [change(a, b) if isinstance(a, torch.Tensor) else a for a, b in zip(left, right, strict=False)]
+    return tree.tree_unflatten(made, shape)
+
+
+def _without_gradients(optimizer: Any, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def _zeros(_: Any, inputs: Any, *__: Any, **___: Any) -> Any:
+    torch: Any = sys.modules["torch"]
+    given = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    return tuple(torch.zeros_like(t) for t in given)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """What is switched off."""
+
+
+def _silence(*names: Any) -> None:
+    *functions, module = names
+    for name in functions:
+        setattr(module, name, _nothing)

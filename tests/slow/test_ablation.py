@@ -1,0 +1,20 @@
+"""An ablation names the part, or the layer, that grows, and accuses none where nothing does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lowtide.leak.ablate import ablate
+from lowtide.leak.watch import Watch, python
+
+PLANTED = Path(__file__).parents[2] / "benchmarks" / "leaks" / "planted.py"
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("leak", "culprit"), [("none", ""), ("loop", "loop"), ("optimizer", "optimizer"), ("layer:8", "8")])
+def test_the_component_that_leaks_is_accused_and_no_other(leak, culprit):
+    found = ablate(python(str(PLANTED), module=False, arguments=(leak, "5")), Watch(steps=150), tolerance=1024, repeats=1)
+    assert found.culprit == culprit, found.text
+    assert all(c.low <= c.change <= c.high for c in found.contrasts)
