@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 HEAP = $$($(BIN)/python -c "from pathlib import Path; import lowtide; print(next(iter(Path(lowtide.__file__).parent.glob('_heap*.so')), ''))")
 PYTEST = LD_PRELOAD=$(HEAP) $(BIN)/python -m pytest
 
-.PHONY: demo test test-slow test-cuda lint bench bench-planner bench-record picture clean
+.PHONY: demo test test-slow test-cuda lint bench bench-planner bench-record bench-leaks picture clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -39,6 +39,10 @@ picture: $(STAMP)
 # GRAPHS: a folder of planning instances as node-link JSON (docs/planner.md says whose).
 bench-planner: $(STAMP)
 	$(BIN)/python benchmarks/planner.py $(if $(GRAPHS),--graphs $(GRAPHS)) --json benchmarks/results/planner.json
+
+bench-leaks: $(STAMP)
+	$(BIN)/python benchmarks/leaks/suite.py --json benchmarks/results/leaks.json
+	$(BIN)/python benchmarks/leaks/accuse.py --json benchmarks/results/accuse.json
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/budget.py --json benchmarks/results/budget.json

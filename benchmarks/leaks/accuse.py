@@ -1,4 +1,5 @@
-"""How often an ablation accuses rightly: ``python accuse.py --seeds 1 --json FILE`` on ``planted.py``, one leak each, and none.
+"""How often an ablation accuses rightly: ``python accuse.py --seeds 1 --json FILE`` on ``planted.py``, one leak each,
+and none.
 
 One line per run goes into ``FILE.lines`` as it comes; a run that is there is not done again.
 """
@@ -32,8 +33,14 @@ def once(leak: str, seed: int) -> dict[str, Any]:
     except Failed as error:
         culprit, text = "failed", str(error)
     expected = "" if leak == "none" else leak.removeprefix("layer:")
-    return {"leak": leak, "seed": seed, "culprit": culprit, "right": culprit == expected, "text": text,
-            "seconds": time.perf_counter() - began}
+    return {
+        "leak": leak,
+        "seed": seed,
+        "culprit": culprit,
+        "right": culprit == expected,
+        "text": text,
+        "seconds": time.perf_counter() - began,
+    }
 
 
 def main() -> None:
@@ -57,8 +64,11 @@ def main() -> None:
     planted = [x for x in lines if x["leak"] != "none"]
     clean = [x for x in lines if x["leak"] == "none"]
     table = {
-        "planted": len(planted), "right": sum(x["right"] for x in planted), "clean": len(clean),
-        "accused": sum(x["culprit"] != "" for x in clean), "runs": lines,
+        "planted": len(planted),
+        "right": sum(x["right"] for x in planted),
+        "clean": len(clean),
+        "accused": sum(x["culprit"] != "" for x in clean),
+        "runs": lines,
     }
     args.json.write_text(json.dumps(table, indent=1) + "\n")
     print(json.dumps({k: v for k, v in table.items() if k != "runs"}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -286,6 +287,26 @@ def test_nothing_is_left_behind(tmp_path):
         time.sleep(0.1)
     else:
         assert not Path(f"/proc/{note.read_text()}").exists()
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_what_was_started_goes_when_lowtide_goes(tmp_path, how):
+    path = script(tmp_path, """
+        import os, pathlib, sys, lowtide
+        pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+        while True:
+            lowtide.step()
+    """)
+    note = tmp_path / "pid"
+    process = subprocess.Popen([sys.executable, "-m", "lowtide", "leak", "--quiet", "--steps", "100000000", str(path), str(note)])
+    while not note.exists() or not note.read_text():
+        time.sleep(0.05)
+    process.send_signal(how)
+    assert process.wait(30) == (143 if how == signal.SIGTERM else -9)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{note.read_text()}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{note.read_text()}").exists()
 
 
 def test_the_sampler_itself_does_not_grow(tmp_path):

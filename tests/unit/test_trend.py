@@ -95,6 +95,15 @@ def test_what_rises_and_falls_within_the_run_is_not_called_a_leak():
     assert low < KIB
 
 
+def test_drops_that_are_few_leave_the_series_as_it_is():
+    """Five drops within the run's first half tell no floor of the rest."""
+    values = line(0.0)
+    values[:100] += 40 * KIB * (np.arange(100) % 15)
+    low, high = trend(values, KIB).interval(0.01)
+    assert math.isfinite(low)
+    assert math.isfinite(high)
+
+
 def test_readings_may_be_missing():
     values = line(3 * KIB)
     values[np.arange(STEPS) % 6 != 0] = np.nan

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -139,6 +141,7 @@ def leak(
     a leak.
     """
     check_alone()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
     command = command_of(script, arguments, module=module)
     allowed = tolerance_of(tolerance, memory_left, planned_steps)
     for file in (json_file, html_file):

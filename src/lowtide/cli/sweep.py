@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,6 +59,7 @@ def sweep(
     from lowtide.sweep.run import Dask, Executor, Local, go
     from lowtide.sweep.trends import recommended, rows_of
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
     path = Path(file)
     definition = load(path)
     for wanted in (csv_file, json_file, html_file, results):

@@ -189,10 +189,13 @@ def trend(values: Series, tolerance: float, start: int | None = None) -> Trend:
         tolerance: bytes per step that are let pass; the scale on which changes matter.
         start: step from which on it is looked at; None to find it.
     """
-    values = valleys(values, tolerance)
-    begin = settled(values, tolerance) if start is None else start
-    fits = [_trend(values, tolerance, begin, blocks) for blocks in BLOCKS]
-    found = [fit for fit in fits if fit is not None]
+    begin, found = 0, list[Trend]()
+    for series in (valleys(values, tolerance), values):  # the floor, where there is enough of it
+        begin = settled(series, tolerance) if start is None else start
+        fits = [_trend(series, tolerance, begin, blocks) for blocks in BLOCKS]
+        found = [fit for fit in fits if fit is not None]
+        if found:
+            break
     if not found:
         return Trend(start=begin, steps=len(values), rate=0.0, error=math.inf, freedom=1.0, steady_rate=0.0, late_rate=0.0)
     return min(found, key=lambda fit: fit.interval(0.01)[1] - fit.rate)

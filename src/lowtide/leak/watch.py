@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -27,6 +29,8 @@ from lowtide.probe.marks import Kind
 from lowtide.probe.sampler import ENOUGH, TASK
 
 _PACKAGE: Final = Path(__file__).resolve().parent.parent
+_LIBC: Final = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG: Final = 1
 SITE: Final = _PACKAGE / "probe" / "site"
 LOOK_SECONDS: Final = 0.1
 """Between two looks at a running process."""
@@ -204,14 +208,17 @@ class Watched:
             stdin=subprocess.DEVNULL,
             stdout=self._output if self._quiet else None,
             stderr=subprocess.STDOUT if self._quiet else None,
-            preexec_fn=self._limit if w.cap_bytes else None,  # noqa: PLW1509 - this process has no threads that hold locks here
+            preexec_fn=self._limit,  # noqa: PLW1509 - this process has no threads that hold locks here
         )
         return self
 
     def _limit(self) -> None:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (self._watch.cap_bytes, self._watch.cap_bytes))
+        """In the new process: it goes when this one goes, however that ends, and gets no more address space than it may
+        have.
+        """
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if self._watch.cap_bytes:
+            resource.setrlimit(resource.RLIMIT_AS, (self._watch.cap_bytes, self._watch.cap_bytes))
 
     def __exit__(self, *_: object) -> None:
         """End it."""
