@@ -67,6 +67,29 @@ def test_what_does_not_leak_is_clean(tmp_path, name):
     assert judged(tmp_path, PROGRAMS, name, 101)["verdict"] == "clean"
 
 
+def test_segments_that_are_closed_but_not_unlinked_are_told_though_they_may_be_anothers(tmp_path):
+    path = script(tmp_path, """
+        import multiprocessing.shared_memory as shared, multiprocessing.resource_tracker as tracker, lowtide
+        names = []
+        try:
+            for _ in range(120):
+                segment = shared.SharedMemory(create=True, size=1 << 16)
+                segment.buf[:] = b"x" * (1 << 16)
+                names.append(segment.name)
+                segment.close()
+                lowtide.step()
+        finally:
+            for name in names:
+                segment = shared.SharedMemory(name)
+                segment.close()
+                segment.unlink()
+    """)
+    found = judged(tmp_path, "--no-who", "--steps", "100", path)
+    assert found["verdict"] == "inconclusive"
+    assert found["kind"] == "segments"
+    assert any("/dev/shm" in note for note in found["notes"])
+
+
 def test_growth_that_flattens_is_bounded(tmp_path):
     found = judged(tmp_path, PROGRAMS, "memo_that_fills", 101)
     assert found["verdict"] == "clean"

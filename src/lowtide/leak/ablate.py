@@ -182,8 +182,8 @@ def _layers(
     guilty = [c for c in found if c.low > bench.tolerance / 2 and c.change > worst.change * (1 - MOST)]
     if not guilty:
         return found, (
-            "interaction",
-            f"the {worst.component} grows, but no type of layer alone: what they make is kept elsewhere",
+            worst.component,
+            f"the {worst.component} grows, and no type of layer does: it is in code around them",
         )
     best = max(guilty, key=lambda c: c.change)
     if len(guilty) > 1 and sorted(c.change for c in guilty)[-2] > MOST * best.change:

@@ -170,6 +170,8 @@ def judge(run: Run, tolerance: float, *, half: bool = False) -> Judgement:
             verdict = Verdict.INCONCLUSIVE
     elif doubtful:
         culprit, verdict = max(doubtful, key=lambda c: c.high), Verdict.INCONCLUSIVE
+        if culprit.name == "segments":
+            notes.append("files in /dev/shm grow, but they are of all programs on this machine: look when no other runs")
     elif retained:
         culprit, verdict = max(retained, key=lambda c: c.trend.rate), Verdict.LEAK
         notes.append("nothing that the program holds grows: what it frees is not given back (retention by the allocator)")
@@ -212,7 +214,7 @@ def _counts(counter: Counter, by: dict[str, Counter], tolerance: float) -> bool:
     if counter.name in _PAGES:
         pages = by.get(_PAGES[counter.name])
         return pages is None or pages.trend.rate > max(tolerance / 2, counter.trend.rate / 4)
-    if counter.name == "file_pages":  # the kernel takes them back
+    if counter.name in ("file_pages", "segments"):  # the kernel takes the ones back; the others are of all programs
         return False
     if counter.name in ("resident", "cuda_reserved"):
         return counter.low > RETAINED * tolerance and counter.trend.late_rate > SLOWING * counter.trend.rate
@@ -228,7 +230,9 @@ def _decides(counter: Counter, by: dict[str, Counter], tolerance: float) -> bool
         return False
     if counter.name in ("resident", "cuda_reserved"):
         return counter.trend.steady_rate > RETAINED * tolerance
-    if counter.name in ("segments", "workers"):
+    if counter.name == "segments":
+        return counter.verdict is Verdict.LEAK
+    if counter.name == "workers":
         return counter.trend.steady_rate > tolerance
     return True
 
