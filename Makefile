@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.ready
 HEAP = $$($(BIN)/python -c "from pathlib import Path; import lowtide; print(next(iter(Path(lowtide.__file__).parent.glob('_heap*.so')), ''))")
-PYTEST = LD_PRELOAD=$(HEAP) $(BIN)/python -m pytest
+PYTEST = LD_PRELOAD=$(HEAP) $(BIN)/python -m pytest --dist loadgroup
 
 .PHONY: demo test test-slow test-cuda lint bench bench-planner bench-record bench-leaks picture clean
 
@@ -16,7 +16,7 @@ test: $(STAMP) lint
 	$(PYTEST) -n 2 tests/unit tests/property tests/torch tests/process
 
 test-slow: $(STAMP)
-	$(PYTEST) -n 2 tests/slow
+	LOWTIDE_FULL=1 $(PYTEST) -n 2 tests/slow tests/torch/test_matrix.py tests/torch/test_situations.py
 
 test-cuda: $(STAMP)
 	$(BIN)/python -m pytest tests/cuda -m cuda

@@ -109,7 +109,7 @@ def trio_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trio]:
     return launches
 
 
-@pytest.fixture(params=RANKS)
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in RANKS])
 def name(request: pytest.FixtureRequest) -> str:
     """One script after the other."""
     chosen: str = request.param
@@ -160,7 +160,7 @@ def test_tight_budget_held(name: str, trio_of: Callable[[str], Trio]) -> None:
         assert not any(step["overrun"] for step in tight["steps"])
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in ("ddp", "fsdp2")])
 def test_ranks_share_one_plan(name: str, trio_of: Callable[[str], Trio]) -> None:
     """Law: all ranks run the same decisions."""
     tight = trio_of(name).tight

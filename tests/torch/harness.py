@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +16,8 @@ from lowtide.live.outcome import Outcome
 import lowtide
 
 STEPS = 5
+FULL = bool(os.environ.get("LOWTIDE_FULL"))
+"""Whether every cell of a matrix is run (`make test-slow`), or those that the others follow from most often."""
 TOLERANCE_BYTES = 64 << 10
 TOLERANCE_SHARE = 0.005
 

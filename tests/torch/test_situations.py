@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import situations
-from harness import FIRST_CALLS_BYTES, above_of, budgeted, plain_of
+from harness import FIRST_CALLS_BYTES, FULL, above_of, budgeted, plain_of
 
 import lowtide
 
@@ -14,7 +14,7 @@ NOT_HELD_AT_ONCE = {("random_branch", False), ("compiled_part", False), ("compil
 and another branch than recorded where nothing can be moved. That step may cross the budget."""
 
 
-@pytest.mark.parametrize(("share", "offload"), [(0.8, True), (0.55, False), (0.55, True)])
+@pytest.mark.parametrize(("share", "offload"), [(0.55, False), (0.55, True), *([(0.8, True)] if FULL else [])])
 @pytest.mark.parametrize("name", situations.SITUATIONS)
 def test_bits_and_budget_hold(name: str, share: float, offload: bool) -> None:
     make = situations.SITUATIONS[name]
