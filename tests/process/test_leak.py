@@ -289,6 +289,22 @@ def test_a_python_without_lowtide_is_watched_too(tmp_path):
     assert run.column("heap_bytes")[-1] - run.column("heap_bytes")[60] > 59 * 3000
 
 
+def test_a_script_that_holds_on_when_it_should_end_is_ended(tmp_path):
+    path = script(tmp_path, """
+        import time, lowtide
+        try:
+            while True:
+                lowtide.step()
+        except BaseException:
+            time.sleep(600)
+    """)
+    began = time.monotonic()
+    run = watched(path, steps=60)
+    assert (run.ended, run.code) == ("enough", 0)
+    assert run.steps >= 60
+    assert time.monotonic() - began < 40
+
+
 def test_nothing_is_left_behind(tmp_path):
     """Neither the process nor its children outlive the study, nor do files of it."""
     path = script(tmp_path, """

@@ -138,7 +138,7 @@ def leak(
 
     The program runs in fresh processes, each ended after --steps steps: torch's optimizer steps, Keras's batches,
     lowtide.step(), or ticks of the clock. What it holds is counted after each; growth above the tolerance for certain is
-    a leak.
+    a leak. What the first process prints goes to standard output.
     """
     check_alone()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
@@ -160,7 +160,7 @@ def leak(
 
     watch = Watch(steps=steps, lines=step_line or "", every_seconds=every, timeout_seconds=timeout or 0.0)
     with _progress(steps, quiet=quiet) as told:
-        found = study(command, watch, tolerance=allowed, processes=processes, progress=told, quiet=True)
+        found = study(command, watch, tolerance=allowed, processes=processes, progress=told, quiet=quiet)
         last = found.runs[-1]
         suspects: tuple[Any, ...] = ()
         if (who or deep) and (found.verdict.verdict is Verdict.LEAK or deep):

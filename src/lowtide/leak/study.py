@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.leak.verdict import TOLERANCE, Judgement, Verdict, judge, together
-from lowtide.leak.watch import Progress, Run, Watch, Watched
+from lowtide.leak.watch import Look, Progress, Run, Watch, Watched
 
 STEPS: Final = 300
 """Steps of a process where nothing else is asked."""
@@ -76,9 +76,9 @@ def study(
     judgements: list[Judgement] = []
     while len(runs) < processes or (len(runs) == processes > 1 and _open(judgements, watch.steps)):
         told.process()
-        early = not runs and processes > 1
+        early = not runs and processes > 1 and watch.steps > 0
         with Watched(command, watch, environment=environment, quiet=quiet or bool(runs)) as process:
-            run = process.wait(told, _Half(watch.steps, tolerance) if early else None)
+            run = process.wait(told, _half_way(watch.steps, tolerance) if early else None)
         runs.append(run)
         if not run.steps or run.code or run.ended == "timeout":
             break
@@ -95,24 +95,12 @@ def _open(judgements: Sequence[Judgement], steps: int) -> bool:
     return together(judgements, steps).verdict is Verdict.INCONCLUSIVE or len({j.verdict for j in judgements}) > 1
 
 
-class _Half:
-    """Looks once, half-way; asked with the rows so far."""
+def _half_way(steps: int, tolerance: float) -> Look:
+    """A look half-way: a clear answer is enough."""
 
-    def __init__(self, steps: int, tolerance: float) -> None:
-        self._steps, self._tolerance, self._looked = steps, tolerance, False
+    def enough(rows: NDArray[np.int64]) -> bool:
+        nothing = np.empty((0, 2))
+        run = Run(rows=rows, kind=None, children=nothing, audits=(), census=(), code=0, ended="", seconds=0.0)
+        return judge(run, tolerance, half=True).verdict is not Verdict.INCONCLUSIVE
 
-    def __call__(self, rows: NDArray[np.int64]) -> bool:
-        if self._looked or not self._steps or len(rows) < self._steps // 2:
-            return False
-        self._looked = True
-        run = Run(
-            rows=rows[: self._steps // 2],
-            kind=None,
-            children=np.empty((0, 2)),
-            audits=(),
-            census=(),
-            code=0,
-            ended="",
-            seconds=0.0,
-        )
-        return judge(run, self._tolerance, half=True).verdict is not Verdict.INCONCLUSIVE
+    return Look(max(1, steps // 2), enough)

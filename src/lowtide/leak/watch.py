@@ -85,7 +85,7 @@ class Run:
         census: what grew, as ``probe.census`` wrote it; empty where it was not asked for.
         modules: layers of the model, path and type, where an arm was run.
         native: stacks that memray found, largest first; empty where it was not asked for.
-        code: exit code, negative for a signal.
+        code: exit code, negative for a signal; 0 where it was ended because enough was seen.
         ended: why: ``enough`` (it was ended), ``itself``, ``timeout``.
         seconds: from start to end.
         tail: the last lines of its output.
@@ -119,6 +119,19 @@ class Run:
         """Median time of a step."""
         times = self.rows[:, INDEX["time_ns"]]
         return float(np.median(np.diff(times))) / 1e9 if len(times) > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A look at a process before it has ended.
+
+    Attributes:
+        steps: after how many.
+        enough: whether these rows say enough, so that the process may end.
+    """
+
+    steps: int
+    enough: Callable[[NDArray[np.int64]], bool]
 
 
 class Progress:
@@ -176,7 +189,7 @@ class Watched:
             command: the program and its arguments.
             watch: how it is watched.
             environment: the process's, before the probe is added; this process's own where none is given.
-            quiet: whether the command's output goes into a file rather than to this process's own.
+            quiet: whether the command's standard output is kept back too; what it says of errors always is, for `Run.tail`.
         """
         self._command, self._watch, self._quiet = list(command), watch, quiet
         self._given = os.environ if environment is None else environment
@@ -207,7 +220,7 @@ class Watched:
             start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=self._output if self._quiet else None,
-            stderr=subprocess.STDOUT if self._quiet else None,
+            stderr=subprocess.STDOUT if self._quiet else self._output,
             preexec_fn=self._limit,  # noqa: PLW1509 - this process has no threads that hold locks here
         )
         return self
@@ -246,37 +259,46 @@ class Watched:
                 best = rows, kind, int(path.name.rpartition("-")[2])
         return best
 
-    def wait(self, progress: Progress, enough: Callable[[NDArray[np.int64]], bool] | None = None) -> Run:
+    def _seen(self) -> int:
+        """Rows on the disk, of whoever marked them; reads none."""
+        sizes = [path.stat().st_size for path in self._folder.glob("rows-*")]
+        return max(sizes, default=0) // (8 * len(COLUMNS))
+
+    def wait(self, progress: Progress, look: Look | None = None) -> Run:
         """Watch until it ends, or has been seen for long enough.
 
         Args:
             progress: told of steps.
-            enough: asked now and then with the rows so far; True ends the process.
+            look: taken once, after its number of steps; it may end the process.
         """
         asked = 0.0
         ended = ""
         while self._process.poll() is None:
             time.sleep(LOOK_SECONDS)
-            seconds = time.perf_counter() - self._began
-            rows, _, _ = self.rows()
-            progress.stepped(len(rows))
+            seconds, seen = time.perf_counter() - self._began, self._seen()
+            progress.stepped(seen)
             self._look_at_children()
             if self._watch.timeout_seconds and seconds > self._watch.timeout_seconds:
                 ended = "timeout"
                 self._kill()
-            elif asked and seconds - asked > PATIENCE_SECONDS:
-                self._kill()
-            elif not asked and enough is not None and enough(rows):
-                asked, ended = seconds, "enough"
-                (self._folder / ENOUGH).touch()
+            elif asked:
+                if seconds - asked > PATIENCE_SECONDS:
+                    self._kill()
+            elif look is not None and seen >= look.steps:
+                rows, _, _ = self.rows()
+                if len(rows) >= look.steps:
+                    if look.enough(rows[: look.steps]):
+                        asked, ended = seconds, "enough"
+                        (self._folder / ENOUGH).touch()
+                    look = None
+            elif self._watch.steps and seen >= self._watch.steps:
+                rows, kind, _ = self.rows()
+                if kind is not Kind.CLOCK and len(rows) >= self._watch.steps:  # it should end by itself now
+                    asked = seconds
         seconds = time.perf_counter() - self._began
         rows, kind, pid = self.rows()
         if not ended:
-            ended = (
-                "enough"
-                if self._watch.steps and len(rows) >= self._watch.steps and self._process.returncode == 0
-                else "itself"
-            )
+            ended = "enough" if self._watch.steps and len(rows) >= self._watch.steps else "itself"
         lines = (self._folder / "output").read_bytes().decode(errors="replace").splitlines()
         return Run(
             rows=rows,
@@ -286,7 +308,7 @@ class Watched:
             census=self._entries(f"census-{pid}", kind),
             modules=tuple((m["path"], m["type"]) for m in self._entries(f"modules-{pid}", kind)),
             native=native_stacks(self._folder / f"native-{pid}"),
-            code=self._process.returncode,
+            code=0 if ended == "enough" else self._process.returncode,
             ended=ended,
             seconds=seconds,
             tail="\n".join(lines[-TAIL:]),
