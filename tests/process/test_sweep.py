@@ -220,7 +220,10 @@ def test_ctrl_c_ends_the_cell_and_keeps_the_results(tmp_path):
             if step == 15:
                 pathlib.Path("second" if pathlib.Path("first").exists() else "first").write_text(str(os.getpid()))
     """)
-    process = subprocess.Popen([sys.executable, "-m", "lowtide", "sweep", "s.toml", "--quiet"], cwd=tmp_path, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lowtide", "sweep", "s.toml", "--quiet"], cwd=tmp_path, stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # these tests may themselves run in the background
+    )
     while not (tmp_path / "second").exists():
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
