@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, Final, final
 
 ABSENT: Final = -1
-SHARE: Final = 0.003
+SHARE: Final = 0.001
 """Of the running time, what each gated reading may take."""
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 

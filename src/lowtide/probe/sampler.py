@@ -30,7 +30,7 @@ ENOUGH: Final = "enough"
 _ROW: Final = struct.Struct(f"<{len(COLUMNS)}q")
 _BUFFERED: Final = 64
 """Rows held before they are written."""
-READINGS: Final = 50
+READINGS: Final = 30
 """How often each counter is read at least, but those for which the kernel walks all pages."""
 _FLUSH_NS: Final = 250_000_000
 
