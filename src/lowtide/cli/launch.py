@@ -12,6 +12,7 @@ from typing import Any, Final, NoReturn
 import msgspec
 
 from lowtide.errors import UsageError
+from lowtide.live.native import library_path
 
 TASK: Final = "LOWTIDE_TASK"
 """Environment variable that carries the task to the agent; the agent removes it."""
@@ -125,7 +126,7 @@ def become(task: Task) -> NoReturn:
     """Replace this process by the agent: its id, its terminal and its exit code stay."""
     environment = dict(os.environ)
     environment[TASK] = msgspec.json.encode(task).decode()
-    library = next(iter(sorted(Path(__file__).resolve().parent.parent.glob("_heap*.so"))), None)
+    library = library_path()
     if library is not None:
         environment[PRELOAD] = f"{library}:{task.preload}" if task.preload else str(library)
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # the interpreter's own -X, -W, -O

@@ -17,7 +17,7 @@ import numpy as np
 from scipy import stats
 
 from lowtide.leak.study import audits_of
-from lowtide.leak.trend import Series, trend
+from lowtide.leak.trend import Series, finite, trend
 from lowtide.leak.verdict import series_of
 from lowtide.leak.watch import Progress, Run, Watch, Watched
 from lowtide.probe.arms import PARTS
@@ -56,8 +56,8 @@ class Contrast:
     """What one component adds to the growth.
 
     Attributes:
-        component: a part, or a type of layer, or a layer's path.
-        kind: ``part``, ``layers``, ``layer``.
+        component: a part, or a type of layer.
+        kind: ``part``, ``layers``.
         change: bytes per step.
         low, high: bounds that hold for all contrasts together.
     """
@@ -91,21 +91,17 @@ class Ablation:
         return {
             "culprit": self.culprit,
             "text": self.text,
-            "arms": [{"name": a.name, "bytes_per_step": a.rate, "error_bytes": _finite(a.error)} for a in self.arms],
+            "arms": [{"name": a.name, "bytes_per_step": a.rate, "error_bytes": finite(a.error)} for a in self.arms],
             "contrasts": [
                 {
                     "component": c.component,
                     "kind": c.kind,
                     "bytes_per_step": c.change,
-                    "interval_bytes": [_finite(c.low), _finite(c.high)],
+                    "interval_bytes": [finite(c.low), finite(c.high)],
                 }
                 for c in self.contrasts
             ],
         }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 class Failed(Exception):
@@ -152,9 +148,8 @@ def ablate(
     text = f"{named} grows by {worst.change / 1024:.1f} KiB a step"
     culprit = worst.component
     if worst.component in ("forward", "backward"):
-        found, more = _layers(bench, whole, kinds, worst, count, arms)
+        found, (culprit, text) = _layers(bench, whole, kinds, worst, count, arms)
         contrasts += found
-        culprit, text = more if more is not None else (culprit, text)
     others = [c.component for c in guilty if c is not worst]
     if others:
         text += f"; {', '.join(others)} grow{'s' if len(others) == 1 else ''} too"
@@ -170,8 +165,8 @@ def _kinds(modules: Sequence[tuple[str, str]]) -> list[str]:
 
 def _layers(
     bench: _Bench, whole: Arm, kinds: Sequence[str], worst: Contrast, count: int, arms: list[Arm]
-) -> tuple[list[Contrast], tuple[str, str] | None]:
-    """Which layers the growth of a forward or backward is of: by type, then one by one."""
+) -> tuple[list[Contrast], tuple[str, str]]:
+    """Which layers the growth of a forward or backward is of, by type, then one by one: contrasts, culprit and sentence."""
     found = []
     for kind in kinds:
         paths = [path for path, k in bench.modules if k == kind]
@@ -209,15 +204,19 @@ def _layers(
 def _contrast(component: str, kind: str, before: Arm | None, after: Arm, count: int) -> Contrast:
     change = after.rate - (before.rate if before is not None else 0.0)
     error = math.hypot(after.error, before.error if before is not None else 0.0)
-    reach = float(stats.norm.ppf(1 - RISK / count)) * error
-    return Contrast(component=component, kind=kind, change=change, low=change - reach, high=change + reach)
+    return _bounded(component, kind, change, error, count)
 
 
 def _dose(kind: str, none: Arm, double: Arm, count: int) -> Contrast:
     """Growth per unit of a layer type's work: the slope over none and two of it."""
     change, error = (double.rate - none.rate) / 2, math.hypot(none.error, double.error) / 2
+    return _bounded(kind, "layers", change, error, count)
+
+
+def _bounded(component: str, kind: str, change: float, error: float, count: int) -> Contrast:
+    """A contrast whose bounds hold for so many of them together."""
     reach = float(stats.norm.ppf(1 - RISK / count)) * error
-    return Contrast(component=kind, kind="layers", change=change, low=change - reach, high=change + reach)
+    return Contrast(component=component, kind=kind, change=change, low=change - reach, high=change + reach)
 
 
 class _Bench:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from lowtide.leak.watch import Run
-
-BUCKETS: Final = ("python", "heap_in_use", "heap_free", "anonymous_maps", "files", "shared", "stacks")
-"""In this order they are shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +15,8 @@ class Books:
     Attributes:
         first, last: steps.
         resident_bytes: growth.
-        buckets: growth by name of :data:`BUCKETS`, bytes: Python's arenas; malloc's blocks in use; what malloc holds
-            free; other anonymous maps; files; shared memory; stacks.
+        buckets: growth by name, bytes, in the order in which they are shown: Python's arenas; malloc's blocks in use;
+            what malloc holds free; other anonymous maps; files; shared memory; stacks.
         residual_bytes: what none of them explains: negative where what is in use was never touched.
         trimmed_bytes: what malloc gave back at the end when asked to.
         files: growth by file that is mapped, largest first.

@@ -10,6 +10,7 @@ import numpy as np
 
 from lowtide.leak.books import Books, close
 from lowtide.leak.study import Study
+from lowtide.leak.trend import finite
 from lowtide.leak.watch import Run
 
 SUSPECTS: Final = 12
@@ -41,6 +42,10 @@ class Spread:
     median: float
     q3: float
     maximum: float
+
+    def to_json(self) -> dict[str, float]:
+        """Its figures."""
+        return {"min": self.minimum, "q1": self.q1, "median": self.median, "q3": self.q3, "max": self.maximum}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,22 +182,20 @@ def to_json(study: Study, suspects: tuple[Suspect, ...], *, samples_per_step: fl
         "verdict": verdict.verdict.value,
         "kind": None if culprit is None else culprit.name,
         "bytes_per_step": None if culprit is None else culprit.trend.rate,
-        "interval_bytes": None if culprit is None else [_finite(culprit.low), _finite(culprit.high)],
+        "interval_bytes": None if culprit is None else [finite(culprit.low), finite(culprit.high)],
         "tolerance_bytes": study.tolerance_bytes,
         "bounded": verdict.bounded,
         "notes": list(verdict.notes),
         "more_steps": verdict.more_steps,
         "steps": run.steps,
         "steps_marked_by": None if run.kind is None else run.kind.name.lower(),
-        "change_bytes": None
-        if spread is None
-        else {"min": spread.minimum, "q1": spread.q1, "median": spread.median, "q3": spread.q3, "max": spread.maximum},
+        "change_bytes": None if spread is None else spread.to_json(),
         "step_seconds": seconds,
         "samples_per_second": samples_per_step / seconds if seconds else None,
         "by_kind": None
         if books is None
         else {
-            **dict(books.buckets.items()),
+            **books.buckets,
             "residual": books.residual_bytes,
             "resident_bytes": books.resident_bytes,
             "first_step": books.first,
@@ -203,7 +206,7 @@ def to_json(study: Study, suspects: tuple[Suspect, ...], *, samples_per_step: fl
             c.name: {
                 "verdict": c.verdict.value,
                 "bytes_per_step": c.trend.rate,
-                "interval_bytes": [_finite(c.low), _finite(c.high)],
+                "interval_bytes": [finite(c.low), finite(c.high)],
                 "from_step": c.trend.start,
                 "jump_bytes": c.trend.jump_bytes,
             }
@@ -231,7 +234,3 @@ def to_json(study: Study, suspects: tuple[Suspect, ...], *, samples_per_step: fl
             for r, j in zip(study.runs, [*study.judgements, *[None] * (len(study.runs) - len(study.judgements))], strict=True)
         ],
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if np.isfinite(value) else None

@@ -103,6 +103,11 @@ class Trend:
         return int(self.start + math.ceil(have * factor * 1.1))
 
 
+def finite(value: float) -> float | None:
+    """A bound as JSON can hold it."""
+    return value if math.isfinite(value) else None
+
+
 def like_sized(values: Series, peaks: Series) -> Series:
     """What steps would hold at their end if all were of one size.
 

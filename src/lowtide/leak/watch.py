@@ -23,6 +23,7 @@ import psutil
 from numpy.typing import NDArray
 
 from lowtide.errors import UsageError
+from lowtide.live.native import library_path
 from lowtide.probe.census import users
 from lowtide.probe.counters import ABSENT, COLUMNS, INDEX
 from lowtide.probe.marks import Kind
@@ -152,7 +153,7 @@ def environment_of(given: Mapping[str, str], task: Mapping[str, Any]) -> dict[st
     made = dict(given)
     made[TASK] = json.dumps(task)
     made["PYTHONPATH"] = os.pathsep.join([str(SITE), *filter(None, [made.get("PYTHONPATH")])])
-    library = next(iter(sorted(_PACKAGE.glob("_heap*.so"))), None)
+    library = library_path()
     if library is not None:
         made["LD_PRELOAD"] = ":".join([str(library), *filter(None, [made.get("LD_PRELOAD")])])
     return made

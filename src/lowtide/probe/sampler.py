@@ -1,6 +1,6 @@
 """Samples of a watched process: one row per step, a few audits, and the end after as many steps as were asked for.
 
-The task comes in an environment variable as JSON (:class:`lowtide.leak.launch.Watch` writes it). Rows go into a file through a
+The task comes in an environment variable as JSON (``leak.watch.Watched`` writes it). Rows go into a file through a
 small buffer, so that the sampler itself does not grow; its file is the record if the process is killed.
 """
 

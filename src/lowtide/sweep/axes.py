@@ -7,7 +7,6 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 from lowtide.errors import UsageError
@@ -191,4 +190,4 @@ def pasted(settings: Sequence[Setting]) -> list[str]:
         shell += [f"# python -X {option} ..." for option in setting.options]
         for module, asked in setting.calls.items():
             python += [f"{module}.{path}({', '.join(map(repr, arguments))})" for path, arguments in asked]
-    return [*shell, *([f"# in the script, after `import {Path(python[0].split('.')[0]).name}`:", *python] if python else [])]
+    return [*shell, *([f"# in the script, after `import {python[0].partition('.')[0]}`:", *python] if python else [])]

@@ -86,13 +86,7 @@ def figures(run: Run, *, samples_per_step: float) -> dict[str, Any]:
     at = at[at >= 1]
     return {
         **found,
-        "change_bytes": {
-            "min": spread.minimum,
-            "q1": spread.q1,
-            "median": spread.median,
-            "q3": spread.q3,
-            "max": spread.maximum,
-        },
+        "change_bytes": spread.to_json(),
         "growth_bytes": float((resident[at[-1]] - resident[at[0]]) / (at[-1] - at[0])),
         "samples_per_second": samples_per_step / run.step_seconds if run.step_seconds else None,
         "verdict": judgement.verdict.value,

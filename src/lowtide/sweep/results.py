@@ -20,7 +20,7 @@ _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS cells (
     id INTEGER PRIMARY KEY, part TEXT NOT NULL, config TEXT NOT NULL, repeat INTEGER NOT NULL,
-    started REAL, finished REAL, result TEXT, UNIQUE (part, config, repeat)
+    result TEXT, UNIQUE (part, config, repeat)
 );
 """
 
@@ -101,4 +101,4 @@ class Results:
 
     def finish(self, cell: int, result: dict[str, Any]) -> None:
         """A cell has run: its result is on the disk when this returns."""
-        self._base.execute("UPDATE cells SET result = ?, finished = unixepoch() WHERE id = ?", (json.dumps(result), cell))
+        self._base.execute("UPDATE cells SET result = ? WHERE id = ?", (json.dumps(result), cell))
