@@ -655,7 +655,7 @@ def queue_of_priorities(r: random.Random) -> None:
         work(r)
 
 
-@program("clean", held_out=True)
+@program("clean")
 def torch_loader_and_schedule(r: random.Random) -> None:
     """A data loader, a learning-rate schedule, clipping."""
     torch, model, optimizer, criterion = _torch(r)

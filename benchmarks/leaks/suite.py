@@ -18,8 +18,10 @@ from programs import PROGRAMS
 from rich.progress import Progress as Bar
 from scipy import stats
 
+from lowtide.leak.books import close
 from lowtide.leak.study import STEPS, study
 from lowtide.leak.watch import Watch, python
+from lowtide.units import MIB
 
 HERE = Path(__file__).parent
 
@@ -29,6 +31,7 @@ def once(name: str, seed: int) -> dict[str, Any]:
     began = time.perf_counter()
     found = study(python(str(HERE / "programs.py"), module=False, arguments=(name, str(seed))), Watch(steps=STEPS))
     verdict = found.verdict
+    books = close(found.run)
     return {
         "program": name,
         "seed": seed,
@@ -39,6 +42,8 @@ def once(name: str, seed: int) -> dict[str, Any]:
         "processes": [j.verdict.value for j in found.judgements],
         "steps": [r.steps for r in found.runs],
         "codes": [r.code for r in found.runs],
+        "resident_growth_bytes": None if books is None else books.resident_bytes,
+        "residual_bytes": None if books is None else books.residual_bytes,
         "seconds": time.perf_counter() - began,
     }
 
@@ -46,6 +51,12 @@ def once(name: str, seed: int) -> dict[str, Any]:
 def upper(wrong: int, of: int) -> float:
     """Upper 95 % bound of a share (Clopper and Pearson)."""
     return 1.0 if wrong >= of else float(stats.beta.ppf(0.95, wrong + 1, of - wrong))
+
+
+def closed(line: dict[str, Any]) -> bool:
+    """Whether a run's books close: what is left unexplained is at most 5 % of the growth, or 1 MiB."""
+    left = line["residual_bytes"]
+    return left is not None and abs(left) <= max(MIB, 0.05 * abs(line["resident_growth_bytes"]))
 
 
 def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -56,6 +67,7 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     found = sum(x["verdict"] == "leak" for x in loud)
     missed = sum(x["verdict"] == "clean" for x in loud)
     open_ = sum(x["verdict"] == "inconclusive" for x in lines)
+    residuals = sorted(abs(x["residual_bytes"]) for x in lines if x["residual_bytes"] is not None)
     return {
         "programs": len({x["program"] for x in lines}),
         "runs": len(lines),
@@ -69,6 +81,8 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "called_clean": missed,
         "inconclusive": open_,
         "inconclusive_rate": open_ / max(1, len(lines)),
+        "median_residual_bytes": residuals[len(residuals) // 2] if residuals else None,
+        "books_within_5_percent_or_1_mib": sum(map(closed, lines)) / max(1, len(residuals)),
         "median_seconds": sorted(x["seconds"] for x in lines)[len(lines) // 2] if lines else 0.0,
     }
 

@@ -4,25 +4,40 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import BudgetError, LowtideError, RecordingError, ReplayError, SizeError, UsageError
+from lowtide.errors import (
+    BudgetError,
+    CheckpointError,
+    LowtideError,
+    MicroBatchError,
+    ReaderError,
+    RecordingError,
+    ReplayError,
+    SizeError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
+    from lowtide import checkpoint, data
     from lowtide.api import budget, record
+    from lowtide.live.micro import micro_batched
     from lowtide.probe.marks import mark as step
 
 __version__ = "0.1.0"
 __all__ = [
-    "BudgetError", "LowtideError", "RecordingError", "ReplayError", "SizeError", "UsageError", "__version__", "budget",
-    "record", "step",
+    "BudgetError", "CheckpointError", "LowtideError", "MicroBatchError", "ReaderError", "RecordingError", "ReplayError",
+    "SizeError", "UsageError", "__version__", "budget", "checkpoint", "data", "micro_batched", "record", "step",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Load what needs torch only when it is asked for."""
-    if name in ("budget", "record"):
-        from lowtide import api
+    """Load what needs torch, or much time, only when it is asked for."""
+    import importlib
 
-        return getattr(api, name)
+    if name in ("checkpoint", "data"):
+        return importlib.import_module(f"lowtide.{name}")
+    homes = {"budget": "lowtide.api", "record": "lowtide.api", "micro_batched": "lowtide.live.micro"}
+    if name in homes:
+        return getattr(importlib.import_module(homes[name]), name)
     if name == "step":
         from lowtide.probe.marks import mark
 

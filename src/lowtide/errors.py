@@ -6,6 +6,10 @@
     │   ├── PlanFileError     a plan file that cannot be used
     │   ├── GraphError        a graph or a schedule file that cannot be used
     │   └── RecordingError    a recording that cannot be read or written
+    ├── CheckpointError       a checkpoint that cannot be written or put back; what was saved before is whole
+    │   └── StateError        an object whose state cannot be saved, or does not fit what was saved
+    ├── MicroBatchError       a batch that does not fit even one sample at a time, or cannot be split
+    ├── ReaderError           data that cannot be read, or a reader that fails
     ├── BudgetError           the budget cannot be held; the command line exits with 1
     ├── ReplayError           a dropped value cannot be made again bit for bit; raised instead of a wrong gradient
     └── StructureError        a problem or a decision that breaks the rules of the game
@@ -59,6 +63,22 @@ class BudgetError(LowtideError):
 
 class ReplayError(LowtideError):
     """A dropped value cannot be made again bit for bit."""
+
+
+class CheckpointError(LowtideError):
+    """A checkpoint that cannot be written or put back."""
+
+
+class StateError(CheckpointError):
+    """An object whose state cannot be saved, or does not fit what was saved."""
+
+
+class MicroBatchError(LowtideError):
+    """A batch that does not fit even one sample at a time, or that cannot be split."""
+
+
+class ReaderError(LowtideError):
+    """Data that cannot be read, or a reader that fails."""
 
 
 class StructureError(LowtideError):

@@ -16,7 +16,13 @@ SOURCE = Path(lowtide.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "", "units"),
-    ("trace", "store", "probe.marks", "probe.counters", "probe.census", "probe.arms", "probe.sampler", "probe.site.sitecustomize"),
+    (
+        "trace", "store", "probe.marks", "probe.counters", "probe.census", "probe.arms", "probe.sampler", "probe.catalogue", "probe.beat",
+        "probe.lend", "probe.site.sitecustomize",
+        "checkpoint.tree", "checkpoint.ranks", "checkpoint.store", "checkpoint.parts", "checkpoint.batches", "checkpoint.request",
+        "checkpoint.points", "checkpoint.whole", "checkpoint.callbacks", "checkpoint",
+        "data.sources", "data.blocks", "data.wire", "data.worker", "data.isolate", "data",
+    ),
     (
         "pebble.status",
         "pebble.graph",
@@ -42,6 +48,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "planner",
     ),
     (
+        "data.datasets",
+        "live.micro",
         "live.ops",
         "live.mode",
         "live.native",
@@ -90,6 +98,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "sweep.cell",
         "sweep.run",
         "sweep.trends",
+        "guard.rule",
+        "guard.forecast",
+        "guard.memory",
+        "guard.cause",
+        "guard.process",
+        "guard.keep",
         "api",
     ),
     (
@@ -101,11 +115,13 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "report.plan",
         "report.leak",
         "report.sweep",
+        "report.guard",
         "cli.launch",
         "cli.script",
         "cli.run",
         "cli.leak",
         "cli.sweep",
+        "cli.guard",
         "cli.plan",
         "cli.record",
         "cli.report",

@@ -14,42 +14,14 @@ from typing import Any, Final
 
 import click
 
-from lowtide.cli.launch import check_alone, check_folder, check_target, write_json
+from lowtide.cli.launch import check_alone, check_folder, write_json
+from lowtide.cli.script import ScriptOrCommand, command_of
 from lowtide.errors import UsageError
-from lowtide.leak.watch import Progress, Watch, Watched, check_command, python
+from lowtide.leak.watch import Progress, Watch, Watched
 from lowtide.units import parse_bytes
 
 LEAST_STEPS: Final = 50
 """Fewer never tell anything."""
-
-
-class ScriptOrCommand(click.Command):
-    """A verb that takes a script and its arguments, or any command after ``--``."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Note whether what comes after the options is a command."""
-        valued = {name for p in self.params if isinstance(p, click.Option) and not p.is_flag for name in p.opts}
-        at = 0
-        while at < len(args) and args[at] != "--" and args[at].startswith("-"):
-            at += 2 if args[at] in valued else 1
-        ctx.meta["command"] = at < len(args) and args[at] == "--"
-        return super().parse_args(ctx, args)
-
-
-def command_of(script: str, arguments: tuple[str, ...], *, module: bool) -> list[str]:
-    """The command that is meant, checked.
-
-    Raises:
-        UsageError: if it is not there.
-    """
-    if click.get_current_context().meta["command"]:
-        if module:
-            raise UsageError("-m goes with a module name, not with a command after `--`")
-        command = [script, *arguments]
-        check_command(command)
-        return command
-    check_target(script, module=module)
-    return python(script, module=module, arguments=arguments)
 
 
 def tolerance_of(tolerance: str | None, memory_left: str | None, planned_steps: int | None) -> float:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import click
 
 from lowtide import __version__
+from lowtide.cli.guard import guard
 from lowtide.cli.leak import leak
 from lowtide.cli.plan import plan
 from lowtide.cli.record import record
@@ -50,5 +51,5 @@ def main() -> None:
     """Train neural networks in the memory you have."""
 
 
-for verb in (run, record, report, plan, diff, leak, sweep):
+for verb in (run, record, report, plan, diff, leak, sweep, guard):
     main.add_command(verb)

@@ -26,13 +26,13 @@ from lowtide.errors import UsageError
 from lowtide.live.native import library_path
 from lowtide.probe.census import users
 from lowtide.probe.counters import ABSENT, COLUMNS, INDEX
+from lowtide.probe.lend import lend
 from lowtide.probe.marks import Kind
 from lowtide.probe.sampler import ENOUGH, TASK
 
 _PACKAGE: Final = Path(__file__).resolve().parent.parent
 _LIBC: Final = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG: Final = 1
-SITE: Final = _PACKAGE / "probe" / "site"
 LOOK_SECONDS: Final = 0.1
 """Between two looks at a running process."""
 PATIENCE_SECONDS: Final = 10.0
@@ -152,7 +152,7 @@ def environment_of(given: Mapping[str, str], task: Mapping[str, Any]) -> dict[st
     """The environment of a watched process: the probe on its path, the heap counter preloaded where it was built."""
     made = dict(given)
     made[TASK] = json.dumps(task)
-    made["PYTHONPATH"] = os.pathsep.join([str(SITE), *filter(None, [made.get("PYTHONPATH")])])
+    lend(made)
     library = library_path()
     if library is not None:
         made["LD_PRELOAD"] = ":".join([str(library), *filter(None, [made.get("LD_PRELOAD")])])

@@ -1,6 +1,6 @@
 """Begins to watch the Python process that finds this first on its path, then does what the machine's own file would do.
 
-``lowtide leak`` and ``lowtide sweep`` put this folder on ``PYTHONPATH``. Whatever fails here must not fail the script.
+``lowtide leak``, ``sweep`` and ``guard`` put this folder on ``PYTHONPATH``. Whatever fails here must not fail the script.
 """
 
 import importlib.util
@@ -20,9 +20,10 @@ def _begin() -> None:
             return
         sys.modules["lowtide"] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    from lowtide.probe import sampler
+    from lowtide.probe import beat, sampler
 
     sampler.begin()
+    beat.begin()
 
 
 def _then_the_machines_own() -> None:

@@ -1,0 +1,150 @@
+"""The state of a run: of its objects, and of every generator of random numbers."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from lowtide.checkpoint.tree import loaded_torch, torch
+from lowtide.errors import StateError
+
+
+def random_state() -> dict[str, Any]:
+    """The states of Python's, NumPy's and torch's own generators, on every device that is in use."""
+    found: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}  # noqa: NPY002 - what scripts use
+    t = torch()
+    if t is not None:
+        found["torch"] = t.get_rng_state()
+        if t.cuda.is_available() and t.cuda.is_initialized():
+            found["cuda"] = t.cuda.get_rng_state_all()
+    return found
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put the generators back."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002 - what scripts use
+    if "torch" in state:
+        t = loaded_torch()
+        t.set_rng_state(state["torch"])
+        if "cuda" in state:
+            t.cuda.set_rng_state_all(state["cuda"])
+
+
+def state_of(part: Any, name: str) -> Any:
+    """The state of an object of the script.
+
+    Raises:
+        StateError: if it has none that could be put back.
+    """
+    if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
+        return part.state_dict()
+    if _keras(part):
+        return [np.asarray(v) for v in _variables(part)]
+    if isinstance(part, np.random.Generator):
+        return part.bit_generator.state
+    if isinstance(part, np.random.RandomState):
+        return part.get_state()
+    if isinstance(part, random.Random):
+        return part.getstate()
+    t = torch()
+    if t is not None and isinstance(part, t.Generator):
+        return part.get_state()
+    if isinstance(part, np.ndarray) or (t is not None and isinstance(part, t.Tensor)):
+        return part
+    if isinstance(part, dict):
+        return {key: state_of(value, f"{name}[{key!r}]") if _held(value) else value for key, value in part.items()}
+    if isinstance(part, list):
+        return [state_of(value, f"{name}[{i}]") if _held(value) else value for i, value in enumerate(part)]
+    raise StateError(
+        f"{name} is of type {type(part).__module__}.{type(part).__qualname__}, which has no state that could be put back: "
+        "give it state_dict() and load_state_dict(), or pass what must be remembered as values"
+    )
+
+
+def put_back(part: Any, state: Any, name: str) -> None:
+    """Put a state back into an object of the script.
+
+    Raises:
+        StateError: if it does not fit.
+    """
+    try:
+        _put_back(part, state, name)
+    except StateError:
+        raise
+    except Exception as error:
+        raise StateError(f"the state that was saved does not fit {name}: {error}") from error
+
+
+def _put_back(part: Any, state: Any, name: str) -> None:
+    t = torch()
+    if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
+        part.load_state_dict(state)
+    elif _keras(part):
+        variables = _variables(part)
+        if len(variables) != len(state):
+            raise StateError(f"{name} has {len(variables)} variables, {len(state)} were saved: build the same model first")
+        for variable, value in zip(variables, state, strict=True):
+            variable.assign(value)
+    elif isinstance(part, np.random.Generator):
+        part.bit_generator.state = state
+    elif isinstance(part, np.random.RandomState):
+        part.set_state(state)
+    elif isinstance(part, random.Random):
+        part.setstate(state)
+    elif t is not None and isinstance(part, t.Generator):
+        part.set_state(state)
+    elif isinstance(part, np.ndarray):
+        if part.shape != state.shape or part.dtype != state.dtype:
+            raise StateError(f"{name} is {part.dtype}{part.shape}, what was saved is {state.dtype}{state.shape}")
+        part[...] = state
+    elif t is not None and isinstance(part, t.Tensor):
+        if part.shape != state.shape or part.dtype != state.dtype:
+            raise StateError(f"{name} is {part.dtype} {tuple(part.shape)}, saved is {state.dtype} {tuple(state.shape)}")
+        with t.no_grad():
+            part.copy_(state)
+    elif isinstance(part, dict):
+        for key in [key for key in part if key not in state]:
+            del part[key]
+        for key, value in state.items():
+            if key in part and _held(part[key]):
+                _put_back(part[key], value, f"{name}[{key!r}]")
+            else:
+                part[key] = value
+    else:
+        held = [i for i, value in enumerate(part) if _held(value)]
+        if held and len(part) != len(state):
+            raise StateError(f"{name} has {len(part)} entries, {len(state)} were saved")
+        for i in held:
+            _put_back(part[i], state[i], f"{name}[{i}]")
+        part[:] = [part[i] if i in held else value for i, value in enumerate(state)]
+
+
+def _held(value: Any) -> bool:
+    """Whether a value in a dict or list is an object to be put back in place, rather than replaced."""
+    t = torch()
+    return (
+        (hasattr(value, "state_dict") and hasattr(value, "load_state_dict"))
+        or isinstance(value, (np.ndarray, np.random.Generator, np.random.RandomState, random.Random, dict, list))
+        or (t is not None and isinstance(value, (t.Tensor, t.Generator)))
+        or _keras(value)
+    )
+
+
+def _keras(part: Any) -> bool:
+    keras = sys.modules.get("keras")
+    return keras is not None and isinstance(part, keras.Model)
+
+
+def _variables(model: Any) -> list[Any]:
+    """A Keras model's variables, its optimizer's, and those of its seeds."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    found = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
+    seen: set[int] = set()
+    return [v for v in found if not (id(v) in seen or seen.add(id(v)))]  # type: ignore[func-returns-value]

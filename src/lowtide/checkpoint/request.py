@@ -1,0 +1,74 @@
+"""Whether this process has been asked to stop at its next safe point: by its guard, or by a signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any, final
+
+from lowtide.probe import beat
+
+
+@final
+class Requests:
+    """What has been asked of this process."""
+
+    def __init__(self) -> None:
+        """Listen, where this is the main thread."""
+        self._asked = False
+        self._folder = os.environ.get(beat.FOLDER)
+        self._stop = None if self._folder is None else os.path.join(self._folder, beat.STOP)  # noqa: PTH118 - asked each step
+        kind, _, number = os.environ.get(beat.RECYCLE, "").partition("=")
+        self._kind, self._every = kind, int(number) if kind == "every" else 0
+        self._points = 0
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            self._listen()
+
+    def _listen(self) -> None:
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            before = signal.getsignal(number)
+            if number == signal.SIGTERM and before is not signal.SIG_DFL:
+                continue  # the script has an answer of its own
+            self._before[number] = before
+            signal.signal(number, self._signalled)
+        if self._folder is not None and os.path.isdir(self._folder):  # noqa: PTH112
+            with open(os.path.join(self._folder, f"ready-{os.getpid()}"), "w") as file:  # noqa: PTH118, PTH123
+                file.write("SIGUSR1\n")
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        if self._asked and number == signal.SIGTERM:  # asked a second time: at once
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self._asked = True
+        before = self._before.get(number)
+        if callable(before):
+            before(number, frame)
+
+    def at(self, *, epoch: bool, last: bool) -> bool:
+        """Whether to stop at this safe point, which is counted.
+
+        Args:
+            epoch: whether an epoch ends here.
+            last: whether nothing is left to be done: then no rule stops it, only a request.
+        """
+        self._points += 1
+        if self._asked or (self._stop is not None and os.path.exists(self._stop)):  # noqa: PTH110 - asked each step
+            return True
+        if last:
+            return False
+        return (self._kind == "epoch" and epoch) or (self._every > 0 and self._points >= self._every)
+
+
+_requests: Requests | None = None
+
+
+def requests() -> Requests:
+    """Of this process; the first call begins to listen for SIGUSR1 and SIGTERM."""
+    global _requests  # noqa: PLW0603 - one per process
+    if _requests is None:
+        _requests = Requests()
+    return _requests

@@ -1,0 +1,424 @@
+"""Checkpoints on disk that are whole or not there.
+
+A checkpoint is a folder named by its number. It is written beside its place, every file and the folder are forced to the
+disk, and only then it is renamed. A manifest names each file with its size and SHA-256, and carries its own. Tensors lie in
+safetensors files, everything else in the manifest as JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, final
+
+import filelock
+import numpy as np
+
+from lowtide.checkpoint import ranks
+from lowtide.checkpoint.tree import Arrays, loaded_torch, pack, torch, unpack
+from lowtide.errors import CheckpointError
+from lowtide.units import MIB, format_bytes
+
+FORMAT: Final = 1
+SHARD: Final = 256 * MIB
+"""Tensors are written in files of about so many bytes: what a device's tensors take in host memory while they are written."""
+LOCK_SECONDS: Final = 60.0
+"""How long a save waits for another process's save in the same folder."""
+_MANIFEST: Final = "manifest.json"
+_UNDONE: Final = ".undone-"
+"""Beginning of the names of folders that are not checkpoints yet, or not any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One checkpoint on disk.
+
+    Attributes:
+        number: later ones have higher numbers.
+        path: its folder.
+        metric: what `keep_best` goes by; None where none was given.
+        seconds: when it was written (since the epoch).
+        bytes: of all its files.
+        world: how many ranks wrote it.
+    """
+
+    number: int
+    path: Path
+    metric: float | None
+    seconds: float
+    bytes: int
+    world: int
+
+
+@final
+class Store:
+    """A folder of checkpoints.
+
+    Several ranks of ``torch.distributed`` that have the folder in common save and load together: all call, all succeed or
+    all raise.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep_last: int = 2,
+        keep_best: int = 0,
+        best: Literal["min", "max"] = "min",
+        asynchronous: bool = False,
+    ) -> None:
+        """Make the folder.
+
+        Args:
+            folder: where checkpoints lie.
+            keep_last: how many of the newest stay.
+            keep_best: how many of the best stay besides, by the metric given to `save`. They lie on the disk alone.
+            best: which metric is better.
+            asynchronous: whether `save` copies the state to host memory and writes it from a thread. On the device there is
+                no second copy; in host memory there is one until it is written.
+
+        Raises:
+            CheckpointError: if the folder cannot be written.
+            ValueError: if nothing would be kept.
+        """
+        if keep_last < 1 or keep_best < 0:
+            raise ValueError("keep_last is at least 1, keep_best at least 0")
+        self.folder = Path(folder)
+        self._last, self._best, self._sign = keep_last, keep_best, 1 if best == "min" else -1
+        self._asynchronous = asynchronous
+        self._thread: threading.Thread | None = None
+        self._failed: BaseException | None = None
+        with _explained(f"cannot write checkpoints in {self.folder}", self):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe = self.folder / f"{_UNDONE}{os.getpid()}-probe"
+            probe.touch()
+            probe.unlink()
+        self._lock = filelock.FileLock(self.folder / ".lock", timeout=LOCK_SECONDS)
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    def save(self, state: Any, *, metric: float | None = None) -> int:
+        """Write a checkpoint; its number. Whatever fails, those before it stay whole.
+
+        Args:
+            state: a tree of dicts, lists, numbers, strings, tensors and arrays.
+            metric: what `keep_best` goes by.
+
+        Raises:
+            StateError: if something in it cannot be saved.
+            CheckpointError: if it cannot be written (disk full, folder read-only, another rank failed), or, where saves are
+                asynchronous, if the one before could not be.
+        """
+        self.wait()
+        tree, arrays = pack(state)
+        if self._asynchronous:
+            arrays = {name: _on_host(array) for name, array in arrays.items()}
+        number = int(ranks.first(self._following()))
+        self._check_space(arrays)
+        if not self._asynchronous or ranks.world() > 1:  # ranks decide together: not from threads
+            self._write(number, tree, arrays, metric)
+        else:
+            self._thread = threading.Thread(target=self._aside, args=(number, tree, arrays, metric), name="lowtide-save")
+            self._thread.start()
+        return number
+
+    def wait(self) -> None:
+        """Wait until what was saved last is on the disk.
+
+        Raises:
+            CheckpointError: if it could not be written.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    def _aside(self, number: int, tree: Any, arrays: Arrays, metric: float | None) -> None:
+        try:
+            self._write(number, tree, arrays, metric)
+        except BaseException as error:  # it is raised where the script asks next
+            self._failed = error
+
+    def _following(self) -> int:
+        return max((int(path.name) for path in self._folders()), default=0) + 1
+
+    def _check_space(self, arrays: Arrays) -> None:
+        needed = sum(int(array.nbytes) for array in arrays.values())
+        free = shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise CheckpointError(
+                f"the disk is full: a checkpoint takes {format_bytes(needed)}, {self.folder} has {format_bytes(free)} free"
+                f"{self._what_is_left()}: make room, or keep fewer (keep_last, keep_best)"
+            )
+
+    def _write(self, number: int, tree: Any, arrays: Arrays, metric: float | None) -> None:
+        """Write this rank's part; the first rank then makes the whole a checkpoint."""
+        undone = self.folder / f"{_UNDONE}{number:010d}-{ranks.first(os.getpid())}"
+        problem: CheckpointError | None = None
+        part: dict[str, Any] = {}
+        try:
+            with _explained(f"cannot write checkpoint {number} in {self.folder}", self):
+                part = _write_part(undone / f"rank-{ranks.rank()}", tree, arrays)
+        except CheckpointError as error:
+            problem = error
+        parts: list[tuple[str | None, Any]] = ranks.gather((None if problem is None else str(problem), part))
+        if problem is None and all(said is None for said, _ in parts) and ranks.rank() == 0:
+            try:
+                with _explained(f"cannot write checkpoint {number} in {self.folder}", self), self._lock:
+                    self._publish(undone, number, [part for _, part in parts], metric)
+            except CheckpointError as error:
+                problem = error
+            except filelock.Timeout:
+                problem = CheckpointError(f"another process has been saving in {self.folder} for {LOCK_SECONDS:.0f} s")
+        said = [said for said, _ in parts if said is not None]
+        published = ranks.first(None if problem is None else str(problem))
+        if said or published is not None:
+            if ranks.rank() == 0:
+                shutil.rmtree(undone, ignore_errors=True)
+            raise problem or CheckpointError(f"another rank could not save: {(said or [published])[0]}")
+
+    def _publish(self, undone: Path, number: int, parts: list[Any], metric: float | None) -> None:
+        size = sum(entry["bytes"] for part in parts for entry in part["files"].values())
+        body = {
+            "format": FORMAT, "number": number, "seconds": time.time(), "metric": metric, "bytes": size, "parts": parts,
+        }  # fmt: skip
+        _write_manifest(undone / _MANIFEST, body)
+        sync(undone)
+        undone.rename(self.folder / f"{number:010d}")
+        sync(self.folder)
+        self._prune()
+
+    def _prune(self) -> None:
+        """Remove what need not be kept, and what processes that are gone left behind."""
+        saved = self.saved()
+        keep = {s.number for s in saved[-self._last :]}
+        scored = [s for s in saved if s.metric is not None and not math.isnan(s.metric)]
+        keep |= {s.number for s in sorted(scored, key=lambda s: self._sign * (s.metric or 0.0))[: self._best]}
+        for s in saved:
+            if s.number not in keep:
+                gone = self.folder / f"{_UNDONE}{s.path.name}-old"
+                with contextlib.suppress(OSError):
+                    s.path.rename(gone)
+        for left in self.folder.glob(f"{_UNDONE}*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _what_is_left(self) -> str:
+        with contextlib.suppress(OSError):
+            saved = self.saved()
+            if saved:
+                return f"; checkpoint {saved[-1].number} is as it was"
+        return ""
+
+    # --- loading ------------------------------------------------------------------------------------------------------
+
+    def _folders(self) -> list[Path]:
+        return sorted(path for path in self.folder.iterdir() if path.name.isdigit() and path.is_dir())
+
+    def saved(self) -> list[Saved]:
+        """Checkpoints by number, as their manifests tell; those whose manifest does not hold are left out."""
+        found = []
+        for path in self._folders():
+            body = _read_manifest(path / _MANIFEST)
+            if body is not None:
+                found.append(Saved(int(path.name), path, body["metric"], body["seconds"], body["bytes"], len(body["parts"])))
+        return found
+
+    def newest(self) -> Saved | None:
+        """The newest checkpoint that is whole on every rank; None where there is none. Every file is read and compared.
+
+        A damaged one is passed over with a warning.
+        """
+        self.wait()
+        for path in ranks.first([str(path) for path in reversed(self._folders())]):
+            folder = Path(path)
+            trouble = self._trouble(folder)
+            if not any(ranks.gather(trouble)):
+                return next(s for s in self.saved() if s.path.name == folder.name)
+            if trouble:
+                warnings.warn(f"checkpoint {folder} is damaged ({trouble}); an older one is used", stacklevel=2)
+        return None
+
+    def _trouble(self, folder: Path) -> str:
+        """What is wrong with this rank's part of a checkpoint; empty where nothing is."""
+        body = _read_manifest(folder / _MANIFEST)
+        if body is None:
+            return "its manifest does not hold"
+        if body["format"] != FORMAT:
+            raise CheckpointError(f"{folder} was written by another version of Lowtide (format {body['format']})")
+        if len(body["parts"]) != ranks.world():
+            raise CheckpointError(
+                f"{folder} was saved by {len(body['parts'])} ranks, and {ranks.world()} would load it: start as many"
+            )
+        for name, entry in body["parts"][ranks.rank()]["files"].items():
+            file = folder / f"rank-{ranks.rank()}" / name
+            try:
+                if file.stat().st_size != entry["bytes"] or digest(file) != entry["sha256"]:
+                    return f"{name} is not what was written"
+            except OSError as error:
+                return f"{name}: {error.strerror}"
+        return ""
+
+    def load(self, saved: Saved | None = None) -> Any:
+        """The state of a checkpoint, of the newest whole one where none is given; None where there is none.
+
+        Raises:
+            CheckpointError: if the one that is asked for is damaged, or was saved by another number of ranks.
+        """
+        chosen = self.newest() if saved is None else saved
+        if chosen is None:
+            return None
+        if saved is not None:
+            trouble = [t for t in ranks.gather(self._trouble(saved.path)) if t]
+            if trouble:
+                raise CheckpointError(f"checkpoint {saved.path} is damaged: {trouble[0]}")
+        folder = chosen.path / f"rank-{ranks.rank()}"
+        body = _read_manifest(chosen.path / _MANIFEST)
+        assert body is not None
+        places: Mapping[str, str] = body["parts"][ranks.rank()]["arrays"]
+        return unpack(json.loads((folder / "state.json").read_text()), _Arrays(folder, places).get)
+
+
+class _Arrays:
+    """Arrays of a checkpoint, read one by one as they are asked for."""
+
+    def __init__(self, folder: Path, places: Mapping[str, str]) -> None:
+        self._folder, self._places = folder, places
+
+    def get(self, name: str) -> Any:
+        from safetensors import safe_open
+
+        kind = "pt" if name.startswith("t") else "np"
+        if kind == "pt":
+            loaded_torch()
+        with safe_open(self._folder / self._places[name], framework=kind) as file:
+            return file.get_tensor(name)
+
+
+def _write_part(folder: Path, tree: Any, arrays: Arrays) -> dict[str, Any]:
+    """Write one rank's files; their manifest."""
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text(json.dumps(tree))
+    places: dict[str, str] = {}
+    for number, shard in enumerate(_shards(arrays)):
+        name = f"{next(iter(shard))[0]}-{number:05d}.safetensors"
+        _write_arrays(folder / name, shard)
+        places.update(dict.fromkeys(shard, name))
+    files = {}
+    for file in sorted(folder.iterdir()):
+        sync(file)
+        files[file.name] = {"bytes": file.stat().st_size, "sha256": digest(file)}
+    sync(folder)
+    return {"files": files, "arrays": places}
+
+
+def _shards(arrays: Arrays) -> Iterator[Arrays]:
+    """Arrays in groups of about `SHARD` bytes; tensors and NumPy's arrays apart."""
+    for kind in ("t", "n"):
+        shard: Arrays = {}
+        size = 0
+        for name, array in arrays.items():
+            if name[0] != kind:
+                continue
+            if shard and size + array.nbytes > SHARD:
+                yield shard
+                shard, size = {}, 0
+            shard[name] = array
+            size += array.nbytes
+        if shard:
+            yield shard
+
+
+def _write_arrays(file: Path, arrays: Arrays) -> None:
+    if next(iter(arrays)).startswith("t"):
+        from safetensors.torch import save_file
+
+        seen: set[int] = set()
+        apart = {}
+        for name, tensor in arrays.items():
+            host = tensor.cpu().contiguous()
+            start = host.untyped_storage().data_ptr()
+            apart[name] = host.clone() if start in seen else host  # the format wants no two in one storage
+            seen.add(start)
+        save_file(apart, file)
+    else:
+        from safetensors.numpy import save_file as save_arrays
+
+        save_arrays({name: np.ascontiguousarray(a).reshape(a.shape) for name, a in arrays.items()}, file)
+
+
+def _on_host(array: Any) -> Any:
+    """A copy in host memory; none is made on the device."""
+    t = torch()
+    if t is not None and isinstance(array, t.Tensor):
+        return array.to("cpu", copy=True)
+    return np.array(array)
+
+
+def _write_manifest(file: Path, body: dict[str, Any]) -> None:
+    text = json.dumps(body)
+    file.write_text(json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": text}))
+    sync(file)
+
+
+def _read_manifest(file: Path) -> dict[str, Any] | None:
+    try:
+        whole = json.loads(file.read_text())
+        text = whole["body"]
+        if hashlib.sha256(text.encode()).hexdigest() != whole["sha256"]:
+            return None
+        found: dict[str, Any] = json.loads(text)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return found
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of a file."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Force a file, or the names in a folder, to the disk."""
+    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+@contextlib.contextmanager
+def _explained(what: str, store: Store) -> Iterator[None]:
+    """Turn the system's errors into ours."""
+    try:
+        yield
+    except Exception as error:  # safetensors raises errors of its own for a full disk
+        if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":
+            raise
+        if _full(error):
+            free = shutil.disk_usage(store.folder).free
+            raise CheckpointError(
+                f"{what}: the disk is full ({format_bytes(free)} free){store._what_is_left()}: make room, or keep fewer"
+            ) from error
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CheckpointError(f"{what}: {reason}{store._what_is_left()}") from error
+
+
+def _full(error: Exception) -> bool:
+    code = getattr(error, "errno", None)
+    return code in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG} or any(
+        word in str(error) for word in ("No space left", "StorageFull", "File too large", "quota exceeded")
+    )

@@ -1,0 +1,179 @@
+"""State as plain JSON beside named arrays, and back: nothing is pickled, so that a checkpoint cannot run code."""
+
+from __future__ import annotations
+
+import base64
+import collections
+import importlib
+import math
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from lowtide.errors import StateError
+
+TAG: Final = "!"
+"""Key that marks what JSON has no word for."""
+Arrays = dict[str, Any]
+
+
+def torch() -> Any:
+    """The torch module, where the script has imported it; None otherwise."""
+    return sys.modules.get("torch")
+
+
+def loaded_torch() -> Any:
+    """The torch module, for what was saved with it: a script may go on before it has imported torch."""
+    return importlib.import_module("torch")
+
+
+def pack(value: Any) -> tuple[Any, Arrays]:
+    """A tree of dicts, lists, numbers, tensors and arrays as JSON, and its tensors and arrays by name.
+
+    Tensors are not copied; two that are the same bytes in the same shape are named once.
+
+    Raises:
+        StateError: naming what cannot be saved, and where it is.
+    """
+    arrays: Arrays = {}
+    known: dict[Any, str] = {}
+
+    def named(kind: str, key: Any, array: Any) -> str:
+        if key in known:
+            return known[key]
+        name = f"{kind}{len(arrays)}"
+        arrays[name] = array
+        known[key] = name
+        return name
+
+    def walk(value: Any, where: str) -> Any:
+        if value is None or type(value) in {bool, int, str}:
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {TAG: "float", "value": repr(value)}
+        if type(value) in {list, tuple, set, collections.deque}:
+            items = sorted(value, key=repr) if type(value) is set else value
+            made = [walk(item, f"{where}[{i}]") for i, item in enumerate(items)]
+            if type(value) is list:
+                return made
+            found = {TAG: type(value).__name__, "value": made}
+            return {**found, "most": value.maxlen} if type(value) is collections.deque else found
+        if type(value) in _MAPPINGS.values():
+            pairs = [[walk(k, f"{where}: a key"), walk(v, f"{where}[{k!r}]")] for k, v in value.items()]
+            found = {TAG: type(value).__name__, "value": pairs}
+            extra = getattr(value, "_metadata", None)  # torch's versions of modules
+            return found if extra is None else {**found, "metadata": walk(extra, f"{where}._metadata")}
+        if type(value) in {bytes, bytearray}:
+            return {TAG: type(value).__name__, "value": base64.b64encode(value).decode()}
+        if type(value) is complex:
+            return {TAG: "complex", "value": [walk(value.real, where), walk(value.imag, where)]}
+        found = _tensor(value, where, named) or _array(value, where, named)
+        if found is None:
+            raise StateError(
+                f"{where} is of type {type(value).__module__}.{type(value).__qualname__}, which cannot be saved: "
+                "turn it into numbers, strings, lists, dicts, tensors or arrays"
+            )
+        return found
+
+    return walk(value, "state"), arrays
+
+
+_MAPPINGS: Final[Mapping[str, type]] = {
+    "dict": dict, "OrderedDict": collections.OrderedDict, "Counter": collections.Counter,
+    "defaultdict": collections.defaultdict,
+}  # fmt: skip
+
+
+def _tensor(value: Any, where: str, named: Callable[[str, Any, Any], str]) -> Any:
+    t = torch()
+    if t is None:
+        return None
+    if isinstance(value, t.Tensor):
+        if value.layout is not t.strided or value.is_quantized or value.is_meta or hasattr(value, "device_mesh"):
+            raise StateError(
+                f"{where} is a {value.layout} tensor on {value.device}, {type(value).__name__}: only dense tensors that lie "
+                "in one process are saved here; make it dense, or save sharded state through torch.distributed.checkpoint"
+            )
+        plain = value.detach().resolve_conj().resolve_neg()
+        key = (plain.data_ptr() or id(value), plain.dtype, tuple(plain.shape), tuple(plain.stride()))
+        order = sorted(range(plain.dim()), key=lambda d: -plain.stride(d))
+        dense = plain.permute(order).is_contiguous() and plain.dim() > 1
+        name = named("t", key, plain.permute(order) if dense else plain)
+        return {TAG: "tensor", "value": name, "order": order} if dense else {TAG: "tensor", "value": name}
+    if isinstance(value, (t.dtype, t.device)):
+        return {TAG: f"torch.{type(value).__name__}", "value": str(value).removeprefix("torch.")}
+    if isinstance(value, t.Size):
+        return {TAG: "torch.Size", "value": list(value)}
+    return None
+
+
+def _array(value: Any, where: str, named: Callable[[str, Any, Any], str]) -> Any:
+    others = type(value).__module__.partition(".")[0] in {"jax", "jaxlib", "tensorflow", "keras"}
+    if not isinstance(value, (np.ndarray, np.generic)) and not (others and hasattr(value, "__array__")):
+        return None
+    plain = np.asarray(value)
+    if plain.dtype.kind not in "biufc" or plain.dtype.itemsize > 16:
+        raise StateError(f"{where} is an array of {plain.dtype}, which cannot be saved: only numbers and booleans are")
+    key = (plain.__array_interface__["data"][0] if plain.size else id(value), plain.dtype.str, plain.shape, plain.strides)
+    kind = "scalar" if isinstance(value, np.generic) else "array"
+    order = "F" if plain.flags.f_contiguous and not plain.flags.c_contiguous else "C"
+    return {TAG: kind, "value": named("n", (*key, kind), plain), "order": order}
+
+
+def unpack(tree: Any, array: Callable[[str], Any]) -> Any:
+    """What was packed.
+
+    Args:
+        tree: as `pack` gave it.
+        array: gives a tensor or array by its name; what it gives for one name is used wherever the name stands.
+    """
+    known: dict[str, Any] = {}
+
+    def get(name: str) -> Any:
+        if name not in known:
+            known[name] = array(name)
+        return known[name]
+
+    def walk(tree: Any) -> Any:
+        if isinstance(tree, list):
+            return [walk(item) for item in tree]
+        if not isinstance(tree, dict):
+            return tree
+        kind, value = tree[TAG], tree["value"]
+        if kind in _MAPPINGS:
+            made: Any = collections.defaultdict(None) if kind == "defaultdict" else _MAPPINGS[kind]()
+            for k, v in value:
+                made[walk(k)] = walk(v)
+            if "metadata" in tree:
+                made._metadata = walk(tree["metadata"])
+            return made
+        return _LEAVES[kind](tree, value, walk, get)
+
+    return walk(tree)
+
+
+def _restored(tree: dict[str, Any], name: str, get: Callable[[str], Any]) -> Any:
+    found, order = get(name), tree.get("order")
+    if order is None:
+        return found
+    back = sorted(range(len(order)), key=lambda d: order[d])
+    return found.permute(back)
+
+
+_LEAVES: Final[dict[str, Callable[[Any, Any, Any, Any], Any]]] = {
+    "float": lambda _t, v, _w, _g: float(v),
+    "tuple": lambda _t, v, w, _g: tuple(w(v)),
+    "set": lambda _t, v, w, _g: set(w(v)),
+    "deque": lambda t, v, w, _g: collections.deque(w(v), t["most"]),
+    "bytes": lambda _t, v, _w, _g: base64.b64decode(v),
+    "bytearray": lambda _t, v, _w, _g: bytearray(base64.b64decode(v)),
+    "complex": lambda _t, v, w, _g: complex(*w(v)),
+    "tensor": lambda t, v, _w, g: _restored(t, v, g),
+    "torch.dtype": lambda _t, v, _w, _g: getattr(loaded_torch(), v),
+    "torch.device": lambda _t, v, _w, _g: loaded_torch().device(v),
+    "torch.Size": lambda _t, v, _w, _g: loaded_torch().Size(v),
+    "array": lambda t, v, _w, g: np.asarray(g(v), order=t["order"]),
+    "scalar": lambda _t, v, _w, g: g(v)[()],
+}

@@ -1,0 +1,64 @@
+"""Checkpoints that a framework writes by itself: marked once they are whole, so that a half-written one is never loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+from lowtide.checkpoint.store import digest, sync
+
+_SUFFIX = ".whole.json"
+
+
+def mark(path: Path) -> None:
+    """Force a file, or all files of a folder, to the disk, and write down their sizes and hashes beside it."""
+    files = _files(path)
+    for file in files:
+        sync(file)
+    if path.is_dir():
+        sync(path)
+    body = {str(f.relative_to(path.parent)): [f.stat().st_size, digest(f)] for f in files}
+    note = path.parent / f"{path.name}{_SUFFIX}"
+    undone = note.with_suffix(".undone")
+    undone.write_text(json.dumps(body))
+    sync(undone)
+    undone.rename(note)
+    sync(path.parent)
+
+
+def whole(path: Path) -> bool:
+    """Whether it was marked, and is as it was then."""
+    with contextlib.suppress(OSError, ValueError):
+        body = json.loads((path.parent / f"{path.name}{_SUFFIX}").read_text())
+        return bool(body) and all(
+            (path.parent / name).stat().st_size == size and digest(path.parent / name) == sha
+            for name, (size, sha) in body.items()
+        )
+    return False
+
+
+def newest(folder: str | os.PathLike[str]) -> str | None:
+    """The newest whole checkpoint that a callback of ours has marked in a folder; None where there is none.
+
+    For ``trainer.train(resume_from_checkpoint=newest(...))`` and ``trainer.fit(..., ckpt_path=newest(...))``.
+    """
+    base = Path(folder)
+    notes = sorted(base.glob(f"*{_SUFFIX}"), key=lambda n: n.stat().st_mtime_ns, reverse=True) if base.is_dir() else []
+    for note in notes:
+        path = base / note.name.removesuffix(_SUFFIX)
+        if whole(path):
+            return str(path)
+    return None
+
+
+def forget(path: Path) -> None:
+    """Remove a file that was marked, and its mark: the mark first."""
+    for gone in (path.parent / f"{path.name}{_SUFFIX}", path):
+        with contextlib.suppress(FileNotFoundError):
+            gone.unlink()
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else [path]

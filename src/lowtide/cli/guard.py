@@ -1,0 +1,153 @@
+"""``lowtide guard``: keeps a long run alive."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from pathlib import Path
+from typing import Any, cast
+
+import click
+
+from lowtide.cli.launch import check_alone, check_folder, write_json
+from lowtide.cli.script import ScriptOrCommand, command_of
+from lowtide.errors import UsageError
+from lowtide.units import parse_bytes
+
+
+@click.command(cls=ScriptOrCommand, context_settings={"allow_interspersed_args": False})
+@click.option("--memory", metavar="SIZE", help="What the command and all that it starts may hold.")
+@click.option(
+    "--recycle",
+    default="watermark",
+    show_default=True,
+    metavar="RULE",
+    help="Stop and start again in a fresh process: epoch, every=N safe points, watermark[=90%], exit (the command ends by "
+    "itself again and again), never.",
+)
+@click.option(
+    "--enforce",
+    type=click.Choice(["auto", "cgroup", "rlimit", "watch"]),
+    default="auto",
+    show_default=True,
+    help="What holds it to --memory: a cgroup where one can be made, else this process watches and kills.",
+)
+@click.option(
+    "--patience",
+    type=click.FloatRange(min=0),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="What it gets to stop after Ctrl-C or SIGTERM.",
+)
+@click.option(
+    "--restarts",
+    type=click.IntRange(min=0),
+    default=3,
+    show_default=True,
+    help="Failures for want of memory in a row, without a new checkpoint, before it is given up.",
+)
+@click.option("--done", "done_file", metavar="FILE", help="With --recycle exit: all is done once this file is there.")
+@click.option("--done-code", type=click.IntRange(1, 255), help="With --recycle exit: the exit code that says so.")
+@click.option("-o", "--record", "recording", metavar="FILE", help="Record memory, a row a second, for `lowtide report`.")
+@click.option("--prometheus", metavar="PORT", type=click.IntRange(1, 65535), help="Serve figures on 127.0.0.1.")
+@click.option("--tensorboard", metavar="FOLDER", help="Write scalars.")
+@click.option("--json", "json_file", metavar="FILE", help="Write every figure.")
+@click.option("--quiet", is_flag=True, help="No panel, no summary.")
+@click.option("-m", "module", is_flag=True, help="SCRIPT is a module name, as in python -m.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def guard(
+    *,
+    memory: str | None,
+    recycle: str,
+    enforce: str,
+    patience: float,
+    restarts: int,
+    done_file: str | None,
+    done_code: int | None,
+    recording: str | None,
+    prometheus: int | None,
+    tensorboard: str | None,
+    json_file: str | None,
+    quiet: bool,
+    module: bool,
+    script: str,
+    arguments: tuple[str, ...],
+) -> int:
+    """Run SCRIPT (or, after `--`, any COMMAND), and start it again from its checkpoint before memory runs out.
+
+    It is asked to stop at its next safe point (`lowtide.checkpoint(...)`, or a callback of Lightning, the Hugging Face
+    Trainer or Keras) when its memory nears the cap, or by the rule. Exit code: its own; 75 where it was stopped by a signal
+    and has saved its state; 1 where it was given up.
+    """
+    check_alone()
+    from lowtide.guard.keep import Enforce, Keeper, Settings
+    from lowtide.guard.rule import Kind, parse
+
+    rule = parse(recycle)
+    exits = rule.kind is Kind.EXIT
+    if exits and done_file is None and done_code is None:
+        raise UsageError("--recycle exit needs --done FILE or --done-code N: what says that all is done")
+    if not exits and (done_file is not None or done_code is not None):
+        raise UsageError("--done and --done-code go with --recycle exit")
+    command = command_of(script, arguments, module=module)
+    for file in (json_file, recording, done_file, tensorboard):
+        check_folder(file)
+    settings = Settings(
+        command=command,
+        cap_bytes=None if memory is None else parse_bytes(memory),
+        rule=rule,
+        enforce=cast("Enforce", enforce),
+        patience_seconds=patience,
+        restarts=restarts,
+        done_file=None if done_file is None else Path(done_file),
+        done_code=done_code,
+    )
+    from lowtide.report.guard import Shown, show, to_json
+
+    with contextlib.ExitStack() as stack:
+        shown = stack.enter_context(Shown(quiet=quiet))
+        written = _recorded(recording, command)
+        listeners = [shown, *written, *_exported(stack, prometheus, tensorboard)]
+        outcome = None
+        try:
+            outcome = Keeper(settings, listeners).run()
+        finally:
+            for one in written:
+                one.close(outcome)
+    if json_file is not None:
+        write_json(json_file, {"command": command, **to_json(outcome)})
+    if not quiet:
+        show(outcome)
+    return outcome.exit_code
+
+
+def _recorded(recording: str | None, command: list[str]) -> list[Any]:
+    from lowtide.report.guard import Recorded
+
+    return [] if recording is None else [Recorded(Path(recording), shlex.join(command))]
+
+
+def _exported(stack: contextlib.ExitStack, prometheus: int | None, tensorboard: str | None) -> list[Any]:
+    """What shows the figures elsewhere."""
+    from lowtide.report.guard import Exported, Scalars
+
+    found: list[Any] = []
+    if prometheus is not None:
+        try:
+            served = Exported(prometheus)
+        except ImportError:
+            raise UsageError("--prometheus needs prometheus-client: pip install prometheus-client") from None
+        except OSError as error:
+            raise UsageError(f"cannot serve on 127.0.0.1:{prometheus}: {error.strerror}; take another port") from None
+        stack.callback(served.close)
+        found.append(served)
+    if tensorboard is not None:
+        try:
+            scalars = Scalars(Path(tensorboard))
+        except ImportError:
+            raise UsageError("--tensorboard needs tensorboard: pip install tensorboard") from None
+        stack.callback(scalars.close)
+        found.append(scalars)
+    return found

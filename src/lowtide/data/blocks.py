@@ -1,0 +1,182 @@
+"""Batches from a source: in order, or shuffled within a bounded buffer of blocks; the position can be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.data.sources import Source
+from lowtide.errors import ReaderError
+from lowtide.units import MIB, parse_bytes
+
+READ_BYTES: Final = 4 * MIB
+"""A block, where nothing else is asked: few enough seeks, little enough memory."""
+
+
+@final
+class Blocks:
+    """Batches of a source, read in contiguous blocks.
+
+    Shuffled: blocks come in random order, as many as the buffer holds are read together, and samples are drawn from them at
+    random; each sample comes once an epoch. An epoch's order depends on ``seed`` and the number of the epoch alone, so it
+    can go on at any batch (`state_dict`).
+
+    Attributes:
+        buffer_bytes: the most that is held at once: the buffer, and one batch.
+    """
+
+    def __init__(
+        self,
+        source: Source | Any,
+        *,
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 0,
+        block: int | None = None,
+        buffer: int | str = 64 * MIB,
+        drop_last: bool = False,
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            source: what is read.
+            batch_size: samples of a batch.
+            shuffle: whether in random order.
+            seed: of the order.
+            block: samples that are read together; about 4 MiB where it is not given.
+            buffer: bytes that are held at most while shuffling (``"256MiB"``).
+            drop_last: whether an incomplete last batch is left out.
+
+        Raises:
+            ReaderError: if the buffer does not hold two blocks.
+        """
+        if batch_size < 1:
+            raise ReaderError("batch_size is at least 1")
+        self._source, self._batch, self._shuffle, self._seed, self._drop = source, batch_size, shuffle, seed, drop_last
+        size = max(1, source.sample_bytes)
+        self.buffer_bytes = parse_bytes(buffer) if isinstance(buffer, str) else buffer
+        self._block = block or max(1, min(READ_BYTES, self.buffer_bytes // 8) // size)
+        self._held = self.buffer_bytes // (self._block * size) - 2  # one more is being read, and one is given out
+        if shuffle and self._held < 2:
+            raise ReaderError(
+                f"a buffer of {self.buffer_bytes} bytes does not hold four blocks of {self._block} samples of {size} bytes: "
+                "give a larger buffer, or a smaller block"
+            )
+        self._epoch = 0
+        self._given = 0
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        total = len(self._source)
+        return total // self._batch if self._drop else -(-total // self._batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of an epoch, or the rest of the one that was saved."""
+        start, self._given = self._given, self._given
+        for number, batch in enumerate(self._batches(start), start=start):
+            self._given = number + 1
+            yield batch
+        self._epoch, self._given = self._epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Which epoch, and how many of its batches were given."""
+        return {"epoch": self._epoch, "given": self._given}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from there when iterated next."""
+        self._epoch, self._given = state["epoch"], state["given"]
+
+    def _batches(self, skip: int) -> Iterator[Any]:
+        """Batches from a number on. The shuffled order is played through without reading what is passed over."""
+        total, first = len(self._source), skip * self._batch
+        rest: Any = None
+        held = 0
+        for part in self._parts(total, first):
+            rest = part if rest is None else _join(rest, part)
+            held = _count(rest)
+            at = 0
+            while held - at >= self._batch:
+                yield _pick(rest, slice(at, at + self._batch))
+                at += self._batch
+            rest = _copied(rest, slice(at, held)) if at else rest
+            held -= at
+        if held and not self._drop:
+            yield rest
+
+    def _parts(self, total: int, first: int) -> Iterator[Any]:
+        """Samples from the first on, in the order of the epoch, a few blocks at a time."""
+        if not self._shuffle:
+            for start in range(first, total, self._block):
+                yield self._source.read(start, min(start + self._block, total))
+            return
+        random = np.random.default_rng((self._seed, self._epoch))
+        blocks = random.permutation(-(-total // self._block))
+        passed = 0
+        for group in range(0, len(blocks), self._held):
+            chosen = blocks[group : group + self._held]
+            bounds = [(int(b) * self._block, min((int(b) + 1) * self._block, total)) for b in chosen]
+            size = sum(stop - start for start, stop in bounds)
+            order = random.permutation(size)
+            if passed + size <= first:
+                passed += size
+                continue
+            wanted = order[max(0, first - passed) :]
+            passed += size
+            yield from self._shuffled(bounds, size, wanted)
+
+    def _shuffled(self, bounds: list[tuple[int, int]], size: int, order: NDArray[np.int64]) -> Iterator[Any]:
+        """Samples of some blocks in the order given, in pieces of about a block."""
+        held: Any = None
+        at = 0
+        for start, stop in bounds:
+            read = self._source.read(start, stop)
+            held = _room(read, size) if held is None else held
+            _fill(held, at, read)
+            at += stop - start
+            del read
+        step = max(self._batch, self._block)
+        for start in range(0, len(order), step):
+            yield _pick(held, order[start : start + step])
+
+
+def _pick(samples: Any, which: Any) -> Any:
+    """Some of the samples."""
+    return tuple(s[which] for s in samples) if isinstance(samples, tuple) else samples[which]
+
+
+def _copied(samples: Any, which: slice) -> Any:
+    """Some of the samples, in memory of their own, so that the rest can go."""
+    return tuple(s[which].copy() for s in samples) if isinstance(samples, tuple) else samples[which].copy()
+
+
+def _room(like: Any, size: int) -> Any:
+    """Room for so many samples."""
+    if isinstance(like, tuple):
+        return tuple(_room(part, size) for part in like)
+    return np.empty((size, *like.shape[1:]), like.dtype)
+
+
+def _fill(room: Any, at: int, samples: Any) -> None:
+    """Put samples into their place."""
+    if isinstance(room, tuple):
+        for part, found in zip(room, samples, strict=True):
+            _fill(part, at, found)
+    else:
+        room[at : at + len(samples)] = samples
+
+
+def _join(a: Any, b: Any) -> Any:
+    return _gather([a, b])
+
+
+def _gather(parts: list[Any]) -> Any:
+    if isinstance(parts[0], tuple):
+        return tuple(np.concatenate([p[i] for p in parts]) for i in range(len(parts[0])))
+    return np.concatenate(parts)
+
+
+def _count(samples: Any) -> int:
+    return len(samples[0]) if isinstance(samples, tuple) else len(samples)

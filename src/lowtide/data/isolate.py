@@ -1,0 +1,345 @@
+"""Reading in a process of its own, replaced when it has grown: a reader that leaks cannot fill the script's memory."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import subprocess
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
+from typing import Any, Final, final
+
+from lowtide.checkpoint.parts import random_state
+from lowtide.data.wire import Slot, receive, send
+from lowtide.errors import ReaderError
+from lowtide.units import format_bytes, parse_bytes
+
+AHEAD: Final = 2
+"""Items that are read ahead while iterating."""
+SPARE: Final = 0.8
+"""Share of the bound from which on the next process is started, so that nobody waits for it."""
+TRIES: Final = 2
+"""Processes that may die of one request."""
+
+
+def isolate(dataset: Any, *, memory: int | str = "1GiB") -> Isolated:
+    """Read a data set in a process of its own, replaced when its unique set size passes a bound.
+
+    No sample is lost or doubled: a request that was not answered is asked again of the next process; an iteration goes on
+    where it stood. Random numbers that samples draw go on from process to process.
+
+    Args:
+        dataset: a map-style ``Dataset`` (``__getitem__``), a `Source`, or something iterable with ``state_dict`` and
+            ``load_state_dict`` (`Blocks`). It is sent by ``cloudpickle``: open files in it are not.
+        memory: the bound, as ``"1GiB"`` or bytes.
+
+    Raises:
+        ReaderError: if it is an iterable whose position cannot be saved: it could not go on in another process.
+    """
+    return Isolated(dataset, parse_bytes(memory) if isinstance(memory, str) else memory)
+
+
+@final
+class _Process:
+    """One reading process."""
+
+    def __init__(self, dataset: Any) -> None:
+        """Start it; it is not waited for."""
+        ours, theirs = multiprocessing.Pipe()
+        self.connection: Connection = ours
+        self.slots = [Slot() for _ in range(AHEAD + 1)]
+        files = [theirs.fileno(), *(s.file for s in self.slots)]
+        self._child = subprocess.Popen(  # noqa: S603 - this interpreter, our own module
+            [sys.executable, "-m", "lowtide.data.worker", *map(str, files)],
+            pass_fds=files,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "LOWTIDE_PROBE": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        theirs.close()
+        self._turn = 0
+        self._ready = False
+        self.waiting = 0
+        self.unique = 0
+        self.connection.send(sys.path)
+        send(self.connection, self.slots[0], dataset)
+
+    def wait(self) -> None:
+        """Until it has the data.
+
+        Raises:
+            EOFError: if it died.
+        """
+        if not self._ready:
+            receive(self.connection, self.slots[0])
+            self._ready = True
+
+    def ask(self, name: str, *arguments: Any) -> None:
+        """Send a request."""
+        self.wait()
+        self.connection.send((name, arguments))
+        self.waiting += 1
+
+    def answer(self) -> Any:
+        """The answer to the oldest request.
+
+        Raises:
+            EOFError: if it died.
+            Exception: what the data set raised.
+        """
+        well, value, self.unique = receive(self.connection, self.slots[self._turn])
+        self._turn = (self._turn + 1) % len(self.slots)
+        self.waiting -= 1
+        if well:
+            return value
+        error, text = value
+        if error is None:
+            raise ReaderError(f"the data set failed:\n{text}")
+        error.add_note(f"In the process that reads:\n{text}")
+        raise error
+
+    def drop(self) -> None:
+        """Pass over the answer to the oldest request, whatever it is.
+
+        Raises:
+            EOFError: if it died.
+        """
+        receive(self.connection, self.slots[self._turn])
+        self._turn = (self._turn + 1) % len(self.slots)
+        self.waiting -= 1
+
+    def gone(self) -> bool:
+        """Whether it has ended."""
+        try:
+            self._child.wait(0.5)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def close(self) -> None:
+        """End it."""
+        self.connection.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(0.2)
+        self._child.kill()
+        self._child.wait()
+        for slot in self.slots:
+            slot.close()
+
+
+@final
+class _Readers:
+    """The process that reads now and the one to come; of one process of the script."""
+
+    def __init__(self, dataset: Any, bound: int) -> None:
+        self.owner = os.getpid()
+        self._dataset, self._bound = dataset, bound
+        self.started = 0
+        self.highest = 0
+        self._spare: _Process | None = None
+        self.now = self._next(random_state())
+
+    def _started(self) -> _Process:
+        self.started += 1
+        return _Process(self._dataset)
+
+    def _next(self, state: Any) -> _Process:
+        """The process that reads from now on, its generators as given."""
+        fresh, self._spare = self._spare or self._started(), None
+        try:
+            fresh.ask("restore", state)
+            fresh.answer()
+        except (EOFError, OSError):
+            fresh.close()
+            raise ReaderError("a process that was to read died before it had the data: is there memory for it?") from None
+        return fresh
+
+    def ask_once(self, name: str, *arguments: Any) -> Any:
+        """Ask, and wait for the answer; of the next process, if this one dies of it or before.
+
+        Raises:
+            ReaderError: if they die again and again.
+        """
+        for _ in range(TRIES):
+            try:
+                while self.now.waiting:  # of an iteration that was left before its end
+                    self.now.drop()
+                self.now.ask(name, *arguments)
+                value = self.now.answer()
+            except (EOFError, OSError) as error:
+                if not self.died(error):
+                    raise
+                continue
+            if self.grown():
+                self.replace()
+            return value
+        raise ReaderError(f"the process that reads died {TRIES} times of {name}{arguments}: is there memory for one read?")
+
+    def died(self, error: BaseException) -> bool:
+        """Go on with another, if the process has gone; an error of the same type may be the data set's own."""
+        if not self.now.gone():
+            return False
+        del error
+        self.now.close()
+        self.now = self._next(random_state())
+        return True
+
+    def grown(self) -> bool:
+        """Whether the process is past the bound; the next is started a little before."""
+        self.highest = max(self.highest, self.now.unique)
+        if self.now.unique > SPARE * self._bound and self._spare is None:
+            self._spare = self._started()
+        return self.now.unique > self._bound
+
+    def replace(self) -> None:
+        """Go on with a fresh process; nothing must be waiting for an answer.
+
+        Raises:
+            ReaderError: if it is past the bound already.
+        """
+        self.now.ask("random")
+        state = self.now.answer()
+        self.now.close()
+        self.now = self._next(state)
+        if self.now.unique > self._bound:
+            raise ReaderError(
+                f"a process that has read nothing yet takes {format_bytes(self.now.unique)}, more than the "
+                f"{format_bytes(self._bound)} it may: give isolate(..., memory=...) more"
+            )
+
+    def close(self) -> None:
+        """End them."""
+        if self.owner != os.getpid():  # a fork's copy: they are the parent's
+            return
+        for process in (self.now, self._spare):
+            if process is not None:
+                process.close()
+
+
+@final
+class Isolated:
+    """A data set that another process reads. Made by `isolate`.
+
+    Attributes:
+        memory_bytes: the bound.
+    """
+
+    def __init__(self, dataset: Any, memory_bytes: int) -> None:
+        """Nothing runs before something is read."""
+        self._positioned = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "read") or self._positioned):
+            raise ReaderError(
+                f"{type(dataset).__name__} can only be iterated, and its position cannot be saved (no state_dict"
+                "): another process could not go on where one stopped; use lowtide.data.Blocks, or a map-style data set"
+            )
+        self._dataset, self.memory_bytes = dataset, memory_bytes
+        self._state: Mapping[str, Any] | None = None
+        self._readers: _Readers | None = None
+        self._iteration = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the processes."""
+        return {**self.__dict__, "_readers": None}
+
+    def _line(self) -> _Readers:
+        if self._readers is None or self._readers.owner != os.getpid():
+            self._readers = _Readers(self._dataset, self.memory_bytes)
+            weakref.finalize(self, self._readers.close)
+        return self._readers
+
+    @property
+    def started(self) -> int:
+        """How many processes have been started."""
+        return 0 if self._readers is None else self._readers.started
+
+    @property
+    def highest_bytes(self) -> int:
+        """Highest unique set size seen of any."""
+        return 0 if self._readers is None else self._readers.highest
+
+    def close(self) -> None:
+        """End the process; another is started if something is read again."""
+        if self._readers is not None:
+            self._readers.close()
+            self._readers = None
+
+    def __len__(self) -> int:
+        """Of the data set, told here: nothing is read for it."""
+        return len(self._dataset)
+
+    @property
+    def sample_bytes(self) -> int:
+        """Of one sample, where the data set is a `Source`."""
+        return int(self._line().ask_once("sample_bytes"))
+
+    def __getitem__(self, index: Any) -> Any:
+        """One sample."""
+        if isinstance(index, int) and not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self._line().ask_once("item", index)
+
+    def __getitems__(self, indices: list[Any]) -> Any:
+        """Several samples at once, as torch's loaders ask for them."""
+        return self._line().ask_once("items", list(indices))
+
+    def read(self, start: int, stop: int) -> Any:
+        """A slice, where the data set is a `Source`."""
+        return self._line().ask_once("read", start, stop)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the item that was given last."""
+        return dict(self._dataset.state_dict() if self._state is None else self._state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there when iterated next."""
+        self._state = state
+
+    def __iter__(self) -> Iterator[Any]:
+        """Items, read ahead."""
+        if not self._positioned:
+            for i in range(len(self)):
+                yield self[i]
+            return
+        line = self._line()
+        self._iteration += 1
+        mine = self._iteration
+        read: deque[tuple[Any, Any]] = deque()
+        at: Any = self._state
+        died, going, begun = 0, True, False
+        while going or read:
+            if mine != self._iteration:
+                raise ReaderError("this data set is iterated a second time before the first was over: isolate it twice")
+            try:
+                if not begun:
+                    line.ask_once("begin", at)
+                    begun = True
+                if not line.grown():
+                    while going and line.now.waiting < AHEAD:
+                        line.now.ask("following")
+                if line.now.waiting:
+                    more, item, after = line.now.answer()
+                    died, at = 0, after
+                    if more:
+                        read.append((item, after))
+                    else:
+                        going = False
+                        while line.now.waiting:  # asked for beyond the end
+                            line.now.drop()
+                        self._state = after if not read else self._state
+                elif going:
+                    line.replace()
+                    begun = False
+            except (EOFError, OSError) as error:
+                died += 1
+                if not line.died(error):
+                    raise
+                if died >= TRIES:
+                    raise ReaderError(f"the process that reads died {died} times of the same item") from None
+                begun = False
+            if read:
+                item, self._state = read.popleft()
+                yield item
+        self._state = at

@@ -1,0 +1,266 @@
+"""Arrays on disk, read by slices: .npy, HDF5, Zarr, Parquet columns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.errors import ReaderError
+
+Array = NDArray[Any]
+
+
+class Source(Protocol):
+    """Samples along the first dimension. Can be sent to other processes; files are opened where they are first read."""
+
+    def __len__(self) -> int:
+        """How many."""
+
+    @property
+    def sample_bytes(self) -> int:
+        """Of one sample, as it is read."""
+
+    def read(self, start: int, stop: int) -> Array:
+        """Samples of a slice, in memory of their own: [stop - start, ...]."""
+
+
+def open_source(path: str | os.PathLike[str], name: str | Sequence[str] | None = None, *, dtype: str | None = None) -> Source:
+    """An array on disk.
+
+    Args:
+        path: ``.npy``; ``.h5`` or ``.hdf5``; a Zarr store (a folder, ``.zarr``); ``.parquet``.
+        name: the data set within an HDF5 file or a Zarr group, or the column or columns of a Parquet file (several make a
+            second dimension).
+        dtype: what samples are converted to on the way, slice by slice: ``"float32"``.
+
+    Raises:
+        ReaderError: if it cannot be opened, or the library that reads it is not installed.
+    """
+    file = Path(path)
+    if not file.exists():
+        raise ReaderError(f"no such data: {file}")
+    kinds: Mapping[str, Any] = {
+        ".npy": _Npy, ".h5": _Hdf5, ".hdf5": _Hdf5, ".zarr": _Zarr, ".parquet": _Parquet, ".pq": _Parquet,
+    }  # fmt: skip
+    kind = kinds.get(file.suffix.lower()) or (_Zarr if file.is_dir() else None)
+    if kind is None:
+        raise ReaderError(f"{file}: what this is cannot be told by its name: .npy, .h5, .hdf5, .zarr, .parquet are known")
+    if kind is _Npy and name is not None:
+        raise ReaderError(f"{file}: a .npy file holds one array, without a name")
+    if kind in {_Hdf5, _Parquet} and name is None:
+        raise ReaderError(f"{file}: say which {'data set' if kind is _Hdf5 else 'column'}: {', '.join(_names(file, kind))}")
+    found = kind(file, name, None if dtype is None else np.dtype(dtype))
+    len(found)  # what is wrong is said now
+    return found  # type: ignore[no-any-return]
+
+
+class _File:
+    """What all kinds have in common: a handle that is opened where it is used, and conversion."""
+
+    def __init__(self, path: Path, name: Any, dtype: np.dtype[Any] | None) -> None:
+        self._path, self._name, self._dtype = path, name, dtype
+        self._handle: Any = None
+        self._owner = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the handle."""
+        return {**self.__dict__, "_handle": None}
+
+    def _open(self) -> Any:
+        """The handle, of this process: none is carried through a fork."""
+        if self._handle is None or self._owner != os.getpid():
+            try:
+                self._handle, self._owner = self._opened(), os.getpid()
+            except ImportError as error:
+                raise ReaderError(f"{self._path}: reading it needs {error.name}: pip install {error.name}") from None
+            except (OSError, KeyError, ValueError) as error:
+                raise ReaderError(f"{self._path}: cannot be read: {error}") from error
+        return self._handle
+
+    def _opened(self) -> Any:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """How many samples."""
+        return int(self._open().shape[0])
+
+    @property
+    def sample_bytes(self) -> int:
+        """Of one sample, as it is read."""
+        array = self._open()
+        return int((self._dtype or array.dtype).itemsize * np.prod(array.shape[1:], dtype=np.int64))
+
+    def read(self, start: int, stop: int) -> Array:
+        """Samples of a slice."""
+        array = self._open()
+        if self._dtype is None or self._dtype == array.dtype:
+            return np.array(array[start:stop])
+        return np.asarray(array[start:stop]).astype(self._dtype)
+
+
+@final
+class _Npy(_File):
+    """A .npy file, mapped for as long as a slice takes: pages that were read are not kept as this process's memory."""
+
+    def _opened(self) -> Any:
+        return np.load(self._path, mmap_mode="r", allow_pickle=False)
+
+    def read(self, start: int, stop: int) -> Array:
+        """Samples of a slice, read from the file."""
+        header = self._open()
+        if not header.flags.c_contiguous:
+            return super().read(start, stop)
+        row = int(header.dtype.itemsize * np.prod(header.shape[1:], dtype=np.int64))
+        made = np.empty((stop - start, *header.shape[1:]), header.dtype)
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(header.offset + start * row)
+            view = memoryview(made.reshape(-1).view(np.uint8).data)
+            while view:
+                got = file.readinto(view)
+                if not got:
+                    raise ReaderError(f"{self._path}: ends before sample {stop}")
+                view = view[got:]
+        return made if self._dtype is None else made.astype(self._dtype, copy=False)
+
+
+@final
+class _Hdf5(_File):
+    """A data set of an HDF5 file."""
+
+    def _opened(self) -> Any:
+        import h5py
+
+        return h5py.File(self._path, "r")[self._name]
+
+
+@final
+class _Zarr(_File):
+    """A Zarr array."""
+
+    def _opened(self) -> Any:
+        import zarr
+
+        found = zarr.open(str(self._path), mode="r")
+        return found if self._name is None else found[self._name]
+
+
+@final
+class _Parquet(_File):
+    """Columns of a Parquet file, read row group by row group; the last that was read is kept."""
+
+    def __init__(self, path: Path, name: Any, dtype: np.dtype[Any] | None) -> None:
+        super().__init__(path, [name] if isinstance(name, str) else list(name), dtype)
+        self._flat = isinstance(name, str)
+        self._kept: tuple[int, Array] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the handle and the group that is kept."""
+        return {**self.__dict__, "_handle": None, "_kept": None}
+
+    def _opened(self) -> Any:
+        import pyarrow.parquet
+
+        file = pyarrow.parquet.ParquetFile(self._path)
+        missing = [n for n in self._name if n not in file.schema_arrow.names]
+        if missing:
+            raise KeyError(f"no column {missing[0]!r}; there are {', '.join(file.schema_arrow.names)}")
+        rows = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
+        return file, np.concatenate([[0], np.cumsum(rows)])
+
+    def __len__(self) -> int:
+        """Rows."""
+        return int(self._open()[1][-1])
+
+    @property
+    def sample_bytes(self) -> int:
+        """Of one row."""
+        first = self.read(0, 1) if len(self) else np.empty((1,))
+        return int(first.nbytes)
+
+    def _group(self, number: int) -> Array:
+        if self._kept is None or self._kept[0] != number:
+            table = self._open()[0].read_row_group(number, columns=self._name)
+            columns = [table.column(n).combine_chunks() for n in self._name]
+            arrays = [_column(c) for c in columns]
+            made = arrays[0] if self._flat else np.stack(arrays, axis=1)
+            self._kept = number, made if self._dtype is None else made.astype(self._dtype)
+        return self._kept[1]
+
+    def read(self, start: int, stop: int) -> Array:
+        """Rows of a slice."""
+        edges = self._open()[1]
+        first = int(np.searchsorted(edges, start, side="right")) - 1
+        parts = []
+        while start < stop:
+            end = min(stop, int(edges[first + 1]))
+            parts.append(self._group(first)[start - edges[first] : end - edges[first]])
+            start, first = end, first + 1
+        if not parts:
+            return self._group(0)[:0]
+        return np.concatenate(parts) if len(parts) > 1 else parts[0].copy()
+
+
+def _column(column: Any) -> Array:
+    """A column as an array: numbers, or lists of numbers of one length."""
+    import pyarrow as pa
+
+    if isinstance(column, pa.ChunkedArray):
+        column = pa.concat_arrays(column.chunks) if column.num_chunks != 1 else column.chunk(0)
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type) or pa.types.is_fixed_size_list(column.type):
+        values = _column(column.flatten())
+        return values.reshape(len(column), -1)
+    return np.asarray(column.to_numpy(zero_copy_only=False))
+
+
+_NAMED: Final = 8
+
+
+def _names(file: Path, kind: Any) -> list[str]:
+    """What there is to be read in a file."""
+    try:
+        if kind is _Hdf5:
+            import h5py
+
+            names: list[str] = []
+            with h5py.File(file, "r") as opened:
+                opened.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
+            return names[:_NAMED]
+        import pyarrow.parquet
+
+        return list(pyarrow.parquet.ParquetFile(file).schema_arrow.names)[:_NAMED]
+    except (ImportError, OSError) as error:
+        raise ReaderError(f"{file}: cannot be read: {error}") from error
+
+
+@final
+class Arrays:
+    """Several sources of equal length as one: a sample is a tuple."""
+
+    def __init__(self, *sources: Source) -> None:
+        """Join them.
+
+        Raises:
+            ReaderError: if their lengths differ.
+        """
+        lengths = {len(s) for s in sources}
+        if len(lengths) != 1:
+            raise ReaderError(f"sources have {sorted(lengths)} samples: one and the same number is needed")
+        self._sources = sources
+
+    def __len__(self) -> int:
+        """How many samples."""
+        return len(self._sources[0])
+
+    @property
+    def sample_bytes(self) -> int:
+        """Of one sample of all."""
+        return sum(s.sample_bytes for s in self._sources)
+
+    def read(self, start: int, stop: int) -> tuple[Array, ...]:
+        """Samples of a slice, of each source."""
+        return tuple(s.read(start, stop) for s in self._sources)

@@ -1,0 +1,100 @@
+"""Why a guarded process ended: what is certain from its exit, the kernel's counters, and what we did ourselves."""
+
+from __future__ import annotations
+
+import enum
+import signal
+from dataclasses import dataclass
+
+from lowtide.probe.beat import STOPPED
+
+
+class Cause(enum.Enum):
+    """Why it ended."""
+
+    FINISHED = "finished"
+    RECYCLED = "recycled"
+    STOPPED = "stopped"
+    OOM_KILLER = "out-of-memory killer"
+    CAP = "over the cap"
+    MEMORY_ERROR = "out-of-memory error"
+    PATIENCE = "did not stop in time"
+    OUTSIDE = "killed from outside"
+    RANK = "a rank was killed"
+    CRASH = "crash"
+    ERROR = "error"
+    UNKNOWN = "unknown"
+
+    @property
+    def of_memory(self) -> bool:
+        """Whether a fresh process may help."""
+        return self in {Cause.RECYCLED, Cause.OOM_KILLER, Cause.CAP, Cause.MEMORY_ERROR}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a process ended.
+
+    Attributes:
+        code: exit code; negative: the signal.
+        ours: the cause, where the guard itself killed it.
+        passed_on: signal that a person sent to the guard, which passed it on; 0 for none.
+        asked: whether it had been asked to stop.
+        kills_within: processes that the kernel killed in its cgroup; None where nobody counts.
+        kills_machine: that it killed on the whole machine meanwhile; None where it does not tell.
+        named: whether the kernel's log names one of its processes; None where the log cannot be read.
+        memory_error: whether an out-of-memory error ended it that nobody caught.
+        rank_lost: rank that ended without a word; -1 for none.
+    """
+
+    code: int
+    ours: Cause | None = None
+    passed_on: int = 0
+    asked: bool = False
+    kills_within: int | None = None
+    kills_machine: int | None = None
+    named: bool | None = None
+    memory_error: bool = False
+    rank_lost: int = -1
+
+
+_PERSONS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
+_BUGS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS}
+
+
+def why(ending: Ending) -> Cause:
+    """The cause.
+
+    The kernel does not say who sent SIGKILL. If a counter of its out-of-memory killer rose for this process, it was that; if
+    the counters were read and did not rise, it was someone outside; without counters it is unknown. The machine's counter
+    alone does not say whom it killed, so its rise without more makes the answer unknown.
+    """
+    if ending.ours is not None:
+        return ending.ours
+    killed = bool(ending.kills_within) or bool(ending.named)
+    number = -ending.code if ending.code < 0 else ending.code - 128 if 128 < ending.code < 160 else 0
+    if ending.code == 0:
+        return Cause.FINISHED
+    if ending.code == STOPPED:
+        return Cause.STOPPED if ending.passed_on else Cause.RECYCLED
+    if ending.passed_on:
+        return Cause.STOPPED
+    if killed:
+        return Cause.OOM_KILLER
+    if ending.memory_error:
+        return Cause.MEMORY_ERROR
+    if ending.rank_lost >= 0:
+        return Cause.RANK
+    if number == signal.SIGKILL:
+        return _unsigned(ending)
+    if number in _PERSONS:
+        return Cause.OUTSIDE
+    if number in _BUGS:
+        return Cause.CRASH
+    return Cause.ERROR
+
+
+def _unsigned(ending: Ending) -> Cause:
+    if ending.kills_machine == 0 or ending.named is False:
+        return Cause.OUTSIDE
+    return Cause.UNKNOWN

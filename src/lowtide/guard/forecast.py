@@ -1,0 +1,81 @@
+"""How fast memory grows, and when it will reach a limit."""
+
+from __future__ import annotations
+
+import collections
+import warnings
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from scipy import stats
+
+BINS: Final = 12
+"""Readings are grouped into so many stretches of time; the highest of each counts, as it is peaks that hit a limit."""
+LEAST_SECONDS: Final = 2.0
+"""Of readings, before anything is said."""
+LONGEST_SECONDS: Final = 120.0
+"""Older readings tell nothing of the growth now."""
+RECENT: Final = 0.6
+"""Share of the time since the first reading that is looked at: what came before is warm-up."""
+CONFIDENCE: Final = 0.95
+NEGLIGIBLE: Final = 0.02
+"""Growth is told where it would fill more than this share of the limit in the longest stretch that is looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Growth of memory.
+
+    Attributes:
+        rate: bytes per second.
+        low, high: its confidence interval.
+        level: bytes, the height of the peaks now.
+    """
+
+    rate: float
+    low: float
+    high: float
+    level: float
+
+    def seconds_to(self, limit: float) -> float | None:
+        """Until the limit is reached; None where memory does not grow for certain."""
+        if self.low <= 0 or self.rate * LONGEST_SECONDS < NEGLIGIBLE * limit:
+            return None
+        return max(0.0, limit - self.level) / self.rate
+
+
+class Forecast:
+    """Readings of one process, and what they say of those to come."""
+
+    def __init__(self) -> None:
+        """No readings."""
+        self._readings: collections.deque[tuple[float, float]] = collections.deque()
+        self._began: float | None = None
+
+    def add(self, seconds: float, size: float) -> None:
+        """One reading: when, and how many bytes."""
+        if self._began is None:
+            self._began = seconds
+        self._readings.append((seconds, size))
+        while seconds - self._readings[0][0] > LONGEST_SECONDS:
+            self._readings.popleft()
+
+    def growth(self) -> Growth | None:
+        """Growth now, by the median of the slopes between the stretches' peaks (Theil and Sen); None where it is too early."""
+        if self._began is None:
+            return None
+        now = self._readings[-1][0]
+        since = max(now - RECENT * (now - self._began), self._readings[0][0])
+        found = np.array([r for r in self._readings if r[0] >= since])
+        if now - since < LEAST_SECONDS or len(found) < 2 * BINS:
+            return None
+        places = np.minimum(((found[:, 0] - since) / (now - since) * BINS).astype(int), BINS - 1)
+        points = [found[places == i][np.argmax(found[places == i, 1])] for i in range(BINS) if (places == i).any()]
+        times, sizes = np.array(points).T
+        if len(times) < BINS // 2:
+            return None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # ties of a level that does not move
+            slope, intercept, low, high = stats.theilslopes(sizes, times, CONFIDENCE)
+        return Growth(rate=float(slope), low=float(low), high=float(high), level=float(intercept + slope * now))

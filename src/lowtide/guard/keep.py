@@ -1,0 +1,488 @@
+"""Generation after generation of one command, until it has finished or cannot be helped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, Literal, Protocol, final
+
+from lowtide.errors import UsageError
+from lowtide.guard.cause import Cause, Ending, why
+from lowtide.guard.forecast import Forecast, Growth
+from lowtide.guard.memory import (
+    Cgroup,
+    DataLimit,
+    Fence,
+    Reading,
+    Watching,
+    cgroup,
+    machine_kills,
+    named_by_kernel,
+    own_kills,
+    room,
+)
+from lowtide.guard.process import Guarded, adopt
+from lowtide.guard.rule import Kind, Rule
+from lowtide.probe.beat import STOPPED, Beat
+
+LOOK_SECONDS: Final = 0.1
+"""Between two looks at the memory."""
+LEAVE_SECONDS: Final = 5.0
+"""Between SIGTERM and SIGKILL."""
+SPARE_SECONDS: Final = 1.0
+"""A stop is asked for so long before the forecast says that it is needed."""
+BACK_OFF_SECONDS: Final = (1.0, 60.0)
+"""Wait before a restart after a failure: the first time, and at most; doubled each time in between."""
+Enforce = Literal["auto", "cgroup", "rlimit", "watch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is asked of the guard.
+
+    Attributes:
+        command: the program and its arguments.
+        cap_bytes: what the tree of processes may hold; None: what the machine has, and nothing is killed.
+        rule: after what it is recycled.
+        enforce: what holds it to the cap.
+        patience_seconds: what it gets to stop when a person asks, before it is ended.
+        restarts: how many times in a row it is started again after a failure for want of memory without a new checkpoint.
+        done_file: whose presence says that all is done (`Kind.EXIT`).
+        done_code: exit code that says so (`Kind.EXIT`).
+    """
+
+    command: Sequence[str]
+    cap_bytes: int | None = None
+    rule: Rule = field(default_factory=Rule)
+    enforce: Enforce = "auto"
+    patience_seconds: float = 60.0
+    restarts: int = 3
+    done_file: Path | None = None
+    done_code: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One process of the run.
+
+    Attributes:
+        number: from 0.
+        exit: exit code; negative: the signal.
+        cause: why it ended.
+        asked: why it was asked to stop; empty where it was not.
+        seconds: from start to end.
+        start_seconds: from its start to its first step or safe point; all of it where it told none.
+        load_seconds: of putting the state back, within these.
+        save_seconds: of all its checkpoints.
+        waited_seconds: back-off before it.
+        steps, points, saves: told by it.
+        peak_bytes: highest of what counts against the cap.
+        unique_bytes, resident_bytes, device_bytes: highest.
+        growth_bytes_per_second: when it ended; None where it did not grow for certain.
+        error: the error that ended it, where it was a Python program.
+    """
+
+    number: int
+    exit: int
+    cause: Cause
+    asked: str
+    seconds: float
+    start_seconds: float
+    load_seconds: float
+    save_seconds: float
+    waited_seconds: float
+    steps: int
+    points: int
+    saves: int
+    peak_bytes: int
+    unique_bytes: int
+    resident_bytes: int
+    device_bytes: int
+    growth_bytes_per_second: float | None
+    error: str | None
+
+    @property
+    def overhead_seconds(self) -> float:
+        """Start-up, load and save: what recycling costs. The first start is the script's own."""
+        return self.waited_seconds + self.save_seconds + (self.start_seconds if self.number else 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How the run went.
+
+    Attributes:
+        generations: its processes.
+        exit_code: the guard's own.
+        text: why it ended, in a sentence.
+        cap_bytes: what it was held to.
+        fence: by what: ``cgroup``, ``rlimit``, ``watch`` or ``none``.
+        fraction: of the work that was done, by the script's own account; 0 where it did not say.
+    """
+
+    generations: tuple[Generation, ...]
+    exit_code: int
+    text: str
+    cap_bytes: int
+    fence: str
+    fraction: float
+
+    @property
+    def seconds(self) -> float:
+        """Of all generations and what was waited between them."""
+        return sum(g.seconds + g.waited_seconds for g in self.generations)
+
+    @property
+    def overhead_seconds(self) -> float:
+        """Of recycling."""
+        return sum(g.overhead_seconds for g in self.generations)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """A look at the run.
+
+    Attributes:
+        generation: which process this is.
+        seconds: since its start.
+        reading: its memory.
+        cap_bytes: what it may hold.
+        growth: of its memory; None where it is too early.
+        left_seconds: until the cap is reached; None where it does not grow for certain.
+        beat: what it told; of the furthest of its processes.
+        steps_per_second: since its first step; 0 where it marked none.
+        asked: why it was asked to stop; empty where it was not.
+        done: generations before it.
+    """
+
+    generation: int
+    seconds: float
+    reading: Reading
+    cap_bytes: int
+    growth: Growth | None
+    left_seconds: float | None
+    beat: Beat
+    steps_per_second: float
+    asked: str
+    done: tuple[Generation, ...]
+
+    @property
+    def whole_seconds(self) -> float | None:
+        """Forecast of the whole run, restarts included, where the script says how far it is."""
+        if not self.beat.fraction:
+            return None
+        return (self.seconds + sum(g.seconds + g.waited_seconds for g in self.done)) / self.beat.fraction
+
+
+class Listener(Protocol):
+    """Told of what happens."""
+
+    def looked(self, live: Live) -> None:
+        """The guard looked at the process."""
+
+    def said(self, text: str) -> None:
+        """Something happened that people want to know."""
+
+    def ended(self, generation: Generation) -> None:
+        """A process has ended."""
+
+
+def fence_of(settings: Settings, generation: int) -> Fence:
+    """What holds a generation to the cap.
+
+    Raises:
+        UsageError: if what was asked for cannot be had here.
+    """
+    if settings.cap_bytes is None:
+        return Watching()
+    if settings.enforce == "rlimit":
+        return DataLimit(settings.cap_bytes)
+    if settings.enforce in {"auto", "cgroup"}:
+        found = cgroup(settings.cap_bytes, f"lowtide-{os.getpid()}-{generation}")
+        if found is not None:
+            return found
+        if settings.enforce == "cgroup":
+            raise UsageError("--enforce cgroup: this machine lets us make no cgroup; use --enforce watch or rlimit")
+    return Watching()
+
+
+@final
+class Keeper:
+    """Runs a command until it has finished or cannot be helped."""
+
+    def __init__(self, settings: Settings, listeners: Sequence[Listener] = ()) -> None:
+        """Nothing runs yet."""
+        self._settings, self._listeners = settings, tuple(listeners)
+        self._cap = settings.cap_bytes or room()
+        self._done: list[Generation] = []
+        self._signals: list[int] = []
+        self._fraction = 0.0
+        self._kind = "none"
+
+    def run(self) -> Outcome:
+        """Run it.
+
+        Raises:
+            UsageError: if the cap cannot be enforced as asked.
+        """
+        adopt()
+        with self._listening():
+            failures, idle = 0, 0
+            while True:
+                wait = 0.0 if not failures else min(BACK_OFF_SECONDS[0] * 2 ** (failures - 1), BACK_OFF_SECONDS[1])
+                if wait:
+                    self._say(f"starting again in {wait:.0f} s")
+                    self._sleep(wait)
+                    if self._signals:
+                        return self._outcome(128 + self._signals[0], "stopped between two processes")
+                found = self._generation(wait)
+                self._done.append(found)
+                for listener in self._listeners:
+                    listener.ended(found)
+                verdict = self._after(found)
+                if verdict is not None:
+                    return self._outcome(*verdict)
+                failed = found.cause is not Cause.RECYCLED and found.cause is not Cause.FINISHED
+                failures = 0 if not failed else 1 if found.saves else failures + 1
+                idle = idle + 1 if found.cause is Cause.RECYCLED and found.asked and found.points <= 1 else 0
+                if failures > self._settings.restarts:
+                    return self._outcome(1, f"{found.cause.value}, {failures} times in a row without a new checkpoint")
+                if idle > self._settings.restarts:
+                    return self._outcome(1, "a fresh process is near the cap at its first safe point: give it more memory")
+
+    def _after(self, found: Generation) -> tuple[int, str] | None:
+        """The exit code and why, where the run is over; None where it goes on."""
+        s = self._settings
+        if s.rule.kind is Kind.EXIT and found.cause in {Cause.FINISHED, Cause.ERROR, Cause.RECYCLED}:
+            if found.exit == s.done_code or (s.done_file is not None and s.done_file.exists()):
+                return 0, "all done"
+            if not found.exit or found.exit == STOPPED:
+                return None
+        if found.cause is Cause.FINISHED:
+            return 0, "finished"
+        if found.cause is Cause.STOPPED:
+            asked = 128 + self._signals[0] if self._signals else 1
+            return (STOPPED, "saved and stopped") if found.exit == STOPPED else (asked, "stopped")
+        if s.rule.kind is Kind.NEVER or not found.cause.of_memory:
+            return _shell(found.exit), f"{found.cause.value}" + (f": {found.error}" if found.error else "")
+        return None
+
+    def _outcome(self, code: int, text: str) -> Outcome:
+        return Outcome(
+            generations=tuple(self._done), exit_code=code, text=text, cap_bytes=self._cap, fence=self._kind,
+            fraction=self._fraction,
+        )  # fmt: skip
+
+    # --- one process --------------------------------------------------------------------------------------------------
+
+    def _generation(self, waited: float) -> Generation:
+        number = len(self._done)
+        fence = fence_of(self._settings, number)
+        self._kind = "none" if self._settings.cap_bytes is None else fence.kind
+        kills, machine = _kills(fence), machine_kills()
+        try:
+            with Guarded(self._settings.command, generation=number, rule=self._settings.rule.text, fence=fence) as process:
+                watched = _Watched(process, fence, self._cap)
+                code = self._watch(watched)
+                beats = process.beats()
+                self._fraction = max([self._fraction, *(b.fraction for b in beats.values())])
+                errors = [e for e in process.endings() if e["error"]]
+                stopped = any(b.stopped for b in beats.values())  # a launcher turns its ranks' codes into one of its own
+                ending = Ending(
+                    code=STOPPED if stopped and code else code,
+                    ours=watched.ours,
+                    passed_on=self._signals[0] if self._signals else 0,
+                    asked=bool(watched.asked),
+                    kills_within=_risen(_kills(fence), kills),
+                    kills_machine=_risen(machine_kills(), machine),
+                    named=named_by_kernel(watched.pids, process.began) if code else None,
+                    memory_error=any(e["memory"] for e in errors),
+                    rank_lost=process.rank_lost(beats) if code else -1,
+                )
+                return watched.generation(number, ending, waited, beats, errors)
+        finally:
+            fence.remove()
+
+    def _watch(self, watched: _Watched) -> int:
+        """Look until it has ended; its exit code."""
+        asked_at = 0.0
+        handled = 0
+        while (code := watched.process.poll()) is None:
+            watched.look()
+            live = watched.live(tuple(self._done))
+            for listener in self._listeners:
+                listener.looked(live)
+            if not watched.asked and self._settings.rule.kind is not Kind.NEVER:
+                reason = watched.reason(live, self._settings.rule.watermark)
+                if reason and watched.process.ask():
+                    watched.asked = reason
+                    self._say(f"asked to stop at its next safe point: {reason}")
+            if self._settings.cap_bytes is not None and watched.crossed():
+                self._say("over the cap: ended")
+            if len(self._signals) > handled:
+                self._passed(watched, self._signals[handled], again=handled > 0)
+                asked_at = asked_at or time.monotonic()
+                handled += 1
+            elif asked_at:
+                watched.hurry(time.monotonic() - asked_at, self._settings.patience_seconds)
+            self._sleep(LOOK_SECONDS)
+        return code
+
+    def _passed(self, watched: _Watched, number: int, *, again: bool) -> None:
+        """A person wants it to end."""
+        name = signal.Signals(number).name
+        if again:
+            watched.process.pass_on(signal.SIGTERM)
+            self._say(f"{name} again: SIGTERM")
+        elif watched.process.ask():
+            watched.asked = watched.asked or name
+            self._say(f"{name}: it saves at its next safe point and stops (once more to end it at once)")
+        else:
+            watched.process.pass_on(number)
+            self._say(f"{name} passed on")
+
+    # --- signals ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        before = [signal.signal(number, self._signalled) for number in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+
+    def _signalled(self, number: int, _: FrameType | None) -> None:
+        self._signals.append(number)
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleep; a signal ends it early."""
+        end, had = time.monotonic() + seconds, len(self._signals)
+        while (left := end - time.monotonic()) > 0 and len(self._signals) == had:
+            time.sleep(min(left, LOOK_SECONDS))
+
+    def _say(self, text: str) -> None:
+        for listener in self._listeners:
+            listener.said(text)
+
+
+@final
+class _Watched:
+    """One process while it is looked at."""
+
+    def __init__(self, process: Guarded, fence: Fence, cap: int) -> None:
+        self.process, self._fence, self._cap = process, fence, cap
+        self._forecast = Forecast()
+        self._growth: Growth | None = None
+        self._reading = Reading(process.began, 0, 0, 0, 0, 0, 0.0)
+        self._peaks = [0, 0, 0, 0]
+        self.pids: set[int] = set()
+        self._beat = Beat()
+        self.asked = ""
+        self.ours: Cause | None = None
+
+    def look(self) -> None:
+        """Read its memory."""
+        r = self._reading = self.process.tree.read(self._fence)
+        sizes = (r.bytes, r.unique_bytes, r.resident_bytes, r.device_bytes)
+        self._peaks = [max(a, b) for a, b in zip(self._peaks, sizes, strict=True)]
+        beats = self.process.beats()
+        self.pids.update(self.process.tree.found)
+        self.process.rank_lost(beats)
+        self._beat = max(beats.values(), key=lambda b: (b.points, b.steps), default=Beat())
+        began = self._beat.first_point or self._beat.first_step  # what comes before is start-up
+        if began or not beats:
+            self._forecast.add(r.seconds, r.bytes)
+        self._growth = self._forecast.growth()
+
+    def live(self, done: tuple[Generation, ...]) -> Live:
+        """What was seen."""
+        b, now = self._beat, self._reading.seconds
+        rate = (b.steps - 1) / (b.last_step - b.first_step) if b.last_step > b.first_step else 0.0
+        return Live(
+            generation=len(done),
+            seconds=now - self.process.began,
+            reading=self._reading,
+            cap_bytes=self._cap,
+            growth=self._growth,
+            left_seconds=None if self._growth is None else self._growth.seconds_to(self._cap),
+            beat=b,
+            steps_per_second=rate,
+            asked=self.asked,
+            done=done,
+        )
+
+    def reason(self, live: Live, watermark: float) -> str:
+        """Why it should stop at its next safe point; empty where it need not."""
+        if live.reading.bytes >= watermark * self._cap:
+            return f"memory is at {live.reading.bytes / self._cap:.0%} of the cap"
+        needed = SPARE_SECONDS + 2 * (self._beat.longest_gap + self._beat.longest_save)
+        if live.left_seconds is not None and self._beat.points > 1 and live.left_seconds <= needed:
+            return f"the cap will be reached in {live.left_seconds:.1f} s"
+        return ""
+
+    def crossed(self) -> bool:
+        """Whether it was over a cap that nothing but us enforces, and has been ended."""
+        if self._fence.kind != "watch" or self._reading.bytes <= self._cap or self.ours is not None:
+            return False
+        if self.process.tree.read(self._fence, exactly=True).bytes <= self._cap:
+            return False
+        self.ours = Cause.CAP
+        self.process.kill()
+        return True
+
+    def hurry(self, seconds: float, patience: float) -> None:
+        """End it, if it has been asked by a person for longer than it may take."""
+        if seconds > patience + LEAVE_SECONDS:
+            self.ours = Cause.PATIENCE
+            self.process.kill()
+        elif seconds > patience:
+            self.process.pass_on(signal.SIGTERM)
+
+    def generation(
+        self, number: int, ending: Ending, waited: float, beats: dict[int, Beat], errors: list[dict[str, Any]]
+    ) -> Generation:
+        """What is kept of it."""
+        told = max(beats.values(), key=lambda b: (b.points, b.steps), default=Beat())
+        now = time.monotonic()
+        firsts = [t for t in (told.first_step, told.first_point) if t]
+        return Generation(
+            number=number,
+            exit=ending.code,
+            cause=why(ending),
+            asked=self.asked,
+            seconds=now - self.process.began,
+            start_seconds=(min(firsts) if firsts else now) - self.process.began,
+            load_seconds=told.load_seconds,
+            save_seconds=told.save_seconds,
+            waited_seconds=waited,
+            steps=int(told.steps),
+            points=int(told.points),
+            saves=int(told.saves),
+            peak_bytes=self._peaks[0],
+            unique_bytes=self._peaks[1],
+            resident_bytes=self._peaks[2],
+            device_bytes=self._peaks[3],
+            growth_bytes_per_second=None if self._growth is None or self._growth.low <= 0 else self._growth.rate,
+            error=errors[0]["error"] if errors else None,
+        )
+
+
+def _kills(fence: Fence) -> int | None:
+    return fence.kills() if isinstance(fence, Cgroup) else own_kills()
+
+
+def _risen(now: int | None, before: int | None) -> int | None:
+    return None if now is None or before is None else now - before
+
+
+def _shell(code: int) -> int:
+    """An exit code as a shell tells it."""
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,153 @@
+"""One guarded process and everything that it starts: begun, asked, signalled, ended without a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, final
+
+import psutil
+
+from lowtide.guard.memory import Fence, Tree
+from lowtide.probe import beat
+from lowtide.probe.beat import Beat
+from lowtide.probe.lend import lend
+
+_LIBC: Final = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
+
+
+def adopt() -> None:
+    """Become the parent of every descendant whose own parent goes, so that none is lost."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+@final
+class Guarded:
+    """A command that runs; leave the ``with`` block and it, and what it started, is gone."""
+
+    def __init__(self, command: Sequence[str], *, generation: int, rule: str, fence: Fence) -> None:
+        """Nothing runs yet.
+
+        Args:
+            command: the program and its arguments.
+            generation: how many came before it.
+            rule: after what it stops of itself (``guard.rule.Rule.text``).
+            fence: what limits it.
+        """
+        self._command, self._generation, self._rule, self._fence = list(command), generation, rule, fence
+        self.tree = Tree()
+        self._lost: int | None = None
+
+    def __enter__(self) -> Guarded:
+        """Start it."""
+        self._folder = Path(tempfile.mkdtemp(prefix="lowtide-"))
+        environment = dict(os.environ)
+        environment[beat.FOLDER] = str(self._folder)
+        environment[beat.RECYCLE] = self._rule
+        environment[beat.GENERATION] = str(self._generation)
+        lend(environment)
+        self.began = time.monotonic()
+        self._process = subprocess.Popen(  # noqa: S603 - the user's own command
+            self._command,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=self._enter,  # noqa: PLW1509 - threads of this process hold no locks that are needed there
+        )
+        return self
+
+    def _enter(self) -> None:
+        """In the new process: it is asked to end when the guard goes, and lives within the fence."""
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._fence.enter()
+
+    def __exit__(self, *_: object) -> None:
+        """End what is left of it."""
+        self.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs. Reaps what was adopted."""
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error, ChildProcessError):
+                if child.pid != self._process.pid and child.status() == psutil.STATUS_ZOMBIE:
+                    os.waitpid(child.pid, os.WNOHANG)
+        return self._process.poll()
+
+    def kill(self) -> None:
+        """End it and all that descends from it, in whatever session, and reap them all."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        while pids := self.tree.pids():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        self._process.wait()
+        self.poll()
+
+    def ready(self) -> list[int]:
+        """Processes that answer a request to stop at their next safe point."""
+        found = [int(path.name.rpartition("-")[2]) for path in self._folder.glob("ready-*")]
+        return [pid for pid in found if psutil.pid_exists(pid)]
+
+    def ask(self) -> bool:
+        """Ask for a save and a stop at the next safe point; whether anybody listens."""
+        (self._folder / beat.STOP).touch()
+        ready = self.ready()
+        for pid in ready:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+        return bool(ready)
+
+    def pass_on(self, number: int) -> None:
+        """Send it a signal: Ctrl-C to the whole session, as a terminal would; others to the command itself."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if number == signal.SIGINT:
+                os.killpg(self._process.pid, number)
+            else:
+                os.kill(self._process.pid, number)
+
+    def beats(self) -> dict[int, Beat]:
+        """What each process has told, by its id."""
+        found = {}
+        for path in self._folder.glob("beat-*"):
+            with contextlib.suppress(OSError):
+                found[int(path.name.rpartition("-")[2])] = beat.read(path.read_bytes())
+        return found
+
+    def endings(self) -> list[dict[str, Any]]:
+        """What processes said when they ended."""
+        found = []
+        for path in self._folder.glob("ended-*"):
+            with contextlib.suppress(OSError, ValueError):
+                found.append({"pid": int(path.name.rpartition("-")[2]), **json.loads(path.read_text())})
+        return found
+
+    def rank_lost(self, beats: Mapping[int, Beat]) -> int:
+        """The rank that was first seen to have gone without a word; -1 for none."""
+        if self._lost is None:
+            said = {ending["pid"] for ending in self.endings()}
+            for pid, told in beats.items():
+                if told.rank >= 0 and not told.stopped and pid not in said and not _lives(pid):
+                    self._lost = int(told.rank)
+                    break
+        return -1 if self._lost is None else self._lost
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
