@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,6 +59,14 @@ def keras_callback(place: Place, model: Any, parts: Mapping[str, Any] | None = N
             super().__init__()
             self.state = {"model": model, **(parts or {})}
             self.epoch: int = resume(place, self.state).get("epoch", 0)
+            self._resumed = self.epoch > 0
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            """Put back once more what ``fit`` has changed while it made itself ready."""
+            del epoch, logs
+            if self._resumed:
+                self._resumed = False
+                resume(place, self.state)
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             """A safe point."""
@@ -123,9 +132,24 @@ def transformers_callback() -> Any:
     return Keeper()
 
 
+@contextlib.contextmanager
+def _before_the_epoch(progress: Any) -> Iterator[None]:
+    """Lightning's account of epochs as it was before this one was made ready: only then does it begin a whole one on restart.
+
+    At the end of an epoch, where Lightning's own checkpoints are written, schedulers have not been stepped yet.
+    """
+    for count in (progress.total, progress.current):
+        count.ready -= 1
+    try:
+        yield
+    finally:
+        for count in (progress.total, progress.current):
+            count.ready += 1
+
+
 def lightning_callback(folder: str | os.PathLike[str]) -> Any:
-    """A callback of Lightning: each batch is a safe point where the loader's position can be saved (`Batches`), each end of an
-    epoch otherwise.
+    """A callback of Lightning: each batch is a safe point where the loader's position can be saved (`Batches`), and each
+    beginning of an epoch after the first.
 
     ::
 
@@ -140,6 +164,7 @@ def lightning_callback(folder: str | os.PathLike[str]) -> Any:
         def __init__(self) -> None:
             self._folder = Path(folder)
             self._random: Any = None
+            self._begun = False
             requests()
 
         def state_dict(self) -> dict[str, Any]:
@@ -151,9 +176,16 @@ def lightning_callback(folder: str | os.PathLike[str]) -> Any:
             self._random = state_dict["random"]
 
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-            """Training goes on, with the generators as they were."""
-            del trainer, pl_module
-            self._put_back()
+            """A safe point, but for the first: Lightning goes on best from where an epoch begins."""
+            del pl_module
+            fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
+            if self._random is not None and fetcher is not None:
+                self._put_back()
+                iter(fetcher)  # on restart Lightning has made the epoch's iterator before: it drew from other generators
+            begun, self._begun = self._begun, True
+            if begun:
+                with _before_the_epoch(trainer.fit_loop.epoch_progress):
+                    self._point(trainer, epoch=True)
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             """Training goes on within an epoch."""
@@ -170,11 +202,6 @@ def lightning_callback(folder: str | os.PathLike[str]) -> Any:
             del pl_module, outputs, batch, batch_idx
             if hasattr(trainer.train_dataloader, "state_dict"):
                 self._point(trainer, epoch=False)
-
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            """A safe point."""
-            del pl_module
-            self._point(trainer, epoch=True)
 
         def _point(self, trainer: Any, *, epoch: bool) -> None:
             steps = float(trainer.estimated_stepping_batches)

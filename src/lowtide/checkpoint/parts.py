@@ -41,10 +41,10 @@ def state_of(part: Any, name: str) -> Any:
     Raises:
         StateError: if it has none that could be put back.
     """
+    if _keras(part):  # before the next: on the torch backend it is a module of torch too
+        return [np.array(_host(v)) for v in _variables(part)]
     if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
         return part.state_dict()
-    if _keras(part):
-        return [np.asarray(v) for v in _variables(part)]
     if isinstance(part, np.random.Generator):
         return part.bit_generator.state
     if isinstance(part, np.random.RandomState):
@@ -82,14 +82,14 @@ def put_back(part: Any, state: Any, name: str) -> None:
 
 def _put_back(part: Any, state: Any, name: str) -> None:
     t = torch()
-    if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
-        part.load_state_dict(state)
-    elif _keras(part):
+    if _keras(part):
         variables = _variables(part)
         if len(variables) != len(state):
             raise StateError(f"{name} has {len(variables)} variables, {len(state)} were saved: build the same model first")
         for variable, value in zip(variables, state, strict=True):
             variable.assign(value)
+    elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
+        part.load_state_dict(state)
     elif isinstance(part, np.random.Generator):
         part.bit_generator.state = state
     elif isinstance(part, np.random.RandomState):
@@ -148,3 +148,9 @@ def _variables(model: Any) -> list[Any]:
     found = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
     seen: set[int] = set()
     return [v for v in found if not (id(v) in seen or seen.add(id(v)))]  # type: ignore[func-returns-value]
+
+
+def _host(variable: Any) -> Any:
+    """A Keras variable's value on the host."""
+    keras = sys.modules["keras"]
+    return keras.ops.convert_to_numpy(variable)

@@ -63,13 +63,18 @@ def pack(value: Any) -> tuple[Any, Arrays]:
         if type(value) in _MAPPINGS.values():
             pairs = [[walk(k, f"{where}: a key"), walk(v, f"{where}[{k!r}]")] for k, v in value.items()]
             found = {TAG: type(value).__name__, "value": pairs}
+            if type(value) is collections.defaultdict:
+                name = getattr(value.default_factory, "__name__", "None")
+                if _FACTORIES.get(name, name) is not value.default_factory:
+                    raise StateError(f"{where} is a defaultdict of {name}, which cannot be saved: make it a dict")
+                found["factory"] = name
             extra = getattr(value, "_metadata", None)  # torch's versions of modules
             return found if extra is None else {**found, "metadata": walk(extra, f"{where}._metadata")}
         if type(value) in {bytes, bytearray}:
             return {TAG: type(value).__name__, "value": base64.b64encode(value).decode()}
         if type(value) is complex:
             return {TAG: "complex", "value": [walk(value.real, where), walk(value.imag, where)]}
-        found = _tensor(value, where, named) or _array(value, where, named)
+        found = _tensor(value, where, named, walk) or _array(value, where, named, walk)
         if found is None:
             raise StateError(
                 f"{where} is of type {type(value).__module__}.{type(value).__qualname__}, which cannot be saved: "
@@ -86,7 +91,10 @@ _MAPPINGS: Final[Mapping[str, type]] = {
 }  # fmt: skip
 
 
-def _tensor(value: Any, where: str, named: Callable[[str, Any, Any], str]) -> Any:
+_FACTORIES: Final[Mapping[str, Any]] = {"None": None, **{kind.__name__: kind for kind in (int, float, str, list, dict, set)}}
+
+
+def _tensor(value: Any, where: str, named: Callable[[str, Any, Any], str], walk: Callable[[Any, str], Any]) -> Any:
     t = torch()
     if t is None:
         return None
@@ -97,6 +105,8 @@ def _tensor(value: Any, where: str, named: Callable[[str, Any, Any], str]) -> An
                 "in one process are saved here; make it dense, or save sharded state through torch.distributed.checkpoint"
             )
         plain = value.detach().resolve_conj().resolve_neg()
+        if plain.dtype == t.complex128:  # the format has none
+            return {TAG: "complex128", "value": walk(t.view_as_real(plain), where)}
         key = (plain.data_ptr() or id(value), plain.dtype, tuple(plain.shape), tuple(plain.stride()))
         order = sorted(range(plain.dim()), key=lambda d: -plain.stride(d))
         dense = plain.permute(order).is_contiguous() and plain.dim() > 1
@@ -109,12 +119,14 @@ def _tensor(value: Any, where: str, named: Callable[[str, Any, Any], str]) -> An
     return None
 
 
-def _array(value: Any, where: str, named: Callable[[str, Any, Any], str]) -> Any:
+def _array(value: Any, where: str, named: Callable[[str, Any, Any], str], walk: Callable[[Any, str], Any]) -> Any:
     others = type(value).__module__.partition(".")[0] in {"jax", "jaxlib", "tensorflow", "keras"}
     if not isinstance(value, (np.ndarray, np.generic)) and not (others and hasattr(value, "__array__")):
         return None
     plain = np.asarray(value)
-    if plain.dtype.kind not in "biufc" or plain.dtype.itemsize > 16:
+    if plain.dtype == np.complex128:  # the format has none
+        return {TAG: "complex128", "value": walk(np.stack([plain.real, plain.imag], axis=-1), where)}
+    if plain.dtype.kind not in "biufc" or plain.dtype.itemsize > 8:
         raise StateError(f"{where} is an array of {plain.dtype}, which cannot be saved: only numbers and booleans are")
     key = (plain.__array_interface__["data"][0] if plain.size else id(value), plain.dtype.str, plain.shape, plain.strides)
     kind = "scalar" if isinstance(value, np.generic) else "array"
@@ -129,12 +141,14 @@ def unpack(tree: Any, array: Callable[[str], Any]) -> Any:
         tree: as `pack` gave it.
         array: gives a tensor or array by its name; what it gives for one name is used wherever the name stands.
     """
-    known: dict[str, Any] = {}
+    known: dict[Any, Any] = {}
 
-    def get(name: str) -> Any:
-        if name not in known:
-            known[name] = array(name)
-        return known[name]
+    def get(name: str, order: list[int] | None = None) -> Any:
+        key = name, None if order is None else tuple(order)
+        if key not in known:
+            found = array(name) if order is None else get(name)
+            known[key] = found if order is None else found.permute(sorted(range(len(order)), key=lambda d: order[d]))
+        return known[key]
 
     def walk(tree: Any) -> Any:
         if isinstance(tree, list):
@@ -143,7 +157,7 @@ def unpack(tree: Any, array: Callable[[str], Any]) -> Any:
             return tree
         kind, value = tree[TAG], tree["value"]
         if kind in _MAPPINGS:
-            made: Any = collections.defaultdict(None) if kind == "defaultdict" else _MAPPINGS[kind]()
+            made: Any = collections.defaultdict(_FACTORIES[tree["factory"]]) if kind == "defaultdict" else _MAPPINGS[kind]()
             for k, v in value:
                 made[walk(k)] = walk(v)
             if "metadata" in tree:
@@ -154,12 +168,10 @@ def unpack(tree: Any, array: Callable[[str], Any]) -> Any:
     return walk(tree)
 
 
-def _restored(tree: dict[str, Any], name: str, get: Callable[[str], Any]) -> Any:
-    found, order = get(name), tree.get("order")
-    if order is None:
-        return found
-    back = sorted(range(len(order)), key=lambda d: order[d])
-    return found.permute(back)
+def _complex(pairs: Any) -> Any:
+    if isinstance(pairs, np.ndarray):
+        return np.ascontiguousarray(pairs).view(np.complex128)[..., 0]
+    return loaded_torch().view_as_complex(pairs)
 
 
 _LEAVES: Final[dict[str, Callable[[Any, Any, Any, Any], Any]]] = {
@@ -170,7 +182,8 @@ _LEAVES: Final[dict[str, Callable[[Any, Any, Any, Any], Any]]] = {
     "bytes": lambda _t, v, _w, _g: base64.b64decode(v),
     "bytearray": lambda _t, v, _w, _g: bytearray(base64.b64decode(v)),
     "complex": lambda _t, v, w, _g: complex(*w(v)),
-    "tensor": lambda t, v, _w, g: _restored(t, v, g),
+    "complex128": lambda _t, v, w, _g: _complex(w(v)),
+    "tensor": lambda t, v, _w, g: g(v, t.get("order")),
     "torch.dtype": lambda _t, v, _w, _g: getattr(loaded_torch(), v),
     "torch.device": lambda _t, v, _w, _g: loaded_torch().device(v),
     "torch.Size": lambda _t, v, _w, _g: loaded_torch().Size(v),

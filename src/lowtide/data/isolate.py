@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Final, final
 
-from lowtide.checkpoint.parts import random_state
-from lowtide.data.wire import Slot, receive, send
+from lowtide.data.wire import Slot, generators, receive, send
 from lowtide.errors import ReaderError
 from lowtide.units import format_bytes, parse_bytes
 
@@ -64,7 +63,7 @@ class _Process:
         self._ready = False
         self.waiting = 0
         self.unique = 0
-        self.connection.send(sys.path)
+        send(self.connection, None, sys.path)
         send(self.connection, self.slots[0], dataset)
 
     def wait(self) -> None:
@@ -80,7 +79,7 @@ class _Process:
     def ask(self, name: str, *arguments: Any) -> None:
         """Send a request."""
         self.wait()
-        self.connection.send((name, arguments))
+        send(self.connection, None, (name, arguments))
         self.waiting += 1
 
     def answer(self) -> Any:
@@ -140,7 +139,7 @@ class _Readers:
         self.started = 0
         self.highest = 0
         self._spare: _Process | None = None
-        self.now = self._next(random_state())
+        self.now = self._next(generators())
 
     def _started(self) -> _Process:
         self.started += 1
@@ -148,14 +147,16 @@ class _Readers:
 
     def _next(self, state: Any) -> _Process:
         """The process that reads from now on, its generators as given."""
-        fresh, self._spare = self._spare or self._started(), None
-        try:
-            fresh.ask("restore", state)
-            fresh.answer()
-        except (EOFError, OSError):
-            fresh.close()
-            raise ReaderError("a process that was to read died before it had the data: is there memory for it?") from None
-        return fresh
+        for _ in range(TRIES):
+            fresh, self._spare = self._spare or self._started(), None
+            try:
+                fresh.ask("restore", state)
+                fresh.answer()
+            except (EOFError, OSError):
+                fresh.close()
+            else:
+                return fresh
+        raise ReaderError(f"{TRIES} processes that were to read died before they had the data: is there memory for them?")
 
     def ask_once(self, name: str, *arguments: Any) -> Any:
         """Ask, and wait for the answer; of the next process, if this one dies of it or before.
@@ -184,7 +185,7 @@ class _Readers:
             return False
         del error
         self.now.close()
-        self.now = self._next(random_state())
+        self.now = self._next(generators())
         return True
 
     def grown(self) -> bool:

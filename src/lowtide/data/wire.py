@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import io
 import mmap
 import os
 import pickle
+import sys
 from multiprocessing.connection import Connection
 from typing import Any, Final, final
 
 import cloudpickle
+
+from lowtide.checkpoint.parts import random_state
 
 _LEAST: Final = 1 << 20
 
@@ -43,30 +48,54 @@ class Slot:
             os.close(self.file)
 
 
-def send(connection: Connection, slot: Slot, value: Any) -> None:
-    """Send an object."""
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles tensors as arrays, so that they go through shared memory too."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """How a value is made again."""
+        torch = sys.modules.get("torch")
+        if torch is not None and type(value) is torch.Tensor and _plain(torch, value):
+            flat = value.contiguous().flatten().view(torch.uint8).numpy()
+            return _tensor, (flat, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+        return super().reducer_override(value)
+
+
+def _plain(torch: Any, value: Any) -> bool:
+    """Whether a tensor is nothing but its numbers."""
+    dense = value.device.type == "cpu" and value.layout is torch.strided and not value.is_quantized and value.numel() > 0
+    return dense and not (value.requires_grad or value.is_conj() or value.is_neg())
+
+
+def _tensor(flat: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    torch = importlib.import_module("torch")
+    return torch.from_numpy(flat).view(getattr(torch, dtype)).reshape(shape)
+
+
+def send(connection: Connection, slot: Slot | None, value: Any) -> None:
+    """Send an object; without a slot its arrays go with it."""
     buffers: list[pickle.PickleBuffer] = []
-    head = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    head = io.BytesIO()
+    _Pickler(head, protocol=5, buffer_callback=None if slot is None else buffers.append).dump(value)
     views = [buffer.raw() for buffer in buffers]
     sizes = [view.nbytes for view in views]
-    if views:
+    if slot is not None and views:
         room = slot.room(sum(sizes))
         at = 0
         for view, size in zip(views, sizes, strict=True):
             room[at : at + size] = view
             at += size
-    connection.send((sizes, head))
+    connection.send_bytes(pickle.dumps((sizes, head.getvalue())))
 
 
-def receive(connection: Connection, slot: Slot) -> Any:
+def receive(connection: Connection, slot: Slot | None) -> Any:
     """An object, its arrays in memory of their own.
 
     Raises:
         EOFError: if the other end has gone.
     """
-    sizes, head = connection.recv()
+    sizes, head = pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own process
     buffers = []
-    if sizes:
+    if slot is not None and sizes:
         room = memoryview(slot.room(sum(sizes)))
         at = 0
         for size in sizes:
@@ -74,3 +103,10 @@ def receive(connection: Connection, slot: Slot) -> Any:
             at += size
         room.release()
     return pickle.loads(head, buffers=buffers)  # noqa: S301 - from our own process
+
+
+def generators() -> dict[str, Any]:
+    """The states of this process's generators on the host, torch's as an array."""
+    found = random_state()
+    found.pop("cuda", None)
+    return {key: value.numpy() if key == "torch" else value for key, value in found.items()}

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from lowtide.checkpoint.parts import random_state, set_random_state
-from lowtide.data.wire import Slot, receive, send
+from lowtide.checkpoint.parts import set_random_state
+from lowtide.data.wire import Slot, generators, receive, send
 from lowtide.probe.counters import set_sizes
+from lowtide.probe.marks import WhenImported
 
 COST: Final = 50
 """The unique set size, for which the kernel walks all pages, is read no more often than costs a fiftieth of the time."""
@@ -22,14 +23,14 @@ def main() -> None:
     """Answer requests until the other end goes."""
     connection = Connection(int(sys.argv[1]))
     slots = [Slot(int(file)) for file in sys.argv[2:]]
-    sys.path[:] = connection.recv()
+    sys.path[:] = receive(connection, None)
     reader = _Reader(receive(connection, slots[0]))
     turn = 0
     unique, following = 0, 0.0
     send(connection, slots[0], None)
     while True:
         try:
-            name, arguments = connection.recv()
+            name, arguments = receive(connection, None)
         except (EOFError, OSError):
             return
         try:
@@ -66,6 +67,7 @@ class _Reader:
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self._iterator: Iterator[Any] | None = None
+        self._torch: dict[str, Any] = {}
 
     def item(self, index: Any) -> Any:
         """One sample."""
@@ -98,12 +100,16 @@ class _Reader:
         return False, None, self._dataset.state_dict()
 
     def random(self) -> Any:
-        """The states of the generators."""
-        return random_state()
+        """The states of the generators: torch's as it was given, where the data set has not imported torch."""
+        found = generators()
+        return found if "torch" in found else {**found, **self._torch}
 
     def restore(self, state: Any) -> None:
-        """Go on with these."""
-        set_random_state(state)
+        """Go on with these; torch's is put back once the data set imports torch, so that it need not be loaded for it."""
+        set_random_state({key: value for key, value in state.items() if key != "torch"})
+        self._torch = {key: value for key, value in state.items() if key == "torch"}
+        if self._torch:
+            WhenImported("torch", lambda torch: torch.set_rng_state(torch.from_numpy(self._torch["torch"])))
 
 
 if __name__ == "__main__":

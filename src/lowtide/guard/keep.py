@@ -266,11 +266,11 @@ class Keeper:
                 return None
         if found.cause is Cause.FINISHED:
             return 0, "finished"
-        if found.cause is Cause.STOPPED:
-            asked = 128 + self._signals[0] if self._signals else 1
-            return (STOPPED, "saved and stopped") if found.exit == STOPPED else (asked, "stopped")
+        if found.cause in {Cause.STOPPED, Cause.PATIENCE}:
+            saved = found.exit == STOPPED
+            return (STOPPED, "saved and stopped") if saved else (128 + self._signals[0], found.cause.value)
         if s.rule.kind is Kind.NEVER or not found.cause.of_memory:
-            return _shell(found.exit), f"{found.cause.value}" + (f": {found.error}" if found.error else "")
+            return _shell(found.exit), found.cause.value + (f": {found.error}" if found.error else "")
         return None
 
     def _outcome(self, code: int, text: str) -> Outcome:
@@ -471,7 +471,7 @@ class _Watched:
             resident_bytes=self._peaks[2],
             device_bytes=self._peaks[3],
             growth_bytes_per_second=None if self._growth is None or self._growth.low <= 0 else self._growth.rate,
-            error=errors[0]["error"] if errors else None,
+            error=f"rank {ending.rank_lost}" if ending.rank_lost >= 0 else errors[0]["error"] if errors else None,
         )
 
 

@@ -216,11 +216,19 @@ class Recorded(Sparse):
         self._writer = Writer(path, {"script": command, "arguments": []})
         self._began = time.monotonic()
         self._number, self._before, self._highest = 0, 0, 0
+        self._last: Live | None = None
 
     def looked(self, live: Live) -> None:
         """The highest of all looks counts."""
         self._highest = max(self._highest, live.reading.bytes)
+        self._last = live
         super().looked(live)
+
+    def ended(self, generation: Generation) -> None:
+        """What was seen of a process since its last row."""
+        del generation
+        if self._last is not None and self._highest:
+            self.row(self._last)
 
     def row(self, live: Live) -> None:
         """One row."""

@@ -1,0 +1,565 @@
+"""Checkpoints: whole or not there, whatever kills, fills or locks; states that come back bit for bit; ranks that agree."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import lowtide
+from lowtide.checkpoint import Batches, Store, resume
+from lowtide.errors import CheckpointError, StateError
+
+KILLS = 1000 if os.environ.get("LOWTIDE_FULL") else 200
+
+
+def script(tmp_path, text, name="train.py"):
+    path = tmp_path / name
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def run(path, *arguments, code=0, **options):
+    done = subprocess.run([sys.executable, path, *map(str, arguments)], capture_output=True, text=True, timeout=200, check=False, **options)
+    assert done.returncode == code, done.stderr
+    return done.stdout
+
+
+# --- what comes back ------------------------------------------------------------------------------------------------------
+
+
+def same(a, b):
+    assert type(a) is type(b), (a, b)
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert torch.equal(a, b)
+        assert a.dim() < 2 or a.stride() == b.stride()  # memory formats come back; gaps between elements do not
+    elif isinstance(a, np.ndarray):
+        assert a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    elif isinstance(a, dict):
+        assert list(a) == list(b)
+        for key in a:
+            same(a[key], b[key])
+    elif isinstance(a, (list, tuple, collections.deque)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            same(x, y)
+    else:
+        assert a == b or (math.isnan(a) and math.isnan(b))
+
+
+def test_every_kind_of_value_comes_back_as_it_was(tmp_path):
+    state = {
+        "plain": [None, True, 3, -(1 << 200), 2.5, math.inf, -math.inf, math.nan, "text", (1, (2,)), {1: "int", (2, 3): "tuple"}, {4, 5}],
+        "bytes": [b"\0\xff", bytearray(b"x"), complex(1, math.inf), collections.deque([1, 2], maxlen=5)],
+        "maps": [collections.OrderedDict(b=1, a=2), collections.Counter("hello"), collections.defaultdict(list, a=[1])],
+        "torch": [torch.randn(3, 4), torch.tensor(7), torch.empty(0, 3), torch.randn(4, 4).t(), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+                  torch.arange(10)[::2], torch.randn(3).bfloat16(), torch.tensor([True]), torch.randn(2, dtype=torch.complex64), torch.randn(2, 2, dtype=torch.complex128), torch.randn(2).to(torch.float8_e4m3fn).view(torch.uint8)],
+        "other": [torch.float16, torch.device("cpu"), torch.Size([1, 2])],
+        "numpy": [np.arange(6).reshape(2, 3), np.asfortranarray(np.random.rand(3, 4)), np.float32(2.5), np.zeros((0, 2)), np.array(3, np.uint8), np.array([1 + 2j])],
+    }
+    store = Store(tmp_path)
+    store.save(state)
+    same(store.load(), state)
+
+
+def test_tensors_that_are_one_are_saved_once_and_stay_one(tmp_path):
+    shared = torch.randn(1000, 100)
+    Store(tmp_path).save({"a": shared, "b": shared, "c": shared.view(100, 1000)})
+    size = sum(f.stat().st_size for f in tmp_path.rglob("*.safetensors"))
+    assert size < 2.1 * shared.nbytes
+    found = Store(tmp_path).load()
+    assert found["a"] is found["b"]
+    same(found["c"], shared.view(100, 1000))
+
+
+def test_overlapping_tensors_come_back_each_right(tmp_path):
+    whole = torch.arange(100.0)
+    Store(tmp_path).save([whole, whole[10:20], whole[:50]])
+    same(Store(tmp_path).load(), [whole, whole[10:20], whole[:50]])
+
+
+@pytest.mark.parametrize("value", [
+    object(), lambda: 0, collections.defaultdict(lambda: 3), torch.sparse_coo_tensor([[0], [1]], [1.0], (2, 2)), torch.empty(2, device="meta"), np.array(["text"]), np.array([object()]),
+])
+def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path, value):
+    store = Store(tmp_path)
+    with pytest.raises(StateError, match=r"state\['deep'\]\[0\]"):
+        store.save({"deep": [value]})
+    assert store.saved() == []
+
+
+def test_a_class_of_the_users_own_is_not_silently_made_a_dict(tmp_path):
+    class Mine(dict):
+        pass
+
+    with pytest.raises(StateError, match="Mine"):
+        Store(tmp_path).save({"x": Mine(a=1)})
+
+
+def test_parts_of_every_kind_are_put_back_in_place(tmp_path):
+    model, parts = torch.nn.Linear(3, 2), {}
+    parts = {
+        "model": model, "optimizer": torch.optim.Adam(model.parameters()), "array": np.arange(3.0), "tensor": torch.ones(2),
+        "generator": np.random.default_rng(1), "old": np.random.RandomState(2), "python": random.Random(3), "torch": torch.Generator().manual_seed(4),
+        "log": [1, 2], "table": {"w": np.zeros(2), "n": 1}, "scaler": torch.amp.GradScaler("cpu"),
+    }
+    model(torch.ones(1, 3)).sum().backward()
+    parts["optimizer"].step()
+    lowtide.checkpoint(tmp_path, parts, save=True, epoch=3, best=0.25)
+    before = {"w": model.weight.detach().clone(), "draw": [parts["generator"].random(), parts["old"].rand(), parts["python"].random(),
+              torch.rand(1, generator=parts["torch"]).item(), random.random(), np.random.rand(), torch.rand(1).item()]}
+    with torch.no_grad():
+        model.weight.zero_()
+    parts["array"][:] = 9
+    parts["tensor"].fill_(9)
+    parts["log"].append(3)
+    held = parts["table"]["w"]
+    parts["table"].update(n=2, extra=3)
+    held[:] = 9
+    values = resume(tmp_path, parts)
+    assert values == {"epoch": 3, "best": 0.25}
+    assert torch.equal(model.weight, before["w"])
+    assert parts["array"].tolist() == [0, 1, 2] and parts["tensor"].tolist() == [1, 1] and parts["log"] == [1, 2]
+    assert parts["table"]["w"] is held and held.tolist() == [0, 0] and parts["table"]["n"] == 1 and "extra" not in parts["table"]
+    again = [parts["generator"].random(), parts["old"].rand(), parts["python"].random(), torch.rand(1, generator=parts["torch"]).item(),
+             random.random(), np.random.rand(), torch.rand(1).item()]
+    assert again == before["draw"]
+
+
+def test_what_does_not_fit_is_said(tmp_path):
+    lowtide.checkpoint(tmp_path, {"model": torch.nn.Linear(3, 2), "a": np.zeros(3)}, save=True)
+    with pytest.raises(StateError, match="model"):
+        resume(tmp_path, {"model": torch.nn.Linear(4, 2), "a": np.zeros(3)})
+    with pytest.raises(StateError, match="a is"):
+        resume(tmp_path, {"model": torch.nn.Linear(3, 2), "a": np.zeros(4)})
+    with pytest.raises(StateError, match="missing"):
+        resume(tmp_path, {"model": torch.nn.Linear(3, 2)})
+    with pytest.raises(StateError, match="no state that could be put back"):
+        lowtide.checkpoint(tmp_path, {"f": lambda: 0}, save=True)
+
+
+# --- which are kept -------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_and_the_best_stay(tmp_path):
+    store = Store(tmp_path, keep_last=2, keep_best=2)
+    for metric in (5.0, 1.0, 4.0, math.nan, 2.0, 3.0, 9.0):
+        store.save({"x": metric}, metric=metric)
+    assert [s.number for s in store.saved()] == [2, 5, 6, 7]
+    best = min(store.saved(), key=lambda s: s.metric)
+    assert store.load(best) == {"x": 1.0}
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".undone")] == []
+
+
+def test_higher_can_be_better(tmp_path):
+    store = Store(tmp_path, keep_last=1, keep_best=1, best="max")
+    for metric in (1.0, 5.0, 2.0):
+        store.save({}, metric=metric)
+    assert [s.metric for s in store.saved()] == [5.0, 2.0]
+
+
+# --- damage ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "delete", "manifest", "state"])
+def test_a_damaged_one_is_passed_over_with_a_warning(tmp_path, harm):
+    store = Store(tmp_path, keep_last=3)
+    for i in range(3):
+        store.save({"x": torch.full((100,), float(i))})
+    file = next(store.saved()[-1].path.rglob("*.safetensors"))
+    if harm == "flip":
+        raw = bytearray(file.read_bytes())
+        raw[-1] ^= 1
+        file.write_bytes(raw)
+    elif harm == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif harm == "delete":
+        file.unlink()
+    elif harm == "manifest":
+        path = store.saved()[-1].path / "manifest.json"
+        path.write_text(path.read_text().replace("0", "1", 1))
+    else:
+        path = file.parent / "state.json"
+        path.write_text(path.read_text() + " ")
+    damaged = sorted(p for p in tmp_path.iterdir() if p.name.isdigit())[-1]
+    with pytest.warns(UserWarning, match="damaged"):
+        assert store.load()["x"][0] == 1.0
+    assert damaged.exists()
+    if harm != "manifest":
+        with pytest.raises(CheckpointError, match="damaged"):
+            store.load(store.saved()[-1])
+
+
+SAVING = """
+    import sys, itertools
+    import numpy as np
+    from lowtide.checkpoint import Store
+    store = Store(sys.argv[1], keep_last=2)
+    start = (store.load() or {"step": 0})["step"]
+    for step in itertools.count(start + 1):
+        store.save({"step": step, "a": np.full(20_000, step), "b": [np.full(5_000, step) for _ in range(5)]})
+        print(step, flush=True)
+"""
+
+
+def test_kills_at_random_moments_never_leave_a_corrupt_or_an_old_state(tmp_path):
+    """What was reported as saved is there; what is loaded is of one step."""
+    chance = random.Random(1)
+    store = tmp_path / "store"
+    path = script(tmp_path, SAVING)
+    reported, kills = 0, 0
+    while kills < KILLS:
+        process = subprocess.Popen([sys.executable, path, store], stdout=subprocess.PIPE, text=True)
+        process.stdout.readline()
+        # many kills in one process's life would need a fork of it: a copy of the process saves in its place
+        process.kill()
+        said = [int(x) for x in process.communicate()[0].split()]
+        reported = max([reported, *said])
+        kills += 1
+        for _ in range(min(24, KILLS - kills)):
+            child = os.fork()
+            if not child:
+                with open(os.devnull, "w") as null, open(tmp_path / "said", "a") as out:
+                    os.dup2(null.fileno(), 2)
+                    os.dup2(out.fileno(), 1)
+                    sys.stdout = out
+                    sys.argv = [str(path), str(store)]
+                    exec(compile(textwrap.dedent(SAVING), "saving", "exec"), {"__name__": "saving"})
+                os._exit(0)
+            time.sleep(chance.random() * 0.08)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            kills += 1
+            said = (tmp_path / "said").read_text().split("\n")[:-1]
+            reported = max([reported, *map(int, said)])
+            found = Store(store).load()
+            assert found["step"] >= reported
+            assert (found["a"] == found["step"]).all() and all((b == found["step"]).all() for b in found["b"])
+    assert reported > KILLS / 4, "nothing was being saved"
+    assert len(Store(store).saved()) <= 3
+
+
+def test_a_full_disk_is_a_clear_error_and_the_last_one_stays(tmp_path):
+    """On a file system of 8 MiB where one can be mounted; by a limit on the size of files everywhere."""
+    path = script(tmp_path, """
+        import resource, signal, sys
+        import numpy as np
+        from lowtide.checkpoint import Store
+        from lowtide.errors import CheckpointError
+        store = Store(sys.argv[1])
+        store.save({"x": np.full(300_000, 1.0)})
+        if sys.argv[2] == "limit":
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        for size in (600_000, 3_000_000):
+            try:
+                store.save({"x": np.full(size, 2.0)})
+            except CheckpointError as error:
+                print(error)
+            else:
+                print("saved?")
+        assert store.load()["x"].sum() == 300_000
+        print(sorted(p.name for p in __import__("pathlib").Path(sys.argv[1]).iterdir()))
+    """)
+    said = run(path, tmp_path / "limited", "limit").splitlines()
+    assert all("the disk is full" in line and "checkpoint 1 is as it was" in line and "make room" in line for line in said[:2])
+    assert said[2] == "['.lock', '0000000001']"
+    mount = tmp_path / "small"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "none", mount], capture_output=True, check=False).returncode:
+        return
+    try:
+        said = run(path, mount, "disk").splitlines()
+    finally:
+        subprocess.run(["umount", mount], check=True)
+    assert all("the disk is full" in line and "checkpoint 1 is as it was" in line for line in said[:2])
+    assert said[2] == "['.lock', '0000000001']"
+
+
+def test_a_read_only_folder_is_a_clear_error(tmp_path):
+    path = script(tmp_path, """
+        import os, sys
+        import numpy as np
+        from lowtide.checkpoint import Store
+        from lowtide.errors import CheckpointError
+        if os.getuid() == 0:
+            os.setuid(65534)
+        for use in (lambda: Store(sys.argv[1]), lambda: Store(sys.argv[1] + "/deeper")):
+            try:
+                use()
+            except CheckpointError as error:
+                print(error)
+    """)
+    folder = tmp_path / "locked"
+    Store(folder).save({"x": 1})
+    folder.chmod(0o555)
+    for parent in (tmp_path, *tmp_path.parents):
+        if parent.name.startswith("pytest-") or parent == tmp_path:
+            parent.chmod(0o755)
+    said = run(path, folder).splitlines()
+    folder.chmod(0o755)
+    assert len(said) == 2
+    assert all("cannot write checkpoints" in line and "Permission denied" in line for line in said)
+    assert Store(folder).load() == {"x": 1}
+
+
+def test_a_failure_while_writing_leaves_nothing_half(tmp_path, monkeypatch):
+    store = Store(tmp_path)
+    store.save({"x": np.ones(3)})
+
+    def fails(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("lowtide.checkpoint.store.sync", fails)
+    with pytest.raises(CheckpointError, match="Input/output error; checkpoint 1 is as it was"):
+        store.save({"x": np.zeros(3)})
+    monkeypatch.undo()
+    assert [p.name for p in sorted(tmp_path.iterdir())] == [".lock", "0000000001"]
+    assert store.load()["x"].sum() == 3
+
+
+# --- asynchronous saves ---------------------------------------------------------------------------------------------------
+
+
+def test_an_asynchronous_save_is_of_the_moment_it_was_asked_for(tmp_path):
+    store = Store(tmp_path, asynchronous=True)
+    x, y = torch.zeros(1_000_000), np.zeros(1_000_000)
+    for i in range(5):
+        x.fill_(i)
+        y[:] = i
+        store.save({"x": x, "y": y})
+        x.fill_(-1)
+        y[:] = -1
+        found = store.load()
+        assert (found["x"] == i).all() and (found["y"] == i).all()
+
+
+def test_an_asynchronous_failure_is_raised_at_the_next_call(tmp_path, monkeypatch):
+    store = Store(tmp_path, asynchronous=True)
+
+    def fails(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lowtide.checkpoint.store.sync", fails)
+    store.save({"x": 1})
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        store.wait()
+    monkeypatch.undo()
+    store.save({"x": 2})
+    assert store.load() == {"x": 2}
+
+
+def test_a_script_that_ends_waits_for_its_last_save(tmp_path):
+    path = script(tmp_path, """
+        import sys, numpy as np
+        from lowtide.checkpoint import Store
+        Store(sys.argv[1], asynchronous=True).save({"x": np.ones(5_000_000)})
+    """)
+    run(path, tmp_path / "store")
+    assert Store(tmp_path / "store").load()["x"].sum() == 5_000_000
+
+
+def test_saving_holds_no_second_copy_of_the_state(tmp_path):
+    """Resident memory while 400 MiB are written: less than half more."""
+    path = script(tmp_path, """
+        import resource, sys, numpy as np
+        from lowtide.checkpoint import Store
+        x = [np.ones(1 << 20) for _ in range(50)]
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        Store(sys.argv[1]).save({"x": x})
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """)
+    assert int(run(path, tmp_path / "store")) < 100 * 1024
+
+
+# --- recycled training is the uninterrupted one ---------------------------------------------------------------------------
+
+TORCH = """
+    import random, sys
+    import numpy as np
+    import torch
+    import lowtide
+
+    folder, workers, kind, asked = sys.argv[1], int(sys.argv[2]), sys.argv[3], set(map(int, sys.argv[4].split(","))) if sys.argv[4] else set()
+    torch.manual_seed(0); random.seed(0); np.random.seed(0)
+
+    class Noisy(torch.utils.data.Dataset):
+        x, y = torch.randn(40, 3, 8, 8), torch.randint(0, 4, (40,))
+        def __len__(self): return 40
+        def __getitem__(self, i): return self.x[i] + torch.rand(1) + random.random(), self.y[i]
+
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Dropout(0.3), torch.nn.Flatten(),
+                                torch.nn.Linear(288, 4)).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=20)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    data = Noisy()
+    generator = torch.Generator().manual_seed(5) if kind == "generator" else None
+    sampler = torch.utils.data.WeightedRandomSampler(torch.rand(40), 40) if kind == "weighted" else None
+    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=sampler is None, sampler=sampler, num_workers=workers, generator=generator)
+    batches = lowtide.checkpoint.Batches(loader)
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler, "batches": batches}
+    at = lowtide.checkpoint.resume(folder, state)
+    step, total = at.get("step", 0), at.get("total", 0.0)
+    for epoch in range(at.get("epoch", 0), 3):
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(x + random.random() + np.random.rand()), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer); scaler.update(); schedule.step()
+            total += loss.item()
+            step += 1
+            if step in asked:
+                import os, signal
+                os.kill(os.getpid(), signal.SIGUSR1)
+            lowtide.checkpoint(folder, state, epoch=epoch, step=step, total=total)
+        lowtide.checkpoint(folder, state, epoch_end=True, epoch=epoch + 1, step=step, total=total)
+    print(total, scaler.get_scale(), schedule.get_last_lr(), torch.rand(1).item(), np.random.rand(), random.random())
+    print([t.double().sum().item() for t in [*model.state_dict().values()]])
+"""
+
+
+@pytest.mark.parametrize(("workers", "kind", "stops"), [
+    (0, "plain", "3 5 8"), (2, "plain", "4 14"), (0, "generator", "8"), (2, "generator", "3"), (0, "weighted", "3"),
+])
+def test_torch_stopped_anywhere_in_an_epoch_ends_with_the_same_bits(tmp_path, workers, kind, stops):
+    path = script(tmp_path, TORCH)
+    plain = run(path, tmp_path / "a", workers, kind, "")
+    for asked in stops.split():  # inside an epoch, and at its end
+        run(path, tmp_path / "b", workers, kind, asked, code=75)
+    assert run(path, tmp_path / "b", workers, kind, "") == plain
+
+
+def test_batches_of_anything_that_iterates_go_on(tmp_path):
+    class Loader:
+        def __len__(self):
+            return 6
+
+        def __iter__(self):
+            return iter(np.random.permutation(6).tolist())
+
+    np.random.seed(1)
+    plain = [list(Batches(Loader())) for _ in range(1)][0]
+    np.random.seed(1)
+    batches = Batches(Loader())
+    begun = iter(batches)
+    first = [next(begun), next(begun)]
+    saved = json.loads(json.dumps(batches.state_dict(), default=str)) and batches.state_dict()
+    np.random.seed(99)
+    fresh = Batches(Loader())
+    fresh.load_state_dict(saved)
+    assert fresh.state_dict()["given"] == 2
+    assert first + list(fresh) == plain
+    assert len(list(fresh)) == 6
+
+
+def test_a_second_sigterm_ends_at_once_and_the_first_saves(tmp_path):
+    path = script(tmp_path, """
+        import sys, time, lowtide
+        state = {"log": []}
+        lowtide.checkpoint.resume(sys.argv[1], state)
+        print("ready", flush=True)
+        for step in range(1000):
+            time.sleep(float(sys.argv[2]))
+            lowtide.checkpoint(sys.argv[1], state, step=step)
+    """)
+    for pause, signals, code in (("0.1", 1, 75), ("30", 2, -signal.SIGTERM)):
+        process = subprocess.Popen([sys.executable, path, tmp_path / pause, pause], stdout=subprocess.PIPE, text=True)
+        process.stdout.readline()
+        for _ in range(signals):
+            process.terminate()
+            time.sleep(0.2)
+        assert process.wait(20) == code
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------------------
+
+RANKS = r"""
+    import os, sys, signal, warnings
+    import torch, torch.distributed as dist
+    import lowtide
+    from lowtide.checkpoint import Store
+    from lowtide.errors import CheckpointError
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    folder, act = sys.argv[1], sys.argv[2]
+    torch.manual_seed(rank)
+    state = {"x": torch.full((1000,), float(rank)), "log": []}
+    if act == "save":
+        for step in range(3):
+            state["x"] += 10
+            lowtide.checkpoint(Store(folder, keep_last=3), state, save=True, step=step)
+    elif act == "damage":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            at = lowtide.checkpoint.resume(folder, state)
+        os.write(1, (" ".join(map(str, ("rank", rank, at["step"], state["x"][0].item()))) + "\n").encode())
+    elif act == "fail":
+        store = Store(folder, keep_last=3)
+        if rank == 1:
+            import lowtide.checkpoint.store as module
+            def fails(*_): raise OSError(28, "No space left on device")
+            module.sync = fails
+        try:
+            store.save({"x": 1})
+        except CheckpointError as error:
+            os.write(1, (" ".join(map(str, ("rank", rank, "another rank" in str(error), "disk is full" in str(error), [s.number for s in store.saved()]))) + "\n").encode())
+    elif act == "stop":
+        for step in range(1000):
+            if step == 7 and rank == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            try:
+                lowtide.checkpoint(folder, state, step=step)
+            except SystemExit as end:
+                os.write(1, (" ".join(map(str, ("rank", rank, "stops at", step, end.code))) + "\n").encode())
+                raise
+"""
+
+
+def torchrun(path, *arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", path, *map(str, arguments)],
+        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return sorted(line for line in done.stdout.splitlines() if line.startswith("rank")), done
+
+
+def test_ranks_decide_together_which_checkpoint_is_whole(tmp_path):
+    path = script(tmp_path, RANKS)
+    torchrun(path, tmp_path / "c", "save")
+    assert [s.world for s in Store(tmp_path / "c").saved()] == [2, 2, 2]
+    said, _ = torchrun(path, tmp_path / "c", "damage")
+    assert said == ["rank 0 2 30.0", "rank 1 2 31.0"]
+    part = next((tmp_path / "c" / "0000000003" / "rank-1").glob("*.safetensors"))
+    part.write_bytes(b"")  # one rank's file of the newest: both take the one before
+    said, _ = torchrun(path, tmp_path / "c", "damage")
+    assert said == ["rank 0 1 20.0", "rank 1 1 21.0"]
+    with pytest.raises(CheckpointError, match="saved by 2 ranks"):
+        Store(tmp_path / "c").load()
+
+
+def test_when_one_rank_cannot_save_none_has(tmp_path):
+    path = script(tmp_path, RANKS)
+    torchrun(path, tmp_path / "c", "save")
+    said, done = torchrun(path, tmp_path / "c", "fail")
+    assert said == ["rank 0 True True [1, 2, 3]", "rank 1 False True [1, 2, 3]"], done.stderr
+
+
+def test_one_ranks_request_stops_all_at_the_same_step(tmp_path):
+    said, _ = torchrun(script(tmp_path, RANKS), tmp_path / "c", "stop")
+    assert said == ["rank 0 stops at 7 75", "rank 1 stops at 7 75"]
+    assert Store(tmp_path / "c").saved()[0].world == 2
+
+

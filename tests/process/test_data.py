@@ -1,0 +1,372 @@
+"""Readers: slices in order or shuffled, bounded memory, processes that are replaced, no sample lost or doubled."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+
+import cloudpickle
+import h5py
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import zarr
+
+import lowtide
+from lowtide.data import Arrays, Blocks, dataset, isolate, stream
+from lowtide.errors import ReaderError
+from lowtide.units import MIB
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # readers need not import what this module does
+TOTAL = 1000
+WHOLE = np.arange(TOTAL * 6, dtype=np.float64).reshape(TOTAL, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    np.save(folder / "x.npy", WHOLE)
+    np.save(folder / "f.npy", np.asfortranarray(WHOLE))
+    with h5py.File(folder / "x.h5", "w") as file:
+        file.create_dataset("deep/d", data=WHOLE, chunks=(64, 2, 3))
+    group = zarr.open_group(str(folder / "x.zarr"), mode="w")
+    group.create_array("d", data=WHOLE, chunks=(64, 2, 3))
+    flat = WHOLE.reshape(TOTAL, 6)
+    pq.write_table(pa.table({"a": flat[:, 0], "b": flat[:, 1], "l": list(flat)}), folder / "x.parquet", row_group_size=130)
+    return folder
+
+
+def sources(files, **options):
+    return {
+        "npy": lowtide.data.open(files / "x.npy", **options),
+        "fortran": lowtide.data.open(files / "f.npy", **options),
+        "hdf5": lowtide.data.open(files / "x.h5", "deep/d", **options),
+        "zarr": lowtide.data.open(files / "x.zarr", "d", **options),
+    }
+
+
+KINDS = ("npy", "fortran", "hdf5", "zarr")
+
+# --- sources --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bounds", [(0, TOTAL), (0, 1), (63, 65), (990, 1000), (5, 5)])
+def test_a_slice_is_what_was_written(files, kind, bounds):
+    source = sources(files)[kind]
+    found = source.read(*bounds)
+    assert (len(source), source.sample_bytes) == (TOTAL, 48)
+    assert found.dtype == np.float64 and np.array_equal(found, WHOLE[slice(*bounds)])
+    assert found.flags.writeable and found.base is None or found.flags.owndata or found.size == 0
+    half = sources(files, dtype="float32")[kind]
+    assert half.sample_bytes == 24
+    assert half.read(*bounds).dtype == np.float32 and np.array_equal(half.read(*bounds), WHOLE[slice(*bounds)].astype(np.float32))
+
+
+@pytest.mark.parametrize("bounds", [(0, TOTAL), (129, 131), (0, 1), (400, 400), (999, 1000)])
+def test_columns_of_parquet(files, bounds):
+    flat = WHOLE.reshape(TOTAL, 6)[slice(*bounds)]
+    assert np.array_equal(lowtide.data.open(files / "x.parquet", "a").read(*bounds), flat[:, 0])
+    assert np.array_equal(lowtide.data.open(files / "x.parquet", ["b", "a"], dtype="float32").read(*bounds), flat[:, [1, 0]])
+    assert np.array_equal(lowtide.data.open(files / "x.parquet", "l").read(*bounds), flat)
+
+
+def test_a_source_goes_to_other_processes_without_its_handle(files):
+    for source in (*sources(files).values(), lowtide.data.open(files / "x.parquet", "a")):
+        source.read(0, 3)
+        assert np.array_equal(pickle.loads(pickle.dumps(source)).read(5, 9), source.read(5, 9))
+
+
+@pytest.mark.parametrize(("name", "key", "text"), [
+    ("missing.npy", None, "no such data"), ("x.h5", None, "which data set: deep/d"), ("x.h5", "no", "cannot be read"),
+    ("x.parquet", "no", "there are a, b, l"), ("x.npy", "d", "without a name"), ("x.csv", None, "cannot be told"), ("bad.h5", "d", "cannot be read"),
+])
+def test_what_cannot_be_read_is_said(files, name, key, text):
+    (files / "x.csv").touch()
+    (files / "bad.h5").write_bytes(b"no")
+    with pytest.raises(ReaderError, match=text):
+        lowtide.data.open(files / name, key)
+
+
+# --- blocks ---------------------------------------------------------------------------------------------------------------
+
+
+def order(batches):
+    return np.concatenate([np.asarray(b)[:, 0, 0] for b in batches]) // 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("batch", "block"), [(7, 64), (64, 7), (1000, 10), (3000, 100), (1, 1)])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_each_sample_comes_once(files, kind, batch, block, shuffle):
+    if (batch, block) == (1, 1) and kind != "npy":
+        pytest.skip("slow there, and the same code")
+    blocks = Blocks(sources(files)[kind], batch_size=batch, block=block, shuffle=shuffle, seed=3, buffer=block * 48 * 8)
+    found = list(blocks)
+    assert len(found) == len(blocks) == -(-TOTAL // batch)
+    assert all(len(b) == batch for b in found[:-1])
+    seen = order(found)
+    assert sorted(seen) == list(range(TOTAL))
+    assert (list(seen) == list(range(TOTAL))) is not shuffle
+    if shuffle:
+        assert list(order(blocks)) != list(seen), "each epoch has an order of its own"
+
+
+def test_an_incomplete_batch_may_be_left_out(files):
+    blocks = Blocks(sources(files)["npy"], batch_size=300, drop_last=True)
+    assert [len(b) for b in blocks] == [300, 300, 300] and len(blocks) == 3
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("cut", [0, 1, 5, 14, 15])
+def test_an_epoch_goes_on_where_it_stood(files, shuffle, cut):
+    def fresh():
+        return Blocks(sources(files)["npy"], batch_size=70, block=30, shuffle=shuffle, seed=1, buffer=30 * 48 * 6)
+
+    plain = fresh()
+    expected = [order(plain), order(plain)]
+    first = fresh()
+    begun = list(itertools.islice(iter(first), cut))
+    again = fresh()
+    again.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
+    rest = list(again)
+    assert np.array_equal(order([*begun, *rest]), expected[0])
+    assert np.array_equal(order(again), expected[1])
+
+
+def test_batches_are_memory_of_their_own(files):
+    batches = list(Blocks(sources(files)["npy"], batch_size=10, block=100))
+    batches[0][:] = -1
+    assert order(batches[1:])[0] == 10
+
+
+def test_several_sources_come_together(files):
+    both = Arrays(lowtide.data.open(files / "x.npy"), lowtide.data.open(files / "x.parquet", "a"))
+    for x, a in Blocks(both, batch_size=33, shuffle=True, block=20, buffer=20 * 56 * 6):
+        assert np.array_equal(x[:, 0, 0], a)
+    with pytest.raises(ReaderError, match="samples"):
+        Arrays(lowtide.data.open(files / "x.npy"), Short(3))
+
+
+class Short:
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+
+def test_a_buffer_that_is_too_small_is_said(files):
+    with pytest.raises(ReaderError, match="larger buffer"):
+        Blocks(sources(files)["npy"], batch_size=10, shuffle=True, block=100, buffer=48 * 300)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_memory_stays_within_the_buffer(tmp_path, shuffle):
+    """A file of 400 MiB, a buffer of 32: the highest resident size above what reading one sample takes."""
+    path = tmp_path / "read.py"
+    path.write_text(textwrap.dedent("""
+        import resource, sys
+        import numpy as np
+        import lowtide.data
+        whole = np.lib.format.open_memmap(sys.argv[1] + "/x.npy", mode="w+", dtype=np.float64, shape=(100_000, 512))
+        del whole
+        source = lowtide.data.open(sys.argv[1] + "/x.npy", dtype="float32")
+        blocks = lowtide.data.Blocks(source, batch_size=256, shuffle=sys.argv[2] == "True", buffer="32MiB")
+        source.read(0, 1)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        count = sum(len(b) for b in blocks)
+        print(count, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    """))
+    done = subprocess.run([sys.executable, path, tmp_path, str(shuffle)], capture_output=True, text=True, check=True)
+    count, grown = done.stdout.split()
+    assert int(count) == 100_000
+    assert float(grown) < 40
+
+
+# --- torch ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torch_reads_samples_and_streams_of_batches(files, workers):
+    source = lowtide.data.open(files / "x.h5", "deep/d", dtype="float32")
+    loader = torch.utils.data.DataLoader(dataset(source), batch_size=64, shuffle=True, num_workers=workers)
+    found = torch.cat(list(loader))
+    assert found.dtype == torch.float32 and sorted(found[:, 0, 0].tolist()) == (WHOLE[:, 0, 0]).tolist()
+    blocks = Blocks(source, batch_size=64, shuffle=True, block=32, buffer=32 * 24 * 8)
+    streamed = torch.cat(list(torch.utils.data.DataLoader(stream(blocks), batch_size=None, num_workers=workers)))
+    assert sorted(streamed[:, 0, 0].tolist()) == (WHOLE[:, 0, 0]).tolist()
+
+
+def test_a_stream_can_be_saved_inside_an_epoch(files):
+    def fresh():
+        source = lowtide.data.open(files / "x.npy")
+        return stream(Blocks(source, batch_size=64, shuffle=True, block=32, buffer=32 * 48 * 8))
+
+    expected = torch.cat(list(fresh()))
+    first = fresh()
+    begun = list(itertools.islice(iter(first), 5))
+    rest = fresh()
+    rest.load_state_dict(first.state_dict())
+    assert torch.equal(torch.cat([*begun, *rest]), expected)
+
+
+# --- processes that are replaced ------------------------------------------------------------------------------------------
+
+
+class Leaky:
+    """Keeps 256 KiB for each sample it reads."""
+
+    def __init__(self, length=400, leak=256 * 1024):
+        self.length, self.leak, self.kept = length, leak, []
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if index < 0 or index >= self.length:
+            raise IndexError(index)
+        self.kept.append(b"x" * self.leak)
+        return np.full(3, index), random.random()
+
+
+def test_a_leaking_data_set_is_read_in_processes_that_stay_small():
+    with_leak = isolate(Leaky(), memory="60MiB")
+    own = psutil.Process().memory_info().rss
+    random.seed(5)
+    found = [with_leak[i] for i in range(400)]  # 100 MiB are leaked
+    assert psutil.Process().memory_info().rss - own < 20 * MIB
+    assert [int(x[0]) for x, _ in found] == list(range(400))
+    assert with_leak.started >= 3
+    assert with_leak.highest_bytes < 70 * MIB
+    random.seed(5)
+    assert [r for _, r in found] == [random.random() for _ in range(400)], "random numbers go on from process to process"
+    with_leak.close()
+
+
+def test_no_process_is_left(tmp_path):
+    before = {c.pid for c in psutil.Process().children(recursive=True)}
+    data = isolate(Leaky(), memory="80MiB")
+    data[0]
+    assert {c.pid for c in psutil.Process().children(recursive=True)} - before
+    del data
+    assert not {c.pid for c in psutil.Process().children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE} - before
+    path = tmp_path / "killed.py"
+    path.write_text("import numpy as np, os, signal, psutil\nimport lowtide.data\nd = lowtide.data.isolate([1, 2, 3])\nd[0]\n"
+                    "print([c.pid for c in psutil.Process().children()][0], flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    pid = int(subprocess.run([sys.executable, path], capture_output=True, text=True, check=False).stdout)
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=5)
+    assert not psutil.pid_exists(pid)
+
+
+def test_torchs_loader_reads_an_isolated_data_set(files):
+    for workers in (0, 2):
+        data = isolate(Leaky(), memory="80MiB")
+        loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True, num_workers=workers)
+        found = torch.cat([x for x, _ in loader])
+        assert sorted(found[:, 0].tolist()) == list(range(400))
+        data.close()
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_an_isolated_stream_gives_each_batch_once_through_replacements_and_kills(files, shuffle):
+    def fresh():
+        return Blocks(LeakySource(files / "x.npy"), batch_size=20, block=10, shuffle=shuffle, seed=2, buffer=10 * 48 * 8)
+
+    plain = fresh()
+    expected = [order(plain), order(plain)]
+    data = isolate(fresh(), memory="60MiB")
+    random.seed(1)
+    for epoch in range(2):
+        found = []
+        for i, batch in enumerate(data):
+            found.append(batch)
+            if i % 17 == 5:
+                for child in psutil.Process().children():
+                    with contextlib.suppress(psutil.Error):
+                        if "lowtide.data.worker" in child.cmdline():
+                            child.send_signal(signal.SIGKILL)
+        assert np.array_equal(order(found), expected[epoch])
+    assert data.started > 4
+    data.close()
+
+
+class LeakySource:
+    """A source that keeps a MiB for each block it reads."""
+
+    def __init__(self, path):
+        self.source, self.kept = lowtide.data.open(path), []
+
+    def __len__(self):
+        return len(self.source)
+
+    @property
+    def sample_bytes(self):
+        return self.source.sample_bytes
+
+    def read(self, start, stop):
+        self.kept.append(b"x" * MIB)
+        return self.source.read(start, stop)
+
+
+def test_an_isolated_stream_can_be_left_saved_and_resumed(files):
+    def fresh():
+        return isolate(Blocks(lowtide.data.open(files / "x.npy"), batch_size=20, shuffle=True, block=10, buffer=10 * 48 * 8), memory="200MiB")
+
+    plain = fresh()
+    expected = order(plain)
+    begun = list(itertools.islice(iter(plain), 0)) + list(itertools.islice(iter(data := fresh()), 7))
+    state = data.state_dict()  # of what was given, not of what was read ahead
+    again = fresh()
+    again.load_state_dict(state)
+    assert np.array_equal(order([*begun, *again]), expected)
+    assert len(list(data)) in {50, 43}
+    for one in (plain, data, again):
+        one.close()
+
+
+def test_a_request_that_kills_its_reader_is_said():
+    with pytest.raises(ReaderError, match="died 2 times"):
+        isolate(Deadly(), memory="200MiB")[3]
+
+
+class Deadly(Leaky):
+    def __getitem__(self, index):
+        os._exit(1)
+
+
+def test_an_error_of_the_data_set_is_raised_with_where_it_was():
+    data = isolate(Broken(), memory="200MiB")
+    with pytest.raises(KeyError, match="sample 3") as caught:
+        data[3]
+    assert any("in __getitem__" in note for note in caught.value.__notes__)
+    assert data[1] == 1  # and it goes on
+    assert data.started == 1
+    data.close()
+
+
+class Broken(Leaky):
+    def __getitem__(self, index):
+        if index == 3:
+            raise KeyError("sample 3")
+        return index
+
+
+def test_a_bound_that_a_fresh_process_is_past_is_said():
+    with pytest.raises(ReaderError, match="more than the"):
+        isolate(Leaky(), memory="4MiB")[0]
+
+
+def test_what_could_not_go_on_elsewhere_is_refused():
+    with pytest.raises(ReaderError, match="position cannot be saved"):
+        isolate(iter([1, 2, 3]))

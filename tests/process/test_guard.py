@@ -1,0 +1,417 @@
+"""``lowtide guard`` on real processes: recycling that changes nothing, causes, signals, workers, exit codes, what is shown."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.request
+
+import psutil
+import pytest
+
+from lowtide.guard.memory import cgroup
+from lowtide.store import read
+from lowtide.units import MIB
+
+GROUP = cgroup(64 * MIB, f"lowtide-probe-{os.getpid()}")
+if GROUP is not None:
+    GROUP.remove()
+FENCES = ["watch", *(["cgroup"] if GROUP is not None else [])]
+
+
+def script(tmp_path, text, name="train.py"):
+    path = tmp_path / name
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def started(*arguments, **options):
+    """A guard whose signals are the default ones, whatever this process ignores."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "lowtide", "guard", *map(str, arguments)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=lambda: [signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)], **options,
+    )
+
+
+def guard(tmp_path, *arguments, timeout=120, **options):
+    """Run to its end: what it printed, and its figures."""
+    process = started("--json", tmp_path / "guard.json", *arguments, **options)
+    out, err = process.communicate(timeout=timeout)
+    figures = json.loads((tmp_path / "guard.json").read_text()) if (tmp_path / "guard.json").exists() else None
+    return process.returncode, out, err, figures
+
+
+def until(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+NUMPY = """
+    import sys, time
+    import numpy as np
+    import lowtide
+
+    folder, leak, total, pause = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+    weights, random, kept = np.zeros(1000), np.random.default_rng(7), []
+    state = {"weights": weights, "random": random, "log": (log := [])}
+    at = lowtide.checkpoint.resume(folder, state)
+    for step in range(at.get("step", 0), total):
+        weights += random.standard_normal(1000) * np.random.rand()
+        log.append(float(weights[0]))
+        kept.append(np.ones(leak * 128))
+        time.sleep(pause)
+        lowtide.checkpoint(folder, state, step=step + 1, epoch_end=step % 50 == 49, fraction=(step + 1) / total)
+    print(weights.tobytes().hex()[:64], sum(log))
+"""
+
+
+# --- recycling changes nothing --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["epoch", "every=70"])
+def test_numpy_recycled_is_numpy_uninterrupted(tmp_path, rule):
+    path = script(tmp_path, "import numpy as np\nnp.random.seed(3)\n" + textwrap.dedent(NUMPY))
+    plain = subprocess.run([sys.executable, path, tmp_path / "a", "1", "200", "0"], capture_output=True, text=True, check=True)
+    code, out, err, figures = guard(tmp_path, "--recycle", rule, path, tmp_path / "b", "1", "200", "0")
+    assert code == 0, err
+    assert out == plain.stdout
+    assert [g["reason"] for g in figures["generations"]] == ["recycled"] * (3 if rule == "epoch" else 2) + ["finished"]
+    assert sum(g["safe_points"] for g in figures["generations"]) == 200
+
+
+@pytest.mark.parametrize("fence", FENCES)
+def test_a_leaking_run_stays_under_the_cap_and_loses_nothing(tmp_path, fence):
+    path = script(tmp_path, "import numpy as np\nnp.random.seed(3)\n" + textwrap.dedent(NUMPY))
+    plain = subprocess.run([sys.executable, path, tmp_path / "a", "1", "600", "0"], capture_output=True, text=True, check=True)
+    code, out, err, figures = guard(
+        tmp_path, "--memory", "160MiB", "--enforce", fence, path, tmp_path / "b", "400", "600", "0.005"  # 400 KiB a step
+    )
+    assert code == 0, err
+    assert out == plain.stdout
+    assert figures["enforced_by"] == fence
+    assert len(figures["generations"]) >= 2
+    assert all(g["peak_bytes"] <= 160 * MIB for g in figures["generations"])
+    assert {g["reason"] for g in figures["generations"]} == {"recycled", "finished"}
+    assert sum(g["safe_points"] for g in figures["generations"]) == 600
+    assert all(0 < g["start_seconds"] < g["seconds"] for g in figures["generations"])
+    assert all(g["load_seconds"] > 0 for g in figures["generations"][1:])
+    assert 0 < figures["overhead_seconds"] < figures["seconds"]
+
+
+def test_a_script_of_one_epoch_a_call_needs_no_change(tmp_path):
+    path = script(tmp_path, """
+        from pathlib import Path
+        count = Path("count")
+        done = int(count.read_text()) + 1 if count.exists() else 1
+        count.write_text(str(done))
+        print("epoch", done)
+        if done == 4:
+            Path("done").touch()
+    """)
+    code, out, _, figures = guard(tmp_path, "--recycle", "exit", "--done", "done", path, cwd=tmp_path)
+    assert code == 0
+    assert out.split("\n")[:4] == ["epoch 1", "epoch 2", "epoch 3", "epoch 4"]
+    assert len(figures["generations"]) == 4
+
+
+def test_a_script_says_by_its_exit_code_that_all_is_done(tmp_path):
+    path = script(tmp_path, """
+        import sys
+        from pathlib import Path
+        count = Path("count")
+        done = int(count.read_text()) + 1 if count.exists() else 1
+        count.write_text(str(done))
+        sys.exit(9 if done == 3 else 0)
+    """)
+    code, _, _, figures = guard(tmp_path, "--recycle", "exit", "--done-code", "9", path, cwd=tmp_path)
+    assert (code, len(figures["generations"])) == (0, 3)
+
+
+def test_a_process_that_fails_within_the_loop_of_exits_is_not_started_again(tmp_path):
+    path = script(tmp_path, "raise ValueError('a bug')")
+    code, _, err, figures = guard(tmp_path, "--recycle", "exit", "--done", tmp_path / "done", path)
+    assert (code, len(figures["generations"])) == (1, 1)
+    assert "a bug" in err
+
+
+# --- causes ---------------------------------------------------------------------------------------------------------------
+
+HOG = """
+    import time
+    kept = []
+    while True:
+        kept.append(b"x" * (8 << 20))
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("fence", FENCES)
+def test_who_killed_at_the_cap_is_named_and_retries_end(tmp_path, fence):
+    code, _, err, figures = guard(
+        tmp_path, "--memory", "120MiB", "--enforce", fence, "--restarts", "1", script(tmp_path, HOG)
+    )
+    assert code == 1
+    reason = "out-of-memory killer" if fence == "cgroup" else "over the cap"
+    assert [g["reason"] for g in figures["generations"]] == [reason, reason]
+    assert figures["generations"][1]["waited_seconds"] >= 1
+    assert "without a new checkpoint" in err
+
+
+def test_a_limit_on_data_makes_python_say_so(tmp_path):
+    code, _, _, figures = guard(
+        tmp_path, "--memory", "200MiB", "--enforce", "rlimit", "--restarts", "0", script(tmp_path, HOG)
+    )
+    assert code == 1
+    assert figures["generations"][0]["reason"] == "out-of-memory error"
+    assert "MemoryError" in figures["generations"][0]["error"]
+
+
+@pytest.mark.skipif(GROUP is None, reason="this machine lets us make no cgroup")
+def test_a_worker_that_the_killer_took_is_seen(tmp_path):
+    """The main process fails with an error of its own; the counter tells why."""
+    path = script(tmp_path, """
+        import subprocess, sys
+        sys.exit(subprocess.run([sys.executable, "-c", "kept = [b'x' * (8 << 20) for _ in range(100)]"]).returncode and 1)
+    """)
+    code, _, _, figures = guard(tmp_path, "--memory", "150MiB", "--restarts", "0", path)
+    assert code == 1
+    assert figures["generations"][0]["reason"] == "out-of-memory killer"
+
+
+def test_a_person_who_kills_is_not_taken_for_memory(tmp_path):
+    path = script(tmp_path, "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(60)")
+    process = started("--json", tmp_path / "guard.json", path, cwd=tmp_path)
+    until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    time.sleep(0.3)
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    process.communicate(timeout=30)
+    assert process.returncode == 137
+    assert json.loads((tmp_path / "guard.json").read_text())["generations"][0]["reason"] == "killed from outside"
+
+
+@pytest.mark.parametrize(("text", "code", "reason"), [
+    ("raise ValueError('a bug')", 1, "error"), ("import sys; sys.exit(7)", 7, "error"),
+    ("import os; os.abort()", 134, "crash"), ("import ctypes; ctypes.string_at(0)", 139, "crash"),
+])
+def test_what_is_not_about_memory_is_not_hidden_by_restarting(tmp_path, text, code, reason):
+    found, _, _, figures = guard(tmp_path, "--memory", "1GiB", script(tmp_path, text))
+    assert (found, len(figures["generations"]), figures["generations"][0]["reason"]) == (code, 1, reason)
+
+
+def test_a_fresh_process_that_is_near_the_cap_is_given_up(tmp_path):
+    path = script(tmp_path, """
+        import sys, time, lowtide
+        state = {"log": []}
+        at = lowtide.checkpoint.resume(sys.argv[1], state)
+        whole = b"x" * (80 << 20)
+        for step in range(at.get("step", 0), 1000):
+            time.sleep(0.5)
+            lowtide.checkpoint(sys.argv[1], state, step=step + 1)
+    """)
+    code, _, err, figures = guard(tmp_path, "--memory", "110MiB", "--enforce", "watch", "--restarts", "1", path, tmp_path / "c")
+    assert code == 1
+    assert len(figures["generations"]) == 2
+    assert "give it more memory" in err
+
+
+# --- signals and descendants ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_by_a_person_saves_first(tmp_path, number):
+    path = script(tmp_path, NUMPY)
+    process = started("--json", tmp_path / "guard.json", path, tmp_path / "c", "1", "100000", "0.01")
+    until(lambda: (tmp_path / "c").exists())
+    time.sleep(0.5)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 75, err
+    figures = json.loads((tmp_path / "guard.json").read_text())
+    assert figures["generations"][0]["reason"] == "stopped"
+    assert figures["generations"][0]["saves"] == 1
+    code, _, err, again = guard(tmp_path, "--recycle", "every=5", path, tmp_path / "c", "1", str(figures["generations"][0]["safe_points"] + 7), "0")
+    assert code == 0, err
+    assert sum(g["safe_points"] for g in again["generations"]) == 7
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_script_that_knows_nothing_gets_the_signal_itself(tmp_path, number, code):
+    path = script(tmp_path, "import time\nopen('ready', 'w').close()\ntime.sleep(60)")
+    process = started(path, cwd=tmp_path)
+    until(lambda: (tmp_path / "ready").exists())
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == code
+
+
+def test_patience_ends_what_does_not_stop(tmp_path):
+    path = script(tmp_path, """
+        import signal, time
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        open("ready", "w").close()
+        time.sleep(60)
+    """)
+    process = started("--patience", "1", "--json", tmp_path / "guard.json", path, cwd=tmp_path)
+    until(lambda: (tmp_path / "ready").exists())
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert 1 < time.monotonic() - began < 15
+
+
+TREE = """
+    import os, subprocess, sys, time
+    depth = int(sys.argv[1])
+    with open("pids", "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    if depth:
+        for _ in range(2):
+            subprocess.Popen([sys.executable, __file__, str(depth - 1)], start_new_session=depth % 2 == 0)
+    if depth == 3:
+        while len(open("pids").read().split()) < 15:
+            time.sleep(0.05)
+        open("ready", "w").close()
+        time.sleep(float(sys.argv[2]))
+    else:
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("ending", ["itself", "SIGTERM", "SIGKILL of the main process"])
+def test_no_descendant_is_left_whatever_ends_the_run(tmp_path, ending):
+    """Fifteen processes in several sessions, most of them orphans by then."""
+    process = started(script(tmp_path, TREE), "3", "0.5" if ending == "itself" else "60", cwd=tmp_path)
+    until(lambda: (tmp_path / "ready").exists())
+    pids = [int(p) for p in (tmp_path / "pids").read_text().split()]
+    if ending == "SIGTERM":
+        process.send_signal(signal.SIGTERM)
+    elif ending != "itself":
+        os.kill(pids[0], signal.SIGKILL)
+    process.communicate(timeout=30)
+    assert len(pids) == 15
+    assert not [p for p in pids if psutil.pid_exists(p)]
+
+
+def test_no_zombies_while_it_runs(tmp_path):
+    """A child that gives up its own children leaves them to the guard."""
+    path = script(tmp_path, """
+        import subprocess, sys, time
+        for _ in range(10):
+            subprocess.run([sys.executable, "-c", "import subprocess, sys; subprocess.Popen(['sleep', '0.1'])"])
+        time.sleep(1)
+        open("ready", "w").close()
+        time.sleep(20)
+    """)
+    process = started(path, cwd=tmp_path)
+    until(lambda: (tmp_path / "ready").exists())
+    time.sleep(0.3)
+    found = [c.status() for c in psutil.Process(process.pid).children(recursive=True)]
+    process.terminate()
+    process.communicate(timeout=30)
+    assert psutil.STATUS_ZOMBIE not in found
+    assert len(found) == 1
+
+
+def test_when_the_guard_is_killed_the_run_saves_and_stops(tmp_path):
+    path = script(tmp_path, NUMPY)
+    process = started(path, tmp_path / "c", "1", "100000", "0.01")
+    until(lambda: (tmp_path / "c").exists())
+    time.sleep(0.5)
+    child = psutil.Process(process.pid).children()[0]
+    process.kill()
+    process.communicate()
+    until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 10)
+    assert list((tmp_path / "c").glob("0*"))
+
+
+# --- what is shown --------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_figures_are_recorded_served_and_written(tmp_path):
+    path = script(tmp_path, NUMPY)
+    port = 20000 + os.getpid() % 20000
+    process = started(
+        "--memory", "600MiB", "-o", tmp_path / "run.lowtide", "--prometheus", port, "--tensorboard", tmp_path / "events", "--json",
+        tmp_path / "guard.json", path, tmp_path / "c", "100", "500", "0.01",
+    )
+    served = ""
+
+    def answers():
+        nonlocal served
+        with contextlib.suppress(OSError):
+            served = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+        held = re.search(r"^lowtide_memory_bytes (\S+)$", served, re.MULTILINE)
+        return held is not None and float(held[1]) > 15 * MIB
+
+    until(answers)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    told = {m[1]: float(m[2]) for m in re.finditer(r"^(lowtide_\w+) (\S+)$", served, re.MULTILINE)}
+    assert told["lowtide_cap_bytes"] == 600 * MIB
+    assert 15 * MIB < told["lowtide_memory_bytes"] < 600 * MIB
+    assert told["lowtide_generation"] == 0
+    assert list((tmp_path / "events").glob("events.*"))
+    recording = read(tmp_path / "run.lowtide")
+    peak = json.loads((tmp_path / "guard.json").read_text())["generations"][0]["peak_bytes"]
+    assert len(recording.process) >= 4
+    assert max(r.highest_bytes for r in recording.process) == peak
+    shown = subprocess.run(
+        [sys.executable, "-m", "lowtide", "report", tmp_path / "run.lowtide"], capture_output=True, text=True, check=True
+    )
+    assert "MiB" in shown.stderr + shown.stdout
+
+
+@pytest.mark.parametrize("arguments", [
+    ["--recycle", "sometimes"], ["--memory", "much"], ["--recycle", "exit"], ["--done", "x"], ["--", "no-such-command"], ["missing.py"],
+    ["--json", "/no/such/folder/x.json"], ["-o", "/no/such/folder/x.lowtide"],
+])
+def test_bad_usage_is_one_line_before_anything_runs(tmp_path, arguments):
+    path = script(tmp_path, "open('ran', 'w')")
+    last = [] if arguments[-1] in {"no-such-command", "missing.py"} else [str(path)]
+    process = started(*arguments, *last, cwd=tmp_path)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert err.startswith("lowtide: error: ")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_port_that_is_taken_is_bad_usage(tmp_path):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        process = started("--prometheus", taken.getsockname()[1], script(tmp_path, "pass"))
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "take another port" in err
+
+
+def test_the_summary_says_what_held_it(tmp_path):
+    process = started("--memory", "500MiB", "--enforce", "watch", script(tmp_path, "print('hello')"))
+    out, err = process.communicate(timeout=30)
+    assert out == "hello\n"
+    assert "held by watching" in err
+    assert "finished" in err
+
+
+def test_a_script_by_its_name_runs_as_a_command_does(tmp_path):
+    path = script(tmp_path, "import sys; print(sys.argv[1:])")
+    for command in ([path, "--memory", "3"], ["--", sys.executable, path, "--memory", "3"]):
+        process = started("--quiet", *command)
+        out, err = process.communicate(timeout=30)
+        assert (out, err) == ("['--memory', '3']\n", "")
+
+

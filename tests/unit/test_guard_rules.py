@@ -1,0 +1,201 @@
+"""The guard's pure parts: rules, forecasts, causes, and which errors mean that memory ran out."""
+
+from __future__ import annotations
+
+import errno
+import signal
+
+import numpy as np
+import pytest
+
+from lowtide.errors import UsageError
+from lowtide.guard.cause import Cause, Ending, why
+from lowtide.guard.forecast import Forecast
+from lowtide.guard.memory import Watching, cgroup
+from lowtide.guard.rule import Kind, Rule, parse
+from lowtide.probe.catalogue import Where, out_of_memory
+from lowtide.units import MIB
+
+# --- rules ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "rule"), [
+    ("epoch", Rule(Kind.EPOCH)), ("exit", Rule(Kind.EXIT)), ("never", Rule(Kind.NEVER)), ("every=500", Rule(Kind.EVERY, every=500)),
+    ("watermark", Rule(Kind.WATERMARK)), ("watermark=80%", Rule(Kind.WATERMARK, watermark=0.8)),
+])
+def test_a_rule_reads_as_it_is_written(text, rule):
+    assert parse(text) == rule
+
+
+@pytest.mark.parametrize("text", ["", "epochs", "every", "every=0", "every=-3", "every=x", "watermark=0%", "watermark=100%", "exit=3"])
+def test_what_is_no_rule_is_refused(text):
+    with pytest.raises(UsageError, match="--recycle"):
+        parse(text)
+
+
+# --- forecast -------------------------------------------------------------------------------------------------------------
+
+
+def forecast_of(sizes, every=0.1):
+    forecast = Forecast()
+    for i, size in enumerate(sizes):
+        forecast.add(100 + i * every, size)
+    return forecast
+
+
+@pytest.mark.parametrize("rate", [1, 5, 20, 50])
+@pytest.mark.parametrize("noise", [0, 5, 20])
+def test_a_steady_leak_is_forecast_within_a_fifth(rate, noise):
+    """Bytes per second in MiB, a saw of temporaries and noise on top; looked at when half of the way to the limit is gone."""
+    random = np.random.default_rng(rate)
+    limit = 500 + rate * 20
+    times = np.arange(0, 40, 0.1)
+    sizes = 300 + rate * times + noise * np.abs(np.sin(times * 7)) + random.normal(0, 0.3, len(times))
+    half = int(np.argmax(sizes >= (300 + limit) / 2)) or len(times) - 1
+    growth = forecast_of(sizes[:half] * MIB).growth()
+    assert growth is not None
+    left = growth.seconds_to(limit * MIB)
+    true = (limit - 300 - noise) / rate - times[half - 1]
+    assert left == pytest.approx(true, rel=0.2, abs=0.5)
+
+
+def test_a_level_that_does_not_grow_has_no_forecast():
+    random = np.random.default_rng(3)
+    sizes = 500 * MIB + random.normal(0, MIB, 600)
+    growth = forecast_of(sizes).growth()
+    assert growth is not None
+    assert growth.seconds_to(1000 * MIB) is None
+
+
+def test_warm_up_is_forgotten():
+    """Ten seconds of fast growth, then a level: by the time the level has lasted longer, nothing is forecast."""
+    sizes = np.concatenate([np.linspace(0, 400, 100), np.full(300, 400.0)]) * MIB
+    growth = forecast_of(sizes).growth()
+    assert growth is not None
+    assert growth.seconds_to(1000 * MIB) is None
+
+
+def test_too_few_readings_say_nothing():
+    assert forecast_of(np.arange(10) * MIB).growth() is None
+    assert Forecast().growth() is None
+
+
+# --- causes ---------------------------------------------------------------------------------------------------------------
+
+KILLED = -signal.SIGKILL
+CASES = [
+    (Ending(code=0), Cause.FINISHED),
+    (Ending(code=75), Cause.RECYCLED),
+    (Ending(code=75, passed_on=signal.SIGTERM), Cause.STOPPED),
+    (Ending(code=-signal.SIGTERM, passed_on=signal.SIGTERM), Cause.STOPPED),
+    (Ending(code=KILLED, kills_within=1, kills_machine=1, named=True), Cause.OOM_KILLER),
+    (Ending(code=KILLED, kills_within=1), Cause.OOM_KILLER),
+    (Ending(code=KILLED, kills_within=None, kills_machine=2, named=True), Cause.OOM_KILLER),
+    (Ending(code=1, kills_within=1), Cause.OOM_KILLER),  # a worker was killed, and the program failed of it
+    (Ending(code=137, kills_within=1), Cause.OOM_KILLER),  # a shell between
+    (Ending(code=KILLED, kills_within=0, kills_machine=0, named=False), Cause.OUTSIDE),
+    (Ending(code=KILLED, kills_machine=3, named=False), Cause.OUTSIDE),  # others were killed, not this one
+    (Ending(code=KILLED, kills_within=0, kills_machine=3, named=None), Cause.UNKNOWN),
+    (Ending(code=KILLED), Cause.UNKNOWN),
+    (Ending(code=KILLED, ours=Cause.CAP, kills_machine=0), Cause.CAP),
+    (Ending(code=-signal.SIGTERM), Cause.OUTSIDE),
+    (Ending(code=-signal.SIGSEGV), Cause.CRASH),
+    (Ending(code=134), Cause.CRASH),
+    (Ending(code=1), Cause.ERROR),
+    (Ending(code=1, memory_error=True), Cause.MEMORY_ERROR),
+    (Ending(code=1, rank_lost=1), Cause.RANK),
+]
+
+
+@pytest.mark.parametrize(("ending", "cause"), CASES, ids=range(len(CASES)))
+def test_the_cause_follows_from_what_is_certain(ending, cause):
+    assert why(ending) is cause
+
+
+def test_only_memory_makes_a_fresh_process():
+    assert {c for c in Cause if c.of_memory} == {Cause.RECYCLED, Cause.OOM_KILLER, Cause.CAP, Cause.MEMORY_ERROR}
+
+
+# --- cgroups --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_cgroup_of_version_2_is_made_read_and_removed(tmp_path, monkeypatch):
+    """On a folder that stands in for the kernel's; version 1 is tested on the real one, where there is one."""
+    own = tmp_path / "user.slice" / "me"
+    own.mkdir(parents=True)
+    (own / "cgroup.controllers").write_text("memory\n")
+    monkeypatch.setattr("lowtide.guard.memory._own", lambda controller: None if controller else "/user.slice/me")
+    made = cgroup(123 * MIB, "lowtide-1", roots=[tmp_path])
+    assert made is not None
+    assert (made.folder / "memory.max").read_text() == str(123 * MIB)
+    assert (made.folder / "memory.swap.max").read_text() == "0"
+    assert (own / "cgroup.subtree_control").read_text() == "+memory"
+    (made.folder / "memory.current").write_text("1000\n")
+    (made.folder / "memory.stat").write_text("anon 600\ninactive_file 150\nactive_file 50\n")
+    (made.folder / "memory.events").write_text("oom 3\noom_kill 2\n")
+    assert made.used() == 800
+    assert made.kills() == 2
+
+
+def test_where_no_cgroup_can_be_made_there_is_none(tmp_path):
+    assert cgroup(MIB, "lowtide-1", roots=[tmp_path]) is None
+    assert Watching().used() is None
+
+
+# --- errors that mean that memory ran out ---------------------------------------------------------------------------------
+
+
+def error(module, name, message, base=Exception):
+    """An error of a type with that full name."""
+    return type(name, (base,), {"__module__": module})(message)
+
+
+def test_errors_that_frameworks_raise_are_known():
+    import torch
+
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert out_of_memory(caught.value).where is Where.HOST
+    with pytest.raises(MemoryError) as numpy:
+        np.ones((1 << 50,))
+    assert out_of_memory(numpy.value).where is Where.HOST
+    assert out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")).where is Where.DEVICE
+
+
+@pytest.mark.parametrize(("raised", "where"), [
+    (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"), Where.DEVICE),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), Where.DEVICE),
+    (RuntimeError("MPS backend out of memory (MPS allocated: 1.0 GB)"), Where.DEVICE),
+    (RuntimeError("unable to mmap 1024 bytes from file </torch_1>: Cannot allocate memory (12)"), Where.HOST),
+    (RuntimeError("std::bad_alloc"), Where.HOST),
+    (OSError(errno.ENOMEM, "Cannot allocate memory"), Where.HOST),
+    (MemoryError(), Where.HOST),
+    (error("tensorflow.python.framework.errors_impl", "ResourceExhaustedError", "OOM when allocating tensor"), Where.DEVICE),
+    (error("jaxlib._jax", "XlaRuntimeError", "RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.", RuntimeError), Where.DEVICE),
+    (error("jax.errors", "JaxRuntimeError", "RESOURCE_EXHAUSTED: Failed to allocate request", RuntimeError), Where.DEVICE),
+    (ValueError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate"), Where.DEVICE),
+])
+def test_the_catalogue_knows(raised, where):
+    assert out_of_memory(raised).where is where
+    wrapped = ValueError("while training")
+    wrapped.__cause__ = raised
+    assert out_of_memory(wrapped).where is where
+
+
+@pytest.mark.parametrize("raised", [
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("out of memory is what I fear"), OSError(errno.ENOSPC, "full"),
+    KeyError("memory"), error("jaxlib._jax", "XlaRuntimeError", "INVALID_ARGUMENT: shapes", RuntimeError),
+    RuntimeError("CUDA error: an illegal memory access was encountered"), RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
+])
+def test_other_errors_are_no_shortage(raised):
+    assert out_of_memory(raised) is None
+
+
+def test_an_error_in_the_handler_of_a_shortage_is_its_own():
+    try:
+        try:
+            raise MemoryError
+        except MemoryError:
+            {}["missing"]
+    except KeyError as error:
+        assert out_of_memory(error) is None
