@@ -511,9 +511,12 @@ RANKS = r"""
         if rank == 1:
             import lowtide.checkpoint.store as module
             def fails(*_): raise OSError(28, "No space left on device")
-            module.sync = fails
+            if sys.argv[3] == "sync":
+                module.sync = fails
+            else:
+                module.shutil.disk_usage = lambda _: type("Usage", (), {"free": 0})
         try:
-            store.save({"x": 1})
+            store.save({"x": torch.ones(10)})
         except CheckpointError as error:
             os.write(1, (" ".join(map(str, ("rank", rank, "another rank" in str(error), "disk is full" in str(error), [s.number for s in store.saved()]))) + "\n").encode())
     elif act == "stop":
@@ -550,10 +553,11 @@ def test_ranks_decide_together_which_checkpoint_is_whole(tmp_path):
         Store(tmp_path / "c").load()
 
 
-def test_when_one_rank_cannot_save_none_has(tmp_path):
+@pytest.mark.parametrize("failing", ["sync", "space"])
+def test_when_one_rank_cannot_save_none_has(tmp_path, failing):
     path = script(tmp_path, RANKS)
     torchrun(path, tmp_path / "c", "save")
-    said, done = torchrun(path, tmp_path / "c", "fail")
+    said, done = torchrun(path, tmp_path / "c", "fail", failing)
     assert said == ["rank 0 True True [1, 2, 3]", "rank 1 False True [1, 2, 3]"], done.stderr
 
 

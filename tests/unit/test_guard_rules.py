@@ -7,10 +7,11 @@ import signal
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from lowtide.errors import UsageError
 from lowtide.guard.cause import Cause, Ending, why
-from lowtide.guard.forecast import Forecast
+from lowtide.guard.forecast import Forecast, slopes
 from lowtide.guard.memory import Watching, cgroup
 from lowtide.guard.rule import Kind, Rule, parse
 from lowtide.probe.catalogue import Where, out_of_memory
@@ -73,6 +74,17 @@ def test_warm_up_is_forgotten():
     growth = forecast_of(sizes).growth()
     assert growth is not None
     assert growth.seconds_to(1000 * MIB) is None
+
+
+def test_slopes_are_those_of_the_library():
+    """Theil and Sen's estimate and its interval, with ties and without."""
+    random = np.random.default_rng(5)
+    for n in (6, 9, 12):
+        for _ in range(50):
+            times = np.sort(random.random(n)) * 100
+            sizes = np.round(times * random.normal() + random.normal(0, 20, n), random.integers(-1, 3))
+            expected = stats.theilslopes(sizes, times, 0.95)
+            assert np.allclose(slopes(times, sizes), (expected.slope, expected.low_slope, expected.high_slope))
 
 
 def test_too_few_readings_say_nothing():

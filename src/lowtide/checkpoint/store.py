@@ -121,17 +121,25 @@ class Store:
                 asynchronous, if the one before could not be.
         """
         self.wait()
-        tree, arrays = pack(state)
+        problem: CheckpointError | None = None
+        tree: Any = None
+        arrays: Arrays = {}
+        try:
+            tree, arrays = pack(state)
+            self._check_space(arrays)
+        except CheckpointError as error:
+            problem = error
+        said, number = zip(*ranks.gather((None if problem is None else str(problem), self._following())), strict=True)
+        if any(said):
+            raise problem or CheckpointError(f"another rank could not save: {next(filter(None, said))}")
         if self._asynchronous:
             arrays = {name: _on_host(array) for name, array in arrays.items()}
-        number = int(ranks.first(self._following()))
-        self._check_space(arrays)
         if not self._asynchronous or ranks.world() > 1:  # ranks decide together: not from threads
-            self._write(number, tree, arrays, metric)
+            self._write(number[0], tree, arrays, metric)
         else:
-            self._thread = threading.Thread(target=self._aside, args=(number, tree, arrays, metric), name="lowtide-save")
+            self._thread = threading.Thread(target=self._aside, args=(number[0], tree, arrays, metric), name="lowtide-save")
             self._thread.start()
-        return number
+        return int(number[0])
 
     def wait(self) -> None:
         """Wait until what was saved last is on the disk.

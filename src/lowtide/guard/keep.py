@@ -387,6 +387,7 @@ class _Watched:
         self._beat = Beat()
         self.asked = ""
         self.ours: Cause | None = None
+        self._hurried = False
 
     def look(self) -> None:
         """Read its memory."""
@@ -443,7 +444,8 @@ class _Watched:
         if seconds > patience + LEAVE_SECONDS:
             self.ours = Cause.PATIENCE
             self.process.kill()
-        elif seconds > patience:
+        elif seconds > patience and not self._hurried:
+            self._hurried = True
             self.process.pass_on(signal.SIGTERM)
 
     def generation(

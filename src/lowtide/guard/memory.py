@@ -48,7 +48,7 @@ class Reading:
 
 @final
 class Tree:
-    """All processes that descend from this one."""
+    """All processes that descend from this one, which therefore starts nothing else."""
 
     def __init__(self) -> None:
         """Nothing is read yet."""

@@ -115,9 +115,11 @@ class Shown:
 
 def show(outcome: Outcome) -> None:
     """The table at the end."""
-    table = Table(title="lowtide guard", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("", "ended by", "exit", "took", "start-up", "load", "steps", "peak", "growth"):
-        table.add_column(name, justify="left" if name == "ended by" else "right", no_wrap=name != "ended by")
+    table = Table(title="lowtide guard", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("", justify="right")
+    table.add_column("ended by", min_width=10)
+    for name in ("exit", "took", "start-up", "load", "steps", "peak", "growth"):
+        table.add_column(name, justify="right", no_wrap=True)
     for g in outcome.generations:
         growth = "" if g.growth_bytes_per_second is None else f"{format_bytes(g.growth_bytes_per_second)}/s"
         table.add_row(
