@@ -212,12 +212,13 @@ def test_a_fresh_process_that_is_near_the_cap_is_given_up(tmp_path):
         import sys, time, lowtide
         state = {"log": []}
         at = lowtide.checkpoint.resume(sys.argv[1], state)
-        whole = b"x" * (80 << 20)
+        whole = bytearray(85 << 20)
+        whole[::4096] = b"x" * len(whole[::4096])
         for step in range(at.get("step", 0), 1000):
             time.sleep(0.5)
             lowtide.checkpoint(sys.argv[1], state, step=step + 1)
     """)
-    code, _, err, figures = guard(tmp_path, "--memory", "110MiB", "--enforce", "watch", "--restarts", "1", path, tmp_path / "c")
+    code, _, err, figures = guard(tmp_path, "--memory", "130MiB", "--recycle", "watermark=70%", "--enforce", "watch", "--restarts", "1", path, tmp_path / "c")
     assert code == 1
     assert len(figures["generations"]) == 2
     assert "give it more memory" in err
@@ -366,10 +367,13 @@ def test_the_same_figures_are_recorded_served_and_written(tmp_path):
     peak = json.loads((tmp_path / "guard.json").read_text())["generations"][0]["peak_bytes"]
     assert len(recording.process) >= 4
     assert max(r.highest_bytes for r in recording.process) == peak
+    page = tmp_path / "run.html"
     shown = subprocess.run(
-        [sys.executable, "-m", "lowtide", "report", tmp_path / "run.lowtide"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "lowtide", "report", tmp_path / "run.lowtide", "--html", page], capture_output=True, text=True, check=True
     )
     assert "MiB" in shown.stderr + shown.stdout
+    assert "finished" in page.read_text()
+    assert f'"cap":{600 * MIB}' in page.read_text()
 
 
 @pytest.mark.parametrize("arguments", [

@@ -110,6 +110,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "report.terminal",
         "report.pages",
         "report.recording",
+        "report.process",
         "report.html",
         "report.export",
         "report.plan",

@@ -8,7 +8,7 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.data.sources import Source
+from lowtide.data.sources import Source, read_into
 from lowtide.errors import ReaderError
 from lowtide.units import MIB, parse_bytes
 
@@ -59,6 +59,8 @@ class Blocks:
         size = max(1, source.sample_bytes)
         self.buffer_bytes = parse_bytes(buffer) if isinstance(buffer, str) else buffer
         self._block = block or max(1, min(READ_BYTES, self.buffer_bytes // 8) // size)
+        if block is None and not shuffle:  # so that no batch is put together from two
+            self._block = max(1, self._block // batch_size) * batch_size
         self._held = self.buffer_bytes // (self._block * size) - 2  # one more is being read, and one is given out
         if shuffle and self._held < 2:
             raise ReaderError(
@@ -99,7 +101,7 @@ class Blocks:
             held = _count(rest)
             at = 0
             while held - at >= self._batch:
-                yield _pick(rest, slice(at, at + self._batch))
+                yield _part(rest, slice(at, at + self._batch))
                 at += self._batch
             rest = _copied(rest, slice(at, held)) if at else rest
             held -= at
@@ -115,36 +117,33 @@ class Blocks:
         random = np.random.default_rng((self._seed, self._epoch))
         blocks = random.permutation(-(-total // self._block))
         passed = 0
+        room: Any = None
         for group in range(0, len(blocks), self._held):
             chosen = blocks[group : group + self._held]
             bounds = [(int(b) * self._block, min((int(b) + 1) * self._block, total)) for b in chosen]
             size = sum(stop - start for start, stop in bounds)
             order = random.permutation(size)
-            if passed + size <= first:
-                passed += size
-                continue
-            wanted = order[max(0, first - passed) :]
+            if passed + size > first:
+                if room is None:
+                    room = _room(self._source.read(0, 1), self._held * self._block)
+                self._fill(room, bounds)
+                wanted = order[max(0, first - passed) :]
+                step = max(self._batch, self._block)
+                for start in range(0, len(wanted), step):
+                    yield _pick(room, wanted[start : start + step])
             passed += size
-            yield from self._shuffled(bounds, size, wanted)
 
-    def _shuffled(self, bounds: list[tuple[int, int]], size: int, order: NDArray[np.int64]) -> Iterator[Any]:
-        """Samples of some blocks in the order given, in pieces of about a block."""
-        held: Any = None
+    def _fill(self, room: Any, bounds: list[tuple[int, int]]) -> None:
+        """Read some blocks, one behind the other."""
         at = 0
         for start, stop in bounds:
-            read = self._source.read(start, stop)
-            held = _room(read, size) if held is None else held
-            _fill(held, at, read)
+            read_into(self._source, _part(room, slice(at, at + stop - start)), start, stop)
             at += stop - start
-            del read
-        step = max(self._batch, self._block)
-        for start in range(0, len(order), step):
-            yield _pick(held, order[start : start + step])
 
 
-def _pick(samples: Any, which: Any) -> Any:
-    """Some of the samples."""
-    return tuple(s[which] for s in samples) if isinstance(samples, tuple) else samples[which]
+def _pick(samples: Any, which: NDArray[np.int64]) -> Any:
+    """Some of the samples, in memory of their own."""
+    return tuple(s.take(which, axis=0) for s in samples) if isinstance(samples, tuple) else samples.take(which, axis=0)
 
 
 def _copied(samples: Any, which: slice) -> Any:
@@ -159,13 +158,9 @@ def _room(like: Any, size: int) -> Any:
     return np.empty((size, *like.shape[1:]), like.dtype)
 
 
-def _fill(room: Any, at: int, samples: Any) -> None:
-    """Put samples into their place."""
-    if isinstance(room, tuple):
-        for part, found in zip(room, samples, strict=True):
-            _fill(part, at, found)
-    else:
-        room[at : at + len(samples)] = samples
+def _part(samples: Any, which: slice) -> Any:
+    """Some of the samples, without a copy."""
+    return tuple(s[which] for s in samples) if isinstance(samples, tuple) else samples[which]
 
 
 def _join(a: Any, b: Any) -> Any:

@@ -29,6 +29,24 @@ class Source(Protocol):
         """Samples of a slice, in memory of their own: [stop - start, ...]."""
 
 
+def read_into(source: Any, room: Any, start: int, stop: int) -> None:
+    """Samples of a slice, into memory that is there: [stop - start, ...], or a tuple of such."""
+    direct = getattr(source, "read_into", None)
+    if direct is not None:
+        direct(room, start, stop)
+    else:
+        fill(room, source.read(start, stop))
+
+
+def fill(room: Any, samples: Any) -> None:
+    """Copy samples into memory that is there."""
+    if isinstance(room, tuple):
+        for part, found in zip(room, samples, strict=True):
+            part[...] = found
+    else:
+        room[...] = samples
+
+
 def open_source(path: str | os.PathLike[str], name: str | Sequence[str] | None = None, *, dtype: str | None = None) -> Source:
     """An array on disk.
 
@@ -112,20 +130,29 @@ class _Npy(_File):
 
     def read(self, start: int, stop: int) -> Array:
         """Samples of a slice, read from the file."""
+        made = np.empty((stop - start, *self._open().shape[1:]), self._dtype or self._open().dtype)
+        self.read_into(made, start, stop)
+        return made
+
+    def read_into(self, room: Array, start: int, stop: int) -> None:
+        """Samples of a slice, read from the file straight into memory where nothing is to be converted."""
         header = self._open()
         if not header.flags.c_contiguous:
-            return super().read(start, stop)
+            room[...] = header[start:stop]
+            return
+        straight = room.flags.c_contiguous and room.dtype == header.dtype
+        raw = room if straight else np.empty((stop - start, *header.shape[1:]), header.dtype)
         row = int(header.dtype.itemsize * np.prod(header.shape[1:], dtype=np.int64))
-        made = np.empty((stop - start, *header.shape[1:]), header.dtype)
         with self._path.open("rb", buffering=0) as file:
             file.seek(header.offset + start * row)
-            view = memoryview(made.reshape(-1).view(np.uint8).data)
+            view = memoryview(raw.reshape(-1).view(np.uint8).data)
             while view:
                 got = file.readinto(view)
                 if not got:
                     raise ReaderError(f"{self._path}: ends before sample {stop}")
                 view = view[got:]
-        return made if self._dtype is None else made.astype(self._dtype, copy=False)
+        if not straight:
+            room[...] = raw
 
 
 @final
@@ -136,6 +163,11 @@ class _Hdf5(_File):
         import h5py
 
         return h5py.File(self._path, "r")[self._name]
+
+    def read_into(self, room: Array, start: int, stop: int) -> None:
+        """Samples of a slice, converted by HDF5 on the way."""
+        if stop > start:
+            self._open().read_direct(room, np.s_[start:stop])
 
 
 @final

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from lowtide.checkpoint.parts import set_random_state
 from lowtide.data.wire import Slot, generators, receive, send
-from lowtide.probe.counters import set_sizes
+from lowtide.probe.counters import Kernel, set_sizes
 from lowtide.probe.marks import WhenImported
 
 COST: Final = 50
@@ -26,7 +26,7 @@ def main() -> None:
     sys.path[:] = receive(connection, None)
     reader = _Reader(receive(connection, slots[0]))
     turn = 0
-    unique, following = 0, 0.0
+    size = _Size()
     send(connection, slots[0], None)
     while True:
         try:
@@ -37,12 +37,8 @@ def main() -> None:
             value: Any = (True, getattr(reader, name)(*arguments))
         except BaseException as error:
             value = (False, _told(error))
-        now = time.monotonic()
-        if now >= following:
-            unique = set_sizes(os.getpid())[0]
-            following = time.monotonic() + COST * (time.monotonic() - now)
         try:
-            send(connection, slots[turn], (*value, unique))
+            send(connection, slots[turn], (*value, size.now()))
         except (BrokenPipeError, OSError):
             return
         del value
@@ -59,6 +55,24 @@ def _told(error: BaseException) -> tuple[BaseException | None, str]:
     except Exception:
         return None, text
     return error, text
+
+
+class _Size:
+    """The unique set size: walked now and then, and in between by what pages of no file have grown by."""
+
+    def __init__(self) -> None:
+        self._kernel = Kernel()
+        self._unique = self._then = 0
+        self._following = 0.0
+
+    def now(self) -> int:
+        """Bytes."""
+        began = time.monotonic()
+        private = self._kernel.private()
+        if began >= self._following:
+            self._unique, self._then = set_sizes(os.getpid())[0], private
+            self._following = time.monotonic() + COST * (time.monotonic() - began)
+        return self._unique + private - self._then
 
 
 class _Reader:

@@ -82,21 +82,20 @@ class Tree:
         if exactly or now >= self._next_list:
             self._found = self.pids()
             self._next_list = time.monotonic() + SHARES_COST * (time.monotonic() - now)
-        resident = sum(_resident(pid) for pid in self._found)
+        resident, private = (sum(sizes) for sizes in zip((0, 0), *map(_pages, self._found), strict=True))
         now = time.monotonic()
         if exactly or now >= self._next_shares:
             sizes = [set_sizes(pid) for pid in self._found]
             unique, proportional = (sum(max(0, s[i]) for s in sizes) for i in (0, 1))
-            self._shares = (unique, proportional, resident)
+            self._shares = (unique, proportional, private)
             self._next_shares = time.monotonic() + SHARES_COST * (time.monotonic() - now)
         unique, proportional, then = self._shares
-        # between two walks, what the resident size has grown by
-        size = max(0, proportional + resident - then)
+        size = max(0, proportional + private - then)  # between two walks, what pages of no file have grown by
         used = fence.used()
         return Reading(
             seconds=time.monotonic(),
             bytes=size if used is None else used,
-            unique_bytes=max(0, unique + resident - then),
+            unique_bytes=max(0, unique + private - then),
             resident_bytes=resident,
             device_bytes=_device(set(self._found)),
             processes=len(self._found),
@@ -104,12 +103,14 @@ class Tree:
         )
 
 
-def _resident(pid: int) -> int:
+def _pages(pid: int) -> tuple[int, int]:
+    """Resident bytes of a process, and of these what is mapped from no file and shared with none but forks."""
     try:
         with open(f"/proc/{pid}/statm", "rb") as file:  # noqa: PTH123 - many times a second
-            return int(file.read().split()[1]) * _PAGE
-    except (OSError, IndexError):
-        return 0
+            fields = file.read().split()
+    except OSError:
+        return 0, 0
+    return (int(fields[1]) * _PAGE, (int(fields[1]) - int(fields[2])) * _PAGE) if len(fields) > 2 else (0, 0)
 
 
 def pressure() -> float:

@@ -198,6 +198,13 @@ class Kernel:
         fields = os.pread(self._statm, 128, 0).split()
         return int(fields[5]) * _PAGE, int(fields[0]) * _PAGE, int(fields[1]) * _PAGE
 
+    def private(self) -> int:
+        """Resident bytes of pages of no file and of no shared memory."""
+        if os.getpid() != self._pid:
+            self._open()
+        fields = os.pread(self._statm, 128, 0).split()
+        return (int(fields[1]) - int(fields[2])) * _PAGE
+
     def resident(self) -> tuple[int, int, int]:
         """Resident bytes: anonymous, of files, shared."""
         text = os.pread(self._status, 4096, 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.live import Live as Screen
 from rich.panel import Panel
 from rich.table import Table
@@ -77,7 +77,6 @@ class Shown:
         self._console: Console = console()
         self._quiet = quiet
         self._screen = Screen(console=self._console, auto_refresh=False, transient=True, redirect_stdout=False)
-        self._lines: list[str] = []
         self._number = 0
 
     def __enter__(self) -> Shown:
@@ -94,17 +93,12 @@ class Shown:
         """The guard looked at the process."""
         self._number = live.generation
         if self._screen.is_started:
-            shown: RenderableType = panel(live)
-            self._screen.update(Group(*(Text(line, style="dim") for line in self._lines[-3:]), shown), refresh=True)
+            self._screen.update(panel(live), refresh=True)
 
     def said(self, text: str) -> None:
         """Something happened."""
-        if self._quiet:
-            return
-        line = f"lowtide guard: process {self._number + 1}: {text}"
-        self._lines.append(line)
-        if not self._screen.is_started:
-            self._console.print(line, soft_wrap=True)
+        if not self._quiet:  # above the panel, where there is one
+            self._console.print(f"lowtide guard: process {self._number + 1}: {text}", soft_wrap=True)
 
     def ended(self, generation: Generation) -> None:
         """A process has ended."""
@@ -118,10 +112,10 @@ def show(outcome: Outcome) -> None:
     table = Table(title="lowtide guard", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("", justify="right")
     table.add_column("ended by", min_width=10)
-    for name in ("exit", "took", "start-up", "load", "steps", "peak", "growth"):
+    for name in ("exit", "took", "start-up", "load", "steps", "peak", "a second"):
         table.add_column(name, justify="right", no_wrap=True)
     for g in outcome.generations:
-        growth = "" if g.growth_bytes_per_second is None else f"{format_bytes(g.growth_bytes_per_second)}/s"
+        growth = "" if g.growth_bytes_per_second is None else f"+{format_bytes(g.growth_bytes_per_second)}"
         table.add_row(
             str(g.number + 1), g.cause.value, str(g.exit), clock(g.seconds), format_seconds(g.start_seconds),
             format_seconds(g.load_seconds) if g.load_seconds else "", str(g.steps or g.points),

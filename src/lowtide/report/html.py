@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from lowtide.advise import findings
 from lowtide.explain import ROLES, Block, Step, highest, peak_report, steps_of
 from lowtide.report.pages import render
+from lowtide.report.process import process_page
 from lowtide.report.recording import COLOURS, difference
 from lowtide.store import Recording
 
@@ -28,6 +29,8 @@ def page(recording: Recording, other: Recording | None = None) -> str:
 
     The page takes about 90 KB plus the data: per instant one number per role, and the blocks.
     """
+    if recording.process and not recording.steps:
+        return process_page(recording)
     recorded = steps_of(recording)
     steps = [s for s in recorded if s.row.step >= 0] or recorded
     top = highest(steps)

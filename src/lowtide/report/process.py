@@ -1,0 +1,29 @@
+"""The page of a recording without operators: a program in any framework, or a guarded run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lowtide.report.pages import render
+from lowtide.store import Recording
+
+
+def process_page(recording: Recording) -> str:
+    """What the process took by step, or by second where it marked none; a guarded run's processes below."""
+    rows = [r for r in recording.process if r.marked] or list(recording.process)
+    marked = rows[0].marked
+    guard: dict[str, Any] | None = recording.meta.get("guard")
+    data = {
+        "unit": "step" if marked else "second",
+        "x": [float(r.step) if marked else round(r.start, 2) for r in rows],
+        "highest": [r.highest_bytes for r in rows],
+        "resident": [r.resident_bytes for r in rows],
+        "unique": [r.unique_bytes for r in rows],
+        "children": [r.children_bytes for r in rows],
+        "heap": [r.heap_peak_bytes for r in rows],
+        "cap": None if guard is None else guard["cap_bytes"],
+    }
+    return render(
+        "process", data, meta=recording.meta, guard=guard, rows=len(rows), unit=data["unit"],
+        highest=max(r.highest_bytes for r in rows),
+    )  # fmt: skip
