@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 HEAP = $$($(BIN)/python -c "from pathlib import Path; import lowtide; print(next(iter(Path(lowtide.__file__).parent.glob('_heap*.so')), ''))")
 PYTEST = LD_PRELOAD=$(HEAP) $(BIN)/python -m pytest --dist loadgroup
 
-.PHONY: demo test test-slow test-cuda lint bench bench-planner bench-record bench-leaks picture clean
+.PHONY: demo test test-slow test-cuda lint bench bench-planner bench-record bench-leaks bench-guard picture clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -16,7 +16,8 @@ test: $(STAMP) lint
 	$(PYTEST) -n 2 tests/unit tests/property tests/torch tests/process
 
 test-slow: $(STAMP)
-	LOWTIDE_FULL=1 $(PYTEST) -n 2 tests/slow tests/torch/test_matrix.py tests/torch/test_situations.py
+	LOWTIDE_FULL=1 $(PYTEST) -n 2 tests/slow tests/torch/test_matrix.py tests/torch/test_situations.py \
+		tests/process/test_checkpoint.py tests/process/test_recycled_frameworks.py
 
 test-cuda: $(STAMP)
 	$(BIN)/python -m pytest tests/cuda -m cuda
@@ -43,6 +44,10 @@ bench-planner: $(STAMP)
 bench-leaks: $(STAMP)
 	$(BIN)/python benchmarks/leaks/suite.py --json benchmarks/results/leaks.json
 	$(BIN)/python benchmarks/leaks/accuse.py --json benchmarks/results/accuse.json
+
+bench-guard: $(STAMP)
+	$(BIN)/python benchmarks/guard/graceful.py --json benchmarks/results/guard.json
+	$(BIN)/python benchmarks/data/throughput.py --json benchmarks/results/data.json
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/budget.py --json benchmarks/results/budget.json

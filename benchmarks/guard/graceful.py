@@ -20,6 +20,7 @@ from typing import Any
 
 from scipy import stats
 
+from lowtide.guard.cause import Cause
 from lowtide.guard.keep import Generation, Keeper, Live, Settings
 from lowtide.units import MIB
 
@@ -45,11 +46,14 @@ class Notes:
         """Nothing to do."""
 
 
-def forecast_error(rows: list[tuple[float, int, float | None]], cap: int) -> float | None:
-    """How far the forecast was off, as a share, when half of the time from its first word to the cap was gone."""
-    end = next((t for t, size, _ in rows if size >= 0.97 * cap), None)
-    said = [(t, left) for t, _, left in rows if left is not None and end is not None and t < end]
-    if end is None or not said:
+def forecast_error(rows: list[tuple[float, int, float | None]]) -> float | None:
+    """How far the forecast was off, as a share, when half of the time from its first word to the cap was gone.
+
+    The last look of a run that was ended at the cap is that at which it crossed it.
+    """
+    end = rows[-1][0]
+    said = [(t, left) for t, _, left in rows[:-1] if left is not None]
+    if not said or end - said[0][0] < 0.5:
         return None
     middle = (said[0][0] + end) / 2
     at, left = min(said, key=lambda s: abs(s[0] - middle))
@@ -75,7 +79,7 @@ def once(seed: int, enforce: str, kind: str) -> dict[str, Any]:
     return {
         "seed": seed, "kind": kind, "enforce": outcome.fence, "rate_mib": rate, "step_seconds": pause, "cap_bytes": cap,
         "cause": g.cause.value, "exit": g.exit, "saves": g.saves, "peak_share": g.peak_bytes / cap, "asked": g.asked,
-        "seconds": g.seconds, "forecast_error": forecast_error(notes.rows, cap) if kind == "forecast" else None,
+        "seconds": g.seconds, "forecast_error": forecast_error(notes.rows) if g.cause is Cause.CAP else None,
     }  # fmt: skip
 
 

@@ -431,9 +431,12 @@ TORCH = """
 """
 
 
-@pytest.mark.parametrize(("workers", "kind", "stops"), [
-    (0, "plain", "3 5 8"), (2, "plain", "4 14"), (0, "generator", "8"), (2, "generator", "3"), (0, "weighted", "3"),
-])
+STOPS = [(0, "plain", "3 5"), (2, "generator", "8")]
+if os.environ.get("LOWTIDE_FULL"):
+    STOPS += [(0, "plain", "8 14"), (2, "plain", "4 14"), (0, "generator", "8"), (2, "generator", "3"), (0, "weighted", "3")]
+
+
+@pytest.mark.parametrize(("workers", "kind", "stops"), STOPS)
 def test_torch_stopped_anywhere_in_an_epoch_ends_with_the_same_bits(tmp_path, workers, kind, stops):
     path = script(tmp_path, TORCH)
     plain = run(path, tmp_path / "a", workers, kind, "")
