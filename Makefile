@@ -43,7 +43,7 @@ bench-planner: $(STAMP)
 
 bench-leaks: $(STAMP)
 	$(BIN)/python benchmarks/leaks/suite.py --json benchmarks/results/leaks.json
-	$(BIN)/python benchmarks/leaks/accuse.py --json benchmarks/results/accuse.json
+	$(BIN)/python benchmarks/leaks/accuse.py --seeds 3 --json benchmarks/results/accuse.json
 
 bench-guard: $(STAMP)
 	$(BIN)/python benchmarks/guard/graceful.py --json benchmarks/results/guard.json

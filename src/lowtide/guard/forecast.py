@@ -30,7 +30,7 @@ class Growth:
     Attributes:
         rate: bytes per second.
         low, high: its confidence interval.
-        level: bytes, the height that the highest peaks would have now.
+        level: bytes, the height that a stretch's peak would have now.
     """
 
     rate: float
@@ -76,7 +76,7 @@ class Forecast:
         if len(times) < BINS // 2:
             return None
         slope, low, high = slopes(times, sizes)
-        level = float(np.max(sizes - slope * times) + slope * now)  # it is the highest peaks that hit a limit first
+        level = float(np.median(sizes - slope * times) + slope * now)
         return Growth(rate=slope, low=low, high=high, level=level)
 
 
