@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +15,7 @@ import click
 from lowtide.cli.launch import check_alone, check_folder, write_json
 from lowtide.cli.script import ScriptOrCommand, command_of
 from lowtide.errors import UsageError
-from lowtide.leak.watch import Progress, Watch, Watched
+from lowtide.leak.watch import Progress, Watch, Watched, end_on_sigterm
 from lowtide.units import parse_bytes
 
 LEAST_STEPS: Final = 50
@@ -113,7 +111,7 @@ def leak(
     a leak. What the first process prints goes to standard output.
     """
     check_alone()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
+    end_on_sigterm()
     command = command_of(script, arguments, module=module)
     allowed = tolerance_of(tolerance, memory_left, planned_steps)
     for file in (json_file, html_file):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +11,7 @@ import click
 
 from lowtide.cli.launch import check_folder, write_json
 from lowtide.errors import UsageError
+from lowtide.leak.watch import end_on_sigterm
 
 
 @click.command()
@@ -59,7 +58,7 @@ def sweep(
     from lowtide.sweep.run import Dask, Executor, Local, go
     from lowtide.sweep.trends import recommended, rows_of
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
+    end_on_sigterm()
     path = Path(file)
     definition = load(path)
     for wanted in (csv_file, json_file, html_file, results):

@@ -177,6 +177,11 @@ def python(script: str, *, module: bool, arguments: Sequence[str]) -> list[str]:
     return [sys.executable, *flags, *(["-m"] if module else []), script, *arguments]
 
 
+def end_on_sigterm() -> None:
+    """Have SIGTERM end this process as an error would, so that leaving its ``with`` blocks ends what it started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 @final
 class Watched:
     """A process that runs and is watched; leave the ``with`` block and it, and what it started, is gone."""

@@ -21,7 +21,7 @@ import numpy as np
 from lowtide.leak.findings import spread_of
 from lowtide.leak.study import audits_of
 from lowtide.leak.verdict import TOLERANCE, judge
-from lowtide.leak.watch import Progress, Run, Watch, Watched
+from lowtide.leak.watch import Progress, Run, Watch, Watched, end_on_sigterm
 
 CLAIM_SECONDS: Final = 2.0
 LEAST: Final = 3
@@ -118,7 +118,7 @@ def claimed(lock: Path) -> int | None:
 
 def main() -> None:
     """Run the cell of a task file, unless another process does or has."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    end_on_sigterm()
     task = Path(sys.argv[1])
     result = task.with_suffix(".result")
     if claimed(task.with_suffix(".lock")) is None or result.exists() or task.with_suffix(".taken").exists():
