@@ -336,6 +336,133 @@ def test_when_the_guard_is_killed_the_run_saves_and_stops(tmp_path):
     assert list((tmp_path / "c").glob("0*"))
 
 
+def test_a_run_behind_a_pipe_goes_on_though_the_pipe_says_zero(tmp_path):
+    path = script(tmp_path, NUMPY)
+    code, out, err, figures = guard(
+        tmp_path, "--recycle", "every=30", "--", "bash", "-c", f"{sys.executable} {path} {tmp_path / 'c'} 1 100 0 | cat"
+    )
+    assert code == 0, err
+    assert [g["reason"] for g in figures["generations"]] == ["recycled"] * 3 + ["finished"]
+    assert len(out.split()) == 2
+
+
+def test_a_person_behind_a_pipe_gets_75_when_it_was_saved(tmp_path):
+    path = script(tmp_path, NUMPY)
+    process = started("--", "bash", "-c", f"{sys.executable} {path} {tmp_path / 'c'} 1 100000 0.01 | cat")
+    until(lambda: (tmp_path / "c").exists())
+    time.sleep(0.5)
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == 75
+
+
+def test_when_nobody_reads_what_is_shown_the_run_goes_on(tmp_path):
+    path = script(tmp_path, NUMPY)
+    reading, writing = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lowtide", "guard", "--recycle", "every=30", path, tmp_path / "c", "1", "100", "0"], stdout=subprocess.PIPE,
+        stderr=writing, text=True,
+    )
+    os.close(writing)
+    os.close(reading)
+    out, _ = process.communicate(timeout=60)
+    assert len(out.split()) == 2
+
+
+def test_nohup_stays_what_it_is(tmp_path):
+    path = script(tmp_path, "import time\nopen('ready', 'w').close()\ntime.sleep(2)\nprint('done')")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lowtide", "guard", "--quiet", path], stdout=subprocess.PIPE, text=True, cwd=tmp_path,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    until(lambda: (tmp_path / "ready").exists())
+    process.send_signal(signal.SIGHUP)
+    out, _ = process.communicate(timeout=30)
+    assert (process.returncode, out) == (0, "done\n")
+
+
+def test_code_75_of_a_program_that_saved_nothing_is_its_own(tmp_path):
+    code, _, _, figures = guard(tmp_path, script(tmp_path, "raise SystemExit(75)"))
+    assert (code, [g["reason"] for g in figures["generations"]]) == (75, ["error"])
+
+
+def test_memory_that_forks_share_is_counted_once(tmp_path):
+    """200 MiB, and children that are forked again and again while the guard looks only now and then."""
+    path = script(tmp_path, """
+        import os, sys, time
+        import numpy as np
+        import lowtide
+        whole = np.ones(25 << 20)
+        state = {"log": []}
+        lowtide.checkpoint.resume(sys.argv[1], state)
+        for step in range(60):
+            children = [os.fork() for _ in range(4)]
+            if 0 in children:
+                time.sleep(0.2)
+                os._exit(0)
+            time.sleep(0.05)
+            lowtide.checkpoint(sys.argv[1], state, step=step)
+            while len(children) and step % 4 == 3:
+                os.waitpid(-1, 0)
+                children.pop()
+    """)
+    code, _, err, figures = guard(tmp_path, "--memory", "420MiB", "--enforce", "watch", path, tmp_path / "c")
+    assert code == 0, err
+    assert len(figures["generations"]) == 1
+    assert figures["generations"][0]["peak_bytes"] < 400 * MIB
+
+
+def test_a_late_request_does_not_kill_what_has_finished(tmp_path):
+    path = script(tmp_path, """
+        import atexit, sys, time
+        def slowly():
+            open("ending", "w").close()
+            time.sleep(1.5)
+        atexit.register(slowly)     # runs last
+        import lowtide
+        state = {"log": []}
+        lowtide.checkpoint.resume(sys.argv[1], state)
+        lowtide.checkpoint(sys.argv[1], state)
+    """)
+    process = started("--json", tmp_path / "guard.json", path, tmp_path / "c", cwd=tmp_path)
+    until(lambda: (tmp_path / "ending").exists())
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert json.loads((tmp_path / "guard.json").read_text())["generations"][0]["exit"] in {0, -signal.SIGTERM}
+
+
+def test_a_stop_between_exits_is_obeyed(tmp_path):
+    path = script(tmp_path, "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nopen('ready', 'w').close()\ntime.sleep(30)")
+    process = started("--recycle", "exit", "--done", "done", "--json", tmp_path / "guard.json", path, cwd=tmp_path)
+    until(lambda: (tmp_path / "ready").exists())
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert len(json.loads((tmp_path / "guard.json").read_text())["generations"]) == 1
+
+
+def test_what_was_done_before_is_not_begun(tmp_path):
+    (tmp_path / "done").touch()
+    process = started("--recycle", "exit", "--done", "done", script(tmp_path, "open('ran', 'w')"), cwd=tmp_path)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "all done before" in err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_third_signal_ends_what_ignores_two(tmp_path):
+    path = script(tmp_path, "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen('ready', 'w').close()\ntime.sleep(60)")
+    process = started(path, cwd=tmp_path)
+    until(lambda: (tmp_path / "ready").exists())
+    began = time.monotonic()
+    for _ in range(3):
+        process.terminate()
+        time.sleep(0.5)
+    process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert time.monotonic() - began < 10
+
+
 # --- what is shown --------------------------------------------------------------------------------------------------------
 
 
@@ -378,7 +505,7 @@ def test_the_same_figures_are_recorded_served_and_written(tmp_path):
 
 @pytest.mark.parametrize("arguments", [
     ["--recycle", "sometimes"], ["--memory", "much"], ["--recycle", "exit"], ["--done", "x"], ["--", "no-such-command"], ["missing.py"],
-    ["--json", "/no/such/folder/x.json"], ["-o", "/no/such/folder/x.lowtide"],
+    ["--json", "/no/such/folder/x.json"], ["-o", "/no/such/folder/x.lowtide"], ["--json", "/tmp"], ["-o", "/tmp"],
 ])
 def test_bad_usage_is_one_line_before_anything_runs(tmp_path, arguments):
     path = script(tmp_path, "open('ran', 'w')")
@@ -389,6 +516,25 @@ def test_bad_usage_is_one_line_before_anything_runs(tmp_path, arguments):
     assert err.startswith("lowtide: error: ")
     assert err.count("\n") == 1
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_file_that_cannot_be_run_is_bad_usage(tmp_path):
+    path = tmp_path / "tool"
+    path.write_text("no first line\n")
+    path.chmod(0o755)
+    process = started("--", path)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "cannot start" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("text", ["raise ValueError('bad [/foo] x')", "raise ValueError('sur \\udcff')"])
+def test_any_message_of_an_error_is_told_as_it_is(tmp_path, text):
+    code, _, err, figures = guard(tmp_path, script(tmp_path, text))
+    assert code == 1
+    assert figures["generations"][0]["error"].startswith("ValueError: ")
+    assert "error: ValueError: " in err
 
 
 def test_a_port_that_is_taken_is_bad_usage(tmp_path):

@@ -97,8 +97,13 @@ def test_too_few_readings_say_nothing():
 KILLED = -signal.SIGKILL
 CASES = [
     (Ending(code=0), Cause.FINISHED),
-    (Ending(code=75), Cause.RECYCLED),
-    (Ending(code=75, passed_on=signal.SIGTERM), Cause.STOPPED),
+    (Ending(code=75, saved=True), Cause.RECYCLED),
+    (Ending(code=75), Cause.ERROR),  # another program's own meaning
+    (Ending(code=75, saved=True, passed_on=signal.SIGTERM), Cause.STOPPED),
+    (Ending(code=1, kills_within=1, error="ValueError: a bug"), Cause.ERROR),
+    (Ending(code=1, kills_within=1, error="RuntimeError: DataLoader worker (pid 3) is killed by signal: Killed."), Cause.OOM_KILLER),
+    (Ending(code=1, kills_within=1, counted_alone=False), Cause.ERROR),  # a neighbour in the same cgroup
+    (Ending(code=KILLED, kills_within=1, counted_alone=False), Cause.OOM_KILLER),
     (Ending(code=-signal.SIGTERM, passed_on=signal.SIGTERM), Cause.STOPPED),
     (Ending(code=KILLED, kills_within=1, kills_machine=1, named=True), Cause.OOM_KILLER),
     (Ending(code=KILLED, kills_within=1), Cause.OOM_KILLER),

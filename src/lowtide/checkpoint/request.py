@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import signal
 import threading
@@ -37,6 +39,14 @@ class Requests:
         if self._folder is not None and os.path.isdir(self._folder):  # noqa: PTH112
             with open(os.path.join(self._folder, f"ready-{os.getpid()}"), "w") as file:  # noqa: PTH118, PTH123
                 file.write("SIGUSR1\n")
+            atexit.register(self._deaf, os.getpid())
+
+    def _deaf(self, pid: int) -> None:
+        """This process ends: it passes no safe point any more, and a late request must not kill it."""
+        if os.getpid() == pid and self._folder is not None:
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(self._folder, f"ready-{pid}"))  # noqa: PTH108, PTH118
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         if self._asked and number == signal.SIGTERM:  # asked a second time: at once

@@ -92,7 +92,7 @@ def guard(
     if not exits and (done_file is not None or done_code is not None):
         raise UsageError("--done and --done-code go with --recycle exit")
     command = command_of(script, arguments, module=module)
-    for file in (json_file, recording, done_file, tensorboard):
+    for file in (json_file, recording, done_file):
         check_folder(file)
     settings = Settings(
         command=command,
@@ -117,9 +117,13 @@ def guard(
             for one in written:
                 one.close(outcome)
     if json_file is not None:
-        write_json(json_file, {"command": command, **to_json(outcome)})
+        try:
+            write_json(json_file, {"command": command, **to_json(outcome)})
+        except OSError as error:  # after hours of work this is no reason to lose the rest
+            click.echo(f"lowtide: error: cannot write {json_file}: {error.strerror}", err=True)
     if not quiet:
-        show(outcome)
+        with contextlib.suppress(OSError):  # nobody reads any more
+            show(outcome)
     return outcome.exit_code
 
 

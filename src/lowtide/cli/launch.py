@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -78,7 +79,11 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 def write_json(file: str, found: Any) -> None:
     """Write figures to a file, for people too."""
-    Path(file).write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    try:
+        text = msgspec.json.format(msgspec.json.encode(found), indent=1)
+    except UnicodeEncodeError:  # bytes of a command line or a message that are no text
+        text = json.dumps(msgspec.to_builtins(found), indent=1).encode()
+    Path(file).write_bytes(text)
 
 
 def check_target(target: str, *, module: bool) -> None:
@@ -118,8 +123,12 @@ def check_folder(file: str | None) -> None:
     Raises:
         UsageError: naming it.
     """
-    if file is not None and not Path(file).resolve().parent.is_dir():
+    if file is None:
+        return
+    if not Path(file).resolve().parent.is_dir():
         raise UsageError(f"the folder of {file} does not exist: make it first")
+    if Path(file).is_dir():
+        raise UsageError(f"{file} is a folder: give a file")
 
 
 def become(task: Task) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 import signal
 from dataclasses import dataclass
 
@@ -43,7 +44,10 @@ class Ending:
         kills_within: processes that the kernel killed in its cgroup; None where nobody counts.
         kills_machine: that it killed on the whole machine meanwhile; None where it does not tell.
         named: whether the kernel's log names one of its processes; None where the log cannot be read.
+        saved: whether it said that its state is saved and that it stops.
         memory_error: whether an out-of-memory error ended it that nobody caught.
+        error: the Python error that ended it; empty where none was told.
+        counted_alone: whether `kills_within` counts nobody else's processes.
         rank_lost: rank that ended without a word; -1 for none.
     """
 
@@ -54,7 +58,10 @@ class Ending:
     kills_within: int | None = None
     kills_machine: int | None = None
     named: bool | None = None
+    saved: bool = False
     memory_error: bool = False
+    error: str = ""
+    counted_alone: bool = True
     rank_lost: int = -1
 
 
@@ -71,15 +78,14 @@ def why(ending: Ending) -> Cause:
     """
     if ending.ours is not None:
         return ending.ours
-    killed = bool(ending.kills_within) or bool(ending.named)
     number = -ending.code if ending.code < 0 else ending.code - 128 if 128 < ending.code < 160 else 0
     if ending.code == 0:
         return Cause.FINISHED
-    if ending.code == STOPPED:
+    if ending.code == STOPPED and ending.saved:
         return Cause.STOPPED if ending.passed_on else Cause.RECYCLED
     if ending.passed_on:
         return Cause.STOPPED
-    if killed:
+    if _killed(ending, by=number):
         return Cause.OOM_KILLER
     if ending.memory_error:
         return Cause.MEMORY_ERROR
@@ -92,6 +98,18 @@ def why(ending: Ending) -> Cause:
     if number in _BUGS:
         return Cause.CRASH
     return Cause.ERROR
+
+
+_WORKER_LOST = re.compile(r"[Ww]orker|[Pp]rocess pool|[Cc]hild|[Kk]illed|[Ss]ignal|[Bb]roken ?[Pp]ipe|EOFError|[Cc]onnection")
+"""Errors of a program that has lost one of its processes."""
+
+
+def _killed(ending: Ending, *, by: int) -> bool:
+    """Whether the kernel killed it, or killed one of its processes and it failed of that, for want of memory."""
+    if by == signal.SIGKILL:
+        return bool(ending.kills_within) or bool(ending.named)
+    counted = (bool(ending.kills_within) and ending.counted_alone) or bool(ending.named)
+    return counted and (not ending.error or _WORKER_LOST.search(ending.error) is not None)
 
 
 def _unsigned(ending: Ending) -> Cause:

@@ -27,14 +27,12 @@ from lowtide.guard.memory import (
     own_kills,
     room,
 )
-from lowtide.guard.process import Guarded, adopt
+from lowtide.guard.process import LEAVE_SECONDS, Guarded, adopt
 from lowtide.guard.rule import Kind, Rule
 from lowtide.probe.beat import STOPPED, Beat
 
 LOOK_SECONDS: Final = 0.1
 """Between two looks at the memory."""
-LEAVE_SECONDS: Final = 5.0
-"""Between SIGTERM and SIGKILL."""
 SPARE_SECONDS: Final = 1.0
 """A stop is asked for so long before the forecast says that it is needed."""
 BACK_OFF_SECONDS: Final = (1.0, 60.0)
@@ -77,7 +75,7 @@ class Generation:
         cause: why it ended.
         asked: why it was asked to stop; empty where it was not.
         seconds: from start to end.
-        start_seconds: from its start to its first step or safe point; all of it where it told none.
+        start_seconds: from its start to its first step or safe point; 0 where it told none.
         load_seconds: of putting the state back, within these.
         save_seconds: of all its checkpoints.
         waited_seconds: back-off before it.
@@ -218,7 +216,7 @@ class Keeper:
 
     def __init__(self, settings: Settings, listeners: Sequence[Listener] = ()) -> None:
         """Nothing runs yet."""
-        self._settings, self._listeners = settings, tuple(listeners)
+        self._settings, self._listeners = settings, list(listeners)
         self._cap = settings.cap_bytes or room()
         self._done: list[Generation] = []
         self._signals: list[int] = []
@@ -232,6 +230,8 @@ class Keeper:
             UsageError: if the cap cannot be enforced as asked.
         """
         adopt()
+        if self._settings.done_file is not None and self._settings.done_file.exists():
+            return self._outcome(0, f"all done before: {self._settings.done_file} is there")
         with self._listening():
             failures, idle = 0, 0
             while True:
@@ -243,12 +243,13 @@ class Keeper:
                         return self._outcome(128 + self._signals[0], "stopped between two processes")
                 found = self._generation(wait)
                 self._done.append(found)
-                for listener in self._listeners:
-                    listener.ended(found)
+                self._tell("ended", found)
                 verdict = self._after(found)
+                if verdict is None and self._signals:
+                    verdict = (128 + self._signals[0], "stopped")
                 if verdict is not None:
                     return self._outcome(*verdict)
-                failed = found.cause is not Cause.RECYCLED and found.cause is not Cause.FINISHED
+                failed = found.cause.of_memory and found.cause is not Cause.RECYCLED
                 failures = 0 if not failed else 1 if found.saves else failures + 1
                 idle = idle + 1 if found.cause is Cause.RECYCLED and found.asked and found.points <= 1 else 0
                 if failures > self._settings.restarts:
@@ -259,16 +260,19 @@ class Keeper:
     def _after(self, found: Generation) -> tuple[int, str] | None:
         """The exit code and why, where the run is over; None where it goes on."""
         s = self._settings
-        if s.rule.kind is Kind.EXIT and found.cause in {Cause.FINISHED, Cause.ERROR, Cause.RECYCLED}:
-            if found.exit == s.done_code or (s.done_file is not None and s.done_file.exists()):
+        if s.rule.kind is Kind.EXIT:
+            if _shell(found.exit) == s.done_code or (s.done_file is not None and s.done_file.exists()):
                 return 0, "all done"
             if not found.exit or found.exit == STOPPED:
                 return None
         if found.cause is Cause.FINISHED:
             return 0, "finished"
         if found.cause in {Cause.STOPPED, Cause.PATIENCE}:
-            saved = found.exit == STOPPED
-            return (STOPPED, "saved and stopped") if saved else (128 + self._signals[0], found.cause.value)
+            before = self._done[-2].cause if len(self._done) > 1 else None
+            saved = found.cause is Cause.STOPPED and found.exit == STOPPED and found.saves
+            if saved or (not found.points and before is Cause.RECYCLED):  # nothing was done since the last save
+                return STOPPED, "saved and stopped"
+            return 128 + self._signals[0], found.cause.value
         if s.rule.kind is Kind.NEVER or not found.cause.of_memory:
             return _shell(found.exit), found.cause.value + (f": {found.error}" if found.error else "")
         return None
@@ -293,9 +297,10 @@ class Keeper:
                 beats = process.beats()
                 self._fraction = max([self._fraction, *(b.fraction for b in beats.values())])
                 errors = [e for e in process.endings() if e["error"]]
-                stopped = any(b.stopped for b in beats.values())  # a launcher turns its ranks' codes into one of its own
+                stopped = any(b.stopped for b in beats.values())  # launchers, pipes and shells have codes of their own
                 ending = Ending(
-                    code=STOPPED if stopped and code else code,
+                    code=STOPPED if stopped else code,
+                    saved=stopped,
                     ours=watched.ours,
                     passed_on=self._signals[0] if self._signals else 0,
                     asked=bool(watched.asked),
@@ -303,6 +308,8 @@ class Keeper:
                     kills_machine=_risen(machine_kills(), machine),
                     named=named_by_kernel(watched.pids, process.began) if code else None,
                     memory_error=any(e["memory"] for e in errors),
+                    error=errors[0]["error"] if errors else "",
+                    counted_alone=isinstance(fence, Cgroup),
                     rank_lost=process.rank_lost(beats) if code else -1,
                 )
                 return watched.generation(number, ending, waited, beats, errors)
@@ -316,8 +323,7 @@ class Keeper:
         while (code := watched.process.poll()) is None:
             watched.look()
             live = watched.live(tuple(self._done))
-            for listener in self._listeners:
-                listener.looked(live)
+            self._tell("looked", live)
             if not watched.asked and self._settings.rule.kind is not Kind.NEVER:
                 reason = watched.reason(live, self._settings.rule.watermark)
                 if reason and watched.process.ask():
@@ -326,7 +332,7 @@ class Keeper:
             if self._settings.cap_bytes is not None and watched.crossed():
                 self._say("over the cap: ended")
             if len(self._signals) > handled:
-                self._passed(watched, self._signals[handled], again=handled > 0)
+                self._passed(watched, self._signals[handled], times=handled + 1)
                 asked_at = asked_at or time.monotonic()
                 handled += 1
             elif asked_at:
@@ -334,15 +340,19 @@ class Keeper:
             self._sleep(LOOK_SECONDS)
         return code
 
-    def _passed(self, watched: _Watched, number: int, *, again: bool) -> None:
+    def _passed(self, watched: _Watched, number: int, *, times: int) -> None:
         """A person wants it to end."""
         name = signal.Signals(number).name
-        if again:
+        if times > 2:
+            watched.ours = Cause.PATIENCE
+            self._say(f"{name} a third time: ended")
+            watched.process.kill()
+        elif times > 1:
             watched.process.pass_on(signal.SIGTERM)
-            self._say(f"{name} again: SIGTERM")
+            self._say(f"{name} again: SIGTERM (a third time ends it at once)")
         elif watched.process.ask():
             watched.asked = watched.asked or name
-            self._say(f"{name}: it saves at its next safe point and stops (once more to end it at once)")
+            self._say(f"{name}: it saves at its next safe point and stops (once more: SIGTERM)")
         else:
             watched.process.pass_on(number)
             self._say(f"{name} passed on")
@@ -351,7 +361,8 @@ class Keeper:
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        heard = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+        numbers = [n for n in heard if signal.getsignal(n) is not signal.SIG_IGN]  # nohup stays what it is
         before = [signal.signal(number, self._signalled) for number in numbers]
         try:
             yield
@@ -369,8 +380,16 @@ class Keeper:
             time.sleep(min(left, LOOK_SECONDS))
 
     def _say(self, text: str) -> None:
-        for listener in self._listeners:
-            listener.said(text)
+        self._tell("said", text)
+
+    def _tell(self, what: str, value: Any) -> None:
+        """Tell all listeners. One that fails (a terminal that has gone, a full disk) is told no more; the run goes on."""
+        for listener in list(self._listeners):
+            try:
+                getattr(listener, what)(value)
+            except Exception as error:
+                self._listeners.remove(listener)
+                self._say(f"{type(listener).__name__.lower()} is told no more: {type(error).__name__}: {error}")
 
 
 @final
@@ -422,18 +441,22 @@ class _Watched:
 
     def reason(self, live: Live, watermark: float) -> str:
         """Why it should stop at its next safe point; empty where it need not."""
-        if live.reading.bytes >= watermark * self._cap:
+        if live.reading.bytes >= watermark * self._cap and self._exactly() >= watermark * self._cap:
             return f"memory is at {live.reading.bytes / self._cap:.0%} of the cap"
         needed = SPARE_SECONDS + 2 * (self._beat.longest_gap + self._beat.longest_save)
         if live.left_seconds is not None and self._beat.points > 1 and live.left_seconds <= needed:
             return f"the cap will be reached in {live.left_seconds:.1f} s"
         return ""
 
+    def _exactly(self) -> int:
+        """Bytes that count against the cap, every page looked at."""
+        return self.process.tree.read(self._fence, exactly=True).bytes
+
     def crossed(self) -> bool:
         """Whether it was over a cap that nothing but us enforces, and has been ended."""
         if self._fence.kind != "watch" or self._reading.bytes <= self._cap or self.ours is not None:
             return False
-        if self.process.tree.read(self._fence, exactly=True).bytes <= self._cap:
+        if self._exactly() <= self._cap:
             return False
         self.ours = Cause.CAP
         self.process.kill()
@@ -461,7 +484,7 @@ class _Watched:
             cause=why(ending),
             asked=self.asked,
             seconds=now - self.process.began,
-            start_seconds=(min(firsts) if firsts else now) - self.process.began,
+            start_seconds=min(firsts) - self.process.began if firsts else 0.0,
             load_seconds=told.load_seconds,
             save_seconds=told.save_seconds,
             waited_seconds=waited,

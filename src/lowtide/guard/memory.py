@@ -54,7 +54,8 @@ class Tree:
         """Nothing is read yet."""
         self._own = psutil.Process()
         self._found: tuple[int, ...] = ()
-        self._shares: tuple[int, int, int] = (0, 0, 0)
+        self._shares = (0, 0)
+        self._walked: dict[int, int] = {}
         self._next_list = self._next_shares = 0.0
 
     def pids(self) -> tuple[int, ...]:
@@ -82,20 +83,23 @@ class Tree:
         if exactly or now >= self._next_list:
             self._found = self.pids()
             self._next_list = time.monotonic() + SHARES_COST * (time.monotonic() - now)
-        resident, private = (sum(sizes) for sizes in zip((0, 0), *map(_pages, self._found), strict=True))
+        pages = {pid: _pages(pid) for pid in self._found}
+        resident = sum(p[0] for p in pages.values())
         now = time.monotonic()
-        if exactly or now >= self._next_shares:
+        if exactly or now >= self._next_shares or not self._walked.keys() >= pages.keys():
             sizes = [set_sizes(pid) for pid in self._found]
             unique, proportional = (sum(max(0, s[i]) for s in sizes) for i in (0, 1))
-            self._shares = (unique, proportional, private)
+            self._shares, self._walked = (unique, proportional), {pid: p[1] for pid, p in pages.items()}
             self._next_shares = time.monotonic() + SHARES_COST * (time.monotonic() - now)
-        unique, proportional, then = self._shares
-        size = max(0, proportional + private - then)  # between two walks, what pages of no file have grown by
+        unique, proportional = self._shares
+        # between two walks, what each process's pages of no file have grown by; those that have gone gave theirs back
+        grown = sum(pages[pid][1] - then if pid in pages else 0 for pid, then in self._walked.items())
+        size = max(0, proportional + grown)
         used = fence.used()
         return Reading(
             seconds=time.monotonic(),
             bytes=size if used is None else used,
-            unique_bytes=max(0, unique + private - then),
+            unique_bytes=max(0, unique + grown),
             resident_bytes=resident,
             device_bytes=_device(set(self._found)),
             processes=len(self._found),

@@ -17,6 +17,7 @@ from typing import Any, Final, final
 
 import psutil
 
+from lowtide.errors import UsageError
 from lowtide.guard.memory import Fence, Tree
 from lowtide.probe import beat
 from lowtide.probe.beat import Beat
@@ -25,6 +26,8 @@ from lowtide.probe.lend import lend
 _LIBC: Final = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
+LEAVE_SECONDS: Final = 5.0
+"""What processes get between SIGTERM and SIGKILL."""
 
 
 def adopt() -> None:
@@ -48,6 +51,7 @@ class Guarded:
         self._command, self._generation, self._rule, self._fence = list(command), generation, rule, fence
         self.tree = Tree()
         self._lost: int | None = None
+        self._passed = False
 
     def __enter__(self) -> Guarded:
         """Start it."""
@@ -58,18 +62,21 @@ class Guarded:
         environment[beat.GENERATION] = str(self._generation)
         lend(environment)
         self.began = time.monotonic()
-        self._process = subprocess.Popen(  # noqa: S603 - the user's own command
-            self._command,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=self._enter,  # noqa: PLW1509 - threads of this process hold no locks that are needed there
-        )
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - the user's own command
+                self._command,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=self._enter,  # noqa: PLW1509 - threads of this process hold no locks that are needed there
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise UsageError(f"cannot start {self._command[0]}: {error}") from None
         return self
 
     def _enter(self) -> None:
         """In the new process: it is asked to end when the guard goes, and lives within the fence."""
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         self._fence.enter()
 
     def __exit__(self, *_: object) -> None:
@@ -86,21 +93,36 @@ class Guarded:
         return self._process.poll()
 
     def kill(self) -> None:
-        """End it and all that descends from it, in whatever session, and reap them all."""
+        """End it and all that descends from it, in whatever session, and reap them all.
+
+        Where a signal was passed on, descendants that outlive the command get SIGTERM and a little time first.
+        """
+        if self._passed and self._process.poll() is not None:
+            self._leave()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         while pids := self.tree.pids():
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            for number in (signal.SIGSTOP, signal.SIGKILL):  # first, so that none starts another meanwhile
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
             time.sleep(0.01)
         self._process.wait()
         self.poll()
 
+    def _leave(self) -> None:
+        """Let descendants end by themselves."""
+        end = time.monotonic() + LEAVE_SECONDS
+        for pid in self.tree.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        while self.tree.pids() and time.monotonic() < end:
+            time.sleep(0.05)
+
     def ready(self) -> list[int]:
         """Processes that answer a request to stop at their next safe point."""
-        found = [int(path.name.rpartition("-")[2]) for path in self._folder.glob("ready-*")]
-        return [pid for pid in found if psutil.pid_exists(pid)]
+        found = {int(path.name.rpartition("-")[2]) for path in self._folder.glob("ready-*")}
+        return [pid for pid in self.tree.pids() if pid in found and _catches(pid, signal.SIGUSR1)]
 
     def ask(self) -> bool:
         """Ask for a save and a stop at the next safe point; whether anybody listens."""
@@ -112,9 +134,10 @@ class Guarded:
         return bool(ready)
 
     def pass_on(self, number: int) -> None:
-        """Send it a signal: Ctrl-C to the whole session, as a terminal would; others to the command itself."""
+        """Send it a signal: Ctrl-C and SIGQUIT to the whole session, as a terminal would; others to the command itself."""
+        self._passed = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            if number == signal.SIGINT:
+            if number in {signal.SIGINT, signal.SIGQUIT}:
                 os.killpg(self._process.pid, number)
             else:
                 os.kill(self._process.pid, number)
@@ -144,6 +167,14 @@ class Guarded:
                     self._lost = int(told.rank)
                     break
         return -1 if self._lost is None else self._lost
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal: it would end a process that has none any more."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        text = Path(f"/proc/{pid}/status").read_text().split("SigCgt:")[1].split()[0]
+        return bool(int(text, 16) >> (number - 1) & 1)
+    return False
 
 
 def _lives(pid: int) -> bool:

@@ -20,12 +20,16 @@ from lowtide.units import format_bytes, format_seconds
 
 WIDTH: Final = 40
 """Of the bar, in characters."""
+SHOWN: Final = 15
+"""Processes in the table, of the first and of the last."""
 ROW_SECONDS: Final = 1.0
 """Between two rows of the recording, and two points of exported figures."""
 
 
 def clock(seconds: float) -> str:
     """A long duration for people: ``3 h 05 min``, ``4 min 10 s``, ``12 s``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
     whole = round(seconds)
     if whole >= 3600:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
@@ -98,7 +102,7 @@ class Shown:
     def said(self, text: str) -> None:
         """Something happened."""
         if not self._quiet:  # above the panel, where there is one
-            self._console.print(f"lowtide guard: process {self._number + 1}: {text}", soft_wrap=True)
+            self._console.print(f"lowtide guard: process {self._number + 1}: {text}", soft_wrap=True, markup=False)
 
     def ended(self, generation: Generation) -> None:
         """A process has ended."""
@@ -111,10 +115,13 @@ def show(outcome: Outcome) -> None:
     """The table at the end."""
     table = Table(title="lowtide guard", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("", justify="right")
-    table.add_column("ended by", min_width=10)
+    table.add_column("ended by", no_wrap=True)
     for name in ("exit", "took", "start-up", "load", "steps", "peak", "a second"):
         table.add_column(name, justify="right", no_wrap=True)
-    for g in outcome.generations:
+    many = len(outcome.generations) > 2 * SHOWN
+    for g in (*outcome.generations[:SHOWN], *outcome.generations[-SHOWN:]) if many else outcome.generations:
+        if many and g is outcome.generations[-SHOWN]:
+            table.add_row("...")
         growth = "" if g.growth_bytes_per_second is None else f"+{format_bytes(g.growth_bytes_per_second)}"
         table.add_row(
             str(g.number + 1), g.cause.value, str(g.exit), clock(g.seconds), format_seconds(g.start_seconds),
@@ -125,15 +132,16 @@ def show(outcome: Outcome) -> None:
     out.print(table)
     fences = {
         "cgroup": "held by a cgroup",
-        "watch": "held by watching (no cgroup can be made here)",
+        "watch": "held by watching",
         "rlimit": "held by RLIMIT_DATA, each process",
         "none": "not held",
     }
     share = outcome.overhead_seconds / max(outcome.seconds, 1e-9)
     out.print(
         f"{outcome.text}; cap {format_bytes(outcome.cap_bytes)}, {fences[outcome.fence]}; {clock(outcome.seconds)} in all, "
-        f"{format_seconds(outcome.overhead_seconds)} of it ({share:.0%}) for saving and starting again",
+        f"{clock(outcome.overhead_seconds)} of it ({share:.0%}) for saving and starting again",
         soft_wrap=True,
+        markup=False,
     )
 
 

@@ -15,9 +15,17 @@ if TYPE_CHECKING:
     from lowtide.live.outcome import Outcome
 
 
+class _Patient(Console):
+    """Falls silent where nobody reads any more, rather than end the process (and turn its standard output away)."""
+
+    def on_broken_pipe(self) -> None:
+        """Nobody reads."""
+        self.quiet = True
+
+
 def console() -> Console:
     """Where people look."""
-    return Console(file=sys.stderr, highlight=False)
+    return _Patient(file=sys.stderr, highlight=False)
 
 
 def show_outcome(outcome: Outcome) -> None:
