@@ -36,6 +36,10 @@ def run(path, *arguments, code=0, **options):
     return done.stdout
 
 
+class Tagged(torch.Tensor):
+    """A tensor with something besides."""
+
+
 # --- what comes back ------------------------------------------------------------------------------------------------------
 
 
@@ -67,7 +71,7 @@ def test_every_kind_of_value_comes_back_as_it_was(tmp_path):
         "torch": [torch.randn(3, 4), torch.tensor(7), torch.empty(0, 3), torch.randn(4, 4).t(), torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
                   torch.arange(10)[::2], torch.randn(3).bfloat16(), torch.tensor([True]), torch.randn(2, dtype=torch.complex64), torch.randn(2, 2, dtype=torch.complex128), torch.randn(2).to(torch.float8_e4m3fn).view(torch.uint8)],
         "other": [torch.float16, torch.device("cpu"), torch.Size([1, 2])],
-        "numpy": [np.arange(6).reshape(2, 3), np.asfortranarray(np.random.rand(3, 4)), np.float32(2.5), np.zeros((0, 2)), np.array(3, np.uint8), np.array([1 + 2j])],
+        "numpy": [np.arange(6).reshape(2, 3), np.asfortranarray(np.random.rand(3, 4)), np.float32(2.5), np.zeros((0, 2)), np.array(3, np.uint8), np.array([1 + 2j]), np.complex128(1 + 2j)],
     }
     store = Store(tmp_path)
     store.save(state)
@@ -92,6 +96,7 @@ def test_overlapping_tensors_come_back_each_right(tmp_path):
 
 @pytest.mark.parametrize("value", [
     object(), lambda: 0, collections.defaultdict(lambda: 3), torch.sparse_coo_tensor([[0], [1]], [1.0], (2, 2)), torch.empty(2, device="meta"), np.array(["text"]), np.array([object()]),
+    np.ma.masked_array([1.0, 2.0], [True, False]), np.array([1.0], dtype=">f8"), Tagged(torch.ones(2)),
 ])
 def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path, value):
     store = Store(tmp_path)
@@ -466,6 +471,101 @@ def test_batches_of_anything_that_iterates_go_on(tmp_path):
     assert fresh.state_dict()["given"] == 2
     assert first + list(fresh) == plain
     assert len(list(fresh)) == 6
+
+
+def test_an_epoch_that_was_left_is_over():
+    """``break`` at the end of an epoch that is cut short: the next is a whole one, also after a restart."""
+    def epochs(position=None):
+        torch.manual_seed(1)
+        batches = Batches(torch.utils.data.DataLoader(torch.arange(20), batch_size=4, shuffle=True))
+        if position is not None:
+            batches.load_state_dict(position)
+        return batches
+
+    batches = epochs()
+    for i, _ in enumerate(batches):
+        if i == 1:
+            break
+    position = batches.state_dict()
+    assert not position["inside"]
+    assert len(list(epochs(position))) == 5
+
+
+def test_two_loaders_side_by_side_go_on(tmp_path):
+    class Noisy(torch.utils.data.Dataset):
+        def __len__(self):
+            return 12
+
+        def __getitem__(self, i):
+            return i + random.random()
+
+    def run(position=None, stop=None):
+        random.seed(1)
+        torch.manual_seed(1)
+        pair = [Batches(torch.utils.data.DataLoader(Noisy(), batch_size=2, shuffle=True)) for _ in range(2)]
+        parts = {"a": pair[0], "b": pair[1]}
+        if position:
+            lowtide.checkpoint.resume(tmp_path, parts)
+        found = []
+        for a, b in zip(*pair):
+            found.append((a.tolist(), b.tolist()))
+            if len(found) == stop:
+                lowtide.checkpoint(tmp_path, parts, save=True)
+        return found
+
+    expected = run(stop=2)
+    assert run(position=True) == expected[2:]
+
+
+def test_samplers_with_generators_of_their_own_go_on():
+    class Sampler(torch.utils.data.Sampler):
+        def __init__(self):
+            self.rng = np.random.default_rng(4)
+
+        def __len__(self):
+            return 12
+
+        def __iter__(self):
+            return iter(self.rng.permutation(12).tolist())
+
+    def fresh():
+        return Batches(torch.utils.data.DataLoader(torch.arange(12), batch_size=2, sampler=Sampler()))
+
+    plain = fresh()
+    expected = [[b.tolist() for b in plain] for _ in range(3)]
+    batches = fresh()
+    list(batches)
+    reading = iter(batches)
+    begun = [next(reading).tolist() for _ in range(2)]
+    again = fresh()
+    again.load_state_dict(batches.state_dict())
+    assert [begun + [b.tolist() for b in again], [b.tolist() for b in again]] == expected[1:]
+
+
+def test_lbfgs_goes_on_with_the_same_bits(tmp_path):
+    """Its products depend on how its state lies in memory."""
+    def run(folder, upto, total):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(7, 13), torch.nn.Tanh(), torch.nn.Linear(13, 3))
+        x, y = torch.randn(31, 7), torch.randn(31, 3)
+        parts = {"model": model, "optimizer": torch.optim.LBFGS(model.parameters(), lr=0.3, max_iter=5)}
+        at = resume(folder, parts).get("step", 0)
+
+        def closure():
+            parts["optimizer"].zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            return loss
+
+        for step in range(at, upto):
+            parts["optimizer"].step(closure)
+        lowtide.checkpoint(folder, parts, save=True, step=upto)
+        return [p.detach().clone() for p in model.parameters()] if upto == total else None
+
+    expected = run(tmp_path / "a", 12, 12)
+    for upto in (3, 6, 12):
+        found = run(tmp_path / "b", upto, 12)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_a_second_sigterm_ends_at_once_and_the_first_saves(tmp_path):

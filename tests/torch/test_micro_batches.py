@@ -10,6 +10,7 @@ import textwrap
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -168,6 +169,52 @@ def test_a_failed_attempt_leaves_no_gradient_no_statistics_and_no_memory():
         gc.enable()
 
 
+@pytest.mark.parametrize("error", [ValueError("a bug"), KeyboardInterrupt(), RuntimeError(SHORT)])
+def test_whatever_is_raised_gradients_that_were_there_stay(error):
+    model = net()
+    model(torch.randn(2, 6, dtype=torch.double)).sum().backward()
+    before = [p.grad for p in model.parameters()]
+    values = grads(model)
+    step = lowtide.micro_batched(lambda a: model(Short(0, error=error)(a)).sum(), model=model, reduction="sum")
+    with pytest.raises((type(error), MicroBatchError)):
+        step(torch.randn(4, 6, dtype=torch.double))
+    assert all(p.grad is b and torch.equal(b, v) for p, b, v in zip(model.parameters(), before, values, strict=True))
+
+
+def test_leaves_of_the_batch_and_rebound_buffers_are_put_back():
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("n", torch.zeros(()))
+
+        def forward(self, x):
+            self.n = self.n + 1
+            return x
+
+    model, short = torch.nn.Sequential(Counting(), torch.nn.Linear(6, 4).double()), Short(3)
+    x = torch.randn(8, 6, dtype=torch.double, requires_grad=True)
+    expected = torch.autograd.grad(model[1](x).square().sum(), x)[0]
+    step = lowtide.micro_batched(lambda a: model(short(a)).square().sum(), model=model, reduction="sum")
+    step(x)
+    assert torch.allclose(x.grad, expected)
+    assert model[0].n == step.pieces
+
+
+@pytest.mark.parametrize("layer", [
+    torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(6, 4)), torch.nn.utils.spectral_norm(torch.nn.Linear(6, 4)),
+    torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4)),
+])
+def test_what_pieces_would_change_is_refused_also_later(layer):
+    model, short = torch.nn.Sequential(layer), Short(4)
+    step = lowtide.micro_batched(lambda a: model(short(a)).sum(), model=model, reduction="sum")
+    model.eval()
+    step(torch.randn(8, 6))
+    assert step.pieces > 1
+    model.train()
+    with pytest.raises(MicroBatchError, match="gradients differ"):
+        step(torch.randn(8, 6))
+
+
 def test_one_sample_that_does_not_fit_is_said():
     model, short = net(), Short(0)
     step = lowtide.micro_batched(lambda a: model(short(a)).sum(), model=model, reduction="sum")
@@ -202,9 +249,9 @@ def test_larger_is_tried_only_when_asked():
     assert step.pieces == 1
 
 
-@pytest.mark.parametrize("batch", [(torch.ones(3), torch.ones(4)), (3, "x"), ()])
+@pytest.mark.parametrize("batch", [(torch.ones(3), torch.ones(4)), (3, "x"), (), (torch.ones(3), np.ones(3)), (torch.ones(3), [1.0, 2.0, 3.0]), (torch.ones(0),)])
 def test_what_cannot_be_cut_is_said(batch):
-    with pytest.raises(MicroBatchError, match="lengths along dimension 0"):
+    with pytest.raises(MicroBatchError, match="dimension"):
         lowtide.micro_batched(lambda *_: torch.zeros(()), model=net())(*batch)
 
 

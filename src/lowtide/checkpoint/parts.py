@@ -35,6 +35,13 @@ def set_random_state(state: Mapping[str, Any]) -> None:
             t.cuda.set_rng_state_all(state["cuda"])
 
 
+def is_generator(value: Any) -> bool:
+    """Whether a value is a generator of random numbers."""
+    t = torch()
+    own = isinstance(value, (np.random.Generator, np.random.RandomState, random.Random))
+    return own or (t is not None and isinstance(value, t.Generator))
+
+
 def state_of(part: Any, name: str) -> Any:
     """The state of an object of the script.
 

@@ -312,7 +312,9 @@ class _Arrays:
         if kind == "pt":
             loaded_torch()
         with safe_open(self._folder / self._places[name], framework=kind) as file:
-            return file.get_tensor(name)
+            found = file.get_tensor(name)
+        # aligned memory of its own: kernels give other bits at other alignments, and the file may go
+        return found.clone() if kind == "pt" else found.copy()
 
 
 def _write_part(folder: Path, tree: Any, arrays: Arrays) -> dict[str, Any]:

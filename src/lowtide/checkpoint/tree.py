@@ -104,6 +104,11 @@ def _tensor(value: Any, where: str, named: Callable[[str, Any, Any], str], walk:
                 f"{where} is a {value.layout} tensor on {value.device}, {type(value).__name__}: only dense tensors that lie "
                 "in one process are saved here; make it dense, or save sharded state through torch.distributed.checkpoint"
             )
+        if type(value) not in {t.Tensor, t.nn.Parameter, t.nn.Buffer}:
+            raise StateError(
+                f"{where} is a {type(value).__module__}.{type(value).__qualname__}: what it is besides its numbers "
+                "would be lost; save what it is made of"
+            )
         plain = value.detach().resolve_conj().resolve_neg()
         if plain.dtype == t.complex128:  # the format has none
             return {TAG: "complex128", "value": walk(t.view_as_real(plain), where)}
@@ -123,9 +128,16 @@ def _array(value: Any, where: str, named: Callable[[str, Any, Any], str], walk: 
     others = type(value).__module__.partition(".")[0] in {"jax", "jaxlib", "tensorflow", "keras"}
     if not isinstance(value, (np.ndarray, np.generic)) and not (others and hasattr(value, "__array__")):
         return None
+    if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
+        raise StateError(
+            f"{where} is a {type(value).__qualname__}: what it is besides its numbers would be lost; save its parts"
+        )
     plain = np.asarray(value)
+    if not plain.dtype.isnative:
+        raise StateError(f"{where} is an array of {plain.dtype}, in another machine's order of bytes: convert it first")
     if plain.dtype == np.complex128:  # the format has none
-        return {TAG: "complex128", "value": walk(np.stack([plain.real, plain.imag], axis=-1), where)}
+        pairs = walk(np.stack([plain.real, plain.imag], axis=-1), where)
+        return {TAG: "complex128", "value": pairs, "scalar": isinstance(value, np.generic)}
     if plain.dtype.kind not in "biufc" or plain.dtype.itemsize > 8:
         raise StateError(f"{where} is an array of {plain.dtype}, which cannot be saved: only numbers and booleans are")
     key = (plain.__array_interface__["data"][0] if plain.size else id(value), plain.dtype.str, plain.shape, plain.strides)
@@ -182,7 +194,7 @@ _LEAVES: Final[dict[str, Callable[[Any, Any, Any, Any], Any]]] = {
     "bytes": lambda _t, v, _w, _g: base64.b64decode(v),
     "bytearray": lambda _t, v, _w, _g: bytearray(base64.b64decode(v)),
     "complex": lambda _t, v, w, _g: complex(*w(v)),
-    "complex128": lambda _t, v, w, _g: _complex(w(v)),
+    "complex128": lambda t, v, w, _g: _complex(w(v))[()] if t.get("scalar") else _complex(w(v)),
     "tensor": lambda t, v, _w, g: g(v, t.get("order")),
     "torch.dtype": lambda _t, v, _w, _g: getattr(loaded_torch(), v),
     "torch.device": lambda _t, v, _w, _g: loaded_torch().device(v),

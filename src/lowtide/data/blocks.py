@@ -67,8 +67,13 @@ class Blocks:
                 f"a buffer of {self.buffer_bytes} bytes does not hold four blocks of {self._block} samples of {size} bytes: "
                 "give a larger buffer, or a smaller block"
             )
-        self._epoch = 0
-        self._given = 0
+        self._epoch = self._given = self._start = 0
+        self._iteration = 0
+
+    @property
+    def shuffled(self) -> bool:
+        """Whether batches come in random order."""
+        return self._shuffle
 
     def __len__(self) -> int:
         """Batches of an epoch."""
@@ -76,12 +81,23 @@ class Blocks:
         return total // self._batch if self._drop else -(-total // self._batch)
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of an epoch, or the rest of the one that was saved."""
-        start, self._given = self._given, self._given
-        for number, batch in enumerate(self._batches(start), start=start):
-            self._given = number + 1
-            yield batch
-        self._epoch, self._given = self._epoch + 1, 0
+        """The batches of an epoch, or the rest of the one that was loaded. Left before its end, the epoch is over too.
+
+        Raises:
+            ReaderError: if it is iterated a second time before the first was over.
+        """
+        start, self._start = self._start, 0
+        self._iteration += 1
+        mine, self._given = self._iteration, start
+        try:
+            for number, batch in enumerate(self._batches(start), start=start):
+                if mine != self._iteration:
+                    raise ReaderError("these blocks are iterated a second time before the first was over: make two of them")
+                self._given = number + 1
+                yield batch
+        finally:
+            if mine == self._iteration:
+                self._epoch, self._given = self._epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
         """Which epoch, and how many of its batches were given."""
@@ -89,7 +105,8 @@ class Blocks:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from there when iterated next."""
-        self._epoch, self._given = state["epoch"], state["given"]
+        self._iteration += 1
+        self._epoch, self._given, self._start = state["epoch"], state["given"], state["given"]
 
     def _batches(self, skip: int) -> Iterator[Any]:
         """Batches from a number on. The shuffled order is played through without reading what is passed over."""

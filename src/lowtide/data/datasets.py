@@ -9,6 +9,7 @@ import torch
 from lowtide.data.blocks import Blocks
 from lowtide.data.isolate import Isolated
 from lowtide.data.sources import Source
+from lowtide.errors import ReaderError
 
 
 def dataset(source: Source | Isolated) -> SourceDataset:
@@ -19,7 +20,8 @@ def dataset(source: Source | Isolated) -> SourceDataset:
 def stream(blocks: Blocks | Isolated) -> BlocksDataset:
     """Blocks as an iterable data set of whole batches: give the loader ``batch_size=None``.
 
-    Workers of a loader share the batches out: each gives every n-th.
+    Workers of a loader share the batches out, each gives every n-th; of blocks in order only, since workers do not know which
+    epoch it is.
     """
     return BlocksDataset(blocks)
 
@@ -51,6 +53,9 @@ class SourceDataset(torch.utils.data.Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         """Several samples: runs of neighbours are read together."""
+        for index in indices:
+            if not 0 <= index < len(self):
+                raise IndexError(index)
         made: dict[int, Any] = {}
         ordered = sorted(set(indices))
         start = 0
@@ -79,6 +84,11 @@ class BlocksDataset(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """Batches; of a worker, its share."""
         worker = torch.utils.data.get_worker_info()
+        if worker is not None and getattr(self._blocks, "shuffled", True):
+            raise ReaderError(
+                "shuffled blocks in a loader's workers would come in the same order each epoch: use num_workers=0, and "
+                "lowtide.data.isolate(blocks) to read in another process"
+            )
         for number, batch in enumerate(self._blocks):
             if worker is None or number % worker.num_workers == worker.id:
                 yield _tensors(batch)

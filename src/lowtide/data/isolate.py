@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Final, final
 
-from lowtide.data.wire import Slot, generators, receive, send
+from lowtide.data.wire import Slot, fetch, generators, receive, send
 from lowtide.errors import ReaderError
 from lowtide.units import format_bytes, parse_bytes
 
@@ -89,9 +91,8 @@ class _Process:
             EOFError: if it died.
             Exception: what the data set raised.
         """
-        well, value, self.unique = receive(self.connection, self.slots[self._turn])
-        self._turn = (self._turn + 1) % len(self.slots)
-        self.waiting -= 1
+        head, buffers = self._fetched()
+        well, value, self.unique = pickle.loads(head, buffers=buffers)  # noqa: S301 - from our own process
         if well:
             return value
         error, text = value
@@ -106,9 +107,14 @@ class _Process:
         Raises:
             EOFError: if it died.
         """
-        receive(self.connection, self.slots[self._turn])
+        self._fetched()
+
+    def _fetched(self) -> tuple[bytes, list[bytearray]]:
+        """The oldest answer, taken off the line whatever it turns out to be."""
+        found = fetch(self.connection, self.slots[self._turn])
         self._turn = (self._turn + 1) % len(self.slots)
         self.waiting -= 1
+        return found
 
     def gone(self) -> bool:
         """Whether it has ended."""
@@ -133,13 +139,14 @@ class _Process:
 class _Readers:
     """The process that reads now and the one to come; of one process of the script."""
 
-    def __init__(self, dataset: Any, bound: int) -> None:
+    def __init__(self, dataset: Any, bound: int, state: Any) -> None:
         self.owner = os.getpid()
         self._dataset, self._bound = dataset, bound
         self.started = 0
         self.highest = 0
+        self.dropped = 0
         self._spare: _Process | None = None
-        self.now = self._next(generators())
+        self.now = self._next(state)
 
     def _started(self) -> _Process:
         self.started += 1
@@ -166,8 +173,9 @@ class _Readers:
         """
         for _ in range(TRIES):
             try:
-                while self.now.waiting:  # of an iteration that was left before its end
+                while self.now.waiting:  # read ahead of an iteration: it will ask again
                     self.now.drop()
+                    self.dropped += 1
                 self.now.ask(name, *arguments)
                 value = self.now.answer()
             except (EOFError, OSError) as error:
@@ -239,17 +247,29 @@ class Isolated:
         self._dataset, self.memory_bytes = dataset, memory_bytes
         self._state: Mapping[str, Any] | None = None
         self._readers: _Readers | None = None
+        self._finalizer: Any = None
+        self._random: Any = None
         self._iteration = 0
+        self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the processes."""
-        return {**self.__dict__, "_readers": None}
+        return {**self.__dict__, "_readers": None, "_finalizer": None, "_lock": None}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """In another process, which starts readers of its own."""
+        self.__dict__.update(state)
+        self._lock = threading.RLock()
 
     def _line(self) -> _Readers:
         if self._readers is None or self._readers.owner != os.getpid():
-            self._readers = _Readers(self._dataset, self.memory_bytes)
-            weakref.finalize(self, self._readers.close)
+            self._readers = _Readers(self._dataset, self.memory_bytes, self._random or generators())
+            self._finalizer = weakref.finalize(self, self._readers.close)
         return self._readers
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        with self._lock:
+            return self._line().ask_once(name, *arguments)
 
     @property
     def started(self) -> int:
@@ -263,9 +283,10 @@ class Isolated:
 
     def close(self) -> None:
         """End the process; another is started if something is read again."""
-        if self._readers is not None:
-            self._readers.close()
-            self._readers = None
+        with self._lock:
+            if self._readers is not None:
+                self._finalizer()  # closes them, once
+                self._readers = None
 
     def __len__(self) -> int:
         """Of the data set, told here: nothing is read for it."""
@@ -274,73 +295,111 @@ class Isolated:
     @property
     def sample_bytes(self) -> int:
         """Of one sample, where the data set is a `Source`."""
-        return int(self._line().ask_once("sample_bytes"))
+        return int(self._ask("sample_bytes"))
 
     def __getitem__(self, index: Any) -> Any:
         """One sample."""
-        if isinstance(index, int) and not -len(self) <= index < len(self):
+        if not isinstance(index, slice) and hasattr(index, "__index__") and not -len(self) <= int(index) < len(self):
             raise IndexError(index)
-        return self._line().ask_once("item", index)
+        return self._ask("item", index)
 
     def __getitems__(self, indices: list[Any]) -> Any:
         """Several samples at once, as torch's loaders ask for them."""
-        return self._line().ask_once("items", list(indices))
+        return self._ask("items", list(indices))
 
     def read(self, start: int, stop: int) -> Any:
         """A slice, where the data set is a `Source`."""
-        return self._line().ask_once("read", start, stop)
+        return self._ask("read", start, stop)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the item that was given last."""
-        return dict(self._dataset.state_dict() if self._state is None else self._state)
+        """The position after the item that was given last; of a map-style data set, the reader's generators."""
+        if self._positioned:
+            return {"position": dict(self._dataset.state_dict() if self._state is None else self._state)}
+        return {"random": self._random if self._readers is None else self._ask("random")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there when iterated next."""
-        self._state = state
+        """Go on from there."""
+        if self._positioned:
+            self._state = state["position"]
+        else:
+            self._random = state["random"]
+            if self._readers is not None and self._random is not None:
+                self._ask("restore", self._random)
 
     def __iter__(self) -> Iterator[Any]:
-        """Items, read ahead."""
+        """Items, read ahead. Left before its end, the next iteration begins as the data set's own would."""
         if not self._positioned:
             for i in range(len(self)):
                 yield self[i]
             return
-        line = self._line()
         self._iteration += 1
         mine = self._iteration
-        read: deque[tuple[Any, Any]] = deque()
-        at: Any = self._state
-        died, going, begun = 0, True, False
-        while going or read:
-            if mine != self._iteration:
-                raise ReaderError("this data set is iterated a second time before the first was over: isolate it twice")
-            try:
-                if not begun:
-                    line.ask_once("begin", at)
-                    begun = True
-                if not line.grown():
-                    while going and line.now.waiting < AHEAD:
-                        line.now.ask("following")
-                if line.now.waiting:
-                    more, item, after = line.now.answer()
-                    died, at = 0, after
-                    if more:
-                        read.append((item, after))
-                    else:
-                        going = False
-                        while line.now.waiting:  # asked for beyond the end
-                            line.now.drop()
-                        self._state = after if not read else self._state
-                elif going:
-                    line.replace()
-                    begun = False
-            except (EOFError, OSError) as error:
-                died += 1
-                if not line.died(error):
-                    raise
-                if died >= TRIES:
-                    raise ReaderError(f"the process that reads died {died} times of the same item") from None
-                begun = False
-            if read:
-                item, self._state = read.popleft()
+        ahead = _Ahead(self._line(), self._state)
+        whole = False
+        try:
+            while True:
+                if mine != self._iteration:
+                    raise ReaderError("this data set is iterated a second time before the first was over: isolate it twice")
+                with self._lock:
+                    ahead.go_on()
+                if not ahead.read:
+                    break
+                item, self._state = ahead.read.popleft()
                 yield item
-        self._state = at
+            self._state, whole = ahead.at, True
+        finally:
+            if not whole and mine == self._iteration:
+                with contextlib.suppress(Exception):  # the script has other things on its mind
+                    self._state = self._ask("leave")
+
+
+@final
+class _Ahead:
+    """Reads a few items ahead of an iteration."""
+
+    def __init__(self, line: _Readers, at: Any) -> None:
+        self._line, self.at = line, at
+        self.read: deque[tuple[Any, Any]] = deque()
+        self._going, self._begun, self._died, self._dropped = True, False, 0, line.dropped
+
+    def go_on(self) -> None:
+        """Ask for what is wanted, and take an answer, until there is one to be given or nothing more comes.
+
+        Raises:
+            ReaderError: if processes die again and again of the same item.
+        """
+        while self._going:
+            try:
+                self._exchange()
+            except (EOFError, OSError) as error:
+                self._died += 1
+                if not self._line.died(error):
+                    raise
+                if self._died >= TRIES:
+                    raise ReaderError(f"the process that reads died {TRIES} times of the same item") from None
+                self._begun = False
+            if self.read:
+                return
+
+    def _exchange(self) -> None:
+        line = self._line
+        if self._dropped != line.dropped:  # something else was asked in between
+            self._begun, self._dropped = False, line.dropped
+        if not self._begun:
+            line.ask_once("begin", self.at)
+            self._begun, self._dropped = True, line.dropped
+        if not line.grown():
+            while line.now.waiting < AHEAD:
+                line.now.ask("following")
+        if not line.now.waiting:
+            line.replace()
+            self._begun = False
+            return
+        more, item, after = line.now.answer()
+        self._died, self.at = 0, after
+        if more:
+            self.read.append((item, after))
+            return
+        self._going = False
+        while line.now.waiting:  # asked for beyond the end
+            line.now.drop()

@@ -38,6 +38,16 @@ def read_into(source: Any, room: Any, start: int, stop: int) -> None:
         fill(room, source.read(start, stop))
 
 
+def _within(start: int, stop: int, length: int) -> None:
+    """Refuse a slice that reaches beyond the data.
+
+    Raises:
+        IndexError: naming it.
+    """
+    if not 0 <= start <= stop <= length:
+        raise IndexError(f"samples {start} to {stop} of {length}")
+
+
 def fill(room: Any, samples: Any) -> None:
     """Copy samples into memory that is there."""
     if isinstance(room, tuple):
@@ -116,6 +126,7 @@ class _File:
     def read(self, start: int, stop: int) -> Array:
         """Samples of a slice."""
         array = self._open()
+        _within(start, stop, len(self))
         if self._dtype is None or self._dtype == array.dtype:
             return np.array(array[start:stop])
         return np.asarray(array[start:stop]).astype(self._dtype)
@@ -130,6 +141,7 @@ class _Npy(_File):
 
     def read(self, start: int, stop: int) -> Array:
         """Samples of a slice, read from the file."""
+        _within(start, stop, len(self))
         made = np.empty((stop - start, *self._open().shape[1:]), self._dtype or self._open().dtype)
         self.read_into(made, start, stop)
         return made
@@ -137,6 +149,7 @@ class _Npy(_File):
     def read_into(self, room: Array, start: int, stop: int) -> None:
         """Samples of a slice, read from the file straight into memory where nothing is to be converted."""
         header = self._open()
+        _within(start, stop, len(self))
         if not header.flags.c_contiguous:
             room[...] = header[start:stop]
             return
@@ -165,9 +178,13 @@ class _Hdf5(_File):
         return h5py.File(self._path, "r")[self._name]
 
     def read_into(self, room: Array, start: int, stop: int) -> None:
-        """Samples of a slice, converted by HDF5 on the way."""
-        if stop > start:
-            self._open().read_direct(room, np.s_[start:stop])
+        """Samples of a slice; straight into memory where nothing is to be converted."""
+        _within(start, stop, len(self))
+        array = self._open()
+        if room.dtype == array.dtype and room.flags.c_contiguous and stop > start:
+            array.read_direct(room, np.s_[start:stop])
+        else:
+            room[...] = self.read(start, stop)
 
 
 @final
@@ -215,16 +232,22 @@ class _Parquet(_File):
         return int(first.nbytes)
 
     def _group(self, number: int) -> Array:
-        if self._kept is None or self._kept[0] != number:
+        kept = self._kept
+        if kept is None or kept[0] != number:
             table = self._open()[0].read_row_group(number, columns=self._name)
-            columns = [table.column(n).combine_chunks() for n in self._name]
-            arrays = [_column(c) for c in columns]
-            made = arrays[0] if self._flat else np.stack(arrays, axis=1)
-            self._kept = number, made if self._dtype is None else made.astype(self._dtype)
-        return self._kept[1]
+            arrays = [_column(table.column(n), f"{self._path}, column {n}") for n in self._name]
+            if self._dtype is not None:
+                arrays = [a.astype(self._dtype) for a in arrays]
+            if len({a.dtype for a in arrays}) > 1:
+                raise ReaderError(
+                    f"{self._path}: columns of several types ({', '.join(str(a.dtype) for a in arrays)}): give dtype="
+                )
+            self._kept = kept = number, arrays[0] if self._flat else np.stack(arrays, axis=1)
+        return kept[1]
 
     def read(self, start: int, stop: int) -> Array:
         """Rows of a slice."""
+        _within(start, stop, len(self))
         edges = self._open()[1]
         first = int(np.searchsorted(edges, start, side="right")) - 1
         parts = []
@@ -237,16 +260,28 @@ class _Parquet(_File):
         return np.concatenate(parts) if len(parts) > 1 else parts[0].copy()
 
 
-def _column(column: Any) -> Array:
-    """A column as an array: numbers, or lists of numbers of one length."""
+def _column(column: Any, where: str) -> Array:
+    """A column as an array: numbers, or lists of numbers of one length.
+
+    Raises:
+        ReaderError: if something is missing in it, or if it is neither.
+    """
     import pyarrow as pa
+    import pyarrow.compute as pc
 
     if isinstance(column, pa.ChunkedArray):
         column = pa.concat_arrays(column.chunks) if column.num_chunks != 1 else column.chunk(0)
+    if column.null_count:
+        raise ReaderError(f"{where}: {column.null_count} values of a row group are missing (null): fill them in first")
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type) or pa.types.is_fixed_size_list(column.type):
-        values = _column(column.flatten())
-        return values.reshape(len(column), -1)
-    return np.asarray(column.to_numpy(zero_copy_only=False))
+        lengths = pc.unique(pc.list_value_length(column)).to_pylist()
+        if len(lengths) > 1:
+            raise ReaderError(f"{where}: lists of several lengths ({min(lengths)} to {max(lengths)}): one is needed")
+        return _column(column.flatten(), where).reshape(len(column), -1)
+    made = np.asarray(column.to_numpy(zero_copy_only=False))
+    if made.dtype.kind not in "biuf":
+        raise ReaderError(f"{where} holds {column.type}, no numbers")
+    return made
 
 
 _NAMED: Final = 8

@@ -44,8 +44,9 @@ class Slot:
         if self._map is not None:
             with contextlib.suppress(BufferError):
                 self._map.close()
-        with contextlib.suppress(OSError):
-            os.close(self.file)
+        file, self.file = self.file, -1  # once only: the number may be another file's by now
+        if file >= 0:
+            os.close(file)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -87,8 +88,8 @@ def send(connection: Connection, slot: Slot | None, value: Any) -> None:
     connection.send_bytes(pickle.dumps((sizes, head.getvalue())))
 
 
-def receive(connection: Connection, slot: Slot | None) -> Any:
-    """An object, its arrays in memory of their own.
+def fetch(connection: Connection, slot: Slot | None) -> tuple[bytes, list[bytearray]]:
+    """What was sent, not unpickled yet: its arrays in memory of their own.
 
     Raises:
         EOFError: if the other end has gone.
@@ -102,6 +103,16 @@ def receive(connection: Connection, slot: Slot | None) -> Any:
             buffers.append(bytearray(room[at : at + size]))
             at += size
         room.release()
+    return head, buffers
+
+
+def receive(connection: Connection, slot: Slot | None) -> Any:
+    """An object.
+
+    Raises:
+        EOFError: if the other end has gone.
+    """
+    head, buffers = fetch(connection, slot)
     return pickle.loads(head, buffers=buffers)  # noqa: S301 - from our own process
 
 

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -39,8 +39,10 @@ def main() -> None:
             value = (False, _told(error))
         try:
             send(connection, slots[turn], (*value, size.now()))
-        except (BrokenPipeError, OSError):
+        except OSError:
             return
+        except Exception as error:  # what was read cannot be sent
+            send(connection, slots[turn], (False, _told(error), size.now()))
         del value
         turn = (turn + 1) % len(slots)
 
@@ -112,6 +114,13 @@ class _Reader:
         for item in self._iterator:
             return True, item, self._dataset.state_dict()
         return False, None, self._dataset.state_dict()
+
+    def leave(self) -> Any:
+        """The iteration is left before its end; the position at which the next begins."""
+        if isinstance(self._iterator, Generator):
+            self._iterator.close()
+        self._iterator = None
+        return self._dataset.state_dict()
 
     def random(self) -> Any:
         """The states of the generators: torch's as it was given, where the data set has not imported torch."""

@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal, final
 
+import numpy as np
+
 import torch
 from lowtide.checkpoint import ranks
 from lowtide.errors import MicroBatchError
@@ -69,7 +71,7 @@ class _Before:
     """What a failed attempt must not change."""
 
     grads: list[tuple[torch.Tensor, torch.Tensor | None]]
-    buffers: list[tuple[torch.Tensor, torch.Tensor]]
+    buffers: list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]]
 
 
 @final
@@ -113,12 +115,32 @@ class MicroBatched:
         total = _length((args, kwargs), self._dim)
         # ranks may have batches of different lengths: the number of pieces is what they share
         pieces = ranks.highest(1 if self._limit is None else math.ceil(total / self._limit))
-        before = self._before()
+        before = self._before((args, kwargs))
+        try:
+            loss, pieces = self._tried(args, kwargs, pieces, total, before)
+        except BaseException:
+            self._undo(before)
+            for p, grad in before.grads:
+                p.grad = grad
+            raise
+        self.pieces, self.size = pieces, math.ceil(total / pieces)
+        if pieces > 1:
+            self._limit = min(self.size, self._limit or self.size)
+        self._finish(before)
+        return loss
+
+    def _tried(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], pieces: int, total: int, before: _Before
+    ) -> tuple[torch.Tensor, int]:
+        """The loss, and the number of pieces with which it was computed."""
         while True:
+            if pieces > 1:
+                self._check_norms()
             outcome, loss, error = self._attempt(args, kwargs, min(pieces, total), total)
             worst = ranks.highest(outcome)
             if not worst:
-                break
+                assert loss is not None
+                return loss, pieces
             del loss  # outside of any `except` block: no frame holds the attempt's tensors any more
             self._undo(before)
             if worst == _OTHERS:
@@ -131,13 +153,6 @@ class MicroBatched:
                     f"one sample at a time does not fit{_said(error)}: use a smaller model or input, or `lowtide run --budget`"
                 ) from error
             pieces = min(2 * pieces, longest)
-            self._check_norms()
-        assert loss is not None
-        self.pieces, self.size = pieces, math.ceil(total / pieces)
-        if pieces > 1:
-            self._limit = min(self.size, self._limit or self.size)
-        self._finish(before)
-        return loss
 
     # --- one attempt --------------------------------------------------------------------------------------------------
 
@@ -174,22 +189,25 @@ class MicroBatched:
 
     # --- before and after ---------------------------------------------------------------------------------------------
 
-    def _before(self) -> _Before:
+    def _before(self, batch: Any) -> _Before:
         """Set gradients aside (no copy is made) and keep the buffers' values."""
+        leaves = [t for t in _tensors(batch) if t.requires_grad and t.is_leaf]
         found = [p for m in self._modules for p in m.parameters()]
-        parameters = list({id(p): p for p in found}.values())
+        parameters = list({id(p): p for p in [*found, *leaves]}.values())
         grads: list[tuple[torch.Tensor, torch.Tensor | None]] = [(p, p.grad) for p in parameters]
         for p in parameters:
             p.grad = None
-        buffers = {id(b): b for m in self._modules for b in m.buffers()}
-        return _Before(grads, [(b, b.detach().clone()) for b in buffers.values()])
+        owners = {id(m): m for root in self._modules for m in root.modules()}.values()
+        buffers = [(m, name, b) for m in owners for name, b in m._buffers.items() if b is not None]
+        return _Before(grads, [(m, name, b, b.detach().clone()) for m, name, b in buffers])
 
     def _undo(self, before: _Before) -> None:
         for p, _ in before.grads:
             p.grad = None
         with torch.no_grad():
-            for buffer, value in before.buffers:
+            for module, name, buffer, value in before.buffers:
                 buffer.copy_(value)
+                module._buffers[name] = buffer  # forward may have put another in its place
 
     def _finish(self, before: _Before) -> None:
         """Average over ranks where the model asks for it, then add what was there before."""
@@ -206,17 +224,27 @@ class MicroBatched:
         Raises:
             MicroBatchError: unless that was allowed.
         """
-        names = [n for m in self._modules for n, x in m.named_modules() if isinstance(x, _NORMS) and x.training]
+        names = [n for m in self._modules for n, x in m.named_modules() if x.training and _of_the_batch(x)]
         if not names or self._batch_norm == "allow":
             return
         text = (
-            f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''} normalise over the batch: in micro-batches they "
-            "see fewer samples, and gradients differ from the whole batch's"
+            f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''} normalise over the batch, or change with each "
+            "forward: in micro-batches gradients differ from the whole batch's"
         )
         if self._batch_norm == "refuse":
             raise MicroBatchError(f"{text}; use group normalisation, eval mode, or batch_norm='warn'")
         warnings.warn(text, stacklevel=4)
         self._batch_norm = "allow"
+
+
+def _of_the_batch(module: torch.nn.Module) -> bool:
+    """Whether what a module computes in training depends on how the batch is cut."""
+    if isinstance(module, _NORMS):
+        return True
+    if isinstance(module, torch.nn.modules.instancenorm._InstanceNorm):
+        return bool(module.track_running_stats)
+    hooks = {type(hook).__name__ for hook in module._forward_pre_hooks.values()}  # the older kind is a hook
+    return isinstance(module, torch.nn.utils.parametrizations._SpectralNorm) or "SpectralNorm" in hooks
 
 
 def _average(module: torch.nn.parallel.DistributedDataParallel) -> None:
@@ -283,13 +311,33 @@ def _length(tree: Any, dim: int) -> int:
     Raises:
         MicroBatchError: if its tensors differ.
     """
-    lengths = {t.shape[dim] for t in _tensors(tree) if t.dim() > dim}
+    lengths = {t.shape[dim] if t.dim() > dim else -1 for t in _tensors(tree) if t.dim()} | _others(tree)
     if len(lengths) != 1:
         raise MicroBatchError(
-            f"the batch's tensors have {sorted(lengths) or 'no'} lengths along dimension {dim}: one and the same is needed; "
+            f"the batch has {sorted(lengths) or 'no'} lengths along dimension {dim} (-1: what is no tensor, or has no such "
+            "dimension): tensors of one and the same length are needed; "
             "leave what is not per sample out of the arguments (a closure can hold it)"
         )
-    return int(lengths.pop())
+    found = int(lengths.pop())
+    if found < 1:
+        raise MicroBatchError("the batch is empty, or its tensors have no dimension along which it could be cut")
+    return found
+
+
+def _others(tree: Any) -> set[int]:
+    """Lengths of what is per sample but no tensor; -1 where it could not be cut.
+
+    Arrays could be broadcast against a piece of one sample and give a wrong loss without an error, and so could lists that a
+    loss function makes tensors of.
+    """
+    if isinstance(tree, np.ndarray):
+        return {-1} if tree.ndim else set()
+    if isinstance(tree, Mapping):
+        return set().union(*map(_others, tree.values())) if tree else set()
+    if isinstance(tree, (list, tuple)):
+        plain = len(tree) > 0 and all(isinstance(x, (bool, int, float)) for x in tree)
+        return {-1} if plain else set().union(*map(_others, tree))
+    return set()
 
 
 def _cut(tree: Any, dim: int, start: int, stop: int) -> Any:
