@@ -115,12 +115,13 @@ class Blocks:
         held = 0
         for part in self._parts(total, first):
             rest = part if rest is None else _join(rest, part)
+            del part  # so that its memory can be used for the next
             held = _count(rest)
             at = 0
             while held - at >= self._batch:
                 yield _part(rest, slice(at, at + self._batch))
                 at += self._batch
-            rest = _copied(rest, slice(at, held)) if at else rest
+            rest = None if at == held else _copied(rest, slice(at, held)) if at else rest
             held -= at
         if held and not self._drop:
             yield rest

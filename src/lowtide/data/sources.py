@@ -127,9 +127,8 @@ class _File:
         """Samples of a slice."""
         array = self._open()
         _within(start, stop, len(self))
-        if self._dtype is None or self._dtype == array.dtype:
-            return np.array(array[start:stop])
-        return np.asarray(array[start:stop]).astype(self._dtype)
+        found = np.asarray(array[start:stop])
+        return found if self._dtype is None else found.astype(self._dtype, copy=False)
 
 
 @final
