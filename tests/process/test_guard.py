@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -565,3 +567,29 @@ def test_a_script_by_its_name_runs_as_a_command_does(tmp_path):
         assert (out, err) == ("['--memory', '3']\n", "")
 
 
+
+
+def test_in_a_terminal_the_script_s_lines_stand_above_the_panel_whole(tmp_path):
+    """Every line that the script prints is there once, though the panel is drawn again and again."""
+    path = script(tmp_path, """
+        import sys, time
+        for i in range(20):
+            print(f"line {i} [not markup]")
+            time.sleep(0.05)
+        print("bad news", file=sys.stderr)
+    """)
+    parent, child = pty.openpty()
+    with (tmp_path / "kept").open("w") as kept:
+        for out in (child, kept):
+            process = subprocess.Popen([sys.executable, "-m", "lowtide", "guard", path], stdin=child, stdout=out, stderr=child, close_fds=True)
+            shown = b""
+            while process.poll() is None or select.select([parent], [], [], 0.2)[0]:
+                if select.select([parent], [], [], 0.2)[0]:
+                    shown += os.read(parent, 65536)
+            told = shown if out is child else (tmp_path / "kept").read_bytes()
+            assert process.returncode == 0
+            assert [told.count(b"line %d [not markup]" % i) for i in range(20)] == [1] * 20
+            assert b"bad news" in shown
+            assert b"generation" in shown
+    os.close(parent)
+    os.close(child)

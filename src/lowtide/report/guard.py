@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from pathlib import Path
 from typing import Any, Final, final
@@ -73,6 +75,36 @@ def forecast(live: Live) -> str:
 
 
 @final
+class _Through:
+    """Standard output and error of what is started, printed line by line above the panel rather than across it."""
+
+    def __init__(self) -> None:
+        """From now on."""
+        self._kept = {number: os.dup(number) for number in (1, 2) if os.isatty(number)}  # files stay what they are
+        self.console = Console(file=os.fdopen(os.dup(2), "w"), highlight=False)
+        os.environ["PYTHONUNBUFFERED"] = "1"  # a pipe would hold the lines of Python programs back
+        self._reading, writing = os.pipe()
+        for number in self._kept:
+            os.dup2(writing, number)
+        os.close(writing)
+        self._thread = threading.Thread(target=self._pass_on, name="lowtide-output", daemon=True)
+        self._thread.start()
+
+    def _pass_on(self) -> None:
+        with open(self._reading, errors="replace", newline="\n") as lines:  # noqa: PTH123 - a descriptor
+            for line in lines:
+                text = line.rstrip("\r\n").rpartition("\r")[2]  # of a bar that is drawn again and again, the last
+                self.console.print(text, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """No more; what was written is printed."""
+        for number, kept in self._kept.items():
+            os.dup2(kept, number)
+            os.close(kept)
+        self._thread.join(timeout=5.0)
+
+
+@final
 class Shown:
     """The panel on a terminal; lines of events where standard error is none."""
 
@@ -80,17 +112,23 @@ class Shown:
         """Nothing is shown yet."""
         self._console: Console = console()
         self._quiet = quiet
+        self._panel = not quiet and self._console.is_terminal
+        self._through = _Through() if self._panel else None
+        if self._through is not None:
+            self._console = self._through.console
         self._screen = Screen(console=self._console, auto_refresh=False, transient=True, redirect_stdout=False)
         self._number = 0
 
     def __enter__(self) -> Shown:
         """Begin to show."""
-        if not self._quiet and self._console.is_terminal:
+        if self._panel:
             self._screen.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Show no more."""
+        if self._through is not None:
+            self._through.close()
         self._screen.stop()
 
     def looked(self, live: Live) -> None:
