@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
+
+import lowtide
 
 READS = 160_000
 
@@ -98,3 +101,32 @@ def test_a_leaking_reader_is_replaced_and_no_sample_is_lost(tmp_path, leaking):
     assert started >= 2, highest
     assert highest < 62 << 20
     assert grown < 4 << 20
+
+
+REAL = {
+    "jax": "import jax, jax.numpy as jnp; make = lambda: jnp.zeros((1 << 40,)).block_until_ready(); bug = lambda: jnp.ones(3) @ jnp.ones(4)",
+    "tensorflow-cpu": "import tensorflow as tf; make = lambda: tf.zeros([1 << 21, 1 << 21]); bug = lambda: tf.matmul(tf.ones([2, 3]), tf.ones([2, 3]))",
+}
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("package", REAL)
+def test_real_errors_of_other_frameworks_are_known(tmp_path, package):
+    """The framework lives in an environment of its own; the catalogue is lent to it as the probe is."""
+    python = tmp_path / "env" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
+    if subprocess.run([python, "-m", "pip", "install", "--quiet", package], capture_output=True, check=False).returncode:
+        pytest.skip(f"{package} cannot be installed here")
+    path = script(tmp_path, f"""
+        import sys
+        sys.path.insert(0, {str(Path(lowtide.__file__).parent.parent)!r})
+        from lowtide.probe.catalogue import out_of_memory
+        {REAL[package]}
+        for fails in (make, bug):
+            try:
+                fails()
+            except Exception as error:
+                print(out_of_memory(error) is not None)
+    """)
+    done = subprocess.run([python, path], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True", "False"], done.stderr
