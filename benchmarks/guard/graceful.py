@@ -21,7 +21,8 @@ from typing import Any
 from scipy import stats
 
 from lowtide.guard.cause import Cause
-from lowtide.guard.keep import Generation, Keeper, Live, Settings
+from lowtide.guard.keep import Keeper, Settings
+from lowtide.guard.outcome import Generation, Live
 from lowtide.units import MIB
 
 LEAKER = str(Path(__file__).parent / "leaker.py")

@@ -18,7 +18,7 @@ import urllib.request
 import psutil
 import pytest
 
-from lowtide.guard.memory import cgroup
+from lowtide.guard.fence import cgroup
 from lowtide.store import read
 from lowtide.units import MIB
 

@@ -12,7 +12,7 @@ from scipy import stats
 from lowtide.errors import UsageError
 from lowtide.guard.cause import Cause, Ending, why
 from lowtide.guard.forecast import Forecast, slopes
-from lowtide.guard.memory import Watching, cgroup
+from lowtide.guard.fence import Watching, cgroup
 from lowtide.guard.rule import Kind, Rule, parse
 from lowtide.probe.catalogue import Where, out_of_memory
 from lowtide.units import MIB
@@ -141,7 +141,7 @@ def test_a_cgroup_of_version_2_is_made_read_and_removed(tmp_path, monkeypatch):
     own = tmp_path / "user.slice" / "me"
     own.mkdir(parents=True)
     (own / "cgroup.controllers").write_text("memory\n")
-    monkeypatch.setattr("lowtide.guard.memory._own", lambda controller: None if controller else "/user.slice/me")
+    monkeypatch.setattr("lowtide.guard.fence._own", lambda controller: None if controller else "/user.slice/me")
     made = cgroup(123 * MIB, "lowtide-1", roots=[tmp_path])
     assert made is not None
     assert (made.folder / "memory.max").read_text() == str(123 * MIB)

@@ -18,7 +18,8 @@ from typing import Any, Final, final
 import psutil
 
 from lowtide.errors import UsageError
-from lowtide.guard.memory import Fence, Tree
+from lowtide.guard.fence import Fence
+from lowtide.guard.memory import Tree
 from lowtide.probe import beat
 from lowtide.probe.beat import Beat
 from lowtide.probe.lend import lend

@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from lowtide.guard.keep import Generation, Live, Outcome
+from lowtide.guard.outcome import Generation, Live, Outcome
 from lowtide.report.terminal import console
 from lowtide.store import ProcessRow, Writer
 from lowtide.units import format_bytes, format_seconds
