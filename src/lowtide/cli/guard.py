@@ -10,7 +10,7 @@ from typing import Any, cast
 import click
 
 from lowtide.cli.launch import check_alone, check_folder, write_json
-from lowtide.cli.script import ScriptOrCommand, command_of
+from lowtide.cli.script import ScriptOrCommand, command_of, takes_script
 from lowtide.errors import UsageError
 from lowtide.units import parse_bytes
 
@@ -54,9 +54,7 @@ from lowtide.units import parse_bytes
 @click.option("--tensorboard", metavar="FOLDER", help="Write scalars.")
 @click.option("--json", "json_file", metavar="FILE", help="Write every figure.")
 @click.option("--quiet", is_flag=True, help="No panel, no summary.")
-@click.option("-m", "module", is_flag=True, help="SCRIPT is a module name, as in python -m.")
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@takes_script
 def guard(
     *,
     memory: str | None,

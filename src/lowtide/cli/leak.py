@@ -13,7 +13,7 @@ from typing import Any, Final
 import click
 
 from lowtide.cli.launch import check_alone, check_folder, write_json
-from lowtide.cli.script import ScriptOrCommand, command_of
+from lowtide.cli.script import ScriptOrCommand, command_of, takes_script
 from lowtide.errors import UsageError
 from lowtide.leak.watch import Progress, Watch, Watched, end_on_sigterm
 from lowtide.units import parse_bytes
@@ -79,9 +79,7 @@ def tolerance_of(tolerance: str | None, memory_left: str | None, planned_steps: 
 @click.option("--json", "json_file", metavar="FILE", help="Write every figure.")
 @click.option("--html", "html_file", metavar="FILE", help="Write a page with the curves.")
 @click.option("--quiet", is_flag=True, help="No summary, no progress, and not the program's own output.")
-@click.option("-m", "module", is_flag=True, help="SCRIPT is a module name, as in python -m.")
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@takes_script
 def leak(
     *,
     steps: int,

@@ -58,7 +58,7 @@ class _Process:
             [sys.executable, "-m", "lowtide.data.worker", *map(str, files)],
             pass_fds=files,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "LOWTIDE_PROBE": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         theirs.close()
         self._turn = 0
@@ -178,8 +178,8 @@ class _Readers:
                     self.dropped += 1
                 self.now.ask(name, *arguments)
                 value = self.now.answer()
-            except (EOFError, OSError) as error:
-                if not self.died(error):
+            except (EOFError, OSError):
+                if not self.died():
                     raise
                 continue
             if self.grown():
@@ -187,11 +187,10 @@ class _Readers:
             return value
         raise ReaderError(f"the process that reads died {TRIES} times of {name}{arguments}: is there memory for one read?")
 
-    def died(self, error: BaseException) -> bool:
+    def died(self) -> bool:
         """Go on with another, if the process has gone; an error of the same type may be the data set's own."""
         if not self.now.gone():
             return False
-        del error
         self.now.close()
         self.now = self._next(generators())
         return True
@@ -371,9 +370,9 @@ class _Ahead:
         while self._going:
             try:
                 self._exchange()
-            except (EOFError, OSError) as error:
+            except (EOFError, OSError):
                 self._died += 1
-                if not self._line.died(error):
+                if not self._line.died():
                     raise
                 if self._died >= TRIES:
                     raise ReaderError(f"the process that reads died {TRIES} times of the same item") from None

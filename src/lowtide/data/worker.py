@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Generator, Iterator
 from multiprocessing.connection import Connection
@@ -12,7 +11,7 @@ from typing import Any, Final
 
 from lowtide.checkpoint.parts import set_random_state
 from lowtide.data.wire import Slot, generators, receive, send
-from lowtide.probe.counters import Kernel, set_sizes
+from lowtide.probe.counters import Shares
 from lowtide.probe.marks import WhenImported
 
 COST: Final = 50
@@ -26,7 +25,7 @@ def main() -> None:
     sys.path[:] = receive(connection, None)
     reader = _Reader(receive(connection, slots[0]))
     turn = 0
-    size = _Size()
+    size, own = Shares(COST), (os.getpid(),)
     send(connection, slots[0], None)
     while True:
         try:
@@ -38,11 +37,11 @@ def main() -> None:
         except BaseException as error:
             value = (False, _told(error))
         try:
-            send(connection, slots[turn], (*value, size.now()))
+            send(connection, slots[turn], (*value, size.read(own)[0]))
         except OSError:
             return
         except Exception as error:  # what was read cannot be sent
-            send(connection, slots[turn], (False, _told(error), size.now()))
+            send(connection, slots[turn], (False, _told(error), size.read(own)[0]))
         del value
         turn = (turn + 1) % len(slots)
 
@@ -57,24 +56,6 @@ def _told(error: BaseException) -> tuple[BaseException | None, str]:
     except Exception:
         return None, text
     return error, text
-
-
-class _Size:
-    """The unique set size: walked now and then, and in between by what pages of no file have grown by."""
-
-    def __init__(self) -> None:
-        self._kernel = Kernel()
-        self._unique = self._then = 0
-        self._following = 0.0
-
-    def now(self) -> int:
-        """Bytes."""
-        began = time.monotonic()
-        private = self._kernel.private()
-        if began >= self._following:
-            self._unique, self._then = set_sizes(os.getpid())[0], private
-            self._following = time.monotonic() + COST * (time.monotonic() - began)
-        return self._unique + private - self._then
 
 
 class _Reader:

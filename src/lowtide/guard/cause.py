@@ -40,7 +40,6 @@ class Ending:
         code: exit code; negative: the signal.
         ours: the cause, where the guard itself killed it.
         passed_on: signal that a person sent to the guard, which passed it on; 0 for none.
-        asked: whether it had been asked to stop.
         kills_within: processes that the kernel killed in its cgroup; None where nobody counts.
         kills_machine: that it killed on the whole machine meanwhile; None where it does not tell.
         named: whether the kernel's log names one of its processes; None where the log cannot be read.
@@ -54,7 +53,6 @@ class Ending:
     code: int
     ours: Cause | None = None
     passed_on: int = 0
-    asked: bool = False
     kills_within: int | None = None
     kills_machine: int | None = None
     named: bool | None = None

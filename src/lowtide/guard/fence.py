@@ -55,9 +55,15 @@ def room() -> int:
 
 
 class Fence(Protocol):
-    """A limit on a tree of processes."""
+    """A limit on a tree of processes.
+
+    Attributes:
+        kind: as people are told.
+        alone: whether `kills` counts nobody else's processes.
+    """
 
     kind: str
+    alone: bool
 
     def enter(self) -> None:
         """In the new process, before its program begins."""
@@ -66,17 +72,17 @@ class Fence(Protocol):
         """Bytes that count against the limit; None where the fence does not tell."""
 
     def kills(self) -> int | None:
-        """Processes within that were killed at the limit so far; None where nobody counts."""
+        """Processes that the kernel killed for want of memory so far; None where nobody counts."""
 
     def remove(self) -> None:
         """Once all processes within are gone."""
 
 
-@final
 class Watching:
     """No limit of the system's: the guard watches, and kills what crosses the cap."""
 
     kind = "watch"
+    alone = False
 
     def enter(self) -> None:
         """Nothing to do."""
@@ -86,15 +92,15 @@ class Watching:
         return None
 
     def kills(self) -> int | None:
-        """Unknown."""
-        return None
+        """In the cgroup in which we all are."""
+        return own_kills()
 
     def remove(self) -> None:
         """Nothing to do."""
 
 
 @final
-class DataLimit:
+class DataLimit(Watching):
     """``RLIMIT_DATA``: each process's private writable memory; allocations beyond fail, nothing is killed."""
 
     kind = "rlimit"
@@ -104,19 +110,8 @@ class DataLimit:
         self._size = size
 
     def enter(self) -> None:
-        """Set it."""
+        """Set it; it goes with the process."""
         resource.setrlimit(resource.RLIMIT_DATA, (self._size, self._size))
-
-    def used(self) -> int | None:
-        """Unknown."""
-        return None
-
-    def kills(self) -> int | None:
-        """Nothing is killed."""
-        return 0
-
-    def remove(self) -> None:
-        """It goes with the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +139,7 @@ class Cgroup:
     folder: Path
     words: _Words
     kind: str = field(default="cgroup")
+    alone: bool = field(default=True)
 
     def enter(self) -> None:
         """Go in."""

@@ -15,14 +15,12 @@ from typing import Any, Final, Literal, final
 from lowtide.errors import UsageError
 from lowtide.guard.cause import Cause, Ending, why
 from lowtide.guard.fence import (
-    Cgroup,
     DataLimit,
     Fence,
     Watching,
     cgroup,
     machine_kills,
     named_by_kernel,
-    own_kills,
     room,
 )
 from lowtide.guard.forecast import Forecast, Growth
@@ -164,7 +162,7 @@ class Keeper:
         number = len(self._done)
         fence = fence_of(self._settings, number)
         self._kind = "none" if self._settings.cap_bytes is None else fence.kind
-        kills, machine = _kills(fence), machine_kills()
+        kills, machine = fence.kills(), machine_kills()
         try:
             with Guarded(self._settings.command, generation=number, rule=self._settings.rule.text, fence=fence) as process:
                 watched = _Watched(process, fence, self._cap)
@@ -178,13 +176,12 @@ class Keeper:
                     saved=stopped,
                     ours=watched.ours,
                     passed_on=self._signals[0] if self._signals else 0,
-                    asked=bool(watched.asked),
-                    kills_within=_risen(_kills(fence), kills),
+                    kills_within=_risen(fence.kills(), kills),
                     kills_machine=_risen(machine_kills(), machine),
                     named=named_by_kernel(watched.pids, process.began) if code else None,
                     memory_error=any(e["memory"] for e in errors),
                     error=errors[0]["error"] if errors else "",
-                    counted_alone=isinstance(fence, Cgroup),
+                    counted_alone=fence.alone,
                     rank_lost=process.rank_lost(beats) if code else -1,
                 )
                 return watched.generation(number, ending, waited, beats, errors)
@@ -291,7 +288,7 @@ class _Watched:
         beats = self.process.beats()
         self.pids.update(self.process.tree.found)
         self.process.rank_lost(beats)
-        self._beat = max(beats.values(), key=lambda b: (b.points, b.steps), default=Beat())
+        self._beat = _furthest(beats)
         began = self._beat.first_point or self._beat.first_step  # what comes before is start-up
         if began or not beats:
             self._forecast.add(r.seconds, r.bytes)
@@ -350,7 +347,7 @@ class _Watched:
         self, number: int, ending: Ending, waited: float, beats: dict[int, Beat], errors: list[dict[str, Any]]
     ) -> Generation:
         """What is kept of it."""
-        told = max(beats.values(), key=lambda b: (b.points, b.steps), default=Beat())
+        told = _furthest(beats)
         now = time.monotonic()
         firsts = [t for t in (told.first_step, told.first_point) if t]
         return Generation(
@@ -375,8 +372,8 @@ class _Watched:
         )
 
 
-def _kills(fence: Fence) -> int | None:
-    return fence.kills() if isinstance(fence, Cgroup) else own_kills()
+def _furthest(beats: dict[int, Beat]) -> Beat:
+    return max(beats.values(), key=lambda b: (b.points, b.steps), default=Beat())
 
 
 def _risen(now: int | None, before: int | None) -> int | None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import resource
+import functools
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
 import psutil
 
 from lowtide.guard.fence import Fence
-from lowtide.probe.counters import set_sizes
+from lowtide.probe.counters import Shares
 
-_PAGE: Final = resource.getpagesize()
 SHARES_COST: Final = 100
 """Processes are listed, and their pages walked, no more often than costs a hundredth of the time each."""
 
@@ -51,9 +50,8 @@ class Tree:
         """Nothing is read yet."""
         self._own = psutil.Process()
         self._found: tuple[int, ...] = ()
-        self._shares = (0, 0)
-        self._walked: dict[int, int] = {}
-        self._next_list = self._next_shares = 0.0
+        self._shares = Shares(SHARES_COST)
+        self._next_list = 0.0
 
     def pids(self) -> tuple[int, ...]:
         """The descendants that live, those that only wait to be reaped left out."""
@@ -80,38 +78,17 @@ class Tree:
         if exactly or now >= self._next_list:
             self._found = self.pids()
             self._next_list = time.monotonic() + SHARES_COST * (time.monotonic() - now)
-        pages = {pid: _pages(pid) for pid in self._found}
-        resident = sum(p[0] for p in pages.values())
-        now = time.monotonic()
-        if exactly or now >= self._next_shares or not self._walked.keys() >= pages.keys():
-            sizes = [set_sizes(pid) for pid in self._found]
-            unique, proportional = (sum(max(0, s[i]) for s in sizes) for i in (0, 1))
-            self._shares, self._walked = (unique, proportional), {pid: p[1] for pid, p in pages.items()}
-            self._next_shares = time.monotonic() + SHARES_COST * (time.monotonic() - now)
-        unique, proportional = self._shares
-        # between two walks, what each process's pages of no file have grown by; those that have gone gave theirs back
-        grown = sum(pages[pid][1] - then if pid in pages else 0 for pid, then in self._walked.items())
-        size = max(0, proportional + grown)
+        unique, proportional, resident = self._shares.read(self._found, exactly=exactly)
         used = fence.used()
         return Reading(
             seconds=time.monotonic(),
-            bytes=size if used is None else used,
-            unique_bytes=max(0, unique + grown),
+            bytes=proportional if used is None else used,
+            unique_bytes=unique,
             resident_bytes=resident,
             device_bytes=_device(set(self._found)),
             processes=len(self._found),
             pressure=pressure(),
         )
-
-
-def _pages(pid: int) -> tuple[int, int]:
-    """Resident bytes of a process, and of these what is mapped from no file and shared with none but forks."""
-    try:
-        with open(f"/proc/{pid}/statm", "rb") as file:  # noqa: PTH123 - many times a second
-            fields = file.read().split()
-    except OSError:
-        return 0, 0
-    return (int(fields[1]) * _PAGE, (int(fields[1]) - int(fields[2])) * _PAGE) if len(fields) > 2 else (0, 0)
 
 
 def pressure() -> float:
@@ -121,16 +98,28 @@ def pressure() -> float:
     return 0.0
 
 
-def _device(pids: set[int]) -> int:
-    """Bytes that these processes take on CUDA devices; 0 where NVML is not there (``pip install nvidia-ml-py``)."""
+@functools.cache
+def _nvml() -> Any:
+    """NVML, ready; None where it is not there (``pip install nvidia-ml-py``). Looked for once, not ten times a second."""
     try:
         import pynvml
     except ImportError:
-        return 0
+        return None
     try:
         pynvml.nvmlInit()
-        devices = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        found = [p for d in devices for p in pynvml.nvmlDeviceGetComputeRunningProcesses(d)]
-        return sum(p.usedGpuMemory or 0 for p in found if p.pid in pids)
     except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+def _device(pids: set[int]) -> int:
+    """Bytes that these processes take on CUDA devices; 0 where NVML does not tell."""
+    nvml = _nvml()
+    if nvml is None:
+        return 0
+    try:
+        devices = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        found = [p for d in devices for p in nvml.nvmlDeviceGetComputeRunningProcesses(d)]
+        return sum(p.usedGpuMemory or 0 for p in found if p.pid in pids)
+    except nvml.NVMLError:
         return 0

@@ -87,10 +87,11 @@ class Guarded:
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs. Reaps what was adopted."""
-        for child in psutil.Process().children():
-            with contextlib.suppress(psutil.Error, ChildProcessError):
-                if child.pid != self._process.pid and child.status() == psutil.STATUS_ZOMBIE:
-                    os.waitpid(child.pid, os.WNOHANG)
+        with contextlib.suppress(ChildProcessError):  # there are none
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if ended.si_pid == self._process.pid:  # its own code is for `subprocess` to take
+                    break
+                os.waitpid(ended.si_pid, os.WNOHANG)
         return self._process.poll()
 
     def kill(self) -> None:
@@ -162,11 +163,9 @@ class Guarded:
     def rank_lost(self, beats: Mapping[int, Beat]) -> int:
         """The rank that was first seen to have gone without a word; -1 for none."""
         if self._lost is None:
-            said = {ending["pid"] for ending in self.endings()}
-            for pid, told in beats.items():
-                if told.rank >= 0 and not told.stopped and pid not in said and not _lives(pid):
-                    self._lost = int(told.rank)
-                    break
+            gone = {pid: b for pid, b in beats.items() if b.rank >= 0 and not b.stopped and not _lives(pid)}
+            said = {ending["pid"] for ending in self.endings()} if gone else set()
+            self._lost = next((int(b.rank) for pid, b in gone.items() if pid not in said), None)
         return -1 if self._lost is None else self._lost
 
 

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 ABSENT: Final = -1
@@ -198,13 +198,6 @@ class Kernel:
         fields = os.pread(self._statm, 128, 0).split()
         return int(fields[5]) * _PAGE, int(fields[0]) * _PAGE, int(fields[1]) * _PAGE
 
-    def private(self) -> int:
-        """Resident bytes of pages of no file and of no shared memory."""
-        if os.getpid() != self._pid:
-            self._open()
-        fields = os.pread(self._statm, 128, 0).split()
-        return (int(fields[1]) - int(fields[2])) * _PAGE
-
     def resident(self) -> tuple[int, int, int]:
         """Resident bytes: anonymous, of files, shared."""
         text = os.pread(self._status, 4096, 0)
@@ -241,6 +234,48 @@ def set_sizes(pid: int) -> tuple[int, int]:
         name, _, rest = line.partition(b":")
         sizes[name] = int(rest.split()[0]) * 1024
     return sizes.get(b"Private_Clean", 0) + sizes.get(b"Private_Dirty", 0), sizes.get(b"Pss", ABSENT)
+
+
+def pages(pid: int) -> tuple[int, int]:
+    """Resident bytes of a process, and of these what is mapped from no file and is no shared memory."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            fields = file.read().split()
+    except OSError:
+        return 0, 0
+    return (int(fields[1]) * _PAGE, (int(fields[1]) - int(fields[2])) * _PAGE) if len(fields) > 2 else (0, 0)
+
+
+@final
+class Shares:
+    """Unique and proportional set size of some processes: walked now and then, and in between by what their pages of no file
+    have grown by.
+    """
+
+    def __init__(self, cost: int) -> None:
+        """Nothing is read yet.
+
+        Args:
+            cost: pages are walked no more often than takes one part in so many of the time, but at once for a new process.
+        """
+        self._cost = cost
+        self._unique = self._proportional = 0
+        self._walked: dict[int, int] = {}
+        self._next = 0.0
+
+    def read(self, pids: Sequence[int], *, exactly: bool = False) -> tuple[int, int, int]:
+        """Unique, proportional and resident bytes of all together; ``exactly`` walks whatever that costs."""
+        found = {pid: pages(pid) for pid in pids}
+        now = time.monotonic()
+        if exactly or now >= self._next or not self._walked.keys() >= found.keys():
+            sizes = [set_sizes(pid) for pid in pids]
+            self._unique, self._proportional = (sum(max(0, s[i]) for s in sizes) for i in (0, 1))
+            self._walked = {pid: private for pid, (_, private) in found.items()}
+            self._next = time.monotonic() + self._cost * (time.monotonic() - now)
+        # a process that has gone gave back what it had since: that is seen at the next walk
+        grown = sum(found[pid][1] - then for pid, then in self._walked.items() if pid in found)
+        resident = sum(size for size, _ in found.values())
+        return max(0, self._unique + grown), max(0, self._proportional + grown), resident
 
 
 def cuda() -> tuple[int, int]:
