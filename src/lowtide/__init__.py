@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.errors import (
     BudgetError,
     CheckpointError,
+    LeverError,
     LowtideError,
     MicroBatchError,
     ReaderError,
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "BudgetError", "CheckpointError", "LowtideError", "MicroBatchError", "ReaderError", "RecordingError", "ReplayError",
-    "SizeError", "UsageError", "__version__", "budget", "checkpoint", "data", "micro_batched", "record", "step",
+    "BudgetError", "CheckpointError", "LeverError", "LowtideError", "MicroBatchError", "ReaderError", "RecordingError",
+    "ReplayError", "SizeError", "UsageError", "__version__", "budget", "checkpoint", "data", "micro_batched", "record", "step",
 ]
 
 

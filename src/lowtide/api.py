@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from lowtide.allowed import parse_levers
 from lowtide.errors import UsageError
 from lowtide.live import watch
 from lowtide.live.outcome import Outcome
@@ -31,13 +32,7 @@ class Budgeted:
     @property
     def outcome(self) -> Outcome:
         """Budget, steps and plan."""
-        runtime = self._runtime
-        return Outcome(
-            budget_bytes=runtime.budget_bytes,
-            steps=tuple(runtime.steps),
-            plan=runtime.figures,
-            exact=runtime.meter.exact,
-        )
+        return self._runtime.outcome()
 
     @property
     def plan(self) -> Plan | None:
@@ -47,7 +42,13 @@ class Budgeted:
 
 @contextlib.contextmanager
 def budget(
-    size: str | Size | None, *, keep: tuple[str, ...] = (), plan: Plan | None = None, offload: bool = True
+    size: str | Size | None,
+    *,
+    keep: tuple[str, ...] = (),
+    plan: Plan | None = None,
+    offload: bool = True,
+    allow: tuple[str, ...] = (),
+    without: tuple[str, ...] = (),
 ) -> Iterator[Budgeted]:
     """Train within so many bytes: a context manager, and a decorator.
 
@@ -56,16 +57,22 @@ def budget(
         keep: module paths whose saved values are never dropped.
         plan: a plan to begin with (``lowtide.planner.load_plan``).
         offload: whether values may be moved to the second board (a file in ``TMPDIR``; pinned host memory for CUDA).
+        allow: levers that may be used (:mod:`lowtide.allowed`); those that are exact are used where they are needed anyhow.
+        without: levers that must not be used.
 
     Raises:
         SizeError: if the size cannot be read.
-        UsageError: if a budget is in force already.
+        UsageError: if a budget is in force already, or there is no such lever.
         BudgetError: at the beginning of the second step, if the budget cannot be held.
     """
     if _running:
         raise UsageError("a budget is in force already (or a recording is made): leave it before another begins")
     asked = parse_budget(size) if isinstance(size, str) else size
-    runtime = Runtime(Settings(budget=asked, keep=keep, plan=plan, offload=offload))
+    runtime = Runtime(
+        Settings(
+            budget=asked, keep=keep, plan=plan, offload=offload, allow=parse_levers(allow), without=parse_levers(without)
+        )
+    )
     _running.append(runtime)
     runtime.start()
     try:

@@ -11,6 +11,7 @@
     ├── MicroBatchError       a batch that does not fit even one sample at a time, or cannot be split
     ├── ReaderError           data that cannot be read, or a reader that fails
     ├── BudgetError           the budget cannot be held; the command line exits with 1
+    ├── LeverError            a lever is no longer exact for what the script does; raised instead of a wrong result
     ├── ReplayError           a dropped value cannot be made again bit for bit; raised instead of a wrong gradient
     └── StructureError        a problem or a decision that breaks the rules of the game
 
@@ -59,6 +60,10 @@ class BudgetError(LowtideError):
         self.budget_bytes = budget_bytes
         self.bound_bytes = bound_bytes
         self.lowest_bytes = lowest_bytes
+
+
+class LeverError(LowtideError):
+    """A lever is no longer exact for what the script does, or cannot be used as asked."""
 
 
 class ReplayError(LowtideError):

@@ -15,7 +15,7 @@ import lowtide
 SOURCE = Path(lowtide.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "", "units"),
+    ("errors", "", "units", "allowed"),
     (
         "trace", "store", "probe.marks", "probe.counters", "probe.census", "probe.arms", "probe.sampler", "probe.catalogue", "probe.beat",
         "probe.lend", "probe.site.sitecustomize",
@@ -55,6 +55,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "live.native",
         "live.coarse",
         "live.outcome",
+        "live.kind",
         "live.heap",
         "live.board",
         "live.steps",
@@ -73,8 +74,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "live.full",
         "live.lean",
         "live.agree",
-        "live.kind",
         "live.verdict",
+        "live.slices",
+        "live.update",
         "live.runtime",
         "live.watch",
         "live.agent",

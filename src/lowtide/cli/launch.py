@@ -29,6 +29,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
         budget: as the user wrote it.
         keep: modules whose values are never dropped.
         offload: whether values may be moved.
+        allow, without: levers, by name.
         plan, save_plan, json: files; None where not asked for.
         quiet: no summary.
     """
@@ -36,6 +37,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     budget: str
     keep: tuple[str, ...]
     offload: bool
+    allow: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
     plan: str | None
     save_plan: str | None
     json: str | None

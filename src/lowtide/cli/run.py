@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import click
 
+from lowtide.allowed import parse_levers
 from lowtide.cli.launch import PRELOAD, RunOptions, Task, become, check_alone, check_folder, check_target
 from lowtide.cli.script import takes_script
 from lowtide.errors import UsageError
@@ -18,6 +19,8 @@ from lowtide.units import parse_budget
 @click.option("--budget", required=True, metavar="SIZE", help="900MiB, 6GiB, 2GB, bytes, 50%, or auto (CUDA).")
 @click.option("--keep", multiple=True, metavar="MODULE", help="Never drop what this module saves (repeatable).")
 @click.option("--offload/--no-offload", default=True, help="Whether values may be moved to a file (CUDA: to the host).")
+@click.option("--allow", multiple=True, metavar="NAME,...", help="Levers that may be used; `--levers` lists them.")
+@click.option("--without", multiple=True, metavar="NAME,...", help="Levers that must not be used, though they are exact.")
 @click.option("--plan", metavar="FILE", help="Begin with a plan written by --save-plan.")
 @click.option("--save-plan", metavar="FILE", help="Write the plan in force at the end.")
 @click.option("--json", "json_file", metavar="FILE", help="Write the figures of the run.")
@@ -28,6 +31,8 @@ def run(
     budget: str,
     keep: tuple[str, ...],
     offload: bool,
+    allow: tuple[str, ...],
+    without: tuple[str, ...],
     plan: str | None,
     save_plan: str | None,
     json_file: str | None,
@@ -43,6 +48,10 @@ def run(
     """
     check_alone()
     parse_budget(budget)
+    allowed, excluded = parse_levers(allow), parse_levers(without)
+    both = allowed & excluded
+    if both:
+        raise UsageError(f"{', '.join(sorted(both))}: both allowed and excluded")
     check_target(script, module=module)
     if plan is not None and not Path(plan).is_file():
         raise UsageError(f"no such plan: {plan}")
@@ -55,7 +64,15 @@ def run(
             arguments=arguments,
             preload=os.environ.get(PRELOAD),
             options=RunOptions(
-                budget=budget, keep=keep, offload=offload, plan=plan, save_plan=save_plan, json=json_file, quiet=quiet
+                budget=budget,
+                keep=keep,
+                offload=offload,
+                allow=tuple(sorted(allowed)),
+                without=tuple(sorted(excluded)),
+                plan=plan,
+                save_plan=save_plan,
+                json=json_file,
+                quiet=quiet,
             ),
         )
     )

@@ -106,6 +106,8 @@ class _Budget:
                 budget=parse_budget(options.budget),
                 keep=options.keep,
                 offload=options.offload,
+                allow=frozenset(options.allow),
+                without=frozenset(options.without),
                 plan=None if options.plan is None else load_plan(Path(options.plan)),
                 refusal=_refusal,
             )
@@ -114,18 +116,12 @@ class _Budget:
 
     def finish(self, code: int, _: BaseException | None = None) -> None:
         """Stop watching; write and show the figures."""
-        from lowtide.live.outcome import Outcome
         from lowtide.planner import save_plan
         from lowtide.report.terminal import show_outcome
 
         runtime, options = self.runtime, self._options
         runtime.stop()
-        outcome = Outcome(
-            budget_bytes=runtime.budget_bytes,
-            steps=tuple(runtime.steps),
-            plan=runtime.figures,
-            exact=runtime.meter.exact,
-        )
+        outcome = runtime.outcome()
         if options.json is not None:
             write_json(options.json + _rank_suffix(), outcome.to_json(code))
         if options.save_plan is not None and runtime.plan is not None:

@@ -189,8 +189,8 @@ class FullMode(Mode):
         """Values that depend on what is about to be overwritten, and could not be made again later, are made now."""
         for item, _ in written_by(info, args, kwargs):
             value = self._value(item)
-            if self.guard is not None and self.guard.guards(item):
-                self.guard.hold_all()
+            if self.guard is not None:
+                self.guard.will_write(item)
             if value is not None and (value.record is None or value.tensor is not None):
                 self.evictor.before_write(value)
 

@@ -295,6 +295,7 @@ class LeanMode(Mode):
         self._left = False
         self.keeps: list[weakref.ref[Kept | Anchor]] = []
         self._guards: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._readers: dict[int, list[weakref.ref[Anchor]]] = {}
         self._writes = script.writes
         self._funcs = script.funcs
         self._acts = script.acts
@@ -362,8 +363,27 @@ class LeanMode(Mode):
         """Whether a replay of this unit may still read what a tensor shows."""
         if not is_plain(tensor):
             return False
-        found = self._guards.get(tensor.untyped_storage()._cdata)
-        return found is not None and found() is not None
+        address = tensor.untyped_storage()._cdata
+        found = self._guards.get(address)
+        return (found is not None and found() is not None) or self._is_read(address)
+
+    def _is_read(self, address: int) -> bool:
+        """Whether a replay that may still come reads a storage that it cannot make again."""
+        return any(ref() is not None for ref in self._readers.get(address, ()))
+
+    def will_write(self, tensor: torch.Tensor) -> None:
+        """Somebody is about to write in a backward: what may still be asked for and depends on these bytes is made now."""
+        if not is_plain(tensor):
+            return
+        address = tensor.untyped_storage()._cdata
+        found = self._guards.get(address)
+        if found is not None and found() is not None:
+            self.hold_all()
+        elif self._is_read(address):
+            for value in list(self.values.values()):
+                if value.saves and value.tensor is None and not value.superseded and _reads(value, address):
+                    self._hold(value)
+                    value.record = None
 
     def _strays(self, act: Act | None, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether an operator writes to other bytes of ours than it did when it was recorded."""
@@ -389,10 +409,13 @@ class LeanMode(Mode):
         self.run.holds_all = True
         for value in list(self.values.values()):
             if value.saves and value.tensor is None and not value.superseded:
-                storage = value.storage()
-                if storage is None:
-                    storage = remake(value, _Replayer(frozenset(), self.run.tally))
-                value.tensor = whole(storage)
+                self._hold(value)
+
+    def _hold(self, value: Value) -> None:
+        storage = value.storage()
+        if storage is None:
+            storage = remake(value, _Replayer(frozenset(), self.run.tally))
+        value.tensor = whole(storage)
 
     def _act(self, act: Act, func: Any, args: Any, kwargs: Any) -> Any:
         for number in act.moves:
@@ -422,10 +445,11 @@ class LeanMode(Mode):
                 value = Value(storage.nbytes(), None)
             argument = Argument(None if secret else value, tensor, anchored=secret or value is None)
             inputs.append(argument)
-            if not (writes or secret):
+            if argument.anchor is None and not (writes or secret):
                 self._guard(storage)
-            if argument.anchor is not None and not (writes or secret):
+            elif argument.anchor is not None and not (writes or secret):
                 self.keeps.append(weakref.ref(argument.anchor))
+                self._readers.setdefault(storage._cdata, []).append(weakref.ref(argument.anchor))
             if writes or secret:
                 overs.append((argument, _gone, writes and not covers_blindly(info, argument)))
             return argument
@@ -528,9 +552,28 @@ class GuardMode(Mode):
         if types and not PLAIN_TYPES.issuperset(types):
             return func(*args, **(kwargs or {})) if FakeTensor in types else NotImplemented
         info = info_of(func)
-        if info.writes_at and any(self._lean.guards(t) for t, _ in written_by(info, args, kwargs or {})):
-            self._lean.hold_all()
+        if info.writes_at:
+            for tensor, _ in written_by(info, args, kwargs or {}):
+                self._lean.will_write(tensor)
         return func(*args, **(kwargs or {}))
+
+
+def _reads(value: Value, address: int) -> bool:
+    """Whether making a value again would read a storage that cannot be made again."""
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        record = stack.pop().record
+        if record is None or id(record) in seen:
+            continue
+        seen.add(id(record))
+        for argument in record.inputs:
+            held = None if argument.anchor is None else argument.anchor.held
+            if held is not None and held.untyped_storage()._cdata == address:
+                return True
+            if argument.anchor is None and argument.value is not None and argument.value.tensor is None:
+                stack.append(argument.value)
+    return False
 
 
 def _gone() -> None:

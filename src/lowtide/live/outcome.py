@@ -64,6 +64,20 @@ class PlanFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeverFigures:
+    """What became of one lever (:mod:`lowtide.allowed`).
+
+    Attributes:
+        used: whether it changed how anything ran.
+        text: what it did, or why it did not.
+    """
+
+    name: str
+    used: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """A whole run."""
 
@@ -71,6 +85,7 @@ class Outcome:
     steps: tuple[StepFigures, ...]
     plan: PlanFigures | None
     exact: bool
+    levers: tuple[LeverFigures, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -98,5 +113,6 @@ class Outcome:
                 for s in self.steps
             ],
             "plan": None if self.plan is None else self.plan.to_json(),
+            "levers": [{"name": x.name, "used": x.used, "text": x.text} for x in self.levers],
             "exit_code": exit_code,
         }

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
+from lowtide.allowed import SLICES, UPDATE
 from lowtide.errors import BudgetError
 from lowtide.live import agree
 from lowtide.live.aside import Asides
@@ -26,16 +27,18 @@ from lowtide.live.board import FileBoard, PinnedBoard
 from lowtide.live.full import FullMode
 from lowtide.live.guard import LIBRARY_BYTES, SLACK_BYTES, Evictor, Tally
 from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
-from lowtide.live.kind import sibling_of, signature_of, tensors_in
+from lowtide.live.kind import grad_of, sibling_of, signature_of, tensors_in
 from lowtide.live.lean import GuardMode, LeanMode, LeanRun, Script, compile_script
 from lowtide.live.ledger import Ledger
 from lowtide.live.mode import tell_of_forks
-from lowtide.live.outcome import PlanFigures, StepFigures
+from lowtide.live.outcome import Outcome, PlanFigures, StepFigures
 from lowtide.live.patches import Patches
 from lowtide.live.recorder import Recorder
 from lowtide.live.saver import Saver
+from lowtide.live.slices import Slices
 from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
+from lowtide.live.update import Updates
 from lowtide.live.value import bytes_of
 from lowtide.live.verdict import figures_of, refusal
 from lowtide.pebble.eager.problem import Problem
@@ -113,6 +116,8 @@ class Settings:
         keep: modules whose values are never dropped.
         plan: a plan loaded from a file.
         offload: whether values may be moved to the second board.
+        allow: levers (:mod:`lowtide.allowed`) that may be used; exact ones are, where they are needed, without being named.
+        without: levers that must not be used.
         refusal: makes what is raised when the budget cannot be held; the :class:`BudgetError` itself by default.
     """
 
@@ -120,6 +125,8 @@ class Settings:
     keep: tuple[str, ...] = ()
     plan: Plan | None = None
     offload: bool = True
+    allow: frozenset[str] = frozenset()
+    without: frozenset[str] = frozenset()
     refusal: Callable[[BudgetError], BaseException] | None = None
 
 
@@ -145,6 +152,8 @@ class Runtime:
         self.stack = Stack()
         self.patches = Patches(self)
         self.asides = Asides(self.stack, self.clock)
+        self.updates = Updates(lambda: self.clock.phase, self._before_update)
+        self.slices = Slices(self._room)
         self.unit: Unit | None = None
         self.entries: dict[Any, list[Entry]] = {}
         self.recordings: dict[Any, int] = {}
@@ -185,6 +194,11 @@ class Runtime:
         self.clock.install()
         self.asides.install()
         self.patches.install()
+        settings = self.settings
+        if UPDATE not in settings.without and (settings.budget is not None or UPDATE in settings.allow):
+            self.updates.install(engaged=UPDATE in settings.allow)
+        if SLICES not in settings.without and (settings.budget is not None or SLICES in settings.allow):
+            self.slices.install()
         budget = self.settings.budget
         if isinstance(budget, int):
             self.budget_bytes = budget
@@ -202,6 +216,8 @@ class Runtime:
             self._end_unit()
         self._active = False
         self.full.passive = True
+        self.updates.remove()
+        self.slices.remove()
         self.stack.take()
         self.clock.remove()
         self.patches.remove()
@@ -211,6 +227,16 @@ class Runtime:
         if self._step_done or self._step_units:
             self._close_step()
         self.evictor.limit_bytes = 0
+
+    def outcome(self) -> Outcome:
+        """Figures of the run so far."""
+        return Outcome(
+            budget_bytes=self.budget_bytes,
+            steps=tuple(self.steps),
+            plan=self.figures,
+            exact=self.meter.exact,
+            levers=(*self.updates.figures(), *self.slices.figures()),
+        )
 
     def forked(self) -> None:
         """A child (a loader's worker) inherits the interpreter: it is not to be watched."""
@@ -255,11 +281,12 @@ class Runtime:
         if not self._active or not torch.is_grad_enabled() or os.getpid() != self._pid:
             return
         self._roots.add(module)
+        self.updates.root_begins()
         if isinstance(self.meter, (HeapMeter, LedgerMeter)) and torch.cuda.is_initialized():
             device = next((p.device for p in module.parameters() if p.is_cuda), None)
             if device is not None:
                 self._use_cuda(device)
-        signature = signature_of(module, args, kwargs)
+        signature = (*signature_of(module, args, kwargs), self.updates.engaged)
         if self.unit is not None:
             if not self._is_stale(self.unit, signature):
                 return
@@ -288,7 +315,7 @@ class Runtime:
         if self.clock.depth or self.clock.phase is not Phase.DATA:
             return None
         self._functional = True
-        self._begin_unit(("functional",))
+        self._begin_unit(("functional", self.updates.engaged))
         unit: Unit | None = self.unit
         return None if unit is None or unit.lean is None else unit.lean.pack
 
@@ -296,6 +323,13 @@ class Runtime:
         """Autograd's engine is about to run."""
         if not self._active:
             return
+        with self.updates.aside():
+            self._backward_begins()
+        self.updates.backward_begins(
+            own_code=self.script_code_in_backward or self._has_hooks(), recomputes=self.clock.recomputes
+        )
+
+    def _backward_begins(self) -> None:
         followed = self.clock.differentiable
         self.saver.keep_only = not followed
         unit = self.unit
@@ -332,14 +366,33 @@ class Runtime:
         """Whether a parameter or module of the script has a hook that runs in backward."""
         return any(
             m._backward_hooks or m._backward_pre_hooks
-            or any(p is not None and (p._backward_hooks or p._post_accumulate_grad_hooks) for p in m._parameters.values())
+            or any(p is not None and self._is_hooked(p) for p in m._parameters.values())
             for root in self._roots for m in root.modules()
         )
+
+    def _is_hooked(self, parameter: torch.Tensor) -> bool:
+        after = parameter._post_accumulate_grad_hooks
+        return bool(parameter._backward_hooks) or any(not self.updates.is_ours(hook) for hook in (after or {}).values())
+
+    def _before_update(self, parameter: torch.Tensor) -> None:
+        """A parameter is about to be updated within the backward."""
+        unit = self.unit
+        if unit is not None and unit.lean is not None and not unit.lean.lost:
+            unit.lean.will_write(parameter)
+
+    def _room(self) -> int | None:
+        """Bytes below the budget; None where there is none."""
+        return self.budget_bytes - self.meter.live() if self.budget_bytes else None
 
     def backward_ends(self) -> None:
         """Autograd's engine returned, or raised."""
         if not self._active:
             return
+        with self.updates.aside():
+            self._backward_ends()
+        self.updates.backward_ends()
+
+    def _backward_ends(self) -> None:
         self.saver.keep_only = False
         unit = self.unit
         if unit is None:
@@ -357,12 +410,14 @@ class Runtime:
     def optimizer_begins(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
         self._optimizers.add(optimizer)
+        self.updates.optimizer_begins(optimizer)
         if self.unit is not None and self.unit.lean is not None and not self.unit.lean.lost:
             self.stack.take()
 
-    def optimizer_ends(self) -> None:
+    def optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer stepped (perhaps from a hook within the backward)."""
         self._step_done = True
+        self.updates.optimizer_ends(optimizer)
         unit = self.unit
         if self.clock.phase is Phase.BACKWARD:
             return
@@ -396,10 +451,16 @@ class Runtime:
         self.figures = figures = figures_of(entry.problem, solution, base, self._between_bytes, self.resident_bytes())
         known = bool(self.entries.get(signature))
         crossed = any(s.overrun or s.peak_bytes > self.budget_bytes for s in self.steps[1:])
-        if self.budget_bytes and solution.state is None and crossed:
-            self._refuse(figures, proven=False)
-        if self.budget_bytes and self._cannot_be_held(figures, known=known, warm=self.recordings.get(signature, 0)):
-            self._refuse(figures, proven=True)
+        refused = bool(self.budget_bytes) and solution.state is None and crossed
+        proven = bool(self.budget_bytes) and self._cannot_be_held(
+            figures, known=known, warm=self.recordings.get(signature, 0))
+        if (refused or proven) and self.updates.can_engage():
+            self.updates.engage()
+            unit.signature = (*signature[:-1], True)
+            self._run_fully(unit, None)
+            return
+        if refused or proven:
+            self._refuse(figures, proven=proven and not refused)
         self.plan = plan_of(entry.problem, solution)
         exact = known and self._near(entry.trace.base_bytes, base, entry.problem.plain_peak)
         worn = self.recordings.get(signature, 0) >= SEEN_TWICE
@@ -593,13 +654,15 @@ class Runtime:
         if warm < SEEN_TWICE:
             doubt = max(TOLERANCE_BYTES, int(TOLERANCE_SHARE * figures.bound_peak_bytes)) + LIBRARY_BYTES
         if not known:
-            doubt += sum(bytes_of(p.grad) for root in self._roots for p in root.parameters() if p.grad is not None)
+            grads = (grad_of(p) for root in self._roots for p in root.parameters())
+            doubt += sum(bytes_of(g) for g in grads if g is not None)
         return figures.bound_peak_bytes - doubt > self.budget_bytes
 
     def _refuse(self, figures: PlanFigures, *, proven: bool) -> None:
         self.unit = None
         self._step_units = 0
-        self.refused = refusal(figures, self.budget_bytes, self._between_bytes, proven=proven)
+        self.refused = refusal(
+            figures, self.budget_bytes, self._between_bytes, proven=proven, declined=self.updates.reason)
         raise self.refused if self.settings.refusal is None else self.settings.refusal(self.refused)
 
     # --- steps -------------------------------------------------------------------------------------------------------

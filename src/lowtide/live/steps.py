@@ -40,7 +40,7 @@ class Listener(Protocol):
     def optimizer_begins(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
 
-    def optimizer_ends(self) -> None:
+    def optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer stepped."""
 
 
@@ -51,6 +51,7 @@ class Clock:
     Attributes:
         depth: how many module calls are open.
         detailed: whether every module call is followed (for paths), or only calls of known root modules.
+        recomputes: whether a module was ever called within a backward (``torch.utils.checkpoint``).
         differentiable: whether the backward that runs builds a graph of its own (``create_graph``): its operators are
             then a forward for the backward to come.
     """
@@ -63,6 +64,7 @@ class Clock:
         self.detailed = False
         self.differentiable = False
         self.optimizers_seen = False
+        self.recomputes = False
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
         self._always: list[Any] = []
@@ -145,6 +147,8 @@ class Clock:
     def _wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._in_backward:
+                self.recomputes = True
             if (self.depth and not self.detailed) or threading.get_ident() != self._owner:
                 return original(module, *args, **kwargs)
             return self._follow(original, module, args, kwargs)
@@ -226,9 +230,9 @@ class Clock:
             self.phase = self._rest = Phase.OPTIMIZER  # a closure's forward and backward may come in between
             self.listener.optimizer_begins(optimizer)
 
-    def _optimizer_post(self, *_: Any) -> None:
+    def _optimizer_post(self, optimizer: Any, *_: Any) -> None:
         if threading.get_ident() != self._owner:
             return
         if not self._in_backward:
             self.phase = self._rest = Phase.DATA
-        self.listener.optimizer_ends()
+        self.listener.optimizer_ends(optimizer)

@@ -37,7 +37,9 @@ def figures_of(
     )
 
 
-def refusal(figures: PlanFigures, budget_bytes: int, between_bytes: int, *, proven: bool) -> BudgetError:
+def refusal(
+    figures: PlanFigures, budget_bytes: int, between_bytes: int, *, proven: bool, declined: str = ""
+) -> BudgetError:
     """The error that says why a budget cannot be held, and what would lower the floor."""
     bound, lowest = figures.bound_peak_bytes, figures.lowest_peak_bytes
     if between_bytes >= bound:
@@ -50,6 +52,8 @@ def refusal(figures: PlanFigures, budget_bytes: int, between_bytes: int, *, prov
         f"{what} needs {format_bytes(bound)} ({bound} bytes) whatever is recomputed or moved" if proven
         else f"the lowest plan found needs {format_bytes(lowest)} ({lowest} bytes; the proven floor is {bound})"
     )
+    if declined:
+        advice += f"; gradients could not be consumed as they come: {declined}"
     return BudgetError(
         f"the budget of {format_bytes(budget_bytes)} cannot be held: {why}; what would lower it: {advice}",
         budget_bytes=budget_bytes,

@@ -383,7 +383,7 @@ class Watcher:
                 if parameter.grad is not None:
                     self._recognise(parameter.grad, Role.GRADIENT, f"{name}.grad")
 
-    def optimizer_ends(self) -> None:
+    def optimizer_ends(self, _: Any) -> None:
         """An optimizer stepped (perhaps from a hook within the backward)."""
         for optimizer in self._optimizers:
             if id(optimizer) not in self._stepped and optimizer.state:

@@ -1,0 +1,79 @@
+"""The levers of ``lowtide run``, by name: what lowers a step's memory besides recomputing and moving."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from lowtide.errors import UsageError
+
+UPDATE: Final = "update-in-backward"
+SLICES: Final = "sliced-update"
+LOSS: Final = "chunked-loss"
+PIECES: Final = "split-ops"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowed:
+    """One lever.
+
+    Attributes:
+        name: as in ``--allow``.
+        exact: whether the bits stay those of the plain run; such a lever is used without being asked for where it is needed.
+        text: what it does.
+        bits: what it does to the bits.
+    """
+
+    name: str
+    exact: bool
+    text: str
+    bits: str
+
+
+LEVERS: Final[dict[str, Allowed]] = {
+    known.name: known
+    for known in (
+        Allowed(
+            name=UPDATE,
+            exact=True,
+            text="each parameter updated in the backward, as soon as its gradient is whole, and the gradient let go",
+            bits="none: bit-equal",
+        ),
+        Allowed(
+            name=SLICES,
+            exact=True,
+            text="a foreach optimizer's update in slices whose temporaries fit",
+            bits="none: bit-equal",
+        ),
+        Allowed(
+            name=LOSS,
+            exact=False,
+            text="a wide linear layer and the cross entropy after it run piece by piece; the logits are never whole",
+            bits="the sums of the loss are rounded in another order",
+        ),
+        Allowed(
+            name=PIECES,
+            exact=False,
+            text="recurrent layers run over pieces of the sequence, attention over samples",
+            bits="the sums of weights' gradients are rounded in another order",
+        ),
+    )
+}
+
+
+def parse_levers(texts: Iterable[str]) -> frozenset[str]:
+    """Names meant by texts such as ``chunked-loss,split-ops``; ``exact`` and ``all`` stand for several.
+
+    Raises:
+        UsageError: if there is no such lever.
+    """
+    found: set[str] = set()
+    for name in (part.strip() for text in texts for part in text.split(",")):
+        if name in ("all", "exact"):
+            found |= {known.name for known in LEVERS.values() if known.exact or name == "all"}
+        elif name in LEVERS:
+            found.add(name)
+        else:
+            raise UsageError(f"no lever is called {name!r}: there are {', '.join(LEVERS)} (and `exact`, `all`)")
+    return frozenset(found)

@@ -1,0 +1,443 @@
+"""Gradients consumed as they come: each parameter updated as soon as its gradient is whole, and the gradient let go.
+
+Exact only where nobody looks at the gradients, or at the parameters, between the backward and the optimizer's step. That is
+found out, not assumed: a script is *watched* for whole steps first, and the lever is declined for the first thing it does that
+would not be the same. Once *engaged*, the same things are watched for as long as the script runs; whoever does one of them
+then gets a :class:`LeverError` before anything wrong is computed: a consumed gradient cannot be given back.
+
+The update itself is the optimizer's own code, run on one parameter; torch's optimizers treat each parameter alone
+(``torch/optim``: the single-tensor, foreach and fused kernels are element-wise), so the bits are those of the script's step.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final, final
+
+from torch.optim import optimizer as optim
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+import torch
+from lowtide.allowed import UPDATE
+from lowtide.errors import LeverError
+from lowtide.live.aside import Wraps
+from lowtide.live.kind import grad_of
+from lowtide.live.mode import Mode
+from lowtide.live.outcome import LeverFigures
+from lowtide.live.value import flatten, is_plain
+from lowtide.trace import Phase
+
+KNOWN: Final = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta,
+    torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
+)
+"""Optimizers that treat each parameter by itself and look at nothing but its gradient and its state."""
+
+_GRAD: Any = torch._C.TensorBase.grad
+_TORCH: Final = str(Path(torch.__file__).parent)
+_PACKAGE: Final = str(Path(__file__).resolve().parent.parent)
+_MODULES: Final = torch.nn.modules.module.__file__
+
+
+class Stage(Enum):
+    """How far the lever has come."""
+
+    WATCHING = "watching"
+    ENGAGED = "engaged"
+    DECLINED = "declined"
+    RESTING = "not needed"
+
+
+@final
+class Updates:
+    """The lever, for all optimizers of a process.
+
+    Attributes:
+        stage: how far it has come.
+        reason: why it was declined.
+        clean: steps seen from backward to update in which nothing spoke against it.
+        consumed: gradients so far.
+        updating: whether an update runs now within the backward.
+        before_update: told of a parameter that is about to be updated within the backward.
+    """
+
+    def __init__(self, phase: Callable[[], Phase], before_update: Callable[[torch.Tensor], None]) -> None:
+        """Watch nothing yet.
+
+        Args:
+            phase: what the script is doing.
+            before_update: see the attribute.
+        """
+        self.stage = Stage.RESTING
+        self.reason = ""
+        self.clean = 0
+        self.consumed = 0
+        self.updating = False
+        self.before_update = before_update
+        self._phase = phase
+        self._wraps = Wraps()
+        self._optimizers: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
+        self._owners: dict[int, tuple[weakref.ref[optim.Optimizer], dict[str, Any]]] = {}
+        self._hooks: list[Any] = []
+        self._gone: set[int] = set()
+        self._due: dict[int, list[dict[str, Any]]] = {}
+        self._whole: set[int] = set()
+        self._stepping = False
+        self._looker: _Looker | None = None
+
+    # --- on and off --------------------------------------------------------------------------------------------------
+
+    def install(self, *, engaged: bool) -> None:
+        """Begin to watch, or to act at once where the user asked for it by name."""
+        self.stage = Stage.ENGAGED if engaged else Stage.WATCHING
+        for found in gc.get_objects():
+            if issubclass(type(found), optim.Optimizer):
+                self._optimizers.add(found)
+        self._wraps.put(optim.Optimizer, "__init__", self._making)
+        self._wraps.put(optim.Optimizer, "zero_grad", self._zeroing)
+        self._wraps.put(torch.nn.Module, "zero_grad", self._zeroing)
+        torch.nn.Parameter.grad = property(self._get, self._set, self._delete)  # type: ignore[assignment, misc]
+        self._wraps.also(lambda: delattr(torch.nn.Parameter, "grad"))
+
+    def remove(self) -> None:
+        """Watch no more."""
+        self._look_away()
+        self._wraps.undo()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._owners = {}  # groups hold parameters
+        if self.stage is not Stage.DECLINED:
+            self.stage = Stage.RESTING
+
+    def engage(self) -> None:
+        """Act from the next backward on."""
+        self.stage = Stage.ENGAGED
+
+    def decline(self, reason: str) -> None:
+        """Never act in this process."""
+        self.stage, self.reason = Stage.DECLINED, reason
+        self.remove()
+
+    @property
+    def engaged(self) -> bool:
+        """Whether gradients are consumed."""
+        return self.stage is Stage.ENGAGED
+
+    def can_engage(self) -> bool:
+        """Whether a whole step was seen and nothing speaks against it."""
+        return self.stage is Stage.WATCHING and self.clean > 0
+
+    def is_ours(self, hook: Any) -> bool:
+        """Whether a hook on a parameter is this lever's."""
+        return getattr(hook, "__self__", None) is self
+
+    def figures(self) -> list[LeverFigures]:
+        """What became of the lever; nothing where it was not needed."""
+        if self.consumed:
+            return [LeverFigures(name=UPDATE, used=True, text=f"{self.consumed} gradients were consumed in the backward")]
+        return [LeverFigures(name=UPDATE, used=False, text=self.reason)] if self.reason else []
+
+    # --- what the script does ----------------------------------------------------------------------------------------
+
+    def backward_begins(self, *, own_code: bool, recomputes: bool) -> None:
+        """Autograd's engine is about to run.
+
+        Args:
+            own_code: whether code of the script runs in it (hooks, custom functions).
+            recomputes: whether modules are called in it (``torch.utils.checkpoint``): who reads parameters there is watched.
+        """
+        if self.stage not in (Stage.WATCHING, Stage.ENGAGED):
+            return
+        self._whole.clear()
+        if own_code:
+            self._against("code of its own (hooks or custom functions) runs in the backward")
+        elif self._stepping:
+            self._against("the optimizer is given a closure that runs the backward")
+        elif torch.distributed.is_available() and torch.distributed.is_initialized():
+            self._against("gradients are exchanged between processes")
+        elif self._gone or any(grad_of(p) is not None for o in self._optimizers for p in _parameters(o)):
+            self._against("gradients are summed over several backwards, or zeroed in place (zero_grad(set_to_none=False))")
+        elif self._due:
+            self._against("a backward is not followed by the optimizer's step")
+        else:
+            self._adopt()
+            if recomputes or self.stage is Stage.WATCHING:
+                self._look()
+
+    def backward_ends(self) -> None:
+        """Autograd's engine returned, or raised."""
+        if self.stage is Stage.WATCHING:
+            for optimizer in self._optimizers:
+                grads = [g for p in _parameters(optimizer) if (g := grad_of(p)) is not None]
+                if any(g.requires_grad for g in grads):
+                    self._against("gradients have a graph of their own")
+                    return
+                if grads:
+                    self._due[id(optimizer)] = _settings(optimizer)
+        if self.stage in (Stage.WATCHING, Stage.ENGAGED) and self._due:
+            self._look()
+        else:
+            self._look_away()
+
+    def root_begins(self) -> None:
+        """A module is called from outside any module."""
+        if self._due and self.stage in (Stage.WATCHING, Stage.ENGAGED):
+            self._against("a model is called between the backward and the optimizer's step")
+        self._look_away()
+
+    def optimizer_begins(self, optimizer: optim.Optimizer) -> None:
+        """The script calls an optimizer's step."""
+        if self.stage not in (Stage.WATCHING, Stage.ENGAGED):
+            return
+        self._look_away()
+        self._optimizers.add(optimizer)
+        self._stepping = True
+        before = self._due.get(id(optimizer))
+        if before is not None and not _same(before, _settings(optimizer)):
+            self._against("the optimizer's settings (such as the learning rate) change between the backward and its step")
+        elif before is None and any(id(p) in self._gone or grad_of(p) is not None for p in _parameters(optimizer)):
+            self._against("the optimizer steps twice on the same gradients")
+        elif self.stage is Stage.WATCHING:
+            why = _unfit(optimizer)
+            if why:
+                self._against(why)
+
+    def optimizer_ends(self, optimizer: optim.Optimizer) -> None:
+        """That step returned."""
+        self._stepping = False
+        if self._due.pop(id(optimizer), None) is not None and not self._due:
+            self.clean += 1
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    def _adopt(self) -> None:
+        """Know of each parameter which optimizer has it, and when its gradient is whole."""
+        self._owners = {}
+        put = getattr(torch.Tensor.register_post_accumulate_grad_hook, "__wrapped__",
+                      torch.Tensor.register_post_accumulate_grad_hook)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    if not isinstance(p, torch.nn.Parameter) or not p.requires_grad or not p.is_leaf:
+                        continue
+                    if id(p) in self._owners:
+                        self._against("two optimizers have the same parameter")
+                        return
+                    self._owners[id(p)] = weakref.ref(optimizer), group
+                    if not any(self.is_ours(hook) for hook in (p._post_accumulate_grad_hooks or {}).values()):
+                        self._hooks.append(put(p, self.gradient_is_whole))
+
+    def gradient_is_whole(self, parameter: torch.Tensor) -> None:
+        """Autograd has summed up a parameter's gradient: a hook."""
+        if self.stage is Stage.WATCHING:
+            self._whole.add(parameter.untyped_storage()._cdata)
+        if self.stage is not Stage.ENGAGED:
+            return
+        owner, group = self._owners.get(id(parameter), (None, None))
+        optimizer = None if owner is None else owner()
+        grad = grad_of(parameter)
+        if optimizer is None or group is None or grad is None or grad.requires_grad or _unfit(optimizer):
+            return
+        self._due.setdefault(id(optimizer), _settings(optimizer))
+        self.before_update(parameter)
+        self._whole.add(parameter.untyped_storage()._cdata)
+        self.updating = True
+        try:
+            _step(optimizer, group, parameter)
+        finally:
+            self.updating = False
+        _GRAD.__set__(parameter, None)
+        self._gone.add(id(parameter))
+        self.consumed += 1
+
+    def _get(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        found: torch.Tensor | None = _GRAD.__get__(parameter)
+        if self.updating or self._stepping:
+            return found
+        if self._phase() is Phase.ZERO_GRAD:
+            self._dropped(parameter, found)
+        elif self.stage is Stage.WATCHING:
+            if found is not None and not _moves_modules():
+                self._against("gradients are read")
+        elif id(parameter) in self._gone and not _moves_modules():
+            self._against("a gradient is read that was consumed")
+        return found
+
+    def _set(self, parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+        if value is None or self.updating or self._stepping:
+            if not (self.updating or self._stepping):
+                self._dropped(parameter, grad_of(parameter))
+        else:
+            self._against("gradients are set")
+        _GRAD.__set__(parameter, value)
+
+    def _delete(self, parameter: torch.Tensor) -> None:
+        self._dropped(parameter, grad_of(parameter))
+        _GRAD.__delete__(parameter)
+
+    def _dropped(self, parameter: torch.Tensor, grad: torch.Tensor | None) -> None:
+        """The script lets go of a gradient, or would if it were there."""
+        gone = id(parameter) in self._gone
+        if not gone and grad is None:
+            return
+        owner, _ = self._owners.get(id(parameter), (None, None))
+        optimizer = None if owner is None else owner()
+        if optimizer is not None and id(optimizer) in self._due:
+            self._against("gradients are dropped before the optimizer's step")
+        self._gone.discard(id(parameter))
+
+    def _making(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - stands for it
+            original(optimizer, *args, **kwargs)
+            self._optimizers.add(optimizer)
+
+        return __init__
+
+    def _zeroing(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def zero_grad(what: Any, set_to_none: bool = True) -> Any:  # noqa: FBT002 - torch's own signature
+            if not set_to_none and self._gone:
+                self._against("gradients are zeroed in place (zero_grad(set_to_none=False))")
+            return original(what, set_to_none)
+
+        return zero_grad
+
+    # --- parameters --------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        if self._looker is None:
+            self._looker = _Looker(self)
+            self._looker.__enter__()  # type: ignore[no-untyped-call]
+
+    def _look_away(self) -> None:
+        looker, self._looker = self._looker, None
+        if looker is not None:
+            looker.on = False
+            if _get_current_dispatch_mode() is looker:
+                looker.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """While other modes are put on or taken off: this one must not cover them."""
+        looking = self._looker is not None
+        self._look_away()
+        yield
+        if looking and self.stage in (Stage.WATCHING, Stage.ENGAGED):
+            self._look()
+
+    def look_at(self, func: Any, args: Any, kwargs: Any) -> None:
+        """An operator runs between the moment at which the first gradient is whole and the optimizer's step."""
+        if self.updating or not self._whole:
+            return
+        for item in flatten((*args, *kwargs.values())):
+            if isinstance(item, torch.Tensor) and is_plain(item) and item.untyped_storage()._cdata in self._whole:
+                self._against(f"parameters are used after their gradients are whole, before the optimizer's step ({func})")
+                return
+
+    def _against(self, reason: str) -> None:
+        """Something that would not be the same: decline, or raise once gradients were consumed."""
+        where = _where()
+        if self.stage is Stage.ENGAGED:
+            raise LeverError(
+                f"{UPDATE}: {reason}{where}, which it did not do before; a gradient that was consumed cannot be given back: "
+                f"run again with --without {UPDATE}"
+            )
+        if self.stage is Stage.WATCHING:
+            self.decline(f"{reason}{where}")
+
+
+@final
+class _Looker(Mode):
+    """Sees which parameters are used while they must not be."""
+
+    def __init__(self, updates: Updates) -> None:
+        super().__init__()
+        self._updates = updates
+        self.on = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """One operator."""
+        kwargs = kwargs or {}
+        if self.on:
+            self._updates.look_at(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _step(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
+    """The optimizer's own update, of one parameter."""
+    step = type(optimizer).step
+    while getattr(step, "hooked", False):  # step hooks are the script's call's
+        step = step.__wrapped__
+    groups, parameters = optimizer.param_groups, group["params"]
+    optimizer.param_groups, group["params"] = [group], [parameter]
+    try:
+        with torch.no_grad(), torch.autocast(parameter.device.type, enabled=False):
+            step(optimizer)
+    finally:
+        optimizer.param_groups, group["params"] = groups, parameters
+
+
+def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _unfit(optimizer: Any) -> str:
+    """Why an optimizer's parameters cannot be updated one by one; empty if they can."""
+    if type(optimizer) not in KNOWN:
+        return f"{type(optimizer).__name__} is not an optimizer known to treat each parameter by itself"
+    own = vars(optimizer).get("step")
+    if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):
+        return "the optimizer's step was replaced"
+    ours = 1  # the clock's
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or any(
+        len(hooks) > ours for hooks in (optim._global_optimizer_pre_hooks, optim._global_optimizer_post_hooks)
+    ):
+        return "the optimizer has step hooks"
+    if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
+        return "the optimizer is differentiable or capturable"
+    return ""
+
+
+def _settings(optimizer: Any) -> list[dict[str, Any]]:
+    """All that an update depends on besides gradients and state."""
+    return [
+        {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
+    if len(a) != len(b) or any(x.keys() != y.keys() for x, y in zip(a, b, strict=True)):
+        return False
+    for x, y in zip(a, b, strict=True):
+        for k in x:
+            if isinstance(x[k], torch.Tensor) or isinstance(y[k], torch.Tensor):
+                with suppress(TypeError):
+                    if torch.equal(x[k], y[k]):
+                        continue
+                return False
+            if x[k] != y[k]:
+                return False
+    return True
+
+
+def _moves_modules() -> bool:
+    """Whether ``nn.Module`` itself asks, to move or convert parameters with their gradients."""
+    return sys._getframe(2).f_code.co_filename == _MODULES
+
+
+def _where() -> str:
+    """The script's own line, for people."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _PACKAGE)):
+        frame = frame.f_back  # type: ignore[assignment]
+    return "" if frame is None else f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"

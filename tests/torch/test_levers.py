@@ -1,0 +1,336 @@
+"""Laws: an exact lever gives the plain run's bits and takes its bytes off the peak; it is declined wherever a script reads what
+it would take away; and a script that begins to do so later is stopped before anything wrong is computed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from harness import heap
+from lowtide.errors import LeverError
+from lowtide.live.outcome import Outcome
+from torch import nn
+from torch.nn import functional as F
+
+import lowtide
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-3, weight_decay=0.01, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "adam fused": lambda p: torch.optim.Adam(p, lr=1e-3, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "adamax": lambda p: torch.optim.Adamax(p),
+    "nadam": lambda p: torch.optim.NAdam(p),
+    "radam": lambda p: torch.optim.RAdam(p),
+}
+
+
+def _net(width: int = 256, depth: int = 8) -> nn.Module:
+    return nn.Sequential(*(m for _ in range(depth) for m in (nn.Linear(width, width), nn.ReLU())), nn.Linear(width, 8))
+
+
+def _train(
+    make: Callable[[], nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer], loss_of: Any, steps: int = 6
+) -> tuple[list[bytes], list[int]]:
+    """Losses, weights and optimizer states, bit by bit; and the heap's peak in each step."""
+    zoo.seed(0)
+    model = make()
+    opt = optimizer(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
+    found, peaks = [], []
+    for _ in range(steps):
+        heap().tensor_peak = heap().tensor_live
+        opt.zero_grad()
+        loss = loss_of(model)
+        loss.backward()
+        opt.step()
+        schedule.step()
+        peaks.append(heap().tensor_peak)
+        found.append(zoo.bits(loss))
+        del loss
+    found += [zoo.bits(p) for p in model.parameters()]
+    found += [zoo.bits(t) for p in model.parameters() for t in opt.state[p].values() if isinstance(t, torch.Tensor)]
+    return found, peaks
+
+
+def _both(
+    make: Callable[[], nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer], loss_of: Any, **how: Any
+) -> tuple[Outcome, list[int], list[int]]:
+    """Plain and with levers: equal bits; the outcome, and the peaks above the base in each step of both."""
+    torch.use_deterministic_algorithms(mode=True)
+    _train(make, optimizer, loss_of, 1)
+    gc.collect()
+    base = heap().tensor_live
+    plain, before = _train(make, optimizer, loss_of)
+    with lowtide.budget(how.pop("budget", None), **how) as run:
+        ours, after = _train(make, optimizer, loss_of)
+        outcome = run.outcome
+    assert ours == plain
+    return outcome, [p - base for p in before], [p - base for p in after]
+
+
+def _loss(model: nn.Module) -> torch.Tensor:
+    return F.cross_entropy(model(torch.randn(8, 256)), torch.randint(8, (8,)))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_update_in_backward_gives_the_same_bits_and_takes_the_gradients_off_the_peak(name: str) -> None:
+    outcome, before, after = _both(_net, OPTIMIZERS[name], _loss, allow=("update-in-backward",))
+    assert outcome.levers[0].used
+    gradients = sum(4 * p.numel() for p in _net().parameters())
+    assert before[-1] - after[-1] > 0.7 * gradients
+
+
+def gpt2() -> nn.Module:
+    """GPT-2 as the package ships it, wide for its batch: gradients are most of what training adds."""
+    import transformers as hf
+
+    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=300, n_positions=64, n_embd=384, n_layer=2, n_head=4)).train()
+
+
+def resnet() -> nn.Module:
+    """ResNet as the package ships it."""
+    import transformers as hf
+
+    config = hf.ResNetConfig(embedding_size=16, hidden_sizes=[256, 512, 1024, 2048], num_labels=10,
+                             depths=[1, 1, 2, 2])
+    return hf.ResNetForImageClassification(config).train()
+
+
+def _language(model: nn.Module) -> torch.Tensor:
+    ids = torch.randint(300, (1, 8))
+    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+def _image(model: nn.Module) -> torch.Tensor:
+    loss: torch.Tensor = model(pixel_values=torch.randn(2, 3, 32, 32), labels=torch.randint(10, (2,))).loss
+    return loss
+
+
+CASES = {"gpt2": (gpt2, _language), "resnet": (resnet, _image)}
+
+
+@pytest.mark.parametrize("job", CASES)
+def test_update_in_backward_on_transformers_models_also_under_a_budget(job: str) -> None:
+    """Nearly all gradient bytes go; and where no plan holds the budget without, the lever is pulled without being named."""
+    make, loss_of = CASES[job]
+    gradients = sum(4 * p.numel() for p in make().parameters())
+    outcome, before, after = _both(make, OPTIMIZERS["adamw"], loss_of, allow=("update-in-backward",))
+    assert outcome.levers[0].used
+    assert before[-1] - after[-1] > 0.7 * gradients
+    gc.collect()
+    above = after[-1] + gradients // 5
+    outcome, _, held = _both(make, OPTIMIZERS["adamw"], loss_of, budget=heap().tensor_live + above)
+    assert [x.name for x in outcome.levers if x.used] == ["update-in-backward"]
+    assert max(held[-2:]) <= above + (64 << 10)
+
+
+def _loop(body: Callable[..., None], steps: int = 4, **how: Any) -> tuple[list[bytes], Outcome | None]:
+    """Train by a loop of its own: weights, and the outcome under levers."""
+    zoo.seed(0)
+    model = _net(32, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    average = [p.detach().clone() for p in model.parameters()]
+    outcome = None
+    if how:
+        with lowtide.budget(**how) as run:
+            for i in range(steps):
+                body(i, model, opt, average)
+            outcome = run.outcome
+    else:
+        for i in range(steps):
+            body(i, model, opt, average)
+    return [zoo.bits(p) for p in [*model.parameters(), *average]], outcome
+
+
+def _back(model: nn.Module) -> None:
+    F.cross_entropy(model(torch.randn(8, 32)), torch.randint(8, (8,))).backward()
+
+
+def clips(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+    opt.zero_grad()
+    _back(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    opt.step()
+
+
+def accumulates(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+    opt.zero_grad()
+    _back(model)
+    _back(model)
+    opt.step()
+
+
+def zeroes_in_place(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+    opt.zero_grad(set_to_none=False)
+    _back(model)
+    opt.step()
+
+
+def looks_at_gradients(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+    opt.zero_grad()
+    _back(model)
+    opt.step()
+    average[0].copy_(next(model.parameters()).grad)  # type: ignore[arg-type]
+
+
+def averages_weights_before_the_step(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+    opt.zero_grad()
+    _back(model)
+    for a, p in zip(average, model.parameters(), strict=True):
+        a.lerp_(p.detach(), 0.1)
+    opt.step()
+
+
+def evaluates_before_the_step(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+    opt.zero_grad()
+    _back(model)
+    with torch.no_grad():
+        average[-1].copy_(model(torch.ones(1, 32))[0])
+    opt.step()
+
+
+def sets_the_rate_late(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+    opt.zero_grad()
+    _back(model)
+    opt.param_groups[0]["lr"] = 0.1 / (i + 1)
+    opt.step()
+
+
+def skips_steps(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+    opt.zero_grad()
+    _back(model)
+    if i % 2:
+        opt.step()
+
+
+def steps_twice(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+    opt.zero_grad()
+    _back(model)
+    opt.step()
+    opt.step()
+
+
+def sets_gradients(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+    opt.zero_grad()
+    _back(model)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    opt.step()
+
+
+def by_closure(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+    def closure() -> float:
+        opt.zero_grad()
+        _back(model)
+        return 0.0
+
+    opt.step(closure)
+
+
+def hooks(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+    if not i:
+        for p in model.parameters():
+            p.register_hook(lambda g: g * 0.5)
+    opt.zero_grad()
+    _back(model)
+    opt.step()
+
+
+def reads_parameters_late_in_backward(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+    """The last layer's weight is used twice, once detached near the input: its gradient is whole long before."""
+    opt.zero_grad()
+    x = torch.randn(8, 32, requires_grad=True)
+    last = model[-1].weight  # type: ignore[index]
+    y = x * torch.sigmoid(x * last.detach().sum(0))
+    F.cross_entropy(model(y), torch.randint(8, (8,))).backward()
+    opt.step()
+
+
+BODIES = [
+    clips, accumulates, zeroes_in_place, looks_at_gradients, averages_weights_before_the_step, evaluates_before_the_step,
+    sets_the_rate_late, skips_steps, steps_twice, sets_gradients, by_closure, hooks,
+]
+
+
+def _plainly(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+    opt.zero_grad()
+    _back(model)
+    opt.step()
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda b: b.__name__)
+def test_update_in_backward_is_declined_for_a_script_that(body: Callable[..., None]) -> None:
+    """Under a budget that nothing can hold: the lever would be pulled if it were not declined, and says why it is."""
+    plain, _ = _loop(body)
+    try:
+        bits, outcome = _loop(body, size=heap().tensor_live + 30_000)
+    except lowtide.BudgetError as refusal:
+        assert "could not be consumed" in str(refusal)
+        return
+    assert bits == plain
+    assert outcome is not None
+    assert not any(x.used for x in outcome.levers)
+
+
+@pytest.mark.parametrize("body", BODIES[:-2], ids=lambda b: b.__name__)
+def test_update_in_backward_stops_a_script_that_later(body: Callable[..., None]) -> None:
+    """The first two steps are plain; then the script does what the lever cannot follow: never a wrong weight."""
+    plain: list[bytes] = []
+
+    def changes(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+        (body if i >= 2 else _plainly)(i, model, opt, average)
+
+    with pytest.raises(LeverError, match="--without update-in-backward"):
+        _loop(changes, steps=6, size=None, allow=("update-in-backward",))
+    plain, _ = _loop(changes, steps=6)
+    again, _ = _loop(changes, steps=6, size=None)
+    assert again == plain
+
+
+def test_update_in_backward_with_checkpointed_layers_has_the_same_bits() -> None:
+    """The forward that runs again in the backward reads parameters whose gradients are not whole yet."""
+    from torch.utils.checkpoint import checkpoint
+
+    def body(i: int, model: Any, opt: Any, average: Any) -> None:
+        opt.zero_grad()
+        x = torch.randn(8, 32)
+        for layer in model:
+            x = checkpoint(layer, x, use_reentrant=False)
+        F.cross_entropy(x, torch.randint(8, (8,))).backward()
+        opt.step()
+
+    plain, _ = _loop(body)
+    bits, outcome = _loop(body, size=None, allow=("update-in-backward",))
+    assert bits == plain
+    assert outcome is not None
+    assert outcome.levers[0].used
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adam", "adamw foreach", "rmsprop", "adagrad", "nadam", "radam", "adamax"])
+def test_foreach_update_in_slices_gives_the_same_bits_within_the_room(kind: str) -> None:
+    """Room for an eighth of the temporaries: the update is cut, and its peak falls."""
+    def made(p: Any) -> torch.optim.Optimizer:
+        opt = OPTIMIZERS[kind](p)
+        for group in opt.param_groups:
+            group["foreach"] = True
+        return opt
+
+    gradients = sum(4 * p.numel() for p in _net().parameters())
+    _, before, _ = _both(_net, made, _loss, without=("update-in-backward", "sliced-update"))
+    gc.collect()
+    outcome, _, after = _both(
+        _net, made, _loss, budget=heap().tensor_live + before[-1] - gradients // 2, without=("update-in-backward",)
+    )
+    assert [x.name for x in outcome.levers] == ["sliced-update"]
+    assert after[-1] <= before[-1] - gradients // 2 + (64 << 10)
