@@ -77,6 +77,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "live.verdict",
         "live.slices",
         "live.update",
+        "live.loss",
+        "live.logits",
         "live.runtime",
         "live.watch",
         "live.agent",

@@ -89,7 +89,8 @@ class Patches:
 
         @functools.wraps(function)
         def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
-            runtime.script_code_in_backward = True
+            if not getattr(kind, "of_lowtide", False):
+                runtime.script_code_in_backward = True
             return function(kind, *args, **kwargs)
 
         return classmethod(apply)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
-from lowtide.allowed import SLICES, UPDATE
+from lowtide.allowed import LOSS, SLICES, UPDATE
 from lowtide.errors import BudgetError
 from lowtide.live import agree
 from lowtide.live.aside import Asides
@@ -30,6 +30,7 @@ from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
 from lowtide.live.kind import grad_of, sibling_of, signature_of, tensors_in
 from lowtide.live.lean import GuardMode, LeanMode, LeanRun, Script, compile_script
 from lowtide.live.ledger import Ledger
+from lowtide.live.logits import Logits
 from lowtide.live.mode import tell_of_forks
 from lowtide.live.outcome import Outcome, PlanFigures, StepFigures
 from lowtide.live.patches import Patches
@@ -39,7 +40,7 @@ from lowtide.live.slices import Slices
 from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
 from lowtide.live.update import Updates
-from lowtide.live.value import bytes_of
+from lowtide.live.value import PLAIN_TYPES, bytes_of
 from lowtide.live.verdict import figures_of, refusal
 from lowtide.pebble.eager.problem import Problem
 from lowtide.pebble.eager.solve import Front, Solution
@@ -154,6 +155,7 @@ class Runtime:
         self.asides = Asides(self.stack, self.clock)
         self.updates = Updates(lambda: self.clock.phase, self._before_update)
         self.slices = Slices(self._room)
+        self.logits = Logits()
         self.unit: Unit | None = None
         self.entries: dict[Any, list[Entry]] = {}
         self.recordings: dict[Any, int] = {}
@@ -199,6 +201,8 @@ class Runtime:
             self.updates.install(engaged=UPDATE in settings.allow)
         if SLICES not in settings.without and (settings.budget is not None or SLICES in settings.allow):
             self.slices.install()
+        if LOSS in settings.allow - settings.without:
+            self.logits.install()
         budget = self.settings.budget
         if isinstance(budget, int):
             self.budget_bytes = budget
@@ -218,6 +222,8 @@ class Runtime:
         self.full.passive = True
         self.updates.remove()
         self.slices.remove()
+        if LOSS in self.settings.allow:
+            self.logits.remove()
         self.stack.take()
         self.clock.remove()
         self.patches.remove()
@@ -235,7 +241,11 @@ class Runtime:
             steps=tuple(self.steps),
             plan=self.figures,
             exact=self.meter.exact,
-            levers=(*self.updates.figures(), *self.slices.figures()),
+            levers=(
+                *self.updates.figures(),
+                *self.slices.figures(),
+                *(self.logits.figures() if LOSS in self.settings.allow else ()),
+            ),
         )
 
     def forked(self) -> None:
@@ -296,7 +306,8 @@ class Runtime:
     def root_ends(self, result: Any) -> None:
         """A root call returned."""
         if self.unit is not None:
-            self.unit.outputs += [weakref.ref(t) for t in tensors_in(result) if t.grad_fn is not None]
+            plain = [t for t in tensors_in(result) if type(t) in PLAIN_TYPES]  # of others `grad_fn` may be costly
+            self.unit.outputs += [weakref.ref(t) for t in plain if t.grad_fn is not None]
 
     def _is_stale(self, unit: Unit, signature: Any) -> bool:
         """Whether the unit that runs was a forward that no backward will follow."""

@@ -1,0 +1,505 @@
+"""The loss of a language model without its logits: a wide linear layer and the cross entropy after it, piece by piece.
+
+While the lever is on, the product of a wide linear layer is *deferred*: what the script gets is a tensor that knows its shape
+and how to be made. Casts, slices of rows, views and scaling are noted; ``cross_entropy`` of what was noted runs over pieces of
+the vocabulary, forward and backward, so that no more than one piece of the logits is ever there. Whatever else is asked of a
+deferred tensor gets the plain one, made then and there, with its graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+from torch.nn import functional
+
+import torch
+from lowtide.allowed import LOSS
+from lowtide.errors import LeverError
+from lowtide.live.aside import Wraps
+from lowtide.live.loss import Asked, ChunkedLoss, Step
+from lowtide.live.outcome import LeverFigures
+from lowtide.live.value import PLAIN_TYPES
+
+WIDE: Final = 1024
+"""Outputs that a linear layer has at least, to be deferred."""
+LEAST_BYTES: Final = 1 << 20
+"""Bytes that its product has at least."""
+PIECE_BYTES: Final = 16 << 20
+"""A piece of the logits is as large as this at most ..."""
+PIECES: Final = 16
+"""... and there are at least so many pieces."""
+NARROWEST: Final = 64
+"""Columns that a piece has at least: products with fewer are slow."""
+
+_METADATA: Final = frozenset(
+    getattr(torch.Tensor, name) for name in (
+        "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_contiguous",
+        "stride", "storage_offset", "get_device", "__len__", "is_inference", "is_signed", "is_pinned",
+    )
+) | frozenset(
+    getattr(torch.Tensor, name).__get__ for name in (
+        "shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda", "is_cpu", "is_sparse", "is_quantized",
+        "is_meta", "is_mkldnn", "is_nested", "is_xla", "is_mps", "itemsize", "nbytes",
+    ) if hasattr(torch.Tensor, name)
+)
+_SHAPES: Final = frozenset((torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.flatten, torch.flatten))
+_COPIES: Final = frozenset((torch.Tensor.contiguous, torch.Tensor.clone, torch.clone))
+_CASTS: Final = frozenset((torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16, torch.Tensor.to,
+                           torch.Tensor.type))
+_TURNS: Final = frozenset((torch.Tensor.transpose, torch.transpose, torch.Tensor.permute, torch.permute))
+_SCALES: Final = frozenset((
+    torch.Tensor.mul, torch.mul, torch.Tensor.div, torch.div, torch.Tensor.__mul__, torch.Tensor.__rmul__,
+    torch.Tensor.__truediv__, torch.Tensor.true_divide, torch.Tensor.multiply, torch.Tensor.divide,
+))
+_CURVES: Final = frozenset((torch.tanh, torch.Tensor.tanh))
+
+
+@dataclass(slots=True)
+class _Product:
+    """A deferred product and how it would be made.
+
+    Attributes:
+        rows: inputs, last dimension the features: shaped as the deferred tensor is in all but the last.
+        weight: (outputs, features).
+        bias: (outputs,) or None.
+        dtype: in which autocast would multiply; None outside it.
+        chain: what happens element by element after the product.
+        turned: whether the classes stand in dimension 1.
+        versions: of inputs, weight and bias when the product was asked for.
+        make: makes the plain tensor; the plain call for the product itself, the noted operation on its parent for the rest.
+        real: the plain tensor, once it was asked for.
+        children: deferred tensors that were made from this one.
+    """
+
+    rows: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    dtype: torch.dtype | None
+    chain: tuple[Step, ...]
+    turned: bool
+    versions: tuple[int, ...]
+    make: Callable[[], torch.Tensor]
+    parent: _Product | None = None
+    real: torch.Tensor | None = None
+    children: list[weakref.ref[Deferred]] = field(default_factory=list)
+
+    def root(self) -> _Product:
+        """The product itself."""
+        return self if self.parent is None else self.parent.root()
+
+
+class Deferred(torch.Tensor):
+    """A tensor without bytes; any use but those noted in :data:`_HANDLERS` makes the plain one."""
+
+    _product: _Product
+
+    @staticmethod
+    def of(product: _Product, alike: torch.Tensor) -> Deferred:
+        """A deferred tensor.
+
+        Args:
+            product: what it stands for.
+            alike: has its size, strides and type (on the meta device).
+        """
+        made: Deferred = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            Deferred, alike.size(), strides=alike.stride(), dtype=alike.dtype, device=product.rows.device, requires_grad=True
+        )
+        made._product = product
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """One call of torch's interface."""
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, Deferred) and first._product.real is None and torch.is_grad_enabled():
+            handler = _HANDLERS.get(func)
+            if handler is not None and not any(isinstance(a, Deferred) for a in (*args[1:], *kwargs.values())):
+                found = handler(first, func, args[1:], kwargs)
+                if found is not None:
+                    return found
+        return func(*(_plain(a) for a in args), **{k: _plain(v) for k, v in kwargs.items()})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Below autograd there is nothing that could be right."""
+        raise LeverError(
+            f"{LOSS}: {func} is called on logits that were deferred, from code that hides it from torch's Python interface: "
+            f"run again without --allow {LOSS}"
+        )
+
+
+def _plain(item: Any) -> Any:
+    """An argument with its deferred tensors made."""
+    if isinstance(item, Deferred):
+        return real(item)
+    if type(item) in (list, tuple):
+        return type(item)(_plain(i) for i in item)
+    return item
+
+
+def real(deferred: Deferred) -> torch.Tensor:
+    """The plain tensor, made now.
+
+    Raises:
+        LeverError: if inputs or weight were changed since the script computed it.
+    """
+    product = deferred._product
+    root = product.root()
+    if product.real is None:
+        _make_all(root)
+    if product.real is None:  # of a family that was made before
+        product.real = product.make()
+    return product.real
+
+
+def _make_all(product: _Product) -> None:
+    """Make a product and all that was derived from it: a later write to one must find the others as they would be."""
+    if product.real is None:
+        if product.parent is None and _versions(product) != product.versions:
+            raise LeverError(
+                f"{LOSS}: the logits are read after the weights or inputs that they were computed from changed: read them "
+                f"before the optimizer's step, or run again without --allow {LOSS}"
+            )
+        with torch.enable_grad():
+            product.real = product.make()
+    for ref in product.children:
+        child = ref()
+        if child is not None:
+            _make_all(child._product)
+
+
+def _versions(product: _Product) -> tuple[int, ...]:
+    return tuple(t._version for t in (product.rows, product.weight, product.bias) if t is not None)
+
+
+# --- what is noted ---------------------------------------------------------------------------------------------------
+
+
+def _derived(
+    of: Deferred, func: Any, args: Any, kwargs: Any, *, rows: torch.Tensor | None = None, alike: torch.Tensor | None = None,
+    steps: tuple[Step, ...] = (), turned: bool = False,
+) -> Deferred:
+    """A deferred tensor made from another."""
+    parent = of._product
+    product = _Product(
+        rows=parent.rows if rows is None else rows,
+        weight=parent.weight,
+        bias=parent.bias,
+        dtype=parent.dtype,
+        chain=(*parent.chain, *steps),
+        turned=turned,
+        versions=parent.versions,
+        make=lambda: func(_made(parent), *args, **kwargs),
+        parent=parent,
+    )
+    made = Deferred.of(product, func(_meta(of), *args, **kwargs) if alike is None else alike)
+    parent.children.append(weakref.ref(made))
+    return made
+
+
+def _made(product: _Product) -> torch.Tensor:
+    assert product.real is not None
+    return product.real
+
+
+def _meta(of: Deferred) -> torch.Tensor:
+    """A tensor without bytes of the same size, strides and type."""
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+        return torch.empty_strided(of.size(), of.stride(), dtype=of.dtype, device="meta")
+
+
+def _on_meta(of: Deferred, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        found: torch.Tensor = func(_meta(of), *args, **kwargs)
+    return found
+
+
+def _shaped(of: Deferred, func: Any, args: Any, kwargs: Any) -> Deferred | None:
+    """Views that keep the classes last, and whole."""
+    if of._product.turned or any(isinstance(a, torch.dtype) for a in args):
+        return None
+    alike = _on_meta(of, func, args, kwargs)
+    if alike.dim() < 1 or alike.size(-1) != of.size(-1):
+        return None
+    rows = of._product.rows
+    return _derived(of, func, args, kwargs, rows=rows.reshape(*alike.shape[:-1], rows.size(-1)), alike=alike)
+
+
+def _indexed(of: Deferred, func: Any, args: Any, kwargs: Any) -> Deferred | None:
+    """Rows picked by slices, numbers, or one mask or list of row numbers."""
+    if of._product.turned:
+        return None
+    index = args[0] if type(args[0]) is tuple else (args[0],)
+    if any(isinstance(i, torch.Tensor) for i in index):
+        return _picked(of, func, args, index)
+    if any(i is None or not isinstance(i, (slice, int, type(...))) or isinstance(i, bool) for i in index):
+        return None
+    if (... not in index and len(index) >= of.dim()) or ... in index:
+        after = index[index.index(...) + 1:] if ... in index else index[of.dim() - 1:]
+        if after and after[-1] != slice(None):
+            return None
+    alike = _on_meta(of, func, args, kwargs)
+    if alike.dim() < 1 or alike.size(-1) != of.size(-1):
+        return None
+    return _derived(of, func, args, kwargs, rows=of._product.rows[args[0]], alike=alike)
+
+
+def _picked(of: Deferred, func: Any, args: Any, index: tuple[Any, ...]) -> Deferred | None:
+    chosen = index[0]
+    if len(index) != 1 or type(chosen) is not torch.Tensor or chosen.dtype not in (torch.bool, torch.int64):
+        return None
+    if chosen.dim() >= of.dim() if chosen.dtype is torch.bool else of.dim() < 2:
+        return None
+    rows = of._product.rows[chosen]
+    with torch._C._DisableTorchDispatch():
+        alike = torch.empty(*rows.shape[:-1], of.size(-1), dtype=of.dtype, device="meta")
+    return _derived(of, func, args, {}, rows=rows, alike=alike)
+
+
+def _copied(of: Deferred, func: Any, args: Any, kwargs: Any) -> Deferred | None:
+    if args or any(v is not torch.contiguous_format for v in kwargs.values()) or of._product.turned:
+        return None
+    return _derived(of, func, args, kwargs, alike=_on_meta(of, func, args, kwargs))
+
+
+def _cast(of: Deferred, func: Any, args: Any, kwargs: Any) -> Deferred | None:
+    if any(k not in ("dtype", "non_blocking", "copy") for k in kwargs) or len(args) > 1:
+        return None
+    wanted = (*args, kwargs.get("dtype"))[0]
+    if isinstance(wanted, (str, torch.device)):
+        return of if torch.device(wanted) == of.device and not kwargs else None
+    if func in (torch.Tensor.to, torch.Tensor.type) and not isinstance(wanted, torch.dtype):
+        return None
+    alike = _on_meta(of, func, args, kwargs)
+    if not alike.is_floating_point():
+        return None
+    if alike.dtype == of.dtype and not kwargs.get("copy"):
+        return of
+    step: Step = (torch.Tensor.to, (alike.dtype,), {})
+    return _derived(of, func, args, kwargs, alike=alike, steps=(step,), turned=of._product.turned)
+
+
+def _scaled(of: Deferred, func: Any, args: Any, kwargs: Any) -> Deferred | None:
+    if kwargs or len(args) != 1 or type(args[0]) not in (int, float):
+        return None
+    alike = _on_meta(of, func, args, {})
+    return _derived(of, func, args, {}, alike=alike, steps=((func, args, {}),), turned=of._product.turned)
+
+
+def _curved(of: Deferred, func: Any, args: Any, kwargs: Any) -> Deferred | None:
+    if args or kwargs:
+        return None
+    return _derived(of, func, (), {}, alike=_on_meta(of, func, (), {}), steps=((func, (), {}),), turned=of._product.turned)
+
+
+def _turned(of: Deferred, func: Any, args: Any, kwargs: Any) -> Deferred | None:
+    """(samples, positions, classes) to (samples, classes, positions), as ``cross_entropy`` has it."""
+    if of._product.turned or of.dim() != 3 or kwargs:
+        return None
+    order = args[0] if len(args) == 1 else args
+    order = [i % 3 for i in order]
+    right = order == [0, 2, 1] if "permute" in func.__name__ else sorted(order) == [1, 2]
+    return _derived(of, func, args, {}, alike=_on_meta(of, func, args, {}), turned=True) if right else None
+
+
+def _cross_entropy(of: Deferred, _: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+    """The loss, in pieces; None for what is not known."""
+    names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    target, weight = given.get("target"), given.get("weight")
+    product = of._product
+    reduction, smoothing = given.get("reduction", "mean"), float(given.get("label_smoothing", 0.0))
+    known = (
+        type(target) is torch.Tensor
+        and target.dtype is torch.int64
+        and target.device == of.device
+        and (weight is None or (type(weight) in PLAIN_TYPES and not weight.requires_grad))
+        and (weight is None or weight.shape == product.weight.shape[:1])
+        and given.get("size_average") is None
+        and given.get("reduce") is None
+        and reduction in ("mean", "sum", "none")
+        and (product.turned or of.dim() == 2)
+        and product.root().versions == _versions(product.root())
+        and target.shape == product.rows.shape[:-1]
+        and target.numel() > 0
+    )
+    if not known or target is None:
+        return None
+    x = product.rows.reshape(-1, product.rows.size(-1))
+    if product.dtype is not None:
+        x = x.to(product.dtype)
+    autocast = torch.is_autocast_enabled(of.device.type)
+    asked = Asked(
+        chain=product.chain,
+        dtype=product.dtype,
+        ignore=int(given.get("ignore_index", -100)),
+        reduction=reduction,
+        smoothing=smoothing,
+        result=torch.float32 if autocast and of.dtype is not torch.float64 else of.dtype,
+        columns=_columns(x.size(0), len(product.weight)),
+    )
+    with torch.autocast(of.device.type, enabled=False):
+        loss: torch.Tensor = ChunkedLoss.apply(x, product.weight, product.bias, target.reshape(-1), weight, asked)  # type: ignore[no-untyped-call]
+    _used(product.root())
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+def _columns(rows: int, classes: int) -> int:
+    most = min(PIECE_BYTES // (4 * max(rows, 1)), -(-classes // PIECES))
+    return max(min(NARROWEST, classes), most)
+
+
+_HANDLERS: Final[dict[Any, Callable[[Deferred, Any, Any, Any], Any]]] = {
+    **dict.fromkeys(_SHAPES, _shaped),
+    **dict.fromkeys(_COPIES, _copied),
+    **dict.fromkeys(_CASTS, _cast),
+    **dict.fromkeys(_SCALES, _scaled),
+    **dict.fromkeys(_CURVES, _curved),
+    **dict.fromkeys(_TURNS, _turned),
+    torch.Tensor.__getitem__: _indexed,
+    functional.cross_entropy: _cross_entropy,
+}
+
+
+# --- on and off ------------------------------------------------------------------------------------------------------
+
+_current: Logits | None = None
+
+
+def _used(product: _Product) -> None:
+    if _current is not None:
+        _current.losses += 1
+        _current.at_losses.add(id(product.weight))
+
+
+@final
+class Logits:
+    """The lever: defers wide products while it is on.
+
+    Attributes:
+        losses: how many losses were computed in pieces.
+        at_losses: weights (by id) whose products led to one.
+    """
+
+    def __init__(self) -> None:
+        """Wrap nothing yet."""
+        self.losses = 0
+        self.at_losses: set[int] = set()
+        self._wraps = Wraps()
+        self._tried: dict[int, int] = {}
+
+    def install(self) -> None:
+        """Begin to defer."""
+        global _current  # noqa: PLW0603 - what a tensor calls back has no other way to find it
+        _current = self
+        self._wraps.put(functional, "linear", self._linear)
+        self._wraps.put(torch.Tensor, "__matmul__", self._matmul)
+        self._wraps.put(torch.Tensor, "matmul", self._matmul)
+        self._wraps.put(torch, "matmul", self._matmul)
+        self._wraps.put(torch.autograd.Function, "apply", _applying)
+
+    def remove(self) -> None:
+        """Defer no more; deferred tensors stay good."""
+        global _current  # noqa: PLW0603
+        _current = None
+        self._wraps.undo()
+
+    def figures(self) -> list[LeverFigures]:
+        """What became of the lever."""
+        told = f"{self.losses} losses were computed in pieces"
+        if not self.losses:
+            told = "no wide linear layer led to a cross entropy"
+        return [LeverFigures(name=LOSS, used=bool(self.losses), text=told)]
+
+    def _linear(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def linear(x: Any, weight: Any, bias: Any = None) -> Any:
+            found = self._defer(x, weight, bias, lambda: original(x, weight, bias))
+            return original(x, weight, bias) if found is None else found
+
+        return linear
+
+    def _matmul(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def matmul(a: Any, b: Any, **kwargs: Any) -> Any:
+            weight = None if kwargs else _turned_parameter(b)
+            if weight is not None:
+                found = self._defer(a, weight, None, lambda: original(a, b))
+                if found is not None:
+                    return found
+            return original(a, b, **kwargs)
+
+        return matmul
+
+    def _defer(self, x: Any, weight: Any, bias: Any, make: Callable[[], torch.Tensor]) -> Deferred | None:
+        """The deferred product; None where the plain one is to be computed."""
+        if type(weight) not in PLAIN_TYPES or type(x) is not torch.Tensor or weight.dim() != 2 or weight.size(0) < WIDE:
+            return None
+        size = x.numel() // max(1, weight.size(1)) * weight.size(0) * x.element_size()
+        if size < LEAST_BYTES or x.dim() < 2 or not (torch.is_grad_enabled() and weight.requires_grad):
+            return None
+        if bias is not None and type(bias) not in PLAIN_TYPES:
+            return None
+        if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return None
+        tried = self._tried.get(id(weight), 0)
+        if tried > 1 and id(weight) not in self.at_losses:  # a layer whose outputs are used otherwise
+            return None
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+        if x.size(-1) != weight.size(1) or (dtype is None and x.dtype is not weight.dtype):
+            return None
+        if dtype is not None and torch.float64 in (x.dtype, weight.dtype):
+            return None
+        self._tried[id(weight)] = tried + 1
+        product = _Product(x, weight, bias, dtype, (), turned=False, versions=(), make=_as_now(make, x.device.type))
+        product.versions = _versions(product)
+        with torch._C._DisableTorchDispatch():
+            alike = torch.empty(*x.shape[:-1], weight.size(0), dtype=dtype or x.dtype, device="meta")
+        return Deferred.of(product, alike)
+
+
+def _as_now(make: Callable[[], torch.Tensor], device: str) -> Callable[[], torch.Tensor]:
+    """Later, with autocast as it is now."""
+    enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+    def later() -> torch.Tensor:
+        with torch.autocast(device, dtype=dtype, enabled=enabled):
+            return make()
+
+    return later
+
+
+def _turned_parameter(item: Any) -> torch.Tensor | None:
+    """The parameter whose transpose a matrix is; None if it is not one."""
+    if type(item) is not torch.Tensor or item.dim() != 2 or item._base is None:
+        return None
+    base = item._base
+    turned = (
+        isinstance(base, torch.nn.Parameter)
+        and base.dim() == 2
+        and item.shape == base.shape[::-1]
+        and item.stride() == base.stride()[::-1]
+        and item.storage_offset() == base.storage_offset()
+    )
+    return base if turned else None
+
+
+def _applying(original: Any) -> Any:
+    """Custom functions get plain tensors: their gradients must find their way."""
+    function = original.__func__
+
+    @functools.wraps(function)
+    def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(kind, *(_plain(a) for a in args), **kwargs)
+
+    return classmethod(apply)

@@ -1,0 +1,187 @@
+"""Cross entropy of a linear layer's outputs over pieces of the classes: no more than one piece of the outputs is ever there.
+
+Forward keeps the inputs and one number per row (the logarithm of the sum of exponentials); backward makes the pieces again
+from these (the way of FlashAttention, applied to the loss). The gradient of each piece of the weight is one product over all
+rows, as in the plain run; the gradient of the inputs is summed over pieces in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.autograd.function import once_differentiable
+
+import torch
+
+Step = tuple[Callable[..., torch.Tensor], tuple[Any, ...], dict[str, Any]]
+"""A function of a tensor, element by element, with the rest of its arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How the loss is computed.
+
+    Attributes:
+        chain: element by element, between product and loss.
+        dtype: in which the product is computed; None for that of the inputs.
+        ignore: the class that does not count.
+        reduction, smoothing: as in ``torch.nn.functional.cross_entropy``.
+        result: type of the loss.
+        columns: classes of one piece.
+    """
+
+    chain: tuple[Step, ...]
+    dtype: torch.dtype | None
+    ignore: int
+    reduction: str
+    smoothing: float
+    result: torch.dtype
+    columns: int
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Cross entropy of a linear layer's outputs, over pieces of the classes."""
+
+    of_lowtide = True
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor,
+        classes: torch.Tensor | None, asked: Asked,
+    ) -> torch.Tensor:
+        """The loss.
+
+        Args:
+            ctx: autograd's.
+            x: (rows, features).
+            weight: (classes, features).
+            bias: (classes,) or None.
+            target: (rows,), int64.
+            classes: a weight per class, or None.
+            asked: see :class:`Asked`.
+        """
+        valid = target != asked.ignore
+        _check(target, valid, weight.size(0))
+        sums = torch.float64 if x.dtype is torch.float64 else torch.float32
+        total, at_target, spread = (torch.zeros(x.size(0), dtype=sums, device=x.device) for _ in range(3))
+        top = torch.full_like(total, -torch.inf)
+        for start in range(0, weight.size(0), asked.columns):
+            z = _sums(_piece(x, weight, bias, start, asked), asked.chain)
+            end = start + z.size(1)
+            inside = (target >= start) & (target < end)
+            here = z.gather(1, (target - start).clamp(0, z.size(1) - 1).unsqueeze(1)).squeeze(1)
+            at_target = torch.where(inside, here, at_target)
+            if asked.smoothing:
+                spread = spread + (z.sum(1) if classes is None else z @ classes[start:end].to(z.dtype))
+            new = torch.maximum(top, z.amax(1))
+            total = total * (top - new).exp() + z.sub_(new.unsqueeze(1)).exp_().sum(1)
+            top = new
+            del z
+        lse = top + total.log()
+        heavy = _heaviness(target, valid, classes, lse)
+        rows = (lse - at_target) * heavy
+        if asked.smoothing:
+            all_classes = weight.size(0) if classes is None else classes.sum().to(lse.dtype)
+            smooth = torch.where(valid, lse * all_classes - spread, torch.zeros_like(lse))
+            rows = (1 - asked.smoothing) * rows + asked.smoothing / weight.size(0) * smooth
+        # The plain mean divides by the weight of what counts, nothing at all included.
+        share = heavy.sum() if asked.reduction == "mean" else None
+        ctx.save_for_backward(x, weight, bias, target, classes, lse, share)
+        ctx.asked = asked
+        if asked.reduction == "none":
+            return rows.to(asked.result)
+        loss = rows.sum()
+        return (loss if share is None else loss / share).to(asked.result)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """Gradients of the inputs, the weight and the bias."""
+        x, weight, bias, target, classes, lse, share = ctx.saved_tensors
+        asked: Asked = ctx.asked
+        valid = target != asked.ignore
+        scale = grad.to(lse.dtype) if share is None else grad.to(lse.dtype) / share
+        heavy = _heaviness(target, valid, classes, lse) * scale * (1 - asked.smoothing)
+        even = torch.where(valid, scale * asked.smoothing / weight.size(0), torch.zeros_like(lse)) if asked.smoothing else None
+        all_classes = weight.size(0) if classes is None else classes.sum().to(lse.dtype)
+        want_x, want_weight, want_bias = ctx.needs_input_grad[:3]
+        sums = torch.float64 if x.dtype is torch.float64 else torch.float32
+        into_x = torch.zeros(x.shape, dtype=sums, device=x.device) if want_x else None
+        into_weight = torch.empty_like(weight) if want_weight else None
+        into_bias = torch.empty_like(bias) if want_bias and bias is not None else None
+        for start in range(0, weight.size(0), asked.columns):
+            raw = _piece(x, weight, bias, start, asked)
+            end = start + raw.size(1)
+            z = _sums(raw, asked.chain)
+            p = z.sub_(lse.unsqueeze(1)).exp_()
+            if even is None:
+                p.mul_(heavy.unsqueeze(1))
+            else:
+                p.mul_((heavy + even * all_classes).unsqueeze(1))
+                p.sub_(even.unsqueeze(1) if classes is None else even.unsqueeze(1) * classes[start:end].to(p.dtype))
+            inside = (target >= start) & (target < end)
+            at = (target - start).clamp(0, raw.size(1) - 1).unsqueeze(1)
+            p.scatter_add_(1, at, torch.where(inside, -heavy, torch.zeros_like(heavy)).unsqueeze(1))
+            g = _through(raw, asked.chain, p)
+            del p, z
+            if into_x is not None:
+                _add_product(into_x, g, _columns_of(weight, start, end, g.dtype))
+            if into_weight is not None:
+                into_weight[start:end] = g.t() @ x
+            if into_bias is not None:
+                into_bias[start:end] = g.sum(0)
+            del g, raw
+        return None if into_x is None else into_x.to(x.dtype), into_weight, into_bias, None, None, None
+
+
+def _columns_of(weight: torch.Tensor, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+    return weight[start:end].to(dtype)
+
+
+def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Sum products of half precision without rounding each: there are many pieces where the plain run has one product."""
+    into.addmm_(a.to(into.dtype), b.to(into.dtype))
+
+
+def _piece(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, start: int, asked: Asked) -> torch.Tensor:
+    """The product for some classes: (rows, columns)."""
+    end = min(start + asked.columns, weight.size(0))
+    some = _columns_of(weight, start, end, x.dtype)
+    return x @ some.t() if bias is None else torch.addmm(bias[start:end].to(x.dtype), x, some.t())
+
+
+def _sums(z: torch.Tensor, chain: tuple[Step, ...]) -> torch.Tensor:
+    """What the loss is computed of, in float32 at least."""
+    for func, args, kwargs in chain:
+        z = func(z, *args, **kwargs)
+    return z if z.dtype in (torch.float32, torch.float64) else z.float()
+
+
+def _through(z: torch.Tensor, chain: tuple[Step, ...], grad: torch.Tensor) -> torch.Tensor:
+    """The gradient before the chain, given the one after it; of casts alone, what ``z`` holds does not matter."""
+    if all(func is torch.Tensor.to for func, _, _ in chain):
+        return grad.to(z.dtype)
+    with torch.enable_grad():
+        leaf = z.detach().requires_grad_()
+        found: torch.Tensor = torch.autograd.grad(_sums(leaf, chain), leaf, grad)[0]
+    return found
+
+
+def _heaviness(
+    target: torch.Tensor, valid: torch.Tensor, classes: torch.Tensor | None, alike: torch.Tensor
+) -> torch.Tensor:
+    """What each row counts: (rows,)."""
+    if classes is None:
+        return valid.to(alike.dtype)
+    return torch.where(valid, classes.to(alike.dtype)[target.clamp(0, classes.numel() - 1)], torch.zeros_like(alike))
+
+
+def _check(target: torch.Tensor, valid: torch.Tensor, classes: int) -> None:
+    """Refuse classes that are none, as the plain loss does."""
+    wrong = valid & ((target < 0) | (target >= classes))
+    if target.is_cuda:
+        torch._assert_async(~wrong.any())
+    elif wrong.any():
+        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")

@@ -1,0 +1,228 @@
+"""Laws: a loss computed in pieces is no further from float64 than the plain one, in whatever form a script writes it; what a
+script does with its logits otherwise has the plain bits; nothing reads logits that are out of date; and a budget changes no
+bit of a run that has the lever."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from harness import heap
+from lowtide.errors import LeverError
+from lowtide.live.outcome import Outcome
+from torch import nn
+from torch.nn import functional as F
+
+import lowtide
+
+CLASSES, WIDTH, ROWS, LENGTH = 2048, 64, 4, 64
+ALLOW = ("chunked-loss",)
+
+Form = Callable[[torch.Tensor, torch.Tensor, Any, torch.Tensor], torch.Tensor]
+
+
+def _weights(alike: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(0.5, 2, CLASSES, dtype=alike.dtype)
+
+
+FORMS: dict[str, Form] = {
+    "view": lambda h, w, b, y: F.cross_entropy(F.linear(h, w, b).view(-1, CLASSES), y.view(-1)),
+    "cast and sum": lambda h, w, b, y: F.cross_entropy(F.linear(h, w, b).float().flatten(0, 1), y.flatten(), reduction="sum"),
+    "shifted": lambda h, w, b, y: F.cross_entropy(
+        F.linear(h, w, b)[..., :-1, :].contiguous().view(-1, CLASSES), y[..., 1:].contiguous().view(-1)),
+    "transposed": lambda h, w, b, y: F.cross_entropy(F.linear(h, w, b).transpose(1, 2), y, ignore_index=3),
+    "permuted": lambda h, w, b, y: nn.CrossEntropyLoss(label_smoothing=0.1)(F.linear(h, w, b).permute(0, 2, 1), y),
+    "scaled, smoothed": lambda h, w, b, y: F.cross_entropy(
+        (F.linear(h, w, b) / 0.7 * 1.3).reshape(-1, CLASSES), y.reshape(-1), label_smoothing=0.1),
+    "capped, weighted, ignoring": lambda h, w, b, y: F.cross_entropy(
+        (torch.tanh(F.linear(h, w, b) / 3) * 3).reshape(-1, CLASSES), y.reshape(-1), weight=_weights(h), label_smoothing=0.2,
+        ignore_index=5),
+    "product with the transpose": lambda h, w, b, y: F.cross_entropy(
+        (h @ w.t()).reshape(-1, CLASSES), y.reshape(-1), reduction="none").mean(),
+    "masked": lambda h, w, b, y: F.cross_entropy(F.linear(h, w, b)[y > 100], y[y > 100]),
+    "one row of each": lambda h, w, b, y: F.cross_entropy(F.linear(h, w, b)[:, -1], y[:, -1]),
+    "read as well": lambda h, w, b, y: (lambda z: F.cross_entropy(z.view(-1, CLASSES), y.view(-1)) + z.logsumexp(-1).mean() / 8)(
+        F.linear(h, w, b)),
+    "two losses": lambda h, w, b, y: (lambda z: F.cross_entropy(z[:2].flatten(0, 1), y[:2].flatten())
+                                      + F.cross_entropy(z[2:].flatten(0, 1), y[2:].flatten()))(F.linear(h, w, b)),
+}
+
+
+def _grads(form: Form, dtype: torch.dtype, *, bias: bool, autocast: bool = False) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    h = torch.randn(ROWS, LENGTH, WIDTH).to(dtype).requires_grad_()
+    w = nn.Parameter((torch.randn(CLASSES, WIDTH) * 0.2).to(dtype))
+    b = nn.Parameter((torch.randn(CLASSES) * 0.1).to(dtype)) if bias else None
+    y = torch.randint(0, CLASSES, (ROWS, LENGTH))
+    y[0, :5], y[1, :7] = 5, 3
+    with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+        loss = form(h, w, b, y)
+    loss.backward()
+    found = [loss.detach(), h.grad, w.grad, *([b.grad] if b is not None else [])]
+    return [t.double() for t in found if t is not None]
+
+
+def _errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]:
+    return [float((f - e).norm() / e.norm()) for f, e in zip(found, exact, strict=True)]
+
+
+def _in_pieces(form: Form, *, bias: bool, autocast: bool = False) -> tuple[list[torch.Tensor], Outcome]:
+    with lowtide.budget(None, allow=ALLOW) as run:
+        found = _grads(form, torch.float32, bias=bias, autocast=autocast)
+        return found, run.outcome
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("name", FORMS)
+def test_loss_and_gradients_are_no_further_from_float64_than_plain(name: str, bias: bool, autocast: bool) -> None:  # noqa: FBT001
+    form = FORMS[name]
+    exact = _grads(form, torch.float64, bias=bias)
+    plain = _errors(_grads(form, torch.float32, bias=bias, autocast=autocast), exact)
+    found, outcome = _in_pieces(form, bias=bias, autocast=autocast)
+    assert outcome.levers[0].used
+    for ours, theirs in zip(_errors(found, exact), plain, strict=True):
+        assert ours <= 1.1 * theirs + 2e-7
+
+
+def test_logits_that_are_read_have_the_plain_bits() -> None:
+    """Whatever is asked of them, before or after the loss, in place too."""
+    torch.manual_seed(0)
+    layer, h = nn.Linear(WIDTH, CLASSES), torch.randn(ROWS, LENGTH, WIDTH)
+    y = torch.randint(0, CLASSES, (ROWS, LENGTH))
+    want = layer(h)
+    with lowtide.budget(None, allow=ALLOW):
+        got = layer(h)
+        assert got.shape == want.shape
+        assert got.dtype is want.dtype
+        assert got.requires_grad
+        assert isinstance(got, torch.Tensor)
+        flat = got.view(-1, CLASSES)
+        loss = F.cross_entropy(flat, y.view(-1))
+        assert torch.equal(got.argmax(-1), want.argmax(-1))
+        assert torch.equal(got.detach(), want.detach())
+        assert got.grad_fn is not None
+        with torch.no_grad():
+            got[0] = 0
+        assert not flat[:LENGTH].any(), "views made before share what is written"
+        loss.backward()
+        again = layer(h)
+        again.mul_(2)
+        assert torch.equal(again.detach(), want.detach() * 2)
+        assert len(layer(h)) == ROWS
+        assert torch.equal(torch.stack([layer(h), layer(h)])[1].detach(), want.detach())
+    assert torch.equal(again.detach(), want.detach() * 2)
+
+
+def test_custom_functions_get_plain_tensors_and_their_gradients_arrive() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 2
+
+    torch.manual_seed(0)
+    layer, h = nn.Linear(WIDTH, CLASSES), torch.randn(ROWS, LENGTH, WIDTH)
+    Twice.apply(layer(h)).sum().backward()
+    want = layer.weight.grad
+    layer.zero_grad()
+    with lowtide.budget(None, allow=ALLOW):
+        Twice.apply(layer(h)).sum().backward()
+    assert want is not None
+    assert layer.weight.grad is not None
+    assert torch.equal(layer.weight.grad, want)
+
+
+def test_logits_that_are_read_too_late_raise() -> None:
+    torch.manual_seed(0)
+    layer, h = nn.Linear(WIDTH, CLASSES), torch.randn(ROWS * LENGTH, WIDTH)
+    opt = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with lowtide.budget(None, allow=ALLOW):
+        logits = layer(h)
+        F.cross_entropy(logits, torch.randint(0, CLASSES, (len(h),))).backward()
+        opt.step()
+        with pytest.raises(LeverError, match="before the optimizer's step"):
+            logits.argmax()
+
+
+def test_a_class_out_of_bounds_raises_as_in_the_plain_run() -> None:
+    layer, h = nn.Linear(WIDTH, CLASSES), torch.randn(ROWS * LENGTH, WIDTH)
+    with lowtide.budget(None, allow=ALLOW), pytest.raises(IndexError, match="out of bounds"):
+        F.cross_entropy(layer(h), torch.full((len(h),), CLASSES))
+
+
+def _llama() -> nn.Module:
+    import transformers as hf
+
+    return hf.LlamaForCausalLM(hf.LlamaConfig(
+        vocab_size=4096, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2))
+
+
+def _gpt2() -> nn.Module:
+    import transformers as hf
+
+    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=4096, n_positions=64, n_embd=64, n_layer=2, n_head=4))  # weights are tied
+
+
+def _bert() -> nn.Module:
+    import transformers as hf
+
+    return hf.BertForMaskedLM(hf.BertConfig(vocab_size=4096, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+                                            intermediate_size=128, max_position_embeddings=64))
+
+
+def _t5() -> nn.Module:
+    import transformers as hf
+
+    return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=4096, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4,
+                                                     decoder_start_token_id=0))
+
+
+def _train(make: Callable[[], nn.Module], steps: int = 4) -> tuple[list[torch.Tensor], int]:
+    """Losses and weights; and the heap's peak in the last step above what was live before."""
+    zoo.seed(0)
+    gc.collect()
+    base = heap().tensor_live
+    model = make().train()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = []
+    for _ in range(steps):
+        heap().tensor_peak = heap().tensor_live
+        opt.zero_grad()
+        ids = torch.randint(0, 4096, (8, 48))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        opt.step()
+        found.append(loss.detach().clone())
+        del loss
+    peak = heap().tensor_peak - base
+    return [*found, *(p.detach().clone() for p in model.parameters())], peak
+
+
+@pytest.mark.parametrize("make", [_llama, _gpt2, _bert, _t5], ids=lambda m: m.__name__[1:])
+def test_transformers_models_train_alike_in_less_memory_and_a_budget_changes_no_bit(make: Callable[[], nn.Module]) -> None:
+    torch.use_deterministic_algorithms(mode=True)
+    plain, before = _train(make)
+    with lowtide.budget(None, allow=ALLOW) as run:
+        ours, after = _train(make)
+        used = run.outcome.levers[0].used
+    assert used
+    logits = 8 * 48 * 4096 * 4
+    assert before - after > 1.5 * logits
+    for a, b in zip(ours[:4], plain[:4], strict=True):
+        assert torch.allclose(a, b, rtol=1e-5)
+    gc.collect()
+    with lowtide.budget(heap().tensor_live + int(0.9 * after), allow=ALLOW) as run:
+        held, peak = _train(make)
+        outcome = run.outcome
+    assert all(torch.equal(a, b) for a, b in zip(held, ours, strict=True))
+    assert outcome.steps[-1].policy == "planned"
+    assert peak <= int(0.9 * after)
