@@ -79,6 +79,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "live.update",
         "live.loss",
         "live.logits",
+        "live.pieces",
         "live.runtime",
         "live.watch",
         "live.agent",

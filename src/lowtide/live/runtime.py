@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
-from lowtide.allowed import LOSS, SLICES, UPDATE
+from lowtide.allowed import LOSS, PIECES, SLICES, UPDATE
 from lowtide.errors import BudgetError
 from lowtide.live import agree
 from lowtide.live.aside import Asides
@@ -34,6 +34,7 @@ from lowtide.live.logits import Logits
 from lowtide.live.mode import tell_of_forks
 from lowtide.live.outcome import Outcome, PlanFigures, StepFigures
 from lowtide.live.patches import Patches
+from lowtide.live.pieces import Pieces
 from lowtide.live.recorder import Recorder
 from lowtide.live.saver import Saver
 from lowtide.live.slices import Slices
@@ -156,6 +157,7 @@ class Runtime:
         self.updates = Updates(lambda: self.clock.phase, self._before_update)
         self.slices = Slices(self._room)
         self.logits = Logits()
+        self.pieces = Pieces()
         self.unit: Unit | None = None
         self.entries: dict[Any, list[Entry]] = {}
         self.recordings: dict[Any, int] = {}
@@ -203,6 +205,8 @@ class Runtime:
             self.slices.install()
         if LOSS in settings.allow - settings.without:
             self.logits.install()
+        if PIECES in settings.allow - settings.without:
+            self.pieces.install()
         budget = self.settings.budget
         if isinstance(budget, int):
             self.budget_bytes = budget
@@ -222,6 +226,7 @@ class Runtime:
         self.full.passive = True
         self.updates.remove()
         self.slices.remove()
+        self.pieces.remove()
         if LOSS in self.settings.allow:
             self.logits.remove()
         self.stack.take()
@@ -245,6 +250,7 @@ class Runtime:
                 *self.updates.figures(),
                 *self.slices.figures(),
                 *(self.logits.figures() if LOSS in self.settings.allow else ()),
+                *(self.pieces.figures() if PIECES in self.settings.allow else ()),
             ),
         )
 
