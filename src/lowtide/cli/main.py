@@ -8,8 +8,10 @@ from typing import Any, NoReturn
 import click
 
 from lowtide import __version__
+from lowtide.cli.batch import batch, predict
 from lowtide.cli.guard import guard
 from lowtide.cli.leak import leak
+from lowtide.cli.minimum import minimum
 from lowtide.cli.plan import plan
 from lowtide.cli.record import record
 from lowtide.cli.report import diff, report
@@ -51,5 +53,5 @@ def main() -> None:
     """Train neural networks in the memory you have."""
 
 
-for verb in (run, record, report, plan, diff, leak, sweep, guard):
+for verb in (run, record, report, plan, diff, minimum, batch, predict, leak, sweep, guard):
     main.add_command(verb)

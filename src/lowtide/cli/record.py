@@ -8,8 +8,9 @@ from typing import NoReturn
 
 import click
 
-from lowtide.cli.launch import PRELOAD, RecordOptions, Task, become, check_alone, check_folder, check_target
+from lowtide.cli.launch import become, check_alone, check_folder, check_target
 from lowtide.cli.script import takes_script
+from lowtide.live.task import PRELOAD, RecordOptions, Task
 from lowtide.units import parse_bytes
 
 

@@ -9,9 +9,10 @@ from typing import NoReturn
 import click
 
 from lowtide.allowed import parse_levers
-from lowtide.cli.launch import PRELOAD, RunOptions, Task, become, check_alone, check_folder, check_target
+from lowtide.cli.launch import become, check_alone, check_folder, check_target
 from lowtide.cli.script import takes_script
 from lowtide.errors import UsageError
+from lowtide.live.task import PRELOAD, RunOptions, Task
 from lowtide.units import parse_budget
 
 

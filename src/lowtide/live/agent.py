@@ -14,12 +14,18 @@ import types
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import msgspec
 
-from lowtide.cli.launch import ACTIVE, PRELOAD, TASK, RecordOptions, RunOptions, Task, write_json
+from lowtide.cli.launch import write_json
 from lowtide.errors import BudgetError, LowtideError, UsageError
+from lowtide.live.constants import with_constants
+from lowtide.live.enough import Enough
+from lowtide.live.task import ACTIVE, PRELOAD, TASK, RecordOptions, RunOptions, Task
+
+if TYPE_CHECKING:
+    from lowtide.live.trial import Trial
 
 _PACKAGE: Final = str(Path(__file__).resolve().parent.parent)
 _HIDDEN: Final = (_PACKAGE, "<frozen runpy>", runpy.__file__)
@@ -49,10 +55,21 @@ def main() -> None:
 def _run(task: Task) -> int:
     """Run the script; the exit code to leave with if it ended by itself."""
     options = task.options
-    job: _Budget | _Record = _Budget(options) if isinstance(options, RunOptions) else _Record(task, options)
+    job: _Budget | _Record | Trial
+    if isinstance(options, RunOptions):
+        job = _Budget(options)
+    elif isinstance(options, RecordOptions):
+        job = _Record(task, options)
+    else:
+        from lowtide.live.trial import Trial
+
+        job = Trial(options)
     code: Any = 0
     try:
         _execute(task)
+    except Enough:
+        job.finish(0)
+        return 0
     except _Refusal:
         assert isinstance(job, _Budget)
         job.finish(1)
@@ -88,7 +105,8 @@ def _execute(task: Task) -> None:
         __file__=str(path), __builtins__=builtins, __spec__=None, __cached__=None, __loader__=loader, __annotations__={}
     )
     sys.modules["__main__"] = main_module
-    exec(compile(path.read_bytes(), str(path), "exec"), main_module.__dict__)  # noqa: S102 - the user's own script
+    source = with_constants(path.read_bytes(), task.constants, path.name) if task.constants else path.read_bytes()
+    exec(compile(source, str(path), "exec"), main_module.__dict__)  # noqa: S102 - the user's own script
 
 
 @final
@@ -149,6 +167,8 @@ class _Record:
                 raise UsageError("--cap needs the heap counter, which was not built: install Lowtide where a C compiler is")
             found.cap = options.cap_bytes
         about = {"script": task.target, "arguments": list(task.arguments), "cap_bytes": options.cap_bytes}
+        if options.sizes:
+            about["sizes"] = options.sizes
         self._writer = Writer(self._path, about)
         self._coarse = Coarse(self._writer)
         self._coarse.start()
@@ -157,7 +177,7 @@ class _Record:
     def _torch_arrived(self, _: types.ModuleType) -> None:
         from lowtide.live import watch
 
-        self._watcher = watch.begin(self._writer, operators=self._options.operators)
+        self._watcher = watch.begin(self._writer, operators=self._options.operators, steps=self._options.steps)
 
     def finish(self, code: int, error: BaseException | None = None) -> None:
         """Close the recording; write and show what it says."""

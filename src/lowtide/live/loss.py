@@ -2,7 +2,7 @@
 
 Forward keeps the inputs and one number per row (the logarithm of the sum of exponentials); backward makes the pieces again
 from these (the way of FlashAttention, applied to the loss). The gradient of each piece of the weight is one product over all
-rows, as in the plain run; the gradient of the inputs is summed over pieces in float32.
+rows, as in the plain run; the gradient of the inputs is summed over pieces in the next wider type.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class ChunkedLoss(torch.autograd.Function):
         even = torch.where(valid, scale * asked.smoothing / weight.size(0), torch.zeros_like(lse)) if asked.smoothing else None
         all_classes = weight.size(0) if classes is None else classes.sum().to(lse.dtype)
         want_x, want_weight, want_bias = ctx.needs_input_grad[:3]
-        sums = torch.float64 if x.dtype is torch.float64 else torch.float32
-        into_x = torch.zeros(x.shape, dtype=sums, device=x.device) if want_x else None
+        wider = torch.float64 if x.dtype in (torch.float32, torch.float64) else torch.float32
+        into_x = torch.zeros(x.shape, dtype=wider, device=x.device) if want_x else None
         into_weight = torch.empty_like(weight) if want_weight else None
         into_bias = torch.empty_like(bias) if want_bias and bias is not None else None
         for start in range(0, weight.size(0), asked.columns):
@@ -141,8 +141,11 @@ def _columns_of(weight: torch.Tensor, start: int, end: int, dtype: torch.dtype) 
 
 
 def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Sum products of half precision without rounding each: there are many pieces where the plain run has one product."""
-    into.addmm_(a.to(into.dtype), b.to(into.dtype))
+    """Sum products in a wider type than theirs: there are many pieces where the plain run has one product."""
+    if a.dtype is torch.float32:
+        into.add_(a @ b)
+    else:
+        into.addmm_(a.to(into.dtype), b.to(into.dtype))
 
 
 def _piece(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, start: int, asked: Asked) -> torch.Tensor:

@@ -24,6 +24,7 @@ from lowtide.errors import BudgetError
 from lowtide.live import agree
 from lowtide.live.aside import Asides
 from lowtide.live.board import FileBoard, PinnedBoard
+from lowtide.live.enough import Enough
 from lowtide.live.full import FullMode
 from lowtide.live.guard import LIBRARY_BYTES, SLACK_BYTES, Evictor, Tally
 from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
@@ -121,6 +122,7 @@ class Settings:
         allow: levers (:mod:`lowtide.allowed`) that may be used; exact ones are, where they are needed, without being named.
         without: levers that must not be used.
         refusal: makes what is raised when the budget cannot be held; the :class:`BudgetError` itself by default.
+        steps: after which the script is ended; 0 for never.
     """
 
     budget: Size | None
@@ -130,6 +132,7 @@ class Settings:
     allow: frozenset[str] = frozenset()
     without: frozenset[str] = frozenset()
     refusal: Callable[[BudgetError], BaseException] | None = None
+    steps: int = 0
 
 
 @final
@@ -447,6 +450,8 @@ class Runtime:
         if self._step_done or (self._step_units and not self.clock.optimizers_seen):
             self._close_step()
             self._open_step()
+            if self.settings.steps and len(self.steps) >= self.settings.steps:
+                raise Enough
         self._step_units += 1
         self._units += 1
         base = self.meter.live()
@@ -667,6 +672,8 @@ class Runtime:
         A cold first step may differ a little from the next ones; and a recording made while there were no gradients does
         not show whether the script frees those that are there now before its backward.
         """
+        if self.updates.engaged and warm < SEEN_TWICE:  # the optimizer made its states within that unit: it will not again
+            return False
         doubt = 0
         if warm < SEEN_TWICE:
             doubt = max(TOLERANCE_BYTES, int(TOLERANCE_SHARE * figures.bound_peak_bytes)) + LIBRARY_BYTES

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import torch
 from lowtide.live.aside import Asides
 from lowtide.live.engine import Engine
+from lowtide.live.enough import Enough
 from lowtide.live.frames import holders, user_line
 from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
 from lowtide.live.kind import tensors_in
@@ -146,8 +147,9 @@ class _Names:
 class Watcher:
     """One per process while a recording is made; listens to the clock."""
 
-    def __init__(self, writer: Writer, *, operators: bool) -> None:
-        """Watch phases, and with ``operators`` all that happens in them."""
+    def __init__(self, writer: Writer, *, operators: bool, steps: int = 0) -> None:
+        """Watch phases, and with ``operators`` all that happens in them; end the script after ``steps``."""
+        self._most = steps
         self.writer = writer
         self.operators = operators
         found = counters()
@@ -276,6 +278,8 @@ class Watcher:
             self.step += 1
             self._stepped, self._backwards = set(), 0
             self._begin_journal()
+            if self._most and self.step >= self._most:
+                raise Enough
             peak = live
         self._phase = phase
         self.write(Kind.PHASE, live=live, peak=peak, size=self._outside())
@@ -570,11 +574,11 @@ def _shapes_of(module: torch.nn.Module) -> tuple[Any, ...]:
     return tuple((p.dtype, p.size()) for p in module.parameters())
 
 
-def begin(writer: Writer, *, operators: bool) -> Watcher:
-    """Start to record torch."""
+def begin(writer: Writer, *, operators: bool, steps: int = 0) -> Watcher:
+    """Start to record torch; after so many steps (0: never) the script is ended."""
     found = counters()
     writer.put_meta({"torch": torch.__version__, "level": "ops" if operators else "phases", "exact": found is not None})
-    watcher = Watcher(writer, operators=operators)
+    watcher = Watcher(writer, operators=operators, steps=steps)
     watcher.start()
     return watcher
 

@@ -1,0 +1,221 @@
+"""``lowtide batch``: throughput and peak by size; ``lowtide predict``: the peak at sizes that were not run."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lowtide.allowed import parse_levers
+from lowtide.cli.launch import check_alone, check_folder, check_target, write_json
+from lowtide.cli.script import takes_script
+from lowtide.errors import UsageError
+from lowtide.units import parse_bytes
+
+if TYPE_CHECKING:
+    from lowtide.size.predict import Model
+    from lowtide.size.throughput import Point
+    from lowtide.size.trial import Target
+    from lowtide.size.vary import Vary
+
+RECORDED = 3
+"""Smallest values of an axis that are recorded for predictions, where more are given."""
+RECORDED_STEPS = 3
+"""Steps of such a recording: a cold one and two warm ones."""
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--vary", "axes", multiple=True, required=True, metavar="NAME=1,2,4,...",
+              help="An option of the script; env:NAME, a variable; SCRIPT.py:NAME, a constant. `...`: until memory ends.")
+@click.option("--budget", metavar="SIZE", help="Where the plain run does not fit, run under this budget.")
+@click.option("--memory", metavar="SIZE", help="What a run may take; 90 % of what is available by default (CUDA: all).")
+@click.option("--allow", multiple=True, metavar="NAME,...", help="Levers that may be used under the budget.")
+@click.option("--samples", type=float, help="Of one step; by default the value of the axis whose name has `batch` in it.")
+@click.option("--steps", type=click.IntRange(min=3), default=10, show_default=True, help="Steps of one run; two to warm up.")
+@click.option("--predict", is_flag=True, help="Record the three smallest values of each axis, and predict the others.")
+@click.option("-o", "--output", metavar="FILE", help="With --predict: keep the recordings, for `lowtide predict`.")
+@click.option("--results", metavar="FILE", help="Where points are kept, and gone on from.  [default: SCRIPT.batch]")
+@click.option("--fresh", is_flag=True, help="Throw earlier points away.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=3600.0, show_default=True, help="Seconds of one run at most.")
+@click.option("--json", "json_file", metavar="FILE", help="Write everything.")
+@click.option("--html", "html_file", metavar="FILE", help="Write a page with pictures.")
+@takes_script
+def batch(
+    *,
+    axes: tuple[str, ...],
+    budget: str | None,
+    memory: str | None,
+    allow: tuple[str, ...],
+    samples: float | None,
+    steps: int,
+    predict: bool,
+    output: str | None,
+    results: str | None,
+    fresh: bool,
+    timeout: float,
+    json_file: str | None,
+    html_file: str | None,
+    module: bool,
+    script: str,
+    arguments: tuple[str, ...],
+) -> int:
+    """Run SCRIPT at each size in a fresh process: samples per second, peak, the knee, and the largest that fits."""
+    from lowtide.leak.watch import end_on_sigterm
+    from lowtide.size.trial import Target
+    from lowtide.size.vary import Vary, parse_axis
+
+    check_alone()
+    check_target(script, module=module)
+    for file in (json_file, html_file, output, results):
+        check_folder(file)
+    vary = Vary([parse_axis(a, script) for a in axes], arguments)
+    if module and any(a.kind == "constant" for a in vary.axes):
+        raise UsageError("constants can be set in a script, not in a module of -m")
+    if len(vary.axes) > 1 and any(a.open for a in vary.axes):
+        raise UsageError("`...` is for one axis alone")
+    limit = 0 if memory is None else parse_bytes(memory)
+    target = Target(script=script, module=module, seconds=timeout)
+    end_on_sigterm()
+    if predict:
+        return _predict_by_recording(vary, target, limit, output, json_file, html_file)
+    if output is not None:
+        raise UsageError("-o goes with --predict")
+    levers = parse_levers(allow)
+    held = 0 if budget is None else parse_bytes(budget)
+    if levers and not held:
+        raise UsageError("--allow goes with --budget")
+    return _measure(vary, target, held, limit, sorted(levers), samples, steps, results, json_file, html_file, fresh=fresh)
+
+
+def _measure(
+    vary: Vary, target: Target, budget: int, limit: int, allow: list[str], samples: float | None, steps: int,
+    results: str | None, json_file: str | None, html_file: str | None, *, fresh: bool,
+) -> int:
+    from lowtide.report.size import batch_json, batch_page, show_batch
+    from lowtide.report.terminal import console
+    from lowtide.size.throughput import Results, measure
+    from lowtide.size.trial import Asked, run
+
+    about = {
+        "script": target.script,
+        "arguments": list(vary.set(next(vary.points())).arguments),
+        "axes": [[a.kind, a.name] for a in vary.axes],
+        "budget": budget,
+        "memory": limit,
+        "allow": allow,
+        "steps": steps,
+        "samples": samples,
+    }
+    place = Path(results) if results else Path(f"{Path(target.script).stem}.batch")
+    store = Results(place, about, fresh=fresh)
+    which = next((i for i, a in enumerate(vary.axes) if "batch" in a.name.lower()), None)
+
+    def count(values: Sequence[str]) -> float:
+        return samples if samples is not None else 1.0 if which is None else float(values[which])
+
+    plain = Asked(steps=steps, cap_bytes=limit)
+    held = Asked(steps=max(steps, 6), budget_bytes=budget, cap_bytes=limit, allow=frozenset(allow)) if budget else None
+    points: list[Point] = []
+    try:
+        with console().status("running") as status:
+            for point in measure(vary, lambda s, a: run(target, s, a), store, samples=count, plain=plain, budget=held):
+                points.append(point)
+                status.update(f"after {', '.join(f'{a.name}={v}' for a, v in zip(vary.axes, point.values, strict=True))}")
+    finally:
+        store.close()
+        if points:
+            if json_file is not None:
+                write_json(json_file, batch_json(vary, points))
+            if html_file is not None:
+                Path(html_file).write_text(batch_page(target.script, vary, points))
+            show_batch(vary, points, per_sample=samples is not None or which is not None)
+    return 0 if any(p.fits for p in points) else 1
+
+
+def _predict_by_recording(
+    vary: Vary, target: Target, limit: int, output: str | None, json_file: str | None, html_file: str | None
+) -> int:
+    import itertools
+
+    from lowtide.report.size import prediction_json, show_predictions
+    from lowtide.report.terminal import console
+    from lowtide.size import bundle
+    from lowtide.size.predict import Model
+    from lowtide.size.trial import record
+    from lowtide.store import read
+
+    if any(a.open for a in vary.axes):
+        raise UsageError("--predict needs to know which sizes: leave the `...` out")
+    if html_file is not None:
+        raise UsageError("--html is for measured points: leave --predict out")
+    small = [sorted(a.values, key=float)[:RECORDED] for a in vary.axes]
+    recorded = list(itertools.product(*small))
+    wanted = [values for values in vary.points() if values not in recorded]
+    with tempfile.TemporaryDirectory(prefix="lowtide-") as folder, console().status("recording") as status:
+        found, files = [], []
+        for number, values in enumerate(recorded):
+            setting = vary.set(values)
+            status.update(f"recording {', '.join(f'{k}={v:g}' for k, v in setting.sizes.items())}")
+            file = Path(folder, f"{number}.lowtide")
+            record(target, setting, RECORDED_STEPS, file)
+            files.append(file)
+            found.append((setting.sizes, read(file)))
+        model = Model(found)
+        if output is not None:
+            bundle.save(files, Path(output))
+    predictions = [model.at(vary.set(values).sizes) for values in wanted]
+    if json_file is not None:
+        write_json(json_file, prediction_json(model, predictions, limit))
+    show_predictions(model, predictions, limit)
+    return 0
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="F.lowtide ...")
+@click.option("--set", "wanted", multiple=True, required=True, metavar="NAME=VALUE", help="A size (repeatable).")
+@click.option("--memory", metavar="SIZE", help="What there is: does the step fit, or by which plan?")
+@click.option("--plan", "plan_file", metavar="FILE", help="Write the plan by which it fits (as `lowtide plan --json` does).")
+@click.option("--json", "json_file", metavar="FILE", help="Write the answer.")
+def predict(
+    *, files: tuple[Path, ...], wanted: tuple[str, ...], memory: str | None, plan_file: str | None, json_file: str | None
+) -> int:
+    """Predict a step's peak at sizes that were not run, from recordings at two or more others.
+
+    F.lowtide is what `lowtide batch --predict -o` wrote, or several recordings of one script whose options give the sizes.
+    The exit code is 0 if the step fits (plainly or by a plan) or no --memory is given, 1 if it does not.
+    """
+    from lowtide.report.size import fit_json, show_fit
+    from lowtide.size import bundle
+    from lowtide.size.fit import fit
+    from lowtide.size.predict import Model, sizes_of
+
+    for file in (plan_file, json_file):
+        check_folder(file)
+    sizes = dict(_assignments(wanted))
+    recordings = [r for file in files for r in bundle.load(file)]
+    model: Model = Model([(sizes_of(r, list(sizes)), r) for r in recordings])
+    limit = None if memory is None else parse_bytes(memory)
+    answer = fit(model, sizes, limit)
+    if plan_file is not None and answer.plan is not None:
+        from lowtide.pebble.account import to_json
+
+        write_json(plan_file, to_json(answer.plan, strategy="search", rounding_bytes=1))
+    if json_file is not None:
+        write_json(json_file, fit_json(answer))
+    show_fit(answer)
+    return 0 if limit is None or answer.fits else 1
+
+
+def _assignments(texts: Iterable[str]) -> Iterable[tuple[str, Any]]:
+    for text in texts:
+        name, equals, value = text.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = -1.0
+        if not equals or not name or number <= 0:
+            raise UsageError(f"--set {text}: write NAME=VALUE, a number above zero")
+        yield name.lstrip("-"), number

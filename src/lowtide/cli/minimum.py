@@ -1,0 +1,97 @@
+"""``lowtide min``: the smallest budget that works, shown by real runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from lowtide.allowed import UPDATE, parse_levers
+from lowtide.cli.launch import check_alone, check_folder, check_target, write_json
+from lowtide.cli.script import takes_script
+from lowtide.errors import LowtideError
+
+
+@click.command("min", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--allow", multiple=True, metavar="NAME,...", help="Levers that change bits and may be used too; `all` for all.")
+@click.option("--without", multiple=True, metavar="NAME,...", help="Levers that must not be used.")
+@click.option("--steps", type=click.IntRange(min=4), default=6, show_default=True, help="Steps of one run.")
+@click.option("--survive", type=click.IntRange(min=0), default=50, show_default=True, help="Steps of the run at the minimum.")
+@click.option("--offload/--no-offload", default=True, help="Whether values may be moved to a file (CUDA: to the host).")
+@click.option("--timeout", type=click.FloatRange(min=1), default=3600.0, show_default=True, help="Seconds of one run at most.")
+@click.option("--json", "json_file", metavar="FILE", help="Write everything.")
+@click.option("--html", "html_file", metavar="FILE", help="Write a page with the curve of memory against time.")
+@takes_script
+def minimum(
+    *,
+    allow: tuple[str, ...],
+    without: tuple[str, ...],
+    steps: int,
+    survive: int,
+    offload: bool,
+    timeout: float,
+    json_file: str | None,
+    html_file: str | None,
+    module: bool,
+    script: str,
+    arguments: tuple[str, ...],
+) -> int:
+    """Find the smallest budget under which SCRIPT trains, by runs that are capped for real.
+
+    Its first steps are run plainly, then under budgets with a hard cap at the budget: the smallest that passes, and one within
+    a per cent of it that fails; without levers, with the exact ones, and with those of --allow.
+    """
+    from lowtide.leak.watch import end_on_sigterm
+    from lowtide.report.size import minimum_json, minimum_page, show_minimum
+    from lowtide.report.terminal import console
+    from lowtide.size.minimum import PROBE, lever_sets, search
+    from lowtide.size.trial import Asked, Ran, Target, run
+    from lowtide.size.vary import Set
+
+    check_alone()
+    allowed, excluded = parse_levers(allow), parse_levers(without)
+    check_target(script, module=module)
+    for file in (json_file, html_file):
+        check_folder(file)
+    end_on_sigterm()
+    target, setting = Target(script=script, module=module, seconds=timeout), Set(arguments=arguments)
+    with console().status("the plain run") as status:
+
+        def told(what: str) -> Callable[[Asked], Ran]:
+            count = 0
+
+            def go(asked: Asked) -> Ran:
+                nonlocal count
+                count += 1
+                status.update(_doing(what, count, asked))
+                return run(target, setting, asked)
+
+            return go
+
+        plain = run(target, setting, Asked(steps=steps))
+        if not plain.passes or len(plain.steps) < 2:
+            why = plain.message or f"only {len(plain.steps)} steps were seen"
+            raise LowtideError(f"the script does not train as it is: {why}")
+        look = Asked(steps=4, budget_bytes=int(PROBE * plain.peak_bytes), allow=allowed - {UPDATE}, without=excluded,
+                     offload=offload)
+        status.update("looking for what speaks against levers")
+        declined = {x["name"]: x["text"] for x in run(target, setting, look).levers if not x["used"]}
+        found = [
+            search(name, can - declined.keys(), cannot, plain, told(name), offload=offload, steps=steps, survives=survive)
+            for name, (can, cannot) in lever_sets(allowed, excluded).items()
+        ]
+    if json_file is not None:
+        write_json(json_file, minimum_json(plain, found, declined))
+    if html_file is not None:
+        Path(html_file).write_text(minimum_page(script, plain, found))
+    show_minimum(plain, found, declined)
+    return 0 if any(f.minimum_bytes is not None for f in found) else 1
+
+
+def _doing(what: str, count: int, asked: object) -> str:
+    from lowtide.size.trial import Asked
+    from lowtide.units import format_bytes
+
+    assert isinstance(asked, Asked)
+    return f"{what}: run {count}, {asked.steps} steps at {format_bytes(asked.budget_bytes)}"

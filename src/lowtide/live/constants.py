@@ -1,0 +1,38 @@
+"""A script with other constants: names that it assigns at its top level."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+
+from lowtide.errors import UsageError
+
+
+def with_constants(source: bytes, constants: Mapping[str, str], name: str) -> ast.Module:
+    """The script's syntax tree, with other values; lines stay as they are.
+
+    Args:
+        source: of the script.
+        constants: Python expressions by name.
+        name: of the script, for people.
+
+    Raises:
+        UsageError: if it assigns no such name at its top level, or cannot be parsed.
+    """
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        raise UsageError(f"{name} is not Python: {error.msg} (line {error.lineno})") from None
+    for constant, value in constants.items():
+        found = [node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign)) and _assigns(node, constant)]
+        if not found:
+            raise UsageError(f"{name} assigns no {constant} at its top level")
+        for node in found:
+            node.value = ast.copy_location(ast.parse(value, mode="eval").body, node.value or node)
+            ast.fix_missing_locations(node)
+    return tree
+
+
+def _assigns(node: ast.Assign | ast.AnnAssign, name: str) -> bool:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return any(isinstance(t, ast.Name) and t.id == name for t in targets) and node.value is not None

@@ -1,0 +1,180 @@
+"""A short run that is measured: the first steps of a script, plain or under a budget and a cap, with their times and peaks."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, final
+
+import msgspec
+import psutil
+
+import torch
+from lowtide.errors import BudgetError, UsageError
+from lowtide.live.enough import Enough
+from lowtide.live.heap import CudaMeter, HeapMeter, Meter, counters
+from lowtide.live.native import preloaded
+from lowtide.live.runtime import Runtime, Settings
+from lowtide.live.steps import Clock
+from lowtide.live.task import TrialOptions
+from lowtide.probe.catalogue import out_of_memory
+from lowtide.trace import Phase
+
+MACHINE_SHARE = 0.9
+"""Of the memory that the machine has available: what a run may take that is not capped otherwise."""
+
+
+@final
+class Trial:
+    """What the agent does for ``lowtide min`` and ``lowtide batch``."""
+
+    def __init__(self, options: TrialOptions) -> None:
+        """Begin to measure."""
+        self._options = options
+        self._refused: BudgetError | None = None
+        self._runtime: Runtime | None = None
+        self._plain: Plain | None = None
+        _cap(options.cap_bytes)
+        if options.budget_bytes or options.allow:
+            self._runtime = Runtime(
+                Settings(
+                    budget=options.budget_bytes or None,
+                    allow=frozenset(options.allow),
+                    without=frozenset(options.without),
+                    offload=options.offload,
+                    refusal=self._refuse,
+                    steps=options.steps,
+                )
+            )
+            self._runtime.start()
+        else:
+            self._plain = Plain(options.steps)
+            self._plain.start()
+
+    def _refuse(self, error: BudgetError) -> BaseException:
+        self._refused = error
+        return Enough()
+
+    def finish(self, code: int, error: BaseException | None = None) -> None:
+        """Write what was measured."""
+        found: dict[str, Any] = {"code": code, "message": "" if error is None else f"{type(error).__name__}: {error}"}
+        if self._runtime is not None:
+            self._runtime.stop()
+            found |= self._runtime.outcome().to_json(code)
+            found["resident_bytes"] = self._runtime.resident_bytes()
+        elif self._plain is not None:
+            found |= self._plain.finish()
+        if self._refused is not None:
+            found |= {"ended": "refused", "message": str(self._refused)}
+        elif error is not None:
+            found["ended"] = "memory" if out_of_memory(error) is not None else "error"
+        else:
+            found["ended"] = "ok" if not code else "error"
+        Path(self._options.json).write_bytes(msgspec.json.encode(found))
+
+
+@final
+class Plain:
+    """A script as it is: only where steps begin and end is listened to."""
+
+    def __init__(self, steps: int) -> None:
+        """Watch nothing yet.
+
+        Args:
+            steps: after which the script is ended; 0 for never.
+        """
+        self._most = steps
+        self._clock = Clock(self)
+        self._steps: list[dict[str, Any]] = []
+        self._meter: Meter | None = None
+        self._started = 0.0
+        self._open = False
+        self._done = False
+        self._roots: dict[int, torch.nn.Module] = {}
+
+    def start(self) -> None:
+        """Begin."""
+        self._clock.install()
+
+    def finish(self) -> dict[str, Any]:
+        """End; the figures."""
+        self._clock.remove()
+        if self._open and self._done:
+            self._close()
+        sizes = {
+            t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+            for root in self._roots.values() for t in (*root.parameters(), *root.buffers())
+        }
+        return {"steps": self._steps, "plan": None, "levers": [], "resident_bytes": sum(sizes.values())}
+
+    def phase_begins(self, _: Phase) -> None:
+        """Steps are told by what follows."""
+
+    def root_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - a listener's
+        """A step may begin here."""
+        if torch.is_grad_enabled():
+            self._roots[id(module)] = module
+            self._step_may_begin()
+
+    def root_ends(self, result: Any) -> None:
+        """Nothing follows from that."""
+
+    def backward_begins(self) -> None:
+        """A script without modules begins its step here at the latest."""
+        self._step_may_begin()
+
+    def backward_ends(self) -> None:
+        """Where nothing has an optimizer, that was the step."""
+        if not self._clock.optimizers_seen:
+            self._done = True
+
+    def optimizer_begins(self, optimizer: Any) -> None:
+        """The step goes on."""
+
+    def optimizer_ends(self, _: Any) -> None:
+        """The step is over when the next begins."""
+        self._done = True
+
+    def _step_may_begin(self) -> None:
+        if self._open and not self._done:
+            return
+        if self._open:
+            self._close()
+        if self._most and len(self._steps) >= self._most:
+            raise Enough
+        self._open, self._done = True, False
+        self._started = time.perf_counter()
+        if self._meter is None or (not isinstance(self._meter, CudaMeter) and torch.cuda.is_initialized()):
+            self._meter = _meter()
+        self._meter.reset_step_peak()
+
+    def _close(self) -> None:
+        assert self._meter is not None
+        if isinstance(self._meter, CudaMeter):
+            torch.cuda.synchronize()
+        self._steps.append({
+            "index": len(self._steps),
+            "seconds": time.perf_counter() - self._started,
+            "peak_bytes": self._meter.step_peak(),
+        })
+
+
+def _meter() -> Meter:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return CudaMeter(torch.device("cuda", torch.cuda.current_device()))
+    found = counters()
+    if found is None:
+        raise UsageError("peaks need the heap counter, which was not built: install Lowtide where a C compiler is")
+    return HeapMeter(found)
+
+
+def _cap(size: int) -> None:
+    """Have torch's allocators refuse what goes beyond; 0: what would wake the kernel's out-of-memory killer."""
+    found = preloaded()
+    if size and found is None and not torch.cuda.is_available():
+        raise UsageError("a cap needs the heap counter, which was not built: install Lowtide where a C compiler is")
+    if found is not None:
+        found.cap = size or int(MACHINE_SHARE * psutil.virtual_memory().available)
+    if size and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, size / total))

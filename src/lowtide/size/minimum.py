@@ -1,0 +1,143 @@
+"""The smallest budget that works, shown by runs that are capped for real.
+
+The search starts from the lowest peak that a plan reaches on a recording of the script, not from bisection in the dark: most
+often that budget passes, and one per cent less fails, so that two runs are enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from lowtide.allowed import LEVERS
+from lowtide.size.trial import Asked, Ran
+
+CLOSE: Final = 0.01
+"""A budget that fails is within this share of the one that passes."""
+MOST_RUNS: Final = 10
+"""Of one search, the recording included."""
+PROBE: Final = 0.92
+"""Of the plain peak: the budget under which the recording is made. Below the plain peak, so that a plan is looked for."""
+STEPS: Final = 6
+"""Of one run: two that are recorded, the others by the plan."""
+SURVIVES: Final = 50
+"""Steps of the last run, at the minimum."""
+WIDENINGS: Final = (0.01, 0.03, 0.08, 0.2, 0.5)
+"""How far a try lies beyond the last, until one passes and one fails."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        name: of the set of levers.
+        allow, without: that set.
+        minimum_bytes: the smallest budget that passed; None where none did.
+        fails_at_bytes: the largest that failed; None where none did.
+        floor_bytes: what no plan of recompute and offload goes below, as proven on the recording.
+        runs: all of them, in order.
+        survived: the long run at the minimum.
+        reason: why there is no minimum, where there is none.
+    """
+
+    name: str
+    allow: frozenset[str]
+    without: frozenset[str]
+    minimum_bytes: int | None
+    fails_at_bytes: int | None
+    floor_bytes: int | None
+    runs: tuple[Ran, ...]
+    survived: Ran | None
+    reason: str = ""
+
+    @property
+    def at_minimum(self) -> Ran | None:
+        """The run at the smallest budget that passed."""
+        return next((r for r in self.runs if r.passes and r.asked.budget_bytes == self.minimum_bytes), None)
+
+
+def lever_sets(allowed: frozenset[str], excluded: frozenset[str]) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
+    """(allow, without) by name: no lever, the exact ones, all that the user allows."""
+    exact = frozenset(x.name for x in LEVERS.values() if x.exact) - excluded
+    sets = {"no levers": (frozenset[str](), frozenset(LEVERS)), "exact levers": (exact, excluded)}
+    if allowed - exact - excluded:
+        sets["all levers"] = (exact | allowed - excluded, excluded)
+    return sets
+
+
+def search(
+    name: str, allow: frozenset[str], without: frozenset[str], plain: Ran, run: Callable[[Asked], Ran], *,
+    offload: bool, steps: int = STEPS, survives: int = SURVIVES,
+) -> Found:
+    """The smallest budget, with one set of levers.
+
+    Args:
+        name: of the set.
+        allow: levers that are used.
+        without: levers that are not.
+        plain: the script's plain run.
+        run: runs the script once.
+        offload: whether values may be moved.
+        steps: of one run.
+        survives: steps of the last one.
+    """
+    runs: list[Ran] = []
+
+    def at(budget: int, *, count: int = steps, capped: bool = True) -> Ran:
+        found = run(Asked(steps=count, budget_bytes=budget, cap_bytes=budget if capped else 0, allow=allow, without=without,
+                          offload=offload))
+        runs.append(found)
+        return found
+
+    probe = at(int(PROBE * plain.peak_bytes), capped=False)
+    plan = probe.plan
+    if plan is None:
+        return Found(name=name, allow=allow, without=without, minimum_bytes=None, fails_at_bytes=None, floor_bytes=None,
+                     runs=tuple(runs), survived=None, reason=f"no plan was made: {probe.message or probe.ended}")
+    low, high = _bracket(int(plan["lowest_peak_bytes"]), plain.peak_bytes, at, runs)
+    while high is not None and low is not None and low < (1 - CLOSE) * high and len(runs) < MOST_RUNS:
+        middle = max(int((low * high) ** 0.5), int((1 - CLOSE) * high) if low > (1 - 2 * CLOSE) * high else 0)
+        low, high = (low, middle) if at(middle).passes else (middle, high)
+    survived = None
+    while high is not None and survives:
+        survived = run(Asked(steps=survives, budget_bytes=high, cap_bytes=high, allow=allow, without=without, offload=offload))
+        if survived.passes or len(runs) >= MOST_RUNS:
+            break
+        low, high = high, int(high * (1 + CLOSE))
+        runs.append(survived)
+    return Found(
+        name=name,
+        allow=allow,
+        without=without,
+        minimum_bytes=high,
+        fails_at_bytes=low,
+        floor_bytes=int(plan["bound"]["peak_bytes"]),
+        runs=tuple(runs),
+        survived=survived,
+        reason="" if high is not None else "no budget that was tried passed",
+    )
+
+
+def _bracket(start: int, most: int, at: Callable[[int], Ran], runs: list[Ran]) -> tuple[int | None, int | None]:
+    """The nearest budgets (fails, passes) around a first guess."""
+    low: int | None = None
+    high: int | None = None
+    budget = start
+    for further in (0.0, *WIDENINGS):
+        if len(runs) >= MOST_RUNS:
+            break
+        if further:
+            budget = int(high * (1 - further)) if high is not None else int(budget * (1 + further))
+        if at(budget).passes:
+            if low is not None:
+                return low, budget
+            high = budget
+        else:
+            if high is not None:
+                return budget, high
+            low = budget
+        if low is not None and low > 2 * most:
+            break
+    return low, high

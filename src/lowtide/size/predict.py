@@ -1,0 +1,244 @@
+"""The peak at sizes that were never run, from recordings at small ones.
+
+Training steps of one script at several sizes run the same operators one by one. At each operator, the highest bytes inside it
+are a sum of tensors whose sizes are polynomials in what is varied (a batch: degree 1; a sequence: 2, where attention keeps its
+scores; a side of an image: 2), so the height of *every instant* is fitted apart, and the highest of them is the peak. Which
+instant is highest at the large size need not be the one that is highest in the recordings: that is what a straight line
+through the recorded peaks gets wrong.
+
+Degrees are found, not assumed: the lowest is taken that predicts what was held out. Where recordings do not run the same
+operators (a loop over the sequence), the step's peak itself is fitted, and the doubt is larger.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.errors import UsageError
+from lowtide.explain import Step, steps_of
+from lowtide.pebble.graph import Graph
+from lowtide.size.vary import option_of
+from lowtide.stepgraph import graph_of
+from lowtide.store import Recording
+
+DEGREES: Final = 4
+"""Highest degree that is tried: attention over the patches of an image grows with the fourth power of its side."""
+HELD_OUT: Final = 0.002
+"""A degree is taken if it predicts a recording that was held out within this share."""
+LEAST_DOUBT: Final = 0.003
+"""Share of a prediction that it may be off, at the least: rounding of blocks, workspaces of libraries."""
+BLIND_DOUBT: Final = 0.05
+"""The same, where no recording was left to check a degree with, or operators do not correspond."""
+COMPLETE: Final = 2
+"""Steps that a recording has at least: a cold one and a warm one."""
+
+Sizes = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A step at a size that was not run.
+
+    Attributes:
+        sizes: what was asked.
+        cold_peak_bytes: of the first step.
+        peak_bytes: of all.
+        doubt: share of these that they may be off.
+        step_seconds: of a warm step, roughly.
+        op: where the peak is: operator and module.
+        checked: whether recordings were left over to check the degree with.
+    """
+
+    sizes: Sizes
+    cold_peak_bytes: int
+    peak_bytes: int
+    doubt: float
+    step_seconds: float
+    op: str
+    checked: bool
+
+    @property
+    def at_most_bytes(self) -> int:
+        """The peak with its doubt."""
+        return int(self.peak_bytes * (1 + self.doubt))
+
+    def fits(self, memory_bytes: int) -> bool | None:
+        """Whether the step fits; None where that is within the doubt."""
+        if self.at_most_bytes <= memory_bytes:
+            return True
+        return None if self.peak_bytes * (1 - self.doubt) <= memory_bytes else False
+
+
+def sizes_of(recording: Recording, names: Sequence[str]) -> dict[str, float]:
+    """What was varied, in one recording: as it says itself, or by the script's arguments.
+
+    Raises:
+        UsageError: if it does not say.
+    """
+    told: dict[str, Any] = recording.meta.get("sizes") or {}
+    arguments = recording.meta.get("arguments") or []
+    found = {}
+    for name in names:
+        value = told.get(name, option_of(arguments, name))
+        if value is None:
+            raise UsageError(
+                f"a recording does not say what {name} was: make recordings by `lowtide batch --predict`, or give the script "
+                f"an option --{name}"
+            )
+        found[name] = float(value)
+    return found
+
+
+@final
+class Model:
+    """What recordings at several sizes say of all sizes."""
+
+    def __init__(self, recordings: Sequence[tuple[Sizes, Recording]]) -> None:
+        """Fit.
+
+        Args:
+            recordings: each with its sizes, of the same names.
+
+        Raises:
+            UsageError: if there are fewer than two, or one has no two complete steps with operators.
+        """
+        if len(recordings) < 2:
+            raise UsageError("one recording shows one size: give two or more, made at different sizes")
+        self.names = tuple(recordings[0][0])
+        self._at = np.array([[sizes[n] for n in self.names] for sizes, _ in recordings])
+        for axis, name in enumerate(self.names):
+            if len(set(self._at[:, axis])) < 2:
+                raise UsageError(f"all recordings have the same {name}: vary it")
+        self._steps = [[s for s in steps_of(r) if s.row.complete] for _, r in recordings]
+        if min(len(steps) for steps in self._steps) < COMPLETE:
+            raise UsageError("a recording has fewer than two complete steps with operators (--level ops)")
+        self._count = min(len(steps) for steps in self._steps)
+        self._columns = [steps[: self._count] for steps in self._steps]
+        self.aligned = all(_alike([steps[k] for steps in self._columns]) for k in range(self._count))
+        self.degrees, self.checked, self._error = self._choose()
+
+    # --- fitting -----------------------------------------------------------------------------------------------------
+
+    def _heights(self, k: int) -> NDArray[np.float64]:
+        """(recordings, instants) of step k: the highest bytes inside each operator; of the whole step where they differ."""
+        if self.aligned:
+            return np.array([np.asarray(steps[k].peaks, dtype=float) for steps in self._columns])
+        return np.array([[float(np.max(steps[k].peaks))] for steps in self._columns])
+
+    def _terms(self, degrees: Sequence[int], at: NDArray[np.float64]) -> NDArray[np.float64]:
+        """(points, monomials), scaled to the largest recorded size."""
+        scaled = at / self._at.max(axis=0)
+        powers = itertools.product(*(range(d + 1) for d in degrees))
+        return np.stack([np.prod(scaled ** np.array(p), axis=1) for p in powers], axis=1)
+
+    def _fitted(
+        self, degrees: Sequence[int], known: NDArray[np.float64], rows: Sequence[int], at: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Values at some sizes, fitted to some of the recordings: (points, columns)."""
+        terms = self._terms(degrees, self._at[rows])
+        found, *_ = np.linalg.lstsq(terms, known[rows], rcond=None)
+        result: NDArray[np.float64] = self._terms(degrees, at) @ found
+        return result
+
+    def _choose(self) -> tuple[tuple[int, ...], bool, float]:
+        """The lowest degrees that predict what was held out; whether anything was; and how far off they were."""
+        most = [min(len(set(self._at[:, axis])) - 1, DEGREES) for axis in range(len(self.names))]
+        heights = [self._heights(k) for k in range(self._count)]
+        order = np.argsort(np.prod(self._at, axis=1))
+        best: tuple[float, tuple[int, ...]] | None = None
+        for degrees in sorted(itertools.product(*(range(1, m + 1) for m in most)), key=lambda d: (sum(d), d)):
+            errors = [self._held_out(degrees, h, order) for h in heights]
+            if any(e is None for e in errors):
+                continue
+            error = max(e for e in errors if e is not None)
+            if best is None or error < best[0]:
+                best = error, degrees
+            if error <= HELD_OUT:
+                return degrees, True, error
+        if best is not None:
+            return best[1], True, best[0]
+        needed = [d for d in itertools.product(*(range(1, m + 1) for m in most))
+                  if np.linalg.matrix_rank(self._terms(d, self._at)) == np.prod([x + 1 for x in d])]
+        return max(needed, key=sum, default=tuple(1 for _ in most)), False, 0.0
+
+    def _held_out(self, degrees: tuple[int, ...], heights: NDArray[np.float64], order: NDArray[np.intp]) -> float | None:
+        """How far off a peak is that was held out, the largest and the smallest in turn; None where too few are left."""
+        worst = 0.0
+        for out in (int(order[-1]), int(order[0])):
+            rows = [i for i in range(len(self._at)) if i != out]
+            terms = self._terms(degrees, self._at[rows])
+            if np.linalg.matrix_rank(terms) < terms.shape[1]:
+                return None
+            guess = self._fitted(degrees, heights, rows, self._at[[out]])[0].max()
+            truth = heights[out].max()
+            worst = max(worst, abs(guess - truth) / truth)
+        return worst
+
+    # --- answers -----------------------------------------------------------------------------------------------------
+
+    def at(self, sizes: Sizes) -> Prediction:
+        """The step at some sizes.
+
+        Raises:
+            UsageError: if a size is not given.
+        """
+        missing = [n for n in self.names if n not in sizes]
+        if missing:
+            raise UsageError(f"say what {', '.join(missing)} shall be: --set {missing[0]}=VALUE")
+        at = np.array([[sizes[n] for n in self.names]])
+        every = range(len(self._at))
+        tops = [self._fitted(self.degrees, self._heights(k), every, at)[0] for k in range(self._count)]
+        peaks = [float(t.max()) for t in tops]
+        where = int(np.argmax(peaks))
+        seconds = np.array([[float(s.row.seconds) for s in steps[1:]] for steps in self._columns]).min(axis=1, keepdims=True)
+        step_seconds = float(self._fitted(self.degrees, seconds, every, at)[0, 0])
+        reach = float(np.prod(at / self._at.max(axis=0)))
+        blind = not self.checked or not self.aligned
+        doubt = max(BLIND_DOUBT if blind else LEAST_DOUBT, self._error * max(1.0, reach))
+        step = self._columns[0][where]
+        entry = step.entries[step.ops[int(tops[where].argmax())]] if self.aligned else None
+        return Prediction(
+            sizes=dict(sizes),
+            cold_peak_bytes=round(peaks[0]),
+            peak_bytes=round(peaks[where]),
+            doubt=doubt,
+            step_seconds=max(step_seconds, 0.0),
+            op="" if entry is None else f"{step.names[entry['a']]} ({step.names[entry['b']] or 'outside modules'})",
+            checked=self.checked and self.aligned,
+        )
+
+    def graph_at(self, sizes: Sizes) -> Graph | None:
+        """The warm step's graph at some sizes, to be planned; None where recordings do not run the same operators."""
+        if not self.aligned:
+            return None
+        graphs = [graph_of(steps[self._count - 1]) for steps in self._columns]
+        first = graphs[0]
+        if any([n.id for n in g.nodes] != [n.id for n in first.nodes] for g in graphs):
+            return None
+        at = np.array([[sizes[n] for n in self.names]])
+
+        def fitted(key: str) -> NDArray[np.float64]:
+            known = np.array([[float(getattr(n, key)) for n in g.nodes] for g in graphs])
+            found: NDArray[np.float64] = self._fitted(self.degrees, known, range(len(self._at)), at)[0]
+            return np.maximum(found, 0)
+
+        size, workspace, seconds = fitted("bytes"), fitted("workspace_bytes"), fitted("seconds")
+        nodes = tuple(
+            replace(n, bytes=round(size[i]), workspace_bytes=round(workspace[i]), seconds=float(seconds[i]))
+            for i, n in enumerate(first.nodes)
+        )
+        return replace(first, nodes=nodes, name=", ".join(f"{k}={v:g}" for k, v in sizes.items()))
+
+
+def _alike(steps: Sequence[Step]) -> bool:
+    """Whether steps ran the same operators in the same modules."""
+    first = [(steps[0].names[e["a"]], steps[0].names[e["b"]]) for e in steps[0].entries[steps[0].ops]]
+    return all(
+        len(s.ops) == len(first) and [(s.names[e["a"]], s.names[e["b"]]) for e in s.entries[s.ops]] == first for s in steps[1:]
+    )

@@ -1,0 +1,216 @@
+"""Throughput and peak at each value of what is varied, each in a process of its own; results outlive a killed run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+import numpy as np
+
+from lowtide.errors import UsageError
+from lowtide.size.trial import Asked, Ran
+from lowtide.size.vary import Set, Vary
+
+WARM: Final = 2
+"""Steps that are not timed: the first allocates, the second is the first with the optimizer's states."""
+TIMED: Final = 8
+"""Steps that are, at least."""
+KNEE: Final = 0.95
+"""The knee is the smallest value with this share of the highest throughput."""
+FALLS: Final = 2
+"""Values in a row whose throughput lies below the highest for certain, after which no larger one is tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """How fast a run was.
+
+    Attributes:
+        low, median, high: samples per second: quartiles over the timed steps.
+    """
+
+    low: float
+    median: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One combination of values.
+
+    Attributes:
+        values: as the user wrote them, one for each axis.
+        how: ``plain``, or ``budget``: under the budget, where the plain run does not fit.
+        ended: as in :class:`lowtide.size.trial.Ran`.
+        rate: None where it did not run.
+        cold_peak_bytes: of the first step.
+        peak_bytes: of all steps; None where it did not run.
+    """
+
+    values: tuple[str, ...]
+    how: str
+    ended: str
+    message: str
+    rate: Rate | None
+    cold_peak_bytes: int | None
+    peak_bytes: int | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it ran."""
+        return self.rate is not None
+
+
+def point_of(values: tuple[str, ...], how: str, ran: Ran, samples: float) -> Point:
+    """What a run says."""
+    timed = [float(s["seconds"]) for s in ran.steps[WARM:] if s.get("policy") != "online"]
+    timed = timed or [float(s["seconds"]) for s in ran.steps[WARM:]]
+    rate = None
+    if ran.passes and timed:
+        low, median, high = (samples / float(q) for q in np.percentile(timed, (75, 50, 25)))
+        rate = Rate(low=low, median=median, high=high)
+    ended, message = ran.ended, ran.message
+    if ran.passes and not timed:
+        ended, message = "error", f"it ended after {len(ran.steps)} steps: more than {WARM} are needed"
+    return Point(
+        values=values,
+        how=how,
+        ended=ended,
+        message=message,
+        rate=rate,
+        cold_peak_bytes=ran.cold_peak_bytes if rate else None,
+        peak_bytes=ran.peak_bytes if rate else None,
+    )
+
+
+@final
+class Results:
+    """Points in a file, one JSON object a line; the first says what was asked."""
+
+    def __init__(self, path: Path, about: dict[str, Any], *, fresh: bool) -> None:
+        """Open or make it.
+
+        Raises:
+            UsageError: if it has results of something else.
+        """
+        self.path = path
+        digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+        self._found: dict[tuple[tuple[str, ...], str], Point] = {}
+        lines = [] if fresh or not path.exists() else path.read_bytes().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith(b"\n")]  # a killed run may leave half a line
+        if whole:
+            try:
+                head, *rest = (json.loads(line) for line in whole)
+                mine = head["digest"] == digest
+                for row in rest:
+                    point = _decode(row)
+                    self._found[point.values, point.how] = point
+            except (ValueError, KeyError, TypeError):
+                raise UsageError(f"{path} is no file of results: give --results for another, or --fresh") from None
+            if not mine:
+                raise UsageError(f"{path} has results of another script or other options: give --results, or --fresh")
+        with path.open("wb") as file:
+            file.write(b"".join(whole) or json.dumps({"digest": digest, "about": about}).encode() + b"\n")
+        self._file = path.open("ab")
+
+    def get(self, values: tuple[str, ...], how: str) -> Point | None:
+        """A point that was measured before."""
+        return self._found.get((values, how))
+
+    def add(self, point: Point) -> None:
+        """On the disk when this returns."""
+        self._found[point.values, point.how] = point
+        self._file.write(json.dumps(to_json(point)).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Nothing is added any more."""
+        self._file.close()
+
+
+def to_json(point: Point) -> dict[str, Any]:
+    """A point for a file."""
+    rate = point.rate
+    return {
+        "value": point.values[0] if len(point.values) == 1 else list(point.values),
+        "how": point.how,
+        "ended": point.ended,
+        "message": point.message,
+        "samples_per_second": None if rate is None else rate.median,
+        "samples_per_second_quartiles": None if rate is None else [rate.low, rate.high],
+        "cold_peak_bytes": point.cold_peak_bytes,
+        "peak_bytes": point.peak_bytes,
+        "fits": point.fits,
+    }
+
+
+def _decode(row: dict[str, Any]) -> Point:
+    rate = None
+    if row["samples_per_second"] is not None:
+        low, high = row["samples_per_second_quartiles"]
+        rate = Rate(low=low, median=row["samples_per_second"], high=high)
+    value = row["value"]
+    return Point(
+        values=tuple(value) if isinstance(value, list) else (value,),
+        how=row["how"],
+        ended=row["ended"],
+        message=row["message"],
+        rate=rate,
+        cold_peak_bytes=row["cold_peak_bytes"],
+        peak_bytes=row["peak_bytes"],
+    )
+
+
+def measure(
+    vary: Vary, run: Callable[[Set, Asked], Ran], results: Results, *, samples: Callable[[tuple[str, ...]], float],
+    plain: Asked, budget: Asked | None,
+) -> Iterator[Point]:
+    """Measure the values in order, until throughput falls or memory ends; those that are known are not run again.
+
+    Args:
+        vary: what is varied.
+        run: runs the script once.
+        results: where points are kept.
+        samples: of a step, given the values.
+        plain: how a plain run is asked for.
+        budget: how a run under the budget is, where plain runs do not fit any more; None for none.
+    """
+    best: Rate | None = None
+    falling = 0
+    for values in vary.points():
+        fitted = False
+        for how, asked in (("plain", plain), ("budget", budget)):
+            if asked is None or fitted:
+                continue
+            point = results.get(values, how)
+            if point is None:
+                point = point_of(values, how, run(vary.set(values), asked), samples(values))
+                results.add(point)
+            yield point
+            if point.ended == "error":
+                return
+            fitted = point.fits
+            if point.rate is not None:
+                falling = falling + 1 if best is not None and point.rate.high < best.low else 0
+                best = point.rate if best is None or point.rate.median > best.median else best
+        if len(vary.axes) == 1 and (not fitted or falling >= FALLS):
+            return
+
+
+def knee(points: Iterable[Point]) -> Point | None:
+    """The smallest value that has nearly the highest throughput; None where none ran."""
+    ran = [p for p in points if p.rate is not None]
+    best = max((p.rate.median for p in ran if p.rate is not None), default=math.nan)
+    return next((p for p in ran if p.rate is not None and p.rate.median >= KNEE * best), None)
+
+
+def largest(points: Iterable[Point], how: str) -> Point | None:
+    """The last value that fits plainly, or under the budget as well."""
+    return next((p for p in reversed(list(points)) if p.fits and (how == "budget" or p.how == "plain")), None)

@@ -1,0 +1,200 @@
+"""One short run of a script in a process of its own: what it took, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from lowtide.errors import RecordingError
+from lowtide.live.task import PRELOAD, RecordOptions, Task, TrialOptions, agent_command, environment_of
+from lowtide.size.vary import Set
+
+TAIL_BYTES: Final = 2000
+"""Of what a script printed last, kept where it failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A script to be run.
+
+    Attributes:
+        script: path or module name.
+        module: whether it is a module name.
+        seconds: after which a run is ended.
+    """
+
+    script: str
+    module: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """How a script is run for once.
+
+    Attributes:
+        steps: after which it is ended.
+        budget_bytes: held as by ``lowtide run``; 0 for the plain run.
+        cap_bytes: torch's allocator refuses what goes beyond; 0 for no cap.
+        allow, without: levers.
+        offload: whether values may be moved.
+    """
+
+    steps: int
+    budget_bytes: int = 0
+    cap_bytes: int = 0
+    allow: frozenset[str] = frozenset()
+    without: frozenset[str] = frozenset()
+    offload: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What a run came to.
+
+    Attributes:
+        ended: ``ok``; ``memory`` (an error of the allocator, or the kernel's killer); ``refused`` (the budget cannot be held);
+            ``timeout``; ``error``.
+        message: of the error.
+        steps: seconds and peak of each.
+        resident_bytes: parameters, buffers and, under a budget, optimizer states.
+        plan, levers: as in the JSON of ``lowtide run``.
+    """
+
+    asked: Asked
+    ended: str
+    message: str
+    steps: tuple[dict[str, Any], ...]
+    resident_bytes: int
+    plan: dict[str, Any] | None
+    levers: tuple[dict[str, Any], ...]
+
+    @property
+    def cold_peak_bytes(self) -> int:
+        """Of the first step."""
+        return int(self.steps[0]["peak_bytes"]) if self.steps else 0
+
+    @property
+    def warm_peak_bytes(self) -> int:
+        """Of the steps after the first."""
+        return max((int(s["peak_bytes"]) for s in self.steps[1:]), default=self.cold_peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of all steps."""
+        return max(self.cold_peak_bytes, self.warm_peak_bytes)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median of the steps that are neither cold nor recorded."""
+        warm = [float(s["seconds"]) for s in self.steps[1:] if s.get("policy") != "online"]
+        warm = warm or [float(s["seconds"]) for s in self.steps[1:]]
+        return statistics.median(warm) if warm else None
+
+    @property
+    def over_bytes(self) -> int:
+        """By how much a budget was exceeded."""
+        return max(0, self.peak_bytes - self.asked.budget_bytes) if self.asked.budget_bytes else 0
+
+    @property
+    def passes(self) -> bool:
+        """Whether the script did its steps."""
+        return self.ended == "ok" and bool(self.steps)
+
+
+def run(target: Target, setting: Set, asked: Asked) -> Ran:
+    """Run a script; everything that it started is gone when this returns."""
+    with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
+        result, log = Path(folder, "result.json"), Path(folder, "log")
+        options = TrialOptions(
+            steps=asked.steps,
+            budget_bytes=asked.budget_bytes,
+            cap_bytes=asked.cap_bytes,
+            allow=tuple(sorted(asked.allow)),
+            without=tuple(sorted(asked.without)),
+            offload=asked.offload,
+            json=str(result),
+        )
+        code = _process(target, setting, options, log)
+        found = msgspec.json.decode(result.read_bytes()) if result.exists() else {}
+        ended, message = found.get("ended", "error"), found.get("message", "")
+        if code is None:
+            ended, message = "timeout", f"not over after {target.seconds:.0f} s"
+        elif not found and code == -signal.SIGKILL:
+            ended, message = "memory", "killed, as the kernel's out-of-memory killer does"
+        elif ended == "ok" and not found.get("steps"):
+            ended, message = "error", "no training step was seen"
+        if ended == "error" and not message:
+            message = _last_line(log)
+        return Ran(
+            asked=asked,
+            ended=ended,
+            message=message,
+            steps=tuple(found.get("steps", ())),
+            resident_bytes=int(found.get("resident_bytes", 0)),
+            plan=found.get("plan"),
+            levers=tuple(found.get("levers", ())),
+        )
+
+
+def record(target: Target, setting: Set, steps: int, file: Path) -> None:
+    """Record the first steps of a script.
+
+    Raises:
+        RecordingError: if it fails before they are over.
+    """
+    options = RecordOptions(
+        output=str(file), operators=True, cap_bytes=0, steps=steps, sizes=dict(setting.sizes), json=None, quiet=True
+    )
+    with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
+        log = Path(folder, "log")
+        code = _process(target, setting, options, log)
+        if code != 0:
+            sizes = ", ".join(f"{k}={v:g}" for k, v in setting.sizes.items())
+            why = f"not over after {target.seconds:.0f} s" if code is None else _last_line(log)
+            raise RecordingError(f"the script fails with {sizes}: {why}")
+
+
+def _process(target: Target, setting: Set, options: TrialOptions | RecordOptions, log: Path) -> int | None:
+    """The exit code of the agent's process; None if it was not over in time. Its whole session has ended."""
+    task = Task(
+        target=target.script,
+        module=target.module,
+        arguments=setting.arguments,
+        preload=os.environ.get(PRELOAD),
+        constants=dict(setting.constants),
+        options=options,
+    )
+    with log.open("wb") as out:
+        process = subprocess.Popen(  # noqa: S603 - this interpreter
+            agent_command(),
+            env={**environment_of(task), **setting.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(target.seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _last_line(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it printed nothing"

@@ -1,0 +1,162 @@
+"""What is varied about a script, and how a value is set: a command-line option, an environment variable, or a constant."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, final
+
+from lowtide.errors import UsageError
+
+ENVIRONMENT: Final = "env:"
+_MORE: Final = ("...", "…")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One thing that is varied.
+
+    Attributes:
+        name: of the option, variable or constant.
+        kind: ``option``, ``environment`` or ``constant``.
+        values: as the user wrote them, in order.
+        open: whether they go on from there, each by the ratio of the last two.
+    """
+
+    name: str
+    kind: str
+    values: tuple[str, ...]
+    open: bool = False
+
+    def each(self) -> Iterator[str]:
+        """The values; without end where the axis is open."""
+        yield from self.values
+        if self.open:
+            before, last = (_number(self.name, v) for v in self.values[-2:])
+            while True:
+                before, last = last, last * last / before
+                yield f"{round(last)}" if last >= 1 else f"{last:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Set:
+    """A script with some values set.
+
+    Attributes:
+        arguments: of the script.
+        environment: variables to add.
+        constants: names at the top of the script.
+        sizes: what was varied, as numbers.
+    """
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, float] = field(default_factory=dict)
+
+
+@final
+class Vary:
+    """All axes of a script."""
+
+    def __init__(self, axes: Sequence[Axis], arguments: Sequence[str]) -> None:
+        """Remember the script's own arguments."""
+        self.axes = tuple(axes)
+        self._arguments = tuple(arguments)
+
+    def points(self) -> Iterator[tuple[str, ...]]:
+        """Combinations of values, the first axis slowest; an open axis must be the only one."""
+        if len(self.axes) == 1:
+            yield from ((v,) for v in self.axes[0].each())
+            return
+        yield from itertools.product(*(a.values for a in self.axes))
+
+    def set(self, values: Sequence[str]) -> Set:
+        """The script with one value for each axis."""
+        arguments = self._arguments
+        environment, constants, sizes = {}, {}, {}
+        for axis, value in zip(self.axes, values, strict=True):
+            sizes[axis.name] = _number(axis.name, value)
+            if axis.kind == "environment":
+                environment[axis.name] = value
+            elif axis.kind == "constant":
+                constants[axis.name] = value
+            else:
+                arguments = with_option(arguments, axis.name, value)
+        return Set(arguments=arguments, environment=environment, constants=constants, sizes=sizes)
+
+
+def parse_axis(text: str, script: str) -> Axis:
+    """An axis meant by ``batch-size=1,2,4``, ``env:BATCH=1,2,4,...`` or ``train.py:BATCH=8,16``.
+
+    Args:
+        text: as above; ``...`` at the end: on from there, each by the ratio of the last two.
+        script: that is run; only its own constants can be set.
+
+    Raises:
+        UsageError: if it is none of these.
+    """
+    name, equals, list_ = text.partition("=")
+    values = tuple(v.strip() for v in list_.split(",") if v.strip())
+    goes_on = bool(values) and values[-1] in _MORE
+    values = values[:-1] if goes_on else values
+    if not equals or not name or not values:
+        raise UsageError(f"--vary {text}: write NAME=1,2,4 (an option), env:NAME=1,2,4 or {script}:NAME=1,2,4 (a constant)")
+    if goes_on and (len(values) < 2 or _number(name, values[-1]) <= _number(name, values[-2])):
+        raise UsageError(f"--vary {text}: `...` goes on from two rising values")
+    if len(set(values)) < len(values):
+        raise UsageError(f"--vary {text}: a value stands there twice")
+    for value in values:
+        _number(name, value)
+    if name.startswith(ENVIRONMENT):
+        return Axis(name=name.removeprefix(ENVIRONMENT), kind="environment", values=values, open=goes_on)
+    file, colon, constant = name.rpartition(":")
+    if not colon:
+        return Axis(name=name.lstrip("-"), kind="option", values=values, open=goes_on)
+    if Path(file).name != Path(script).name or not constant.isidentifier():
+        raise UsageError(f"--vary {text}: only constants of the script itself can be set, as {Path(script).name}:NAME")
+    return Axis(name=constant, kind="constant", values=values, open=goes_on)
+
+
+def with_option(arguments: Sequence[str], name: str, value: str) -> tuple[str, ...]:
+    """Arguments with ``--name value``, in place of what is there."""
+    given = {f"--{name}", f"--{name.replace('-', '_')}", f"--{name.replace('_', '-')}"}
+    if len(name) == 1:
+        given.add(f"-{name}")
+    found = list(arguments)
+    for i, word in enumerate(found):
+        option, equals, _ = word.partition("=")
+        if option in given and equals:
+            found[i] = f"{option}={value}"
+            return tuple(found)
+        if word in given and i + 1 < len(found):
+            found[i + 1] = value
+            return tuple(found)
+    return (*found, f"-{name}" if len(name) == 1 else f"--{name}", value)
+
+
+def option_of(arguments: Sequence[str], name: str) -> float | None:
+    """The number that arguments give an option; None where they do not."""
+    wanted = name.replace("_", "-")
+    for i, word in enumerate(arguments):
+        option, equals, value = word.partition("=")
+        if option.lstrip("-").replace("_", "-") != wanted or not option.startswith("-"):
+            continue
+        text = value if equals else arguments[i + 1] if i + 1 < len(arguments) else ""
+        try:
+            return float(text)
+        except ValueError:
+            return None
+    return None
+
+
+def _number(name: str, value: str) -> float:
+    try:
+        found = float(value)
+    except ValueError:
+        raise UsageError(f"{name}: {value!r} is not a number") from None
+    if not found > 0:
+        raise UsageError(f"{name}: {value} is not above zero")
+    return found
