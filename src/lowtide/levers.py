@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowtide.advise import CHUNKS, loss_block
+from lowtide.allowed import LOSS, UPDATE
 from lowtide.explain import Step
+from lowtide.finding import Case
 from lowtide.pebble.graph import Graph
 from lowtide.pebble.referee import play
 from lowtide.pebble.schedule import Act, Move, Row, plain_row, unfold
@@ -33,6 +36,25 @@ class Lever:
 
 def levers(step: Step) -> list[Lever]:
     """Those that lower the peak."""
+    return [*_update(step), *_loss(step)]
+
+
+def _loss(step: Step) -> list[Lever]:
+    """The loss in pieces: its blocks as large as one piece."""
+    return [
+        Lever(
+            id=LOSS,
+            text=f"the loss in {CHUNKS} pieces (--allow {LOSS}): peak {format_bytes(found.changed_peak_bytes)}, "
+            f"{format_bytes(found.saving_bytes)} less",
+            peak_bytes=found.changed_peak_bytes,
+            saving_bytes=found.saving_bytes,
+        )
+        for found in loss_block(Case([step], step))
+        if found.saving_bytes
+    ]
+
+
+def _update(step: Step) -> list[Lever]:
     plain = graph_of(step)
     given = play(plain, unfold(plain, plain_row(plain))).peak_bytes
     freed = graph_of(step, gradients_held=False)
@@ -43,7 +65,7 @@ def levers(step: Step) -> list[Lever]:
         f"every parameter updated as soon as its gradient is whole, the gradient let go at once (optimizer step in backward): "
         f"peak {format_bytes(peak)} in place of {format_bytes(given)}"
     )
-    return [Lever(id="update-in-backward", text=text, peak_bytes=peak, saving_bytes=given - peak)]
+    return [Lever(id=UPDATE, text=text, peak_bytes=peak, saving_bytes=given - peak)]
 
 
 def updates_at_once(step: Step, graph: Graph) -> Row:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 RECORDED = 3
 """Smallest values of an axis that are recorded for predictions, where more are given."""
+NEAR = 2.0
+"""Times the largest recorded size: what may be recorded as well."""
 RECORDED_STEPS = 3
 """Steps of such a recording: a cold one and two warm ones."""
 
@@ -35,7 +37,7 @@ RECORDED_STEPS = 3
 @click.option("--allow", multiple=True, metavar="NAME,...", help="Levers that may be used under the budget.")
 @click.option("--samples", type=float, help="Of one step; by default the value of the axis whose name has `batch` in it.")
 @click.option("--steps", type=click.IntRange(min=3), default=10, show_default=True, help="Steps of one run; two to warm up.")
-@click.option("--predict", is_flag=True, help="Record the three smallest values of each axis, and predict the others.")
+@click.option("--predict", is_flag=True, help="Record the three smallest values above 1, and predict the others.")
 @click.option("-o", "--output", metavar="FILE", help="With --predict: keep the recordings, for `lowtide predict`.")
 @click.option("--results", metavar="FILE", help="Where points are kept, and gone on from.  [default: SCRIPT.batch]")
 @click.option("--fresh", is_flag=True, help="Throw earlier points away.")
@@ -151,9 +153,8 @@ def _predict_by_recording(
         raise UsageError("--predict needs to know which sizes: leave the `...` out")
     if html_file is not None:
         raise UsageError("--html is for measured points: leave --predict out")
-    small = [sorted(a.values, key=float)[:RECORDED] for a in vary.axes]
+    small = [_smallest(a.values) for a in vary.axes]
     recorded = list(itertools.product(*small))
-    wanted = [values for values in vary.points() if values not in recorded]
     with tempfile.TemporaryDirectory(prefix="lowtide-") as folder, console().status("recording") as status:
         found, files = [], []
         for number, values in enumerate(recorded):
@@ -164,13 +165,39 @@ def _predict_by_recording(
             files.append(file)
             found.append((setting.sizes, read(file)))
         model = Model(found)
+        if not model.checked and len(vary.axes) == 1:
+            more = _next(vary.axes[0].values, small[0])
+            setting = vary.set((more,))
+            status.update(f"recording {vary.axes[0].name}={more} as well: three do not show how memory grows")
+            files.append(Path(folder, "more.lowtide"))
+            record(target, setting, RECORDED_STEPS, files[-1])
+            found.append((setting.sizes, read(files[-1])))
+            recorded.append((more,))
+            model = Model(found)
         if output is not None:
             bundle.save(files, Path(output))
-    predictions = [model.at(vary.set(values).sizes) for values in wanted]
+    predictions = [model.at(vary.set(values).sizes) for values in vary.points() if values not in recorded]
     if json_file is not None:
         write_json(json_file, prediction_json(model, predictions, limit))
     show_predictions(model, predictions, limit)
     return 0
+
+
+def _smallest(values: Sequence[str]) -> list[str]:
+    """Those to be recorded; one is not among them where there are enough: torch treats such a dimension otherwise."""
+    rising = sorted(values, key=float)
+    above = [v for v in rising if float(v) > 1]
+    return (above if len(above) >= RECORDED else rising)[:RECORDED]
+
+
+def _next(values: Sequence[str], recorded: Sequence[str]) -> str:
+    """A size to record beyond those that were: the user's next where it is near, else as far on as the last two are apart."""
+    before, last = (float(v) for v in recorded[-2:])
+    for value in sorted(values, key=float):
+        if last < float(value) <= NEAR * last:
+            return value
+    on = 2 * last - before
+    return f"{on:.0f}" if on == int(on) else f"{on:g}"
 
 
 @click.command()

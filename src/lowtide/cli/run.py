@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NoReturn
 
 import click
 
 from lowtide.allowed import parse_levers
-from lowtide.cli.launch import become, check_alone, check_folder, check_target
+from lowtide.cli.launch import become, check_alone, check_folder, check_target, write_json
 from lowtide.cli.script import takes_script
 from lowtide.errors import UsageError
 from lowtide.live.task import PRELOAD, RunOptions, Task
@@ -17,10 +16,11 @@ from lowtide.units import parse_budget
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--budget", required=True, metavar="SIZE", help="900MiB, 6GiB, 2GB, bytes, 50%, or auto (CUDA).")
+@click.option("--budget", metavar="SIZE", help="900MiB, 6GiB, 2GB, bytes, 50%, or auto (CUDA).")
+@click.option("--levers", type=click.Choice(["list"]), help="Try each lever on SCRIPT: what does it save?")
 @click.option("--keep", multiple=True, metavar="MODULE", help="Never drop what this module saves (repeatable).")
 @click.option("--offload/--no-offload", default=True, help="Whether values may be moved to a file (CUDA: to the host).")
-@click.option("--allow", multiple=True, metavar="NAME,...", help="Levers that may be used; `--levers` lists them.")
+@click.option("--allow", multiple=True, metavar="NAME,...", help="Levers that may be used; `--levers list` tries them.")
 @click.option("--without", multiple=True, metavar="NAME,...", help="Levers that must not be used, though they are exact.")
 @click.option("--plan", metavar="FILE", help="Begin with a plan written by --save-plan.")
 @click.option("--save-plan", metavar="FILE", help="Write the plan in force at the end.")
@@ -29,7 +29,8 @@ from lowtide.units import parse_budget
 @takes_script
 def run(
     *,
-    budget: str,
+    budget: str | None,
+    levers: str | None,
     keep: tuple[str, ...],
     offload: bool,
     allow: tuple[str, ...],
@@ -41,13 +42,17 @@ def run(
     module: bool,
     script: str,
     arguments: tuple[str, ...],
-) -> NoReturn:
+) -> int:
     """Run SCRIPT under a memory budget, with bit-equal results.
 
     Options before SCRIPT are Lowtide's; all after it are the script's own. The exit code is the script's; 1 if the budget
     cannot be held, 2 for bad usage.
     """
     check_alone()
+    if levers is not None:
+        return _list_levers(script, arguments, module=module, json_file=json_file)
+    if budget is None:
+        raise UsageError("say how much memory there is: --budget 6GiB (or --budget 50%); --levers list needs none")
     parse_budget(budget)
     allowed, excluded = parse_levers(allow), parse_levers(without)
     both = allowed & excluded
@@ -77,3 +82,38 @@ def run(
             ),
         )
     )
+    return 0  # never reached: this process is another now
+
+
+def _list_levers(script: str, arguments: tuple[str, ...], *, module: bool, json_file: str | None) -> int:
+    """Each lever tried for some steps, beside the plain run."""
+    from lowtide.allowed import LEVERS
+    from lowtide.errors import LowtideError
+    from lowtide.leak.watch import end_on_sigterm
+    from lowtide.report.size import levers_json, show_levers
+    from lowtide.report.terminal import console
+    from lowtide.size.minimum import STEPS, probed
+    from lowtide.size.trial import Asked, Ran, Target, run
+    from lowtide.size.vary import Set
+
+    check_target(script, module=module)
+    check_folder(json_file)
+    end_on_sigterm()
+    target, setting = Target(script=script, module=module, seconds=3600.0), Set(arguments=arguments)
+    with console().status("the plain run") as status:
+        plain = run(target, setting, Asked(steps=STEPS))
+        if not plain.passes:
+            raise LowtideError(f"the script does not train as it is: {plain.message}")
+        found = {}
+        for name in ("", *LEVERS):
+            status.update(f"with {name}" if name else "without levers")
+            allow, without = frozenset(filter(None, (name,))), frozenset(LEVERS) - {name}
+
+            def at(budget: int, allow: frozenset[str] = allow, without: frozenset[str] = without) -> Ran:
+                return run(target, setting, Asked(steps=STEPS, budget_bytes=budget, allow=allow, without=without))
+
+            found[name] = probed(plain.peak_bytes, at)
+    if json_file is not None:
+        write_json(json_file, levers_json(plain, found))
+    show_levers(plain, found)
+    return 0

@@ -24,7 +24,7 @@ from lowtide.live.loss import Asked, ChunkedLoss, Step
 from lowtide.live.outcome import LeverFigures
 from lowtide.live.value import PLAIN_TYPES
 
-WIDE: Final = 1024
+WIDE: Final = 512
 """Outputs that a linear layer has at least, to be deferred."""
 LEAST_BYTES: Final = 1 << 20
 """Bytes that its product has at least."""

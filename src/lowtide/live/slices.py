@@ -23,6 +23,10 @@ TEMPORARIES: Final = 3
 """Times the parameters' bytes that an update takes at most: Adadelta with weight decay does (measured over all kinds)."""
 
 
+SHARES: Final = 8
+"""Slices of an update where there is no budget."""
+
+
 @final
 class Slices:
     """Cuts updates so that they fit.
@@ -35,7 +39,7 @@ class Slices:
         """Wrap nothing yet.
 
         Args:
-            room: bytes that may be taken now; None for no limit.
+            room: bytes that may be taken now; None where no budget says.
         """
         self.cut = 0
         self._room = room
@@ -61,7 +65,9 @@ class Slices:
             room = self._room()
             sizes = [bytes_of(p) for p in lists[0]] if lists and isinstance(lists[0], list) else []
             captured = bool(settings.get("capturable")) or torch.compiler.is_compiling()
-            if room is None or captured or sum(sizes) * TEMPORARIES <= room:
+            if room is None:  # asked for without a budget
+                room = sum(sizes) * TEMPORARIES // SHARES
+            if captured or sum(sizes) * TEMPORARIES <= room:
                 original(*lists, **settings)
                 return
             self.cut += 1

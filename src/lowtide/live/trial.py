@@ -140,6 +140,7 @@ class Plain:
             return
         if self._open:
             self._close()
+        self._open = False
         if self._most and len(self._steps) >= self._most:
             raise Enough
         self._open, self._done = True, False

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from rich.table import Table
 
+from lowtide.allowed import LEVERS
 from lowtide.report.pages import render
 from lowtide.report.terminal import console
 from lowtide.size.fit import Fit
@@ -155,6 +156,68 @@ def minimum_page(script: str, plain: Ran, found: Sequence[Found]) -> str:
                   head=_MINIMUM_HEADS, rows=_minimum_rows(plain, found))
 
 
+# --- lowtide run --levers list ---------------------------------------------------------------------------------------
+
+
+def levers_json(plain: Ran, found: Mapping[str, Ran]) -> dict[str, Any]:
+    """Everything; savings against the run without levers (named ``""`` in ``found``)."""
+    return {
+        "plain": _ran_json(plain),
+        "lowest_plan_bytes": _planned(found[""], "lowest_peak_bytes"),
+        "levers": [
+            {
+                "name": name,
+                "exact": LEVERS[name].exact,
+                "bits": LEVERS[name].bits,
+                "text": _lever_text(name, ran),
+                "used": _is_used(name, ran),
+                "saving_bytes": _saved(found, name, "baseline_peak_bytes"),
+                "floor_saving_bytes": _saved(found, name, "lowest_peak_bytes"),
+                **_ran_json(ran),
+            }
+            for name, ran in found.items() if name
+        ],
+    }
+
+
+def _planned(ran: Ran, key: str) -> int | None:
+    return None if ran.plan is None else int(ran.plan[key])
+
+
+def _saved(found: Mapping[str, Ran], name: str, key: str) -> int | None:
+    """By how much a figure of the plan is lower with a lever."""
+    before, after = _planned(found[""], key), _planned(found[name], key)
+    return before - after if before is not None and after is not None and _is_used(name, found[name]) else None
+
+
+def _is_used(name: str, ran: Ran) -> bool:
+    return ran.passes and any(x["name"] == name and x["used"] for x in ran.levers)
+
+
+def _lever_text(name: str, ran: Ran) -> str:
+    """What the lever did in a run, or why it did nothing."""
+    told = next((str(x["text"]) for x in ran.levers if x["name"] == name), "there was nothing for it to do")
+    return told if ran.passes else ran.message.removeprefix(f"LeverError: {name}: ")
+
+
+def show_levers(plain: Ran, found: Mapping[str, Ran]) -> None:
+    """Each lever with what it saves on this script, and its effect on the bits."""
+    out = console()
+    lowest = _planned(found[""], "lowest_peak_bytes")
+    title = f"levers, each alone: plain peak {format_bytes(plain.warm_peak_bytes)}"
+    title += "" if lowest is None else f", lowest plan {format_bytes(lowest)}"
+    table = _table(title, "lever", "off the plain peak", "off the lowest plan", "bits", "here")
+    for column in table.columns[3:]:
+        column.justify = "left"
+    for name, ran in found.items():
+        if name:
+            saved = [_saved(found, name, key) for key in ("baseline_peak_bytes", "lowest_peak_bytes")]
+            told = ["" if s is None else format_bytes(s) for s in saved]
+            table.add_row(name, *told, LEVERS[name].bits, _lever_text(name, ran))
+    out.print(table)
+    out.print("exact levers are used without being asked for where a budget needs them; others by --allow NAME", markup=False)
+
+
 # --- lowtide batch ---------------------------------------------------------------------------------------------------
 
 
@@ -281,7 +344,9 @@ def _show_model(model: Model) -> None:
     found = ", ".join(f"{n}: degree {d}" for n, d in zip(model.names, model.degrees, strict=True))
     if not model.aligned:
         console().print("the recordings do not run the same operators: only their peaks could be fitted", markup=False)
-    elif not model.checked:
+    elif model.left_out:
+        console().print(f"{model.left_out} recordings run other operators than the largest (as a size of one does): left out")
+    if model.aligned and not model.checked:
         console().print(f"{found}; no recording was left to check that with: give one more size", markup=False)
 
 

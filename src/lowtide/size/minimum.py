@@ -61,10 +61,25 @@ class Found:
 def lever_sets(allowed: frozenset[str], excluded: frozenset[str]) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
     """(allow, without) by name: no lever, the exact ones, all that the user allows."""
     exact = frozenset(x.name for x in LEVERS.values() if x.exact) - excluded
-    sets = {"no levers": (frozenset[str](), frozenset(LEVERS)), "exact levers": (exact, excluded)}
+    sets = {"no levers": (frozenset[str](), frozenset(LEVERS))}
+    if exact:
+        sets["exact levers"] = exact, excluded
     if allowed - exact - excluded:
         sets["all levers"] = (exact | allowed - excluded, excluded)
     return sets
+
+
+def probed(peak: int, at: Callable[[int], Ran]) -> Ran:
+    """A run whose plan says how low plans get: under a budget below its own plain peak, which levers may have lowered.
+
+    Args:
+        peak: of the plain run.
+        at: runs the script under a budget, not capped.
+    """
+    found = at(int(PROBE * peak))
+    if found.plan is not None and found.plan["lowest_peak_bytes"] >= found.plan["baseline_peak_bytes"]:
+        found = at(int(PROBE * found.plan["baseline_peak_bytes"]))
+    return found
 
 
 def search(
@@ -85,13 +100,13 @@ def search(
     """
     runs: list[Ran] = []
 
-    def at(budget: int, *, count: int = steps, capped: bool = True) -> Ran:
-        found = run(Asked(steps=count, budget_bytes=budget, cap_bytes=budget if capped else 0, allow=allow, without=without,
+    def at(budget: int, *, capped: bool = True) -> Ran:
+        found = run(Asked(steps=steps, budget_bytes=budget, cap_bytes=budget if capped else 0, allow=allow, without=without,
                           offload=offload))
         runs.append(found)
         return found
 
-    probe = at(int(PROBE * plain.peak_bytes), capped=False)
+    probe = probed(plain.peak_bytes, lambda budget: at(budget, capped=False))
     plan = probe.plan
     if plan is None:
         return Found(name=name, allow=allow, without=without, minimum_bytes=None, fails_at_bytes=None, floor_bytes=None,

@@ -29,8 +29,8 @@ from lowtide.store import Recording
 
 DEGREES: Final = 4
 """Highest degree that is tried: attention over the patches of an image grows with the fourth power of its side."""
-HELD_OUT: Final = 0.002
-"""A degree is taken if it predicts a recording that was held out within this share."""
+HELD_OUT: Final = 0.0005
+"""A degree is taken if it predicts every instant of a recording that was held out within this share of the peak."""
 LEAST_DOUBT: Final = 0.003
 """Share of a prediction that it may be off, at the least: rounding of blocks, workspaces of libraries."""
 BLIND_DOUBT: Final = 0.05
@@ -97,7 +97,15 @@ def sizes_of(recording: Recording, names: Sequence[str]) -> dict[str, float]:
 
 @final
 class Model:
-    """What recordings at several sizes say of all sizes."""
+    """What recordings at several sizes say of all sizes.
+
+    Attributes:
+        names: of the sizes.
+        aligned: whether recordings run the same operators, so that every instant is fitted.
+        left_out: recordings that do not, among others that do.
+        degrees: found for each size.
+        checked: whether a recording was left to check them with.
+    """
 
     def __init__(self, recordings: Sequence[tuple[Sizes, Recording]]) -> None:
         """Fit.
@@ -111,17 +119,31 @@ class Model:
         if len(recordings) < 2:
             raise UsageError("one recording shows one size: give two or more, made at different sizes")
         self.names = tuple(recordings[0][0])
-        self._at = np.array([[sizes[n] for n in self.names] for sizes, _ in recordings])
+        at = np.array([[sizes[n] for n in self.names] for sizes, _ in recordings])
         for axis, name in enumerate(self.names):
-            if len(set(self._at[:, axis])) < 2:
+            if len(set(at[:, axis])) < 2:
                 raise UsageError(f"all recordings have the same {name}: vary it")
-        self._steps = [[s for s in steps_of(r) if s.row.complete] for _, r in recordings]
-        if min(len(steps) for steps in self._steps) < COMPLETE:
+        steps = [[s for s in steps_of(r) if s.row.complete and s.row.step >= 0] for _, r in recordings]
+        if min(len(found) for found in steps) < COMPLETE:
             raise UsageError("a recording has fewer than two complete steps with operators (--level ops)")
-        self._count = min(len(steps) for steps in self._steps)
-        self._columns = [steps[: self._count] for steps in self._steps]
-        self.aligned = all(_alike([steps[k] for steps in self._columns]) for k in range(self._count))
+        self._count = min(len(found) for found in steps)
+        columns = [found[: self._count] for found in steps]
+        chosen = self._corresponding(at, columns)
+        self.aligned = bool(chosen)
+        self.left_out = len(columns) - len(chosen) if chosen else 0
+        self._at = at[chosen] if chosen else at
+        self._columns = [columns[i] for i in chosen] if chosen else columns
         self.degrees, self.checked, self._error = self._choose()
+
+    def _corresponding(self, at: NDArray[np.float64], columns: Sequence[Sequence[Step]]) -> list[int]:
+        """Recordings that run the same operators as the largest does, itself included; none if they do not vary enough.
+
+        A size of one is often left out so: torch copies less where a dimension has one element.
+        """
+        last = int(np.argmax(np.prod(at, axis=1)))
+        found = [i for i, steps in enumerate(columns)
+                 if all(_alike((steps[k], columns[last][k])) for k in range(self._count))]
+        return found if all(len(set(at[found, axis])) > 1 for axis in range(at.shape[1])) else []
 
     # --- fitting -----------------------------------------------------------------------------------------------------
 
@@ -161,23 +183,26 @@ class Model:
                 best = error, degrees
             if error <= HELD_OUT:
                 return degrees, True, error
-        if best is not None:
-            return best[1], True, best[0]
         needed = [d for d in itertools.product(*(range(1, m + 1) for m in most))
                   if np.linalg.matrix_rank(self._terms(d, self._at)) == np.prod([x + 1 for x in d])]
-        return max(needed, key=sum, default=tuple(1 for _ in most)), False, 0.0
+        highest = max(needed, key=sum, default=tuple(1 for _ in most))
+        if best is None or (self.aligned and sum(highest) > sum(best[1])):
+            return highest, False, 0.0
+        return best[1], True, float(best[0])
 
     def _held_out(self, degrees: tuple[int, ...], heights: NDArray[np.float64], order: NDArray[np.intp]) -> float | None:
-        """How far off a peak is that was held out, the largest and the smallest in turn; None where too few are left."""
+        """How far off the instants of a held-out recording are (the largest, the smallest), as a share of its peak.
+
+        None where too few are left.
+        """
         worst = 0.0
         for out in (int(order[-1]), int(order[0])):
             rows = [i for i in range(len(self._at)) if i != out]
             terms = self._terms(degrees, self._at[rows])
             if np.linalg.matrix_rank(terms) < terms.shape[1]:
                 return None
-            guess = self._fitted(degrees, heights, rows, self._at[[out]])[0].max()
-            truth = heights[out].max()
-            worst = max(worst, abs(guess - truth) / truth)
+            guess = self._fitted(degrees, heights, rows, self._at[[out]])[0]
+            worst = max(worst, float(np.abs(guess - heights[out]).max() / heights[out].max()))
         return worst
 
     # --- answers -----------------------------------------------------------------------------------------------------
@@ -207,7 +232,7 @@ class Model:
             sizes=dict(sizes),
             cold_peak_bytes=round(peaks[0]),
             peak_bytes=round(peaks[where]),
-            doubt=doubt,
+            doubt=float(doubt),
             step_seconds=max(step_seconds, 0.0),
             op="" if entry is None else f"{step.names[entry['a']]} ({step.names[entry['b']] or 'outside modules'})",
             checked=self.checked and self.aligned,
