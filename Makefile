@@ -7,13 +7,13 @@ STAMP := $(VENV)/.ready
 HEAP = $$($(BIN)/python -c "from pathlib import Path; import lowtide; print(next(iter(Path(lowtide.__file__).parent.glob('_heap*.so')), ''))")
 PYTEST = LD_PRELOAD=$(HEAP) $(BIN)/python -m pytest --dist loadgroup
 
-.PHONY: demo test test-slow test-cuda lint bench bench-planner bench-record bench-leaks bench-guard picture clean
+.PHONY: demo test test-slow test-cuda lint bench bench-planner bench-record bench-leaks bench-guard bench-sizes picture clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP) lint
-	$(PYTEST) -n 2 tests/unit tests/property tests/torch tests/process
+	$(PYTEST) -n 2 --durations=25 tests/unit tests/property tests/torch tests/process
 
 test-slow: $(STAMP)
 	LOWTIDE_FULL=1 $(PYTEST) -n 2 tests/slow tests/torch/test_matrix.py tests/torch/test_situations.py \
@@ -48,6 +48,10 @@ bench-leaks: $(STAMP)
 bench-guard: $(STAMP)
 	$(BIN)/python benchmarks/guard/graceful.py --json benchmarks/results/guard.json
 	$(BIN)/python benchmarks/data/throughput.py --json benchmarks/results/data.json
+
+bench-sizes: $(STAMP)
+	$(BIN)/python benchmarks/loss.py --json benchmarks/results/loss.json
+	$(BIN)/python benchmarks/predict.py --json benchmarks/results/predict.json
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/budget.py --json benchmarks/results/budget.json

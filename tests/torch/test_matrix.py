@@ -9,8 +9,8 @@ from harness import FULL, above_of, budgeted, close, kept, plain_of
 
 import lowtide
 
-CELLS = [(0.7, False), (0.5, True), (0.35, False)]
-REST = [(0.9, False), (0.5, False), (0.35, True)]
+CELLS = [(0.5, True), (0.35, False)]
+REST = [(0.9, False), (0.7, False), (0.5, False), (0.35, True)]
 
 
 def _check(name: str, above: int, *, offload: bool) -> None:

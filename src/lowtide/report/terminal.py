@@ -73,6 +73,8 @@ def show_outcome(outcome: Outcome) -> None:
             f"predicted, {plan.extra_seconds / max(plan.baseline_step_seconds, 1e-9):.1%} of the recorded step; "
             f"no plan needs less than {format_seconds(plan.bound_extra_seconds)}",
         )
+    for lever in outcome.levers:
+        table.add_row("lever", lever.name, lever.text if lever.used else f"not used: {lever.text}")
     out.print(table)
     for step in over[:3]:
         out.print(
