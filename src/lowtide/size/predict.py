@@ -133,6 +133,7 @@ class Model:
         self.left_out = len(columns) - len(chosen) if chosen else 0
         self._at = at[chosen] if chosen else at
         self._columns = [columns[i] for i in chosen] if chosen else columns
+        self._lower: tuple[int, ...] | None = None
         self.degrees, self.checked, self._error = self._choose()
 
     def _corresponding(self, at: NDArray[np.float64], columns: Sequence[Sequence[Step]]) -> list[int]:
@@ -186,7 +187,10 @@ class Model:
         needed = [d for d in itertools.product(*(range(1, m + 1) for m in most))
                   if np.linalg.matrix_rank(self._terms(d, self._at)) == np.prod([x + 1 for x in d])]
         highest = max(needed, key=sum, default=tuple(1 for _ in most))
-        if best is None or (self.aligned and sum(highest) > sum(best[1])):
+        if best is None:
+            return highest, False, 0.0
+        if self.aligned and any(h > b and not _is_batch(n) for h, b, n in zip(highest, best[1], self.names, strict=True)):
+            self._lower = best[1]
             return highest, False, 0.0
         return best[1], True, float(best[0])
 
@@ -226,6 +230,9 @@ class Model:
         reach = float(np.prod(at / self._at.max(axis=0)))
         blind = not self.checked or not self.aligned
         doubt = max(BLIND_DOUBT if blind else LEAST_DOUBT, self._error * max(1.0, reach))
+        if self._lower is not None:  # between two degrees that nothing could be checked against
+            lower = max(float(self._fitted(self._lower, self._heights(k), every, at)[0].max()) for k in range(self._count))
+            doubt = max(doubt, abs(lower - peaks[where]) / peaks[where])
         step = self._columns[0][where]
         entry = step.entries[step.ops[int(tops[where].argmax())]] if self.aligned else None
         return Prediction(
@@ -259,6 +266,11 @@ class Model:
             for i, n in enumerate(first.nodes)
         )
         return replace(first, nodes=nodes, name=", ".join(f"{k}={v:g}" for k, v in sizes.items()))
+
+
+def _is_batch(name: str) -> bool:
+    """Whether a size is a number of samples: steps are linear in it, so that a higher degree must be shown, not assumed."""
+    return "batch" in name.lower() or name.lower() in ("b", "bs", "n")
 
 
 def _alike(steps: Sequence[Step]) -> bool:
