@@ -77,3 +77,15 @@ def parse_levers(texts: Iterable[str]) -> frozenset[str]:
         else:
             raise UsageError(f"no lever is called {name!r}: there are {', '.join(LEVERS)} (and `exact`, `all`)")
     return frozenset(found)
+
+
+def check_levers(allow: Iterable[str], without: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """Levers that may be used, and those that must not.
+
+    Raises:
+        UsageError: if there is no such lever, or one is among both.
+    """
+    allowed, excluded = parse_levers(allow), parse_levers(without)
+    if allowed & excluded:
+        raise UsageError(f"{', '.join(sorted(allowed & excluded))}: both allowed and excluded")
+    return allowed, excluded

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from lowtide.allowed import parse_levers
+from lowtide.allowed import check_levers
 from lowtide.errors import UsageError
 from lowtide.live import watch
 from lowtide.live.outcome import Outcome
@@ -68,18 +68,17 @@ def budget(
     if _running:
         raise UsageError("a budget is in force already (or a recording is made): leave it before another begins")
     asked = parse_budget(size) if isinstance(size, str) else size
-    runtime = Runtime(
-        Settings(
-            budget=asked, keep=keep, plan=plan, offload=offload, allow=parse_levers(allow), without=parse_levers(without)
-        )
-    )
+    allowed, excluded = check_levers(allow, without)
+    runtime = Runtime(Settings(budget=asked, keep=keep, plan=plan, offload=offload, allow=allowed, without=excluded))
     _running.append(runtime)
     runtime.start()
     try:
         yield Budgeted(runtime)
     finally:
-        runtime.stop()
-        _running.remove(runtime)
+        try:
+            runtime.stop()
+        finally:
+            _running.remove(runtime)
 
 
 class Recorded:

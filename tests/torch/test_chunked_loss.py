@@ -226,3 +226,116 @@ def test_transformers_models_train_alike_in_less_memory_and_a_budget_changes_no_
     assert all(torch.equal(a, b) for a, b in zip(held, ours, strict=True))
     assert outcome.steps[-1].policy == "planned"
     assert peak <= int(0.9 * after)
+
+
+def _case(dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Linear(WIDTH, CLASSES), torch.randn(ROWS, LENGTH, WIDTH, requires_grad=True), torch.randint(300, CLASSES, (ROWS, LENGTH))
+
+
+def _alike(form: Callable[[nn.Linear, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    """The same loss and gradients with the lever as without, not-a-numbers included."""
+    found = []
+    for how in (contextlib.nullcontext(), lowtide.budget(None, allow=ALLOW)):
+        layer, h, y = _case()
+        with how:
+            loss = form(layer, h, y)
+            loss.backward()
+        found.append([loss.detach(), h.grad, layer.weight.grad, layer.bias.grad])
+    for a, b in zip(*found, strict=True):
+        assert a is not None
+        assert b is not None
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def _ce(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(z.view(-1, CLASSES), y.view(-1))
+
+
+def test_where_nothing_counts_the_gradients_are_the_plain_ones() -> None:
+    _alike(lambda m, h, y: F.cross_entropy(m(h).view(-1, CLASSES), torch.full((ROWS * LENGTH,), -100)))
+    _alike(lambda m, h, y: F.cross_entropy(m(h).view(-1, CLASSES), torch.full((ROWS * LENGTH,), -100), label_smoothing=0.1))
+
+
+def test_classes_forbidden_by_an_infinite_bias_give_the_plain_loss() -> None:
+    def form(m: nn.Linear, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            m.bias[:256] = -torch.inf
+        return _ce(m(h), y)
+
+    _alike(form)
+
+
+def test_reads_under_inference_mode_and_through_intermediates_keep_the_graph() -> None:
+    def form(m: nn.Linear, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = m(h)
+        with torch.inference_mode():
+            z.argmax(-1)
+        return _ce(z, y) + h.square().mean()
+
+    _alike(form)
+    _alike(lambda m, h, y: -F.log_softmax(m(h).float().view(-1, CLASSES) * 2, -1).gather(1, y.view(-1, 1)).mean())
+    _alike(lambda m, h, y: F.log_softmax(m(h)[:, :-1].contiguous().view(-1, CLASSES), -1).square().mean())
+
+
+def test_an_index_after_an_ellipsis_that_picks_a_class_is_not_one_of_rows() -> None:
+    torch.manual_seed(0)
+    w = nn.Parameter(torch.randn(512, 16))
+    h, y = torch.randn(4, 512, 16), torch.randint(0, 512, (4,))
+    want = F.cross_entropy(F.linear(h, w)[:, :, 5, ...], y)
+    with lowtide.budget(None, allow=ALLOW):
+        assert torch.allclose(F.cross_entropy(F.linear(h, w)[:, :, 5, ...], y), want)
+
+
+def test_a_mask_that_is_written_later_picks_what_it_picked() -> None:
+    layer, h, y = _case()
+    mask = y > 1000
+    want = layer(h)[mask].detach()
+    with lowtide.budget(None, allow=ALLOW):
+        picked = layer(h)[mask]
+        mask.fill_(False)
+        assert torch.equal(picked.detach(), want)
+
+
+def test_what_cannot_be_right_raises() -> None:
+    """Gradients of the logits after their loss, a function bound before the lever, graphs of gradients, writes no counter shows."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return (x * 2).sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * torch.full((ROWS, LENGTH, CLASSES), 2.0)
+
+    bound = Twice.apply
+    layer, h, y = _case()
+    with lowtide.budget(None, allow=ALLOW):
+        z = layer(h)
+        loss = _ce(z, y)
+        with pytest.raises(LeverError, match="gradient of the logits"):
+            z.register_hook(lambda g: g)
+        with pytest.raises(LeverError, match="gradient of the logits"):
+            torch.autograd.grad(loss, [z, h], allow_unused=True)
+        with pytest.raises(LeverError, match="create_graph"):
+            torch.autograd.grad(_ce(layer(h), y), h, create_graph=True)
+        with pytest.raises(LeverError, match="would be lost"):
+            bound(layer(h)).backward()
+        late = layer(h)
+        layer.weight.data.mul_(3)
+        with pytest.raises(LeverError, match="changed"):
+            late.argmax()
+
+
+def test_calls_by_keyword_and_checkpointed_heads() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    _alike(lambda m, h, y: _ce(F.linear(input=h, weight=m.weight, bias=m.bias), y))
+    _alike(lambda m, h, y: checkpoint(lambda x: _ce(m(x), y), h, use_reentrant=False))
+
+    def form(m: nn.Linear, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        m(h).sum()
+        return checkpoint(lambda x: (m(x).sum(-1, keepdim=True) * x.exp()).sum(), h, use_reentrant=False)
+
+    _alike(form)

@@ -257,8 +257,53 @@ def reads_parameters_late_in_backward(i: int, model: nn.Module, opt: Any, averag
     opt.step()
 
 
+def restarts_its_momentum(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+    opt.zero_grad()
+    _back(model)
+    for state in opt.state.values():
+        if state.get("momentum_buffer") is not None:
+            state["momentum_buffer"].zero_()
+    opt.step()
+
+
+def clears_its_states(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+    opt.zero_grad()
+    _back(model)
+    opt.state.clear()
+    opt.step()
+
+
+def swaps_weights(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+    own = [p.data.clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.data = p.data.sign() * 0.1
+    opt.zero_grad()
+    _back(model)
+    for p, o in zip(model.parameters(), own, strict=True):
+        p.data = o
+    opt.step()
+
+
+def reads_a_weight_unseen(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+    """By ``.data``, which no version counter shows, near the input."""
+    opt.zero_grad()
+    last = model[-1].weight.data  # type: ignore[index]
+    h = F.linear(F.linear(torch.randn(8, 32, requires_grad=True), last), last.t())
+    F.cross_entropy(model(h), torch.randint(8, (8,))).backward()
+    opt.step()
+
+
+def saves_before_the_step(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+    import io
+
+    opt.zero_grad()
+    _back(model)
+    torch.save(model.state_dict(), io.BytesIO())
+    opt.step()
+
+
 BODIES = [
-    clips, accumulates, zeroes_in_place, looks_at_gradients, averages_weights_before_the_step, evaluates_before_the_step,
+    restarts_its_momentum, clears_its_states, swaps_weights, reads_a_weight_unseen, saves_before_the_step, clips, accumulates, zeroes_in_place, looks_at_gradients, averages_weights_before_the_step, evaluates_before_the_step,
     sets_the_rate_late, skips_steps, steps_twice, sets_gradients, by_closure, hooks,
 ]
 
@@ -334,3 +379,50 @@ def test_foreach_update_in_slices_gives_the_same_bits_within_the_room(kind: str)
     )
     assert [x.name for x in outcome.levers] == ["sliced-update"]
     assert after[-1] <= before[-1] - gradients // 2 + (64 << 10)
+
+
+def test_a_swallowed_error_and_an_early_end_of_the_block_are_not_passed_over() -> None:
+    torch.manual_seed(0)
+    model = _net(32, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(LeverError), lowtide.budget(None, allow=("update-in-backward",)):
+        _back(model)
+        try:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        except LeverError:
+            pass
+        opt.step()
+    opt.zero_grad()
+    with pytest.raises(LeverError, match="between a backward and the optimizer's step"), \
+            lowtide.budget(None, allow=("update-in-backward",)):
+        _back(model)
+
+
+def test_one_model_after_another_and_nothing_of_it_is_left() -> None:
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    def train(n: int) -> list[bytes]:
+        found = []
+        for k in range(n):
+            torch.manual_seed(k)
+            model = _net(32, 2)
+            opt = torch.optim.Adam(model.parameters(), lr=0.1)
+            for _ in range(3):
+                opt.zero_grad()
+                _back(model)
+                opt.step()
+            found += [zoo.bits(p) for p in model.parameters()]
+            assert [id(p) for p in opt.state] == [id(p) for p in model.parameters()]
+        return found
+
+    plain = train(3)
+    with lowtide.budget(None, allow=("update-in-backward",)):
+        assert train(3) == plain
+    for _ in range(2):
+        with lowtide.budget(10**12):  # watched, and declined by what looks at operators
+            model = _net(32, 2)
+            opt = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                averages_weights_before_the_step(0, model, opt, [p.detach().clone() for p in model.parameters()])
+    assert not _get_current_dispatch_mode_stack()
+    assert "grad" not in vars(nn.Parameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from lowtide.allowed import parse_levers
 from lowtide.cli.launch import check_alone, check_folder, check_target, write_json
 from lowtide.cli.script import takes_script
 from lowtide.errors import UsageError
+from lowtide.live.constants import with_constants
+from lowtide.size.vary import LARGEST
 from lowtide.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from lowtide.size.trial import Target
     from lowtide.size.vary import Vary
 
+STEPS = 10
+"""Of a run that is timed."""
 RECORDED = 3
 """Smallest values of an axis that are recorded for predictions, where more are given."""
 NEAR = 2.0
@@ -36,7 +41,7 @@ RECORDED_STEPS = 3
 @click.option("--memory", metavar="SIZE", help="What a run may take; 90 % of what is available by default (CUDA: all).")
 @click.option("--allow", multiple=True, metavar="NAME,...", help="Levers that may be used under the budget.")
 @click.option("--samples", type=float, help="Of one step; by default the value of the axis whose name has `batch` in it.")
-@click.option("--steps", type=click.IntRange(min=3), default=10, show_default=True, help="Steps of one run; two to warm up.")
+@click.option("--steps", type=click.IntRange(min=3), help="Of one run.  [default: 10, two to warm up; 3 with --predict]")
 @click.option("--predict", is_flag=True, help="Record the three smallest values above 1, and predict the others.")
 @click.option("-o", "--output", metavar="FILE", help="With --predict: keep the recordings, for `lowtide predict`.")
 @click.option("--results", metavar="FILE", help="Where points are kept, and gone on from.  [default: SCRIPT.batch]")
@@ -52,7 +57,7 @@ def batch(
     memory: str | None,
     allow: tuple[str, ...],
     samples: float | None,
-    steps: int,
+    steps: int | None,
     predict: bool,
     output: str | None,
     results: str | None,
@@ -78,23 +83,34 @@ def batch(
         raise UsageError("constants can be set in a script, not in a module of -m")
     if len(vary.axes) > 1 and any(a.open for a in vary.axes):
         raise UsageError("`...` is for one axis alone")
+    for axis in vary.axes:
+        if axis.kind == "constant":
+            for value in axis.values:
+                with_constants(Path(script).read_bytes(), {axis.name: value}, Path(script).name)
     limit = 0 if memory is None else parse_bytes(memory)
     target = Target(script=script, module=module, seconds=timeout)
     end_on_sigterm()
     if predict:
-        return _predict_by_recording(vary, target, limit, output, json_file, html_file)
+        unused = {"--budget": budget, "--allow": allow, "--samples": samples, "--results": results, "--fresh": fresh,
+                  "--html": html_file}
+        if any(unused.values()):
+            raise UsageError(f"{', '.join(n for n, v in unused.items() if v)}: for measured points, not with --predict")
+        return _predict_by_recording(vary, target, limit, steps or RECORDED_STEPS, output, json_file)
     if output is not None:
         raise UsageError("-o goes with --predict")
     levers = parse_levers(allow)
     held = 0 if budget is None else parse_bytes(budget)
     if levers and not held:
         raise UsageError("--allow goes with --budget")
-    return _measure(vary, target, held, limit, sorted(levers), samples, steps, results, json_file, html_file, fresh=fresh)
+    return _measure(
+        vary, target, arguments, held, limit, sorted(levers), samples, steps or STEPS, results, json_file, html_file,
+        fresh=fresh,
+    )
 
 
 def _measure(
-    vary: Vary, target: Target, budget: int, limit: int, allow: list[str], samples: float | None, steps: int,
-    results: str | None, json_file: str | None, html_file: str | None, *, fresh: bool,
+    vary: Vary, target: Target, arguments: tuple[str, ...], budget: int, limit: int, allow: list[str], samples: float | None,
+    steps: int, results: str | None, json_file: str | None, html_file: str | None, *, fresh: bool,
 ) -> int:
     from lowtide.report.size import batch_json, batch_page, show_batch
     from lowtide.report.terminal import console
@@ -103,7 +119,8 @@ def _measure(
 
     about = {
         "script": target.script,
-        "arguments": list(vary.set(next(vary.points())).arguments),
+        "content": None if target.module else hashlib.sha256(Path(target.script).read_bytes()).hexdigest(),
+        "arguments": list(arguments),
         "axes": [[a.kind, a.name] for a in vary.axes],
         "budget": budget,
         "memory": limit,
@@ -113,6 +130,8 @@ def _measure(
     }
     place = Path(results) if results else Path(f"{Path(target.script).stem}.batch")
     store = Results(place, about, fresh=fresh)
+    if store.known:
+        click.echo(f"lowtide: {store.known} points are taken from {place} (--fresh runs them again)", err=True)
     which = next((i for i, a in enumerate(vary.axes) if "batch" in a.name.lower()), None)
 
     def count(values: Sequence[str]) -> float:
@@ -125,20 +144,21 @@ def _measure(
         with console().status("running") as status:
             for point in measure(vary, lambda s, a: run(target, s, a), store, samples=count, plain=plain, budget=held):
                 points.append(point)
-                status.update(f"after {', '.join(f'{a.name}={v}' for a, v in zip(vary.axes, point.values, strict=True))}")
+                status.update(f"after {', '.join(f'{n}={v}' for n, v in zip(vary.names, point.values, strict=True))}")
     finally:
         store.close()
         if points:
+            per_sample = samples is not None or which is not None
+            show_batch(vary, points, per_sample=per_sample)
             if json_file is not None:
                 write_json(json_file, batch_json(vary, points))
             if html_file is not None:
-                Path(html_file).write_text(batch_page(target.script, vary, points))
-            show_batch(vary, points, per_sample=samples is not None or which is not None)
+                Path(html_file).write_text(batch_page(target.script, vary, points, per_sample=per_sample))
     return 0 if any(p.fits for p in points) else 1
 
 
 def _predict_by_recording(
-    vary: Vary, target: Target, limit: int, output: str | None, json_file: str | None, html_file: str | None
+    vary: Vary, target: Target, limit: int, steps: int, output: str | None, json_file: str | None
 ) -> int:
     import itertools
 
@@ -151,8 +171,9 @@ def _predict_by_recording(
 
     if any(a.open for a in vary.axes):
         raise UsageError("--predict needs to know which sizes: leave the `...` out")
-    if html_file is not None:
-        raise UsageError("--html is for measured points: leave --predict out")
+    for axis in vary.axes:
+        if len(axis.values) < 2:
+            raise UsageError(f"--vary {axis.name}: one size shows nothing: give two or more, and larger ones to predict")
     small = [_smallest(a.values) for a in vary.axes]
     recorded = list(itertools.product(*small))
     with tempfile.TemporaryDirectory(prefix="lowtide-") as folder, console().status("recording") as status:
@@ -161,7 +182,7 @@ def _predict_by_recording(
             setting = vary.set(values)
             status.update(f"recording {', '.join(f'{k}={v:g}' for k, v in setting.sizes.items())}")
             file = Path(folder, f"{number}.lowtide")
-            record(target, setting, RECORDED_STEPS, file)
+            record(target, setting, steps, file)
             files.append(file)
             found.append((setting.sizes, read(file)))
         model = Model(found)
@@ -170,16 +191,16 @@ def _predict_by_recording(
             setting = vary.set((more,))
             status.update(f"recording {vary.axes[0].name}={more} as well: three do not show how memory grows")
             files.append(Path(folder, "more.lowtide"))
-            record(target, setting, RECORDED_STEPS, files[-1])
+            record(target, setting, steps, files[-1])
             found.append((setting.sizes, read(files[-1])))
             recorded.append((more,))
             model = Model(found)
         if output is not None:
             bundle.save(files, Path(output))
     predictions = [model.at(vary.set(values).sizes) for values in vary.points() if values not in recorded]
+    show_predictions(model, predictions, limit, steps)
     if json_file is not None:
         write_json(json_file, prediction_json(model, predictions, limit))
-    show_predictions(model, predictions, limit)
     return 0
 
 
@@ -226,13 +247,13 @@ def predict(
     model: Model = Model([(sizes_of(r, list(sizes)), r) for r in recordings])
     limit = None if memory is None else parse_bytes(memory)
     answer = fit(model, sizes, limit)
+    show_fit(answer)
     if plan_file is not None and answer.plan is not None:
         from lowtide.pebble.account import to_json
 
         write_json(plan_file, to_json(answer.plan, strategy="search", rounding_bytes=1))
     if json_file is not None:
         write_json(json_file, fit_json(answer))
-    show_fit(answer)
     return 0 if limit is None or answer.fits else 1
 
 
@@ -243,6 +264,6 @@ def _assignments(texts: Iterable[str]) -> Iterable[tuple[str, Any]]:
             number = float(value)
         except ValueError:
             number = -1.0
-        if not equals or not name or number <= 0:
+        if not equals or not name or not 0 < number < LARGEST:
             raise UsageError(f"--set {text}: write NAME=VALUE, a number above zero")
         yield name.lstrip("-"), number

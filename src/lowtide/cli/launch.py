@@ -67,6 +67,8 @@ def check_folder(file: str | None) -> None:
         raise UsageError(f"the folder of {file} does not exist: make it first")
     if Path(file).is_dir():
         raise UsageError(f"{file} is a folder: give a file")
+    if not os.access(file if Path(file).exists() else Path(file).resolve().parent, os.W_OK):
+        raise UsageError(f"{file} cannot be written: give another file")
 
 
 def become(task: Task) -> NoReturn:

@@ -38,6 +38,10 @@ class _Lowtide(click.Group):
             fail(str(error))
         except LowtideError as error:
             fail(str(error), code=1)
+        except OSError as error:
+            if error.filename is None:
+                raise
+            fail(f"{error.filename}: {error.strerror}")
         sys.exit(code or 0)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from lowtide.allowed import UPDATE, parse_levers
+from lowtide.allowed import UPDATE, check_levers
 from lowtide.cli.launch import check_alone, check_folder, check_target, write_json
 from lowtide.cli.script import takes_script
 from lowtide.errors import LowtideError
@@ -50,7 +50,7 @@ def minimum(
     from lowtide.size.vary import Set
 
     check_alone()
-    allowed, excluded = parse_levers(allow), parse_levers(without)
+    allowed, excluded = check_levers(allow, without)
     check_target(script, module=module)
     for file in (json_file, html_file):
         check_folder(file)
@@ -81,11 +81,11 @@ def minimum(
             search(name, can - declined.keys(), cannot, plain, told(name), offload=offload, steps=steps, survives=survive)
             for name, (can, cannot) in lever_sets(allowed, excluded).items()
         ]
+    show_minimum(plain, found, declined)
     if json_file is not None:
         write_json(json_file, minimum_json(plain, found, declined))
     if html_file is not None:
         Path(html_file).write_text(minimum_page(script, plain, found))
-    show_minimum(plain, found, declined)
     return 0 if any(f.minimum_bytes is not None for f in found) else 1
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from lowtide.allowed import parse_levers
+from lowtide.allowed import check_levers
 from lowtide.cli.launch import become, check_alone, check_folder, check_target, write_json
 from lowtide.cli.script import takes_script
 from lowtide.errors import UsageError
@@ -54,10 +54,7 @@ def run(
     if budget is None:
         raise UsageError("say how much memory there is: --budget 6GiB (or --budget 50%); --levers list needs none")
     parse_budget(budget)
-    allowed, excluded = parse_levers(allow), parse_levers(without)
-    both = allowed & excluded
-    if both:
-        raise UsageError(f"{', '.join(sorted(both))}: both allowed and excluded")
+    allowed, excluded = check_levers(allow, without)
     check_target(script, module=module)
     if plan is not None and not Path(plan).is_file():
         raise UsageError(f"no such plan: {plan}")
@@ -113,7 +110,7 @@ def _list_levers(script: str, arguments: tuple[str, ...], *, module: bool, json_
                 return run(target, setting, Asked(steps=STEPS, budget_bytes=budget, allow=allow, without=without))
 
             found[name] = probed(plain.peak_bytes, at)
+    show_levers(plain, found)
     if json_file is not None:
         write_json(json_file, levers_json(plain, found))
-    show_levers(plain, found)
     return 0

@@ -138,7 +138,7 @@ class _Budget:
         from lowtide.report.terminal import show_outcome
 
         runtime, options = self.runtime, self._options
-        runtime.stop()
+        runtime.stop(over=True)
         outcome = runtime.outcome()
         if options.json is not None:
             write_json(options.json + _rank_suffix(), outcome.to_json(code))

@@ -17,7 +17,7 @@ def with_constants(source: bytes, constants: Mapping[str, str], name: str) -> as
         name: of the script, for people.
 
     Raises:
-        UsageError: if it assigns no such name at its top level, or cannot be parsed.
+        UsageError: if it assigns no such name alone at its top level, or it or a value cannot be parsed.
     """
     try:
         tree = ast.parse(source)
@@ -26,9 +26,13 @@ def with_constants(source: bytes, constants: Mapping[str, str], name: str) -> as
     for constant, value in constants.items():
         found = [node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign)) and _assigns(node, constant)]
         if not found:
-            raise UsageError(f"{name} assigns no {constant} at its top level")
+            raise UsageError(f"{name} has no line `{constant} = ...` at its top level")
         for node in found:
-            node.value = ast.copy_location(ast.parse(value, mode="eval").body, node.value or node)
+            try:
+                parsed = ast.parse(value, mode="eval").body
+            except SyntaxError:
+                raise UsageError(f"{constant}: {value} is not written as Python writes it") from None
+            node.value = ast.copy_location(parsed, node.value or node)
             ast.fix_missing_locations(node)
     return tree
 

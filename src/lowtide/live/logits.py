@@ -22,10 +22,12 @@ from lowtide.errors import LeverError
 from lowtide.live.aside import Wraps
 from lowtide.live.loss import Asked, ChunkedLoss, Step
 from lowtide.live.outcome import LeverFigures
-from lowtide.live.value import PLAIN_TYPES
+from lowtide.live.value import PLAIN_TYPES, flatten
 
 WIDE: Final = 512
 """Outputs that a linear layer has at least, to be deferred."""
+SAMPLES: Final = 64
+"""Elements of a tensor by which a write that no counter shows is noticed."""
 LEAST_BYTES: Final = 1 << 20
 """Bytes that its product has at least."""
 PIECE_BYTES: Final = 16 << 20
@@ -56,9 +58,11 @@ _SCALES: Final = frozenset((
     torch.Tensor.__truediv__, torch.Tensor.true_divide, torch.Tensor.multiply, torch.Tensor.divide,
 ))
 _CURVES: Final = frozenset((torch.tanh, torch.Tensor.tanh))
+_GRADIENTS: Final = ("register_hook", "retain_grad", "grad", "backward")
+"""Functions that ask for gradients of the logits themselves; by name, for some are wrapped while a budget is in force."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class _Product:
     """A deferred product and how it would be made.
 
@@ -72,7 +76,8 @@ class _Product:
         versions: of inputs, weight and bias when the product was asked for.
         make: makes the plain tensor; the plain call for the product itself, the noted operation on its parent for the rest.
         real: the plain tensor, once it was asked for.
-        children: deferred tensors that were made from this one.
+        children: products that were made from this one.
+        used: whether a loss was computed in pieces of it.
     """
 
     rows: torch.Tensor
@@ -81,11 +86,12 @@ class _Product:
     dtype: torch.dtype | None
     chain: tuple[Step, ...]
     turned: bool
-    versions: tuple[int, ...]
+    versions: tuple[Any, ...]
     make: Callable[[], torch.Tensor]
     parent: _Product | None = None
     real: torch.Tensor | None = None
-    children: list[weakref.ref[Deferred]] = field(default_factory=list)
+    children: list[weakref.ref[_Product]] = field(default_factory=list)
+    used: bool = False
 
     def root(self) -> _Product:
         """The product itself."""
@@ -109,6 +115,9 @@ class Deferred(torch.Tensor):
             Deferred, alike.size(), strides=alike.stride(), dtype=alike.dtype, device=product.rows.device, requires_grad=True
         )
         made._product = product
+        put = getattr(torch.Tensor.register_hook, "__wrapped__", torch.Tensor.register_hook)
+        with torch._C.DisableTorchFunctionSubclass():
+            put(made, _astray)
         return made
 
     @classmethod
@@ -118,6 +127,12 @@ class Deferred(torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        asks = getattr(func, "__name__", "") in _GRADIENTS
+        if asks and any(d._product.root().used for d in _deferred((*args, *kwargs.values()))):
+            raise LeverError(
+                f"{LOSS}: the gradient of the logits is asked for after their loss was computed in pieces: run again without "
+                f"--allow {LOSS}"
+            )
         first = args[0] if args else None
         if isinstance(first, Deferred) and first._product.real is None and torch.is_grad_enabled():
             handler = _HANDLERS.get(func)
@@ -136,6 +151,16 @@ class Deferred(torch.Tensor):
             f"{LOSS}: {func} is called on logits that were deferred, from code that hides it from torch's Python interface: "
             f"run again without --allow {LOSS}"
         )
+
+
+def _astray(_: torch.Tensor) -> None:
+    """A gradient has come to a deferred tensor itself: whoever used it got past all that makes the plain one."""
+    raise LeverError(f"{LOSS}: deferred logits are used where their gradient would be lost: run again without --allow {LOSS}")
+
+
+def _deferred(items: Any) -> list[Deferred]:
+    """Deferred tensors among arguments."""
+    return [i for i in flatten(items) if isinstance(i, Deferred)]
 
 
 def _plain(item: Any) -> Any:
@@ -157,9 +182,7 @@ def real(deferred: Deferred) -> torch.Tensor:
     root = product.root()
     if product.real is None:
         _make_all(root)
-    if product.real is None:  # of a family that was made before
-        product.real = product.make()
-    return product.real
+    return _made(product)
 
 
 def _make_all(product: _Product) -> None:
@@ -170,16 +193,23 @@ def _make_all(product: _Product) -> None:
                 f"{LOSS}: the logits are read after the weights or inputs that they were computed from changed: read them "
                 f"before the optimizer's step, or run again without --allow {LOSS}"
             )
-        with torch.enable_grad():
-            product.real = product.make()
+        _made(product)
     for ref in product.children:
         child = ref()
         if child is not None:
-            _make_all(child._product)
+            _make_all(child)
 
 
-def _versions(product: _Product) -> tuple[int, ...]:
-    return tuple(t._version for t in (product.rows, product.weight, product.bias) if t is not None)
+def _versions(product: _Product) -> tuple[Any, ...]:
+    """What moves when inputs, weight or bias change: by a counted write, another storage, a write to ``.data`` (CPU only)."""
+    found: list[Any] = []
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        for t in (product.rows, product.weight, product.bias):
+            if t is not None:
+                flat = t.detach().flatten() if t.is_contiguous() else t.detach()[..., :1].flatten()
+                few = repr(flat[:: max(1, flat.numel() // SAMPLES)].tolist()) if t.device.type == "cpu" else ""
+                found.append((t._version, t.data_ptr(), few))
+    return tuple(found)
 
 
 # --- what is noted ---------------------------------------------------------------------------------------------------
@@ -203,12 +233,15 @@ def _derived(
         parent=parent,
     )
     made = Deferred.of(product, func(_meta(of), *args, **kwargs) if alike is None else alike)
-    parent.children.append(weakref.ref(made))
+    parent.children.append(weakref.ref(product))
     return made
 
 
 def _made(product: _Product) -> torch.Tensor:
-    assert product.real is not None
+    """The plain tensor of a product that may be made."""
+    if product.real is None:
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            product.real = product.make()
     return product.real
 
 
@@ -226,7 +259,7 @@ def _on_meta(of: Deferred, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 
 def _shaped(of: Deferred, func: Any, args: Any, kwargs: Any) -> Deferred | None:
     """Views that keep the classes last, and whole."""
-    if of._product.turned or any(isinstance(a, torch.dtype) for a in args):
+    if of._product.turned or any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
         return None
     alike = _on_meta(of, func, args, kwargs)
     if alike.dim() < 1 or alike.size(-1) != of.size(-1):
@@ -241,29 +274,31 @@ def _indexed(of: Deferred, func: Any, args: Any, kwargs: Any) -> Deferred | None
         return None
     index = args[0] if type(args[0]) is tuple else (args[0],)
     if any(isinstance(i, torch.Tensor) for i in index):
-        return _picked(of, func, args, index)
+        return _picked(of, func, index)
     if any(i is None or not isinstance(i, (slice, int, type(...))) or isinstance(i, bool) for i in index):
         return None
-    if (... not in index and len(index) >= of.dim()) or ... in index:
-        after = index[index.index(...) + 1:] if ... in index else index[of.dim() - 1:]
-        if after and after[-1] != slice(None):
-            return None
+    if ... in index:
+        at = index.index(...)
+        index = (*index[:at], *[slice(None)] * (of.dim() - len(index) + 1), *index[at + 1:])
+    if len(index) > of.dim() or (len(index) == of.dim() and index[-1] != slice(None)):
+        return None
     alike = _on_meta(of, func, args, kwargs)
     if alike.dim() < 1 or alike.size(-1) != of.size(-1):
         return None
     return _derived(of, func, args, kwargs, rows=of._product.rows[args[0]], alike=alike)
 
 
-def _picked(of: Deferred, func: Any, args: Any, index: tuple[Any, ...]) -> Deferred | None:
+def _picked(of: Deferred, func: Any, index: tuple[Any, ...]) -> Deferred | None:
     chosen = index[0]
     if len(index) != 1 or type(chosen) is not torch.Tensor or chosen.dtype not in (torch.bool, torch.int64):
         return None
     if chosen.dim() >= of.dim() if chosen.dtype is torch.bool else of.dim() < 2:
         return None
+    chosen = chosen.clone()  # the script may write to its own
     rows = of._product.rows[chosen]
     with torch._C._DisableTorchDispatch():
         alike = torch.empty(*rows.shape[:-1], of.size(-1), dtype=of.dtype, device="meta")
-    return _derived(of, func, args, {}, rows=rows, alike=alike)
+    return _derived(of, func, (chosen,), {}, rows=rows, alike=alike)
 
 
 def _copied(of: Deferred, func: Any, args: Any, kwargs: Any) -> Deferred | None:
@@ -276,7 +311,7 @@ def _cast(of: Deferred, func: Any, args: Any, kwargs: Any) -> Deferred | None:
     if any(k not in ("dtype", "non_blocking", "copy") for k in kwargs) or len(args) > 1:
         return None
     wanted = (*args, kwargs.get("dtype"))[0]
-    if isinstance(wanted, (str, torch.device)):
+    if isinstance(wanted, (str, torch.device)) and func is torch.Tensor.to:
         return of if torch.device(wanted) == of.device and not kwargs else None
     if func in (torch.Tensor.to, torch.Tensor.type) and not isinstance(wanted, torch.dtype):
         return None
@@ -325,6 +360,7 @@ def _cross_entropy(of: Deferred, _: Any, args: Any, kwargs: Any) -> torch.Tensor
         and target.device == of.device
         and (weight is None or (type(weight) in PLAIN_TYPES and not weight.requires_grad))
         and (weight is None or weight.shape == product.weight.shape[:1])
+        and (weight is None or weight.dtype is of.dtype or torch.is_autocast_enabled(of.device.type))
         and given.get("size_average") is None
         and given.get("reduce") is None
         and reduction in ("mean", "sum", "none")
@@ -377,6 +413,7 @@ _current: Logits | None = None
 
 
 def _used(product: _Product) -> None:
+    product.used = True
     if _current is not None:
         _current.losses += 1
         _current.at_losses.add(id(product.weight))
@@ -397,6 +434,7 @@ class Logits:
         self.at_losses: set[int] = set()
         self._wraps = Wraps()
         self._tried: dict[int, int] = {}
+        self._wanted: dict[int, bool] = {}
 
     def install(self) -> None:
         """Begin to defer."""
@@ -423,21 +461,21 @@ class Logits:
 
     def _linear(self, original: Any) -> Any:
         @functools.wraps(original)
-        def linear(x: Any, weight: Any, bias: Any = None) -> Any:
-            found = self._defer(x, weight, bias, lambda: original(x, weight, bias))
-            return original(x, weight, bias) if found is None else found
+        def linear(input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002 - torch's own name
+            found = self._defer(input, weight, bias, lambda: original(input, weight, bias))
+            return original(input, weight, bias) if found is None else found
 
         return linear
 
     def _matmul(self, original: Any) -> Any:
         @functools.wraps(original)
-        def matmul(a: Any, b: Any, **kwargs: Any) -> Any:
-            weight = None if kwargs else _turned_parameter(b)
+        def matmul(*args: Any, **kwargs: Any) -> Any:
+            weight = _turned_parameter(args[1]) if len(args) == 2 and not kwargs else None
             if weight is not None:
-                found = self._defer(a, weight, None, lambda: original(a, b))
+                found = self._defer(args[0], weight, None, lambda: original(*args))
                 if found is not None:
                     return found
-            return original(a, b, **kwargs)
+            return original(*args, **kwargs)
 
         return matmul
 
@@ -448,19 +486,25 @@ class Logits:
         size = x.numel() // max(1, weight.size(1)) * weight.size(0) * x.element_size()
         if size < LEAST_BYTES or x.dim() < 2 or not (torch.is_grad_enabled() and weight.requires_grad):
             return None
-        if bias is not None and type(bias) not in PLAIN_TYPES:
+        if bias is not None and (type(bias) not in PLAIN_TYPES or bias.shape != weight.shape[:1]):
             return None
-        if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if (bias is not None and bias.dtype is not weight.dtype) or torch.compiler.is_compiling() or torch._C._is_tracing():
+            return None
+        if torch._C._functorch.peek_interpreter_stack() is not None:
             return None
         tried = self._tried.get(id(weight), 0)
-        if tried > 1 and id(weight) not in self.at_losses:  # a layer whose outputs are used otherwise
+        again = torch._C._current_graph_task_id() != -1  # a forward that runs again in the backward does as it did
+        if not again:
+            self._wanted[id(weight)] = tried <= 1 or id(weight) in self.at_losses
+        if not self._wanted.get(id(weight), False):  # a layer whose outputs are used otherwise
             return None
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
         if x.size(-1) != weight.size(1) or (dtype is None and x.dtype is not weight.dtype):
             return None
         if dtype is not None and torch.float64 in (x.dtype, weight.dtype):
             return None
-        self._tried[id(weight)] = tried + 1
+        if not again:
+            self._tried[id(weight)] = tried + 1
         product = _Product(x, weight, bias, dtype, (), turned=False, versions=(), make=_as_now(make, x.device.type))
         product.versions = _versions(product)
         with torch._C._DisableTorchDispatch():

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.autograd.function import once_differentiable
-
 import torch
+from lowtide.allowed import LOSS
+from lowtide.errors import LeverError
 
 Step = tuple[Callable[..., torch.Tensor], tuple[Any, ...], dict[str, Any]]
 """A function of a tensor, element by element, with the rest of its arguments."""
@@ -76,7 +76,8 @@ class ChunkedLoss(torch.autograd.Function):
             if asked.smoothing:
                 spread = spread + (z.sum(1) if classes is None else z @ classes[start:end].to(z.dtype))
             new = torch.maximum(top, z.amax(1))
-            total = total * (top - new).exp() + z.sub_(new.unsqueeze(1)).exp_().sum(1)
+            safe = torch.where(new == -torch.inf, torch.zeros_like(new), new)  # forbidden classes alone so far
+            total = total * (top - safe).exp() + z.sub_(safe.unsqueeze(1)).exp_().sum(1)
             top = new
             del z
         lse = top + total.log()
@@ -88,6 +89,7 @@ class ChunkedLoss(torch.autograd.Function):
             rows = (1 - asked.smoothing) * rows + asked.smoothing / weight.size(0) * smooth
         # The plain mean divides by the weight of what counts, nothing at all included.
         share = heavy.sum() if asked.reduction == "mean" else None
+        bias = None if bias is None else bias.detach().clone()  # the plain run does not save it: it may be written to
         ctx.save_for_backward(x, weight, bias, target, classes, lse, share)
         ctx.asked = asked
         if asked.reduction == "none":
@@ -96,14 +98,29 @@ class ChunkedLoss(torch.autograd.Function):
         return (loss if share is None else loss / share).to(asked.result)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """Gradients of the inputs, the weight and the bias."""
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """Gradients of the inputs, the weight and the bias.
+
+        Raises:
+            LeverError: if they are to have a graph of their own.
+        """
+        if torch.is_grad_enabled():
+            raise LeverError(
+                f"{LOSS}: gradients with a graph of their own (create_graph) go through the loss: run again without --allow "
+                f"{LOSS}"
+            )
+        with torch.autocast(grad.device.type, enabled=False):
+            return ChunkedLoss._gradients(ctx, grad)
+
+    @staticmethod
+    def _gradients(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight, bias, target, classes, lse, share = ctx.saved_tensors
         asked: Asked = ctx.asked
         valid = target != asked.ignore
         scale = grad.to(lse.dtype) if share is None else grad.to(lse.dtype) / share
-        heavy = _heaviness(target, valid, classes, lse) * scale * (1 - asked.smoothing)
+        heavy = _heaviness(target, valid, classes, lse)
+        # Where nothing counts, the scale is infinite and the plain gradient 0.
+        heavy = torch.where(heavy != 0, heavy * scale * (1 - asked.smoothing), torch.zeros_like(heavy))
         even = torch.where(valid, scale * asked.smoothing / weight.size(0), torch.zeros_like(lse)) if asked.smoothing else None
         all_classes = weight.size(0) if classes is None else classes.sum().to(lse.dtype)
         want_x, want_weight, want_bias = ctx.needs_input_grad[:3]

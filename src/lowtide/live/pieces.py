@@ -102,9 +102,11 @@ class Pieces:
 
     def _attention(self, original: Any) -> Any:
         @functools.wraps(original)
-        def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any) -> Any:
-            plain = all(type(t) is torch.Tensor and t.dim() == 4 and t.size(0) == q.size(0) for t in (q, k, v))
-            if not plain or dropout_p or q.size(0) < 2 or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        def attention(
+            query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
+        ) -> Any:
+            q, k, v = query, key, value
+            if not _is_plain_attention(q, k, v, attn_mask) or dropout_p or not torch.is_grad_enabled():
                 return original(q, k, v, attn_mask, dropout_p, *args, **kwargs)
             if torch._fused_sdp_choice(q, k, v, attn_mask, dropout_p, *args, **kwargs) != MATH:
                 return original(q, k, v, attn_mask, dropout_p, *args, **kwargs)
@@ -130,6 +132,15 @@ def _is_plain_sequence(args: Any) -> bool:
         and args[0].dim() == 3
         and not torch.compiler.is_compiling()
     )
+
+
+def _is_plain_attention(q: Any, k: Any, v: Any, mask: Any) -> bool:
+    """Whether a call is over several samples, each with its own queries, keys and values."""
+    plain = all(type(t) is torch.Tensor and not t.is_nested and t.dim() == 4 and t.size(0) == q.size(0) for t in (q, k, v))
+    if not plain or q.size(0) < 2 or torch.compiler.is_compiling() or torch._C._is_tracing():
+        return False
+    fits = mask is None or (mask.dim() <= 4 and (mask.dim() < 4 or mask.size(0) in (1, q.size(0))))
+    return fits and torch._C._functorch.peek_interpreter_stack() is None
 
 
 def _over_time(

@@ -219,8 +219,15 @@ class Runtime:
         self._open_step()
         self._watch_fully(None)
 
-    def stop(self) -> None:
-        """Watch no more; handles that autograd still has stay good."""
+    def stop(self, *, over: bool = False) -> None:
+        """Watch no more; handles that autograd still has stay good.
+
+        Args:
+            over: whether the script has ended with it.
+
+        Raises:
+            LeverError: if the script goes on where a lever has left it what it would not have had.
+        """
         if not self._active:
             return
         if self.unit is not None:
@@ -241,6 +248,8 @@ class Runtime:
         if self._step_done or self._step_units:
             self._close_step()
         self.evictor.limit_bytes = 0
+        if not over:
+            self.updates.check_left()
 
     def outcome(self) -> Outcome:
         """Figures of the run so far."""
@@ -345,9 +354,7 @@ class Runtime:
             return
         with self.updates.aside():
             self._backward_begins()
-        self.updates.backward_begins(
-            own_code=self.script_code_in_backward or self._has_hooks(), recomputes=self.clock.recomputes
-        )
+        self.updates.backward_begins(own_code=self.script_code_in_backward or self._has_hooks())
 
     def _backward_begins(self) -> None:
         followed = self.clock.differentiable

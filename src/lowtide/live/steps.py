@@ -51,7 +51,6 @@ class Clock:
     Attributes:
         depth: how many module calls are open.
         detailed: whether every module call is followed (for paths), or only calls of known root modules.
-        recomputes: whether a module was ever called within a backward (``torch.utils.checkpoint``).
         differentiable: whether the backward that runs builds a graph of its own (``create_graph``): its operators are
             then a forward for the backward to come.
     """
@@ -64,7 +63,6 @@ class Clock:
         self.detailed = False
         self.differentiable = False
         self.optimizers_seen = False
-        self.recomputes = False
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
         self._always: list[Any] = []
@@ -147,8 +145,6 @@ class Clock:
     def _wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._in_backward:
-                self.recomputes = True
             if (self.depth and not self.detailed) or threading.get_ident() != self._owner:
                 return original(module, *args, **kwargs)
             return self._follow(original, module, args, kwargs)

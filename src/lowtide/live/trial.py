@@ -59,7 +59,7 @@ class Trial:
         """Write what was measured."""
         found: dict[str, Any] = {"code": code, "message": "" if error is None else f"{type(error).__name__}: {error}"}
         if self._runtime is not None:
-            self._runtime.stop()
+            self._runtime.stop(over=True)
             found |= self._runtime.outcome().to_json(code)
             found["resident_bytes"] = self._runtime.resident_bytes()
         elif self._plain is not None:
@@ -70,7 +70,10 @@ class Trial:
             found["ended"] = "memory" if out_of_memory(error) is not None else "error"
         else:
             found["ended"] = "ok" if not code else "error"
-        Path(self._options.json).write_bytes(msgspec.json.encode(found))
+        found["message"] = found["message"].encode(errors="replace").decode()  # what is no text cannot be written
+        partial = Path(self._options.json + ".partial")
+        partial.write_bytes(msgspec.json.encode(found))
+        partial.rename(self._options.json)
 
 
 @final

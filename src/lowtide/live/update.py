@@ -11,6 +11,7 @@ The update itself is the optimizer's own code, run on one parameter; torch's opt
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import sys
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from torch.optim import optimizer as optim
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
 import torch
 from lowtide.allowed import UPDATE
@@ -44,6 +45,17 @@ _GRAD: Any = torch._C.TensorBase.grad
 _TORCH: Final = str(Path(torch.__file__).parent)
 _PACKAGE: Final = str(Path(__file__).resolve().parent.parent)
 _MODULES: Final = torch.nn.modules.module.__file__
+
+
+def _bare(step: Any) -> Any:
+    """An optimizer's step without what calls its hooks."""
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return step
+
+
+_STEPS: Final = {kind: _bare(kind.step) for kind in KNOWN}
+"""As torch has them: a step that was replaced is another optimizer."""
 
 
 class Stage(Enum):
@@ -84,10 +96,16 @@ class Updates:
         self._phase = phase
         self._wraps = Wraps()
         self._optimizers: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
-        self._owners: dict[int, tuple[weakref.ref[optim.Optimizer], dict[str, Any]]] = {}
+        self._owners: dict[int, tuple[weakref.ref[optim.Optimizer], int]] = {}
         self._hooks: list[Any] = []
-        self._gone: set[int] = set()
+        self._gone: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._had: dict[int, weakref.ref[torch.Tensor]] = {}
         self._due: dict[int, list[dict[str, Any]]] = {}
+        self._marks: dict[int, dict[int, Any]] = {}
+        self._running = False
+        self._verdict = ""
+        self._broken = ""
+        self._unpaired = False
         self._whole: set[int] = set()
         self._stepping = False
         self._looker: _Looker | None = None
@@ -103,19 +121,34 @@ class Updates:
         self._wraps.put(optim.Optimizer, "__init__", self._making)
         self._wraps.put(optim.Optimizer, "zero_grad", self._zeroing)
         self._wraps.put(torch.nn.Module, "zero_grad", self._zeroing)
+        for owner, name in ((optim.Optimizer, "state_dict"), (optim.Optimizer, "load_state_dict"), (torch, "save")):
+            self._wraps.put(owner, name, self._reading)
         torch.nn.Parameter.grad = property(self._get, self._set, self._delete)  # type: ignore[assignment, misc]
         self._wraps.also(lambda: delattr(torch.nn.Parameter, "grad"))
 
     def remove(self) -> None:
         """Watch no more."""
+        self._unpaired = self.stage is Stage.ENGAGED and bool(self._due) and not self._broken
         self._look_away()
         self._wraps.undo()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._owners = {}  # groups hold parameters
+        self._owners = {}
         if self.stage is not Stage.DECLINED:
             self.stage = Stage.RESTING
+
+    def check_left(self) -> None:
+        """After :meth:`remove`, where the script goes on.
+
+        Raises:
+            LeverError: if gradients were consumed for a step that had not come, unless another error is on its way.
+        """
+        if self._unpaired and sys.exc_info()[0] is None:
+            raise LeverError(
+                f"{UPDATE}: the budget is left between a backward and the optimizer's step, with the gradients consumed: "
+                f"leave it after the step, or use it with --without {UPDATE}"
+            )
 
     def engage(self) -> None:
         """Act from the next backward on."""
@@ -133,7 +166,8 @@ class Updates:
 
     def can_engage(self) -> bool:
         """Whether a whole step was seen and nothing speaks against it."""
-        return self.stage is Stage.WATCHING and self.clean > 0
+        self._settle()
+        return self.stage is Stage.WATCHING and self.clean > 0 and not self._due
 
     def is_ours(self, hook: Any) -> bool:
         """Whether a hook on a parameter is this lever's."""
@@ -147,41 +181,48 @@ class Updates:
 
     # --- what the script does ----------------------------------------------------------------------------------------
 
-    def backward_begins(self, *, own_code: bool, recomputes: bool) -> None:
+    def backward_begins(self, *, own_code: bool) -> None:
         """Autograd's engine is about to run.
 
         Args:
             own_code: whether code of the script runs in it (hooks, custom functions).
-            recomputes: whether modules are called in it (``torch.utils.checkpoint``): who reads parameters there is watched.
         """
+        self._settle()
         if self.stage not in (Stage.WATCHING, Stage.ENGAGED):
             return
         self._whole.clear()
-        if own_code:
+        self._had = {}
+        if any(not isinstance(mode, Mode) for mode in _get_current_dispatch_mode_stack()):
+            self._against("a dispatch mode of its own is on in the backward")
+        elif own_code:
             self._against("code of its own (hooks or custom functions) runs in the backward")
         elif self._stepping:
             self._against("the optimizer is given a closure that runs the backward")
         elif torch.distributed.is_available() and torch.distributed.is_initialized():
             self._against("gradients are exchanged between processes")
-        elif self._gone or any(grad_of(p) is not None for o in self._optimizers for p in _parameters(o)):
-            self._against("gradients are summed over several backwards, or zeroed in place (zero_grad(set_to_none=False))")
         elif self._due:
             self._against("a backward is not followed by the optimizer's step")
         else:
+            self._had = {id(p): weakref.ref(p) for o in self._optimizers for p in _parameters(o) if grad_of(p) is not None}
             self._adopt()
-            if recomputes or self.stage is Stage.WATCHING:
-                self._look()
+        if self.stage in (Stage.WATCHING, Stage.ENGAGED):
+            self._look()
+            self._running = True
 
     def backward_ends(self) -> None:
         """Autograd's engine returned, or raised."""
+        self._running = False
+        self._settle()
         if self.stage is Stage.WATCHING:
             for optimizer in self._optimizers:
-                grads = [g for p in _parameters(optimizer) if (g := grad_of(p)) is not None]
-                if any(g.requires_grad for g in grads):
+                fresh = [p for p in _parameters(optimizer) if grad_of(p) is not None and not _known(self._had, p)]
+                if any(g.requires_grad for p in fresh if (g := grad_of(p)) is not None):
                     self._against("gradients have a graph of their own")
                     return
-                if grads:
+                if fresh:
                     self._due[id(optimizer)] = _settings(optimizer)
+                    self._marks[id(optimizer)] = {id(p): _mark(optimizer, p) for p in fresh}
+                    self._whole.update(t.untyped_storage()._cdata for p in fresh for t in _state_of(optimizer, p))
         if self.stage in (Stage.WATCHING, Stage.ENGAGED) and self._due:
             self._look()
         else:
@@ -189,73 +230,92 @@ class Updates:
 
     def root_begins(self) -> None:
         """A module is called from outside any module."""
+        self._settle()
         if self._due and self.stage in (Stage.WATCHING, Stage.ENGAGED):
             self._against("a model is called between the backward and the optimizer's step")
         self._look_away()
 
     def optimizer_begins(self, optimizer: optim.Optimizer) -> None:
         """The script calls an optimizer's step."""
+        self._settle()
         if self.stage not in (Stage.WATCHING, Stage.ENGAGED):
             return
         self._look_away()
         self._optimizers.add(optimizer)
-        self._stepping = True
         before = self._due.get(id(optimizer))
+        marks = self._marks.get(id(optimizer), {})
         if before is not None and not _same(before, _settings(optimizer)):
             self._against("the optimizer's settings (such as the learning rate) change between the backward and its step")
-        elif before is None and any(id(p) in self._gone or grad_of(p) is not None for p in _parameters(optimizer)):
+        elif any(_mark(optimizer, p) != marks[id(p)] for p in _parameters(optimizer) if id(p) in marks):
+            self._against("parameters or the optimizer's state are replaced or written between the backward and its step")
+        elif before is None and any(
+            _known(self._gone, p) or (self.stage is Stage.WATCHING and grad_of(p) is not None) for p in _parameters(optimizer)
+        ):
             self._against("the optimizer steps twice on the same gradients")
         elif self.stage is Stage.WATCHING:
             why = _unfit(optimizer)
             if why:
                 self._against(why)
+        self._stepping = True
 
     def optimizer_ends(self, optimizer: optim.Optimizer) -> None:
         """That step returned."""
         self._stepping = False
-        if self._due.pop(id(optimizer), None) is not None and not self._due:
-            self.clean += 1
+        self._marks.pop(id(optimizer), None)
+        if self._due.pop(id(optimizer), None) is not None:
+            self.clean += not self._due
+            if self.stage is Stage.ENGAGED:
+                _in_order(optimizer)
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def _adopt(self) -> None:
         """Know of each parameter which optimizer has it, and when its gradient is whole."""
         self._owners = {}
+        seen: dict[int, torch.Tensor] = {}
         put = getattr(torch.Tensor.register_post_accumulate_grad_hook, "__wrapped__",
                       torch.Tensor.register_post_accumulate_grad_hook)
         for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
+            for number, group in enumerate(optimizer.param_groups):
                 for p in group["params"]:
                     if not isinstance(p, torch.nn.Parameter) or not p.requires_grad or not p.is_leaf:
                         continue
                     if id(p) in self._owners:
                         self._against("two optimizers have the same parameter")
                         return
-                    self._owners[id(p)] = weakref.ref(optimizer), group
+                    if is_plain(p) and seen.setdefault(p.untyped_storage()._cdata, p) is not p:
+                        self._against("two parameters share memory")
+                        return
+                    self._owners[id(p)] = weakref.ref(optimizer), number
                     if not any(self.is_ours(hook) for hook in (p._post_accumulate_grad_hooks or {}).values()):
                         self._hooks.append(put(p, self.gradient_is_whole))
 
     def gradient_is_whole(self, parameter: torch.Tensor) -> None:
         """Autograd has summed up a parameter's gradient: a hook."""
-        if self.stage is Stage.WATCHING:
-            self._whole.add(parameter.untyped_storage()._cdata)
-        if self.stage is not Stage.ENGAGED:
+        if self.stage not in (Stage.WATCHING, Stage.ENGAGED):
             return
-        owner, group = self._owners.get(id(parameter), (None, None))
+        owner, number = self._owners.get(id(parameter), (None, 0))
         optimizer = None if owner is None else owner()
         grad = grad_of(parameter)
-        if optimizer is None or group is None or grad is None or grad.requires_grad or _unfit(optimizer):
+        if optimizer is None or grad is None:
+            return
+        if _known(self._gone, parameter) or _known(self._had, parameter):
+            self._against("gradients are summed over several backwards, or zeroed in place (zero_grad(set_to_none=False))")
+            return
+        self._whole.add(parameter.untyped_storage()._cdata)
+        if self.stage is Stage.WATCHING or grad.requires_grad or _unfit(optimizer):
             return
         self._due.setdefault(id(optimizer), _settings(optimizer))
         self.before_update(parameter)
-        self._whole.add(parameter.untyped_storage()._cdata)
         self.updating = True
         try:
-            _step(optimizer, group, parameter)
+            _step(optimizer, optimizer.param_groups[number], parameter)
         finally:
             self.updating = False
+        self._whole.update(t.untyped_storage()._cdata for t in _state_of(optimizer, parameter))
+        self._marks.setdefault(id(optimizer), {})[id(parameter)] = _mark(optimizer, parameter)
         _GRAD.__set__(parameter, None)
-        self._gone.add(id(parameter))
+        self._gone[id(parameter)] = weakref.ref(parameter)
         self.consumed += 1
 
     def _get(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -267,7 +327,7 @@ class Updates:
         elif self.stage is Stage.WATCHING:
             if found is not None and not _moves_modules():
                 self._against("gradients are read")
-        elif id(parameter) in self._gone and not _moves_modules():
+        elif _known(self._gone, parameter) and not _moves_modules():
             self._against("a gradient is read that was consumed")
         return found
 
@@ -285,14 +345,24 @@ class Updates:
 
     def _dropped(self, parameter: torch.Tensor, grad: torch.Tensor | None) -> None:
         """The script lets go of a gradient, or would if it were there."""
-        gone = id(parameter) in self._gone
+        gone = _known(self._gone, parameter)
         if not gone and grad is None:
             return
         owner, _ = self._owners.get(id(parameter), (None, None))
         optimizer = None if owner is None else owner()
         if optimizer is not None and id(optimizer) in self._due:
             self._against("gradients are dropped before the optimizer's step")
-        self._gone.discard(id(parameter))
+        self._gone.pop(id(parameter), None)
+
+    def _reading(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def read(*args: Any, **kwargs: Any) -> Any:
+            self._settle()
+            if self._due and not self._stepping:
+                self._against("parameters or states are saved or loaded between the backward and the optimizer's step")
+            return original(*args, **kwargs)
+
+        return read
 
     def _making(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -340,18 +410,31 @@ class Updates:
             return
         for item in flatten((*args, *kwargs.values())):
             if isinstance(item, torch.Tensor) and is_plain(item) and item.untyped_storage()._cdata in self._whole:
-                self._against(f"parameters are used after their gradients are whole, before the optimizer's step ({func})")
+                reason = f"parameters or states are used after their gradients are whole, before the optimizer's step ({func})"
+                if self.stage is Stage.ENGAGED:
+                    self._against(reason)
+                self._verdict = self._verdict or reason + _where()  # modes cannot be taken off while one looks at an operator
                 return
+
+    def _settle(self) -> None:
+        """What was seen by the mode is acted on; and nothing goes on after an error that the script has swallowed."""
+        if self._broken:
+            raise LeverError(self._broken)
+        if self._verdict and self.stage is Stage.WATCHING:
+            self.decline(self._verdict)
 
     def _against(self, reason: str) -> None:
         """Something that would not be the same: decline, or raise once gradients were consumed."""
         where = _where()
         if self.stage is Stage.ENGAGED:
-            raise LeverError(
+            self._broken = (
                 f"{UPDATE}: {reason}{where}, which it did not do before; a gradient that was consumed cannot be given back: "
                 f"run again with --without {UPDATE}"
             )
-        if self.stage is Stage.WATCHING:
+            raise LeverError(self._broken)
+        if self.stage is Stage.WATCHING and self._running:  # nor within autograd's engine, which puts them back
+            self._verdict = self._verdict or f"{reason}{where}"
+        elif self.stage is Stage.WATCHING:
             self.decline(f"{reason}{where}")
 
 
@@ -374,9 +457,7 @@ class _Looker(Mode):
 
 def _step(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
     """The optimizer's own update, of one parameter."""
-    step = type(optimizer).step
-    while getattr(step, "hooked", False):  # step hooks are the script's call's
-        step = step.__wrapped__
+    step = _bare(type(optimizer).step)  # step hooks are the script's call's
     groups, parameters = optimizer.param_groups, group["params"]
     optimizer.param_groups, group["params"] = [group], [parameter]
     try:
@@ -394,6 +475,8 @@ def _unfit(optimizer: Any) -> str:
     """Why an optimizer's parameters cannot be updated one by one; empty if they can."""
     if type(optimizer) not in KNOWN:
         return f"{type(optimizer).__name__} is not an optimizer known to treat each parameter by itself"
+    if _bare(type(optimizer).step) is not _STEPS[type(optimizer)]:
+        return "the optimizer's step was replaced"
     own = vars(optimizer).get("step")
     if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):
         return "the optimizer's step was replaced"
@@ -410,7 +493,7 @@ def _unfit(optimizer: Any) -> str:
 def _settings(optimizer: Any) -> list[dict[str, Any]]:
     """All that an update depends on besides gradients and state."""
     return [
-        {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+        {k: v.clone() if isinstance(v, torch.Tensor) else copy.copy(v) for k, v in group.items() if k != "params"}
         for group in optimizer.param_groups
     ]
 
@@ -425,9 +508,39 @@ def _same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
                     if torch.equal(x[k], y[k]):
                         continue
                 return False
-            if x[k] != y[k]:
+            try:
+                same = bool(x[k] == y[k])
+            except (ValueError, TypeError, RuntimeError):  # an array's comparison has no truth of its own
+                same = repr(x[k]) == repr(y[k])
+            if not same:
                 return False
     return True
+
+
+def _known(among: dict[int, weakref.ref[torch.Tensor]], parameter: torch.Tensor) -> bool:
+    """Whether a parameter is among some; ids alone are given out again."""
+    found = among.get(id(parameter))
+    return found is not None and found() is parameter
+
+
+def _state_of(optimizer: Any, parameter: torch.Tensor) -> list[torch.Tensor]:
+    """An optimizer's tensors for a parameter."""
+    state = optimizer.state.get(parameter, {})
+    return [t for t in state.values() if isinstance(t, torch.Tensor) and is_plain(t)]
+
+
+def _mark(optimizer: Any, parameter: torch.Tensor) -> Any:
+    """What moves when a parameter, or the optimizer's state of it, is replaced or written to."""
+    tensors = [parameter, *_state_of(optimizer, parameter)]
+    return [(id(t), t.data_ptr(), t._version) for t in tensors]
+
+
+def _in_order(optimizer: Any) -> None:
+    """States in the order of the parameters, as the script's own first step would have made them."""
+    wanted = [p for p in _parameters(optimizer) if p in optimizer.state]
+    if any(a is not b for a, b in zip(wanted, optimizer.state, strict=False)):
+        states = [(p, optimizer.state.pop(p)) for p in wanted]
+        optimizer.state.update(states)
 
 
 def _moves_modules() -> bool:

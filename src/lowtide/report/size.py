@@ -134,6 +134,8 @@ def _show_curve(plain: Ran, found: Sequence[Found]) -> None:
     table.columns[-1].justify = "left"
     for name, points in lines:
         for memory, seconds in points:
+            if memory == plain.peak_bytes and name != lines[0][0]:
+                continue
             full = round(_BAR * seconds / longest)
             table.add_row(name if memory != plain.peak_bytes else "plain", format_bytes(memory), _time(seconds), "█" * full)
     console().print(table)
@@ -144,7 +146,7 @@ def minimum_page(script: str, plain: Ran, found: Sequence[Found]) -> str:
     least = min((f.minimum_bytes for f in found if f.minimum_bytes is not None), default=None)
     summary = f"plain peak {format_bytes(plain.peak_bytes)}"
     if least is not None:
-        summary += f"; the least that works is {format_bytes(least)}, {least / plain.peak_bytes:.0%} of it"
+        summary += f"; the least that works is {format_bytes(least)}, {100 * least / plain.peak_bytes:.0f} % of it"
     plot = {
         "title": "Time of a step by memory",
         "text": "every run that passed under a hard cap at its budget; the point furthest right is the plain run",
@@ -225,7 +227,7 @@ def batch_json(vary: Vary, points: Sequence[Point]) -> dict[str, Any]:
     """Everything."""
     best, plain, held = knee(points), largest(points, "plain"), largest(points, "budget")
     return {
-        "axes": [{"name": a.name, "kind": a.kind} for a in vary.axes],
+        "axes": [{"name": n, "kind": a.kind} for n, a in zip(vary.names, vary.axes, strict=True)],
         "points": [to_json(p) for p in points],
         "knee": None if best is None else to_json(best)["value"],
         "largest": None if plain is None else to_json(plain)["value"],
@@ -233,36 +235,41 @@ def batch_json(vary: Vary, points: Sequence[Point]) -> dict[str, Any]:
     }
 
 
-def _batch_rows(points: Sequence[Point]) -> list[list[str]]:
-    best = knee(points)
+def _batch_rows(points: Sequence[Point], *, per_sample: bool) -> list[list[str]]:
+    best = knee(points) if per_sample else None
     rows = []
     for p in points:
         name = ", ".join(p.values)
         if p.rate is None:
             rows.append([name, p.how, p.ended, "", "", "", ""])
             continue
-        spread = f"{p.rate.low:.4g} to {p.rate.high:.4g}"
+        spread = f"{_number(p.rate.low)}-{_number(p.rate.high)}"
         peaks = [format_bytes(b or 0) for b in (p.cold_peak_bytes, p.peak_bytes)]
-        rows.append([name, p.how, f"{p.rate.median:.4g}", spread, *peaks, "knee" if p is best else ""])
+        rows.append([name, p.how, _number(p.rate.median), spread, *peaks, "knee" if p is best else ""])
     return rows
+
+
+def _number(x: float) -> str:
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
 def _batch_heads(vary: Vary, *, per_sample: bool) -> tuple[str, ...]:
     what = "samples" if per_sample else "steps"
-    return (", ".join(a.name for a in vary.axes), "how", f"{what}/s", "quartiles", "peak, first step", "peak", "")
+    return (", ".join(vary.names), "how", f"{what}/s", "quartiles", "peak, first step", "peak", "")
 
 
 def show_batch(vary: Vary, points: Sequence[Point], *, per_sample: bool) -> None:
     """The table, the knee and the largest that fits."""
     table = _table("throughput and peak by size", *_batch_heads(vary, per_sample=per_sample))
-    for row in _batch_rows(points):
+    for row in _batch_rows(points, per_sample=per_sample):
         table.add_row(*row)
     out = console()
     out.print(table)
-    name = ", ".join(a.name for a in vary.axes)
+    name = ", ".join(vary.names)
     best, plain, held = knee(points), largest(points, "plain"), largest(points, "budget")
-    if best is not None:
-        out.print(f"knee: {name} {', '.join(best.values)} has 95 % of the highest throughput", markup=False)
+    if best is not None and per_sample:
+        what = "the smallest with at least 95 % of the highest throughput"
+        out.print(f"knee: {name} {', '.join(best.values)}, {what}", markup=False)
     if plain is not None:
         out.print(f"largest that fits: {', '.join(plain.values)}", markup=False)
     if held is not None and held is not plain:
@@ -272,30 +279,34 @@ def show_batch(vary: Vary, points: Sequence[Point], *, per_sample: bool) -> None
             out.print(f"{', '.join(p.values)} ({p.how}): {p.message}", markup=False)
 
 
-def batch_page(script: str, vary: Vary, points: Sequence[Point]) -> str:
+def batch_page(script: str, vary: Vary, points: Sequence[Point], *, per_sample: bool) -> str:
     """A page with throughput and peak."""
     best = knee(points)
-    x = {"kind": "number", "label": vary.axes[0].name}
+    x = {"kind": "number", "label": vary.names[0]}
     log = len(points) > 2 and all(float(p.values[0]) > 0 for p in points)
 
     def lines(of: Any) -> list[dict[str, Any]]:
         groups: dict[str, list[tuple[float, float]]] = {}
         for p in points:
             if p.fits:
-                others = ", ".join(f"{a.name} {v}" for a, v in zip(vary.axes[1:], p.values[1:], strict=True))
+                others = ", ".join(f"{n} {v}" for n, v in zip(vary.names[1:], p.values[1:], strict=True))
                 groups.setdefault(" ".join(filter(None, [p.how, others])), []).append((float(p.values[0]), of(p)))
         return [{"name": name, "points": sorted(found), "dash": name.startswith("budget")} for name, found in groups.items()]
 
     plots = [
         {"title": "Throughput", "text": "median over the steps that are neither cold nor warming up", "x": x, "log": log,
-         "y": {"kind": "number", "label": "per second"}, "series": lines(lambda p: p.rate.median)},
+         "y": {"kind": "number", "label": "samples a second" if per_sample else "steps a second"},
+         "series": lines(lambda p: p.rate.median)},
         {"title": "Peak", "text": "of torch's allocator, over all steps", "x": x, "log": log,
          "y": {"kind": "bytes", "label": "peak"}, "series": lines(lambda p: p.peak_bytes)},
     ]
-    summary = "" if best is None else f"the knee is at {', '.join(best.values)}: 95 % of the highest throughput"
+    summary = "each size in a process of its own"
+    if best is not None and per_sample:
+        what = "the smallest with at least 95 % of the highest throughput"
+        summary += f"; the knee is at {', '.join(best.values)}, {what}"
     shown = [p for p in plots if p["series"]]
     return render("size", shown, title=f"Sizes of {Path(script).name}", summary=summary, plots=shown,
-                  head=_batch_heads(vary, per_sample=True), rows=_batch_rows(points))
+                  head=_batch_heads(vary, per_sample=per_sample), rows=_batch_rows(points, per_sample=per_sample))
 
 
 # --- predictions -----------------------------------------------------------------------------------------------------
@@ -326,7 +337,7 @@ def prediction_json(model: Model, predictions: Sequence[Prediction], memory: int
     }
 
 
-def show_predictions(model: Model, predictions: Sequence[Prediction], memory: int) -> None:
+def show_predictions(model: Model, predictions: Sequence[Prediction], memory: int, steps: int) -> None:
     """What larger sizes would take."""
     heads = ("peak", "at most", "a step, about", *(["fits"] if memory else []), "where the peak is")
     table = _table("predicted, not run", ", ".join(model.names), *heads)
@@ -336,7 +347,12 @@ def show_predictions(model: Model, predictions: Sequence[Prediction], memory: in
         table.add_row(", ".join(f"{v:g}" for v in p.sizes.values()), format_bytes(p.peak_bytes), format_bytes(p.at_most_bytes),
                       _time(p.step_seconds), *([fits] if fits else []), p.op)
     out = console()
-    out.print(table)
+    if predictions:
+        out.print(table)
+        told = f"of the first {steps} steps, if the script runs the same operators at that size"
+        out.print(f"{told}; `lowtide batch` without --predict runs it", markup=False)
+    else:
+        out.print("all sizes that were given were recorded: give larger ones to be predicted", markup=False)
     _show_model(model)
 
 

@@ -119,12 +119,19 @@ class Results:
             file.write(b"".join(whole) or json.dumps({"digest": digest, "about": about}).encode() + b"\n")
         self._file = path.open("ab")
 
+    @property
+    def known(self) -> int:
+        """How many points there are."""
+        return len(self._found)
+
     def get(self, values: tuple[str, ...], how: str) -> Point | None:
         """A point that was measured before."""
         return self._found.get((values, how))
 
     def add(self, point: Point) -> None:
-        """On the disk when this returns."""
+        """On the disk when this returns; but for what another try may mend."""
+        if point.ended in ("error", "timeout"):
+            return
         self._found[point.values, point.how] = point
         self._file.write(json.dumps(to_json(point)).encode() + b"\n")
         self._file.flush()
@@ -206,7 +213,7 @@ def measure(
 
 def knee(points: Iterable[Point]) -> Point | None:
     """The smallest value that has nearly the highest throughput; None where none ran."""
-    ran = [p for p in points if p.rate is not None]
+    ran = sorted((p for p in points if p.rate is not None), key=lambda p: [float(v) for v in p.values])
     best = max((p.rate.median for p in ran if p.rate is not None), default=math.nan)
     return next((p for p in ran if p.rate is not None and p.rate.median >= KNEE * best), None)
 

@@ -8,6 +8,7 @@ import signal
 import statistics
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +19,10 @@ from lowtide.errors import RecordingError
 from lowtide.live.task import PRELOAD, RecordOptions, Task, TrialOptions, agent_command, environment_of
 from lowtide.size.vary import Set
 
+LOOK_SECONDS: Final = 1.0
+"""How often a running process is looked at."""
+LINGER_SECONDS: Final = 5.0
+"""What a process may take to end once its result is there."""
 TAIL_BYTES: Final = 2000
 """Of what a script printed last, kept where it failed."""
 
@@ -112,7 +117,7 @@ class Ran:
 
 
 def run(target: Target, setting: Set, asked: Asked) -> Ran:
-    """Run a script; everything that it started is gone when this returns."""
+    """Run a script; its whole session is gone when this returns."""
     with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
         result, log = Path(folder, "result.json"), Path(folder, "log")
         options = TrialOptions(
@@ -124,17 +129,17 @@ def run(target: Target, setting: Set, asked: Asked) -> Ran:
             offload=asked.offload,
             json=str(result),
         )
-        code = _process(target, setting, options, log)
+        code = _process(target, setting, options, log, result)
         found = msgspec.json.decode(result.read_bytes()) if result.exists() else {}
         ended, message = found.get("ended", "error"), found.get("message", "")
-        if code is None:
+        if code is None and not found:
             ended, message = "timeout", f"not over after {target.seconds:.0f} s"
         elif not found and code == -signal.SIGKILL:
             ended, message = "memory", "killed, as the kernel's out-of-memory killer does"
         elif ended == "ok" and not found.get("steps"):
             ended, message = "error", "no training step was seen"
         if ended == "error" and not message:
-            message = _last_line(log)
+            message = _why(code, len(found.get("steps", ())), log)
         return Ran(
             asked=asked,
             ended=ended,
@@ -157,15 +162,20 @@ def record(target: Target, setting: Set, steps: int, file: Path) -> None:
     )
     with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
         log = Path(folder, "log")
-        code = _process(target, setting, options, log)
+        code = _process(target, setting, options, log, None)
         if code != 0:
             sizes = ", ".join(f"{k}={v:g}" for k, v in setting.sizes.items())
-            why = f"not over after {target.seconds:.0f} s" if code is None else _last_line(log)
+            why = f"not over after {target.seconds:.0f} s" if code is None else _why(code, 0, log)
             raise RecordingError(f"the script fails with {sizes}: {why}")
 
 
-def _process(target: Target, setting: Set, options: TrialOptions | RecordOptions, log: Path) -> int | None:
-    """The exit code of the agent's process; None if it was not over in time. Its whole session has ended."""
+def _process(
+    target: Target, setting: Set, options: TrialOptions | RecordOptions, log: Path, result: Path | None
+) -> int | None:
+    """The exit code of the agent's process; None if it was not over in time. Its whole session has ended.
+
+    A process that has left its result and does not end (a thread of the script's) is not waited for.
+    """
     task = Task(
         target=target.script,
         module=target.module,
@@ -184,13 +194,31 @@ def _process(target: Target, setting: Set, options: TrialOptions | RecordOptions
             start_new_session=True,
         )
         try:
-            return process.wait(target.seconds)
-        except subprocess.TimeoutExpired:
-            return None
+            return _ended(process, target.seconds, result)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def _ended(process: subprocess.Popen[bytes], seconds: float, result: Path | None) -> int | None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(min(LOOK_SECONDS, max(end - time.monotonic(), 0.01)))
+        if result is not None and result.exists() and time.time() - result.stat().st_mtime > LINGER_SECONDS:
+            return None
+    return None
+
+
+def _why(code: int | None, steps: int, log: Path) -> str:
+    """Why a run failed that left no error: how it ended, and what it printed last."""
+    how = ""
+    if code is not None and code < 0:
+        how = f"killed by {signal.Signals(-code).name}: "
+    elif code:
+        how = f"exited with code {code}{f' after {steps} steps' if steps else ''}: "
+    return how + _last_line(log)
 
 
 def _last_line(log: Path) -> str:

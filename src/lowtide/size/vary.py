@@ -11,6 +11,8 @@ from typing import Final, final
 from lowtide.errors import UsageError
 
 ENVIRONMENT: Final = "env:"
+LARGEST: Final = 1e12
+"""No size is as large."""
 _MORE: Final = ("...", "…")
 
 
@@ -19,7 +21,7 @@ class Axis:
     """One thing that is varied.
 
     Attributes:
-        name: of the option, variable or constant.
+        name: of the option (with dashes where the user wrote them), variable or constant.
         kind: ``option``, ``environment`` or ``constant``.
         values: as the user wrote them, in order.
         open: whether they go on from there, each by the ratio of the last two.
@@ -35,9 +37,11 @@ class Axis:
         yield from self.values
         if self.open:
             before, last = (_number(self.name, v) for v in self.values[-2:])
-            while True:
-                before, last = last, last * last / before
-                yield f"{round(last)}" if last >= 1 else f"{last:g}"
+            ratio = last / before
+            while last * ratio < LARGEST:
+                last = max(last * ratio, last + 1) if before == int(before) else last * ratio
+                last = float(round(last)) if before == int(before) else last
+                yield f"{last:g}" if last < 1e6 else f"{last:.0f}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +77,17 @@ class Vary:
             return
         yield from itertools.product(*(a.values for a in self.axes))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the axes, for people."""
+        return tuple(a.name.lstrip("-") for a in self.axes)
+
     def set(self, values: Sequence[str]) -> Set:
         """The script with one value for each axis."""
         arguments = self._arguments
         environment, constants, sizes = {}, {}, {}
         for axis, value in zip(self.axes, values, strict=True):
-            sizes[axis.name] = _number(axis.name, value)
+            sizes[axis.name.lstrip("-")] = _number(axis.name, value)
             if axis.kind == "environment":
                 environment[axis.name] = value
             elif axis.kind == "constant":
@@ -106,25 +115,25 @@ def parse_axis(text: str, script: str) -> Axis:
         raise UsageError(f"--vary {text}: write NAME=1,2,4 (an option), env:NAME=1,2,4 or {script}:NAME=1,2,4 (a constant)")
     if goes_on and (len(values) < 2 or _number(name, values[-1]) <= _number(name, values[-2])):
         raise UsageError(f"--vary {text}: `...` goes on from two rising values")
-    if len(set(values)) < len(values):
+    if len({_number(name, v) for v in values}) < len(values):
         raise UsageError(f"--vary {text}: a value stands there twice")
-    for value in values:
-        _number(name, value)
+    values = tuple(sorted(values, key=float))
+    if name == ENVIRONMENT:
+        raise UsageError(f"--vary {text}: name the variable, as in env:BATCH=1,2")
     if name.startswith(ENVIRONMENT):
         return Axis(name=name.removeprefix(ENVIRONMENT), kind="environment", values=values, open=goes_on)
     file, colon, constant = name.rpartition(":")
     if not colon:
-        return Axis(name=name.lstrip("-"), kind="option", values=values, open=goes_on)
+        return Axis(name=name, kind="option", values=values, open=goes_on)
     if Path(file).name != Path(script).name or not constant.isidentifier():
         raise UsageError(f"--vary {text}: only constants of the script itself can be set, as {Path(script).name}:NAME")
     return Axis(name=constant, kind="constant", values=values, open=goes_on)
 
 
 def with_option(arguments: Sequence[str], name: str, value: str) -> tuple[str, ...]:
-    """Arguments with ``--name value``, in place of what is there."""
-    given = {f"--{name}", f"--{name.replace('-', '_')}", f"--{name.replace('_', '-')}"}
-    if len(name) == 1:
-        given.add(f"-{name}")
+    """Arguments with ``--name value``, in place of what is there; a name with dashes is taken as it is written."""
+    bare = name.lstrip("-")
+    given = {f"--{bare}", f"--{bare.replace('-', '_')}", f"--{bare.replace('_', '-')}", f"-{bare}", name}
     found = list(arguments)
     for i, word in enumerate(found):
         option, equals, _ = word.partition("=")
@@ -134,7 +143,7 @@ def with_option(arguments: Sequence[str], name: str, value: str) -> tuple[str, .
         if word in given and i + 1 < len(found):
             found[i + 1] = value
             return tuple(found)
-    return (*found, f"-{name}" if len(name) == 1 else f"--{name}", value)
+    return (*found, name if name.startswith("-") else f"--{name}", value)
 
 
 def option_of(arguments: Sequence[str], name: str) -> float | None:
@@ -157,6 +166,6 @@ def _number(name: str, value: str) -> float:
         found = float(value)
     except ValueError:
         raise UsageError(f"{name}: {value!r} is not a number") from None
-    if not found > 0:
-        raise UsageError(f"{name}: {value} is not above zero")
+    if not 0 < found < LARGEST:
+        raise UsageError(f"{name}: {value} is not a size above zero")
     return found
