@@ -8,12 +8,12 @@ from torch import nn
 from torch.nn import functional as F
 
 WIDTH = 32
-STEPS: int = 60
 
 options = argparse.ArgumentParser()
 options.add_argument("--batch-size", type=int, default=int(os.environ.get("BATCH", "4")))
 options.add_argument("--length", type=int, default=16)
 options.add_argument("--clip", action="store_true")
+options.add_argument("--steps", type=int, default=60)
 given = options.parse_args()
 
 torch.manual_seed(0)
@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters())
-for step in range(STEPS):
+for step in range(given.steps):
     ids = torch.randint(50, (given.batch_size, given.length))
     optimizer.zero_grad()
     loss = F.cross_entropy(model(ids).flatten(0, 1), torch.randint(600, (given.batch_size * given.length,)))
