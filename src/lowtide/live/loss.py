@@ -15,6 +15,9 @@ import torch
 from lowtide.allowed import LOSS
 from lowtide.errors import LeverError
 
+CAST_BYTES = 256 << 10
+"""Of a sum that is cast at once."""
+
 Step = tuple[Callable[..., torch.Tensor], tuple[Any, ...], dict[str, Any]]
 """A function of a tensor, element by element, with the rest of its arguments."""
 
@@ -160,7 +163,10 @@ def _columns_of(weight: torch.Tensor, start: int, end: int, dtype: torch.dtype) 
 def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """Sum products in a wider type than theirs: there are many pieces where the plain run has one product."""
     if a.dtype is torch.float32:
-        into.add_(a @ b)
+        product = a @ b
+        rows = max(1, CAST_BYTES // (8 * into.size(1)))
+        for sums, more in zip(into.split(rows), product.split(rows), strict=True):
+            sums.add_(more)  # on the CPU torch casts what is added to a temporary of its own
     else:
         into.addmm_(a.to(into.dtype), b.to(into.dtype))
 
