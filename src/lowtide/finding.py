@@ -62,7 +62,7 @@ class Change:
             buffers[i] = replace(buffers[i], held_until=max(until, buffers[i].born))
         less: Counter[int] = Counter()
         for i, size in self.bytes.items():
-            if buffers[i].born >= 0 and buffers[i].counted:
+            if 0 <= buffers[i].born < len(trace.events) and buffers[i].counted:  # not met after the last operator only
                 less[buffers[i].born] += buffers[i].bytes - size
             buffers[i] = replace(buffers[i], bytes=size)
         events = list(trace.events)
