@@ -15,6 +15,7 @@ from lowtide.cli.launch import check_alone, check_folder, check_target, write_js
 from lowtide.cli.script import takes_script
 from lowtide.errors import UsageError
 from lowtide.live.constants import with_constants
+from lowtide.size.trial import MOST_SECONDS
 from lowtide.size.vary import LARGEST
 from lowtide.units import parse_bytes
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from lowtide.size.trial import Target
     from lowtide.size.vary import Vary
 
-STEPS = 10
-"""Of a run that is timed."""
 RECORDED = 3
 """Smallest values of an axis that are recorded for predictions, where more are given."""
 NEAR = 2.0
@@ -46,7 +45,7 @@ RECORDED_STEPS = 3
 @click.option("-o", "--output", metavar="FILE", help="With --predict: keep the recordings, for `lowtide predict`.")
 @click.option("--results", metavar="FILE", help="Where points are kept, and gone on from.  [default: SCRIPT.batch]")
 @click.option("--fresh", is_flag=True, help="Throw earlier points away.")
-@click.option("--timeout", type=click.FloatRange(min=1), default=3600.0, show_default=True, help="Seconds of one run at most.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=MOST_SECONDS, show_default=True, help="Seconds of a run.")
 @click.option("--json", "json_file", metavar="FILE", help="Write everything.")
 @click.option("--html", "html_file", metavar="FILE", help="Write a page with pictures.")
 @takes_script
@@ -71,6 +70,7 @@ def batch(
 ) -> int:
     """Run SCRIPT at each size in a fresh process: samples per second, peak, the knee, and the largest that fits."""
     from lowtide.leak.watch import end_on_sigterm
+    from lowtide.size.throughput import TIMED, WARM
     from lowtide.size.trial import Target
     from lowtide.size.vary import Vary, parse_axis
 
@@ -103,7 +103,7 @@ def batch(
     if levers and not held:
         raise UsageError("--allow goes with --budget")
     return _measure(
-        vary, target, arguments, held, limit, sorted(levers), samples, steps or STEPS, results, json_file, html_file,
+        vary, target, arguments, held, limit, sorted(levers), samples, steps or WARM + TIMED, results, json_file, html_file,
         fresh=fresh,
     )
 

@@ -11,15 +11,17 @@ from lowtide.allowed import UPDATE, check_levers
 from lowtide.cli.launch import check_alone, check_folder, check_target, write_json
 from lowtide.cli.script import takes_script
 from lowtide.errors import LowtideError
+from lowtide.size.minimum import PROBE, STEPS, SURVIVES, lever_sets, search
+from lowtide.size.trial import MOST_SECONDS, Asked, Ran, Target, run
 
 
 @click.command("min", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--allow", multiple=True, metavar="NAME,...", help="Levers that change bits and may be used too; `all` for all.")
 @click.option("--without", multiple=True, metavar="NAME,...", help="Levers that must not be used.")
-@click.option("--steps", type=click.IntRange(min=4), default=6, show_default=True, help="Steps of one run.")
-@click.option("--survive", type=click.IntRange(min=0), default=50, show_default=True, help="Steps of the run at the minimum.")
+@click.option("--steps", type=click.IntRange(min=4), default=STEPS, show_default=True, help="Steps of one run.")
+@click.option("--survive", type=click.IntRange(min=0), default=SURVIVES, show_default=True, help="Steps at the minimum.")
 @click.option("--offload/--no-offload", default=True, help="Whether values may be moved to a file (CUDA: to the host).")
-@click.option("--timeout", type=click.FloatRange(min=1), default=3600.0, show_default=True, help="Seconds of one run at most.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=MOST_SECONDS, show_default=True, help="Seconds of a run.")
 @click.option("--json", "json_file", metavar="FILE", help="Write everything.")
 @click.option("--html", "html_file", metavar="FILE", help="Write a page with the curve of memory against time.")
 @takes_script
@@ -45,8 +47,6 @@ def minimum(
     from lowtide.leak.watch import end_on_sigterm
     from lowtide.report.size import minimum_json, minimum_page, show_minimum
     from lowtide.report.terminal import console
-    from lowtide.size.minimum import PROBE, lever_sets, search
-    from lowtide.size.trial import Asked, Ran, Target, run
     from lowtide.size.vary import Set
 
     check_alone()
@@ -89,9 +89,7 @@ def minimum(
     return 0 if any(f.minimum_bytes is not None for f in found) else 1
 
 
-def _doing(what: str, count: int, asked: object) -> str:
-    from lowtide.size.trial import Asked
+def _doing(what: str, count: int, asked: Asked) -> str:
     from lowtide.units import format_bytes
 
-    assert isinstance(asked, Asked)
     return f"{what}: run {count}, {asked.steps} steps at {format_bytes(asked.budget_bytes)}"

@@ -90,13 +90,13 @@ def _list_levers(script: str, arguments: tuple[str, ...], *, module: bool, json_
     from lowtide.report.size import levers_json, show_levers
     from lowtide.report.terminal import console
     from lowtide.size.minimum import STEPS, probed
-    from lowtide.size.trial import Asked, Ran, Target, run
+    from lowtide.size.trial import MOST_SECONDS, Asked, Ran, Target, run
     from lowtide.size.vary import Set
 
     check_target(script, module=module)
     check_folder(json_file)
     end_on_sigterm()
-    target, setting = Target(script=script, module=module, seconds=3600.0), Set(arguments=arguments)
+    target, setting = Target(script=script, module=module, seconds=MOST_SECONDS), Set(arguments=arguments)
     with console().status("the plain run") as status:
         plain = run(target, setting, Asked(steps=STEPS))
         if not plain.passes:

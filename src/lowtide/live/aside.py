@@ -45,6 +45,11 @@ class Wraps:
         self._undo = []
 
 
+def unwrapped(function: Any) -> Any:
+    """A function as torch has it: the script's use of it is watched, ours is not."""
+    return getattr(function, "__wrapped__", function)
+
+
 @final
 class Asides:
     """Puts the mode and the hooks of a stack aside where they must not be."""

@@ -19,7 +19,7 @@ from torch.nn import functional
 import torch
 from lowtide.allowed import LOSS
 from lowtide.errors import LeverError
-from lowtide.live.aside import Wraps
+from lowtide.live.aside import Wraps, unwrapped
 from lowtide.live.loss import Asked, ChunkedLoss, Step
 from lowtide.live.outcome import LeverFigures
 from lowtide.live.value import PLAIN_TYPES, flatten
@@ -115,9 +115,8 @@ class Deferred(torch.Tensor):
             Deferred, alike.size(), strides=alike.stride(), dtype=alike.dtype, device=product.rows.device, requires_grad=True
         )
         made._product = product
-        put = getattr(torch.Tensor.register_hook, "__wrapped__", torch.Tensor.register_hook)
         with torch._C.DisableTorchFunctionSubclass():
-            put(made, _astray)
+            unwrapped(torch.Tensor.register_hook)(made, _astray)
         return made
 
     @classmethod
@@ -216,7 +215,7 @@ def _versions(product: _Product) -> tuple[Any, ...]:
 
 
 def _derived(
-    of: Deferred, func: Any, args: Any, kwargs: Any, *, rows: torch.Tensor | None = None, alike: torch.Tensor | None = None,
+    of: Deferred, func: Any, args: Any, kwargs: Any, *, alike: torch.Tensor, rows: torch.Tensor | None = None,
     steps: tuple[Step, ...] = (), turned: bool = False,
 ) -> Deferred:
     """A deferred tensor made from another."""
@@ -232,7 +231,7 @@ def _derived(
         make=lambda: func(_made(parent), *args, **kwargs),
         parent=parent,
     )
-    made = Deferred.of(product, func(_meta(of), *args, **kwargs) if alike is None else alike)
+    made = Deferred.of(product, alike)
     parent.children.append(weakref.ref(product))
     return made
 

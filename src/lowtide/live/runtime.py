@@ -196,14 +196,15 @@ class Runtime:
                 "inside operators is not seen, and the budget is held on the tensors alone\n"
             )
         tell_of_forks(self)
-        if any(issubclass(type(o), torch.optim.Optimizer) for o in gc.get_objects()):
+        optimizers = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+        if optimizers:
             self.clock.optimizers_seen = True
         self.clock.install()
         self.asides.install()
         self.patches.install()
         settings = self.settings
         if UPDATE not in settings.without and (settings.budget is not None or UPDATE in settings.allow):
-            self.updates.install(engaged=UPDATE in settings.allow)
+            self.updates.install(optimizers, engaged=UPDATE in settings.allow)
         if SLICES not in settings.without and (settings.budget is not None or SLICES in settings.allow):
             self.slices.install()
         if LOSS in settings.allow - settings.without:

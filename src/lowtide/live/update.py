@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
@@ -28,7 +27,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_curren
 import torch
 from lowtide.allowed import UPDATE
 from lowtide.errors import LeverError
-from lowtide.live.aside import Wraps
+from lowtide.live.aside import Wraps, unwrapped
 from lowtide.live.kind import grad_of
 from lowtide.live.mode import Mode
 from lowtide.live.outcome import LeverFigures
@@ -112,12 +111,15 @@ class Updates:
 
     # --- on and off --------------------------------------------------------------------------------------------------
 
-    def install(self, *, engaged: bool) -> None:
-        """Begin to watch, or to act at once where the user asked for it by name."""
+    def install(self, optimizers: Iterable[optim.Optimizer], *, engaged: bool) -> None:
+        """Begin to watch, or to act at once where the user asked for it by name.
+
+        Args:
+            optimizers: that are there already.
+            engaged: whether to act at once.
+        """
         self.stage = Stage.ENGAGED if engaged else Stage.WATCHING
-        for found in gc.get_objects():
-            if issubclass(type(found), optim.Optimizer):
-                self._optimizers.add(found)
+        self._optimizers.update(optimizers)
         self._wraps.put(optim.Optimizer, "__init__", self._making)
         self._wraps.put(optim.Optimizer, "zero_grad", self._zeroing)
         self._wraps.put(torch.nn.Module, "zero_grad", self._zeroing)
@@ -160,6 +162,11 @@ class Updates:
         self.remove()
 
     @property
+    def _watches(self) -> bool:
+        """Whether what the script does matters, before or after gradients are consumed."""
+        return self.stage in (Stage.WATCHING, Stage.ENGAGED)
+
+    @property
     def engaged(self) -> bool:
         """Whether gradients are consumed."""
         return self.stage is Stage.ENGAGED
@@ -188,7 +195,7 @@ class Updates:
             own_code: whether code of the script runs in it (hooks, custom functions).
         """
         self._settle()
-        if self.stage not in (Stage.WATCHING, Stage.ENGAGED):
+        if not self._watches:
             return
         self._whole.clear()
         self._had = {}
@@ -205,7 +212,7 @@ class Updates:
         else:
             self._had = {id(p): weakref.ref(p) for o in self._optimizers for p in _parameters(o) if grad_of(p) is not None}
             self._adopt()
-        if self.stage in (Stage.WATCHING, Stage.ENGAGED):
+        if self._watches:
             self._look()
             self._running = True
 
@@ -223,7 +230,7 @@ class Updates:
                     self._due[id(optimizer)] = _settings(optimizer)
                     self._marks[id(optimizer)] = {id(p): _mark(optimizer, p) for p in fresh}
                     self._whole.update(t.untyped_storage()._cdata for p in fresh for t in _state_of(optimizer, p))
-        if self.stage in (Stage.WATCHING, Stage.ENGAGED) and self._due:
+        if self._watches and self._due:
             self._look()
         else:
             self._look_away()
@@ -231,14 +238,14 @@ class Updates:
     def root_begins(self) -> None:
         """A module is called from outside any module."""
         self._settle()
-        if self._due and self.stage in (Stage.WATCHING, Stage.ENGAGED):
+        if self._due and self._watches:
             self._against("a model is called between the backward and the optimizer's step")
         self._look_away()
 
     def optimizer_begins(self, optimizer: optim.Optimizer) -> None:
         """The script calls an optimizer's step."""
         self._settle()
-        if self.stage not in (Stage.WATCHING, Stage.ENGAGED):
+        if not self._watches:
             return
         self._look_away()
         self._optimizers.add(optimizer)
@@ -273,8 +280,7 @@ class Updates:
         """Know of each parameter which optimizer has it, and when its gradient is whole."""
         self._owners = {}
         seen: dict[int, torch.Tensor] = {}
-        put = getattr(torch.Tensor.register_post_accumulate_grad_hook, "__wrapped__",
-                      torch.Tensor.register_post_accumulate_grad_hook)
+        put = unwrapped(torch.Tensor.register_post_accumulate_grad_hook)
         for optimizer in self._optimizers:
             for number, group in enumerate(optimizer.param_groups):
                 for p in group["params"]:
@@ -292,7 +298,7 @@ class Updates:
 
     def gradient_is_whole(self, parameter: torch.Tensor) -> None:
         """Autograd has summed up a parameter's gradient: a hook."""
-        if self.stage not in (Stage.WATCHING, Stage.ENGAGED):
+        if not self._watches:
             return
         owner, number = self._owners.get(id(parameter), (None, 0))
         optimizer = None if owner is None else owner()
@@ -401,7 +407,7 @@ class Updates:
         looking = self._looker is not None
         self._look_away()
         yield
-        if looking and self.stage in (Stage.WATCHING, Stage.ENGAGED):
+        if looking and self._watches:
             self._look()
 
     def look_at(self, func: Any, args: Any, kwargs: Any) -> None:

@@ -20,7 +20,7 @@ from lowtide.size.vary import Set, Vary
 WARM: Final = 2
 """Steps that are not timed: the first allocates, the second is the first with the optimizer's states."""
 TIMED: Final = 8
-"""Steps that are, at least."""
+"""Steps that are, where the user says nothing."""
 KNEE: Final = 0.95
 """The knee is the smallest value with this share of the highest throughput."""
 FALLS: Final = 2

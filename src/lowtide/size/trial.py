@@ -19,6 +19,8 @@ from lowtide.errors import RecordingError
 from lowtide.live.task import PRELOAD, RecordOptions, Task, TrialOptions, agent_command, environment_of
 from lowtide.size.vary import Set
 
+MOST_SECONDS: Final = 3600.0
+"""Of one run, where the user says nothing."""
 LOOK_SECONDS: Final = 1.0
 """How often a running process is looked at."""
 LINGER_SECONDS: Final = 5.0
