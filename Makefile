@@ -12,8 +12,9 @@ PYTEST = LD_PRELOAD=$(HEAP) $(BIN)/python -m pytest --dist loadgroup
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
+# Two processes share the cores here: one thread each. `test-slow` repeats what matters with torch's own number of threads.
 test: $(STAMP) lint
-	$(PYTEST) -n 2 --durations=25 tests/unit tests/property tests/torch tests/process
+	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --durations=25 tests/unit tests/property tests/torch tests/process
 
 test-slow: $(STAMP)
 	LOWTIDE_FULL=1 $(PYTEST) -n 2 tests/slow tests/torch/test_matrix.py tests/torch/test_situations.py \
