@@ -85,6 +85,49 @@ def test_moved_values_come_back_bit_for_bit_from_pinned_memory() -> None:
         assert torch.equal(back, expected)
 
 
+def test_fetches_that_begin_early_wait_for_their_copies_on_any_stream() -> None:
+    """What is fetched is whole although the copying stream is busy, on the stream that began the fetch and on another."""
+    from lowtide.live.board import PinnedBoard
+
+    board = PinnedBoard(torch.device("cuda", 0))
+    other = torch.cuda.Stream()
+    for i in range(20):
+        source = torch.randn(1 << 22, device="cuda")
+        expected = source.clone()
+        ticket = board.put(source.untyped_storage())
+        del source
+        ticket.begin()
+        busy = torch.randn(1 << 22, device="cuda") * 2  # work beside the copy, on a block that looks free
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other if i % 2 else torch.cuda.current_stream()):
+            back = torch.empty(0, device="cuda").set_(ticket.fetch())
+            assert torch.equal(back, expected)
+        again = torch.empty(0, device="cuda").set_(ticket.fetch())
+        assert torch.equal(again, expected)
+        del busy
+
+
+def test_planned_fetches_begin_early_on_cuda_and_change_no_bit() -> None:
+    from lowtide.live import board
+
+    begun = []
+    plain = board._PinnedTicket.begin
+    board._PinnedTicket.begin = lambda self: (begun.append(self), plain(self))[1]
+    try:
+        reference = _train(6)
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        _train(3)
+        budget = start + int(0.7 * (torch.cuda.max_memory_allocated() - start))
+        with lowtide.budget(budget) as run:
+            found = _train(6)
+    finally:
+        board._PinnedTicket.begin = plain
+    assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
+    assert any(s.offloaded_bytes for s in run.outcome.steps[2:]) <= bool(begun)
+
+
 def test_auto_is_what_is_free() -> None:
     with lowtide.budget("auto") as run:
         _train(2)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, settings, target
 from hypothesis import strategies as st
 
 from lowtide.errors import StructureError
+from lowtide.pebble.eager.ahead import fetches_ahead
 from lowtide.pebble.eager.bound import forced_live, peak_bound, time_bound
 from lowtide.pebble.eager.walk import pareto, walk
-from lowtide.pebble.eager.problem import Action, Away, Key, Problem
+from lowtide.pebble.eager.problem import Action, Away, Bandwidth, Key, Problem
 from lowtide.pebble.eager.play import play
 from lowtide.pebble.eager.relax import Relaxed
 from lowtide.pebble.eager.solve import Front, Status
@@ -264,3 +265,39 @@ def test_pinned_values_are_never_made_again(planned: Planned) -> None:
     tied = replace(problem, pinned=everything)
     assert not any(tied.remakeable)
     assert peak_bound(replace(tied, bandwidth=None)).peak_bytes == problem.plain_peak
+
+
+@given(problems(), st.integers(0, 60), st.booleans())
+def test_fetches_that_begin_early_are_of_absent_values_on_the_board_and_lift_no_peak(drawn: Problem, spike: int, slow: bool) -> None:
+    """Each begins after an earlier need, once per fetch at most; its bytes, added up to the need it is for, keep the peak."""
+    speed = 0.1 if slow else 8.0
+    trace = drawn.trace
+    spikes = (trace.spike_bytes[0] + spike, *trace.spike_bytes[1:]) if trace.events else ()  # a peak that leaves room elsewhere
+    buffers = tuple(replace(b, movable=b.counted) for b in trace.buffers)
+    problem = replace(
+        drawn, bandwidth=Bandwidth(write=4.0, read=speed, read_fresh=speed),
+        trace=replace(trace, spike_bytes=spikes, buffers=buffers),
+    )
+    decisions = {
+        (v, gap): Away(Action.MOVE, len(trace.events))
+        for v, b in enumerate(buffers)
+        if b.released >= 0 and problem.can_move(v)
+        for gap in range(problem.gap_starts[v], len(problem.needs[v]) + 1)
+    }
+    timeline = play(problem, decisions)
+    ahead = fetches_ahead(problem, timeline)
+    wanted = sorted((problem.needs[r.value][r.need][0], v) for r in timeline.remakes for v in r.fetched)
+    height = timeline.peak_bytes_at.copy()
+    begun = []
+    for (value, need), fetched in ahead.items():
+        start = problem.needs[value][need][0]
+        for v in fetched:
+            end = min(e for e, u in wanted if u == v and e > start)
+            assert decisions[v, problem.gap_starts[v]].action is Action.MOVE
+            assert all(timeline.absent(v, e) for e in range(start, end))
+            height[start:end] += problem.trace.buffers[v].bytes
+            begun.append((end, v))
+    assert len(begun) == len(set(begun))
+    assert set(begun) <= set(wanted)
+    assert height.max(initial=0) <= timeline.peak_bytes
+    target(float(len(begun)))

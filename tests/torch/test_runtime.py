@@ -9,7 +9,8 @@ import weakref
 import pytest
 import torch
 import zoo
-from harness import above_of, budgeted, heap, plain_of
+from harness import TOLERANCE_BYTES, above_of, budgeted, heap, kept, plain_of
+from lowtide.live import board
 from torch import nn
 from torch.nn import functional as F
 
@@ -220,3 +221,29 @@ def test_a_budget_that_ended_leaves_nothing_behind() -> None:
     del run
     gc.collect()
     assert runtime() is None
+
+
+@pytest.mark.parametrize("make", [zoo.gpt_eager, zoo.mlp, zoo.cnn], ids=["gpt", "mlp", "cnn"])
+def test_fetches_that_begin_early_change_no_bit_and_lift_no_peak(make, monkeypatch):
+    """The second board as if it copied on its own, as CUDA's does: no fetch is lost, none is left over."""
+    begun: list[bool] = []
+    taken: list[bool] = []
+
+    def begin(self):
+        begun.append(True)
+        plain_begin(self)
+
+    def fetch(self):
+        taken.append(self._begun is not None)
+        return plain_fetch(self)
+
+    plain_begin, plain_fetch = board._FileTicket.begin, board._FileTicket.fetch
+    monkeypatch.setattr(board.FileBoard, "overlaps", True)
+    monkeypatch.setattr(board._FileTicket, "begin", begin)
+    monkeypatch.setattr(board._FileTicket, "fetch", fetch)
+    reference = plain_of(make, 6)
+    run = budgeted(make, above_of(reference, 0.75), 6)
+    assert run.bits == reference.bits
+    assert kept(run)
+    assert run.outcome.plan.predicted_peak_bytes >= max(s.peak_bytes for s in run.outcome.steps[2:]) - TOLERANCE_BYTES
+    assert sum(taken) == len(begun) > 0

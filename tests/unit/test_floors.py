@@ -41,6 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "pebble.account",
         "pebble.eager.problem",
         "pebble.eager.play",
+        "pebble.eager.ahead",
         "pebble.eager.bound",
         "pebble.eager.walk",
         "pebble.eager.relax",

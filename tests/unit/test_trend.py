@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.leak.trend import like_sized, settled, trend
+from lowtide.leak.verdict import Counter, Verdict, part_of
 
 KIB = 1024
 STEPS = 300
@@ -139,3 +140,17 @@ def test_sizes_are_left_alone_where_they_explain_nothing():
     rng = np.random.default_rng(0)
     values = line(2 * KIB) + rng.normal(0, 5000, STEPS)
     assert like_sized(values, values + rng.normal(1e6, 1e5, STEPS)) is values
+
+
+def counter(name, rate, low, high):
+    values = line(rate)
+    return Counter(name=name, trend=trend(values, KIB), low=low, high=high, verdict=Verdict.LEAK if low > KIB else Verdict.INCONCLUSIVE)
+
+
+@pytest.mark.parametrize(("heap", "python", "name"), [(1900, 100, "heap"), (200, 1800, "python"), (1000, 1000, "held")])
+def test_a_sum_that_alone_grows_for_certain_goes_by_the_part_that_makes_up_most_of_it(heap, python, name):
+    held = counter("held", 2000, 1500, 2500)
+    by = {"held": held, "heap": counter("heap", heap, 100, 3000), "python": counter("python", python, 0, 3000)}
+    found = part_of(held, by)
+    assert found.name == name
+    assert (found.low, found.high, found.trend) == (held.low, held.high, held.trend)

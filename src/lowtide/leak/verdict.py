@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -31,6 +31,8 @@ FAST: Final = 2.0
 """Half-way, a leak is clear only at so many times the tolerance."""
 SLOWING: Final = 0.6
 """Growth whose last third is below this share of the whole slows down."""
+MOST: Final = 0.75
+"""A part that grows by this share of the sum is what the sum grows by."""
 RETAINED: Final = 4.0
 """Resident growth that nothing held explains is a leak from so many times the tolerance on."""
 
@@ -160,6 +162,7 @@ def judge(run: Run, tolerance: float, *, half: bool = False) -> Judgement:
     culprit: Counter | None
     if held:
         culprit = max((c for c in held if c.name != "held" or len(held) == 1), key=lambda c: c.trend.rate)
+        culprit = part_of(culprit, by)
         verdict = Verdict.LEAK
         if culprit.trend.late_rate < SLOWING * culprit.trend.rate:
             bounded = True
@@ -203,6 +206,16 @@ def _judged(name: str, values: Series, tolerance: float, counters: int) -> Count
     elif high < tolerance:
         verdict = Verdict.CLEAN
     return Counter(name=name, trend=found, low=low, high=high, verdict=verdict)
+
+
+def part_of(culprit: Counter, by: dict[str, Counter]) -> Counter:
+    """Where the sum alone grows for certain: that growth, by the name of the part that makes up most of it."""
+    if culprit.name == "held":
+        for name in ("heap", "python"):
+            part = by.get(name)
+            if part is not None and part.trend.rate > MOST * culprit.trend.rate:
+                return replace(culprit, name=name)
+    return culprit
 
 
 _PAGES: Final = {"maps": "resident", "files": "file_pages"}

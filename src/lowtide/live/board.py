@@ -26,12 +26,21 @@ _ALIGNED_BYTES = 64
 class Ticket(Protocol):
     """One value's place on a second board; it is given back with the last reference to the ticket."""
 
+    def begin(self) -> None:
+        """Take a block on the device now, and let the copy run until :meth:`fetch` asks for it."""
+
     def fetch(self) -> torch.UntypedStorage:
-        """A new storage on the device with the value's bytes."""
+        """A new storage on the device with the value's bytes: the one that was begun, if one was."""
 
 
 class Board(Protocol):
-    """A second board of one device."""
+    """A second board of one device.
+
+    Attributes:
+        overlaps: whether its copies run beside the device's work.
+    """
+
+    overlaps: bool
 
     def put(self, storage: torch.UntypedStorage) -> Ticket:
         """Copy a storage's bytes; the storage may be let go afterwards.
@@ -52,6 +61,8 @@ class FileBoard:
 
     Under pressure the kernel writes its pages to disk; until then they are page cache, which it can take back.
     """
+
+    overlaps: bool = False  # a copy keeps the very cores busy that compute
 
     def __init__(self) -> None:
         """Open the file; it takes no space until something is put."""
@@ -117,12 +128,20 @@ class FileBoard:
 
 @final
 class _FileTicket:
-    __slots__ = ("_board", "_place")
+    __slots__ = ("_begun", "_board", "_place")
 
     def __init__(self, board: FileBoard, place: torch.Tensor) -> None:
         self._board, self._place = board, place
+        self._begun: torch.UntypedStorage | None = None
+
+    def begin(self) -> None:
+        self._begun = self._copy()
 
     def fetch(self) -> torch.UntypedStorage:
+        begun, self._begun = self._begun, None
+        return self._copy() if begun is None else begun
+
+    def _copy(self) -> torch.UntypedStorage:
         storage = torch.UntypedStorage(self._place.numel(), device="cpu")
         flat(storage).copy_(self._place)
         return storage
@@ -136,8 +155,10 @@ class PinnedBoard:
     """A CUDA device's second board: pinned host memory, on a stream of its own.
 
     A storage that is put is marked as used by the copying stream (``record_stream``), so that the caching allocator gives
-    its memory out again only after the copy; a fetch makes the asking stream wait for its copy.
+    its memory out again only after the copy; a fetch makes the asking stream wait for its copy, which may have begun before.
     """
+
+    overlaps: bool = True
 
     def __init__(self, device: torch.device) -> None:
         """Make the copying stream."""
@@ -173,12 +194,13 @@ class PinnedBoard:
 
 @final
 class _PinnedTicket:
-    __slots__ = ("_board", "_done", "_host")
+    __slots__ = ("_begun", "_board", "_done", "_host")
 
     def __init__(self, board: PinnedBoard, host: torch.Tensor, done: Any) -> None:
         self._board, self._host, self._done = board, host, done
+        self._begun: tuple[torch.Tensor, Any, Any] | None = None
 
-    def fetch(self) -> torch.UntypedStorage:
+    def begin(self) -> None:
         board = self._board
         asking = torch.cuda.current_stream(board.device)
         # The block is taken on the asking stream, which may still have work queued on its former contents.
@@ -187,6 +209,18 @@ class _PinnedTicket:
         board.stream.wait_event(self._done)
         with torch.cuda.stream(board.stream):
             target.copy_(self._host, non_blocking=True)
+            there = torch.cuda.Event()
+            there.record(board.stream)
         target.record_stream(board.stream)
-        asking.wait_stream(board.stream)
+        self._begun = target, there, asking
+
+    def fetch(self) -> torch.UntypedStorage:
+        if self._begun is None:
+            self.begin()
+        assert self._begun is not None
+        (target, there, owner), self._begun = self._begun, None
+        asking = torch.cuda.current_stream(self._board.device)
+        asking.wait_event(there)
+        if asking != owner:  # the allocator knows of the stream that took the block alone
+            target.record_stream(asking)
         return target.untyped_storage()

@@ -47,6 +47,7 @@ class Tally:
     recompute_seconds: float = 0.0
     offloaded_bytes: int = 0
     offload_seconds: float = 0.0
+    fetched_ahead: int = 0
     rescues: int = 0
     overrun: bool = False
 
@@ -149,7 +150,7 @@ class Evictor:
         while True:
             denied = meter.denied()
             self.attempt_live_bytes = meter.live()
-            meter.reset_op_peak()
+            meter.begin_operator()
             meter.cap(max(limit - reserve - SLACK_BYTES, 1) if limit else 0)
             try:
                 out = func(*args, **kwargs)
@@ -164,6 +165,7 @@ class Evictor:
                 return out
             finally:
                 meter.cap(0)
+                meter.end_operator()
             # Out of the except block: no frame of the failed call holds its tensors any more.
             if state is not None:
                 state[0].set_state(state[1])

@@ -32,6 +32,7 @@ from lowtide.live.value import (
     Meta,
     Record,
     Value,
+    beneath_autograd,
     covers_blindly,
     flatten,
     generator_of,
@@ -45,6 +46,7 @@ from lowtide.live.value import (
     whole,
     written_by,
 )
+from lowtide.pebble.eager.ahead import fetches_ahead
 from lowtide.pebble.eager.problem import Action, Problem
 from lowtide.pebble.eager.walk import State
 from lowtide.trace import Op
@@ -81,6 +83,7 @@ class Script:
         held: values that are held when they are saved (they go later).
         holds: per (value, need) the values made on the way that stay.
         stays: (value, need) after which the value itself stays.
+        ahead: (value, need) after which the fetches of these values begin.
         backwards: per backward of the unit, how many operators came before, and the bytes live by then above the base.
         last_moves: values that leave before the first backward that is not followed.
         last_use: per value of ours, the last of the operators at which it is looked up.
@@ -94,6 +97,7 @@ class Script:
     held: frozenset[int]
     holds: Mapping[tuple[int, int], frozenset[int]]
     stays: frozenset[tuple[int, int]]
+    ahead: Mapping[tuple[int, int], tuple[int, ...]]
     backwards: tuple[tuple[int, int], ...]
     last_moves: tuple[int, ...]
     last_use: Mapping[int, int]
@@ -101,7 +105,8 @@ class Script:
 
 
 def compile_script(
-    problem: Problem, state: State, funcs: list[tuple[int, Any]], packs: list[int], backward_starts: list[int]
+    problem: Problem, state: State, funcs: list[tuple[int, Any]], packs: list[int], backward_starts: list[int], *,
+    overlaps: bool,
 ) -> Script:
     """Compile decisions for the unit that they were made for.
 
@@ -111,6 +116,7 @@ def compile_script(
         funcs: (event, operator) as recorded.
         packs: per pack call the value saved, or -1.
         backward_starts: events at which a backward began.
+        overlaps: whether the second board copies beside the device's work.
     """
     trace, timeline = problem.trace, state.timeline
     away = {v for v, _ in state.decisions}
@@ -148,6 +154,7 @@ def compile_script(
                        or state.decisions[v, problem.gap_starts[v]].action is Action.MOVE),
         holds={(r.value, r.need): r.held for r in timeline.remakes},
         stays=timeline.stays,
+        ahead=fetches_ahead(problem, timeline) if overlaps else {},
         backwards=tuple(zip(counts, lives, strict=True)),
         last_moves=tuple(last_moves),
         last_use=_last_uses(acts, [(s.value, bisect_right(forward, s.event, key=itemgetter(0))) for s in trace.saves]),
@@ -219,6 +226,7 @@ class LeanRun:
         self.script = script
         self.tally = tally
         self.board = board
+        self.values: Mapping[int, Value] = {}
         self.holds_all = False
 
     def serve(self, value: Value) -> torch.UntypedStorage:
@@ -232,7 +240,16 @@ class LeanRun:
             value.tensor = None
         elif value.tensor is None:
             value.tensor = whole(storage)
+        for number in self.script.ahead.get(key, ()):
+            self._begin_fetch(number)
         return storage
+
+    def _begin_fetch(self, number: int) -> None:
+        value = self.values.get(number)
+        if value is not None and value.ticket is not None and value.storage() is None:
+            with beneath_autograd():
+                value.ticket.begin()
+            self.tally.fetched_ahead += 1
 
 
 @final
@@ -291,6 +308,7 @@ class LeanMode(Mode):
         self.lost = False
         self.grown = False
         self.values: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()
+        run.values = self.values
         self._pins: dict[int, Value] = {}
         self._left = False
         self.keeps: list[weakref.ref[Kept | Anchor]] = []

@@ -192,8 +192,8 @@ class Runtime:
         self._active = True
         if not self.meter.exact:
             sys.stderr.write(
-                "lowtide: the heap counter is not loaded (no compiler at installation, or not Linux): on the CPU memory "
-                "inside operators is not seen, and the budget is held on the tensors alone\n"
+                "lowtide: the heap counter is not loaded (no compiler at installation, or not Linux): what operators take "
+                "inside is known only from recorded steps, by torch's profiler; a first step may cross the budget\n"
             )
         tell_of_forks(self)
         optimizers = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
@@ -462,6 +462,8 @@ class Runtime:
                 raise Enough
         self._step_units += 1
         self._units += 1
+        if isinstance(self.meter, LedgerMeter):
+            self._meet_long_lived()
         base = self.meter.live()
         self._between_bytes = max(self.meter.op_peak(), base) if self._units > 1 else 0
         self.meter.reset_op_peak()
@@ -552,7 +554,9 @@ class Runtime:
         key = id(solution.state)
         script = entry.compiled.get(key)
         if script is None:
-            script = compile_script(entry.problem, solution.state, entry.funcs, entry.packs, entry.backward_starts)
+            script = compile_script(
+                entry.problem, solution.state, entry.funcs, entry.packs, entry.backward_starts, overlaps=self.board.overlaps
+            )
             entry.compiled = {key: script}
         run = LeanRun(script, self.evictor.tally, self.board)
         unit.lean = LeanMode(script, run, self._lost, self.saver.pack, self._out_of_memory())
@@ -662,17 +666,29 @@ class Runtime:
     def resident_bytes(self) -> int:
         """Parameters, buffers and optimizer states."""
         sizes: dict[int, int] = {}
+        for tensor in self._resident():
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                storage = tensor.untyped_storage()
+                sizes[storage._cdata] = storage.nbytes()
+        return sum(sizes.values())
+
+    def _resident(self) -> list[torch.Tensor]:
         tensors: list[torch.Tensor] = []
         for root in self._roots:
             tensors += [*root.parameters(), *root.buffers()]
         for optimizer in self._optimizers:
             tensors += [p for group in optimizer.param_groups for p in group["params"]]
             tensors += [t for state in optimizer.state.values() for t in tensors_in(state)]
-        for tensor in tensors:
+        return tensors
+
+    def _meet_long_lived(self) -> None:
+        """Enter what planned steps left behind unseen: their gradients, the first states."""
+        resident = self._resident()
+        for tensor in (*resident, *(t.grad for t in resident if t.is_leaf and t.grad is not None)):
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 storage = tensor.untyped_storage()
-                sizes[storage._cdata] = storage.nbytes()
-        return sum(sizes.values())
+                if storage.device.type == "cpu" and self.ledger.find(storage) is None:
+                    self.ledger.enter(storage, None)
 
     def _cannot_be_held(self, figures: PlanFigures, *, known: bool, warm: int) -> bool:
         """Whether the floor is above the budget for certain.

@@ -413,20 +413,23 @@ class Watcher:
         if not self._summed:  # after such a sum the window begins with bytes that the plain run would not have
             self._phase_peak = max(self._phase_peak, meter.op_peak())
         before, denied = meter.live(), meter.denied()
-        meter.reset_op_peak()
         module, source = self._where()
         op = self._names.get(func)
         if op is None:
             op = self._names[func] = self.writer.name(str(func))
+        meter.begin_operator()
         began = time.perf_counter()
         try:
-            out = func(*args, **kwargs)
+            try:
+                out = func(*args, **kwargs)
+            finally:
+                took = time.perf_counter() - began
+                meter.end_operator()
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or meter.denied() > denied:
                 self.write(Kind.DENIED, op, module, source, size=meter.denied_bytes(), live=meter.live(), peak=meter.op_peak())
                 self._note_reads(info_of(func), args, kwargs)
             raise
-        took = time.perf_counter() - began
         info = info_of(func)
         peak, after = meter.op_peak(), meter.live()
         if func is _ADD and self._phase is Phase.BACKWARD and not self.clock.differentiable and self._engine.adds(args):

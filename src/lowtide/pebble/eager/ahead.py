@@ -1,0 +1,63 @@
+"""Fetches that may begin before they are asked for, so that a board that copies on its own works while the device computes.
+
+A fetch begins when an earlier need was served, as late as still hides it, and only where the plan's own peak leaves room for
+its bytes until they are asked for: the peak that the judge (``play.py``) found stays the peak.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.pebble.eager.play import Timeline
+from lowtide.pebble.eager.problem import Problem
+from lowtide.trace import Op
+
+Need = tuple[int, int]
+"""(value, which of its needs)."""
+
+
+def fetches_ahead(problem: Problem, timeline: Timeline) -> dict[Need, tuple[int, ...]]:
+    """Per need, the values whose fetch begins once it was served.
+
+    Args:
+        problem: what was solved.
+        timeline: how its solution plays; ``peak_bytes`` is kept.
+    """
+    if problem.bandwidth is None or not any(r.fetched for r in timeline.remakes):
+        return {}
+    asked = sorted((problem.needs[v][k][0], v, k) for v in timeline.intervals for k in range(len(problem.needs[v])))
+    moments = [e for e, _, _ in asked]
+    clock = _clock(problem)
+    height = timeline.peak_bytes_at.copy()
+    found: dict[Need, tuple[int, ...]] = {}
+    for remake in sorted(timeline.remakes, key=lambda r: problem.needs[r.value][r.need][0]):
+        end = problem.needs[remake.value][remake.need][0]
+        for v in remake.fetched:
+            size = problem.trace.buffers[v].bytes
+            enough = clock[end] - problem.bandwidth.read_seconds(size)
+            since = _absent_since(timeline, v, end)
+            last = bisect_left(moments, end)
+            first = max(bisect_left(moments, since), int(np.searchsorted(clock[moments[:last]], enough, side="right")) - 1)
+            for at in range(first, last):
+                start = moments[at]
+                if height[start:end].max(initial=0) + size <= timeline.peak_bytes:
+                    height[start:end] += size
+                    key = asked[at][1:]
+                    found[key] = (*found.get(key, ()), v)
+                    break
+    return found
+
+
+def _clock(problem: Problem) -> NDArray[np.float64]:
+    """Seconds of the plain run before each event."""
+    seconds = [e.seconds if isinstance(e, Op) else 0.0 for e in problem.trace.events]
+    return np.concatenate(([0.0], np.cumsum(seconds)))
+
+
+def _absent_since(timeline: Timeline, value: int, event: int) -> int:
+    """First event before which a value was gone, until an event asks for it; that event if it was there."""
+    spans = [start for start, end in timeline.intervals.get(value, ()) if start <= event <= end]
+    return spans[-1] if spans else event
