@@ -8,8 +8,10 @@ from typing import Final
 
 import numpy as np
 
+from lowtide.errors import RecordingError
 from lowtide.explain import Block, Step, steps_of, telling
 from lowtide.finding import Case, Change, Finding
+from lowtide.leastpeak import blocks_at, floor_of, grows_with_the_batch
 from lowtide.store import PHASES, Recording, Role
 from lowtide.trace import Buffer, Phase
 from lowtide.units import format_bytes
@@ -270,8 +272,7 @@ def smaller_batch(case: Case) -> Iterator[Finding]:
     step = case.step
     if not case.cap_bytes or not step.denied.any() or step.row.step < 0:
         return
-    fixed = {b.label for b in step.blocks if b.role is Role.PARAMETER}
-    scaled = [i for i, b in enumerate(step.blocks) if b.role in (None, Role.INPUT) and b.label not in fixed and b.born >= 0]
+    scaled = grows_with_the_batch(step)
     optimizer = PHASES.index(Phase.OPTIMIZER)
     ops = [k for k in range(len(step.ops)) if step.entries["phase"][step.ops[k]] != optimizer]
     for part in (2, 4, 8, 16, 32):
@@ -376,9 +377,39 @@ def optimizer_states(case: Case) -> Iterator[Finding]:
     )
 
 
+def memory_floor(case: Case) -> Iterator[Finding]:
+    """How low a plan could take the step, what stands there, and the batch that would fit."""
+    step = case.step
+    if step.denied.any() or not any(p.name == Phase.BACKWARD for p in step.row.phases):
+        return
+    try:
+        floor = floor_of(step, case.peak)
+    except RecordingError:  # of a version that did not note how long operators took
+        return
+    if floor.bytes > (1 - LARGE) * case.peak:
+        return
+    where = ""
+    if floor.op >= 0:
+        row = step.entries[step.ops[floor.op]]
+        place = ", ".join(step.names[row[key]] for key in ("b", "c") if step.names[row[key]])
+        largest = blocks_at(step, floor.op)[:2]
+        where = (
+            f", at {step.names[row['a']].removeprefix('aten.').removesuffix('.default')}{f' ({place})' if place else ''}"
+            f" with {' and '.join(f'{b.title} {format_bytes(b.bytes)}' for b in largest)}"
+        )
+    batch = f"; within today's peak no plan holds a batch more than {floor.batch_factor:.1f} times as large"
+    yield case.found(
+        "memory-floor",
+        f"no plan that recomputes and moves goes below {format_bytes(floor.bytes)}, {floor.bytes / case.peak:.0%} of the peak"
+        f"{where}{batch if np.isfinite(floor.batch_factor) else ''}",
+        None,
+    )
+
+
 FINDERS: Final[tuple[Callable[[Case], Iterable[Finding]], ...]] = (
     zeroed_gradients, held_results, double_precision, graph_kept, model_copies, evaluation_graph, foreach_extra, loss_block,
     resident_data, smaller_batch, second_step, cold_step, allocator_cache, backward_extra, optimizer_states,
+    memory_floor,
 )
 
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 from harness import heap
 from lowtide.advise import findings
+from lowtide.errors import BudgetError
 from lowtide.explain import peak_report, steps_of
+from lowtide.leastpeak import floor_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -206,3 +208,41 @@ def test_reserved_memory_beyond_what_is_allocated_is_found(tmp_path: Path) -> No
     assert "expandable_segments" in told[0].text
     tight = {**cache, "allocated_bytes": 10 << 30}
     assert not [f for f in findings(replace(recording, meta={**recording.meta, "allocator": tight})) if f.id == "allocator-cache"]
+
+
+def _deep(rows: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(10) for m in (nn.Linear(128, 128), nn.GELU())), nn.Linear(128, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(STEPS + 2):
+        model(torch.randn(rows, 128)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_floor_and_the_largest_batch_are_bounds_and_not_far_from_what_a_plan_holds(tmp_path: Path) -> None:
+    """Within the plain peak of a small batch, a budget refuses a tenth more than the largest batch and holds three quarters of it."""
+    rows = 1024
+    _deep(rows)
+    gc.collect()
+    with lowtide.record(tmp_path / "deep"):
+        _deep(rows)
+    recording = store.read(tmp_path / "deep")
+    told = [f for f in findings(recording) if f.id == "memory-floor"]
+    assert len(told) == 1
+    step = next(s for s in steps_of(recording) if s.row.step == told[0].step)
+    peak = told[0].changed_peak_bytes
+    floor = floor_of(step, peak)
+    assert f"{floor.batch_factor:.1f} times" in told[0].text
+    assert floor.batch_factor > 2
+    with lowtide.budget(1 << 30) as roomy:
+        _deep(rows)
+    assert roomy.outcome.plan is not None
+    assert floor.bytes <= roomy.outcome.plan.bound_peak_bytes + BYTES
+    gc.collect()
+    heap().tensor_peak = heap().tensor_live
+    with lowtide.budget(peak):
+        _deep(int(0.75 * floor.batch_factor * rows))
+    assert heap().tensor_peak <= peak
+    with pytest.raises(BudgetError), lowtide.budget(peak):
+        _deep(int(1.1 * floor.batch_factor * rows))

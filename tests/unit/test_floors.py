@@ -92,8 +92,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "explain",
         "finding",
-        "advise",
         "stepgraph",
+        "leastpeak",
+        "advise",
         "levers",
         "size.vary",
         "size.trial",

@@ -1,0 +1,97 @@
+"""How low a recorded step's peak could get by recomputing and moving alone, and how much larger its batch could then be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lowtide.explain import Block, Step
+from lowtide.pebble.graph import Graph, Offload
+from lowtide.pebble.solve import Solver
+from lowtide.stepgraph import graph_of, operator_of
+from lowtide.store import PHASES, Role
+from lowtide.trace import Phase
+
+_BOARD = Offload(write_bytes_per_second=1e9, read_bytes_per_second=1e9)
+"""That there is a second board matters here, not how fast it is."""
+_MORE = 2
+"""The batch is made so many times as large to see what grows with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Floor:
+    """What no plan goes below.
+
+    Attributes:
+        bytes: the proven lower bound of the step's peak.
+        op: the operator that proves it, an index into the step's ``ops``; -1 where what is resident alone does.
+        batch_factor: how many times as large the batch may be before the floor reaches the plain peak; what belongs to
+            parameters stays as it is, all else made in the step grows with the batch.
+    """
+
+    bytes: int
+    op: int
+    batch_factor: float
+
+
+def grows_with_the_batch(step: Step) -> list[int]:
+    """Places of the blocks that are as large as the batch is: made in the step, of no parameter's shape."""
+    fixed = {b.label for b in step.blocks if b.role is Role.PARAMETER}
+    return [i for i, b in enumerate(step.blocks) if b.role in (None, Role.INPUT) and b.label not in fixed and b.born >= 0]
+
+
+def floor_of(step: Step, plain_peak_bytes: int) -> Floor:
+    """The floor of a recorded step that ran to its end.
+
+    Args:
+        step: with operators.
+        plain_peak_bytes: its peak without any plan.
+
+    Raises:
+        RecordingError: if the recording has no operators' seconds.
+    """
+    graph = graph_of(step, offload=_BOARD)
+    solver = Solver(graph)
+    once = _heights(solver)
+    more = _heights(Solver(_with_batch(graph, step)))
+    if not len(once):
+        return Floor(bytes=graph.resident_bytes, op=-1, batch_factor=1.0)
+    slope = (more - once) / (_MORE - 1)
+    growing = slope > 0
+    room = 1 + (plain_peak_bytes - once[growing]) / slope[growing]
+    node = solver.floor.node
+    return Floor(
+        bytes=solver.floor.bytes,
+        op=operator_of(graph).get(node, -1),
+        batch_factor=float(room.min(initial=np.inf)),
+    )
+
+
+def _heights(solver: Solver) -> np.ndarray:
+    """What is certain to be there at each instant that the bound looks at, bytes."""
+    precedence = solver.precedence
+    return np.asarray([precedence.bytes_with(at, precedence.stuck(at)) for at in solver.instants], dtype=np.float64)
+
+
+def _with_batch(graph: Graph, step: Step) -> Graph:
+    """The same graph with a larger batch."""
+    scaled = {f"block{step.blocks[i].number}" for i in grows_with_the_batch(step)}
+    operators = operator_of(graph)
+    optimizer = PHASES.index(Phase.OPTIMIZER)
+    nodes = []
+    for v, node in enumerate(graph.nodes):
+        k = operators.get(v)
+        if str(node.id).split(".")[0] in scaled:
+            nodes.append(replace(node, bytes=_MORE * node.bytes))
+        elif k is not None and step.entries["phase"][step.ops[k]] != optimizer:
+            nodes.append(replace(node, workspace_bytes=_MORE * node.workspace_bytes))
+        else:
+            nodes.append(node)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def blocks_at(step: Step, op: int) -> list[Block]:
+    """What an operator reads and makes, largest first."""
+    entry = int(step.ops[op])
+    return sorted((b for b in step.blocks if b.counted and (b.born == entry or entry in b.reads)), key=lambda b: -b.bytes)
