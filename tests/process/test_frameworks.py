@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -101,6 +101,8 @@ def trio_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trio]:
 
     @cache
     def launches(name: str) -> Trio:
+        for module in NEEDS.get(name, ()):
+            pytest.importorskip(module)
         folder = tmp_path_factory.mktemp(name)
         plain, roomy = _launch(name, folder / "plain"), _launch(name, folder / "roomy", ROOMY)
         known = roomy.code == 0 and all(each["plan"] is not None for each in roomy.figures)
@@ -109,13 +111,9 @@ def trio_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trio]:
     return launches
 
 
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in RANKS])
-def name(request: pytest.FixtureRequest) -> str:
-    """One script after the other."""
-    chosen: str = request.param
-    for module in NEEDS.get(chosen, ()):
-        pytest.importorskip(module)
-    return chosen
+def _grouped(names: Iterable[str]) -> pytest.MarkDecorator:
+    """One worker makes the launches of a script, for all its tests (marks of a fixture's parameters do not reach xdist)."""
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in names])
 
 
 def _assert_equal(one: Ran, other: Ran, ranks: int) -> None:
@@ -128,6 +126,7 @@ def _assert_equal(one: Ran, other: Ran, ranks: int) -> None:
             assert torch.equal(weight, theirs["weights"][key]), key
 
 
+@_grouped(RANKS)
 def test_roomy_budget_changes_nothing(name: str, trio_of: Callable[[str], Trio]) -> None:
     """Law: with room to spare the script ends as it does plain, with the same bits, and its needs are known."""
     trio = trio_of(name)
@@ -138,6 +137,7 @@ def test_roomy_budget_changes_nothing(name: str, trio_of: Callable[[str], Trio])
     _assert_equal(trio.plain, trio.roomy, RANKS[name])
 
 
+@_grouped(RANKS)
 def test_tight_budget_same_bits(name: str, trio_of: Callable[[str], Trio]) -> None:
     """Law: under a budget the exit code is 0, and every rank's losses and weights are bit-equal to the plain run's."""
     trio = trio_of(name)
@@ -146,6 +146,7 @@ def test_tight_budget_same_bits(name: str, trio_of: Callable[[str], Trio]) -> No
     _assert_equal(trio.plain, trio.tight, RANKS[name])
 
 
+@_grouped(RANKS)
 def test_tight_budget_held(name: str, trio_of: Callable[[str], Trio]) -> None:
     """Law: no step of any rank rises above the budget, and the budget was below what the script takes plain."""
     trio = trio_of(name)
@@ -160,7 +161,7 @@ def test_tight_budget_held(name: str, trio_of: Callable[[str], Trio]) -> None:
         assert not any(step["overrun"] for step in tight["steps"])
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in ("ddp", "fsdp2")])
+@_grouped(("ddp", "fsdp2"))
 def test_ranks_share_one_plan(name: str, trio_of: Callable[[str], Trio]) -> None:
     """Law: all ranks run the same decisions."""
     tight = trio_of(name).tight

@@ -162,9 +162,10 @@ def show(outcome: Outcome) -> None:
             table.add_row("...")
         growth = "" if g.growth_bytes_per_second is None else f"+{format_bytes(g.growth_bytes_per_second)}"
         table.add_row(
-            str(g.number + 1), g.cause.value, str(g.exit), clock(g.seconds), format_seconds(g.start_seconds),
-            format_seconds(g.load_seconds) if g.load_seconds else "", str(g.steps or g.points),
-            format_bytes(g.peak_bytes), growth,
+            str(g.number + 1), g.cause.value, str(g.exit), clock(g.seconds),
+            format_seconds(g.start_seconds) if g.start_seconds else "",  # blank: the process told nothing
+            format_seconds(g.load_seconds) if g.load_seconds else "", str(g.steps or g.points or ""),
+            format_bytes(g.peak_bytes) if g.peak_bytes else "", growth,
         )  # fmt: skip
     out = console()
     out.print(table)
