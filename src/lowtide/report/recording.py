@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Final
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
@@ -14,7 +16,7 @@ from lowtide.advise import by_role, findings, would_fit
 from lowtide.explain import PeakReport, highest, peak_report, steps_of, telling
 from lowtide.finding import Finding
 from lowtide.report.terminal import console
-from lowtide.store import PhaseFigures, Recording, StepRow
+from lowtide.store import PhaseFigures, ProcessRow, Recording, StepRow
 from lowtide.trace import Phase
 from lowtide.units import format_bytes, format_seconds
 
@@ -133,27 +135,33 @@ def _process_table(recording: Recording) -> Group:
     """The batch log: highest resident size, its change, loss, rate."""
     rows = [r for r in recording.process if r.marked] or list(recording.process)
     by_time = not rows[0].marked
-    table = Table(title="by second" if by_time else "by step", title_justify="left", header_style="bold")
-    table.add_column("second" if by_time else "step", justify="right")
-    for name in ("highest resident", "change", "unique", "heap peak", "children", "loss", "rate"):
-        table.add_column(name, justify="right")
+    columns: dict[str, Callable[[ProcessRow], str]] = {
+        "second" if by_time else "step": lambda r: str(r.step),
+        "highest resident": lambda r: format_bytes(r.highest_bytes),
+        "change": lambda r: _signed(r.change_bytes),
+        "unique": lambda r: format_bytes(r.unique_bytes),
+        "heap peak": lambda r: format_bytes(r.heap_peak_bytes),
+        "children": lambda r: format_bytes(r.children_bytes) if r.children_bytes else "",
+        "loss": lambda r: "" if r.loss is None else f"{r.loss:.4g}",
+        "rate": lambda r: "" if by_time else f"{1 / max(r.seconds, 1e-9):.2f}/s",
+    }
+    told_of = {name: cell for name, cell in columns.items() if any(map(cell, rows))}
+    table = Table(title="by second" if by_time else "by step", title_justify="left", header_style="bold", box=SIMPLE_HEAD,
+                  pad_edge=False)
+    for name in told_of:
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
     shown = rows if len(rows) <= _LOG_ROWS else [*rows[: _LOG_ROWS // 2], None, *rows[-_LOG_ROWS // 2 :]]
     for row in shown:
-        if row is None:
-            table.add_row("...")
-            continue
-        sign = "+" if row.change_bytes > 0 else "-" if row.change_bytes < 0 else ""
-        table.add_row(
-            str(row.step), format_bytes(row.highest_bytes), f"{sign}{format_bytes(abs(row.change_bytes))}",
-            format_bytes(row.unique_bytes), format_bytes(row.heap_peak_bytes),
-            format_bytes(row.children_bytes) if row.children_bytes else "", "" if row.loss is None else f"{row.loss:.6g}",
-            "" if by_time else f"{1 / max(row.seconds, 1e-9):.2f}/s",
-        )
+        table.add_row(*(["..."] if row is None else [cell(row) for cell in told_of.values()]))
     changes = sorted(r.change_bytes for r in rows[1:])
     told = Text(f"highest resident {format_bytes(max(r.highest_bytes for r in recording.process))}")
     if changes:
         told.append(f"; median change of a {'second' if by_time else 'step'} {format_bytes(changes[len(changes) // 2])}")
     return Group(table, told)
+
+
+def _signed(size: int) -> str:
+    return f"{'+' if size > 0 else '-' if size < 0 else ''}{format_bytes(abs(size))}"
 
 
 def _mib(size: int) -> str:
