@@ -64,6 +64,27 @@ def test_recurrent_layers_in_pieces_agree_with_plain(name: str, given: bool) -> 
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"])
+def test_recurrent_layers_in_pieces_are_as_near_to_float64_as_their_type_allows(kind: str, dtype: torch.dtype) -> None:
+    """Gradients of weights are summed over the pieces in the type itself: in half precision no further off than its rounding."""
+    torch.manual_seed(0)
+    layer, x = getattr(nn, kind)(24, 32).to(dtype), torch.randn(200, 4, 24).to(dtype)
+    twin = getattr(nn, kind)(24, 32).double()
+    twin.load_state_dict({k: v.double() for k, v in layer.state_dict().items()})
+    exact = _pass(twin, x.double(), None)
+    plain = _pass(layer, x, None)
+    with lowtide.budget(None, allow=ALLOW) as run:
+        pieces = _pass(layer, x, None)
+        assert run.outcome.levers[0].used
+
+    def errors(found: list[torch.Tensor]) -> list[float]:
+        return [float((a.double() - e).norm() / e.norm()) for a, e in zip(found, exact, strict=True)]
+
+    for ours, theirs in zip(errors(pieces), errors(plain), strict=True):
+        assert ours <= max(1.1 * theirs, torch.finfo(dtype).eps)
+
+
 def test_packed_sequences_stay_as_they_are() -> None:
     torch.manual_seed(0)
     layer = nn.LSTM(12, 16)
