@@ -77,7 +77,7 @@ class _Builder:
                 self._block(block)
         before = self.step.before.sum(axis=1)
         unseen = before - np.cumsum(self.tracked)[: self.count] - self.resident
-        base = int(unseen.min(initial=0)) if self.count else 0
+        base = int(unseen.min()) if self.count else 0
         entries = list(self.sources)
         for k, entry in enumerate(self.ops):
             seconds, replayable, seeded = self.runs[k]

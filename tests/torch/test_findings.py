@@ -14,7 +14,7 @@ from harness import heap
 from lowtide.advise import findings
 from lowtide.errors import BudgetError
 from lowtide.explain import peak_report, steps_of
-from lowtide.leastpeak import floor_of
+from lowtide.leastpeak import Floor, floor_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -220,20 +220,30 @@ def _deep(rows: int) -> None:
         optimizer.zero_grad()
 
 
+def _floor_told(path: Path, rows: int) -> tuple[Floor, int, str]:
+    """The floor of the step that the finding names, the step's plain peak and the finding's text."""
+    with lowtide.record(path):
+        _deep(rows)
+    recording = store.read(path)
+    told = [f for f in findings(recording) if f.id == "memory-floor"]
+    assert len(told) == 1
+    step = next(s for s in steps_of(recording) if s.row.step == told[0].step)
+    peak = told[0].changed_peak_bytes
+    return floor_of(step, peak), peak, told[0].text
+
+
 def test_the_floor_and_the_largest_batch_are_bounds_and_not_far_from_what_a_plan_holds(tmp_path: Path) -> None:
     """Within the plain peak of a small batch, a budget refuses a tenth more than the largest batch and holds three quarters of it."""
     rows = 1024
     _deep(rows)
     gc.collect()
-    with lowtide.record(tmp_path / "deep"):
-        _deep(rows)
-    recording = store.read(tmp_path / "deep")
-    told = [f for f in findings(recording) if f.id == "memory-floor"]
-    assert len(told) == 1
-    step = next(s for s in steps_of(recording) if s.row.step == told[0].step)
-    peak = told[0].changed_peak_bytes
-    floor = floor_of(step, peak)
-    assert f"{floor.batch_factor:.1f} times" in told[0].text
+    floor, peak, text = _floor_told(tmp_path / "deep", rows)
+    elsewhere = torch.zeros(8 << 20, dtype=torch.uint8)
+    beside, higher, _ = _floor_told(tmp_path / "beside", rows)
+    assert beside.batch_factor == floor.batch_factor, "what else the process holds does not grow with the batch"
+    assert beside.bytes - floor.bytes == higher - peak == elsewhere.nbytes
+    del elsewhere
+    assert f"{floor.batch_factor:.1f} times" in text
     assert floor.batch_factor > 2
     with lowtide.budget(1 << 30) as roomy:
         _deep(rows)
