@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import zoo
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from zoo import Job
@@ -141,6 +142,50 @@ def retain_graph() -> Job:
         return loss.detach()
 
     return Job(step, [model], [optimizer])
+
+
+def retained_heads() -> Job:
+    """Two heads on one trunk, a backward each; the script still holds the first head's retained graph in the next step."""
+    trunk, heads = _net(), [_net(depth=1)[0], _net(depth=1)[0]]
+    heads = [nn.Sequential(nn.Linear(10, 128), head) for head in heads]
+    model = nn.ModuleList([trunk, *heads])
+    optimizer = torch.optim.AdamW(model.parameters())
+    held: dict[str, torch.Tensor] = {}
+
+    def step(_: int) -> torch.Tensor:
+        trunk_out = trunk(_batch()[0])
+        held["first"] = heads[0](trunk_out).square().mean()
+        held["second"] = heads[1](trunk_out).abs().mean()
+        optimizer.zero_grad()
+        held["first"].backward(retain_graph=True)
+        held["second"].backward()
+        optimizer.step()
+        return held["second"].detach()
+
+    return Job(step, [model], [optimizer])
+
+
+def generator_twice() -> Job:
+    """A GAN that generates anew for the generator's step: the judge's fakes leave a graph that no backward ever asks for."""
+    generator, judge = _net(depth=2), _net(depth=1)
+    generator = nn.Sequential(generator, nn.Linear(10, 128))
+    first, second = torch.optim.Adam(judge.parameters()), torch.optim.Adam(generator.parameters())
+    held: dict[str, torch.Tensor] = {}
+
+    def step(_: int) -> torch.Tensor:
+        real, noise = torch.randn(256, 128), torch.randn(256, 128)
+        held["fake"] = generator(noise)
+        first.zero_grad()
+        loss = F.softplus(-judge(real)).mean() + F.softplus(judge(held["fake"].detach())).mean()
+        loss.backward()
+        first.step()
+        second.zero_grad()
+        other = F.softplus(-judge(generator(noise))).mean()
+        other.backward()
+        second.step()
+        return torch.stack([loss.detach(), other.detach()])
+
+    return Job(step, [generator, judge], [first, second])
 
 
 def double_backward() -> Job:
@@ -535,6 +580,53 @@ def functional_transform() -> Job:
     return zoo.simple(model, loss_of)
 
 
+def forward_mode() -> Job:
+    """A loss of a forward-mode derivative: dual numbers by ``torch.autograd.forward_ad`` and by ``torch.func.jvp``."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(4)))
+
+    def loss_of(m: nn.Module, i: int) -> torch.Tensor:
+        x, tangent = torch.randn(256, 128), torch.randn(256, 128)
+        if i % 2:
+            weights = dict(m.named_parameters())
+            y, slope = torch.func.jvp(lambda v: torch.func.functional_call(m, weights, (v,)), (x,), (tangent,))
+        else:
+            with forward_ad.dual_level():
+                y, slope = forward_ad.unpack_dual(m(forward_ad.make_dual(x, tangent)))
+        return y.square().mean() + slope.square().mean()
+
+    return zoo.simple(model, loss_of)
+
+
+def gradients_by_transform() -> Job:
+    """``torch.func.grad_and_value`` of a functional call makes the gradients; no backward is ever called."""
+    model = _net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def step(_: int) -> torch.Tensor:
+        x, y = _batch()
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        gradients, loss = torch.func.grad_and_value(
+            lambda w: F.cross_entropy(torch.func.functional_call(model, w, (x,)), y)
+        )(weights)
+        for name, p in model.named_parameters():
+            p.grad = gradients[name]
+        optimizer.step()
+        return loss
+
+    return Job(step, [model], [optimizer])
+
+
+def nested_tensors() -> Job:
+    """A jagged batch: rows of unequal lengths in a nested tensor."""
+    model = _net()
+
+    def loss_of(m: nn.Module, i: int) -> torch.Tensor:
+        rows = torch.nested.nested_tensor([torch.randn(n, 128) for n in (100 + i, 200, 50)], layout=torch.jagged)
+        return m(rows).values().square().mean()
+
+    return zoo.simple(model, loss_of)
+
+
 def failed_backward() -> Job:
     """A backward that raises half-way is caught, and training goes on."""
     model = _net()
@@ -572,10 +664,10 @@ def frozen_part() -> Job:
 SITUATIONS: dict[str, Callable[[], Job]] = {
     f.__name__: f
     for f in (
-        autocast_bf16, autocast_attention, accumulation, grads_zeroed_in_place, clipping, gan, retain_graph, double_backward,
+        autocast_bf16, autocast_attention, accumulation, grads_zeroed_in_place, clipping, gan, retain_graph, retained_heads, generator_twice, double_backward,
         meta_learning, sparse_gradients, frozen_and_thawed, evaluation_between, last_batch_smaller, lengths_change, random_branch, checkpoint_plain, checkpoint_reentrant, own_hooks,
         custom_function, in_place_between, compiled_part, compiled_function, loader_workers, loader_pinned,
         saving_in_the_middle, plain_functions, hidden_state_carried, foreach_and_fused, optimizer_in_backward, tensor_hooks,
-        functional_transform, failed_backward, frozen_part,
+        functional_transform, forward_mode, gradients_by_transform, nested_tensors, failed_backward, frozen_part,
     )
 }

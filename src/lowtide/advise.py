@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import Final
 
 import numpy as np
@@ -39,7 +40,8 @@ def findings(recording: Recording) -> list[Finding]:
     step = telling(steps)
     if step is None:
         return []
-    case = Case(steps, step, int(recording.meta.get("cap_bytes") or 0), recording.meta.get("allocator") or {})
+    last = step.row.step == recording.steps[-1].step
+    case = Case(steps, step, int(recording.meta.get("cap_bytes") or 0), recording.meta.get("allocator") or {}, last=last)
     found = [f for finder in FINDERS for f in finder(case)]
     return sorted(found, key=lambda f: (f.id in LEVERS, -f.saving_bytes) if f.saving_bytes else (True, 1))
 
@@ -165,15 +167,12 @@ def model_copies(case: Case) -> Iterator[Finding]:
 def evaluation_graph(case: Case) -> Iterator[Finding]:
     """A forward that recorded a graph which no backward used."""
     step = case.step
-    phases = step.entries["phase"]
-    backward = PHASES.index(Phase.BACKWARD)
     unused = []
     for i, b in enumerate(step.blocks):
-        if b.role is None and b.counted and b.saved and b.born >= 0 and b.phase in (Phase.FORWARD, Phase.LOSS, Phase.DATA):
-            ends = [min(e, len(phases) - 1) for _, e in b.saved]
-            if all(phases[e] != backward for e in ends) and not any(phases[r] == backward for r in b.reads):
-                unused.append((i, b))
-    total = sum(b.bytes for _, b in unused)
+        made = b.role is None and b.counted and b.saved and b.born >= 0 and b.phase in (Phase.FORWARD, Phase.LOSS, Phase.DATA)
+        if made and not _is_used(b, step) and not (_is_saved_still(b, step) and _may_be_used(b, case)):
+            unused.append((i, b))
+    total = _at_once([b for _, b in unused])
     if total < LARGE * case.peak or step.denied.any():
         return
     yield case.found(
@@ -182,6 +181,32 @@ def evaluation_graph(case: Case) -> Iterator[Finding]:
         "evaluate under torch.no_grad()",
         Change(until={i: step.op_at(b.last_read) for i, b in unused}),
     )
+
+
+def _at_once(blocks: Iterable[Block]) -> int:
+    """The most bytes of blocks that are there at the same time."""
+    changes = sorted(change for b in blocks for change in ((b.born, b.bytes), (b.died, -b.bytes)))
+    return max(accumulate((size for _, size in changes)), default=0)
+
+
+def _is_used(block: Block, step: Step) -> bool:
+    """Whether a backward of the step asked for a block, or let go of it."""
+    phases, backward = step.entries["phase"], PHASES.index(Phase.BACKWARD)
+    ends = [e for _, e in block.saved if e < len(phases)]
+    return any(phases[e] == backward for e in (*ends, *block.reads))
+
+
+def _is_saved_still(block: Block, step: Step) -> bool:
+    return any(e >= len(step.entries) for _, e in block.saved)
+
+
+def _may_be_used(block: Block, case: Case) -> bool:
+    """Whether a backward of a later step uses what is still saved when this one ends, as far as the recording tells."""
+    after = case.following
+    if after is None:
+        return not case.last
+    there = next((b for b in after.blocks if b.number == block.number), None)
+    return there is not None and (_is_used(there, after) or _is_saved_still(there, after))
 
 
 def foreach_extra(case: Case) -> Iterator[Finding]:

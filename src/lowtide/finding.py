@@ -79,12 +79,22 @@ class Change:
 
 @dataclass(frozen=True)
 class Case:
-    """What the finders look at: the recorded steps, and the one that is asked about."""
+    """What the finders look at: the recorded steps, and the one that is asked about.
+
+    Attributes:
+        last: whether no other step came after it.
+    """
 
     steps: list[Step]
     step: Step
     cap_bytes: int = 0
     allocator: Mapping[str, Any] = field(default_factory=dict)
+    last: bool = False
+
+    @property
+    def following(self) -> Step | None:
+        """The step after it, if its operators were kept."""
+        return next((s for s in self.steps if s.row.step == self.step.row.step + 1), None)
 
     @cached_property
     def peak(self) -> int:

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(COMPILER is None or library_path() is None, reason="no C compiler: no counters"),
     pytest.mark.timeout(240),
 ]
-_UNSEEN = {"compiled_part", "compiled_function", "functional_transform"}
+_UNSEEN = {"compiled_part", "compiled_function", "functional_transform", "gradients_by_transform"}
 """Compiled regions and transforms run beside the interception: what they hold is not known by role."""
 
 

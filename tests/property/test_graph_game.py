@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -61,12 +63,15 @@ def test_the_referee_agrees_with_a_second_account_of_the_rules(graph: Graph, see
     claimed = {
         "status": "feasible",
         "order": "free",
+        "strategy": "random",
+        "rounding_bytes": 1,
         "budget_bytes": None,
+        "given_peak_bytes": Solver(graph).given.peak_bytes,
         "base_seconds": graph.base_seconds,
         "peak_bytes": timeline.peak_bytes if timeline else 0,
         "seconds": timeline.seconds if timeline else 0.0,
         "extra_fraction": max(0.0, timeline.seconds / graph.base_seconds - 1) if timeline and graph.base_seconds else 0.0,
-        "bound": {"peak_bytes": 0, "method": "stuck", "node": None},
+        "bound": {"peak_bytes": 0, "method": "stuck", "node": None, "extra_seconds": 0.0, "extra_method": "none"},
         "schedule": [[m.act.value, graph.nodes[m.node].id] for m in schedule],
     }
     wrong = check(graph, claimed)
@@ -212,3 +217,44 @@ def test_more_time_never_gives_a_worse_plan() -> None:
         unknown = answer.status is Status.UNKNOWN
         costs.append((unknown, 0.0 if unknown else answer.timeline.seconds))
     assert costs == sorted(costs, reverse=True)
+
+
+_LIES: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (
+    lambda s: {"status": "infeasible"} if s["status"] == "optimal" else {"status": "optimal", "schedule": []},
+    lambda s: {"status": "best"},
+    lambda s: {"order": "any"},
+    lambda s: {"rounding_bytes": 0},
+    lambda s: {"rounding_bytes": -1},
+    lambda s: {"rounding_bytes": True},
+    lambda s: {"budget_bytes": -5},
+    lambda s: {"budget_bytes": "much"},
+    lambda s: {"given_peak_bytes": s["given_peak_bytes"] + 1},
+    lambda s: {"base_seconds": s["base_seconds"] + 1},
+    lambda s: {"bound": {**s["bound"], "method": "known"}},
+    lambda s: {"bound": {**s["bound"], "extra_method": "trust"}},
+    lambda s: {"bound": {**s["bound"], "peak_bytes": s["given_peak_bytes"] + 1}},
+    lambda s: {} if s["status"] == "infeasible" else {"bound": {**s["bound"], "extra_seconds": s["bound"]["extra_seconds"] + 1}},
+    lambda s: {"bound": {**s["bound"], "extra_seconds": -1}},
+    lambda s: {"bound": {**s["bound"], "node": "nowhere"}},
+    lambda s: {"bound": None},
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(full_graphs(most=5), st.booleans(), st.booleans(), st.data())
+def test_no_false_claim_passes_the_check(graph: Graph, fixed: bool, budgeted: bool, data: st.DataObject) -> None:
+    """Solutions of every status, each with one lie."""
+    solver = Solver(graph, order=Order.FIXED if fixed else Order.FREE)
+    if budgeted:
+        answer = solver.at(data.draw(st.integers(max(1, solver.floor.bytes - 1), max(1, solver.given.peak_bytes))))
+    else:
+        answer = solver.lowest()
+    told = account.to_json(answer)
+    assert check(graph, told) == []
+    for lie in _LIES:
+        assert not (changed := lie(told)) or check(graph, told | changed), changed
+    if budgeted and answer.status is Status.OPTIMAL:
+        below = answer.timeline.peak_bytes - 1
+        assert check(graph, told | {"budget_bytes": below})
+    if budgeted and answer.status is Status.INFEASIBLE:
+        assert check(graph, told | {"budget_bytes": solver.given.peak_bytes})

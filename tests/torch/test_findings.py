@@ -180,6 +180,57 @@ def test_the_saving_is_what_the_change_saves(kind: str, tmp_path: Path) -> None:
     assert saved > 0
 
 
+def _evaluated_at_the_end() -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        x, y = _batch()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    model(torch.randn(4096, 256)).argmax(-1)
+
+
+def _never_trained() -> None:
+    _model()(torch.randn(4096, 256)).argmax(-1)
+
+
+@pytest.mark.parametrize(("script", "steps"), [(_evaluated_at_the_end, STEPS + 1), (_never_trained, 1)])
+def test_a_graph_that_no_step_follows_counts_and_is_found(script: Callable[[], None], steps: int, tmp_path: Path) -> None:
+    script()
+    gc.collect()
+    heap().tensor_peak = heap().tensor_live
+    with lowtide.record(tmp_path / "end"):
+        script()
+    peak = heap().tensor_peak
+    recording = store.read(tmp_path / "end")
+    assert len([r for r in recording.steps if r.step >= 0]) == steps
+    assert recording.steps[-1].peak_bytes == peak
+    assert [f.step for f in findings(recording) if f.id == "evaluation-graph"] == [steps - 1]
+
+
+def _gan() -> None:
+    """Two optimizers a step; the generator's graph outlives the judge's update."""
+    generator, judge = _model(256), _model(1)
+    first, second = torch.optim.Adam(judge.parameters()), torch.optim.Adam(generator.parameters())
+    for _ in range(STEPS + 1):
+        fake = generator(torch.randn(512, 256))
+        first.zero_grad()
+        F.softplus(judge(fake.detach())).mean().backward()
+        first.step()
+        second.zero_grad()
+        F.softplus(-judge(fake)).mean().backward()
+        second.step()
+
+
+def test_a_graph_that_outlives_one_of_two_optimizers_is_not_called_unused(tmp_path: Path) -> None:
+    with lowtide.record(tmp_path / "gan"):
+        _gan()
+    recording = store.read(tmp_path / "gan")
+    assert len([r for r in recording.steps if r.step >= 0]) == STEPS + 1
+    assert not [f for f in findings(recording) if f.id == "evaluation-graph"]
+
+
 def test_a_recording_begun_in_mid_training_knows_what_was_there(tmp_path: Path) -> None:
     model = _model()
     optimizer = torch.optim.Adam(model.parameters())

@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import io
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import zoo
 from harness import TOLERANCE_BYTES, above_of, budgeted, heap, kept, plain_of
 from lowtide.live import board
+from lowtide.report.terminal import show_outcome
 from torch import nn
 from torch.nn import functional as F
 
@@ -247,3 +250,53 @@ def test_fetches_that_begin_early_change_no_bit_and_lift_no_peak(make, monkeypat
     assert kept(run)
     assert run.outcome.plan.predicted_peak_bytes >= max(s.peak_bytes for s in run.outcome.steps[2:]) - TOLERANCE_BYTES
     assert sum(taken) == len(begun) > 0
+
+
+class _Own(torch.Tensor):
+    """A class of tensors that Lowtide does not know."""
+
+
+def _train(call: Callable[[nn.Module, torch.Tensor], torch.Tensor], steps: int = 4) -> None:
+    model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(128, 128), nn.GELU())))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        call(model, torch.randn(256, 128)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def _in_a_thread(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: _loss(model, x)).result()
+
+
+def _on_the_host(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return _loss(model, x)
+
+
+def _of_its_own(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return _loss(model, x.as_subclass(_Own)).as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [(_in_a_thread, "another thread"), (_on_the_host, "saved-tensor hooks"), (_of_its_own, "_Own"), (_loss, None)],
+)
+def test_a_share_that_could_not_be_put_in_force_is_said_to_be_so_and_why(
+    call: Callable[[nn.Module, torch.Tensor], torch.Tensor], reason: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with lowtide.budget("99%") as run:
+        _train(call)
+    assert run.outcome.in_force == (reason is None)
+    assert run.outcome.to_json(0)["in_force"] == (reason is None)
+    show_outcome(run.outcome)
+    said = " ".join(capsys.readouterr().err.split())
+    assert ("the budget was never in force" in said) == (reason is not None)
+    if reason is not None:
+        assert any(reason in text for text in run.outcome.unreached)
+        assert reason in said

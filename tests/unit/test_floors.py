@@ -68,6 +68,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "live.engine",
         "live.frames",
         "live.value",
+        "live.unreached",
         "live.replay",
         "live.foresee",
         "live.ledger",

@@ -18,6 +18,13 @@ def wanted() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def on_room(mine: int | None) -> int | None:
+    """The least room that any rank has for such a plan; None where no rank has a recording: a collective."""
+    rooms: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(rooms, mine)
+    return min((room for room in rooms if room is not None), default=None)
+
+
 def on_plan(problem: Problem | None, mine: Solution | None) -> State | None:
     """The decisions that all ranks run: a collective, which every rank must call.
 

@@ -62,6 +62,11 @@ class Asides:
         self._depth = 0
         self._aside = contextlib.ExitStack()
 
+    @property
+    def transforming(self) -> bool:
+        """Whether a transform runs under which neither mode nor hooks may be put on."""
+        return self._depth > 0
+
     def install(self) -> None:
         """Put the wrappers on."""
         self._wraps.put(torch, "compile", self._compiling)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 import weakref
@@ -10,13 +11,26 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
+from lowtide.errors import ReplayError
 from lowtide.live.board import FileBoard, PinnedBoard
 from lowtide.live.foresee import bytes_beside, fresh_bytes
 from lowtide.live.heap import Meter
 from lowtide.live.ledger import Ledger
 from lowtide.live.ops import OpInfo
 from lowtide.live.replay import remake
-from lowtide.live.value import Record, Value, beneath_autograd, bytes_of, flatten, generator_of, sole_owner, whole, written_by
+from lowtide.live.value import (
+    PLAIN_TYPES,
+    Record,
+    Value,
+    beneath_autograd,
+    bytes_of,
+    flatten,
+    generator_of,
+    is_plain,
+    sole_owner,
+    whole,
+    written_by,
+)
 from lowtide.pebble.eager.problem import Bandwidth
 from lowtide.trace import Site
 
@@ -93,6 +107,10 @@ class Evictor:
         self._made = {}
 
     # --- what autograd saves -----------------------------------------------------------------------------------------
+
+    def away_bytes(self) -> int:
+        """Bytes of values that autograd has and that are not there."""
+        return sum(v.bytes for v in {*self.away, *self.weakly} if v.saves and v.storage() is None)
 
     def made(self, site: Site, fresh: Iterable[Value], overwritten: Iterable[Value]) -> None:
         """An operator made values; those that the plan drops are marked."""
@@ -253,8 +271,9 @@ class Evictor:
         groups: dict[int, list[Any]] = {}
         for ref in self.keeps:
             kept = ref()
-            if kept is not None and kept.held is not None:
-                groups.setdefault(kept.held.untyped_storage()._cdata, []).append(kept)
+            held = None if kept is None else kept.held
+            if held is not None and type(held) in PLAIN_TYPES and is_plain(held):  # of others bytes and metadata are not all
+                groups.setdefault(held.untyped_storage()._cdata, []).append(kept)
         freed = 0
         for group in groups.values():
             storage = group[0].held.untyped_storage()
@@ -358,12 +377,22 @@ class Evictor:
 
     def before_write(self, value: Value) -> None:
         """A value that cannot be made again is about to be overwritten: what was dropped and depends on it comes back."""
-        waiting = [v for v in (*self.away, *self.weakly) if v.saves and v.tensor is None and v is not value]
-        for v in waiting:
-            if v.ticket is None and _depends(v, value):
-                self.weakly.discard(v)
-                with beneath_autograd():
-                    self.resident(v)
+        for v in self._dropped():
+            if v is not value and _depends(v, value):
+                self._bring_back(v)
+
+    def before_unseen_writes(self) -> None:
+        """From here on nothing is told of writes: whatever was dropped comes back."""
+        for v in self._dropped():
+            self._bring_back(v)
+
+    def _dropped(self) -> list[Value]:
+        return [v for v in (*self.away, *self.weakly) if v.saves and v.tensor is None and v.ticket is None]
+
+    def _bring_back(self, value: Value) -> None:
+        self.weakly.discard(value)
+        with beneath_autograd(), contextlib.suppress(ReplayError):  # of a graph that is of no use any more: who asks is told
+            self.resident(value)
 
 
 @final
@@ -422,8 +451,6 @@ def verify(value: Value, storage: torch.UntypedStorage) -> None:
     Raises:
         ReplayError: if they differ.
     """
-    from lowtide.errors import ReplayError
-
     found = checksum(whole(storage))
     if found != value.checksum:
         name = value.record.info.name if value.record is not None else "an operator"

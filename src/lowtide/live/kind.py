@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,24 +26,38 @@ def tensors_in(state: Any) -> list[torch.Tensor]:
     return []
 
 
-def signature_of(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    """What kind of unit a root call begins: the module, what of it trains, and the shapes that it is given."""
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is known of a unit when it begins.
+
+    Attributes:
+        call: the module, what of it trains, and the shapes that it is given; nothing for a unit of plain functions.
+        accumulates: whether gradients are there already.
+        engaged: whether gradients are consumed within the backward.
+        after: of several optimizers the one that stepped last: where the script is in its round.
+    """
+
+    call: tuple[Any, ...]
+    accumulates: bool = False
+    engaged: bool = False
+    after: int = 0
+
+    def siblings(self) -> tuple[Kind, ...]:
+        """Kinds that run nearly the same, nearest first."""
+        other = replace(self, accumulates=not self.accumulates)
+        return (other, replace(self, after=0), replace(other, after=0)) if self.after else (other,)
+
+
+def kind_of(module: torch.nn.Module, args: Any, kwargs: Any, *, engaged: bool, after: int) -> Kind:
+    """What kind of unit a root call begins."""
     shapes: list[Any] = []
     _shapes((args, kwargs), shapes, 0)
     first = next(module.parameters(), None)
-    accumulates = first is not None and grad_of(first) is not None
     who = id(module if first is None else first)
     modes = hash(tuple(m.training for m in module.modules()))
     frozen = hash(tuple(p.requires_grad for p in module.parameters()))
-    return (type(module), who, accumulates, modes, frozen, torch.is_autocast_enabled("cpu"), tuple(shapes))
-
-
-def sibling_of(signature: Any) -> Any:
-    """The same kind of unit, but for whether gradients are there already."""
-    if len(signature) < 3:
-        return None
-    kind, who, accumulates, *rest = signature
-    return (kind, who, not accumulates, *rest)
+    call = (type(module), who, modes, frozen, torch.is_autocast_enabled("cpu"), tuple(shapes))
+    return Kind(call, first is not None and grad_of(first) is not None, engaged, after)
 
 
 def _shapes(item: Any, found: list[Any], depth: int) -> None:

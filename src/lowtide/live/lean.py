@@ -298,6 +298,7 @@ class LeanMode(Mode):
     def __init__(
         self, script: Script, run: LeanRun, fallback: Callable[[], Any],
         pack_fallback: Callable[[torch.Tensor], Any], out_of_memory: Callable[[BaseException], bool],
+        before_write: Callable[[], None],
     ) -> None:
         """Stand at the beginning of a unit."""
         super().__init__()
@@ -321,6 +322,7 @@ class LeanMode(Mode):
         self._fallback = fallback
         self._pack_fallback = pack_fallback
         self._out_of_memory = out_of_memory
+        self._before_write = before_write
         self._delegate: Any = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -405,6 +407,7 @@ class LeanMode(Mode):
 
     def _strays(self, act: Act | None, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether an operator writes to other bytes of ours than it did when it was recorded."""
+        self._before_write()
         overwrites = () if act is None else act.overwrites
         for i, (tensor, secret) in enumerate(written_by(info_of(func), args, kwargs)):
             old = overwrites[i][0] if i < len(overwrites) else -1
@@ -534,6 +537,20 @@ class LeanMode(Mode):
             self.run.tally.offload_seconds += time.perf_counter() - start
         except OSError:  # the second board is full: what stays is seen before the backward
             self.grown = True
+
+    def left_bytes(self) -> int:
+        """Bytes that nothing but autograd's graph of this unit holds."""
+        sizes = {id(v): v.bytes for v in self.values.values() if v.saves and v.tensor is not None}
+        held: dict[int, list[torch.Tensor]] = {}
+        for ref in self.keeps:
+            kept = ref()
+            if isinstance(kept, Kept) and kept.held is not None and is_plain(kept.held):
+                held.setdefault(kept.held.untyped_storage()._cdata, []).append(kept.held)
+        for tensors in held.values():
+            storage = tensors[0].untyped_storage()
+            if sole_owner(storage, len({id(t) for t in tensors})):
+                sizes[id(storage)] = storage.nbytes()
+        return sum(sizes.values())
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd keeps."""

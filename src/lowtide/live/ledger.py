@@ -63,6 +63,11 @@ class Ledger:
         if ref is not None:
             self._died(ref)
 
+    def saved_bytes(self) -> int:
+        """Bytes of resident values that autograd has."""
+        values = (ref.value for ref in self._current.values() if ref() is not None)
+        return sum(value.bytes for value in values if value is not None and value.saves)
+
     def forget(self) -> None:
         """Begin anew: what is live now will be met as if for the first time."""
         former = []

@@ -16,7 +16,7 @@ class StepFigures:
         recompute_seconds: what the operators that ran again took (host time).
         offload_seconds: what writing to the second board and reading from it took (host time).
         rescued_ops: operators that were tried again after something was let go.
-        overrun: whether the limit had to be lifted to get through.
+        overrun: whether the limit had to be lifted to get through, and was crossed.
     """
 
     index: int
@@ -79,13 +79,26 @@ class LeverFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A whole run."""
+    """A whole run.
+
+    Attributes:
+        budget_bytes: the budget; 0 where there was none, or where a share never came to be known.
+        asked: whether a budget was asked for.
+        unreached: what the script does that the interception does not reach.
+    """
 
     budget_bytes: int
     steps: tuple[StepFigures, ...]
     plan: PlanFigures | None
     exact: bool
     levers: tuple[LeverFigures, ...] = ()
+    asked: bool = False
+    unreached: tuple[str, ...] = ()
+
+    @property
+    def in_force(self) -> bool:
+        """Whether a budget that was asked for could be held at all."""
+        return bool(self.budget_bytes) or not self.asked
 
     @property
     def peak_bytes(self) -> int:
@@ -113,6 +126,8 @@ class Outcome:
                 for s in self.steps
             ],
             "plan": None if self.plan is None else self.plan.to_json(),
+            "in_force": self.in_force,
+            "unreached": list(self.unreached),
             "levers": [{"name": x.name, "used": x.used, "text": x.text} for x in self.levers],
             "exit_code": exit_code,
         }

@@ -60,6 +60,7 @@ class Recorder:
     tainted: set[int] = field(default_factory=set)
     pending: list[Value] = field(default_factory=list)
     asked: list[_Asked] = field(default_factory=list)
+    away: set[Value] = field(default_factory=set)
     backward_event: int | None = None
     tracked: int = 0
     closed: bool = False
@@ -102,10 +103,21 @@ class Recorder:
         """A dropped value's bytes are resident again."""
         if value.unit is self and self.lives[value.number].counted:
             self.tracked += value.bytes
+        self._no_more_away(value)
+
+    def _no_more_away(self, value: Value) -> None:
+        if value in self.away:
+            self.away.discard(value)
+            self.tracked += value.bytes
 
     def gone(self, value: Value) -> None:
         """A value's storage died."""
-        if self.closed or value.unit is not self:
+        if self.closed:
+            return
+        if value.unit is not self:
+            if value.saves:  # a graph that is left over has it still: the plain run's bytes are there
+                self.away.add(value)
+                self.tracked -= value.bytes
             return
         life = self.lives[value.number]
         if life.counted or life.gone_from_base:
@@ -142,7 +154,11 @@ class Recorder:
 
     def released(self, value: Value) -> None:
         """Autograd lets go of a saved tensor of a value."""
-        if self.closed or value.unit is not self:
+        if self.closed:
+            return
+        if value.unit is not self:
+            if not value.saves:
+                self._no_more_away(value)
             return
         life = self.lives[value.number]
         life.saves -= 1
@@ -222,6 +238,7 @@ class Recorder:
         """Note nothing more, and hold nothing: values refer to their recorder."""
         self.closed = True
         self.pending = []
+        self.away = set()
         for asked in self.asked:
             asked.node = None
 

@@ -28,7 +28,7 @@ from lowtide.live.enough import Enough
 from lowtide.live.full import FullMode
 from lowtide.live.guard import LIBRARY_BYTES, SLACK_BYTES, Evictor, Tally
 from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
-from lowtide.live.kind import grad_of, sibling_of, signature_of, tensors_in
+from lowtide.live.kind import Kind, kind_of, tensors_in
 from lowtide.live.lean import GuardMode, LeanMode, LeanRun, Script, compile_script
 from lowtide.live.ledger import Ledger
 from lowtide.live.logits import Logits
@@ -41,8 +41,9 @@ from lowtide.live.saver import Saver
 from lowtide.live.slices import Slices
 from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
+from lowtide.live.unreached import TRANSFORM, Unreached
 from lowtide.live.update import Updates
-from lowtide.live.value import PLAIN_TYPES, bytes_of
+from lowtide.live.value import PLAIN_TYPES
 from lowtide.live.verdict import figures_of, refusal
 from lowtide.pebble.eager.problem import Problem
 from lowtide.pebble.eager.solve import Front, Solution
@@ -63,10 +64,12 @@ SURPRISES = 2
 """Units that left their plan half-way after which this kind of unit is always run with the full interception."""
 RECORDINGS = 5
 """Recordings at most of a kind of unit whose predictions keep being off."""
+CROSSED = 2
+"""Steps over the budget after which a recording that began with graphs left over is believed where it finds no plan."""
 BACKWARDS = 3
 """Backwards (that build no graph of their own) after which a unit ends although handles are left."""
 KINDS = 64
-"""Kinds of units (signatures) whose plans are kept."""
+"""Kinds of units whose plans are kept."""
 AGREED_UNITS = range(2, 10)
 """Units, counted from 1, at whose beginning ranks agree on one plan: every rank reaches them."""
 AUTO_MARGIN = 0.05
@@ -75,13 +78,20 @@ AUTO_MARGIN = 0.05
 
 @dataclass(eq=False)
 class Entry:
-    """One recording of a kind of unit, and what was made of it."""
+    """One recording of a kind of unit, and what was made of it.
+
+    Attributes:
+        left_bytes: what graphs of former units held when it began, or would have held if nothing had been let go.
+        states: optimizer states' storages at its end.
+    """
 
     trace: Trace
     funcs: list[tuple[int, Any]]
     packs: list[int]
     backward_starts: list[int]
     front: Front
+    left_bytes: int
+    states: frozenset[int]
     compiled: dict[int, Script] = field(default_factory=dict)
     agreed: State | None = None
     followed: int = 0
@@ -96,8 +106,9 @@ class Entry:
 class Unit:
     """The unit that runs now."""
 
-    signature: Any
+    kind: Kind
     base_bytes: int
+    left_bytes: int
     policy: str
     recorder: Recorder | None = None
     keep: bool = False
@@ -106,6 +117,7 @@ class Unit:
     predicted_bytes: int | None = None
     backwards: int = 0
     consumed: int = 0
+    stepped: bool = False
     starts: list[int] = field(default_factory=list)
     outputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
 
@@ -157,13 +169,14 @@ class Runtime:
         self.stack = Stack()
         self.patches = Patches(self)
         self.asides = Asides(self.stack, self.clock)
+        self.unreached = Unreached(self.stack)
         self.updates = Updates(lambda: self.clock.phase, self._before_update)
         self.slices = Slices(self._room)
         self.logits = Logits()
         self.pieces = Pieces()
         self.unit: Unit | None = None
-        self.entries: dict[Any, list[Entry]] = {}
-        self.recordings: dict[Any, int] = {}
+        self.entries: dict[Kind, list[Entry]] = {}
+        self.recordings: dict[Kind, int] = {}
         self.budget_bytes = 0
         self.steps: list[StepFigures] = []
         self.figures: PlanFigures | None = None
@@ -171,6 +184,9 @@ class Runtime:
         self.refused: BudgetError | None = None
         self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._last_optimizer = 0
+        self._last_lean: LeanMode | None = None
+        self._owing = False
         self._between_bytes = 0
         self._unseen_peak = 0
         self._units = 0
@@ -182,8 +198,8 @@ class Runtime:
         self._active = False
         self._functional = False
         self.script_code_in_backward = False
-        self._surprises: dict[Any, int] = {}
-        self._misses: dict[Any, int] = {}
+        self._surprises: dict[Kind, int] = {}
+        self._misses: dict[Kind, int] = {}
 
     # --- on and off --------------------------------------------------------------------------------------------------
 
@@ -259,6 +275,8 @@ class Runtime:
             steps=tuple(self.steps),
             plan=self.figures,
             exact=self.meter.exact,
+            asked=self.settings.budget is not None,
+            unreached=self.unreached.reasons,
             levers=(
                 *self.updates.figures(),
                 *self.slices.figures(),
@@ -309,18 +327,28 @@ class Runtime:
         """A module is called from outside any module."""
         if not self._active or not torch.is_grad_enabled() or os.getpid() != self._pid:
             return
+        if self.asides.transforming:
+            self.unreached.note(TRANSFORM)
+            return
+        self.unreached.look(args, kwargs)
         self._roots.add(module)
         self.updates.root_begins()
         if isinstance(self.meter, (HeapMeter, LedgerMeter)) and torch.cuda.is_initialized():
             device = next((p.device for p in module.parameters() if p.is_cuda), None)
             if device is not None:
                 self._use_cuda(device)
-        signature = (*signature_of(module, args, kwargs), self.updates.engaged)
+        kind = kind_of(module, args, kwargs, engaged=self.updates.engaged, after=self._after())
         if self.unit is not None:
-            if not self._is_stale(self.unit, signature):
+            if self._is_over(self.unit, kind):
+                self._end_unit()
+            elif self._is_stale(self.unit, kind):
+                self._abandon_unit()
+            else:
                 return
-            self._abandon_unit()
-        self._begin_unit(signature)
+        self._begin_unit(kind)
+
+    def _after(self) -> int:
+        return self._last_optimizer if len(self._optimizers) > 1 else 0
 
     def root_ends(self, result: Any) -> None:
         """A root call returned."""
@@ -328,15 +356,27 @@ class Runtime:
             plain = [t for t in tensors_in(result) if type(t) in PLAIN_TYPES]  # of others `grad_fn` may be costly
             self.unit.outputs += [weakref.ref(t) for t in plain if t.grad_fn is not None]
 
-    def _is_stale(self, unit: Unit, signature: Any) -> bool:
+    def called_elsewhere(self, module: torch.nn.Module) -> None:
+        """A module is called in another thread."""
+        self.unreached.elsewhere(module)
+
+    def _is_over(self, unit: Unit, kind: Kind) -> bool:
+        """Whether an optimizer has stepped, and what it left is a graph that a backward retained, or the round begins anew."""
+        if not unit.consumed or not unit.stepped:
+            return False
+        if unit.lean is not None and not unit.lean.lost:
+            return unit.backwards >= len(unit.lean.script.backwards)
+        return unit.recorder is None or not self.saver.awaited or kind.call == unit.kind.call
+
+    def _is_stale(self, unit: Unit, kind: Kind) -> bool:
         """Whether the unit that runs was a forward that no backward will follow."""
         if unit.backwards:
             return False
         if unit.lean is not None and not unit.lean.lost:
-            return bool(signature == unit.signature and unit.lean.at == len(unit.lean.script.funcs) - 1)
+            return bool(kind == unit.kind and unit.lean.at == len(unit.lean.script.funcs) - 1)
         if self.saver.outstanding:
             return False
-        return signature == unit.signature or not any(output() is not None for output in unit.outputs)
+        return kind == unit.kind or not any(output() is not None for output in unit.outputs)
 
     def _functional_begins(self) -> Callable[[torch.Tensor], Any] | None:
         """Autograd saves something outside any module and any unit: a script of plain functions; who packs instead."""
@@ -345,7 +385,7 @@ class Runtime:
         if self.clock.depth or self.clock.phase is not Phase.DATA:
             return None
         self._functional = True
-        self._begin_unit(("functional", self.updates.engaged))
+        self._begin_unit(Kind((), engaged=self.updates.engaged, after=self._after()))
         unit: Unit | None = self.unit
         return None if unit is None or unit.lean is None else unit.lean.pack
 
@@ -438,9 +478,12 @@ class Runtime:
     def optimizer_begins(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
         self._optimizers.add(optimizer)
+        self._last_optimizer = id(optimizer)
         self.updates.optimizer_begins(optimizer)
         if self.unit is not None and self.unit.lean is not None and not self.unit.lean.lost:
             self.stack.take()
+        if self.stack.mode is None:
+            self._writes_unseen()
 
     def optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer stepped (perhaps from a hook within the backward)."""
@@ -449,12 +492,14 @@ class Runtime:
         unit = self.unit
         if self.clock.phase is Phase.BACKWARD:
             return
+        if unit is not None:
+            unit.stepped = True
         if unit is not None and unit.lean is not None and not unit.lean.lost and self.stack.mode is None:
             self.stack.put(unit.lean, unit.lean.pack, _unpack)
 
     # --- units -------------------------------------------------------------------------------------------------------
 
-    def _begin_unit(self, signature: Any) -> None:
+    def _begin_unit(self, kind: Kind) -> None:
         if self._step_done or (self._step_units and not self.clock.optimizers_seen):
             self._close_step()
             self._open_step()
@@ -464,67 +509,83 @@ class Runtime:
         self._units += 1
         if isinstance(self.meter, LedgerMeter):
             self._meet_long_lived()
-        base = self.meter.live()
-        self._between_bytes = max(self.meter.op_peak(), base) if self._units > 1 else 0
+        left, away = self._left_bytes()
+        base = self.meter.live() - left  # it goes when the script lets go of it, at the latest within the unit
+        between = base if self._owing else max(self.meter.op_peak(), base)  # else bytes of our making
+        self._between_bytes = between if self._units > 1 else 0
         self.meter.reset_op_peak()
-        self._resolve_share(signature, base)
-        unit = Unit(signature, base, "online")
+        self._resolve_share(kind, base)
+        unit = Unit(kind, base, left + away, "online")
         self.unit = unit
         if not self.budget_bytes and self.settings.budget is None:
             self._run_fully(unit, None, record=False)
             return
-        entry = self._entry(signature, base)
+        entry = self._entry(kind, base)
         if self._units in AGREED_UNITS and agree.wanted():
             self._agree(entry, base)
         if entry is None:
             self._run_fully(unit, None)
             return
         solution = self._solve(entry, base)
-        self.figures = figures = figures_of(entry.problem, solution, base, self._between_bytes, self.resident_bytes())
-        known = bool(self.entries.get(signature))
-        crossed = any(s.overrun or s.peak_bytes > self.budget_bytes for s in self.steps[1:])
-        refused = bool(self.budget_bytes) and solution.state is None and crossed
-        proven = bool(self.budget_bytes) and self._cannot_be_held(
-            figures, known=known, warm=self.recordings.get(signature, 0))
-        if (refused or proven) and self.updates.can_engage():
+        grown = sum(size for state, size in self._states().items() if state not in entry.states)
+        self.figures = figures = figures_of(
+            entry.problem, solution, base, self._between_bytes, self.resident_bytes(), grown - entry.left_bytes)
+        known = bool(self.entries.get(kind))
+        crossed = sum(s.overrun or s.peak_bytes > self.budget_bytes for s in self.steps[1:])
+        refused = bool(self.budget_bytes) and solution.state is None and crossed > (CROSSED if entry.left_bytes else 0)
+        proven = bool(self.budget_bytes) and self._cannot_be_held(figures, warm=self.recordings.get(kind, 0) >= SEEN_TWICE)
+        if (refused or proven) and self.updates.can_engage(self._roots):
             self.updates.engage()
-            unit.signature = (*signature[:-1], True)
+            unit.kind = replace(kind, engaged=True)
             self._run_fully(unit, None)
             return
         if refused or proven:
             self._refuse(figures, proven=proven and not refused)
         self.plan = plan_of(entry.problem, solution)
         exact = known and self._near(entry.trace.base_bytes, base, entry.problem.plain_peak)
-        worn = self.recordings.get(signature, 0) >= SEEN_TWICE
+        worn = self.recordings.get(kind, 0) >= SEEN_TWICE
         if solution.state is None:
             self._run_fully(unit, None, record=not exact and not worn)
-        elif (exact or worn) and self._surprises.get(signature, 0) < SURPRISES:
+        elif (exact or worn) and self._surprises.get(kind, 0) < SURPRISES:
             self._run_lean(unit, entry, solution)
         else:
             self._run_fully(unit, entry, record=not worn)
 
-    def _entry(self, signature: Any, base: int) -> Entry | None:
+    def _left_bytes(self) -> tuple[int, int]:
+        """What graphs of former units still hold, and what of theirs was let go."""
+        left = 0 if self._last_lean is None else self._last_lean.left_bytes()
+        if self.saver.outstanding <= 0:
+            return left, 0
+        return left + self.ledger.saved_bytes(), self.evictor.away_bytes()
+
+    def _entry(self, kind: Kind, base: int) -> Entry | None:
         """The recording of this kind of unit whose base is nearest."""
-        found = self.entries.get(signature) or self.entries.get(sibling_of(signature))
+        found = next((e for k in (kind, *kind.siblings()) if (e := self.entries.get(k))), None)
         return min(found, key=lambda e: abs(e.trace.base_bytes - base)) if found else None
 
     def _near(self, a: int, b: int, peak: int) -> bool:
         return abs(a - b) <= max(TOLERANCE_BYTES, TOLERANCE_SHARE * peak)
 
     def _solve(self, entry: Entry, base: int) -> Solution:
-        budget = self.budget_bytes or entry.problem.plain_peak + abs(base - entry.trace.base_bytes) + 1
-        room = budget - (base - entry.trace.base_bytes)
-        solution = entry.front.at(room - SLACK_BYTES)
-        if solution.state is None:
-            solution = entry.front.at(room)
+        solution = self._within(entry, self._room_for(entry, base))
         agreed = entry.agreed
         if agreed is None or agreed.timeline.peak_bytes > solution.budget_bytes:
             return solution
         return replace(solution, state=agreed)
 
+    def _room_for(self, entry: Entry, base: int) -> int:
+        """What a plan made on a recording's base may reach, for a unit on another base to stay within the budget."""
+        shift = base - entry.trace.base_bytes
+        return (self.budget_bytes or entry.problem.plain_peak + abs(shift) + 1) - shift
+
+    def _within(self, entry: Entry, room: int) -> Solution:
+        solution = entry.front.at(room - SLACK_BYTES)
+        return entry.front.at(room) if solution.state is None else solution
+
     def _agree(self, entry: Entry | None, base: int) -> None:
-        """All ranks take part, whether they have a plan or not: this is a collective."""
-        mine = None if entry is None else self._solve(entry, base)
+        """All ranks take part, whether they have a plan or not: these are collectives."""
+        room = agree.on_room(None if entry is None else self._room_for(entry, base))
+        mine = None if entry is None or room is None else self._within(entry, room)
         agreed = agree.on_plan(None if entry is None else entry.problem, mine)
         if entry is not None:
             entry.agreed = agreed
@@ -549,7 +610,7 @@ class Runtime:
         self._note_policy(unit.policy)
         self.clock.detailed = False
         self.stack.take()
-        if not solution.state.decisions and entry.followed >= TRUSTED and not self._surprises.get(unit.signature):
+        if not solution.state.decisions and entry.followed >= TRUSTED and not self._surprises.get(unit.kind):
             return
         key = id(solution.state)
         script = entry.compiled.get(key)
@@ -559,9 +620,14 @@ class Runtime:
             )
             entry.compiled = {key: script}
         run = LeanRun(script, self.evictor.tally, self.board)
-        unit.lean = LeanMode(script, run, self._lost, self.saver.pack, self._out_of_memory())
+        unit.lean = LeanMode(script, run, self._lost, self.saver.pack, self._out_of_memory(), self._writes_unseen)
         if not self.stack.put(unit.lean, unit.lean.pack, _unpack):
             unit.lean = None
+
+    def _writes_unseen(self) -> None:
+        """What handles of former units stand for must not depend on what is about to be written."""
+        if self.saver.outstanding > 0:
+            self.evictor.before_unseen_writes()
 
     def _out_of_memory(self) -> Callable[[BaseException], bool]:
         """Tells whether an error, from now on, means that memory ran out."""
@@ -572,7 +638,7 @@ class Runtime:
         """A planned forward left its recording: hold the budget on line for the rest of the unit."""
         self._note_policy("online")
         assert self.unit is not None
-        self._surprises[self.unit.signature] = self._surprises.get(self.unit.signature, 0) + 1
+        self._surprises[self.unit.kind] = self._surprises.get(self.unit.kind, 0) + 1
         assert self.unit.lean is not None
         self.evictor.keeps = self.unit.lean.keeps
         self.clock.detailed = True
@@ -608,7 +674,9 @@ class Runtime:
             self._verify(unit, unit.entry)
         if unit.lean is not None:
             self.stack.take()
-            unit.lean = None
+            unit.lean.let_go()
+        self._last_lean, unit.lean = unit.lean, None
+        self._owing = any(self._left_bytes())
         self.full.begin(None, remember=False)
         self.saver.recorder = None
         if self.saver.outstanding <= 0:
@@ -619,7 +687,7 @@ class Runtime:
 
     def _keep_recording(self, unit: Unit, recorder: Recorder) -> None:
         trace = recorder.finish(self.resident_bytes(), movable=True)
-        if len(self.entries) >= KINDS and unit.signature not in self.entries:
+        if len(self.entries) >= KINDS and unit.kind not in self.entries:
             self.entries.pop(next(iter(self.entries)))
         problem = Problem(
             trace=trace,
@@ -627,11 +695,12 @@ class Runtime:
             bandwidth=self.evictor.bandwidth,
             pinned=frozenset(recorder.tainted),
         )
-        entry = Entry(trace, recorder.funcs, recorder.packs, unit.starts, Front(problem))
-        kept = [e for e in self.entries.get(unit.signature, ()) if not self._near(
+        states = frozenset(self._states())
+        entry = Entry(trace, recorder.funcs, recorder.packs, unit.starts, Front(problem), unit.left_bytes, states)
+        kept = [e for e in self.entries.get(unit.kind, ()) if not self._near(
             e.trace.base_bytes, trace.base_bytes, problem.plain_peak)]
-        self.entries[unit.signature] = [*kept[-(RECORDINGS - 1):], entry]
-        self.recordings[unit.signature] = self.recordings.get(unit.signature, 0) + 1
+        self.entries[unit.kind] = [*kept[-(RECORDINGS - 1):], entry]
+        self.recordings[unit.kind] = self.recordings.get(unit.kind, 0) + 1
 
     def _verify(self, unit: Unit, entry: Entry) -> None:
         """After a planned unit: was its peak what the plan said?"""
@@ -642,22 +711,23 @@ class Runtime:
             entry.followed += 1
             return
         lost = unit.lean is not None and unit.lean.lost
-        if not lost and self._near(measured, predicted, predicted):
+        less = bool(entry.left_bytes) and measured < predicted  # a graph left over from a planned unit is smaller
+        if not lost and (less or self._near(measured, predicted, predicted)):
             entry.followed += 1
             return
-        misses = self._misses[unit.signature] = self._misses.get(unit.signature, 0) + 1
+        misses = self._misses[unit.kind] = self._misses.get(unit.kind, 0) + 1
         if misses < RECORDINGS:
-            self.entries[unit.signature] = [e for e in self.entries[unit.signature] if e is not entry]
-            self.recordings[unit.signature] = min(self.recordings[unit.signature], SEEN_TWICE - 1)
+            self.entries[unit.kind] = [e for e in self.entries[unit.kind] if e is not entry]
+            self.recordings[unit.kind] = min(self.recordings[unit.kind], SEEN_TWICE - 1)
 
     # --- budget ------------------------------------------------------------------------------------------------------
 
-    def _resolve_share(self, signature: Any, base: int) -> None:
+    def _resolve_share(self, kind: Kind, base: int) -> None:
         """Turn a share into bytes once the plain peak is known."""
         budget = self.settings.budget
         if not isinstance(budget, Share) or not self.entries or (self.budget_bytes and len(self.steps) != 1):
             return
-        entry = self._entry(signature, base) or next(iter(self.entries.values()))[-1]
+        entry = self._entry(kind, base) or next(iter(self.entries.values()))[-1]
         resident = self.resident_bytes()
         peak = max(entry.problem.plain_peak + base - entry.trace.base_bytes, self._between_bytes)
         self.budget_bytes = int(resident + budget.fraction * max(0, peak - resident))
@@ -665,12 +735,7 @@ class Runtime:
 
     def resident_bytes(self) -> int:
         """Parameters, buffers and optimizer states."""
-        sizes: dict[int, int] = {}
-        for tensor in self._resident():
-            with contextlib.suppress(RuntimeError, NotImplementedError):
-                storage = tensor.untyped_storage()
-                sizes[storage._cdata] = storage.nbytes()
-        return sum(sizes.values())
+        return sum(_storages(self._resident()).values())
 
     def _resident(self) -> list[torch.Tensor]:
         tensors: list[torch.Tensor] = []
@@ -678,8 +743,12 @@ class Runtime:
             tensors += [*root.parameters(), *root.buffers()]
         for optimizer in self._optimizers:
             tensors += [p for group in optimizer.param_groups for p in group["params"]]
-            tensors += [t for state in optimizer.state.values() for t in tensors_in(state)]
+            tensors += tensors_in(list(optimizer.state.values()))
         return tensors
+
+    def _states(self) -> dict[int, int]:
+        """Storages of optimizer states: bytes of each."""
+        return _storages([t for optimizer in self._optimizers for t in tensors_in(list(optimizer.state.values()))])
 
     def _meet_long_lived(self) -> None:
         """Enter what planned steps left behind unseen: their gradients, the first states."""
@@ -690,27 +759,18 @@ class Runtime:
                 if storage.device.type == "cpu" and self.ledger.find(storage) is None:
                     self.ledger.enter(storage, None)
 
-    def _cannot_be_held(self, figures: PlanFigures, *, known: bool, warm: int) -> bool:
-        """Whether the floor is above the budget for certain.
-
-        A cold first step may differ a little from the next ones; and a recording made while there were no gradients does
-        not show whether the script frees those that are there now before its backward.
-        """
-        if self.updates.engaged and warm < SEEN_TWICE:  # the optimizer made its states within that unit: it will not again
-            return False
-        doubt = 0
-        if warm < SEEN_TWICE:
-            doubt = max(TOLERANCE_BYTES, int(TOLERANCE_SHARE * figures.bound_peak_bytes)) + LIBRARY_BYTES
-        if not known:
-            grads = (grad_of(p) for root in self._roots for p in root.parameters())
-            doubt += sum(bytes_of(g) for g in grads if g is not None)
+    def _cannot_be_held(self, figures: PlanFigures, *, warm: bool) -> bool:
+        """Whether the floor is above the budget for certain: a cold first step may differ a little from the next ones."""
+        doubt = 0 if warm else max(TOLERANCE_BYTES, int(TOLERANCE_SHARE * figures.bound_peak_bytes)) + LIBRARY_BYTES
         return figures.bound_peak_bytes - doubt > self.budget_bytes
 
     def _refuse(self, figures: PlanFigures, *, proven: bool) -> None:
         self.unit = None
         self._step_units = 0
         self.refused = refusal(
-            figures, self.budget_bytes, self._between_bytes, proven=proven, declined=self.updates.reason)
+            figures, self.budget_bytes, self._between_bytes,
+            proven=proven, declined=self.updates.reason, unreached=self.unreached.reasons,
+        )
         raise self.refused if self.settings.refusal is None else self.settings.refusal(self.refused)
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -724,18 +784,19 @@ class Runtime:
 
     def _close_step(self) -> None:
         tally = self.evictor.tally
+        peak = max(self.meter.step_peak(), self._unseen_peak)
         self.steps.append(
             StepFigures(
                 index=len(self.steps),
                 seconds=time.perf_counter() - self._step_started,
-                peak_bytes=max(self.meter.step_peak(), self._unseen_peak),
+                peak_bytes=peak,
                 policy=self._step_policy,
                 recomputed_ops=tally.recomputed_ops,
                 recompute_seconds=tally.recompute_seconds,
                 offloaded_bytes=tally.offloaded_bytes,
                 offload_seconds=tally.offload_seconds,
                 rescued_ops=tally.rescues,
-                overrun=tally.overrun,
+                overrun=tally.overrun and peak > self.budget_bytes,
             )
         )
 
@@ -752,6 +813,16 @@ class Runtime:
     def _back(self, value: Any) -> None:
         if self.saver.recorder is not None:
             self.saver.recorder.back(value)
+
+
+def _storages(tensors: list[torch.Tensor]) -> dict[int, int]:
+    """Bytes of each storage that tensors have."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            storage = tensor.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+    return sizes
 
 
 def _unpack(packed: Any) -> torch.Tensor:

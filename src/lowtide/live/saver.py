@@ -10,7 +10,7 @@ from lowtide.live.board import Ticket
 from lowtide.live.guard import Evictor
 from lowtide.live.ledger import Ledger
 from lowtide.live.recorder import Recorder
-from lowtide.live.value import PLAIN_TYPES, Meta, Value, beneath_autograd, is_plain, meta_of, view_on, watch
+from lowtide.live.value import NO_DISPATCH, PLAIN_TYPES, Meta, Value, beneath_autograd, is_plain, meta_of, view_on, watch
 
 
 def modified_in_place(meta: Meta, found: int, expected: int) -> RuntimeError:
@@ -72,7 +72,7 @@ class Kept:
 class Handle:
     """A saved tensor whose value may be let go."""
 
-    __slots__ = ("meta", "saver", "value", "version", "watched")
+    __slots__ = ("asked", "meta", "saver", "value", "version", "watched")
 
     def __init__(self, saver: Saver, value: Value, tensor: torch.Tensor) -> None:
         """Refer to the value; the tensor itself is watched, not held."""
@@ -81,10 +81,18 @@ class Handle:
         self.meta: Meta = meta_of(tensor)
         self.watched = watch(tensor)
         self.version = tensor._version
+        self.asked = False
 
     def __del__(self) -> None:
         """Autograd let go."""
+        self._met()
         self.saver.released(self.value.latest())
+
+    def _met(self) -> None:
+        """A backward came by, or never will."""
+        if not self.asked:
+            self.asked = True
+            self.saver.awaited -= 1
 
     def unpack(self) -> torch.Tensor:
         """The tensor, made again if its value was let go.
@@ -94,13 +102,19 @@ class Handle:
         """
         if self.watched._version != self.version:
             raise modified_in_place(self.meta, self.watched._version, self.version)
+        self._met()
         storage = self.saver.ask(self.value.latest())
         return view_on(storage, self.meta)
 
 
 @final
 class Saver:
-    """Saved-tensor hooks of the full interception."""
+    """Saved-tensor hooks of the full interception.
+
+    Attributes:
+        outstanding: handles that autograd has.
+        awaited: those of them that no backward has asked for.
+    """
 
     def __init__(self, ledger: Ledger, evictor: Evictor) -> None:
         """Share the runtime's parts."""
@@ -109,6 +123,7 @@ class Saver:
         self.recorder: Recorder | None = None
         self.keep_only = False
         self.outstanding = 0
+        self.awaited = 0
         self.on_first: Callable[[], Callable[[torch.Tensor], Any] | None] | None = None
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -136,6 +151,7 @@ class Saver:
     def _handle(self, value: Value, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Handle:
         handle = Handle(self, value, tensor)
         self.outstanding += 1
+        self.awaited += 1
         self.evictor.saved(value, storage)
         if self.recorder is not None:
             self.recorder.saved(value)
@@ -163,7 +179,10 @@ class Saver:
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias with the same version counter, made unseen by dispatch modes."""
+    """An alias with the same version counter, made unseen by dispatch modes; of what dispatches itself, by itself."""
+    if type(tensor).__torch_dispatch__ is not NO_DISPATCH:
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.detach()
     with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
         return tensor.detach()
 

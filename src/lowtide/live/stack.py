@@ -49,6 +49,16 @@ class Stack:
         _push(above)
         self._hooks = None
 
+    def hooks_covered(self) -> bool:
+        """Whether the script has saved-tensor hooks on, which are asked instead of ours."""
+        top = _top_hooks()
+        return top is not None and top != self._hooks
+
+    def mode_covered(self) -> bool:
+        """Whether the script has a dispatch mode on, which is asked before ours."""
+        top = _get_current_dispatch_mode()
+        return top is not None and top is not self.mode
+
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Run something without the mode and the hooks, where both are on top."""

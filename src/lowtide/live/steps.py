@@ -31,6 +31,9 @@ class Listener(Protocol):
     def root_ends(self, result: Any) -> None:
         """That call returned."""
 
+    def called_elsewhere(self, module: torch.nn.Module) -> None:
+        """A module is called in another thread: it is not followed."""
+
     def backward_begins(self) -> None:
         """Autograd's engine is about to run (:attr:`Clock.differentiable` says how)."""
 
@@ -145,7 +148,10 @@ class Clock:
     def _wrap_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if (self.depth and not self.detailed) or threading.get_ident() != self._owner:
+            if self.depth and not self.detailed:
+                return original(module, *args, **kwargs)
+            if threading.get_ident() != self._owner:
+                self.listener.called_elsewhere(module)
                 return original(module, *args, **kwargs)
             return self._follow(original, module, args, kwargs)
 

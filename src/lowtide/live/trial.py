@@ -119,6 +119,9 @@ class Plain:
             self._roots[id(module)] = module
             self._step_may_begin()
 
+    def called_elsewhere(self, module: torch.nn.Module) -> None:
+        """Not followed."""
+
     def root_ends(self, result: Any) -> None:
         """Nothing follows from that."""
 

@@ -73,7 +73,7 @@ class Updates:
     Attributes:
         stage: how far it has come.
         reason: why it was declined.
-        clean: steps seen from backward to update in which nothing spoke against it.
+        clean: optimizers seen from backward to update, with nothing that spoke against it.
         consumed: gradients so far.
         updating: whether an update runs now within the backward.
         before_update: told of a parameter that is about to be updated within the backward.
@@ -88,7 +88,7 @@ class Updates:
         """
         self.stage = Stage.RESTING
         self.reason = ""
-        self.clean = 0
+        self.clean: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
         self.consumed = 0
         self.updating = False
         self.before_update = before_update
@@ -171,10 +171,13 @@ class Updates:
         """Whether gradients are consumed."""
         return self.stage is Stage.ENGAGED
 
-    def can_engage(self) -> bool:
-        """Whether a whole step was seen and nothing speaks against it."""
+    def can_engage(self, models: Iterable[torch.nn.Module]) -> bool:
+        """Whether a step of every optimizer of these models was seen and nothing speaks against it."""
         self._settle()
-        return self.stage is Stage.WATCHING and self.clean > 0 and not self._due
+        if self.stage is not Stage.WATCHING or not self.clean or self._due:
+            return False
+        trained = {id(p) for model in models for p in model.parameters()}
+        return all(o in self.clean or not any(id(p) in trained for p in _parameters(o)) for o in self._optimizers)
 
     def is_ours(self, hook: Any) -> bool:
         """Whether a hook on a parameter is this lever's."""
@@ -270,7 +273,8 @@ class Updates:
         self._stepping = False
         self._marks.pop(id(optimizer), None)
         if self._due.pop(id(optimizer), None) is not None:
-            self.clean += not self._due
+            if not self._due:
+                self.clean.add(optimizer)
             if self.stage is Stage.ENGAGED:
                 _in_order(optimizer)
 

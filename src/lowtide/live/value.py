@@ -90,7 +90,14 @@ NO_DISPATCH: Final = torch.Tensor.__torch_dispatch__
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is fully described by a storage and its view metadata."""
-    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg() and not tensor.is_quantized
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor._is_zerotensor()  # a tangent of zeros has no bytes
+    )
 
 
 def bytes_of(tensor: torch.Tensor) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lowtide.errors import BudgetError
 from lowtide.live.outcome import PlanFigures
 from lowtide.pebble.eager.problem import Problem
@@ -10,7 +12,7 @@ from lowtide.units import format_bytes
 
 
 def figures_of(
-    problem: Problem, solution: Solution, base_bytes: int, between_bytes: int, resident_bytes: int
+    problem: Problem, solution: Solution, base_bytes: int, between_bytes: int, resident_bytes: int, certain_bytes: int
 ) -> PlanFigures:
     """A solution as it holds for a unit on another base.
 
@@ -20,8 +22,11 @@ def figures_of(
         base_bytes: live when the unit begins.
         between_bytes: highest point between the last unit and this one: the optimizer's update.
         resident_bytes: parameters, buffers and optimizer states.
+        certain_bytes: of these, what was made since the recording, less what graphs of former units held when it began. The
+            bound takes no other growth of the base for certain: a leftover of the step before may go within the unit.
     """
     shift, state, seconds = base_bytes - problem.base_bytes, solution.state, problem.trace.seconds
+    certain = min(shift, certain_bytes)
     return PlanFigures(
         predicted_peak_bytes=None if state is None else max(state.timeline.peak_bytes + shift, between_bytes),
         baseline_peak_bytes=max(problem.plain_peak + shift, between_bytes),
@@ -29,7 +34,7 @@ def figures_of(
         predicted_step_seconds=None if state is None else seconds + state.timeline.extra_seconds,
         baseline_step_seconds=seconds,
         extra_seconds=None if state is None else state.timeline.extra_seconds,
-        bound_peak_bytes=max(solution.bound.peak_bytes + shift, between_bytes),
+        bound_peak_bytes=max(solution.bound.peak_bytes + certain, between_bytes),
         bound_extra_seconds=solution.bound_seconds,
         lowest_peak_bytes=max(solution.lowest_bytes + shift, between_bytes),
         status=solution.status.value,
@@ -38,7 +43,8 @@ def figures_of(
 
 
 def refusal(
-    figures: PlanFigures, budget_bytes: int, between_bytes: int, *, proven: bool, declined: str = ""
+    figures: PlanFigures, budget_bytes: int, between_bytes: int, *,
+    proven: bool, declined: str = "", unreached: Sequence[str] = (),
 ) -> BudgetError:
     """The error that says why a budget cannot be held, and what would lower the floor."""
     bound, lowest = figures.bound_peak_bytes, figures.lowest_peak_bytes
@@ -54,6 +60,8 @@ def refusal(
     )
     if declined:
         advice += f"; gradients could not be consumed as they come: {declined}"
+    if unreached:
+        advice += f"; what Lowtide does not reach in this script: {'; '.join(unreached)}"
     return BudgetError(
         f"the budget of {format_bytes(budget_bytes)} cannot be held: {why}; what would lower it: {advice}",
         budget_bytes=budget_bytes,

@@ -19,6 +19,7 @@ from types import CodeType, FrameType
 from typing import Any, Final, final
 
 import numpy as np
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 import torch
@@ -179,6 +180,7 @@ class Watcher:
         self._carried = np.zeros(0, dtype=CARRIED)
         self._stepped: set[int] = set()
         self._cycle: set[int] = set()
+        self._forwards = 0
         self._backwards = 0
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -219,7 +221,7 @@ class Watcher:
         self.stack.take()
         self.clock.remove()
         self.asides.remove()
-        if self.step < 0 or not complete or self._backwards or self._stepped:
+        if self.step < 0 or not complete or self._forwards or self._backwards or self._stepped:
             self._close_step(complete=complete)
         for ref in list(self._blocks.values()):
             ref.value = None
@@ -276,7 +278,7 @@ class Watcher:
             self._close_step(complete=True)
             self._origin.clear()
             self.step += 1
-            self._stepped, self._backwards = set(), 0
+            self._stepped, self._forwards, self._backwards = set(), 0, 0
             self._begin_journal()
             if self._most and self.step >= self._most:
                 raise Enough
@@ -290,7 +292,11 @@ class Watcher:
             return True
         if not self._stepped:
             return self._backwards > 0 and not self._optimizers
-        return self._cycle <= self._stepped
+        return (self._cycle or {id(o) for o in self._optimizers if self._trains(o)}) <= self._stepped
+
+    def _trains(self, optimizer: Any) -> bool:
+        """Whether an optimizer has parameters of a model that was called."""
+        return any(self._parameters.get(p) for group in optimizer.param_groups for p in group["params"])
 
     def _close_step(self, *, complete: bool) -> None:
         entries = self.writer.journal.entries()
@@ -319,6 +325,7 @@ class Watcher:
         """A module is called from outside any module."""
         if not self._active:
             return
+        self._forwards += torch.is_grad_enabled()
         if module not in self._roots:
             self._meet(module)
         if self.operators:
@@ -360,6 +367,9 @@ class Watcher:
             if isinstance(optimizer, torch.optim.Optimizer):
                 self._recognise_states(optimizer)
 
+    def called_elsewhere(self, module: torch.nn.Module) -> None:
+        """Not followed."""
+
     def root_ends(self, result: Any) -> None:
         """That call returned."""
 
@@ -379,6 +389,8 @@ class Watcher:
     def optimizer_begins(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
         self._optimizers.add(optimizer)
+        if id(optimizer) in self._stepped and not self._cycle:
+            self._cycle = set(self._stepped)  # there are others, but they do not take part
         if self.operators and self._active:
             self._look_for_holders()
             for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
@@ -387,15 +399,13 @@ class Watcher:
                 if parameter.grad is not None:
                     self._recognise(parameter.grad, Role.GRADIENT, f"{name}.grad")
 
-    def optimizer_ends(self, _: Any) -> None:
+    def optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer stepped (perhaps from a hook within the backward)."""
-        for optimizer in self._optimizers:
-            if id(optimizer) not in self._stepped and optimizer.state:
-                self._stepped.add(id(optimizer))
-                if self.operators and self._active:
-                    self._recognise_states(optimizer)
-        if not self._stepped:
-            self._stepped.update(id(o) for o in self._optimizers)
+        self._optimizers.add(optimizer)
+        if id(optimizer) not in self._stepped:
+            self._stepped.add(id(optimizer))
+            if self.operators and self._active:
+                self._recognise_states(optimizer)
 
     def _recognise_states(self, optimizer: Any) -> None:
         kind = type(optimizer).__name__
@@ -598,8 +608,8 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Strided tensors that hold a tensor's bytes; none for what has no storage of its own."""
     if type(tensor).__torch_dispatch__ is not NO_DISPATCH or tensor.device.type == "meta":
         return []
-    if is_plain(tensor):
-        return [tensor]
+    if is_functorch_wrapped_tensor(tensor) or tensor.is_nested or tensor._is_zerotensor():
+        return []
     if tensor.layout is torch.strided:
         return [tensor]
     if tensor.layout is torch.sparse_coo:

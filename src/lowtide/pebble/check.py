@@ -5,15 +5,17 @@ Written for reading, not for speed: the board is a set, its bytes are summed ane
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import dok_array
 
 from lowtide.pebble.graph import Graph
+from lowtide.pebble.status import Status
 
 _SECONDS = 1e-9
 """Relative difference in seconds that sums may show."""
@@ -22,25 +24,61 @@ _PROGRAM = 1e-6
 _LIMIT = 120.0
 """Seconds for solving the bound's program again."""
 _RUNS = ("compute", "update")
+_PEAK_METHODS = ("stuck", "forced", "cut")
+_TIME_METHODS = ("none", "search", "instant", "instants", "chain")
+_MOST_SEARCHED = 16
+"""Nodes up to which a claim that all schedules were looked at is verified by looking at them."""
 
 
 def check(graph: Graph, solution: object) -> list[str]:
     """What is wrong with a solution file's content; empty where it holds."""
-    if not isinstance(solution, Mapping) or "status" not in solution or "bound" not in solution:
+    if not isinstance(solution, Mapping) or "status" not in solution or not isinstance(solution.get("bound"), Mapping):
         return ["it is no solution written by `lowtide plan --json`"]
     try:
-        return _Checker(graph, solution).run()
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        strange = _strange(solution)
+        return strange or _Checker(graph, solution).run()
+    except _UnknownNode as unknown:
+        return [f"it names a node that the graph does not have: {unknown.args[0]!r}"]
+    except (KeyError, TypeError, ValueError, IndexError, ArithmeticError) as error:
         return [f"it is damaged: {type(error).__name__}: {error}"]
+
+
+class _UnknownNode(Exception):
+    """A name that the graph does not have."""
+
+
+class _Index(dict[Any, int]):
+    def __missing__(self, name: Any) -> int:
+        raise _UnknownNode(name)
+
+
+def _strange(solution: Mapping[str, Any]) -> list[str]:
+    """Fields that say nothing that could be verified."""
+    bound = solution["bound"]
+    words = (
+        ("status", solution["status"], [s.value for s in Status]), ("order", solution.get("order"), ["fixed", "free"]),
+        ("bound.method", bound.get("method"), _PEAK_METHODS), ("bound.extra_method", bound.get("extra_method"), _TIME_METHODS),
+    )
+    wrong = [f"{name} is {found!r}: it is one of {', '.join(known)}" for name, found, known in words if found not in known]
+    unit, budget = solution.get("rounding_bytes"), solution.get("budget_bytes")
+    if type(unit) is not int or unit < 1:
+        wrong.append(f"rounding_bytes is {unit!r}: it is a number of bytes, 1 or more")
+    if budget is not None and (type(budget) is not int or budget < 0):
+        wrong.append(f"budget_bytes is {budget!r}: it is a number of bytes, or null")
+    if budget is None and solution["status"] in (Status.INFEASIBLE, Status.UNKNOWN):
+        wrong.append(f"{solution['status']} is claimed, but for no budget")
+    if type(bound.get("extra_seconds")) not in (int, float) or bound["extra_seconds"] < 0:
+        wrong.append(f"bound.extra_seconds is {bound.get('extra_seconds')!r}: it is a number of seconds, 0 or more")
+    return wrong
 
 
 class _Checker:
     def __init__(self, graph: Graph, solution: Mapping[str, Any]) -> None:
-        unit = int(solution.get("rounding_bytes", 1))
+        unit = int(solution["rounding_bytes"])
         self.graph = graph.rounded(unit) if unit > 1 else graph
         self.solution = solution
-        self.index = {n.id: v for v, n in enumerate(self.graph.nodes)}
-        self.fixed = solution.get("order", "fixed") == "fixed"
+        self.index = _Index((n.id, v) for v, n in enumerate(self.graph.nodes))
+        self.fixed = solution["order"] == "fixed"
         self.wrong: list[str] = []
         nodes = self.graph.nodes
         self.ops = [v for v in self.graph.order if nodes[v].made_with is None and not nodes[v].resident]
@@ -66,25 +104,82 @@ class _Checker:
             math.isclose(s["base_seconds"], base, rel_tol=_SECONDS),
             f"base_seconds is {s['base_seconds']}, every node once takes {base}",
         )
-        floor = self.floor(s["bound"].get("node"))
-        if s["bound"]["method"] == "stuck":
-            self.claim(
-                s["bound"]["peak_bytes"] <= floor, f"bound.peak_bytes is {s['bound']['peak_bytes']}, its node proves {floor}"
-            )
-        if status == "infeasible":
-            searched = s["bound"].get("extra_method") == "search"
-            self.claim(
-                searched or s["bound"]["peak_bytes"] > budget,
-                "infeasible is claimed, but the bound on the peak does not prove it",
-            )
-            return self.wrong
-        if status == "unknown":
-            return self.wrong
-        self.replay(base)
-        if budget is not None:
+        self.claim(
+            s["given_peak_bytes"] == (given := self.given_peak()),
+            f"given_peak_bytes is {s['given_peak_bytes']}, the given order reaches {given}",
+        )
+        self.peak_bound(s["bound"]["node"], s["bound"]["method"], s["bound"]["peak_bytes"])
+        if budget is None:
+            self.replay(base)
+            self.once_each()
+        elif status == Status.INFEASIBLE:
+            self.infeasible(budget)
+        elif status == Status.UNKNOWN:
+            self.extra_bound(budget, base)
+        else:
+            self.replay(base)
             self.claim(s["peak_bytes"] <= budget, f"the peak {s['peak_bytes']} is above the budget {budget}")
             self.extra_time(budget, base)
         return self.wrong
+
+    def infeasible(self, budget: int) -> None:
+        """Nothing fits the budget."""
+        bound = self.solution["bound"]
+        if bound["extra_method"] != "search":
+            self.claim(bound["peak_bytes"] > budget, "infeasible is claimed, but the bound on the peak does not prove it")
+            return
+        found = self.searched(budget)
+        self.claim(found is None, f"infeasible is claimed, but a schedule of {found} s fits the budget")
+
+    def once_each(self) -> None:
+        """Without a budget a plan is an order of the lowest peak, with every operator run once and nothing moved."""
+        s = self.solution
+        acts = [act for act, _ in s["schedule"]]
+        self.claim(not s["bound"]["extra_seconds"], "a bound on extra seconds is claimed, but for no budget")
+        if s["strategy"] != "search":
+            self.claim(s["status"] != Status.OPTIMAL, "optimal is claimed for a plan that was not searched for")
+            return
+        self.claim(sum(act in _RUNS for act in acts) == len(self.ops), "an operator runs again, but no budget asks for it")
+        self.claim("offload" not in acts, "a value is moved, but no budget asks for it")
+        if s["status"] == Status.OPTIMAL and not self.fixed:
+            proved = s["bound"]["peak_bytes"]
+            self.claim(s["peak_bytes"] <= proved, f"optimal is claimed at {s['peak_bytes']} bytes, but the bound is {proved}")
+
+    def searched(self, budget: int) -> float | None:
+        """Seconds of the cheapest schedule within a budget, by looking at all of them; None where there is none."""
+        if sum(1 for n in self.graph.nodes if not n.resident) > _MOST_SEARCHED:
+            self.claim(False, "all schedules are said to have been looked at, but the graph is too large for that")
+            return None
+        return _Search(self, budget).seconds()
+
+    def peak_bound(self, node: Any, method: str, claimed: int) -> None:
+        """The bound on the peak: of all schedules, or where there is no budget of those that run every operator once."""
+        if method == "stuck":
+            proved = self.floor(node)
+        else:
+            single = self.solution["budget_bytes"] is None
+            self.claim(single, f"bound.method is {method}: that is about running every operator once, but there is a budget")
+            proved = self.cut(node)
+        self.claim(claimed <= proved, f"bound.peak_bytes is {claimed}, its node proves {proved}")
+
+    def given_peak(self) -> int:
+        """What the given order reaches when every value goes after its last use."""
+        nodes, place = self.graph.nodes, self.place
+        last: list[float] = []
+        for v, n in enumerate(nodes):
+            held = () if n.held_until is None else (self.leader(n.held_until),)
+            last.append(math.inf if n.keep else max((place[o] for o in (*self.readers[v], *held)), default=-1))
+        resident = sum(n.bytes for n in nodes if n.resident)
+        there: set[int] = set()
+        highest = self.floor(None)
+        for at, op in enumerate(self.ops):
+            there = {v for v in there if last[v] >= at}
+            olds = {old for u in self.made[op] if (old := nodes[u].overwrites) is not None}
+            if all(last[old] <= at for old in olds):
+                there -= olds
+            there.update(self.made[op])
+            highest = max(highest, resident + sum(nodes[v].bytes for v in there) + nodes[op].workspace_bytes)
+        return highest
 
     def replay(self, base: float) -> None:
         """Play the schedule, and hold its figures against those that are claimed."""
@@ -170,10 +265,53 @@ class _Checker:
         op = self.index[node]
         return max(resident, self.least(op, self.stuck(op, *self.around(op))))
 
+    def cut(self, node: Any) -> int:
+        """The least that is on the board when an operator first runs, over all sets of operators that may have run by then."""
+        if node is None:
+            return self.floor(node)
+        resident = sum(n.bytes for n in self.graph.nodes if n.resident)
+        op, nodes = self.index[node], self.graph.nodes
+        before, after = self.around(op)
+        values = [v for v, n in enumerate(nodes) if not n.resident and self.leader(v) != op]
+        ran = {o: i for i, o in enumerate(self.ops)}
+        there = {v: len(ran) + i for i, v in enumerate(values)}
+        rows = [{ran[o]: 1.0, ran[self.leader(p)]: -1.0} for o in self.ops for p in self.needed[o] if not nodes[p].resident]
+        for v in values:
+            until = nodes[v].held_until
+            ends = self.readers[v] | (set() if until is None else {self.leader(until)})
+            rows += [{ran[self.leader(v)]: 1.0, ran[r]: -1.0, there[v]: -1.0} for r in ends - {self.leader(v)}]
+            rows += [{ran[self.leader(v)]: 1.0, there[v]: -1.0}] if nodes[v].keep else []
+        matrix = dok_array((max(1, len(rows)), len(ran) + len(there)))
+        for i, terms in enumerate(rows):
+            for j, a in terms.items():
+                matrix[i, j] = a
+        cost = np.asarray([0.0] * len(ran) + [float(nodes[v].bytes) for v in values])
+        limits = [(float(o in before), float(o not in after and o != op)) for o in self.ops] + [(0.0, 1.0)] * len(values)
+        found = linprog(cost, A_ub=matrix.tocsr(), b_ub=np.zeros(max(1, len(rows))), bounds=limits)
+        own = sum(nodes[v].bytes for v in self.made[op]) + nodes[op].workspace_bytes
+        taken_over = sum(nodes[old].bytes for u in self.made[op] if (old := nodes[u].overwrites) is not None)
+        return round(found.fun) + own - taken_over + resident if found.status == 0 else 0
+
+    def extra_bound(self, budget: int, base: float) -> None:
+        """The bound on extra seconds."""
+        bound = self.solution["bound"]
+        claimed, method = bound["extra_seconds"], bound["extra_method"]
+        if claimed <= 0:
+            return
+        if method == "search":
+            found = self.searched(budget)
+            proved = math.inf if found is None else max(0.0, found - base)
+        elif method == "none":
+            proved = 0.0
+        else:
+            proved = self.program(budget, base, [self.index[x] for x in bound["instants"]], method)
+        self.claim(
+            claimed <= proved * (1 + _PROGRAM) + 1e-9 * base, f"bound.extra_seconds is {claimed}, by {method} it is {proved}"
+        )
+
     def extra_time(self, budget: int, base: float) -> None:
         """The bound on extra seconds, and what the status says about it."""
-        s, bound = self.solution, self.solution["bound"]
-        claimed, method = bound["extra_seconds"], bound["extra_method"]
+        s, claimed = self.solution, self.solution["bound"]["extra_seconds"]
         extra = max(0.0, s["seconds"] - base)
         self.claim(
             claimed <= extra * (1 + _PROGRAM) + _SECONDS * max(1.0, base),
@@ -184,12 +322,7 @@ class _Checker:
                 math.isclose(claimed, extra, rel_tol=_PROGRAM, abs_tol=1e-8 * base),
                 f"optimal is claimed, but the bound is {claimed} s and the plan adds {extra} s",
             )
-        if claimed <= 0 or method in ("none", "search"):
-            return
-        proved = self.program(budget, base, [self.index[x] for x in bound.get("instants", [])], method)
-        self.claim(
-            claimed <= proved * (1 + _PROGRAM) + 1e-9 * base, f"bound.extra_seconds is {claimed}, its program proves {proved}"
-        )
+        self.extra_bound(budget, base)
 
     def program(self, budget: int, base: float, at: list[int], method: str) -> float:
         """Solve a bound's program anew."""
@@ -301,6 +434,69 @@ class _Board:
         for v, n in enumerate(self.nodes):
             self.checker.claim(n.resident or n.made_with is not None or self.runs[v] > 0, f"{n.id!r} is never computed")
             self.checker.claim(not n.keep or n.resident or v in self.board, f"{n.id!r} is not there at the end")
+
+
+class _Search:
+    """All schedules of a small graph within a budget: what is on the board, on the second board, and has run, as bits."""
+
+    def __init__(self, checker: _Checker, budget: int) -> None:
+        self.checker = checker
+        self.nodes = checker.graph.nodes
+        self.offload = checker.graph.offload
+        self.budget = budget - sum(n.bytes for n in self.nodes if n.resident)
+        self.loose = [v for v, n in enumerate(self.nodes) if not n.resident]
+
+    def seconds(self) -> float | None:
+        start = (0, 0, 0)
+        best, queue = {start: 0.0}, [(0.0, start)]
+        while queue:
+            seconds, state = heapq.heappop(queue)
+            if seconds > best[state]:
+                continue
+            if self._ends(state):
+                return seconds
+            for after, cost in self._next(state):
+                if seconds + cost < best.get(after, math.inf):
+                    best[after] = seconds + cost
+                    heapq.heappush(queue, (seconds + cost, after))
+        return None
+
+    def _ends(self, state: tuple[int, int, int]) -> bool:
+        board, _, ran = state
+        kept = all(board >> v & 1 for v in self.loose if self.nodes[v].keep)
+        return kept and all(ran >> op & 1 for op in self.checker.ops)
+
+    def _bytes(self, board: int) -> int:
+        return sum(self.nodes[v].bytes for v in self.loose if board >> v & 1)
+
+    def _next(self, state: tuple[int, int, int]) -> Iterator[tuple[tuple[int, int, int], float]]:
+        board, host, ran = state
+        nodes, offload = self.nodes, self.offload
+        for v in self.loose:
+            bit, until = 1 << v, nodes[v].held_until
+            if board & bit:
+                if until is None or ran >> self.checker.leader(until) & 1:
+                    yield (board & ~bit, host, ran), 0.0
+                if offload is not None and nodes[v].move and not host & bit:
+                    yield (board, host | bit, ran), nodes[v].bytes / offload.write_bytes_per_second
+            elif offload is not None and host & bit and self._bytes(board | bit) <= self.budget:
+                yield (board | bit, host, ran), nodes[v].bytes / offload.read_bytes_per_second
+        for op in self.checker.ops:
+            yield from self._runs(op, state)
+
+    def _runs(self, op: int, state: tuple[int, int, int]) -> Iterator[tuple[tuple[int, int, int], float]]:
+        board, host, ran = state
+        nodes, checker = self.nodes, self.checker
+        again = ran >> op & 1
+        waits = checker.fixed and not again and any(not ran >> o & 1 for o in checker.ops[: checker.place[op]])
+        reads = all(nodes[p].resident or board >> p & 1 for p in checker.needed[op])
+        if waits or not reads or (again and not nodes[op].recompute) or any(board >> u & 1 for u in checker.made[op]):
+            return
+        olds = sum(1 << old for u in checker.made[op] if (old := nodes[u].overwrites) is not None)
+        made = sum(1 << u for u in checker.made[op])
+        for left in {board, board & ~olds} if olds & board == olds else {board}:
+            if self._bytes(left | made) + nodes[op].workspace_bytes <= self.budget:
+                yield (left | made, host, ran | 1 << op), nodes[op].seconds
 
 
 class _Program:

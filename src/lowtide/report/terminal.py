@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from lowtide.live.outcome import Outcome
 
 
+SETTLED = 2
+"""The first step that has a plan made for it."""
+
+
 class _Patient(Console):
     """Falls silent where nobody reads any more, rather than end the process (and turn its standard output away)."""
 
@@ -31,8 +35,9 @@ def console() -> Console:
 def show_outcome(outcome: Outcome) -> None:
     """The summary at the end of ``lowtide run``."""
     out = console()
+    reasons = "; ".join(outcome.unreached)
     if not outcome.steps:
-        out.print("lowtide: no training step was seen: nothing was recorded, nothing was changed")
+        out.print(f"lowtide: no training step was seen: nothing was recorded, nothing was changed{reasons and ': ' + reasons}")
         return
     table = Table(title="lowtide run", show_header=False, title_justify="left")
     table.add_column(style="bold")
@@ -40,7 +45,8 @@ def show_outcome(outcome: Outcome) -> None:
     table.add_column()
     over = [s for s in outcome.steps if outcome.budget_bytes and s.peak_bytes > outcome.budget_bytes]
     verdict = "" if not outcome.budget_bytes else "[red]over the budget[/]" if over else "[green]within the budget[/]"
-    table.add_row("budget", format_bytes(outcome.budget_bytes) if outcome.budget_bytes else "none", "")
+    unset = "none" if outcome.in_force else "[red]not in force[/]"
+    table.add_row("budget", format_bytes(outcome.budget_bytes) if outcome.budget_bytes else unset, "")
     table.add_row("peak", format_bytes(outcome.peak_bytes), verdict + ("" if outcome.exact else " (tensors seen only)"))
     plan = outcome.plan
     if plan is not None:
@@ -81,3 +87,8 @@ def show_outcome(outcome: Outcome) -> None:
             f"[red]lowtide: step {step.index} peaked at {format_bytes(step.peak_bytes)}, "
             f"{format_bytes(step.peak_bytes - outcome.budget_bytes)} over the budget[/]"
         )
+    if not outcome.in_force:
+        why = reasons or "no forward was followed by a backward that asked for anything it saved"
+        out.print(f"[red]lowtide: the budget was never in force: {why}[/]")
+    elif reasons and any(s.index >= SETTLED for s in over):
+        out.print(f"[red]lowtide: what Lowtide does not reach in this script: {reasons}[/]")

@@ -1,0 +1,49 @@
+"""What a script does that the interception does not reach: why a budget may not be held, in words."""
+
+from __future__ import annotations
+
+from typing import Any, Final, final
+
+import torch
+from lowtide.live.kind import tensors_in
+from lowtide.live.stack import Stack
+from lowtide.live.value import PLAIN_TYPES
+
+THREAD: Final = "a model is called in another thread than the one in which Lowtide was started"
+TRANSFORM: Final = "a model is called under a transform of torch.func"
+HOOKS: Final = "the script's own saved-tensor hooks take what autograd saves"
+MODE: Final = "a dispatch mode of the script's own sees the operators first"
+
+
+@final
+class Unreached:
+    """Collects reasons, each once, in the order in which they were met."""
+
+    def __init__(self, stack: Stack) -> None:
+        """Nothing was met."""
+        self._stack = stack
+        self._reasons: dict[str, None] = {}
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """What was met."""
+        return tuple(self._reasons)
+
+    def note(self, reason: str) -> None:
+        """The script does this."""
+        self._reasons[reason] = None
+
+    def elsewhere(self, module: torch.nn.Module) -> None:
+        """A module is called in another thread."""
+        if THREAD not in self._reasons and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
+            self.note(THREAD)
+
+    def look(self, args: Any, kwargs: Any) -> None:
+        """A model is about to be called with these arguments."""
+        if self._stack.hooks_covered():
+            self.note(HOOKS)
+        if self._stack.mode_covered():
+            self.note(MODE)
+        for tensor in tensors_in((args, kwargs)):
+            if type(tensor) not in PLAIN_TYPES:
+                self.note(f"a model is given tensors of a class of their own ({type(tensor).__name__})")
