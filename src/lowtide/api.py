@@ -113,9 +113,11 @@ def record(path: str | Path = "recording.lowtide", *, level: Literal["ops", "pha
         level: every operator, or only where phases begin and end.
 
     Raises:
-        UsageError: if a budget is in force or a recording is made already.
-        RecordingError: if the file cannot be written.
+        UsageError: if a budget is in force or a recording is made already, or the level is none.
+        RecordingError: if the file cannot be written, or is there and is no recording.
     """
+    if level not in ("ops", "phases"):
+        raise UsageError(f"no level {level!r}: there are ops and phases")
     if _running:
         raise UsageError("a budget is in force already (or a recording is made): leave it before another begins")
     file = Path(path)

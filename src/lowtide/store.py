@@ -33,6 +33,9 @@ from lowtide.trace import Phase
 FORMAT: Final = 1
 """Version of the file."""
 APPLICATION: Final = 0x4C6F7774
+_APPLICATION_AT: Final = 68
+_HEADER_BYTES: Final = 72
+"""Where SQLite has the application's number in a file (sqlite.org/fileformat.html, section 1.3)."""
 """``application_id`` of the SQLite header: "Lowt"."""
 
 
@@ -279,6 +282,25 @@ def _entries(data: bytes) -> NDArray[np.void]:
     return found[: empty[0]].copy() if len(empty) else found.copy()
 
 
+def _check_place(path: Path) -> None:
+    """Whether a recording may be written here: what is no recording is not replaced by one.
+
+    Raises:
+        RecordingError: if it may not.
+    """
+    if path.is_dir() or not path.name:
+        raise RecordingError(f"cannot write {path}: it is a folder; name a file in it")
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEADER_BYTES)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RecordingError(f"cannot write {path}: {error.strerror}") from None
+    if head and int.from_bytes(head[_APPLICATION_AT:_HEADER_BYTES]) != APPLICATION:
+        raise RecordingError(f"cannot write {path}: it is there already and is no recording; name another file, or remove it")
+
+
 @final
 class Writer:
     """Writes a recording."""
@@ -290,9 +312,10 @@ class Writer:
             RecordingError: if it cannot be written.
         """
         self.path = path
-        for old in (path, tail_path(path), names_path(path)):
-            old.unlink(missing_ok=True)
+        _check_place(path)
         try:
+            for old in (path, tail_path(path), names_path(path)):
+                old.unlink(missing_ok=True)
             self._base = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._base.executescript(
                 f"PRAGMA application_id={APPLICATION}; PRAGMA journal_mode=MEMORY; PRAGMA synchronous=OFF; {_TABLES}"

@@ -105,16 +105,38 @@ def test_classics_are_played_by_name(graph: Path, tmp_path: Path, strategy: str)
     [
         ("none.json",), ("net.json", "--budget", "half"), ("net.json", "--strategy", "magic"), ("net.json", "--step", "1"),
         ("net.json", "--check", "none.json"), ("net.json", "--host", "5MiB"), ("net.json", "--budget", "auto"),
-        ("cut.json",), ("net.json", "--json", "no/such/folder.json"),
+        ("cut.json",), ("net.json", "--json", "no/such/folder.json"), ("net.json", "--seconds", "nan"),
+        ("net.json", "--seconds", "inf"), ("net.json", "--rounding", "9" * 20), ("deep.json",), ("long.json",),
+        ("net.json", "--check", "deep.json"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_exit_two(graph: Path, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     """No traceback."""
     (tmp_path / "cut.json").write_text(graph.read_text()[:100])
+    (tmp_path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
+    nodes = [{"id": i, "bytes": 1, "seconds": 1e308} for i in range(3)]
+    (tmp_path / "long.json").write_text(json.dumps({"nodes": nodes, "links": []}))
     done = _lowtide("plan", *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("lowtide: error: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
+    """What looks like the terminal's markup is a name like any other."""
+    names = ["[/]", "[red]", "a[/b]", "end"]
+    nodes = [{"id": n, "bytes": 0 if n == "end" else 5, "seconds": 1, "module": f"[bold]{n}[/no]"} for n in names]
+    links = [{"source": a, "target": b} for a, b in (names[:2], names[1:3], names[2:], (names[0], names[3]))]
+    (tmp_path / "m.json").write_text(json.dumps({"graph": {"name": "[/x]"}, "nodes": nodes, "links": links}))
+    done = _lowtide("plan", "m.json", "--budget", "12", "--html", "m.html", "--json", "m.s.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "[bold][/][/no]" in done.stderr
+    assert _lowtide("plan", "m.json", "--check", "m.s.json", cwd=tmp_path).returncode == 0
+    changed = _read(tmp_path / "m.s.json")
+    (tmp_path / "t.json").write_text(json.dumps(changed | {"schedule": [["compute", "nowhere"]]}))
+    done = _lowtide("plan", "m.json", "--check", "t.json", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "a node that the graph does not have: 'nowhere'" in done.stderr
 
 
 def test_offload_is_used_where_it_is_cheaper(graph: Path, tmp_path: Path) -> None:

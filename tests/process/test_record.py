@@ -161,6 +161,22 @@ def test_out_of_memory_says_what_was_asked_and_what_would_have_let_it_fit(home: 
     assert best["changed_peak_bytes"] <= cap
 
 
+@pytest.mark.parametrize("place", [".", "notes.txt", "none/there.lowtide"])
+def test_nothing_but_a_recording_is_replaced_by_one(place: str, tmp_path: Path) -> None:
+    """A script given in the recording's place is not lost."""
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "s.py").write_text("import torch\ntorch.ones(4)\n")
+    done = _lowtide("record", "-o", place, "s.py", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    (tmp_path / "twice.py").write_text(f"import lowtide\nwith lowtide.record({place!r}):\n    pass\n")
+    done = subprocess.run([sys.executable, "twice.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "RecordingError: cannot write" in done.stderr
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
 def test_the_exit_code_and_the_traceback_are_the_scripts(home: Path) -> None:
     (home / "fails.py").write_text("import sys\nimport torch\ntorch.ones(4)\nsys.exit(3)\n")
     assert _lowtide("record", "-o", "f.lowtide", "fails.py", cwd=home).returncode == 3

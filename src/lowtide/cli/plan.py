@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,15 @@ _CURVE = 13
 _CURVE_TIME = 1.5
 """Searching a curve may take so many times what one budget may."""
 
+_LARGEST_BLOCK = 1 << 30
+"""No allocator gives out larger blocks."""
+
+
+def _finite(_: click.Context, __: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise UsageError("--seconds is how long may be searched: a number")
+    return value
+
 
 @click.command()
 @click.argument("graph", metavar="GRAPH.json|F.lowtide", type=click.Path(path_type=Path))
@@ -37,12 +47,16 @@ _CURVE_TIME = 1.5
     show_default=True,
     help="search, or a classic: keep-all, keep-none, sqrt-n, revolve, greedy, best-order, worst-order.",
 )
-@click.option("--seconds", type=click.FloatRange(min=0.05), default=None, help="How long may be searched.  [default: 8]")
+@click.option(
+    "--seconds", type=click.FloatRange(min=0.05), default=None, callback=_finite,
+    help="How long may be searched.  [default: 8]",
+)
 @click.option("--offload", "speed", metavar="SIZE", help="Allow a second board, at so many bytes a second each way.")
 @click.option("--host", metavar="SIZE", help="How much the second board holds.")
 @click.option("--overlap/--no-overlap", default=None, help="Whether transfers run beside computing.")
 @click.option(
-    "--rounding", metavar="BYTES", type=click.IntRange(min=1), default=1, help="Blocks of the allocator: 512 for CUDA."
+    "--rounding", metavar="BYTES", type=click.IntRange(min=1, max=_LARGEST_BLOCK), default=1,
+    help="Blocks of the allocator: 512 for CUDA.",
 )
 @click.option("--step", type=int, default=None, help="Which recorded step.  [default: the one of the highest point]")
 @click.option("--check", "solution", metavar="SOLUTION.json", help="Verify a solution written by --json instead.")
@@ -158,8 +172,10 @@ def _check(graph: Graph, path: Path) -> int:
         found = msgspec.json.decode(path.read_bytes())
     except OSError as error:
         raise GraphError(f"cannot read the solution {path}: {error.strerror}") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise GraphError(f"{path} is not JSON: {error}") from None
+    except RecursionError:
+        raise GraphError(f"{path} is no solution: its JSON is nested too deeply") from None
     wrong = check(graph, found)
     for line in wrong[:20]:
         console().print(f"lowtide: {path.name}: {line}", markup=False)

@@ -22,6 +22,9 @@ Id = int | str
 LARGEST_BYTES = 1 << 52
 """Sums of bytes stay exact in double precision below this; no machine has as much."""
 
+MOST_SECONDS = 1e15
+"""No operator runs for thirty million years; sums of such seconds stay finite."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
@@ -179,6 +182,8 @@ def load(path: Path) -> Graph:
         raise GraphError(f"cannot read the graph {path}: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise GraphError(f"{path} is not JSON: {error}") from None
+    except RecursionError:
+        raise GraphError(f"{path} is no graph: its JSON is nested too deeply") from None
     return from_json(data, source=str(path))
 
 
@@ -281,8 +286,8 @@ class _Reader:
             return None if value is None else self._known(value, index, f'node {name!r}, "{key}",')
 
         seconds = entry.get("seconds", 0)
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds) or seconds < 0:
-            raise self.fail(f'node {name!r}: "seconds" must be a number, zero or more, found {seconds!r}')
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= MOST_SECONDS:
+            raise self.fail(f'node {name!r}: "seconds" must be a number from 0 to {MOST_SECONDS:.0e}, found {seconds!r}')
         view_of, overwrites, made_with = other("view_of"), other("overwrites"), other("made_with")
         if here in (view_of, overwrites, made_with):
             raise self.fail(f"node {name!r} names itself")

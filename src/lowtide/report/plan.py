@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
+from rich.markup import escape
 from rich.table import Table
 
 from lowtide.pebble.account import Decides, Share, by_module, profile
@@ -42,7 +43,7 @@ def name_of(graph: Graph, v: int) -> str:
 def show_plan(answer: Answer, why: Decides | None, *, strategy: str) -> None:
     """The plan: peak, budget, extra time, bound, what decides, what each module does."""
     out, graph, timeline = console(), answer.graph, answer.timeline
-    table = Table(title=f"lowtide plan {graph.name}".rstrip(), show_header=False, title_justify="left")
+    table = Table(title=escape(f"lowtide plan {graph.name}".rstrip()), show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_column()
@@ -65,7 +66,7 @@ def show_plan(answer: Answer, why: Decides | None, *, strategy: str) -> None:
     table.add_row(
         "floor",
         format_bytes(answer.peak_bound.bytes),
-        f"{meaning[answer.peak_bound.method]}, at {name_of(graph, answer.peak_bound.node)}",
+        f"{meaning[answer.peak_bound.method]}, at {escape(name_of(graph, answer.peak_bound.node))}",
     )
     if shown:
         extra, least, base = answer.extra_seconds, answer.time_bound.seconds, graph.base_seconds or 1.0
@@ -90,12 +91,12 @@ def show_plan(answer: Answer, why: Decides | None, *, strategy: str) -> None:
 
 def _show_decides(answer: Answer, found: Decides) -> None:
     out, graph = console(), answer.graph
-    out.print(f"tightest while {name_of(graph, found.tight_node)} runs")
+    out.print(f"tightest while {name_of(graph, found.tight_node)} runs", markup=False)
     if found.saves_seconds:
         out.print(f"{format_bytes(found.more_bytes)} more would save about {format_seconds(found.saves_seconds)}")
     if found.dear:
         listed = ", ".join(f"{name_of(graph, v)} ({format_seconds(s)} for {format_bytes(b)})" for v, b, s in found.dear[:3])
-        out.print(f"dearest to bring back: {listed}")
+        out.print(f"dearest to bring back: {listed}", markup=False)
 
 
 def _show_modules(shares: Sequence[Share]) -> None:
@@ -106,7 +107,7 @@ def _show_modules(shares: Sequence[Share]) -> None:
         table.add_column(head, justify="left" if head == "module" else "right")
     for s in shares[:_ROWS]:
         table.add_row(
-            s.module or "(none)",
+            escape(s.module) or "(none)",
             format_bytes(s.kept_bytes),
             format_bytes(s.recomputed_bytes),
             format_bytes(s.moved_bytes),
