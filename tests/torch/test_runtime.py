@@ -13,6 +13,7 @@ import torch
 import zoo
 from harness import TOLERANCE_BYTES, above_of, budgeted, heap, kept, plain_of
 from lowtide.live import board
+from lowtide.pebble.eager.problem import Bandwidth
 from lowtide.report.terminal import show_outcome
 from torch import nn
 from torch.nn import functional as F
@@ -242,6 +243,7 @@ def test_fetches_that_begin_early_change_no_bit_and_lift_no_peak(make, monkeypat
 
     plain_begin, plain_fetch = board._FileTicket.begin, board._FileTicket.fetch
     monkeypatch.setattr(board.FileBoard, "overlaps", True)
+    monkeypatch.setattr(board.FileBoard, "measure", lambda _: Bandwidth(write=1e12, read=1e11, read_fresh=1e11))
     monkeypatch.setattr(board._FileTicket, "begin", begin)
     monkeypatch.setattr(board._FileTicket, "fetch", fetch)
     reference = plain_of(make, 6)
@@ -300,3 +302,31 @@ def test_a_share_that_could_not_be_put_in_force_is_said_to_be_so_and_why(
     if reason is not None:
         assert any(reason in text for text in run.outcome.unreached)
         assert reason in said
+
+
+def test_a_budget_below_what_is_resident_is_refused_though_no_two_steps_are_alike() -> None:
+    model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(256, 256), nn.GELU())))
+    optimizer = torch.optim.AdamW(model.parameters())
+    weights = sum(p.nbytes for p in model.parameters())
+    seen = []
+    with pytest.raises(lowtide.BudgetError) as refused, lowtide.budget(2 * weights):
+        for i in range(4):
+            seen.append(i)
+            model(torch.randn(16 + i, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert seen == [0, 1], "refused as the second step begins"
+    states = sum(t.nbytes for state in optimizer.state.values() for t in state.values())
+    assert refused.value.bound_bytes == weights + states > refused.value.budget_bytes
+
+
+def test_views_of_a_storage_that_was_moved_come_back_as_one() -> None:
+    """Whoever asks gets the storage that another has, and the bytes that were moved; a new copy once nobody has it."""
+    plain = torch.arange(1024, dtype=torch.float32)
+    ticket = board.Shared(board.FileBoard().put(plain.untyped_storage()))
+    one, other = ticket.fetch(), ticket.fetch()
+    assert one._cdata == other._cdata
+    assert torch.equal(torch.empty(0).set_(one), plain)
+    del one, other
+    again = torch.empty(0).set_(ticket.fetch())
+    assert torch.equal(again, plain)

@@ -10,6 +10,7 @@ import mmap
 import os
 import tempfile
 import time
+import weakref
 from typing import Any, Protocol, final
 
 import torch
@@ -48,6 +49,29 @@ class Board(Protocol):
         Raises:
             OSError: if the board has no room.
         """
+
+
+@final
+class Shared:
+    """A ticket for several who ask: they get the same storage while any of them has it."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        """Nobody has it."""
+        self._ticket = ticket
+        self._there: weakref.ref[torch.UntypedStorage] | None = None
+
+    def begin(self) -> None:
+        """Begin to copy, unless it is there."""
+        if self._there is None or self._there() is None:
+            self._ticket.begin()
+
+    def fetch(self) -> torch.UntypedStorage:
+        """The storage that somebody has, or a new one."""
+        storage = None if self._there is None else self._there()
+        if storage is None:
+            storage = self._ticket.fetch()
+            self._there = weakref.ref(storage)
+        return storage
 
 
 def flat(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -201,6 +225,8 @@ class _PinnedTicket:
         self._begun: tuple[torch.Tensor, Any, Any] | None = None
 
     def begin(self) -> None:
+        if self._begun is not None:
+            return
         board = self._board
         asking = torch.cuda.current_stream(board.device)
         # The block is taken on the asking stream, which may still have work queued on its former contents.

@@ -12,7 +12,7 @@ from typing import Any, final
 
 import torch
 from lowtide.errors import ReplayError
-from lowtide.live.board import FileBoard, PinnedBoard
+from lowtide.live.board import FileBoard, PinnedBoard, Shared
 from lowtide.live.foresee import bytes_beside, fresh_bytes
 from lowtide.live.heap import Meter
 from lowtide.live.ledger import Ledger
@@ -283,7 +283,7 @@ class Evictor:
             if size >= SMALLEST_BYTES and sole_owner(storage, len({id(kept.held) for kept in group})):
                 try:
                     with beneath_autograd():
-                        ticket = self.board.put(storage)
+                        ticket = Shared(self.board.put(storage))
                 except OSError:
                     break
                 for kept in group:

@@ -230,16 +230,23 @@ class LedgerMeter:
         self._profiler: _Profiler | None = None
         with contextlib.suppress(AttributeError, TypeError):
             self._profiler = _Profiler()
+        self._depth = 0
         self._open_at: int | None = None
 
     def begin_operator(self) -> None:
-        """Begin a new window for :meth:`op_peak`, and look into the operator."""
+        """Begin a new window for :meth:`op_peak`, and look into the operator; one within another is part of that."""
+        self._depth += 1
+        if self._depth > 1:
+            return
         self.reset_op_peak()
         if self._profiler is not None and self._profiler.begin():
             self._open_at = self._op_peak
 
     def end_operator(self) -> None:
         """Take what was allocated and freed inside for :meth:`op_peak`."""
+        self._depth -= 1
+        if self._depth:
+            return
         start, self._open_at = self._open_at, None
         if self._profiler is not None and start is not None:
             self._op_peak = max(self._op_peak, start + self._profiler.end())

@@ -44,7 +44,7 @@ from lowtide.live.steps import Clock
 from lowtide.live.unreached import TRANSFORM, Unreached
 from lowtide.live.update import Updates
 from lowtide.live.value import PLAIN_TYPES
-from lowtide.live.verdict import figures_of, refusal
+from lowtide.live.verdict import figures_of, refusal, resident_figures
 from lowtide.pebble.eager.problem import Problem
 from lowtide.pebble.eager.solve import Front, Solution
 from lowtide.pebble.eager.walk import State
@@ -524,6 +524,7 @@ class Runtime:
         if self._units in AGREED_UNITS and agree.wanted():
             self._agree(entry, base)
         if entry is None:
+            self._check_resident()
             self._run_fully(unit, None)
             return
         solution = self._solve(entry, base)
@@ -764,6 +765,16 @@ class Runtime:
         doubt = 0 if warm else max(TOLERANCE_BYTES, int(TOLERANCE_SHARE * figures.bound_peak_bytes)) + LIBRARY_BYTES
         return figures.bound_peak_bytes - doubt > self.budget_bytes
 
+    def _check_resident(self) -> None:
+        """Refuse what no plan can hold although no unit like this one was recorded (another shape every step)."""
+        if not self.budget_bytes or not self.steps:
+            return
+        resident = sum(_storages(self._resident(), self.meter.counts).values())
+        if resident > self.budget_bytes:
+            last = self.steps[-1]
+            self.figures = resident_figures(resident, max(s.peak_bytes for s in self.steps), last.seconds)
+            self._refuse(self.figures, proven=True)
+
     def _refuse(self, figures: PlanFigures, *, proven: bool) -> None:
         self.unit = None
         self._step_units = 0
@@ -815,13 +826,16 @@ class Runtime:
             self.saver.recorder.back(value)
 
 
-def _storages(tensors: list[torch.Tensor]) -> dict[int, int]:
-    """Bytes of each storage that tensors have."""
+def _storages(
+    tensors: list[torch.Tensor], counts: Callable[[torch.UntypedStorage], bool] = lambda _: True
+) -> dict[int, int]:
+    """Bytes of each storage that tensors have, of those that count."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
         with contextlib.suppress(RuntimeError, NotImplementedError):
             storage = tensor.untyped_storage()
-            sizes[storage._cdata] = storage.nbytes()
+            if counts(storage):
+                sizes[storage._cdata] = storage.nbytes()
     return sizes
 
 

@@ -8,6 +8,7 @@ from lowtide.errors import BudgetError
 from lowtide.live.outcome import PlanFigures
 from lowtide.pebble.eager.problem import Problem
 from lowtide.pebble.eager.solve import Solution
+from lowtide.pebble.status import Status
 from lowtide.units import format_bytes
 
 
@@ -42,13 +43,39 @@ def figures_of(
     )
 
 
+def resident_figures(resident_bytes: int, peak_bytes: int, step_seconds: float) -> PlanFigures:
+    """What is known where no unit like this one was recorded: what is resident is there whatever is planned.
+
+    Args:
+        resident_bytes: parameters, buffers and optimizer states on the device.
+        peak_bytes: highest point so far.
+        step_seconds: of the last step.
+    """
+    return PlanFigures(
+        predicted_peak_bytes=None,
+        baseline_peak_bytes=peak_bytes,
+        resident_bytes=resident_bytes,
+        predicted_step_seconds=None,
+        baseline_step_seconds=step_seconds,
+        extra_seconds=None,
+        bound_peak_bytes=resident_bytes,
+        bound_extra_seconds=0.0,
+        lowest_peak_bytes=resident_bytes,
+        status=Status.INFEASIBLE.value,
+        solve_seconds=0.0,
+    )
+
+
 def refusal(
     figures: PlanFigures, budget_bytes: int, between_bytes: int, *,
     proven: bool, declined: str = "", unreached: Sequence[str] = (),
 ) -> BudgetError:
     """The error that says why a budget cannot be held, and what would lower the floor."""
     bound, lowest = figures.bound_peak_bytes, figures.lowest_peak_bytes
-    if between_bytes >= bound:
+    if figures.resident_bytes >= bound:
+        what = "what is resident (parameters, buffers and optimizer states)"
+        advice = "a stateless optimizer, smaller parameters, or bfloat16"
+    elif between_bytes >= bound:
         what = "the optimizer's update"
         advice = "a plain (foreach=False) or stateless optimizer, or smaller parameters"
     else:

@@ -33,12 +33,14 @@ def fetches_ahead(problem: Problem, timeline: Timeline) -> dict[Need, tuple[int,
     clock = _clock(problem)
     height = timeline.peak_bytes_at.copy()
     found: dict[Need, tuple[int, ...]] = {}
+    fetched: dict[int, int] = {}
     for remake in sorted(timeline.remakes, key=lambda r: problem.needs[r.value][r.need][0]):
         end = problem.needs[remake.value][remake.need][0]
         for v in remake.fetched:
             size = problem.trace.buffers[v].bytes
             enough = clock[end] - problem.bandwidth.read_seconds(size)
-            since = _absent_since(timeline, v, end)
+            since = max(_absent_since(timeline, v, end), fetched.get(v, 0))
+            fetched[v] = end
             last = bisect_left(moments, end)
             first = max(bisect_left(moments, since), int(np.searchsorted(clock[moments[:last]], enough, side="right")) - 1)
             for at in range(first, last):
