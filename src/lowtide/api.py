@@ -44,7 +44,7 @@ class Budgeted:
 def budget(
     size: str | Size | None,
     *,
-    keep: tuple[str, ...] = (),
+    keep: str | tuple[str, ...] = (),
     plan: Plan | None = None,
     offload: bool = True,
     allow: tuple[str, ...] = (),
@@ -54,7 +54,7 @@ def budget(
 
     Args:
         size: ``"6 GiB"``, ``"50%"``, bytes as an int, ``"auto"`` (CUDA), or None: no limit, only rescue from out-of-memory.
-        keep: module paths whose saved values are never dropped.
+        keep: paths of modules (``"blocks.0"``) whose saved values are never dropped.
         plan: a plan to begin with (``lowtide.planner.load_plan``).
         offload: whether values may be moved to the second board (a file in ``TMPDIR``; pinned host memory for CUDA).
         allow: levers that may be used (:mod:`lowtide.allowed`); those that are exact are used where they are needed anyhow.
@@ -69,7 +69,8 @@ def budget(
         raise UsageError("a budget is in force already (or a recording is made): leave it before another begins")
     asked = parse_budget(size) if isinstance(size, str) else size
     allowed, excluded = check_levers(allow, without)
-    runtime = Runtime(Settings(budget=asked, keep=keep, plan=plan, offload=offload, allow=allowed, without=excluded))
+    kept = (keep,) if isinstance(keep, str) else tuple(keep)
+    runtime = Runtime(Settings(budget=asked, keep=kept, plan=plan, offload=offload, allow=allowed, without=excluded))
     _running.append(runtime)
     runtime.start()
     try:

@@ -14,6 +14,7 @@ import zoo
 from harness import TOLERANCE_BYTES, above_of, budgeted, heap, kept, plain_of
 from lowtide.live import board
 from lowtide.pebble.eager.problem import Bandwidth
+from lowtide.planner import dropped_sites
 from lowtide.report.terminal import show_outcome
 from torch import nn
 from torch.nn import functional as F
@@ -330,3 +331,30 @@ def test_views_of_a_storage_that_was_moved_come_back_as_one() -> None:
     del one, other
     again = torch.empty(0).set_(ticket.fetch())
     assert torch.equal(again, plain)
+
+
+@pytest.mark.parametrize("path", ["1", "Sequential.1", ("1", "3.0")])
+def test_what_a_kept_module_saves_is_never_dropped_and_a_path_of_no_module_is_told(path: str | tuple[str, ...]) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU()) for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def dropped(keep: str | tuple[str, ...]) -> set[str]:
+        gc.collect()
+        live = heap().tensor_live
+        with lowtide.budget(live + (13 << 18), keep=keep, offload=False, without=("update-in-backward",)) as run:
+            for _ in range(5):
+                model(torch.randn(512, 128)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert run.plan is not None
+        assert not run.outcome.unmet
+        assert run.outcome.steps[-1].recomputed_ops > 0
+        return {site[0] for site in dropped_sites(run.plan)}
+
+    kept = [p.removeprefix("Sequential.") for p in ([path] if isinstance(path, str) else path)]
+    without = dropped(())
+    assert any(m.startswith(f"Sequential.{k}") for m in without for k in kept), "else the law says nothing here"
+    assert not any(m.startswith(f"Sequential.{k}") for m in dropped(path) for k in kept)
+    with lowtide.budget("1GiB", keep=("nowhere", "1")) as run:
+        model(torch.randn(8, 128)).sum().backward()
+    assert run.outcome.unmet == ("nowhere",)

@@ -67,12 +67,38 @@ class Tally:
 
 
 @final
+class Exempt:
+    """Modules whose values are never dropped, by their paths, with or without the model's class in front."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        """None was met."""
+        self.names = names
+        self._met: set[str] = set()
+        self._known: dict[str, bool] = {}
+
+    @property
+    def unmet(self) -> tuple[str, ...]:
+        """Names that no module had."""
+        return tuple(name for name in self.names if name not in self._met)
+
+    def covers(self, module: str) -> bool:
+        """Whether a module is one of them, or within one."""
+        found = self._known.get(module)
+        if found is None:
+            paths = (module, module.partition(".")[2])
+            named = {n for n in self.names for path in paths if path == n or path.startswith(n + ".")}
+            self._met |= named
+            found = self._known[module] = bool(named)
+        return found
+
+
+@final
 class Evictor:
     """Drops and moves saved values so that operators fit.
 
     Attributes:
         limit_bytes: the budget; 0 for none.
-        keep: modules (path prefixes) whose values are never dropped.
+        exempt: modules whose values stay.
         moves: whether values may go to the second board, which has room.
         planned: tells, for an operator's site and the slot of its output, whether the plan drops that value.
     """
@@ -83,7 +109,8 @@ class Evictor:
         self.ledger = ledger
         self.board = board
         self.limit_bytes = 0
-        self.keep: tuple[str, ...] = ()
+        self.exempt = Exempt(())
+        self.barred: weakref.WeakSet[Value] = weakref.WeakSet()
         self.moves = True
         self.planned: Callable[[Site, int], bool] | None = None
         self.kept: dict[Value, None] = {}
@@ -115,11 +142,11 @@ class Evictor:
     def made(self, site: Site, fresh: Iterable[Value], overwritten: Iterable[Value]) -> None:
         """An operator made values; those that the plan drops are marked."""
         self.clock += 1
-        barred = any(site.module == k or site.module.startswith(k + ".") for k in self.keep)
+        barred = self.exempt.covers(site.module)
         for slot, value in enumerate([*fresh, *overwritten]):
             value.touched = self.clock
             if barred:
-                value.tainted = True
+                self.barred.add(value)
             elif self.planned is not None and value.record is not None and self.planned(site, slot):
                 self.weakly.add(value)
 
@@ -132,6 +159,8 @@ class Evictor:
 
     def inherited(self, old: Value, new: Value) -> None:
         """A saved value was overwritten: the new version keeps its saved tensors."""
+        if old in self.barred:
+            self.barred.add(new)
         self.kept.pop(old, None)
         if new.saves:
             if new.tensor is None and new.weak is not None:
@@ -237,7 +266,7 @@ class Evictor:
         """Let go of at least so many bytes, the cheapest per byte and time to next use first; the bytes freed."""
         offers = []
         for value in self.kept:
-            if value.bytes < SMALLEST_BYTES or value.tensor is None or value.busy:
+            if value.bytes < SMALLEST_BYTES or value.tensor is None or value.busy or value in self.barred:
                 continue
             aliases = value.own_aliases()
             if not sole_owner(value.tensor.untyped_storage(), aliases):

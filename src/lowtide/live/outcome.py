@@ -85,6 +85,7 @@ class Outcome:
         budget_bytes: the budget; 0 where there was none, or where a share never came to be known.
         asked: whether a budget was asked for.
         unreached: what the script does that the interception does not reach.
+        unmet: modules to be kept (``--keep``) of which none was called.
     """
 
     budget_bytes: int
@@ -94,6 +95,7 @@ class Outcome:
     levers: tuple[LeverFigures, ...] = ()
     asked: bool = False
     unreached: tuple[str, ...] = ()
+    unmet: tuple[str, ...] = ()
 
     @property
     def in_force(self) -> bool:

@@ -58,6 +58,7 @@ class Recorder:
     spikes: list[int] = field(default_factory=list)
     packs: list[int] = field(default_factory=list)
     tainted: set[int] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)
     pending: list[Value] = field(default_factory=list)
     asked: list[_Asked] = field(default_factory=list)
     away: set[Value] = field(default_factory=set)
@@ -93,6 +94,8 @@ class Recorder:
             self.tracked -= old.bytes
         if life.held_until is None:
             life.held_until = len(self.events)
+        if old.number in self.kept:
+            self.kept.add(new.number)
         if life.saves:
             heir = self.lives[new.number]
             heir.saves, life.saves = life.saves, 0
@@ -258,12 +261,12 @@ class Recorder:
                 bytes=life.bytes,
                 born=life.born,
                 slot=life.slot,
-                held_until=end if life.held_until is None else life.held_until,
+                held_until=_held_until(life, end, kept=number in self.kept),
                 released=end if life.saves > 0 else life.released,
                 counted=life.counted,
                 movable=movable and life.counted,
             )
-            for life in self.lives
+            for number, life in enumerate(self.lives)
         )
         return Trace(
             base_bytes=self.base_bytes,
@@ -275,6 +278,14 @@ class Recorder:
             spike_bytes=tuple(self.spikes),
             backward_event=end if self.backward_event is None else self.backward_event,
         )
+
+
+def _held_until(life: _Life, end: int, *, kept: bool) -> int:
+    """Until when something other than autograd holds a buffer; one that is kept is held as long as autograd has it."""
+    held = end if life.held_until is None else life.held_until
+    if not kept:
+        return held
+    return end if life.saves > 0 else max(held, life.released)
 
 
 def _node() -> Any:

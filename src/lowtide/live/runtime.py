@@ -26,7 +26,7 @@ from lowtide.live.aside import Asides
 from lowtide.live.board import FileBoard, PinnedBoard
 from lowtide.live.enough import Enough
 from lowtide.live.full import FullMode
-from lowtide.live.guard import LIBRARY_BYTES, SLACK_BYTES, Evictor, Tally
+from lowtide.live.guard import LIBRARY_BYTES, SLACK_BYTES, Evictor, Exempt, Tally
 from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
 from lowtide.live.kind import Kind, kind_of, tensors_in
 from lowtide.live.lean import GuardMode, LeanMode, LeanRun, Script, compile_script
@@ -158,7 +158,7 @@ class Runtime:
         self.meter: Meter = self._meter()
         self.board: FileBoard | PinnedBoard = FileBoard()
         self.evictor = Evictor(self.meter, self.ledger, self.board)
-        self.evictor.keep = settings.keep
+        self.evictor.exempt = Exempt(settings.keep)
         self.evictor.moves = settings.offload
         self.evictor.on_unheld = self._unheld
         self.evictor.on_back = self._back
@@ -277,6 +277,7 @@ class Runtime:
             exact=self.meter.exact,
             asked=self.settings.budget is not None,
             unreached=self.unreached.reasons,
+            unmet=self.evictor.exempt.unmet,
             levers=(
                 *self.updates.figures(),
                 *self.slices.figures(),

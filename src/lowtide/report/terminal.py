@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from lowtide.units import format_bytes, format_seconds
@@ -87,6 +88,8 @@ def show_outcome(outcome: Outcome) -> None:
             f"[red]lowtide: step {step.index} peaked at {format_bytes(step.peak_bytes)}, "
             f"{format_bytes(step.peak_bytes - outcome.budget_bytes)} over the budget[/]"
         )
+    for name in outcome.unmet:
+        out.print(f"[red]lowtide: --keep {escape(name)}: no module of that path was called; paths are like blocks.0[/]")
     if not outcome.in_force:
         why = reasons or "no forward was followed by a backward that asked for anything it saved"
         out.print(f"[red]lowtide: the budget was never in force: {why}[/]")
