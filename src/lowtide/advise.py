@@ -205,7 +205,7 @@ def _may_be_used(block: Block, case: Case) -> bool:
     after = case.following
     if after is None:
         return not case.last
-    there = next((b for b in after.blocks if b.number == block.number), None)
+    there = case.later.get(block.number)
     return there is not None and (_is_used(there, after) or _is_saved_still(there, after))
 
 

@@ -91,10 +91,15 @@ class Case:
     allocator: Mapping[str, Any] = field(default_factory=dict)
     last: bool = False
 
-    @property
+    @cached_property
     def following(self) -> Step | None:
         """The step after it, if its operators were kept."""
         return next((s for s in self.steps if s.row.step == self.step.row.step + 1), None)
+
+    @cached_property
+    def later(self) -> Mapping[int, Block]:
+        """Its blocks, by number."""
+        return {} if self.following is None else {b.number: b for b in self.following.blocks}
 
     @cached_property
     def peak(self) -> int:

@@ -38,6 +38,13 @@ def _batch(out: int = 10) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(64, 256), torch.randint(0, out, (64,))
 
 
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    x, y = _batch()
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
 def zeroed_gradients(mended: bool) -> None:  # noqa: FBT001
     """``zero_grad(set_to_none=False)``."""
     model = _model(4000)
@@ -113,10 +120,7 @@ def model_copies(mended: bool) -> None:  # noqa: FBT001
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     best = [] if mended else [copy.deepcopy(model) for _ in range(2)]
     for _ in range(STEPS):
-        x, y = _batch()
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        _train(model, optimizer)
     del best
 
 
@@ -125,10 +129,7 @@ def evaluation_graph(mended: bool) -> None:  # noqa: FBT001
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(STEPS):
-        x, y = _batch()
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        _train(model, optimizer)
         with torch.set_grad_enabled(not mended):
             wrong = model(torch.randn(4096, 256)).argmax(-1)
         del wrong
@@ -184,10 +185,7 @@ def _evaluated_at_the_end() -> None:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(STEPS):
-        x, y = _batch()
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        _train(model, optimizer)
     model(torch.randn(4096, 256)).argmax(-1)
 
 

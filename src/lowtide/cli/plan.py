@@ -163,19 +163,11 @@ def _budget(text: str | None, solver: Solver, resident: int) -> int | None:
 
 
 def _check(graph: Graph, path: Path) -> int:
-    import msgspec
-
     from lowtide.pebble.check import check
+    from lowtide.pebble.graph import read_json
     from lowtide.report.terminal import console
 
-    try:
-        found = msgspec.json.decode(path.read_bytes())
-    except OSError as error:
-        raise GraphError(f"cannot read the solution {path}: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise GraphError(f"{path} is not JSON: {error}") from None
-    except RecursionError:
-        raise GraphError(f"{path} is no solution: its JSON is nested too deeply") from None
+    found = read_json(path, "solution")
     wrong = check(graph, found)
     for line in wrong[:20]:
         console().print(f"lowtide: {path.name}: {line}", markup=False)

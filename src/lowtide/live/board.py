@@ -159,7 +159,8 @@ class _FileTicket:
         self._begun: torch.UntypedStorage | None = None
 
     def begin(self) -> None:
-        self._begun = self._copy()
+        if self._begun is None:
+            self._begun = self._copy()
 
     def fetch(self) -> torch.UntypedStorage:
         begun, self._begun = self._begun, None

@@ -253,8 +253,8 @@ class FullMode(Mode):
             self.ledger.succeed(old, new)
             self.evictor.inherited(old, new)
         self.evictor.made(site, made, [new for _, new in overwrites])
-        if recorder is not None and self.evictor.exempt.covers(site.module):
-            recorder.kept.update(value.number for value in (*made, *(new for _, new in overwrites)))
+        if recorder is not None and self.evictor.barred:
+            recorder.kept.update(v.number for v in (*made, *(new for _, new in overwrites)) if v in self.evictor.barred)
 
 
 class _Nobody:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -297,19 +297,12 @@ class Evictor:
         """Move what a planned forward holds that left its plan: saved tensors and inputs of replays; the bytes freed."""
         if not self.moves:
             return 0
-        groups: dict[int, list[Any]] = {}
-        for ref in self.keeps:
-            kept = ref()
-            held = None if kept is None else kept.held
-            if held is not None and type(held) in PLAIN_TYPES and is_plain(held):  # of others bytes and metadata are not all
-                groups.setdefault(held.untyped_storage()._cdata, []).append(kept)
         freed = 0
-        for group in groups.values():
-            storage = group[0].held.untyped_storage()
+        for storage, group in held_alone(ref() for ref in self.keeps):
             size = storage.nbytes()
             if freed >= needed:
                 break
-            if size >= SMALLEST_BYTES and sole_owner(storage, len({id(kept.held) for kept in group})):
+            if size >= SMALLEST_BYTES:
                 try:
                     with beneath_autograd():
                         ticket = Shared(self.board.put(storage))
@@ -464,6 +457,19 @@ class _Replayer:
 
     def taken(self, value: Value) -> None:
         self._evictor.ledger.taken(value)
+
+
+def held_alone(keeps: Iterable[Any]) -> Iterator[tuple[torch.UntypedStorage, list[Any]]]:
+    """Storages that nothing but some of these (saved tensors that are kept, anchors; None for those that are gone) hold."""
+    groups: dict[int, list[Any]] = {}
+    for kept in keeps:
+        held = None if kept is None else kept.held
+        if held is not None and type(held) in PLAIN_TYPES and is_plain(held):  # of others bytes and metadata are not all
+            groups.setdefault(held.untyped_storage()._cdata, []).append(kept)
+    for group in groups.values():
+        storage = group[0].held.untyped_storage()
+        if sole_owner(storage, len({id(kept.held) for kept in group})):
+            yield storage, group
 
 
 def checksum(tensor: torch.Tensor | None) -> int:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import torch
 from lowtide.live.board import FileBoard, PinnedBoard
-from lowtide.live.guard import Tally
+from lowtide.live.guard import Tally, held_alone
 from lowtide.live.mode import Mode
 from lowtide.live.ops import info_of
 from lowtide.live.replay import remake
@@ -540,17 +540,9 @@ class LeanMode(Mode):
 
     def left_bytes(self) -> int:
         """Bytes that nothing but autograd's graph of this unit holds."""
-        sizes = {id(v): v.bytes for v in self.values.values() if v.saves and v.tensor is not None}
-        held: dict[int, list[torch.Tensor]] = {}
-        for ref in self.keeps:
-            kept = ref()
-            if isinstance(kept, Kept) and kept.held is not None and is_plain(kept.held):
-                held.setdefault(kept.held.untyped_storage()._cdata, []).append(kept.held)
-        for tensors in held.values():
-            storage = tensors[0].untyped_storage()
-            if sole_owner(storage, len({id(t) for t in tensors})):
-                sizes[id(storage)] = storage.nbytes()
-        return sum(sizes.values())
+        saved = sum(v.bytes for v in self.values.values() if v.saves and v.tensor is not None)
+        kept = (k for ref in self.keeps if isinstance(k := ref(), Kept))
+        return saved + sum(storage.nbytes() for storage, _ in held_alone(kept))
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd keeps."""

@@ -94,8 +94,6 @@ class Recorder:
             self.tracked -= old.bytes
         if life.held_until is None:
             life.held_until = len(self.events)
-        if old.number in self.kept:
-            self.kept.add(new.number)
         if life.saves:
             heir = self.lives[new.number]
             heir.saves, life.saves = life.saves, 0

@@ -174,7 +174,7 @@ class _Checker:
         highest = self.floor(None)
         for at, op in enumerate(self.ops):
             there = {v for v in there if last[v] >= at}
-            olds = {old for u in self.made[op] if (old := nodes[u].overwrites) is not None}
+            olds = self.olds(op)
             if all(last[old] <= at for old in olds):
                 there -= olds
             there.update(self.made[op])
@@ -251,11 +251,14 @@ class _Checker:
                 found.add(v)
         return found
 
+    def olds(self, op: int) -> set[int]:
+        """Values that an operator overwrites."""
+        return {old for u in self.made[op] if (old := self.graph.nodes[u].overwrites) is not None}
+
     def least(self, op: int, present: set[int]) -> int:
         nodes = self.graph.nodes
         made = set(self.made[op])
-        olds = {nodes[u].overwrites for u in made}
-        there = (present - olds) | made | {v for v, n in enumerate(nodes) if n.resident}
+        there = (present - self.olds(op)) | made | {v for v, n in enumerate(nodes) if n.resident}
         return sum(nodes[u].bytes for u in there) + nodes[op].workspace_bytes
 
     def floor(self, node: Any) -> int:
@@ -269,7 +272,6 @@ class _Checker:
         """The least that is on the board when an operator first runs, over all sets of operators that may have run by then."""
         if node is None:
             return self.floor(node)
-        resident = sum(n.bytes for n in self.graph.nodes if n.resident)
         op, nodes = self.index[node], self.graph.nodes
         before, after = self.around(op)
         values = [v for v, n in enumerate(nodes) if not n.resident and self.leader(v) != op]
@@ -281,16 +283,11 @@ class _Checker:
             ends = self.readers[v] | (set() if until is None else {self.leader(until)})
             rows += [{ran[self.leader(v)]: 1.0, ran[r]: -1.0, there[v]: -1.0} for r in ends - {self.leader(v)}]
             rows += [{ran[self.leader(v)]: 1.0, there[v]: -1.0}] if nodes[v].keep else []
-        matrix = dok_array((max(1, len(rows)), len(ran) + len(there)))
-        for i, terms in enumerate(rows):
-            for j, a in terms.items():
-                matrix[i, j] = a
         cost = np.asarray([0.0] * len(ran) + [float(nodes[v].bytes) for v in values])
         limits = [(float(o in before), float(o not in after and o != op)) for o in self.ops] + [(0.0, 1.0)] * len(values)
-        found = linprog(cost, A_ub=matrix.tocsr(), b_ub=np.zeros(max(1, len(rows))), bounds=limits)
-        own = sum(nodes[v].bytes for v in self.made[op]) + nodes[op].workspace_bytes
-        taken_over = sum(nodes[old].bytes for u in self.made[op] if (old := nodes[u].overwrites) is not None)
-        return round(found.fun) + own - taken_over + resident if found.status == 0 else 0
+        found = linprog(cost, A_ub=_matrix(rows, len(cost)), b_ub=np.zeros(max(1, len(rows))), bounds=limits)
+        taken_over = sum(nodes[old].bytes for old in self.olds(op))
+        return round(found.fun) + self.least(op, set()) - taken_over if found.status == 0 else 0
 
     def extra_bound(self, budget: int, base: float) -> None:
         """The bound on extra seconds."""
@@ -388,7 +385,7 @@ class _Board:
             self.clock = max(self.clock, self.ready.get(p, 0.0))
         self.claim(not self.board.intersection(made), t, f"{node.id!r} is on the board already")
         if act == "update":
-            olds = {old for u in made if (old := self.nodes[u].overwrites) is not None}
+            olds = self.checker.olds(v)
             self.claim(bool(olds), t, f"{node.id!r} overwrites nothing")
             for old in olds:
                 self.claim(old in self.board, t, f"what {node.id!r} overwrites is not there")
@@ -492,11 +489,20 @@ class _Search:
         reads = all(nodes[p].resident or board >> p & 1 for p in checker.needed[op])
         if waits or not reads or (again and not nodes[op].recompute) or any(board >> u & 1 for u in checker.made[op]):
             return
-        olds = sum(1 << old for u in checker.made[op] if (old := nodes[u].overwrites) is not None)
+        olds = sum(1 << old for old in checker.olds(op))
         made = sum(1 << u for u in checker.made[op])
         for left in {board, board & ~olds} if olds & board == olds else {board}:
             if self._bytes(left | made) + nodes[op].workspace_bytes <= self.budget:
                 yield (left | made, host, ran | 1 << op), nodes[op].seconds
+
+
+def _matrix(rows: list[dict[int, float]], width: int) -> Any:
+    """Rows of a program as a matrix of so many columns; at least one row, which solvers ask for."""
+    matrix = dok_array((max(1, len(rows)), width))
+    for i, terms in enumerate(rows):
+        for j, a in terms.items():
+            matrix[i, j] = a
+    return matrix.tocsr()
 
 
 class _Program:
@@ -569,7 +575,7 @@ class _Program:
         made = [{v for v, n in enumerate(nodes) if not n.resident and checker.leader(v) in before} for before, _ in sides]
         for t, op in enumerate(at):
             before, after = sides[t]
-            here = made[t] - {nodes[u].overwrites for u in checker.made[op]}
+            here = made[t] - checker.olds(op)
             room = (checker.least(op, set()) - self.budget) / self.budget
             self.row({self.var(("on", t, v)): -nodes[v].bytes / self.budget for v in here}, room)
             fixed = checker.stuck(op, before, after)
@@ -592,7 +598,7 @@ class _Program:
         def there(v: int) -> dict[int, float]:
             return {self.var(("on", t - 1, v)): 1.0} | self.back(v, t, t)
 
-        overwritten = set() if final else {nodes[u].overwrites for u in checker.made[at[t]]}
+        overwritten = set() if final else checker.olds(at[t])
         for v in made - overwritten if not final else ():
             self.row(there(v) | {self.var(("on", t, v)): -1.0}, 0.0)
         for o in before:
@@ -608,13 +614,9 @@ class _Program:
     def solve(self) -> float:
         if not self.rows:
             return 0.0
-        matrix = dok_array((len(self.rows), len(self.cost)))
-        for i, terms in enumerate(self.rows):
-            for j, a in terms.items():
-                matrix[i, j] = a
         result = milp(
             np.asarray(self.cost),
-            constraints=LinearConstraint(matrix.tocsr(), self.low, np.inf),
+            constraints=LinearConstraint(_matrix(self.rows, len(self.cost)), self.low, np.inf),
             bounds=Bounds(0, 1),
             integrality=np.ones(len(self.cost)),
             options={"time_limit": _LIMIT},

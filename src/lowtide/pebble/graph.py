@@ -176,15 +176,27 @@ def load(path: Path) -> Graph:
     Raises:
         GraphError: if it cannot be read or is no graph.
     """
+    return from_json(read_json(path, "graph"), source=str(path))
+
+
+def read_json(path: Path, what: str) -> Any:
+    """What a JSON file holds.
+
+    Args:
+        path: the file.
+        what: it should be, for the complaint.
+
+    Raises:
+        GraphError: if it cannot be read or is no JSON.
+    """
     try:
-        data = msgspec.json.decode(path.read_bytes())
+        return msgspec.json.decode(path.read_bytes())
     except OSError as error:
-        raise GraphError(f"cannot read the graph {path}: {error.strerror}") from None
+        raise GraphError(f"cannot read the {what} {path}: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise GraphError(f"{path} is not JSON: {error}") from None
     except RecursionError:
-        raise GraphError(f"{path} is no graph: its JSON is nested too deeply") from None
-    return from_json(data, source=str(path))
+        raise GraphError(f"{path} is no {what}: its JSON is nested too deeply") from None
 
 
 def from_json(data: object, *, source: str = "graph") -> Graph:
