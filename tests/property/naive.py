@@ -39,6 +39,8 @@ class Naive:
             return
         self.replayed.add(self.buffers[v].born)
         for r in self.problem.maker(v).reads:
+            if self.buffers[r].born < 0 and not self.problem.capturable(r):
+                continue
             kept = self.buffers[r].released >= 0 or not self.problem.remakeable[r]
             if r in self.away or not self.problem.capturable(r) or not kept:
                 self.remember(r)

@@ -1,7 +1,8 @@
 """Random small units of training, and random decisions on them.
 
 A unit is a chain of forward operators over a parameter (value 0) and an input (value 1), some values saved, some
-overwritten in place; then a backward that asks for the saved values in roughly reverse order, with operators between.
+overwritten in place; then a backward that asks for the saved values in roughly reverse order, with operators between, and
+may overwrite the parameter half-way, as an optimizer does whose updates run within the backward.
 """
 
 from __future__ import annotations
@@ -93,11 +94,12 @@ def _forward(unit: _Unit) -> None:
                 unit.saves.append(Save(value=v, event=len(unit.events) - 1))
 
 
-def _overwrite(unit: _Unit, old: int, reads: list[int]) -> None:
+def _overwrite(unit: _Unit, old: int, reads: list[int], phase: Phase = Phase.FORWARD) -> None:
     new = unit.new(unit.values[old].bytes, 0)
+    unit.values[new].counted = unit.values[old].counted
     unit.values[old].overwritten = True
     unit.values[old].held_until = len(unit.events)
-    unit.op(Phase.FORWARD, [*reads, old], [], (old, new))
+    unit.op(phase, [*reads, old], [], (old, new))
     unit.values[old].held_until = len(unit.events) - 1
 
 
@@ -115,7 +117,11 @@ def _backward(unit: _Unit) -> None:
     draw = unit.draw
     gradient: int | None = None
     needs: list[tuple[int, int, int]] = []
-    for v in _asked(unit):
+    asked = _asked(unit)
+    updated = draw(st.integers(0, 2 * len(asked)))
+    for i, v in enumerate(asked):
+        if i == updated:
+            _overwrite(unit, 0, [] if gradient is None else [gradient], Phase.BACKWARD)
         e = len(unit.events)
         unit.events.append(Need(value=v, pinned_until=e))
         for _ in range(draw(st.integers(0, 2))):
@@ -155,8 +161,9 @@ def traces(draw: st.DrawFn) -> Trace:
     _forward(unit)
     backward = len(unit.events)
     _backward(unit)
-    unit.values[0].held_until = len(unit.events)
-    unit.values[1].held_until = len(unit.events)
+    for v in (0, 1):
+        if not unit.values[v].overwritten:
+            unit.values[v].held_until = len(unit.events)
     _lifetimes(unit, backward)
     return Trace(
         base_bytes=BASE_BYTES,

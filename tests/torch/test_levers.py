@@ -90,6 +90,31 @@ def test_update_in_backward_gives_the_same_bits_and_takes_the_gradients_off_the_
     assert before[-1] - after[-1] > 0.7 * gradients
 
 
+def test_what_is_made_from_a_weight_is_made_again_as_long_as_the_weight_is_not_updated() -> None:
+    """Without a second board, the lever takes the gradients off the least peak and adds nothing to it."""
+    torch.use_deterministic_algorithms(mode=True)
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        return F.cross_entropy(model(torch.randn(512, 256)), torch.randint(8, (512,)))
+
+    def net() -> nn.Module:
+        return nn.Sequential(*(m for _ in range(12) for m in (nn.Linear(256, 256), nn.GELU())), nn.Linear(256, 8))
+
+    least = {}
+    for lever in ((), ("update-in-backward",)):
+        with lowtide.budget(heap().tensor_live + (12 << 20), offload=False, allow=lever) as run:
+            _train(net, OPTIMIZERS["sgd"], loss)
+            assert run.outcome.plan is not None
+            least[bool(lever)] = run.outcome.plan.lowest_peak_bytes - heap().tensor_live
+    gradients = sum(4 * p.numel() for p in net().parameters())
+    assert least[True] <= least[False] - 0.7 * gradients
+    outcome, _, after = _both(net, OPTIMIZERS["sgd"], loss, budget=heap().tensor_live + (7 << 20), offload=False,
+                              allow=("update-in-backward",))
+    assert outcome.steps[-1].recomputed_ops
+    assert not outcome.steps[-1].offloaded_bytes
+    assert max(after) <= 7 << 20
+
+
 def gpt2() -> nn.Module:
     """GPT-2 as the package ships it, wide for its batch: gradients are most of what training adds."""
     import transformers as hf

@@ -9,6 +9,8 @@ The rules, which ``live/lean.py`` and ``live/replay.py`` follow to the letter:
 * An in-place operator runs on a clone of what it overwrites, unless that is an intermediate of this very chain which
   nobody else reads: then it runs on that itself.
 * What a replayable operator reads and nobody would keep is captured: held until the values made from it are released.
+* What was there before the unit and is overwritten in it (a weight that the optimizer updates within the backward) is read
+  as it is until then: what is made from it is asked for before, or kept.
 """
 
 from __future__ import annotations
@@ -22,10 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.errors import StructureError
-from lowtide.pebble.eager.problem import Action, Away, Key, Problem
+from lowtide.pebble.eager.problem import FOREVER, Action, Away, Key, Problem
 from lowtide.trace import Op
-
-FOREVER = 1 << 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ def closure(problem: Problem, decisions: Decisions) -> tuple[tuple[int, ...], se
             continue
         recorded.add(buffers[v].born)
         for r in problem.maker(v).reads:
-            if r in moved:
+            if r in moved or (buffers[r].born < 0 and not problem.capturable(r)):  # there until it is overwritten
                 continue
             if r in remade or not problem.capturable(r):
                 stack.append(r)

@@ -35,6 +35,9 @@ class Away:
 FRESH_BYTES = 32 << 20
 """glibc's largest threshold for mapping a block (DEFAULT_MMAP_THRESHOLD_MAX): its pages are faulted in each time."""
 
+FOREVER = 1 << 60
+"""An event that never comes."""
+
 Key = tuple[int, int]
 """(value, gap): gap ``k`` of a value is the time before its need ``k``; the last gap follows its last need."""
 
@@ -102,17 +105,34 @@ class Problem:
         )
 
     @cached_property
-    def remakeable(self) -> tuple[bool, ...]:
-        """Per value, whether some chain of replays makes it again from what can be captured."""
+    def _deadlines(self) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """Per value the event from which on no chain makes it again (-1: it never can), and whether all needs come before."""
+        until = [-1] * len(self.trace.buffers)
         known = [False] * len(self.trace.buffers)
-        for event in self.trace.events:
-            if isinstance(event, Op) and event.replayable and all(self._source(r, known) for r in event.reads):
-                for v in (*event.writes, *(new for _, new in event.overwrites)):
-                    known[v] = v not in self.pinned
-        return tuple(known)
+        for e, event in enumerate(self.trace.events):
+            if not isinstance(event, Op) or not event.replayable:
+                continue
+            end = min((self._source(r, until, known) for r in event.reads), default=FOREVER)
+            for v in (*event.writes, *(new for _, new in event.overwrites)):
+                if v not in self.pinned and end > e:
+                    until[v] = end
+                    known[v] = not self.needs[v] or self.needs[v][-1][0] < end
+        return tuple(until), tuple(known)
 
-    def _source(self, value: int, known: list[bool]) -> bool:
-        return known[value] or not (value in self.overwritten or value in self.pinned)
+    def _source(self, value: int, until: list[int], known: list[bool]) -> int:
+        """The event from which on a chain that reads a value cannot run."""
+        if known[value]:
+            return until[value]
+        if value in self.pinned:
+            return -1
+        if self.capturable(value):
+            return FOREVER
+        return self.overwritten[value] if self.trace.buffers[value].born < 0 else until[value]
+
+    @property
+    def remakeable(self) -> tuple[bool, ...]:
+        """Per value, whether a chain of replays makes it again at each of its needs, from what is there or can be captured."""
+        return self._deadlines[1]
 
     def maker(self, value: int) -> Op:
         """The operator that made a value; only for values with ``born >= 0``."""
@@ -121,7 +141,7 @@ class Problem:
         return op
 
     def capturable(self, value: int) -> bool:
-        """Whether holding the value by reference keeps its bits: not so once it is overwritten in place."""
+        """Whether holding the value by reference keeps its bits to the end: not so if it is overwritten in place."""
         return value not in self.overwritten
 
     def can_move(self, value: int) -> bool:
