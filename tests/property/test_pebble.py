@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lowtide.errors import StructureError
 from lowtide.pebble.eager.ahead import fetches_ahead
 from lowtide.pebble.eager.bound import forced_live, peak_bound, time_bound
-from lowtide.pebble.eager.walk import pareto, walk
+from lowtide.pebble.eager.walk import State, pareto, walk
 from lowtide.pebble.eager.problem import Action, Away, Bandwidth, Key, Problem
 from lowtide.pebble.eager.play import play
 from lowtide.pebble.eager.relax import Relaxed
@@ -191,6 +191,27 @@ def test_no_decisions_beat_the_bound_of_the_programs(planned: Planned, share: fl
     budget = timeline.peak_bytes + int(share * max(0, problem.plain_peak - timeline.peak_bytes))
     _, proven = Relaxed(problem).at(budget, seconds=2.0)
     assert proven.seconds <= timeline.extra_seconds + ROUNDING
+
+
+@FEW
+@given(problems(), st.floats(0, 1), st.integers(0, 100))
+def test_other_seconds_change_no_bytes_and_never_make_the_plan_in_force_dearer(problem: Problem, share: float, by: int) -> None:
+    """Front.retimed: the same peaks, and for today's budget a plan that costs no more than the old decisions now do."""
+    front = Front(problem, seconds=WALK_SECONDS)
+    lowest = front.states[-1].timeline.peak_bytes
+    budget = lowest + int(share * (problem.plain_peak - lowest))
+    state = front.at(budget).state
+    assert state is not None
+    events = tuple(replace(e, seconds=float((7 * i + by) % 9)) if isinstance(e, Op) else e
+                   for i, e in enumerate(problem.trace.events))  # fmt: skip
+    other = replace(problem, trace=replace(problem.trace, events=events))
+    in_force = State(state.decisions, play(other, state.decisions))
+    assert (in_force.timeline.peak_bytes_at == state.timeline.peak_bytes_at).all()
+    answer = front.retimed(other, in_force).at(budget)
+    assert answer.state is not None
+    assert answer.state.timeline.peak_bytes <= budget
+    assert answer.state.timeline.extra_seconds <= in_force.timeline.extra_seconds
+    assert answer.bound_seconds <= answer.state.timeline.extra_seconds + ROUNDING
 
 
 @FEW

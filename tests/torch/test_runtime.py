@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 import io
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 import zoo
 from harness import TOLERANCE_BYTES, above_of, budgeted, heap, kept, plain_of
-from lowtide.live import board
-from lowtide.pebble.eager.problem import Bandwidth
+from lowtide.live import board, stopwatch
+from lowtide.pebble.eager.problem import Bandwidth, Problem
 from lowtide.planner import dropped_sites
 from lowtide.report.terminal import show_outcome
 from torch import nn
@@ -358,3 +359,56 @@ def test_what_a_kept_module_saves_is_never_dropped_and_a_path_of_no_module_is_to
     with lowtide.budget("1GiB", keep=("nowhere", "1")) as run:
         model(torch.randn(8, 128)).sum().backward()
     assert run.outcome.unmet == ("nowhere",)
+
+
+STEPS = 6
+
+
+def _timed(monkeypatch: pytest.MonkeyPatch, again: float, bytes_per_second: float) -> None:
+    """Let the clock of a planned step say that each operator took so long, and transfers went so fast."""
+    true = stopwatch.Stopwatch.problem
+
+    def problem(self: stopwatch.Stopwatch, recorded: Problem, funcs: Sequence[tuple[int, Any]]) -> Problem:
+        assert len(self.forward) == len(funcs)
+        assert self.again or self.written
+        self.again = {i: [again] for i in range(len(self.forward))}
+        self.written = [(size, size / bytes_per_second) for size, _ in self.written]
+        self.read = [(size, size / bytes_per_second) for size, _ in self.read]
+        return true(self, recorded, funcs)
+
+    monkeypatch.setattr(stopwatch, "LEAST_BYTES", 1)
+    monkeypatch.setattr(stopwatch.Stopwatch, "problem", problem)
+
+
+def _fixed_speed(monkeypatch: pytest.MonkeyPatch, bytes_per_second: float) -> None:
+    speed = Bandwidth(write=bytes_per_second, read=bytes_per_second, read_fresh=bytes_per_second)
+    monkeypatch.setattr(board.FileBoard, "measure", lambda _: speed)
+
+
+@pytest.mark.parametrize(("name", "share"), [("gpt_eager", 0.5), ("cnn", 0.8)])
+def test_a_warm_steps_seconds_take_the_place_of_the_recorded_ones(
+    name: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each operator takes a second by the clock of the second planned step: from then on the plan says one per replay."""
+    make = getattr(zoo, name)
+    reference = plain_of(make, STEPS)
+    _timed(monkeypatch, 1.0, 1e9)
+    run = budgeted(make, above_of(reference, share), STEPS, offload=False)
+    assert run.bits == reference.bits
+    assert kept(run)
+    assert run.outcome.plan is not None
+    assert run.outcome.steps[-1].recomputed_ops
+    assert run.outcome.plan.extra_seconds == pytest.approx(run.outcome.steps[-1].recomputed_ops)
+
+
+def test_a_board_that_turns_out_slow_is_used_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was probed at a terabyte a second, and a planned step met a megabyte: what can be made again then is."""
+    reference = plain_of(zoo.gpt_eager, STEPS)
+    _fixed_speed(monkeypatch, 1e12)
+    _timed(monkeypatch, 1e-9, 1e6)
+    run = budgeted(zoo.gpt_eager, above_of(reference, 0.6), STEPS)
+    assert run.bits == reference.bits
+    assert kept(run)
+    moved = [s.offloaded_bytes for s in run.outcome.steps]
+    assert moved[2] > 0
+    assert moved[-1] < moved[2] / 10

@@ -77,6 +77,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "live.saver",
         "live.patches",
         "live.full",
+        "live.stopwatch",
         "live.lean",
         "live.agree",
         "live.verdict",

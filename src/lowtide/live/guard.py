@@ -344,6 +344,10 @@ class Evictor:
                 self.moves = False
         return self._bandwidth
 
+    def learn(self, bandwidth: Bandwidth | None) -> None:
+        """Take the second board's speed as transfers of a planned unit met it."""
+        self._bandwidth = bandwidth
+
     def _can_drop(self, value: Value) -> bool:
         """Whether every operator needed to make a value again can still run on the bits it saw."""
         seen: set[int] = set()
@@ -448,11 +452,11 @@ class _Replayer:
         if evictor.limit_bytes and over > 0:
             evictor.make_room(over)
 
-    def ran(self, seconds: float) -> None:
+    def ran(self, record: Record, seconds: float) -> None:  # noqa: ARG002 - the plan's way asks which
         self._evictor.tally.recomputed_ops += 1
         self._evictor.tally.recompute_seconds += seconds
 
-    def fetched(self, seconds: float) -> None:
+    def fetched(self, value: Value, seconds: float) -> None:  # noqa: ARG002
         self._evictor.tally.offload_seconds += seconds
 
     def taken(self, value: Value) -> None:

@@ -25,6 +25,7 @@ from lowtide.live.mode import Mode
 from lowtide.live.ops import info_of
 from lowtide.live.replay import remake
 from lowtide.live.saver import Kept, modified_in_place
+from lowtide.live.stopwatch import Stopwatch
 from lowtide.live.value import (
     PLAIN_TYPES,
     Anchor,
@@ -221,11 +222,14 @@ class LeanHandle:
 class LeanRun:
     """One planned unit while its handles live: serves needs as the plan says."""
 
-    def __init__(self, script: Script, tally: Tally, board: FileBoard | PinnedBoard) -> None:
+    def __init__(
+        self, script: Script, tally: Tally, board: FileBoard | PinnedBoard, stopwatch: Stopwatch | None = None
+    ) -> None:
         """Nothing is saved yet."""
         self.script = script
         self.tally = tally
         self.board = board
+        self.stopwatch = stopwatch
         self.values: Mapping[int, Value] = {}
         self.holds_all = False
 
@@ -235,7 +239,7 @@ class LeanRun:
         value.touched += 1
         storage = value.storage()
         if storage is None:
-            storage = remake(value, _Replayer(self.script.holds.get(key, frozenset()), self.tally))
+            storage = remake(value, _Replayer(self.script.holds.get(key, frozenset()), self))
         if not self.holds_all and key not in self.script.stays and (value.record is not None or value.ticket is not None):
             value.tensor = None
         elif value.tensor is None:
@@ -256,9 +260,10 @@ class LeanRun:
 class _Replayer:
     """The plan's way of bringing values back: what is held was decided beforehand, and room was left."""
 
-    def __init__(self, holds: frozenset[int], tally: Tally) -> None:
+    def __init__(self, holds: frozenset[int], run: LeanRun) -> None:
         self._holds = holds
-        self._tally = tally
+        self._tally = run.tally
+        self._stopwatch = run.stopwatch
 
     def attach(self, value: Value, storage: torch.UntypedStorage) -> None:
         value.weak = weakref.ref(storage)  # type: ignore[assignment]
@@ -272,17 +277,19 @@ class _Replayer:
     def room(self, size: int) -> None:
         pass
 
-    def ran(self, seconds: float) -> None:
+    def ran(self, record: Record, seconds: float) -> None:
         self._tally.recomputed_ops += 1
         self._tally.recompute_seconds += seconds
+        if self._stopwatch is not None:
+            self._stopwatch.again.setdefault(record.order - 1, []).append(seconds)
 
-    def fetched(self, seconds: float) -> None:
+    def fetched(self, value: Value, seconds: float) -> None:
         self._tally.offload_seconds += seconds
+        if self._stopwatch is not None:
+            self._stopwatch.read.append((value.bytes, seconds))
 
     def taken(self, value: Value) -> None:
         value.weak = None
-
-
 
 
 @final
@@ -316,6 +323,7 @@ class LeanMode(Mode):
         self._guards: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._readers: dict[int, list[weakref.ref[Anchor]]] = {}
         self._writes = script.writes
+        self._clocked = None if run.stopwatch is None else run.stopwatch.forward
         self._funcs = script.funcs
         self._acts = script.acts
         self._packs = script.packs
@@ -334,10 +342,12 @@ class LeanMode(Mode):
             act = self._acts[at]
             if func is self._funcs[at] and not (self._writes[at] and self._strays(act, func, args, kwargs or {})):
                 try:
-                    if act is None:
+                    if act is not None:
+                        out = self._act(act, func, args, kwargs or {})
+                    elif self._clocked is None:
                         out = func(*args, **kwargs) if kwargs else func(*args)
                     else:
-                        out = self._act(act, func, args, kwargs or {})
+                        out = self._call(func, args, kwargs or {})
                 except (RuntimeError, MemoryError) as error:
                     if not self._out_of_memory(error) or info_of(func).mutates or info_of(func).collective:
                         raise
@@ -435,7 +445,7 @@ class LeanMode(Mode):
     def _hold(self, value: Value) -> None:
         storage = value.storage()
         if storage is None:
-            storage = remake(value, _Replayer(frozenset(), self.run.tally))
+            storage = remake(value, _Replayer(frozenset(), self.run))
         value.tensor = whole(storage)
 
     def _act(self, act: Act, func: Any, args: Any, kwargs: Any) -> Any:
@@ -443,9 +453,16 @@ class LeanMode(Mode):
             self.move(number)
         info = info_of(func)
         record = self._record(act, func, info, args, kwargs) if act.recorded else None
-        out = func(*args, **kwargs)
+        out = self._call(func, args, kwargs)
         self._note_outputs(act, record, args, kwargs, out)
         self._note_writes(act, record, info, args, kwargs)
+        return out
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        start = time.perf_counter()
+        out = func(*args, **kwargs)
+        if self._clocked is not None:
+            self._clocked.append(time.perf_counter() - start)
         return out
 
     def _record(self, act: Act, func: Any, info: Any, args: Any, kwargs: Any) -> Record:
@@ -532,9 +549,13 @@ class LeanMode(Mode):
             return
         try:
             start = time.perf_counter()
-            if value.move(self.run.board):
+            moved = value.move(self.run.board)
+            seconds = time.perf_counter() - start
+            self.run.tally.offload_seconds += seconds
+            if moved:
                 self.run.tally.offloaded_bytes += value.bytes
-            self.run.tally.offload_seconds += time.perf_counter() - start
+            if moved and self.run.stopwatch is not None:
+                self.run.stopwatch.written.append((value.bytes, seconds))
         except OSError:  # the second board is full: what stays is seen before the backward
             self.grown = True
 

@@ -81,11 +81,11 @@ class _Chain:
             self.how.room(v.bytes)
             start = time.perf_counter()
             self._keep(v, v.ticket.fetch(), -1)
-            self.how.fetched(time.perf_counter() - start)
+            self.how.fetched(v, time.perf_counter() - start)
         for record in self.records:
             start = time.perf_counter()
             self._replay(record)
-            self.how.ran(time.perf_counter() - start)
+            self.how.ran(record, time.perf_counter() - start)
             for v in [v for v in self.busy if self.readers[v] <= record.order]:
                 v.busy -= 1
                 self.busy.discard(v)

@@ -41,10 +41,12 @@ from lowtide.live.saver import Saver
 from lowtide.live.slices import Slices
 from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
+from lowtide.live.stopwatch import MATTERS_SHARE, Stopwatch
 from lowtide.live.unreached import TRANSFORM, Unreached
 from lowtide.live.update import Updates
 from lowtide.live.value import PLAIN_TYPES
 from lowtide.live.verdict import figures_of, refusal, resident_figures
+from lowtide.pebble.eager.play import play
 from lowtide.pebble.eager.problem import Problem
 from lowtide.pebble.eager.solve import Front, Solution
 from lowtide.pebble.eager.walk import State
@@ -58,6 +60,8 @@ TOLERANCE_SHARE = 0.005
 """... or within this share of the peak."""
 SEEN_TWICE = 2
 """Recordings of a kind of unit after which the nearest one is trusted on another base: its shift is then only an offset."""
+CLOCKED = 1
+"""Units that must have followed their recording before the next one is timed: the second board's pages are warm then."""
 TRUSTED = 4
 """Units that must have followed their recording before one that needs nothing is not even watched."""
 SURPRISES = 2
@@ -85,7 +89,6 @@ class Entry:
         states: optimizer states' storages at its end.
     """
 
-    trace: Trace
     funcs: list[tuple[int, Any]]
     packs: list[int]
     backward_starts: list[int]
@@ -101,6 +104,11 @@ class Entry:
         """What was solved."""
         return self.front.problem
 
+    @property
+    def trace(self) -> Trace:
+        """The recorded unit."""
+        return self.front.problem.trace
+
 
 @dataclass(eq=False)
 class Unit:
@@ -114,6 +122,7 @@ class Unit:
     keep: bool = False
     lean: LeanMode | None = None
     entry: Entry | None = None
+    state: State | None = None
     predicted_bytes: int | None = None
     backwards: int = 0
     consumed: int = 0
@@ -607,7 +616,7 @@ class Runtime:
     def _run_lean(self, unit: Unit, entry: Entry, solution: Solution) -> None:
         assert solution.state is not None
         unit.policy = "planned" if solution.state.decisions else "plain"
-        unit.entry = entry
+        unit.entry, unit.state = entry, solution.state
         unit.predicted_bytes = solution.state.timeline.peak_bytes + unit.base_bytes - entry.trace.base_bytes
         self._note_policy(unit.policy)
         self.clock.detailed = False
@@ -621,7 +630,8 @@ class Runtime:
                 entry.problem, solution.state, entry.funcs, entry.packs, entry.backward_starts, overlaps=self.board.overlaps
             )
             entry.compiled = {key: script}
-        run = LeanRun(script, self.evictor.tally, self.board)
+        clocked = entry.followed == CLOCKED and solution.state.decisions and not self.board.overlaps
+        run = LeanRun(script, self.evictor.tally, self.board, Stopwatch() if clocked else None)
         unit.lean = LeanMode(script, run, self._lost, self.saver.pack, self._out_of_memory(), self._writes_unseen)
         if not self.stack.put(unit.lean, unit.lean.pack, _unpack):
             unit.lean = None
@@ -698,7 +708,7 @@ class Runtime:
             pinned=frozenset(recorder.tainted),
         )
         states = frozenset(self._states())
-        entry = Entry(trace, recorder.funcs, recorder.packs, unit.starts, Front(problem), unit.left_bytes, states)
+        entry = Entry(recorder.funcs, recorder.packs, unit.starts, Front(problem), unit.left_bytes, states)
         kept = [e for e in self.entries.get(unit.kind, ()) if not self._near(
             e.trace.base_bytes, trace.base_bytes, problem.plain_peak)]
         self.entries[unit.kind] = [*kept[-(RECORDINGS - 1):], entry]
@@ -716,11 +726,22 @@ class Runtime:
         less = bool(entry.left_bytes) and measured < predicted  # a graph left over from a planned unit is smaller
         if not lost and (less or self._near(measured, predicted, predicted)):
             entry.followed += 1
+            if unit.state is not None and unit.lean is not None and unit.lean.run.stopwatch is not None:
+                self._retime(entry, unit.state, unit.lean.run.stopwatch)
             return
         misses = self._misses[unit.kind] = self._misses.get(unit.kind, 0) + 1
         if misses < RECORDINGS:
             self.entries[unit.kind] = [e for e in self.entries[unit.kind] if e is not entry]
             self.recordings[unit.kind] = min(self.recordings[unit.kind], SEEN_TWICE - 1)
+
+    def _retime(self, entry: Entry, state: State, stopwatch: Stopwatch) -> None:
+        """Plan with the seconds of a warm step, where they say something else than those that were recorded."""
+        self.evictor.learn(stopwatch.bandwidth(self.evictor.bandwidth))
+        problem = stopwatch.problem(entry.problem, entry.funcs)
+        again = State(state.decisions, play(problem, state.decisions))
+        change = abs(again.timeline.extra_seconds - state.timeline.extra_seconds)
+        if change > MATTERS_SHARE * problem.trace.seconds:
+            entry.front = entry.front.retimed(problem, again)
 
     # --- budget ------------------------------------------------------------------------------------------------------
 

@@ -487,10 +487,10 @@ class Replayer(Protocol):
     def room(self, size: int) -> None:
         """So many bytes are about to be taken outside any operator."""
 
-    def ran(self, seconds: float) -> None:
+    def ran(self, record: Record, seconds: float) -> None:
         """An operator ran again, and took so long."""
 
-    def fetched(self, seconds: float) -> None:
+    def fetched(self, value: Value, seconds: float) -> None:
         """A value came from the second board, and took so long."""
 
     def taken(self, value: Value) -> None:

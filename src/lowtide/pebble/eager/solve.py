@@ -76,12 +76,24 @@ class Front:
         self._found: list[State] = []
         self._proven: dict[int, float] = {}
 
+    def retimed(self, problem: Problem, in_force: State) -> Front:
+        """The same unit with other seconds, asked anew; nothing that it finds is dearer than what is in force.
+
+        Args:
+            problem: with the other seconds.
+            in_force: a state of it that holds the budget of today.
+        """
+        front = Front(problem, seconds=self.seconds, program_seconds=self.program_seconds)
+        front._found = [in_force]
+        front.solve_seconds = self.solve_seconds
+        return front
+
     @cached_property
     def states(self) -> tuple[State, ...]:
         """The walk's Pareto front."""
         start = time.perf_counter()
         states = walk(self.problem, seconds=self.seconds)
-        self.solve_seconds = time.perf_counter() - start
+        self.solve_seconds += time.perf_counter() - start
         return states
 
     @cached_property
