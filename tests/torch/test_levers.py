@@ -15,6 +15,7 @@ from lowtide.errors import LeverError
 from lowtide.live.outcome import Outcome
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import lowtide
 
@@ -327,9 +328,45 @@ def saves_before_the_step(i: int, model: nn.Module, opt: Any, average: Any) -> N
     opt.step()
 
 
+def steps_on_a_former_gradient(i: int, model: Any, opt: Any, average: Any) -> None:
+    """The first layer is left out from now on, and only what is used is zeroed: its gradient is applied again."""
+    used = model[2:]
+    for p in used.parameters():
+        p.grad = None
+    F.cross_entropy(used(torch.randn(8, 32)), torch.randint(8, (8,))).backward()
+    opt.step()
+
+
+def keeps_an_array(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+    array = next(model.parameters()).detach().numpy()
+    opt.zero_grad()
+    _back(model)
+    average[0].add_(float(array.sum()))
+    opt.step()
+
+
+def makes_a_list_before_the_step(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+    opt.zero_grad()
+    _back(model)
+    average[1].copy_(torch.tensor(model[0].bias.tolist()))  # type: ignore[index]
+    opt.step()
+
+
+def evaluates_by_closure(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+    def closure() -> float:
+        with torch.no_grad():
+            average[-1].copy_(model(torch.ones(1, 32))[0])
+        return 0.0
+
+    opt.zero_grad()
+    _back(model)
+    opt.step(closure)
+
+
 BODIES = [
-    restarts_its_momentum, clears_its_states, swaps_weights, reads_a_weight_unseen, saves_before_the_step, clips, accumulates, zeroes_in_place, looks_at_gradients, averages_weights_before_the_step, evaluates_before_the_step,
-    sets_the_rate_late, skips_steps, steps_twice, sets_gradients, by_closure, hooks,
+    restarts_its_momentum, clears_its_states, swaps_weights, reads_a_weight_unseen, saves_before_the_step, clips, accumulates,
+    zeroes_in_place, looks_at_gradients, averages_weights_before_the_step, evaluates_before_the_step, keeps_an_array,
+    makes_a_list_before_the_step, evaluates_by_closure, sets_the_rate_late, skips_steps, steps_twice, sets_gradients, by_closure, hooks,
 ]
 
 
@@ -353,7 +390,7 @@ def test_update_in_backward_is_declined_for_a_script_that(body: Callable[..., No
     assert not any(x.used for x in outcome.levers)
 
 
-@pytest.mark.parametrize("body", BODIES[:-2], ids=lambda b: b.__name__)
+@pytest.mark.parametrize("body", [*BODIES[:-2], steps_on_a_former_gradient], ids=lambda b: b.__name__)
 def test_update_in_backward_stops_a_script_that_later(body: Callable[..., None]) -> None:
     """The first two steps are plain; then the script does what the lever cannot follow: never a wrong weight."""
     plain: list[bytes] = []
@@ -366,6 +403,77 @@ def test_update_in_backward_stops_a_script_that_later(body: Callable[..., None])
     plain, _ = _loop(changes, steps=6)
     again, _ = _loop(changes, steps=6, size=None)
     assert again == plain
+
+
+@pytest.mark.parametrize("what", ["reads", "writes"])
+def test_between_the_steps_of_two_optimizers_nobody_looks_at_what_the_second_is_still_to_update(what: str) -> None:
+    """Their gradients come of one backward: the second's parameters are not touched before its own step, or the run stops."""
+
+    def train(*, looks: bool) -> list[bytes]:
+        zoo.seed(0)
+        model = _net(32, 2)
+        first, second = torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[2:].parameters(), lr=0.1)
+        average = model[2].weight.detach().clone()
+        for _ in range(4):
+            first.zero_grad()
+            second.zero_grad()
+            _back(model)
+            first.step()
+            if looks and what == "reads":
+                average.lerp_(model[2].weight.detach(), 0.1)
+            elif looks:
+                model[2].weight.data.mul_(0.9)
+            second.step()
+        return [zoo.bits(p) for p in [*model.parameters(), average]]
+
+    with pytest.raises(LeverError, match="--without update-in-backward"), lowtide.budget(None, allow=("update-in-backward",)):
+        train(looks=True)
+    plain = train(looks=False)
+    with lowtide.budget(None, allow=("update-in-backward",)) as run:
+        ours = train(looks=False)
+        assert run.outcome.levers[0].used
+    assert ours == plain
+
+
+class _Onlooker(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_script_around_its_step_leaves_none_of_ours_behind() -> None:
+    """One more stayed beneath it in every step, for ever."""
+    def body(i: int, model: nn.Module, opt: Any, average: Any) -> None:
+        assert len(_get_current_dispatch_mode_stack()) <= 2
+        opt.zero_grad()
+        _back(model)
+        with _Onlooker():
+            opt.step()
+
+    plain, _ = _loop(body, steps=8)
+    bits, _ = _loop(body, steps=8, size=heap().tensor_live + (1 << 30))
+    assert bits == plain
+    assert not _get_current_dispatch_mode_stack()
+
+
+@pytest.mark.parametrize("lever", ["update-in-backward", "sliced-update"])
+def test_a_foreach_momentum_in_low_precision_has_the_same_bits_where_some_parameters_are_new(lever: str) -> None:
+    """torch updates all of a group one by one if one has no buffer yet, and that rounds differently."""
+    def train() -> list[bytes]:
+        zoo.seed(0)
+        layers = [nn.Linear(64, 64).bfloat16() for _ in range(4)]
+        opt = torch.optim.SGD([p for m in layers for p in m.parameters()], lr=0.1, momentum=0.9, foreach=True)
+        for i in range(6):
+            opt.zero_grad()
+            x = torch.randn(8, 64).bfloat16()
+            for layer in layers[: 2 + i // 2]:
+                x = layer(x)
+            x.float().square().mean().backward()
+            opt.step()
+        return [zoo.bits(p) for m in layers for p in m.parameters()]
+
+    plain = train()
+    with lowtide.budget(None, allow=(lever,)):
+        assert train() == plain
 
 
 def test_update_in_backward_with_checkpointed_layers_has_the_same_bits() -> None:

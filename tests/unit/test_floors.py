@@ -78,6 +78,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "live.patches",
         "live.full",
         "live.stopwatch",
+        "live.rises",
         "live.lean",
         "live.agree",
         "live.verdict",

@@ -124,6 +124,7 @@ class Evictor:
         self.keeps: Iterable[weakref.ref[Any]] = ()
         self._replayer = _Replayer(self)
         self._library: dict[str, int] = {}
+        self._inside: dict[str, float] = {}
         self._made: dict[Any, int] = {}
         self._bandwidth: Bandwidth | None = None
 
@@ -188,9 +189,9 @@ class Evictor:
             self.attempt_live_bytes = meter.live()
             return func(*args, **kwargs)
         kind = self._headroom(func, info, args, kwargs) if limit and not meter.capped else None
-        copies = _copies(info, args) if info.mutates else None
-        if info.mutates and copies is None:
-            limit = 0
+        copies = self._copies(info, args) if info.mutates else None
+        read = self._room_inside(info, args, kwargs) if info.mutates and copies is None and limit and meter.capped else 0
+        limit = 0 if info.mutates and copies is None else limit
         reserve = self._reserve(info.name) if limit else 0
         state = _generator_state(info, args, kwargs) if limit else None
         meter.begin_library_window()
@@ -206,7 +207,7 @@ class Evictor:
                     raise
                 last = error.with_traceback(None)
             else:
-                self._note_library(info.name, meter.library_rise())
+                self._note_inside(info.name, read)
                 if kind is not None:
                     self._made[kind] = max(self._made[kind], bytes_beside(out, args, kwargs))
                 return out
@@ -229,6 +230,31 @@ class Evictor:
                 self.tally.overrun = True
             self.tally.rescues += 1
 
+    def _copies(self, info: OpInfo, args: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """Copies of the arguments that an operator writes; None if they are too large to be copied, or have no room."""
+        tensors = [t for t, _ in written_by(info, args, {})]
+        size = sum(bytes_of(t) for t in tensors)
+        if size > COPIED_BYTES:
+            return None
+        over = self.meter.live() + size + SLACK_BYTES - self.limit_bytes
+        if self.limit_bytes and over > 0 and not self.make_room(over):
+            return None
+        return [(t, t.clone()) for t in tensors]
+
+    def _room_inside(self, info: OpInfo, args: Any, kwargs: Any) -> int:
+        """Make room for what an operator takes inside that could not be tried again; bytes that it reads, of the widest type.
+
+        It is what such operators took before as a share of what they read; all of that, until one was seen.
+        """
+        written = {id(t) for t, _ in written_by(info, args, kwargs)}
+        tensors = [t for t in (*flatten(args), *kwargs.values()) if isinstance(t, torch.Tensor)]
+        widest = max((t.element_size() for t in tensors), default=0)
+        read = widest * sum(t.numel() for t in tensors if id(t) not in written)
+        over = self.meter.live() + int(self._inside.get(info.name, 1.0) * read) + SLACK_BYTES - self.limit_bytes
+        if read and over > 0:
+            self.make_room(over)
+        return read
+
     def _reserve(self, name: str) -> int:
         """Bytes to leave free for what a library takes inside an operator."""
         seen = self._library.get(name)
@@ -236,9 +262,12 @@ class Evictor:
             return LIBRARY_BYTES if any(part in name for part in LIBRARY_OPS) else 0
         return seen
 
-    def _note_library(self, name: str, rise: int) -> None:
-        if rise > self._library.get(name, -1):
-            self._library[name] = rise
+    def _note_inside(self, name: str, read: int) -> None:
+        """What an operator took that cannot be refused: as a library's workspace; and, where it ran uncapped, at all."""
+        self._library[name] = max(self.meter.library_rise(), self._library.get(name, 0))
+        if read:
+            share = (self.meter.op_peak() - self.attempt_live_bytes) / read
+            self._inside[name] = max(share, self._inside.get(name, 0.0))
 
     def is_out_of_memory(self, error: BaseException, denied: int) -> bool:
         """Whether an error means that memory ran out, given how many requests had been refused before."""
@@ -513,14 +542,6 @@ def _depends(value: Value, on: Value) -> bool:
             if argument.value is not None and argument.value.tensor is None:
                 stack.append(argument.value)
     return False
-
-
-def _copies(info: OpInfo, args: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-    """Copies of the arguments that an operator writes; None if they are too large to be copied."""
-    tensors = [t for t, _ in written_by(info, args, {})]
-    if sum(bytes_of(t) for t in tensors) > COPIED_BYTES:
-        return None
-    return [(t, t.clone()) for t in tensors]
 
 
 def _restore(copies: list[tuple[torch.Tensor, torch.Tensor]] | None) -> bool:

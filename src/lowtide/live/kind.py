@@ -60,6 +60,14 @@ def kind_of(module: torch.nn.Module, args: Any, kwargs: Any, *, engaged: bool, a
     return Kind(call, first is not None and grad_of(first) is not None, engaged, after)
 
 
+def sizes_of(kind: Kind) -> tuple[Any, tuple[int, ...]]:
+    """A kind without the sizes of its tensors, and these sizes in a row."""
+    *rest, shapes = kind.call
+    alike = tuple((len(shape), dtype, grad) for shape, dtype, grad in shapes)
+    skeleton = (*rest, alike, kind.accumulates, kind.engaged, kind.after)
+    return skeleton, tuple(size for shape, _, _ in shapes for size in shape)
+
+
 def _shapes(item: Any, found: list[Any], depth: int) -> None:
     if isinstance(item, torch.Tensor):
         found.append((tuple(item.shape), item.dtype, item.requires_grad))

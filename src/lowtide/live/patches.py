@@ -55,7 +55,10 @@ class Patches:
                 if value is not None:
                     value.tainted = True
                     recorder.taint(value)
-            return original(tensor, *args, **kwargs)
+            shown = original(tensor, *args, **kwargs)
+            if original.__name__ != "data_ptr" and is_plain(tensor):  # addresses are asked for all over torch
+                runtime.updates.exposed(tensor, shown)
+            return shown
 
         return exposed
 

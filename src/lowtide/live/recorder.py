@@ -46,10 +46,15 @@ class _Asked:
 @final
 @dataclass(eq=False)
 class Recorder:
-    """One unit while it runs; :meth:`finish` gives the trace."""
+    """One unit while it runs; :meth:`finish` gives the trace.
+
+    Attributes:
+        brief: whether nothing is noted but whose the values are: there will be no trace.
+    """
 
     meter: Meter
     base_bytes: int
+    brief: bool = False
     events: list[Op | _Asked] = field(default_factory=list)
     funcs: list[tuple[int, Any]] = field(default_factory=list)
     lives: list[_Life] = field(default_factory=list)
@@ -149,7 +154,7 @@ class Recorder:
         self._watch(value, self.lives[number])
 
     def _watch(self, value: Value, life: _Life) -> None:
-        if life.held_until is None and not life.watched:
+        if life.held_until is None and not life.watched and not self.brief:
             life.watched = True
             self.pending.append(value)
 
@@ -171,6 +176,8 @@ class Recorder:
 
     def need(self, value: Value) -> None:
         """Backward asks for a value."""
+        if self.brief:
+            return
         self._look()
         asked = _Asked(len(self.events), self.number(value), _node())
         self.asked.append(asked)
@@ -178,6 +185,8 @@ class Recorder:
 
     def before_op(self) -> None:
         """An operator begins."""
+        if self.brief:
+            return
         self._look()
         if self.asked:
             node = _node()
@@ -188,6 +197,8 @@ class Recorder:
 
     def after_op(self, func: Any, op: Op, *, scripted: bool) -> None:
         """An operator ended; a plan is to follow it, if it is scripted."""
+        if self.brief:
+            return
         if scripted:
             self.funcs.append((len(self.events), func))
         self.events.append(op)
@@ -202,11 +213,15 @@ class Recorder:
 
     def begin_window(self) -> None:
         """What rises from here on is outside the event before; what is there now was counted in it, and may still go."""
+        if self.brief:
+            return
         self.meter.reset_op_peak()
         self._window_bytes = self.meter.live()
 
     def forget_last_look(self) -> None:
         """The operator that was about to be noted failed."""
+        if self.brief:
+            return
         self.other.pop()
         self.spikes.pop()
 

@@ -37,6 +37,7 @@ from lowtide.live.outcome import Outcome, PlanFigures, StepFigures
 from lowtide.live.patches import Patches
 from lowtide.live.pieces import Pieces
 from lowtide.live.recorder import Recorder
+from lowtide.live.rises import Rises
 from lowtide.live.saver import Saver
 from lowtide.live.slices import Slices
 from lowtide.live.stack import Stack
@@ -112,7 +113,12 @@ class Entry:
 
 @dataclass(eq=False)
 class Unit:
-    """The unit that runs now."""
+    """The unit that runs now.
+
+    Attributes:
+        calls: its root calls so far.
+        roomy: whether it is run without any interception, as smaller than one that fits.
+    """
 
     kind: Kind
     base_bytes: int
@@ -126,6 +132,8 @@ class Unit:
     predicted_bytes: int | None = None
     backwards: int = 0
     consumed: int = 0
+    roomy: bool = False
+    calls: list[Kind] = field(default_factory=list)
     stepped: bool = False
     starts: list[int] = field(default_factory=list)
     outputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
@@ -186,6 +194,7 @@ class Runtime:
         self.unit: Unit | None = None
         self.entries: dict[Kind, list[Entry]] = {}
         self.recordings: dict[Kind, int] = {}
+        self.rises = Rises()
         self.budget_bytes = 0
         self.steps: list[StepFigures] = []
         self.figures: PlanFigures | None = None
@@ -354,8 +363,21 @@ class Runtime:
             elif self._is_stale(self.unit, kind):
                 self._abandon_unit()
             else:
+                self._goes_on(self.unit, kind)
                 return
         self._begin_unit(kind)
+
+    def _goes_on(self, unit: Unit, kind: Kind) -> None:
+        """A unit has another root call."""
+        unit.calls.append(kind)
+        if unit.roomy and not self._has_room(unit):
+            unit.roomy = False
+            self._run_fully(unit, None, record=False)
+
+    def _has_room(self, unit: Unit) -> bool:
+        """Whether no unit with such root calls rises above the budget, by all that is known."""
+        most = self.rises.most(unit.calls) if self.budget_bytes and self.meter.exact else None
+        return most is not None and unit.base_bytes + unit.left_bytes + most <= self.budget_bytes
 
     def _after(self) -> int:
         return self._last_optimizer if len(self._optimizers) > 1 else 0
@@ -376,7 +398,7 @@ class Runtime:
             return False
         if unit.lean is not None and not unit.lean.lost:
             return unit.backwards >= len(unit.lean.script.backwards)
-        return unit.recorder is None or not self.saver.awaited or kind.call == unit.kind.call
+        return unit.roomy or unit.recorder is None or not self.saver.awaited or kind.call == unit.kind.call
 
     def _is_stale(self, unit: Unit, kind: Kind) -> bool:
         """Whether the unit that runs was a forward that no backward will follow."""
@@ -386,7 +408,12 @@ class Runtime:
             return bool(kind == unit.kind and unit.lean.at == len(unit.lean.script.funcs) - 1)
         if self.saver.outstanding:
             return False
-        return kind == unit.kind or not any(output() is not None for output in unit.outputs)
+        if kind == unit.kind:
+            return True
+        unwatched = unit.lean is None and unit.recorder is None and self.meter.exact
+        if unwatched and not self._near(self.meter.live(), unit.base_bytes + unit.left_bytes, unit.base_bytes):
+            return False  # its graph is there, though what the model returned is not
+        return not any(output() is not None for output in unit.outputs)
 
     def _functional_begins(self) -> Callable[[torch.Tensor], Any] | None:
         """Autograd saves something outside any module and any unit: a script of plain functions; who packs instead."""
@@ -489,7 +516,7 @@ class Runtime:
         """An optimizer is about to step."""
         self._optimizers.add(optimizer)
         self._last_optimizer = id(optimizer)
-        self.updates.optimizer_begins(optimizer)
+        self.updates.optimizer_begins(optimizer, closure=self.clock.closure)
         if self.unit is not None and self.unit.lean is not None and not self.unit.lean.lost:
             self.stack.take()
         if self.stack.mode is None:
@@ -525,7 +552,7 @@ class Runtime:
         self._between_bytes = between if self._units > 1 else 0
         self.meter.reset_op_peak()
         self._resolve_share(kind, base)
-        unit = Unit(kind, base, left + away, "online")
+        unit = Unit(kind, base, left + away, "online", calls=[kind])
         self.unit = unit
         if not self.budget_bytes and self.settings.budget is None:
             self._run_fully(unit, None, record=False)
@@ -535,8 +562,9 @@ class Runtime:
             self._agree(entry, base)
         if entry is None:
             self._check_resident()
-            self._run_fully(unit, None)
+            self._run_unknown(unit)
             return
+        self.rises.familiar()
         solution = self._solve(entry, base)
         grown = sum(size for state, size in self._states().items() if state not in entry.states)
         self.figures = figures = figures_of(
@@ -610,8 +638,18 @@ class Runtime:
         self._note_policy(unit.policy)
         if self.saver.outstanding <= 0:
             self.ledger.forget()
-        unit.recorder, unit.keep = Recorder(self.meter, unit.base_bytes), record
+        unit.recorder, unit.keep = Recorder(self.meter, unit.base_bytes, brief=not record and self.meter.exact), record
         self._watch_fully(unit.recorder)
+
+    def _run_unknown(self, unit: Unit) -> None:
+        """No unit of this kind was recorded: one that is smaller than what fits runs as it is."""
+        if self._has_room(unit):
+            unit.roomy = True
+            self._note_policy("plain")
+            self.clock.detailed = False
+            self.stack.take()
+            return
+        self._run_fully(unit, None, record=self.rises.worth_recording(unit.kind))
 
     def _run_lean(self, unit: Unit, entry: Entry, solution: Solution) -> None:
         assert solution.state is not None
@@ -684,6 +722,8 @@ class Runtime:
             recorder.close()
         elif unit.predicted_bytes is not None and unit.entry is not None:
             self._verify(unit, unit.entry)
+        elif unit.roomy:
+            self._note_rise(unit)
         if unit.lean is not None:
             self.stack.take()
             unit.lean.let_go()
@@ -707,12 +747,21 @@ class Runtime:
             bandwidth=self.evictor.bandwidth,
             pinned=frozenset(recorder.tainted),
         )
+        if self._units > 1:  # the first unit of all is a cold one
+            self.rises.note(unit.calls, problem.plain_peak - problem.base_bytes)
         states = frozenset(self._states())
         entry = Entry(recorder.funcs, recorder.packs, unit.starts, Front(problem), unit.left_bytes, states)
         kept = [e for e in self.entries.get(unit.kind, ()) if not self._near(
             e.trace.base_bytes, trace.base_bytes, problem.plain_peak)]
         self.entries[unit.kind] = [*kept[-(RECORDINGS - 1):], entry]
         self.recordings[unit.kind] = self.recordings.get(unit.kind, 0) + 1
+
+    def _note_rise(self, unit: Unit) -> None:
+        """A unit ran without any interception."""
+        peak = self.meter.op_peak()
+        self.rises.note(unit.calls, peak - unit.base_bytes - unit.left_bytes)
+        if peak > self.budget_bytes:
+            self.rises.broke(unit.calls)
 
     def _verify(self, unit: Unit, entry: Entry) -> None:
         """After a planned unit: was its peak what the plan said?"""

@@ -64,7 +64,8 @@ class Slices:
         def update(*lists: Any, **settings: Any) -> None:
             room = self._room()
             sizes = [bytes_of(p) for p in lists[0]] if lists and isinstance(lists[0], list) else []
-            captured = bool(settings.get("capturable")) or torch.compiler.is_compiling()
+            mixed = any(isinstance(item, list) and None in item and any(x is not None for x in item) for item in lists)
+            captured = mixed or bool(settings.get("capturable")) or torch.compiler.is_compiling()
             if room is None:  # asked for without a budget
                 room = sum(sizes) * TEMPORARIES // SHARES
             if captured or sum(sizes) * TEMPORARIES <= room:

@@ -56,6 +56,7 @@ class Clock:
         detailed: whether every module call is followed (for paths), or only calls of known root modules.
         differentiable: whether the backward that runs builds a graph of its own (``create_graph``): its operators are
             then a forward for the backward to come.
+        closure: whether the optimizer that steps was given one.
     """
 
     def __init__(self, listener: Listener) -> None:
@@ -66,6 +67,7 @@ class Clock:
         self.detailed = False
         self.differentiable = False
         self.optimizers_seen = False
+        self.closure = False
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
         self._always: list[Any] = []
@@ -224,7 +226,8 @@ class Clock:
 
         return run_backward
 
-    def _optimizer_pre(self, optimizer: Any, *_: Any) -> None:
+    def _optimizer_pre(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.closure = any(a is not None for a in (*args[1:], *kwargs.values()))
         if threading.get_ident() != self._owner:
             return
         self.optimizers_seen = True

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +32,7 @@ from lowtide.live.aside import Wraps, unwrapped
 from lowtide.live.kind import grad_of
 from lowtide.live.mode import Mode
 from lowtide.live.outcome import LeverFigures
-from lowtide.live.value import flatten, is_plain
+from lowtide.live.value import flatten, is_plain, sole_owner
 from lowtide.trace import Phase
 
 KNOWN: Final = (
@@ -39,6 +40,13 @@ KNOWN: Final = (
     torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
 )
 """Optimizers that treat each parameter by itself and look at nothing but its gradient and its state."""
+
+MIXED: Final = (torch.optim.SGD, torch.optim.Adagrad)
+"""Of these, those whose foreach update goes entry by entry where one entry is new, or sparse (``torch/optim/sgd.py``)."""
+LOW_PRECISION: Final = (torch.bfloat16, torch.float16)
+"""In these, one by one and all at once round differently."""
+
+SHARED: Final = "something else (a NumPy array, a view) refers to a parameter's memory when the optimizer is made"
 
 _GRAD: Any = torch._C.TensorBase.grad
 _TORCH: Final = str(Path(torch.__file__).parent)
@@ -107,7 +115,8 @@ class Updates:
         self._unpaired = False
         self._whole: set[int] = set()
         self._stepping = False
-        self._looker: _Looker | None = None
+        self._shown: list[weakref.ref[Any]] = []
+        self._looker = _Looker(self)
 
     # --- on and off --------------------------------------------------------------------------------------------------
 
@@ -120,11 +129,15 @@ class Updates:
         """
         self.stage = Stage.ENGAGED if engaged else Stage.WATCHING
         self._optimizers.update(optimizers)
+        if any(_shares_memory(optimizer) for optimizer in self._optimizers):
+            self.stage, self.reason = Stage.DECLINED, SHARED
+            return
         self._wraps.put(optim.Optimizer, "__init__", self._making)
         self._wraps.put(optim.Optimizer, "zero_grad", self._zeroing)
         self._wraps.put(torch.nn.Module, "zero_grad", self._zeroing)
         for owner, name in ((optim.Optimizer, "state_dict"), (optim.Optimizer, "load_state_dict"), (torch, "save")):
             self._wraps.put(owner, name, self._reading)
+        self._wraps.put(torch.Tensor, "tolist", self._listing)
         torch.nn.Parameter.grad = property(self._get, self._set, self._delete)  # type: ignore[assignment, misc]
         self._wraps.also(lambda: delattr(torch.nn.Parameter, "grad"))
 
@@ -146,7 +159,12 @@ class Updates:
         Raises:
             LeverError: if gradients were consumed for a step that had not come, unless another error is on its way.
         """
-        if self._unpaired and sys.exc_info()[0] is None:
+        if self._unpaired and sys.exc_info()[0] is not None:
+            sys.stderr.write(
+                f"lowtide: {UPDATE}: the budget is left by an error between a backward and the optimizer's step: parameters "
+                "whose gradients were whole by then are updated already, the others are not\n"
+            )
+        elif self._unpaired:
             raise LeverError(
                 f"{UPDATE}: the budget is left between a backward and the optimizer's step, with the gradients consumed: "
                 f"leave it after the step, or use it with --without {UPDATE}"
@@ -212,6 +230,8 @@ class Updates:
             self._against("gradients are exchanged between processes")
         elif self._due:
             self._against("a backward is not followed by the optimizer's step")
+        elif any(array() is not None for array in self._shown):
+            self._against("a NumPy array refers to a parameter's memory")
         else:
             self._had = {id(p): weakref.ref(p) for o in self._optimizers for p in _parameters(o) if grad_of(p) is not None}
             self._adopt()
@@ -245,23 +265,31 @@ class Updates:
             self._against("a model is called between the backward and the optimizer's step")
         self._look_away()
 
-    def optimizer_begins(self, optimizer: optim.Optimizer) -> None:
-        """The script calls an optimizer's step."""
+    def optimizer_begins(self, optimizer: optim.Optimizer, *, closure: bool) -> None:
+        """The script calls an optimizer's step.
+
+        Args:
+            optimizer: the optimizer.
+            closure: whether it was given one, which runs before the update.
+        """
         self._settle()
         if not self._watches:
             return
         self._look_away()
         self._optimizers.add(optimizer)
-        before = self._due.get(id(optimizer))
         marks = self._marks.get(id(optimizer), {})
-        if before is not None and not _same(before, _settings(optimizer)):
+        before = self._due.get(id(optimizer))
+        if closure:
+            self._against("the optimizer is given a closure, which may look at parameters and gradients before the update")
+        elif before is not None and not _same(before, _settings(optimizer)):
             self._against("the optimizer's settings (such as the learning rate) change between the backward and its step")
         elif any(_mark(optimizer, p) != marks[id(p)] for p in _parameters(optimizer) if id(p) in marks):
             self._against("parameters or the optimizer's state are replaced or written between the backward and its step")
-        elif before is None and any(
-            _known(self._gone, p) or (self.stage is Stage.WATCHING and grad_of(p) is not None) for p in _parameters(optimizer)
+        elif any(
+            id(p) not in marks and (_known(self._gone, p) or (self.stage is Stage.WATCHING and grad_of(p) is not None))
+            for p in _parameters(optimizer)
         ):
-            self._against("the optimizer steps twice on the same gradients")
+            self._against("the optimizer steps on a gradient of a former backward")
         elif self.stage is Stage.WATCHING:
             why = _unfit(optimizer)
             if why:
@@ -273,10 +301,14 @@ class Updates:
         self._stepping = False
         self._marks.pop(id(optimizer), None)
         if self._due.pop(id(optimizer), None) is not None:
+            for p in _parameters(optimizer):
+                self._whole -= {t.untyped_storage()._cdata for t in (p, *_state_of(optimizer, p)) if is_plain(t)}
             if not self._due:
                 self.clean.add(optimizer)
             if self.stage is Stage.ENGAGED:
                 _in_order(optimizer)
+        if self._watches and self._due:
+            self._look()
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
@@ -374,11 +406,34 @@ class Updates:
 
         return read
 
+    def exposed(self, tensor: torch.Tensor, shown: Any) -> None:
+        """Code that torch does not see is given a tensor's memory, now or for as long as an array lives."""
+        if not self._watches or self.updating or self._stepping:
+            return
+        address = tensor.untyped_storage()._cdata
+        if (self._due or self._running) and address in self._whole:
+            self._against("parameters or states are read after their gradients are whole, before the optimizer's step")
+        elif any(is_plain(p) and p.untyped_storage()._cdata == address for o in self._optimizers for p in _parameters(o)):
+            self._shown = [ref for ref in self._shown if ref() is not None]
+            with suppress(TypeError):  # of a DLPack capsule nobody knows how long it is used
+                self._shown.append(weakref.ref(shown))
+
+    def _listing(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def tolist(tensor: torch.Tensor) -> Any:
+            if is_plain(tensor):
+                self.exposed(tensor, None)
+            return original(tensor)
+
+        return tolist
+
     def _making(self, original: Any) -> Any:
         @functools.wraps(original)
         def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - stands for it
             original(optimizer, *args, **kwargs)
             self._optimizers.add(optimizer)
+            if self._watches and not self.consumed and _shares_memory(optimizer):
+                self.decline(SHARED)
 
         return __init__
 
@@ -394,21 +449,23 @@ class Updates:
     # --- parameters --------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        if self._looker is None:
-            self._looker = _Looker(self)
+        self._looker.on = True
+        if not self._looker.entered:
+            self._looker.entered = True
             self._looker.__enter__()  # type: ignore[no-untyped-call]
 
     def _look_away(self) -> None:
-        looker, self._looker = self._looker, None
-        if looker is not None:
-            looker.on = False
-            if _get_current_dispatch_mode() is looker:
-                looker.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        """Look no more; beneath a mode of the script the looker stays on the stack until a later call."""
+        looker = self._looker
+        looker.on = False
+        if looker.entered and _get_current_dispatch_mode() is looker:
+            looker.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            looker.entered = False
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """While other modes are put on or taken off: this one must not cover them."""
-        looking = self._looker is not None
+        looking = self._looker.on
         self._look_away()
         yield
         if looking and self._watches:
@@ -455,7 +512,8 @@ class _Looker(Mode):
     def __init__(self, updates: Updates) -> None:
         super().__init__()
         self._updates = updates
-        self.on = True
+        self.on = False
+        self.entered = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operator."""
@@ -497,7 +555,24 @@ def _unfit(optimizer: Any) -> str:
         return "the optimizer has step hooks"
     if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
         return "the optimizer is differentiable or capturable"
+    if type(optimizer) in MIXED and any(_is_rounded(group) for group in optimizer.param_groups):
+        return f"{type(optimizer).__name__}(foreach=None or True) rounds low precision by what else is in the group"
     return ""
+
+
+def _is_rounded(group: dict[str, Any]) -> bool:
+    """Whether a group has parameters of low precision whose update takes another path for all if one is without a buffer."""
+    listed = group.get("foreach") is not False and bool(group.get("momentum", 1))
+    return listed and any(p.dtype in LOW_PRECISION for p in group["params"])
+
+
+def _shares_memory(optimizer: Any) -> bool:
+    """Whether another tensor of the script has a parameter's memory: NumPy may show it, which nobody sees being read."""
+    plain = [p for p in _parameters(optimizer) if is_plain(p)]
+    shared = {p.untyped_storage()._cdata for p in plain if not sole_owner(p.untyped_storage(), 1)}
+    return bool(shared) and any(
+        type(o) is torch.Tensor and is_plain(o) and o.untyped_storage()._cdata in shared for o in gc.get_objects()
+    )
 
 
 def _settings(optimizer: Any) -> list[dict[str, Any]]:

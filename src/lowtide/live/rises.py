@@ -1,0 +1,120 @@
+"""How far units rise above their base when nothing is let go, by the sizes that they are given.
+
+Where lengths change from step to step no two units are alike, and none would ever be run by a plan. But a unit whose sizes are
+at most those of a known one rises no higher, and one that is a little larger not by more than the square of what its sizes
+have grown by; what was seen to go beyond that is added. Where that much fits into the budget, nothing needs to be intercepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+from lowtide.live.kind import Kind, sizes_of
+
+CONFIRMED = 4
+"""Units that must have been compared with others before there is a rule."""
+TOLERANCE_SHARE = 0.05
+"""A smaller unit may rise higher by this share, ..."""
+TOLERANCE_BYTES = 64 << 10
+"""... or by so much; where one was seen to rise higher still, all may."""
+STRANGERS = 8
+"""Units in a row of kinds never met before after which one is recorded at its second sight, or if it is larger than others."""
+GROWTH = 2.0
+"""Sizes that have grown by more than this, multiplied up, say nothing."""
+PROFILES = 256
+"""Profiles that are kept."""
+CALLS = 64
+"""Units of more root calls than this are not told apart."""
+
+Calls = tuple[tuple[Any, tuple[int, ...]], ...]
+"""Per root call of a unit what it is apart from sizes, and all sizes of the tensors that it is given."""
+
+
+@final
+class Rises:
+    """What is known of the units of one run."""
+
+    def __init__(self) -> None:
+        """Nothing is known."""
+        self._known: dict[Any, dict[Calls, int]] = {}
+        self._confirmed: dict[Any, int] = {}
+        self._slack: dict[Any, float] = {}
+        self._broken: set[Any] = set()
+        self._met: set[Kind] = set()
+        self._strangers = 0
+
+    def note(self, kinds: Sequence[Kind], rise_bytes: int) -> None:
+        """A unit of these root calls rose so far, or would have, had nothing been let go."""
+        calls = _calls(kinds)
+        if calls is None:
+            return
+        key = calls[0][0]
+        known = self._known.setdefault(key, {})
+        others = [(other, rise) for other, rise in known.items() if other != calls]
+        limits = [(_limit(rise, calls, other), rise_bytes) for other, rise in others]
+        limits += [(_limit(rise_bytes, other, calls), rise) for other, rise in others]
+        over = [rise / limit for limit, rise in limits if limit is not None]
+        if over:
+            self._confirmed[key] = self._confirmed.get(key, 0) + 1
+            self._slack[key] = max(self._slack.get(key, 1.0), *over)
+        known[calls] = max(rise_bytes, known.get(calls, 0))
+        if len(known) > PROFILES:
+            known.pop(next(iter(known)))
+
+    def most(self, kinds: Sequence[Kind]) -> int | None:
+        """Bytes that a unit which begins with these root calls rises by at most; None where no rule says."""
+        calls = _calls(kinds)
+        if calls is None or calls[0][0] in self._broken or self._confirmed.get(calls[0][0], 0) < CONFIRMED:
+            return None
+        slack = self._slack[calls[0][0]]
+        found = (_limit(rise, calls, other) for other, rise in self._known[calls[0][0]].items())
+        return min((int(slack * limit) for limit in found if limit is not None), default=None)
+
+    def worth_recording(self, kind: Kind) -> bool:
+        """Whether a unit of a kind that has no recording is to get one, which takes time."""
+        again = kind in self._met
+        self._met.add(kind)
+        self._strangers += 1
+        calls = _calls([kind])
+        known = {} if calls is None else self._known.get(calls[0][0], {})
+        larger = calls is not None and any(_growth(calls, other) == 1 for other in known)
+        return again or self._strangers <= STRANGERS or not larger
+
+    def familiar(self) -> None:
+        """A unit of a kind that was recorded came again."""
+        self._strangers = 0
+
+    def broke(self, kinds: Sequence[Kind]) -> None:
+        """A unit that was expected to fit did not."""
+        calls = _calls(kinds)
+        if calls is not None:
+            self._broken.add(calls[0][0])
+
+
+def _limit(rise_bytes: int, calls: Calls, other: Calls) -> int | None:
+    """What a unit may rise by, as another has risen so far; None where that says nothing."""
+    growth = _growth(calls, other)
+    if growth is None or growth > GROWTH:
+        return None
+    return int(rise_bytes * growth**2) + max(TOLERANCE_BYTES, int(TOLERANCE_SHARE * rise_bytes))
+
+
+def _calls(kinds: Sequence[Kind]) -> Calls | None:
+    """The root calls of a unit; None where there is none, too many, or one whose sizes are no numbers."""
+    if not 0 < len(kinds) <= CALLS or not all(kind.call for kind in kinds):
+        return None
+    calls = tuple(sizes_of(kind) for kind in kinds)
+    numbers = all(type(size) is int for _, sizes in calls for size in sizes)  # a nested tensor's are not
+    return calls if numbers else None
+
+
+def _growth(calls: Calls, other: Calls) -> float | None:
+    """By how much the sizes of one unit exceed those of another, multiplied up; None where the calls are not alike."""
+    if len(calls) > len(other) or any(a != b for (a, _), (b, _) in zip(calls, other, strict=False)):
+        return None
+    growth = 1.0
+    for (_, xs), (_, ys) in zip(calls, other, strict=False):
+        for x, y in zip(xs, ys, strict=True):
+            growth *= max(1.0, x / max(1, y))
+    return growth

@@ -1,0 +1,83 @@
+"""Law: a unit that is smaller than known ones, or a little larger, is not said to rise higher than it does, nor without evidence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lowtide.live.kind import Kind
+from lowtide.live.rises import CONFIRMED, STRANGERS, Rises
+
+
+def _kind(*shapes: tuple[int, ...], who: int = 0) -> Kind:
+    return Kind((torch.nn.Linear, who, tuple((shape, torch.float32, False) for shape in shapes)))
+
+
+def _rise(length: int) -> int:
+    return 1_000_000 + 1000 * length * length
+
+
+@pytest.fixture
+def rises() -> Rises:
+    found = Rises()
+    for length in (100, 60, 90, 80, 70, 110, 50):
+        found.note([_kind((4, length))], _rise(length))
+    return found
+
+
+@pytest.mark.parametrize("length", [10, 55, 100, 110, 130, 200])
+def test_what_is_said_is_at_least_what_such_a_unit_takes(rises: Rises, length: int) -> None:
+    most = rises.most([_kind((4, length))])
+    assert most is not None
+    assert most >= _rise(length)
+
+
+def test_nothing_is_said_before_enough_units_were_compared() -> None:
+    rises = Rises()
+    for length in range(CONFIRMED):
+        rises.note([_kind((4, 100 - length))], _rise(100 - length))
+        assert rises.most([_kind((4, 10))]) is None
+    rises.note([_kind((4, 50))], _rise(50))
+    assert rises.most([_kind((4, 10))]) is not None
+
+
+def test_nothing_is_said_of_what_is_much_larger_or_of_another_make(rises: Rises) -> None:
+    assert rises.most([_kind((4, 300))]) is None
+    assert rises.most([_kind((4, 50), who=1)]) is None
+    assert rises.most([_kind((4, 50, 1))]) is None
+    assert rises.most([_kind((4, 50)), _kind((4, 50))]) is None
+    assert rises.most([Kind(())]) is None
+
+
+def test_a_unit_that_rose_higher_than_a_larger_one_lifts_what_is_said_of_all(rises: Rises) -> None:
+    before = rises.most([_kind((4, 95))])
+    rises.note([_kind((4, 94))], 2 * _rise(94))
+    after = rises.most([_kind((4, 40))])
+    assert before is not None
+    assert after is not None
+    assert after >= 1.5 * _rise(50)
+
+
+def test_a_unit_that_crossed_the_budget_ends_the_rule(rises: Rises) -> None:
+    rises.broke([_kind((4, 50))])
+    assert rises.most([_kind((4, 50))]) is None
+
+
+def test_later_calls_of_a_unit_are_compared_too() -> None:
+    rises = Rises()
+    for length in range(100, 90, -1):
+        rises.note([_kind((4, length)), _kind((4, length), who=1)], _rise(length))
+    assert rises.most([_kind((4, 50))]) is not None
+    assert rises.most([_kind((4, 50)), _kind((4, 50), who=1)]) is not None
+    assert rises.most([_kind((4, 50)), _kind((4, 500), who=1)]) is None
+    assert rises.most([_kind((4, 50)), _kind((4, 50), who=2)]) is None
+
+
+def test_units_that_never_come_again_are_recorded_only_at_first_or_where_they_are_the_largest() -> None:
+    rises = Rises()
+    rises.note([_kind((4, 500))], _rise(500))
+    assert all(rises.worth_recording(_kind((4, length))) for length in range(STRANGERS))
+    assert not rises.worth_recording(_kind((4, 300)))
+    assert rises.worth_recording(_kind((4, 300)))
+    assert rises.worth_recording(_kind((4, 501)))
+    rises.familiar()
+    assert rises.worth_recording(_kind((4, 301)))
