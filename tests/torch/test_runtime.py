@@ -432,7 +432,7 @@ def _packed(steps: int) -> list[bytes]:
     return bits
 
 
-@pytest.mark.parametrize("share", [0.85, 3.0])
+@pytest.mark.parametrize("share", [0.92, 3.0])
 def test_lengths_that_change_in_every_step_keep_the_budget_and_are_left_alone_where_it_is_roomy(share: float) -> None:
     torch.use_deterministic_algorithms(mode=True)
     _packed(2)
@@ -443,6 +443,7 @@ def test_lengths_that_change_in_every_step_keep_the_budget_and_are_left_alone_wh
     gc.collect()
     with lowtide.budget(budget) as run:
         assert _packed(16) == plain
-    assert all(s.peak_bytes <= run.outcome.budget_bytes for s in run.outcome.steps[1:])
+    over = [s.peak_bytes - run.outcome.budget_bytes for s in run.outcome.steps[1:]]
+    assert max(over) <= 0
     alone = [s.policy == "plain" for s in run.outcome.steps]
     assert all(alone[-5:]) if share > 1 else not any(alone[-5:])
