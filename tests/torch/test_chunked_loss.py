@@ -317,6 +317,8 @@ def test_what_cannot_be_right_raises() -> None:
         with pytest.raises(LeverError, match="gradient of the logits"):
             z.register_hook(lambda g: g)
         with pytest.raises(LeverError, match="gradient of the logits"):
+            z.grad_fn.register_hook(lambda *g: None)
+        with pytest.raises(LeverError, match="gradient of the logits"):
             torch.autograd.grad(loss, [z, h], allow_unused=True)
         with pytest.raises(LeverError, match="create_graph"):
             torch.autograd.grad(_ce(layer(h), y), h, create_graph=True)
@@ -326,6 +328,71 @@ def test_what_cannot_be_right_raises() -> None:
         layer.weight.data.mul_(3)
         with pytest.raises(LeverError, match="changed"):
             late.argmax()
+
+
+@pytest.mark.parametrize("what", ["weight", "inputs", "storage"])
+def test_weights_or_inputs_written_unseen_before_the_backward_stop_the_run(what: str) -> None:
+    """The backward makes the outputs again from them: the gradients were silently those of other outputs."""
+    layer, h, y = _case()
+    with lowtide.budget(None, allow=ALLOW):
+        loss = _ce(layer(h), y)
+        if what == "weight":
+            layer.weight.data[7, 3].add_(1e-3)
+        elif what == "inputs":
+            h.data.mul_(1.5)
+        else:
+            layer.weight.data = layer.weight.data.sign()
+        with pytest.raises(LeverError, match="between forward and backward"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_confident_model_with_large_outputs_is_no_further_from_float64_than_plain(offset: float, smoothing: float) -> None:
+    """One number per row, rounded at the size of the outputs, was ten to fifty times further off."""
+    def form(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor) -> torch.Tensor:
+        assert b is not None
+        pull = F.one_hot(y.flatten(), CLASSES).to(h.dtype) @ w * 60
+        z = F.linear(h.flatten(0, 1) * 0.01 + pull.detach(), w, b + offset)
+        return F.cross_entropy(z, y.flatten(), label_smoothing=smoothing)
+
+    exact = _grads(form, torch.float64, bias=True)
+    plain = _errors(_grads(form, torch.float32, bias=True), exact)
+    found, outcome = _in_pieces(form, bias=True)
+    assert outcome.levers[0].used
+    for ours, theirs in zip(_errors(found, exact), plain, strict=True):
+        assert ours <= 1.3 * theirs + 2e-7
+
+
+def test_a_head_whose_weight_is_made_in_the_forward_may_be_checkpointed() -> None:
+    """The forward that runs again defers as it did, though the weight is another tensor."""
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    head = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, CLASSES))
+    h, y = torch.randn(ROWS * LENGTH, WIDTH, requires_grad=True), torch.randint(0, CLASSES, (ROWS * LENGTH,))
+
+    def train() -> list[torch.Tensor]:
+        head.zero_grad()
+        loss = checkpoint(lambda t: F.cross_entropy(head(t), y), h, use_reentrant=False)
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in head.parameters() if p.grad is not None)]
+
+    plain = train()
+    with lowtide.budget(None, allow=ALLOW) as run:
+        for _ in range(3):
+            pieces = train()
+        assert run.outcome.levers[0].used
+    for a, b in zip(pieces, plain, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_function_that_the_script_has_kept_defers_no_more_after_the_block() -> None:
+    layer, h, _ = _case()
+    with lowtide.budget(None, allow=ALLOW):
+        kept = F.linear
+        assert type(kept(h, layer.weight)) is not torch.Tensor
+    assert type(kept(h, layer.weight)) is torch.Tensor
 
 
 def test_calls_by_keyword_and_checkpointed_heads() -> None:

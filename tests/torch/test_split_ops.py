@@ -53,7 +53,7 @@ def test_recurrent_layers_in_pieces_agree_with_plain(name: str, given: bool) -> 
         shapes = layer(x)[1]
     state = None
     if given:
-        state = tuple(torch.randn_like(s) for s in shapes) if isinstance(shapes, tuple) else torch.randn_like(shapes)
+        state = [torch.randn_like(s) for s in shapes] if isinstance(shapes, tuple) else torch.randn_like(shapes)
     plain = _pass(layer, x, state)
     with lowtide.budget(None, allow=ALLOW) as run:
         pieces = _pass(layer, x, state)

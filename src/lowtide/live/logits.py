@@ -58,8 +58,13 @@ _SCALES: Final = frozenset((
     torch.Tensor.__truediv__, torch.Tensor.true_divide, torch.Tensor.multiply, torch.Tensor.divide,
 ))
 _CURVES: Final = frozenset((torch.tanh, torch.Tensor.tanh))
+TOO_LATE: Final = (
+    f"{LOSS}: the gradient of the logits is asked for after their loss was computed in pieces: run again without --allow "
+    f"{LOSS}"
+)
 _GRADIENTS: Final = ("register_hook", "retain_grad", "grad", "backward")
 """Functions that ask for gradients of the logits themselves; by name, for some are wrapped while a budget is in force."""
+_NODE: Final = getattr(torch.Tensor, "grad_fn").__get__  # noqa: B009 - a getter, though its type says otherwise
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -126,12 +131,11 @@ class Deferred(torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        asks = getattr(func, "__name__", "") in _GRADIENTS
+        asks = func == _NODE or getattr(func, "__name__", "") in _GRADIENTS
         if asks and any(d._product.root().used for d in _deferred((*args, *kwargs.values()))):
-            raise LeverError(
-                f"{LOSS}: the gradient of the logits is asked for after their loss was computed in pieces: run again without "
-                f"--allow {LOSS}"
-            )
+            if func == _NODE:
+                return _Spent(real(args[0]).grad_fn)
+            raise LeverError(TOO_LATE)
         first = args[0] if args else None
         if isinstance(first, Deferred) and first._product.real is None and torch.is_grad_enabled():
             handler = _HANDLERS.get(func)
@@ -150,6 +154,18 @@ class Deferred(torch.Tensor):
             f"{LOSS}: {func} is called on logits that were deferred, from code that hides it from torch's Python interface: "
             f"run again without --allow {LOSS}"
         )
+
+
+class _Spent:
+    """The node of logits whose loss was computed in pieces: no gradient of that loss comes through it."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("register_"):
+            raise LeverError(TOO_LATE)
+        return getattr(self._node, name)
 
 
 def _astray(_: torch.Tensor) -> None:
@@ -415,7 +431,7 @@ def _used(product: _Product) -> None:
     product.used = True
     if _current is not None:
         _current.losses += 1
-        _current.at_losses.add(id(product.weight))
+        _current.at_losses.add(_key(product.weight))
 
 
 @final
@@ -424,16 +440,16 @@ class Logits:
 
     Attributes:
         losses: how many losses were computed in pieces.
-        at_losses: weights (by id) whose products led to one.
+        at_losses: weights whose products led to one.
     """
 
     def __init__(self) -> None:
         """Wrap nothing yet."""
         self.losses = 0
-        self.at_losses: set[int] = set()
+        self.at_losses: set[Any] = set()
         self._wraps = Wraps()
-        self._tried: dict[int, int] = {}
-        self._wanted: dict[int, bool] = {}
+        self._tried: dict[Any, int] = {}
+        self._wanted: dict[Any, bool] = {}
 
     def install(self) -> None:
         """Begin to defer."""
@@ -491,11 +507,14 @@ class Logits:
             return None
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return None
-        tried = self._tried.get(id(weight), 0)
+        if _current is not self:  # the script has kept a function that was wrapped
+            return None
+        key = _key(weight)
+        tried = self._tried.get(key, 0)
         again = torch._C._current_graph_task_id() != -1  # a forward that runs again in the backward does as it did
         if not again:
-            self._wanted[id(weight)] = tried <= 1 or id(weight) in self.at_losses
-        if not self._wanted.get(id(weight), False):  # a layer whose outputs are used otherwise
+            self._wanted[key] = tried <= 1 or key in self.at_losses
+        if not self._wanted.get(key, False):  # a layer whose outputs are used otherwise
             return None
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
         if x.size(-1) != weight.size(1) or (dtype is None and x.dtype is not weight.dtype):
@@ -503,12 +522,17 @@ class Logits:
         if dtype is not None and torch.float64 in (x.dtype, weight.dtype):
             return None
         if not again:
-            self._tried[id(weight)] = tried + 1
+            self._tried[key] = tried + 1
         product = _Product(x, weight, bias, dtype, (), turned=False, versions=(), make=_as_now(make, x.device.type))
         product.versions = _versions(product)
         with torch._C._DisableTorchDispatch():
             alike = torch.empty(*x.shape[:-1], weight.size(0), dtype=dtype or x.dtype, device="meta")
         return Deferred.of(product, alike)
+
+
+def _key(weight: torch.Tensor) -> Any:
+    """Which weight it is from step to step: a parameter, or what is made of one in each forward."""
+    return id(weight) if weight.is_leaf else (tuple(weight.shape), weight.dtype, weight.device)
 
 
 def _as_now(make: Callable[[], torch.Tensor], device: str) -> Callable[[], torch.Tensor]:

@@ -1,8 +1,8 @@
 """Cross entropy of a linear layer's outputs over pieces of the classes: no more than one piece of the outputs is ever there.
 
-Forward keeps the inputs and one number per row (the logarithm of the sum of exponentials); backward makes the pieces again
-from these (the way of FlashAttention, applied to the loss). The gradient of each piece of the weight is one product over all
-rows, as in the plain run; the gradient of the inputs is summed over pieces in the next wider type.
+Forward keeps the inputs and two numbers per row (the highest output, and the logarithm of the sum of exponentials below it);
+backward makes the pieces again from these (the way of FlashAttention, applied to the loss). The gradient of each piece of the
+weight is one product over all rows, as in the plain run; that of the inputs is summed over pieces in the next wider type.
 """
 
 from __future__ import annotations
@@ -67,34 +67,37 @@ class ChunkedLoss(torch.autograd.Function):
         """
         valid = target != asked.ignore
         _check(target, valid, weight.size(0))
-        sums = torch.float64 if x.dtype is torch.float64 else torch.float32
-        total, at_target, spread = (torch.zeros(x.size(0), dtype=sums, device=x.device) for _ in range(3))
+        total, at_target, spread, safe = (torch.zeros(x.size(0), dtype=torch.float64, device=x.device) for _ in range(4))
         top = torch.full_like(total, -torch.inf)
+        met = torch.zeros((), dtype=torch.float64, device=x.device)  # weight of the classes so far
         for start in range(0, weight.size(0), asked.columns):
             z = _sums(_piece(x, weight, bias, start, asked), asked.chain)
             end = start + z.size(1)
             inside = (target >= start) & (target < end)
             here = z.gather(1, (target - start).clamp(0, z.size(1) - 1).unsqueeze(1)).squeeze(1)
             at_target = torch.where(inside, here, at_target)
-            if asked.smoothing:
-                spread = spread + (z.sum(1) if classes is None else z @ classes[start:end].to(z.dtype))
             new = torch.maximum(top, z.amax(1))
-            safe = torch.where(new == -torch.inf, torch.zeros_like(new), new)  # forbidden classes alone so far
-            total = total * (top - safe).exp() + z.sub_(safe.unsqueeze(1)).exp_().sum(1)
+            before, safe = safe, torch.where(new == -torch.inf, torch.zeros_like(new), new)  # forbidden classes alone so far
+            z.sub_(safe.to(z.dtype).unsqueeze(1))
+            if asked.smoothing:
+                more = z.sum(1) if classes is None else z @ classes[start:end].to(z.dtype)
+                spread = spread + (before - safe) * met + more
+                met = met + (z.size(1) if classes is None else classes[start:end].sum())
+            total = total * (top - safe).exp() + z.exp_().sum(1)
             top = new
             del z
-        lse = top + total.log()
-        heavy = _heaviness(target, valid, classes, lse)
-        rows = (lse - at_target) * heavy
+        below = total.log()
+        heavy = _heaviness(target, valid, classes, below)
+        rows = (top - at_target + below) * heavy
         if asked.smoothing:
-            all_classes = weight.size(0) if classes is None else classes.sum().to(lse.dtype)
-            smooth = torch.where(valid, lse * all_classes - spread, torch.zeros_like(lse))
+            smooth = torch.where(valid, (top - safe + below) * met - spread, torch.zeros_like(below))
             rows = (1 - asked.smoothing) * rows + asked.smoothing / weight.size(0) * smooth
         # The plain mean divides by the weight of what counts, nothing at all included.
         share = heavy.sum() if asked.reduction == "mean" else None
         bias = None if bias is None else bias.detach().clone()  # the plain run does not save it: it may be written to
-        ctx.save_for_backward(x, weight, bias, target, classes, lse, share)
-        ctx.asked = asked
+        wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+        ctx.save_for_backward(x, weight, bias, target, classes, top.to(wide), below.to(wide), share)
+        ctx.asked, ctx.marks = asked, _marks(x, weight)
         if asked.reduction == "none":
             return rows.to(asked.result)
         loss = rows.sum()
@@ -105,7 +108,7 @@ class ChunkedLoss(torch.autograd.Function):
         """Gradients of the inputs, the weight and the bias.
 
         Raises:
-            LeverError: if they are to have a graph of their own.
+            LeverError: if they are to have a graph of their own, or what the outputs were made of was written to unseen.
         """
         if torch.is_grad_enabled():
             raise LeverError(
@@ -117,15 +120,20 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def _gradients(ctx: Any, grad: torch.Tensor) -> Any:
-        x, weight, bias, target, classes, lse, share = ctx.saved_tensors
+        x, weight, bias, target, classes, top, below, share = ctx.saved_tensors
         asked: Asked = ctx.asked
+        if not torch.equal(ctx.marks, _marks(x, weight)):
+            raise LeverError(
+                f"{LOSS}: the weights or inputs of the loss are written (by .data) between forward and backward, which makes "
+                f"them again from these: run again without --allow {LOSS}"
+            )
         valid = target != asked.ignore
-        scale = grad.to(lse.dtype) if share is None else grad.to(lse.dtype) / share
-        heavy = _heaviness(target, valid, classes, lse)
+        scale = (grad.double() if share is None else grad.double() / share).to(top.dtype)
+        heavy = _heaviness(target, valid, classes, top)
         # Where nothing counts, the scale is infinite and the plain gradient 0.
         heavy = torch.where(heavy != 0, heavy * scale * (1 - asked.smoothing), torch.zeros_like(heavy))
-        even = torch.where(valid, scale * asked.smoothing / weight.size(0), torch.zeros_like(lse)) if asked.smoothing else None
-        all_classes = weight.size(0) if classes is None else classes.sum().to(lse.dtype)
+        even = torch.where(valid, scale * asked.smoothing / weight.size(0), torch.zeros_like(top)) if asked.smoothing else None
+        all_classes = weight.size(0) if classes is None else classes.sum().to(top.dtype)
         want_x, want_weight, want_bias = ctx.needs_input_grad[:3]
         wider = torch.float64 if x.dtype in (torch.float32, torch.float64) else torch.float32
         into_x = torch.zeros(x.shape, dtype=wider, device=x.device) if want_x else None
@@ -135,7 +143,7 @@ class ChunkedLoss(torch.autograd.Function):
             raw = _piece(x, weight, bias, start, asked)
             end = start + raw.size(1)
             z = _sums(raw, asked.chain)
-            p = z.sub_(lse.unsqueeze(1)).exp_()
+            p = z.sub_(top.unsqueeze(1)).sub_(below.unsqueeze(1)).exp_()
             if even is None:
                 p.mul_(heavy.unsqueeze(1))
             else:
@@ -154,6 +162,16 @@ class ChunkedLoss(torch.autograd.Function):
                 into_bias[start:end] = g.sum(0)
             del g, raw
         return None if into_x is None else into_x.to(x.dtype), into_weight, into_bias, None, None, None
+
+
+def _marks(*tensors: torch.Tensor) -> torch.Tensor:
+    """A sum over the bytes of each tensor, exact in any order: writes to ``.data`` move no version counter."""
+    marks = []
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().view(-1)
+        whole = flat.numel() // (8 // flat.element_size()) * (8 // flat.element_size())
+        marks += [flat[:whole].view(torch.int64).sum(), flat[whole:].view(torch.uint8).sum()]
+    return torch.stack(marks)
 
 
 def _columns_of(weight: torch.Tensor, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:

@@ -40,6 +40,7 @@ class Pieces:
         """Wrap nothing yet."""
         self.layers = 0
         self.attentions = 0
+        self._on = False
         self._wraps = Wraps()
 
     def install(self) -> None:
@@ -47,9 +48,11 @@ class Pieces:
         for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
             self._wraps.put(torch._VF, name, self._recurrent)
         self._wraps.put(functional, "scaled_dot_product_attention", self._attention)
+        self._on = True
 
     def remove(self) -> None:
-        """Leave them as they were."""
+        """Leave them as they were; what the script has taken of them meanwhile cuts no more."""
+        self._on = False
         self._wraps.undo()
 
     def figures(self) -> list[LeverFigures]:
@@ -63,7 +66,7 @@ class Pieces:
     def _recurrent(self, original: Any) -> Any:
         @functools.wraps(original)
         def layers(*args: Any, **kwargs: Any) -> Any:
-            if kwargs or not _is_plain_sequence(args):
+            if not self._on or kwargs or not _is_plain_sequence(args):
                 return original(*args, **kwargs)
             x, state, weights, biased, count, dropout, training, both, batch_first = args
             x = x.transpose(0, 1) if batch_first else x
@@ -71,8 +74,8 @@ class Pieces:
                 return original(*args)
             directions = 2 if both else 1
             each = len(weights) // (count * directions)
-            several = isinstance(state, tuple)
-            states = state if several else (state,)
+            several = isinstance(state, (list, tuple))
+            states = tuple(state) if several else (state,)
             last: list[tuple[torch.Tensor, ...]] = []
             for layer in range(count):
                 outputs = []
@@ -106,7 +109,7 @@ class Pieces:
             query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
         ) -> Any:
             q, k, v = query, key, value
-            if not _is_plain_attention(q, k, v, attn_mask) or dropout_p or not torch.is_grad_enabled():
+            if not self._on or not _is_plain_attention(q, k, v, attn_mask) or dropout_p or not torch.is_grad_enabled():
                 return original(q, k, v, attn_mask, dropout_p, *args, **kwargs)
             if torch._fused_sdp_choice(q, k, v, attn_mask, dropout_p, *args, **kwargs) != MATH:
                 return original(q, k, v, attn_mask, dropout_p, *args, **kwargs)
