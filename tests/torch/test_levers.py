@@ -116,6 +116,18 @@ def test_what_is_made_from_a_weight_is_made_again_as_long_as_the_weight_is_not_u
     assert max(after) <= 7 << 20
 
 
+def test_states_that_are_born_within_the_backward_are_not_counted_twice_in_the_floor() -> None:
+    """The budget that the lever's own steps take is held: it was refused, with a proven floor above what was reached."""
+    allow = ("update-in-backward",)
+    _, _, after = _both(_net, OPTIMIZERS["adamw"], _loss, allow=allow)
+    gc.collect()
+    budget = heap().tensor_live + max(after) + (64 << 10)
+    outcome, _, held = _both(_net, OPTIMIZERS["adamw"], _loss, budget=budget, allow=allow)
+    assert outcome.plan is not None
+    assert outcome.plan.bound_peak_bytes <= outcome.steps[-1].peak_bytes
+    assert max(held) <= max(after) + (64 << 10)
+
+
 def gpt2() -> nn.Module:
     """GPT-2 as the package ships it, wide for its batch: gradients are most of what training adds."""
     import transformers as hf

@@ -14,6 +14,7 @@ import torch
 import zoo
 from harness import TOLERANCE_BYTES, above_of, budgeted, heap, kept, plain_of
 from lowtide.live import board, stopwatch
+from lowtide.live.trial import Plain
 from lowtide.pebble.eager.problem import Bandwidth, Problem
 from lowtide.planner import dropped_sites
 from lowtide.report.terminal import show_outcome
@@ -447,3 +448,52 @@ def test_lengths_that_change_in_every_step_keep_the_budget_and_are_left_alone_wh
     assert max(over) <= 0
     alone = [s.policy == "plain" for s in run.outcome.steps]
     assert all(alone[-5:]) if share > 1 else not any(alone[-5:])
+
+
+def _accumulates(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+    opt.zero_grad()
+    for _ in range(3):
+        model(torch.randn(8, 16)).square().mean().backward()
+    opt.step()
+
+
+def _updates_by_hand(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    model.zero_grad()
+    model(torch.randn(8, 16)).square().mean().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.sub_(p.grad, alpha=0.1)
+
+
+def _skips_its_first_step(model: nn.Module, opt: torch.optim.Optimizer) -> None:
+    opt.zero_grad()
+    model(torch.randn(8, 16)).square().mean().backward()
+    if opt.state or _SKIPPED:
+        opt.step()
+    _SKIPPED.append(1)
+
+
+_SKIPPED: list[int] = []
+
+
+@pytest.mark.parametrize("step", [_accumulates, _updates_by_hand, _skips_its_first_step], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("watched", ["budget", "plain"])
+def test_a_step_ends_with_the_optimizers_from_the_first_on(step: Callable[..., None], watched: str) -> None:
+    """Each of its backwards was a step until the optimizer had stepped once: peaks were told that leave its states out."""
+    _SKIPPED.clear()
+
+    def train() -> None:
+        model = nn.Linear(16, 16)
+        opt = torch.optim.Adam(model.parameters())
+        for _ in range(4):
+            step(model, opt)
+
+    if watched == "budget":
+        with lowtide.budget("1GiB") as run:
+            train()
+        assert len(run.outcome.steps) == 4
+        return
+    plain = Plain(0)
+    plain.start()
+    train()
+    assert len(plain.finish()["steps"]) == 4

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lowtide.size.minimum import CLOSE, MOST_RUNS, lever_sets, search
+from lowtide.report.size import minimum_json
+from lowtide.size.minimum import CLOSE, MOST_RUNS, SURVIVES, Found, lever_sets, search
 from lowtide.size.trial import Asked, Ran
 
 PLAIN = 1_000_000_000
@@ -60,3 +61,31 @@ def test_a_script_without_a_plan_says_so() -> None:
 ])
 def test_sets_of_levers(allow: tuple[str, ...], without: tuple[str, ...], names: list[str]) -> None:
     assert list(lever_sets(frozenset(allow), frozenset(without))) == names
+
+
+def test_a_script_that_ends_by_itself_in_the_long_run_is_not_one_that_lacks_memory() -> None:
+    """Its exit code was taken for a failure of memory, and the budget raised until the runs were used up."""
+    truth = PLAIN // 2
+
+    def run(asked: Asked) -> Ran:
+        enough = asked.budget_bytes >= truth or not asked.cap_bytes
+        return _ran(asked, ("error" if asked.steps == SURVIVES else "ok") if enough else "memory", truth)
+
+    plain = _ran(Asked(steps=6, budget_bytes=PLAIN), "ok", None)
+    found = search("all", frozenset(), frozenset(), plain, run, offload=True)
+    assert found.minimum_bytes == truth
+    assert found.survived is not None
+    assert not found.survived.passes
+
+
+def test_the_headline_is_the_least_of_all_sets_of_levers() -> None:
+    """It was that of the widest, which may need more."""
+    plain = _ran(Asked(steps=6, budget_bytes=PLAIN), "ok", None)
+
+    def searched(name: str, truth: int) -> Found:
+        return search(name, frozenset(), frozenset(), plain,
+                      lambda a: _ran(a, "ok" if a.budget_bytes >= truth or not a.cap_bytes else "memory", truth), offload=True)
+
+    answer = minimum_json(plain, [searched("no levers", PLAIN // 2), searched("exact levers", PLAIN // 2 + 1000)], {})
+    assert answer["minimum_bytes"] == PLAIN // 2
+    assert answer["set"] == "no levers"

@@ -232,7 +232,7 @@ class Runtime:
         tell_of_forks(self)
         optimizers = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
         if optimizers:
-            self.clock.optimizers_seen = True
+            self.clock.expect_optimizer()
         self.clock.install()
         self.asides.install()
         self.patches.install()
@@ -479,8 +479,9 @@ class Runtime:
         after = parameter._post_accumulate_grad_hooks
         return bool(parameter._backward_hooks) or any(not self.updates.is_ours(hook) for hook in (after or {}).values())
 
-    def _before_update(self, parameter: torch.Tensor) -> None:
+    def _before_update(self, optimizer: Any, parameter: torch.Tensor) -> None:
         """A parameter is about to be updated within the backward."""
+        self._optimizers.add(optimizer)  # its states are born here, before its own step was seen
         unit = self.unit
         if unit is not None and unit.lean is not None and not unit.lean.lost:
             unit.lean.will_write(parameter)

@@ -18,6 +18,9 @@ from torch.optim import optimizer as optim
 import torch
 from lowtide.trace import Phase
 
+MOST_ACCUMULATED = 4096
+"""Backwards without an optimizer's step after which none is expected any more, though there is one."""
+
 
 class Listener(Protocol):
     """Who is told."""
@@ -66,8 +69,10 @@ class Clock:
         self.depth = 0
         self.detailed = False
         self.differentiable = False
-        self.optimizers_seen = False
         self.closure = False
+        self._stepped = False
+        self._made = False
+        self._waited = 0
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
         self._always: list[Any] = []
@@ -78,6 +83,19 @@ class Clock:
         self._in_backward = 0
         self._rest = Phase.DATA
         self._owner = threading.get_ident()
+
+    @property
+    def optimizers_seen(self) -> bool:
+        """Whether a step ends with an optimizer's: one has stepped, or there is one that may do so yet.
+
+        Gradients may be summed over many backwards before its first step. That none will come is clear where they are zeroed
+        before one came, or after very many backwards.
+        """
+        return self._stepped or (self._made and self._waited < MOST_ACCUMULATED)
+
+    def expect_optimizer(self) -> None:
+        """There is an optimizer."""
+        self._made = True
 
     @property
     def phase(self) -> Phase:
@@ -114,6 +132,9 @@ class Clock:
         torch.nn.Module.__call__ = self._wrapped_call  # type: ignore[method-assign]
         for kind in (optim.Optimizer, torch.nn.Module):
             self._wrap_zero_grad(kind)
+        made = optim.Optimizer.__init__
+        optim.Optimizer.__init__ = self._making(made)  # type: ignore[method-assign]
+        self._undo.append(lambda: setattr(optim.Optimizer, "__init__", made))
 
     def _wrap_zero_grad(self, kind: Any) -> None:
         original = kind.zero_grad
@@ -144,6 +165,14 @@ class Clock:
             yield
         finally:
             torch.nn.Module.__call__ = self._wrapped_call  # type: ignore[method-assign]
+
+    def _making(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - stands for it
+            original(optimizer, *args, **kwargs)
+            self.expect_optimizer()
+
+        return __init__
 
     # --- wrappers and hooks ------------------------------------------------------------------------------------------
 
@@ -191,6 +220,8 @@ class Clock:
         def zero_grad(*args: Any, **kwargs: Any) -> Any:
             if self.depth or self._in_backward or threading.get_ident() != self._owner:
                 return original(*args, **kwargs)
+            if self._waited:
+                self._made = False
             before, self.phase = self._phase, Phase.ZERO_GRAD
             try:
                 return original(*args, **kwargs)
@@ -220,6 +251,7 @@ class Clock:
                 return engine(*args, **kwargs)
             finally:
                 self._in_backward -= 1
+                self._waited += 1
                 self.listener.backward_ends()
                 self.phase = before if before is Phase.FORWARD else self._rest
                 self.differentiable = False
@@ -230,7 +262,7 @@ class Clock:
         self.closure = any(a is not None for a in (*args[1:], *kwargs.values()))
         if threading.get_ident() != self._owner:
             return
-        self.optimizers_seen = True
+        self._stepped = True
         if not self._in_backward:
             self.phase = self._rest = Phase.OPTIMIZER  # a closure's forward and backward may come in between
             self.listener.optimizer_begins(optimizer)
@@ -238,6 +270,7 @@ class Clock:
     def _optimizer_post(self, optimizer: Any, *_: Any) -> None:
         if threading.get_ident() != self._owner:
             return
+        self._waited = 0
         if not self._in_backward:
             self.phase = self._rest = Phase.DATA
         self.listener.optimizer_ends(optimizer)

@@ -93,6 +93,7 @@ class Plain:
         self._started = 0.0
         self._open = False
         self._done = False
+        self._consumed = False
         self._roots: dict[int, torch.nn.Module] = {}
 
     def start(self) -> None:
@@ -102,7 +103,7 @@ class Plain:
     def finish(self) -> dict[str, Any]:
         """End; the figures."""
         self._clock.remove()
-        if self._open and self._done:
+        if self._open and self._is_over():
             self._close()
         sizes = {
             t.untyped_storage()._cdata: t.untyped_storage().nbytes()
@@ -130,9 +131,8 @@ class Plain:
         self._step_may_begin()
 
     def backward_ends(self) -> None:
-        """Where nothing has an optimizer, that was the step."""
-        if not self._clock.optimizers_seen:
-            self._done = True
+        """Where no optimizer is to come, that was the step."""
+        self._consumed = True
 
     def optimizer_begins(self, optimizer: Any) -> None:
         """The step goes on."""
@@ -141,15 +141,18 @@ class Plain:
         """The step is over when the next begins."""
         self._done = True
 
+    def _is_over(self) -> bool:
+        return self._done or (self._consumed and not self._clock.optimizers_seen)
+
     def _step_may_begin(self) -> None:
-        if self._open and not self._done:
+        if self._open and not self._is_over():
             return
         if self._open:
             self._close()
         self._open = False
         if self._most and len(self._steps) >= self._most:
             raise Enough
-        self._open, self._done = True, False
+        self._open, self._done, self._consumed = True, False, False
         self._started = time.perf_counter()
         if self._meter is None or (not isinstance(self._meter, CudaMeter) and torch.cuda.is_initialized()):
             self._meter = _meter()

@@ -84,10 +84,10 @@ class Updates:
         clean: optimizers seen from backward to update, with nothing that spoke against it.
         consumed: gradients so far.
         updating: whether an update runs now within the backward.
-        before_update: told of a parameter that is about to be updated within the backward.
+        before_update: told of an optimizer and its parameter that is about to be updated within the backward.
     """
 
-    def __init__(self, phase: Callable[[], Phase], before_update: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, phase: Callable[[], Phase], before_update: Callable[[optim.Optimizer, torch.Tensor], None]) -> None:
         """Watch nothing yet.
 
         Args:
@@ -348,7 +348,7 @@ class Updates:
         if self.stage is Stage.WATCHING or grad.requires_grad or _unfit(optimizer):
             return
         self._due.setdefault(id(optimizer), _settings(optimizer))
-        self.before_update(parameter)
+        self.before_update(optimizer, parameter)
         self.updating = True
         try:
             _step(optimizer, optimizer.param_groups[number], parameter)

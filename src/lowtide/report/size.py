@@ -51,12 +51,18 @@ def _ran_json(ran: Ran) -> dict[str, Any]:
     }
 
 
+def least_of(found: Sequence[Found]) -> Found | None:
+    """The set of levers that needs least, of two that need the same the one with fewer levers; None where none works."""
+    return min((f for f in found if f.minimum_bytes is not None), key=lambda f: f.minimum_bytes or 0, default=None)
+
+
 def minimum_json(plain: Ran, found: Sequence[Found], declined: Mapping[str, str]) -> dict[str, Any]:
-    """Everything; the first keys are of the widest set of levers."""
-    widest = next((f for f in reversed(found) if f.minimum_bytes is not None), None)
+    """Everything; the first keys are of the set of levers that needs least."""
+    least = least_of(found)
     return {
-        "minimum_bytes": None if widest is None else widest.minimum_bytes,
-        "fails_at_bytes": None if widest is None else widest.fails_at_bytes,
+        "minimum_bytes": None if least is None else least.minimum_bytes,
+        "fails_at_bytes": None if least is None else least.fails_at_bytes,
+        "set": None if least is None else least.name,
         "plain": {**_ran_json(plain), "warm_peak_bytes": plain.warm_peak_bytes, "resident_bytes": plain.resident_bytes},
         "declined": dict(declined),
         "sets": [
@@ -107,7 +113,9 @@ def show_minimum(plain: Ran, found: Sequence[Found], declined: Mapping[str, str]
     for f in found:
         if f.survived is not None and f.minimum_bytes is not None:
             held = f"{len(f.survived.steps)} steps at {format_bytes(f.minimum_bytes)} under a hard cap"
-            out.print(f"{f.name}: {held}{'' if f.survived.passes else f' FAILED: {f.survived.message}'}", markup=False)
+            own = bool(f.survived.steps) and not f.survived.lacks_memory
+            why = f"{'; then the script ended by itself' if own else ' FAILED'}: {f.survived.message}"
+            out.print(f"{f.name}: {held}{'' if f.survived.passes else why}", markup=False)
         if f.reason:
             out.print(f"{f.name}: {f.reason}", markup=False)
     for name, text in declined.items():
@@ -143,7 +151,8 @@ def _show_curve(plain: Ran, found: Sequence[Found]) -> None:
 
 def minimum_page(script: str, plain: Ran, found: Sequence[Found]) -> str:
     """A page with the curve of memory against time."""
-    least = min((f.minimum_bytes for f in found if f.minimum_bytes is not None), default=None)
+    best = least_of(found)
+    least = None if best is None else best.minimum_bytes
     summary = f"plain peak {format_bytes(plain.peak_bytes)}"
     if least is not None:
         summary += f"; the least that works is {format_bytes(least)}, {100 * least / plain.peak_bytes:.0f} % of it"

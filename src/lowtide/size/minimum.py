@@ -118,7 +118,7 @@ def search(
     survived = None
     while high is not None and survives:
         survived = run(Asked(steps=survives, budget_bytes=high, cap_bytes=high, allow=allow, without=without, offload=offload))
-        if survived.passes or len(runs) >= MOST_RUNS:
+        if not survived.lacks_memory or len(runs) >= MOST_RUNS:
             break
         low, high = high, int(high * (1 + CLOSE))
         runs.append(survived)

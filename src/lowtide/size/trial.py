@@ -113,6 +113,11 @@ class Ran:
         return max(0, self.peak_bytes - self.asked.budget_bytes) if self.asked.budget_bytes else 0
 
     @property
+    def lacks_memory(self) -> bool:
+        """Whether it is memory that it failed for, and more of it might help."""
+        return self.ended in ("memory", "refused")
+
+    @property
     def passes(self) -> bool:
         """Whether the script did its steps."""
         return self.ended == "ok" and bool(self.steps)
