@@ -17,6 +17,7 @@ import sqlite3
 import struct
 import sys
 import threading
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -234,9 +235,12 @@ class Journal:
         self._size = _FIRST_BYTES
         self._start = _HEADER.size
         self._next = itertools.count().__next__
+        self.inherited = False
 
     def begin(self, step: int, start: float, live_bytes: int, high_water_bytes: int, carried: NDArray[np.void]) -> None:
         """A new step: what is in the journal is in the recording, or is not kept."""
+        if self.inherited:
+            return
         used = min(self._start + self._next() * ENTRY.itemsize, self._size)
         self._start = _HEADER.size + carried.nbytes
         self._grow(self._start + (1 << 16))
@@ -248,6 +252,8 @@ class Journal:
 
     def add(self, *entry: Any) -> None:
         """One entry, field by field as in :data:`ENTRY`; safe against weak-reference callbacks in between."""
+        if self.inherited:
+            return
         at = self._start + self._next() * ENTRY.itemsize
         if at + ENTRY.itemsize > self._size and not self._grow(at + ENTRY.itemsize):
             return
@@ -327,17 +333,24 @@ class Writer:
         self._names: dict[str, int] = {}
         self._stored = 0
         self._lock = threading.Lock()
+        self._inherited = False
+        writer = weakref.ref(self)  # the interpreter keeps what it calls for ever
+        os.register_at_fork(after_in_child=lambda: _inherit(writer))
         self.put_meta({"format": FORMAT, "python": sys.version.split()[0], "pid": os.getpid(), "device": "cpu", **meta})
 
     def put_meta(self, meta: Mapping[str, Any]) -> None:
         """Facts about the run."""
         rows = [(key, json.dumps(value)) for key, value in meta.items()]
+        if self._inherited:
+            return
         with self._lock:
             self._base.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
 
     def name(self, text: str) -> int:
         """The id of a name."""
         found = self._names.get(text)
+        if found is None and self._inherited:
+            return 0
         if found is None:
             found = self._names[text] = len(self._names)
             os.write(self._names_file, json.dumps(text).encode() + b"\n")
@@ -345,6 +358,8 @@ class Writer:
 
     def step(self, row: StepRow) -> None:
         """A step is over."""
+        if self._inherited:
+            return
         base = self._base
         with self._lock:
             base.execute("BEGIN")
@@ -356,16 +371,28 @@ class Writer:
 
     def process(self, row: ProcessRow) -> None:
         """What the process took in a step; from any thread."""
+        if self._inherited:
+            return
         with self._lock:
             self._base.execute("INSERT INTO process VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", tuple(asdict(row).values()))
 
     def close(self, *, code: int = 0, error: BaseException | None = None) -> None:
         """The recording is whole: how the script ended."""
+        if self._inherited:
+            return
         self.put_meta({"exit_code": code, "error": None if error is None else f"{type(error).__name__}: {error}"[:500]})
         self._base.close()
         self.journal.close()
         os.close(self._names_file)
         names_path(self.path).unlink(missing_ok=True)
+
+
+def _inherit(known: weakref.ref[Writer]) -> None:
+    """This process is a child that inherited a recording: it is its parent's."""
+    writer = known()
+    if writer is not None:
+        writer._inherited = True
+        writer.journal.inherited = True
 
 
 def _insert(base: sqlite3.Connection, row: StepRow) -> None:

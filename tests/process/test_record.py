@@ -188,6 +188,73 @@ def test_the_exit_code_and_the_traceback_are_the_scripts(home: Path) -> None:
     assert _lowtide("report", "f.lowtide", cwd=home).returncode == 0
 
 
+FORKS = """
+import multiprocessing, os, sys
+import torch
+
+def fit(steps):
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+
+fit(int(sys.argv[1]))
+for _ in range(2):
+    child = multiprocessing.get_context("fork").Process(target=fit, args=(3,))
+    child.start()
+    child.join()
+    assert not child.exitcode
+number = os.fork()
+if not number:
+    fit(2)
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == 7
+fit(4)
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("verb", ["record", "run"])
+def test_children_that_the_script_forks_train_unwatched_and_the_parents_steps_are_all_there(
+    verb: str, before: int, tmp_path: Path
+) -> None:
+    """A child wrote into its parent's recording, which ended the parent."""
+    (tmp_path / "forks.py").write_text(FORKS)
+    how = ("-o", "f.lowtide") if verb == "record" else ("--budget", "1GiB")
+    done = _lowtide(verb, *how, "--json", "f.json", "forks.py", str(before), cwd=tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("lowtide run") == (verb == "run")
+    assert len(_json(tmp_path / "f.json")["steps"]) == before + 4
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr", "both"])
+@pytest.mark.parametrize("verb", ["record", "run"])
+def test_the_exit_code_is_the_scripts_where_nobody_listens(verb: str, closed: str, tmp_path: Path) -> None:
+    """Streams that the shell, or the script itself, has closed; a stack that the script has made too small for a summary."""
+    (tmp_path / "quiet.py").write_text("""
+import sys, torch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+if len(sys.argv) > 1:
+    sys.stdout.close()
+    sys.stderr.close()
+sys.setrecursionlimit(60)
+sys.exit(3)
+""")
+    how = "-o q.lowtide" if verb == "record" else "--budget 1GiB"
+    shut = {"stdout": ">&-", "stderr": "2>&-", "both": "own"}[closed]
+    command = f"{sys.executable} -m lowtide {verb} {how} quiet.py {shut}"
+    assert subprocess.run(command, shell=True, cwd=tmp_path, timeout=TIMEOUT, check=False).returncode == 3
+
+
 def _damaged(home: Path, kind: str) -> str:
     path = home / f"{kind}.lowtide"
     if kind == "missing":

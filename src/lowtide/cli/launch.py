@@ -73,6 +73,7 @@ def check_folder(file: str | None) -> None:
 
 def become(task: Task) -> NoReturn:
     """Replace this process by the agent: its id, its terminal and its exit code stay."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # a shell may start us without
+            stream.flush()
     os.execve(sys.executable, agent_command(), environment_of(task))  # noqa: S606 - no shell is wanted

@@ -7,11 +7,12 @@ traceback and its exit code pass through; frames of Lowtide are taken out of wha
 from __future__ import annotations
 
 import builtins
+import contextlib
 import os
 import runpy
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
@@ -23,11 +24,14 @@ from lowtide.errors import BudgetError, LowtideError, UsageError
 from lowtide.live.constants import with_constants
 from lowtide.live.enough import Enough
 from lowtide.live.task import ACTIVE, PRELOAD, TASK, RecordOptions, RunOptions, Task
+from lowtide.tell import tell
 
 if TYPE_CHECKING:
     from lowtide.live.trial import Trial
 
 _PACKAGE: Final = str(Path(__file__).resolve().parent.parent)
+RECURSION: Final = 1000
+"""Depth that our own figures need, whatever limit the script has set."""
 _HIDDEN: Final = (_PACKAGE, "<frozen runpy>", runpy.__file__)
 
 
@@ -46,7 +50,7 @@ def main() -> None:
     try:
         code = _run(task)
     except LowtideError as error:
-        sys.stderr.write(f"lowtide: error: {' '.join(str(error).split())}\n")
+        tell(f"lowtide: error: {' '.join(str(error).split())}")
         code = 2
     if code:
         sys.exit(code)
@@ -65,26 +69,46 @@ def _run(task: Task) -> int:
 
         job = Trial(options)
     code: Any = 0
+    owner = os.getpid()
+
+    def finish(code: int, error: BaseException | None = None) -> None:
+        if os.getpid() == owner:  # a child that the script has forked ends here too
+            with _undisturbed():
+                job.finish(code, error)
+
     try:
         _execute(task)
     except Enough:
-        job.finish(0)
+        finish(0)
         return 0
     except _Refusal:
         assert isinstance(job, _Budget)
-        job.finish(1)
-        sys.stderr.write(f"lowtide: error: {job.runtime.refused}\n")
+        finish(1)
+        tell(f"lowtide: error: {job.runtime.refused}")
         return 1
     except SystemExit as leaving:
         code = leaving.code
-        job.finish(code if isinstance(code, int) else int(code is not None))
+        finish(code if isinstance(code, int) else int(code is not None))
         raise
     except BaseException as error:
-        job.finish(1, error)
+        finish(1, error)
         sys.excepthook = _without_our_frames(sys.excepthook)
         raise
-    job.finish(0)
+    finish(0)
     return 0
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """While figures are written and shown: whatever the script has left, its own exit code passes through."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, RECURSION))
+    try:
+        yield
+    except KeyboardInterrupt:
+        tell("lowtide: interrupted while the figures were written")
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def _refusal(_: BudgetError) -> BaseException:

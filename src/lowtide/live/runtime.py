@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -52,6 +51,7 @@ from lowtide.pebble.eager.problem import Problem
 from lowtide.pebble.eager.solve import Front, Solution
 from lowtide.pebble.eager.walk import State
 from lowtide.planner import Plan, dropped_sites, plan_of
+from lowtide.tell import tell
 from lowtide.trace import Phase, Trace
 from lowtide.units import Auto, Share, Size
 
@@ -225,9 +225,9 @@ class Runtime:
         """Begin to watch; the full interception is on from here until the first plan."""
         self._active = True
         if not self.meter.exact:
-            sys.stderr.write(
+            tell(
                 "lowtide: the heap counter is not loaded (no compiler at installation, or not Linux): what operators take "
-                "inside is known only from recorded steps, by torch's profiler; a first step may cross the budget\n"
+                "inside is known only from recorded steps, by torch's profiler; a first step may cross the budget"
             )
         tell_of_forks(self)
         optimizers = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]

@@ -33,6 +33,7 @@ from lowtide.live.kind import grad_of
 from lowtide.live.mode import Mode
 from lowtide.live.outcome import LeverFigures
 from lowtide.live.value import flatten, is_plain, sole_owner
+from lowtide.tell import tell
 from lowtide.trace import Phase
 
 KNOWN: Final = (
@@ -160,9 +161,9 @@ class Updates:
             LeverError: if gradients were consumed for a step that had not come, unless another error is on its way.
         """
         if self._unpaired and sys.exc_info()[0] is not None:
-            sys.stderr.write(
+            tell(
                 f"lowtide: {UPDATE}: the budget is left by an error between a backward and the optimizer's step: parameters "
-                "whose gradients were whole by then are updated already, the others are not\n"
+                "whose gradients were whole by then are updated already, the others are not"
             )
         elif self._unpaired:
             raise LeverError(

@@ -232,6 +232,7 @@ class Watcher:
         if self._active:
             self._active = False
             self.mode.passive = True
+            self.clock.remove()
 
     def _begin_journal(self) -> None:
         live = self.meter.live()
@@ -292,7 +293,8 @@ class Watcher:
             return True
         if not self._stepped:
             return self._backwards > 0 and not self._optimizers
-        return (self._cycle or {id(o) for o in self._optimizers if self._trains(o)}) <= self._stepped
+        cycle = self._cycle & {id(o) for o in self._optimizers}  # of those that there are still
+        return (cycle or {id(o) for o in self._optimizers if self._trains(o)}) <= self._stepped
 
     def _trains(self, optimizer: Any) -> bool:
         """Whether an optimizer has parameters of a model that was called."""
@@ -389,8 +391,8 @@ class Watcher:
     def optimizer_begins(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
         self._optimizers.add(optimizer)
-        if id(optimizer) in self._stepped and not self._cycle:
-            self._cycle = set(self._stepped)  # there are others, but they do not take part
+        if id(optimizer) in self._stepped and not self._step_is_over():
+            self._cycle = set(self._stepped)  # there are others, but they do not take part, or no more
         if self.operators and self._active:
             self._look_for_holders()
             for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):

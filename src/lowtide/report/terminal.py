@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lowtide.tell import stream
 from lowtide.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class _Patient(Console):
 
 def console() -> Console:
     """Where people look."""
-    return _Patient(file=sys.stderr, highlight=False)
+    return _Patient(file=stream(), highlight=False)
 
 
 def show_outcome(outcome: Outcome) -> None:
