@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from lowtide.errors import LowtideError, UsageError
+
 if TYPE_CHECKING:
     from lowtide.store import Recording
 
@@ -28,6 +30,16 @@ def pytest_configure(config: pytest.Config) -> None:
         f"{MARK}(size, phase=None): fail if torch's allocator takes more than size above where the test began, in any phase "
         "or in forward, loss, backward, optimizer, zero_grad, evaluation or data",
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse wrong marks before anything runs: a test that is expected to fail would hide them."""
+    for item in items:
+        for mark in item.iter_markers(MARK):
+            try:
+                _asked(*mark.args, **mark.kwargs)
+            except (TypeError, LowtideError) as error:
+                raise pytest.UsageError(f"{item.nodeid}: {MARK}: {error}") from None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -54,8 +66,11 @@ def _asked(size: str | int, phase: str | None = None) -> tuple[int, str | None]:
     from lowtide.units import parse_bytes
 
     if phase is not None and phase not in set(Phase):
-        raise pytest.UsageError(f"{MARK}: no phase {phase!r}; there are {', '.join(Phase)}")
-    return parse_bytes(size) if isinstance(size, str) else size, phase
+        raise UsageError(f"no phase {phase!r}; there are {', '.join(Phase)}")
+    limit = parse_bytes(size) if isinstance(size, str) else size
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
+        raise UsageError(f"{size!r} is no size: give bytes, or a text such as '512 MiB'")
+    return limit, phase
 
 
 def _judge(recording: Recording, limit: int, phase: str | None) -> None:

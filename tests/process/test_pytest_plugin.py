@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = """
 import pytest
 import torch
@@ -28,6 +30,14 @@ def test_backward():
 def test_no_such_phase():
     _train()
 
+@pytest.mark.peak_memory({size})
+def test_in_a_thread():
+    import threading
+
+    thread = threading.Thread(target=_train)
+    thread.start()
+    thread.join()
+
 def test_unmarked():
     _train()
 """
@@ -44,7 +54,7 @@ def _pytest(folder: Path, size: str) -> str:
 
 def test_limits_are_kept_to_the_byte_and_repeat(tmp_path: Path) -> None:
     told = _pytest(tmp_path, '"1 KiB"')
-    assert "3 failed, 1 passed" in told
+    assert "4 failed, 1 passed" in told
     assert "there is" not in told
     assert "activation" in told
     assert "Sequential.0" in told
@@ -53,3 +63,12 @@ def test_limits_are_kept_to_the_byte_and_repeat(tmp_path: Path) -> None:
     peaks = [int(x.replace(",", "")) for x in re.findall(r"\(([\d,]+) bytes\) in the test", told)]
     assert "FAILED test_it.py::test_all" not in _pytest(tmp_path, str(peaks[0]))
     assert "FAILED test_it.py::test_all" in _pytest(tmp_path, str(peaks[0] - 1))
+
+
+@pytest.mark.parametrize("wrong", ["'lots'", "-1", "None", "True", "'1 MiB', phase='optimizr'", "'1 MiB', 'backward', 3"])
+def test_wrong_marks_are_refused_before_anything_runs_whatever_the_test_is_expected_to_do(wrong: str, tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        f"import pytest\n@pytest.mark.peak_memory({wrong})\n@pytest.mark.xfail\ndef test_hidden(): assert False\n"
+    )
+    done = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(tmp_path / "test_it.py")])
+    assert done == pytest.ExitCode.USAGE_ERROR

@@ -9,6 +9,7 @@ from typing import Any, final
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 import torch
+from lowtide.live.mode import Mode
 
 
 @final
@@ -57,7 +58,7 @@ class Stack:
     def mode_covered(self) -> bool:
         """Whether the script has a dispatch mode on, which is asked before ours."""
         top = _get_current_dispatch_mode()
-        return top is not None and top is not self.mode
+        return top is not None and top is not self.mode and not isinstance(top, Mode)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:

@@ -217,6 +217,8 @@ class Watcher:
         if self.operators and not complete:
             with contextlib.suppress(AttributeError, RuntimeError):  # the script's objects are as the failure left them
                 self._recognise_all()
+        peak = max(self._phase_peak, self.meter.op_peak())  # of the phase that runs, whoever took it
+        self.write(Kind.PHASE, live=self.meter.live(), peak=peak, size=self._outside())
         self._active = False
         self.stack.take()
         self.clock.remove()
@@ -304,12 +306,6 @@ class Watcher:
         entries = self.writer.journal.entries()
         if not len(entries):
             return
-        if not complete:
-            self._active = True
-            peak = max(self._phase_peak, self.meter.op_peak())
-            self.write(Kind.PHASE, live=self.meter.live(), peak=peak, size=self._outside())
-            self._active = False
-            entries = self.writer.journal.entries()
         row = summed(self.step, self._step_start, self._step_bytes, self._step_high, entries, self._carried, complete=complete)
         self._high = max(self._high, row.high_water_bytes)
         keeps = self.operators and (
