@@ -70,5 +70,7 @@ def test_wrong_marks_are_refused_before_anything_runs_whatever_the_test_is_expec
     (tmp_path / "test_it.py").write_text(
         f"import pytest\n@pytest.mark.peak_memory({wrong})\n@pytest.mark.xfail\ndef test_hidden(): assert False\n"
     )
-    done = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(tmp_path / "test_it.py")])
-    assert done == pytest.ExitCode.USAGE_ERROR
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "peak_memory: " in done.stderr + done.stdout
