@@ -30,9 +30,21 @@ from lowtide.store import Recording
 DEGREES: Final = 4
 """Highest degree that is tried: attention over the patches of an image grows with the fourth power of its side."""
 HELD_OUT: Final = 0.0005
-"""A degree is taken if it predicts every instant of a recording that was held out within this share of the peak."""
+"""A degree is taken if it predicts every instant of a recording that was held out within this share of what varies."""
+NEARLY: Final = 0.05
+"""Within this share it is preferred to a higher one that nothing could check: sizes that are floored are no polynomials."""
+DRIFT: Final = 0.5
+"""Share of a prediction that it may be off where recordings run other operators, or sizes of tensors follow no law."""
+LIBRARY_OPS: Final = ("convolution", "mkldnn", "cudnn", "miopen")
+"""Operators (parts of their names) whose library chooses its algorithm, and with it its workspace, by the size: ..."""
+LIBRARY_DOUBT: Final = 0.15
+"""... share that a peak beyond the recorded sizes may be off for that (12 % were seen: a ResNet between batches 12 and 16)."""
+HOPELESS: Final = 1.0
+"""A doubt from which on nothing is said to fit."""
 LEAST_DOUBT: Final = 0.003
 """Share of a prediction that it may be off, at the least: rounding of blocks, workspaces of libraries."""
+NOISE_BYTES: Final = 1.0
+"""Bytes below which a fit is exact."""
 BLIND_DOUBT: Final = 0.05
 """The same, where no recording was left to check a degree with, or operators do not correspond."""
 COMPLETE: Final = 2
@@ -70,6 +82,8 @@ class Prediction:
 
     def fits(self, memory_bytes: int) -> bool | None:
         """Whether the step fits; None where that is within the doubt."""
+        if self.doubt >= HOPELESS:
+            return None
         if self.at_most_bytes <= memory_bytes:
             return True
         return None if self.peak_bytes * (1 - self.doubt) <= memory_bytes else False
@@ -134,6 +148,14 @@ class Model:
         self._at = at[chosen] if chosen else at
         self._columns = [columns[i] for i in chosen] if chosen else columns
         self._lower: tuple[int, ...] | None = None
+        self._fastest = self._growth()
+        last = self._columns[0][self._count - 1]
+        ran = {last.names[e["a"]] for e in last.entries[last.ops]}
+        self._calls_libraries = any(part in name for part in LIBRARY_OPS for name in ran)
+        self._constant = all(not np.ptp(self._heights(k), axis=0).any() for k in range(self._count))
+        self._drifts = bool(self.left_out) and any(
+            at[i].min() > 1 for i, steps in enumerate(columns) if not any(steps is kept for kept in self._columns)
+        )
         self.degrees, self.checked, self._error = self._choose()
 
     def _corresponding(self, at: NDArray[np.float64], columns: Sequence[Sequence[Step]]) -> list[int]:
@@ -147,6 +169,39 @@ class Model:
         return found if all(len(set(at[found, axis])) > 1 for axis in range(at.shape[1])) else []
 
     # --- fitting -----------------------------------------------------------------------------------------------------
+
+    def _growth(self) -> tuple[int, ...]:
+        """Per size the highest degree in which the bytes of any tensor grow, as the recordings show it.
+
+        Bytes of one tensor are one product of sizes, or linear; where some are neither (sizes that are floored, or depend on
+        data) recordings are not regular.
+        """
+        graphs = [graph_of(steps[self._count - 1]) for steps in self._columns] if self.aligned else []
+        alike = bool(graphs) and all([n.id for n in g.nodes] == [n.id for n in graphs[0].nodes] for g in graphs)
+        self._regular = alike
+        if not alike:
+            return tuple(len(self._columns) for _ in self.names)
+        known = np.array([[float(n.bytes) for n in g.nodes] for g in graphs])
+        return tuple(self._growth_along(axis, known) for axis in range(len(self.names)))
+
+    def _growth_along(self, axis: int, known: NDArray[np.float64]) -> int:
+        others = [tuple(np.delete(row, axis)) for row in self._at]
+        fastest = 1
+        for other in sorted(set(others)):
+            rows = sorted((i for i, o in enumerate(others) if o == other), key=lambda i: self._at[i, axis])
+            sizes, values = self._at[rows, axis], known[rows]
+            if len(set(sizes)) < 2:
+                continue
+            values = values[:, (np.ptp(values, axis=0) > 0) & (values.min(axis=0) > 0)]
+            straight = np.polyfit(sizes, values, 1) if values.size else np.zeros((2, 0))
+            affine = np.abs(np.outer(sizes, straight[0]) + straight[1] - values).max(axis=0, initial=0.0) < NOISE_BYTES
+            for column in values[:, ~affine].T:
+                power = float(np.log(column[-1] / column[0]) / np.log(sizes[-1] / sizes[0]))
+                whole = round(power)
+                exact = whole >= 1 and bool(np.all(np.abs(column[0] * (sizes / sizes[0]) ** whole - column) < NOISE_BYTES))
+                self._regular = self._regular and exact
+                fastest = max(fastest, whole if exact else max(1, whole))
+        return fastest
 
     def _heights(self, k: int) -> NDArray[np.float64]:
         """(recordings, instants) of step k: the highest bytes inside each operator; of the whole step where they differ."""
@@ -189,24 +244,32 @@ class Model:
         highest = max(needed, key=sum, default=tuple(1 for _ in most))
         if best is None:
             return highest, False, 0.0
+        grown = tuple(min(g, m) for g, m in zip(self._fastest, most, strict=True))
+        if self._regular and grown == self._fastest and grown in needed:  # every tensor's bytes say so
+            return grown, True, 0.0
+        if self.aligned and not self._regular and best[0] > NEARLY and grown in needed:
+            self._lower, self._drifts = best[1], True
+            return grown, False, 0.0
         if self.aligned and any(h > b and not _is_batch(n) for h, b, n in zip(highest, best[1], self.names, strict=True)):
             self._lower = best[1]
-            return highest, False, 0.0
+            if best[0] > NEARLY:
+                return highest, False, 0.0
+            self._lower = highest
         return best[1], True, float(best[0])
 
     def _held_out(self, degrees: tuple[int, ...], heights: NDArray[np.float64], order: NDArray[np.intp]) -> float | None:
-        """How far off the instants of a held-out recording are (the largest, the smallest), as a share of its peak.
+        """How far off the instants of a held-out recording are (the largest, the smallest), as a share of what varies at all.
 
         None where too few are left.
         """
-        worst = 0.0
+        worst, scale = 0.0, max(float(np.ptp(heights, axis=0).max()), 1.0)
         for out in (int(order[-1]), int(order[0])):
             rows = [i for i in range(len(self._at)) if i != out]
             terms = self._terms(degrees, self._at[rows])
             if np.linalg.matrix_rank(terms) < terms.shape[1]:
                 return None
             guess = self._fitted(degrees, heights, rows, self._at[[out]])[0]
-            worst = max(worst, float(np.abs(guess - heights[out]).max() / heights[out].max()))
+            worst = max(worst, float(np.abs(guess - heights[out]).max() / scale))
         return worst
 
     # --- answers -----------------------------------------------------------------------------------------------------
@@ -229,7 +292,13 @@ class Model:
         step_seconds = float(self._fitted(self.degrees, seconds, every, at)[0, 0])
         reach = float(np.prod(at / self._at.max(axis=0)))
         blind = not self.checked or not self.aligned
-        doubt = max(BLIND_DOUBT if blind else LEAST_DOUBT, self._error * max(1.0, reach))
+        doubt = max(BLIND_DOUBT if blind else LEAST_DOUBT, self._unseen(at[0], tops) / peaks[where] - 1)
+        if self._constant and reach > 1:  # what is rounded up to a multiple may grow at the next one
+            doubt = max(doubt, reach - 1)
+        if self._drifts:
+            doubt = max(doubt, DRIFT)
+        if self._calls_libraries and (at > self._at.max(axis=0)).any():
+            doubt = max(doubt, LIBRARY_DOUBT)
         if self._lower is not None:  # between two degrees that nothing could be checked against
             lower = max(float(self._fitted(self._lower, self._heights(k), every, at)[0].max()) for k in range(self._count))
             doubt = max(doubt, abs(lower - peaks[where]) / peaks[where])
@@ -244,6 +313,33 @@ class Model:
             op="" if entry is None else f"{step.names[entry['a']]} ({step.names[entry['b']] or 'outside modules'})",
             checked=self.checked and self.aligned,
         )
+
+    def _unseen(self, at: NDArray[np.float64], tops: Sequence[NDArray[np.float64]]) -> float:
+        """The peak if what a held-out recording was off by grows as fast as any tensor does.
+
+        Where no tensor grows faster than what was fitted it is workspace, which grows with the size at most.
+        """
+        ratio = 1.0
+        for axis, degree in enumerate(self.degrees):
+            sizes = sorted(set(self._at[:, axis]))
+            held, known = sizes[-1], sizes[-2 - degree : -1]
+            reach = max(1.0, at[axis] / held)
+            if self._fastest[axis] > degree and reach > 1:
+                newton = float(np.prod([(at[axis] - x) / (held - x) for x in known]))
+                ratio *= max(1.0, newton * reach ** (self._fastest[axis] - degree - 1))
+            else:
+                ratio *= reach ** self._fastest[axis]
+        order = np.argsort(np.prod(self._at, axis=1))
+        rows = [int(i) for i in order[:-1]]
+        highest = 0.0
+        for k, top in enumerate(tops):
+            heights = self._heights(k)
+            terms = self._terms(self.degrees, self._at[rows])
+            off = np.zeros(heights.shape[1])
+            if np.linalg.matrix_rank(terms) == terms.shape[1]:
+                off = np.abs(self._fitted(self.degrees, heights, rows, self._at[[order[-1]]])[0] - heights[order[-1]])
+            highest = max(highest, float((top + np.where(off < NOISE_BYTES, 0.0, off) * ratio).max()))
+        return highest
 
     def graph_at(self, sizes: Sizes) -> Graph | None:
         """The warm step's graph at some sizes, to be planned; None where recordings do not run the same operators."""

@@ -1,0 +1,114 @@
+"""Law: what is predicted for a size that was never run is within its doubt, and never said to fit where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from lowtide.size.predict import Model
+from lowtide.store import Recording, read
+from torch import nn
+from torch.nn import functional as F
+
+import lowtide
+
+Loss = Callable[[nn.Module, int], torch.Tensor]
+WIDTH = 64
+
+
+def _similarities(model: nn.Module, size: int) -> torch.Tensor:
+    """All pairs of a batch: the square of its size, hidden behind the parameters where it is small."""
+    z = F.normalize(model(torch.randn(size, WIDTH)), dim=1)
+    return F.cross_entropy(z @ z.t() / 0.1, torch.arange(size))
+
+
+def _triplets(model: nn.Module, size: int) -> torch.Tensor:
+    """All triplets: its third power."""
+    z = model(torch.randn(size, WIDTH))
+    d = z @ z.t()
+    return F.relu(d.unsqueeze(2) - d.unsqueeze(1) + 0.2).mean()
+
+
+def _padded(model: nn.Module, size: int) -> torch.Tensor:
+    """Rounded up to a multiple of 64: the same at all small sizes."""
+    return model(torch.randn(-(-size // 64) * 64, WIDTH)).square().mean()
+
+
+def _pairs(model: nn.Module, size: int) -> torch.Tensor:
+    """n (n - 1) / 2 of them: a polynomial that is no power."""
+    z = model(torch.randn(size, WIDTH))
+    i, j = torch.triu_indices(size, size, 1)
+    return (z[i] * z[j]).sum(1).square().mean()
+
+
+def _chosen(model: nn.Module, size: int) -> torch.Tensor:
+    """As many rows as the data says."""
+    z = model(torch.randn(64 * size, WIDTH))
+    kept = z[z[:, 0] > 0.3]
+    return torch.cat([kept, kept], 1).tanh().square().mean()
+
+
+def _plain(model: nn.Module, size: int) -> torch.Tensor:
+    return model(torch.randn(size, WIDTH)).square().mean()
+
+
+def _convolved(model: nn.Module, size: int) -> torch.Tensor:
+    """A library chooses its algorithm by the size."""
+    x = model(torch.randn(size, WIDTH)).view(size, 1, 8, 8)
+    return F.conv2d(x, torch.ones(4, 1, 3, 3, requires_grad=True)).square().mean()
+
+
+def _recorded(loss: Loss, size: int, folder: Path) -> Recording:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 256), nn.ReLU(), nn.Linear(256, WIDTH))
+    optimizer = torch.optim.Adam(model.parameters())
+    file = folder / f"{loss.__name__}{size}.lowtide"
+    with lowtide.record(file):
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss(model, size).backward()
+            optimizer.step()
+    return read(file)
+
+
+def _peak(recording: Recording) -> int:
+    return max(row.peak_bytes for row in recording.steps)
+
+
+@pytest.mark.parametrize(
+    ("loss", "small", "large", "exact"),
+    [
+        (_plain, (4, 6, 8), 64, True),
+        (_similarities, (16, 24, 32), 256, True),
+        (_triplets, (4, 6, 8), 64, False),
+        (_triplets, (8, 12, 16), 96, False),
+        (_padded, (8, 16, 24), 192, False),
+        (_pairs, (8, 12, 16), 128, False),
+        (_chosen, (4, 6, 8), 64, False),
+        (_convolved, (8, 12, 16), 128, False),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_the_real_peak_is_within_the_doubt_and_less_is_never_said_to_fit(
+    loss: Loss, small: tuple[int, ...], large: int, exact: bool, tmp_path: Path,  # noqa: FBT001
+) -> None:
+    model = Model([({"batch": float(size)}, _recorded(loss, size, tmp_path)) for size in small])
+    real = _peak(_recorded(loss, large, tmp_path))
+    found = model.at({"batch": float(large)})
+    assert found.at_most_bytes >= real
+    if loss is not _convolved:  # whose workspace is a line in the recordings, and less beyond them
+        assert found.peak_bytes * (1 - found.doubt) <= real
+    assert found.fits(real - 1) is not True
+    if exact:
+        assert abs(found.peak_bytes - real) <= 0.01 * real
+        assert found.doubt < 0.01
+        assert found.fits(int(1.02 * real)) is True
+
+
+def test_where_nothing_depends_on_the_size_nothing_is_said_to_fit_at_a_larger_one(tmp_path: Path) -> None:
+    """Recordings within one multiple say nothing of the next."""
+    model = Model([({"length": float(size)}, _recorded(_padded, size, tmp_path)) for size in (8, 16, 24)])
+    assert model.at({"length": 20.0}).fits(1 << 30) is True
+    assert model.at({"length": 500.0}).fits(1 << 30) is None
