@@ -116,6 +116,7 @@ class Updates:
         self._unpaired = False
         self._whole: set[int] = set()
         self._stepping = False
+        self._shared: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
         self._shown: list[weakref.ref[Any]] = []
         self._looker = _Looker(self)
 
@@ -130,9 +131,7 @@ class Updates:
         """
         self.stage = Stage.ENGAGED if engaged else Stage.WATCHING
         self._optimizers.update(optimizers)
-        if any(_shares_memory(optimizer) for optimizer in self._optimizers):
-            self.stage, self.reason = Stage.DECLINED, SHARED
-            return
+        self._shared.update(optimizer for optimizer in self._optimizers if _shares_memory(optimizer))
         self._wraps.put(optim.Optimizer, "__init__", self._making)
         self._wraps.put(optim.Optimizer, "zero_grad", self._zeroing)
         self._wraps.put(torch.nn.Module, "zero_grad", self._zeroing)
@@ -345,6 +344,11 @@ class Updates:
         if _known(self._gone, parameter) or _known(self._had, parameter):
             self._against("gradients are summed over several backwards, or zeroed in place (zero_grad(set_to_none=False))")
             return
+        if optimizer in self._shared:
+            self.reason = SHARED
+            if self.stage is Stage.WATCHING:
+                self._against(SHARED)
+            return
         self._whole.add(parameter.untyped_storage()._cdata)
         if self.stage is Stage.WATCHING or grad.requires_grad or _unfit(optimizer):
             return
@@ -433,8 +437,8 @@ class Updates:
         def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - stands for it
             original(optimizer, *args, **kwargs)
             self._optimizers.add(optimizer)
-            if self._watches and not self.consumed and _shares_memory(optimizer):
-                self.decline(SHARED)
+            if self._watches and _shares_memory(optimizer):
+                self._shared.add(optimizer)
 
         return __init__
 

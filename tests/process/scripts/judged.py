@@ -76,7 +76,25 @@ def plain(make: Callable[[], Any], judge: Judge) -> dict[str, int]:
     judge.base, judge.found, judge.now = judge.live.value, {}, "data"
     judge.peak.value = judge.live.value
     torch.autograd._engine_run_backward = backward
+    inside = 0
+
+    def enter(module: torch.nn.Module, _: Any) -> None:
+        nonlocal inside
+        inside += 1
+        if inside > 1 or depth or torch._C._functorch.peek_interpreter_stack() is not None:
+            return
+        criterion = judge.now == "loss" and next(module.parameters(), None) is None
+        judge.mark("evaluation" if not torch.is_grad_enabled() else "loss" if criterion else "forward")
+
+    def leave(module: torch.nn.Module, _: Any, __: Any) -> None:
+        nonlocal inside
+        inside -= 1
+        if not inside and not depth and judge.now in ("forward", "loss", "evaluation"):
+            judge.mark("loss" if torch.is_grad_enabled() else "data")
+
     handles = [
+        torch.nn.modules.module.register_module_forward_pre_hook(enter),
+        torch.nn.modules.module.register_module_forward_hook(leave, always_call=True),
         optim.register_optimizer_step_pre_hook(lambda *_: judge.mark("optimizer") and None),
         optim.register_optimizer_step_post_hook(lambda *_: judge.mark("data") and None),
     ]
@@ -92,8 +110,8 @@ def plain(make: Callable[[], Any], judge: Judge) -> dict[str, int]:
     return judge.found
 
 
-def recorded(make: Callable[[], Any], judge: Judge) -> tuple[dict[str, int], dict[str, float]]:
-    """The same by the recording; and the worst shares of unknown bytes."""
+def recorded(make: Callable[[], Any], judge: Judge) -> tuple[dict[str, int], dict[str, float], float]:
+    """The same by the recording; the worst shares of unknown bytes; and of backward's bytes the share whose line is known."""
     torch.manual_seed(0)
     gc.collect()
     base = judge.live.value
@@ -118,7 +136,9 @@ def recorded(make: Callable[[], Any], judge: Judge) -> tuple[dict[str, int], dic
             unknown = abs(step.at_peak[:, Role.UNKNOWN] - start).max()
             worst[str(step.row.step)] = float(unknown / max(int(step.peaks.max()) - start, 1))
     assert base >= 0
-    return found, worst
+    made = [b for s in steps_of(recording) if s.row.step == 1 for b in s.blocks if b.phase == "backward" and b.born >= 0 and b.counted]
+    known = sum(b.bytes for b in made if b.source)
+    return found, worst, known / max(1, sum(b.bytes for b in made))
 
 
 def main() -> None:
@@ -130,14 +150,14 @@ def main() -> None:
         make = recorded_jobs.JOBS[name]
         plain(make, judge)  # libraries are warm from here on
         want = plain(make, judge)
-        have, worst = recorded(make, judge)
+        have, worst, lines = recorded(make, judge)
         off = {}
         top = max(want.values())
-        for phase in ("backward", "optimizer"):
+        for phase in ("forward", "loss", "evaluation", "backward", "optimizer"):
             if phase in want and phase in have:
                 off[phase] = abs(want[phase] - have[phase])
         off["all"] = abs(top - max(have.values()))
-        told[name] = {"want": want, "have": have, "off": off, "allowed": max(SMALLEST, int(SHARE * top)), "unknown": worst, "peak": top}
+        told[name] = {"want": want, "have": have, "off": off, "allowed": max(SMALLEST, int(SHARE * top)), "unknown": worst, "peak": top, "lines": lines}
     print(json.dumps(told))
 
 
