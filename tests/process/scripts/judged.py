@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,18 @@ def plain(make: Callable[[], Any], judge: Judge) -> dict[str, int]:
     """Highest points above the base, by phase, over all steps."""
     engine = torch.autograd._engine_run_backward
     depth = 0
+    stepping = False
+
+    def steps(*_: Any, begins: bool) -> None:
+        nonlocal stepping
+        stepping = begins
+        judge.mark("optimizer" if begins else "data")
 
     def backward(*args: Any, **kwargs: Any) -> Any:
         nonlocal depth
         if torch._C._functorch.peek_interpreter_stack() is not None:  # a transform within the forward
             return engine(*args, **kwargs)
-        stepping = judge.now == "optimizer"
         if not depth:
-            judge.now = "closure" if stepping else judge.now
             judge.mark("backward")
         depth += 1
         try:
@@ -69,7 +74,7 @@ def plain(make: Callable[[], Any], judge: Judge) -> dict[str, int]:
         finally:
             depth -= 1
             if not depth:
-                judge.mark("optimizer" if stepping else "data")
+                judge.mark("optimizer" if stepping else "data")  # a closure's backward lies within the step
 
     torch.manual_seed(0)
     gc.collect()
@@ -83,6 +88,8 @@ def plain(make: Callable[[], Any], judge: Judge) -> dict[str, int]:
         inside += 1
         if inside > 1 or depth or torch._C._functorch.peek_interpreter_stack() is not None:
             return
+        if judge.now == "optimizer":
+            judge.now = "before the closure"  # what it holds is not the update's
         criterion = judge.now == "loss" and next(module.parameters(), None) is None
         judge.mark("evaluation" if not torch.is_grad_enabled() else "loss" if criterion else "forward")
 
@@ -95,8 +102,8 @@ def plain(make: Callable[[], Any], judge: Judge) -> dict[str, int]:
     handles = [
         torch.nn.modules.module.register_module_forward_pre_hook(enter),
         torch.nn.modules.module.register_module_forward_hook(leave, always_call=True),
-        optim.register_optimizer_step_pre_hook(lambda *_: judge.mark("optimizer") and None),
-        optim.register_optimizer_step_post_hook(lambda *_: judge.mark("data") and None),
+        optim.register_optimizer_step_pre_hook(partial(steps, begins=True)),
+        optim.register_optimizer_step_post_hook(partial(steps, begins=False)),
     ]
     try:
         job = make()
@@ -136,7 +143,7 @@ def recorded(make: Callable[[], Any], judge: Judge) -> tuple[dict[str, int], dic
             unknown = abs(step.at_peak[:, Role.UNKNOWN] - start).max()
             worst[str(step.row.step)] = float(unknown / max(int(step.peaks.max()) - start, 1))
     assert base >= 0
-    made = [b for s in steps_of(recording) if s.row.step == 1 for b in s.blocks if b.phase == "backward" and b.born >= 0 and b.counted]
+    made = [b for s in steps_of(recording) for b in s.blocks if b.phase == "backward" and b.born >= 0 and b.counted]
     known = sum(b.bytes for b in made if b.source)
     return found, worst, known / max(1, sum(b.bytes for b in made))
 
