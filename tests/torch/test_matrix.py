@@ -24,6 +24,10 @@ def _check(name: str, above: int, *, offload: bool) -> None:
         assert close(planned[-1].peak_bytes, plan.predicted_peak_bytes)
 
 
+LIKE_OTHERS = ("hf_llama", "hf_mamba")
+"""At their floor these take long and did what the others did: `make test-slow` runs them there."""
+
+
 @pytest.mark.parametrize(("share", "offload"), [*CELLS, *(REST if FULL else ())])
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_bits_budget_and_prediction_hold_at_share(name: str, share: float, offload: bool) -> None:
@@ -36,7 +40,7 @@ def test_bits_budget_and_prediction_hold_at_share(name: str, share: float, offlo
 
 
 @pytest.mark.parametrize("offload", [False, True] if FULL else [False])
-@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.parametrize("name", [n for n in zoo.MODELS if FULL or n not in LIKE_OTHERS])
 def test_bits_and_budget_hold_at_smallest_feasible_budget(name: str, offload: bool) -> None:
     """Five per cent above the lowest peak that the planner found on a recording of this very run."""
     reference = plain_of(zoo.MODELS[name])

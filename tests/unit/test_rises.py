@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lowtide.live.kind import Kind
-from lowtide.live.rises import CONFIRMED, STRANGERS, Rises
+from lowtide.live.rises import CONFIRMED, PROFILES, REMEMBERED, STRANGERS, Rises
 
 
 def _kind(*shapes: tuple[int, ...], who: int = 0) -> Kind:
@@ -81,3 +81,13 @@ def test_units_that_never_come_again_are_recorded_only_at_first_or_where_they_ar
     assert rises.worth_recording(_kind((4, 501)))
     rises.familiar()
     assert rises.worth_recording(_kind((4, 301)))
+
+
+def test_a_long_run_of_ever_new_sizes_is_remembered_within_bounds() -> None:
+    rises = Rises()
+    for length in range(2 * REMEMBERED):
+        rises.worth_recording(_kind((4, length)))
+    for length in range(2 * PROFILES):
+        rises.note([_kind((4, length))], _rise(100))
+    assert len(rises._met) <= REMEMBERED
+    assert len(rises._known[next(iter(rises._known))]) <= PROFILES

@@ -117,7 +117,7 @@ def ablate(
     environment: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> Ablation:
-    """Run the arms of a torch script.
+    """Run the arms of a script of torch, or of Keras on TensorFlow.
 
     Args:
         command: the script.
@@ -128,12 +128,12 @@ def ablate(
         progress: told of steps.
 
     Raises:
-        Failed: if the script does not run with its parts switched off, or calls no module of torch.
+        Failed: if the script does not run with its parts switched off, or calls no module.
     """
     bench = _Bench(command, watch, tolerance, repeats, environment, progress or Progress())
     arms = [bench.arm(PARTS[k], parts=PARTS[: k + 1]) for k in range(len(PARTS))]
     if not bench.modules:
-        raise Failed("the script calls no torch module: there are no parts to switch off")
+        raise Failed("the script calls no module of torch, no model of Keras on TensorFlow: there are no parts to switch off")
     whole, kinds = arms[-1], _kinds(bench.modules)
     count = len(PARTS) + 2 * len(kinds)
     contrasts = [_contrast(arms[0].name, "part", None, arms[0], count)]

@@ -22,7 +22,9 @@ STRANGERS = 8
 """Units in a row of kinds never met before after which one is recorded at its second sight, or if it is larger than others."""
 GROWTH = 2.0
 """Sizes that have grown by more than this, multiplied up, say nothing."""
-PROFILES = 256
+REMEMBERED = 4096
+"""Kinds that are known again."""
+PROFILES = 64
 """Profiles that are kept."""
 CALLS = 64
 """Units of more root calls than this are not told apart."""
@@ -41,7 +43,7 @@ class Rises:
         self._confirmed: dict[Any, int] = {}
         self._slack: dict[Any, float] = {}
         self._broken: set[Any] = set()
-        self._met: set[Kind] = set()
+        self._met: dict[Kind, None] = {}
         self._strangers = 0
 
     def note(self, kinds: Sequence[Kind], rise_bytes: int) -> None:
@@ -74,7 +76,9 @@ class Rises:
     def worth_recording(self, kind: Kind) -> bool:
         """Whether a unit of a kind that has no recording is to get one, which takes time."""
         again = kind in self._met
-        self._met.add(kind)
+        self._met[kind] = None
+        if len(self._met) > REMEMBERED:
+            self._met.pop(next(iter(self._met)))
         self._strangers += 1
         calls = _calls([kind])
         known = {} if calls is None else self._known.get(calls[0][0], {})

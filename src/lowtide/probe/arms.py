@@ -1,9 +1,8 @@
-"""One arm of an ablation: a script of torch with some of its parts switched off, or a layer's work doubled. Standard
-library only.
+"""One arm of an ablation: a script with some of its parts switched off, or a layer's work doubled. Standard library only.
 
-What is switched off gives what it gave at first: a module its first output for arguments of these shapes, the backward
-nothing, the optimizer no step (it finds no gradients), saving and logging nothing. So the loop goes on, whatever it is,
-and what still grows grows without that part.
+Here for torch; for Keras in ``keras_arms``. What is switched off gives what it gave at first: a module its first output for
+arguments of these shapes, the backward nothing, the optimizer no step (it finds no gradients), saving and logging nothing. So
+the loop goes on, whatever it is, and what still grows grows without that part.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final, final
 
+from lowtide.probe.keras_arms import KerasArm
 from lowtide.probe.marks import WhenImported
 
 PARTS: Final = ("loop", "forward", "backward", "optimizer", "checkpointing", "logging")
@@ -48,6 +48,7 @@ class Arm:
     def install(self) -> None:
         """Switch off what is not part of the arm, as soon as it is there."""
         WhenImported("torch", self._torch)
+        WhenImported("keras", KerasArm(self._parts, self._stub, self._twice, self._folder).install)
         WhenImported("torch.optim.optimizer", self._optimizers)
         if "checkpointing" not in self._parts:
             WhenImported("safetensors.torch", functools.partial(_silence, "save_file"))

@@ -1,0 +1,125 @@
+"""One arm of an ablation in Keras on TensorFlow: layers and parts of ``train_step`` switched off. Standard library only.
+
+TensorFlow runs what a trace recorded, so parts are switched off while it is traced: a layer gives zeros of its output's shape,
+which hang on its input and weights so that a gradient finds its way; without a backward the tape gives no gradients; without
+an optimizer they are computed and go nowhere. Keras on torch is torch, whose arms serve it; on JAX there are none.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable
+from typing import Any, final
+
+
+@final
+class KerasArm:
+    """Switches parts of Keras off."""
+
+    def __init__(self, parts: set[str], stub: set[str], twice: set[str], folder: str) -> None:
+        """As :class:`lowtide.probe.arms.Arm` has it."""
+        self._parts, self._stub, self._twice, self._folder = parts, stub, twice, folder
+        self._depth = 0
+        self._paths: dict[int, str] = {}
+        self._roots: set[int] = set()
+
+    def install(self, keras: Any) -> None:
+        """Keras is there."""
+        if keras.backend.backend() != "tensorflow":
+            return
+        if "checkpointing" not in self._parts:
+            for name in ("save", "save_weights", "export"):
+                setattr(keras.Model, name, _nothing)
+        if "logging" not in self._parts:
+            keras.utils.Progbar.update = _nothing
+            for kind in (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard):
+                for name in [n for n in dir(kind) if n.startswith("on_")]:
+                    setattr(kind, name, _nothing)
+        if "backward" not in self._parts:
+            import tensorflow as tf  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+            tf.GradientTape.gradient = _no_gradients
+            keras.optimizers.Optimizer.apply = _nothing
+        elif "optimizer" not in self._parts:
+            keras.optimizers.Optimizer.apply = functools.partialmethod(_compute_only, keras)
+        original = keras.layers.Layer.__call__
+
+        @functools.wraps(original)
+        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._call(keras, original, layer, args, kwargs)
+
+        keras.layers.Layer.__call__ = call
+
+    def _call(self, keras: Any, original: Callable[..., Any], layer: Any, args: Any, kwargs: Any) -> Any:
+        given = keras.tree.flatten((args, kwargs))
+        if any(isinstance(item, keras.KerasTensor) for item in given):  # the model is being made, or built
+            return original(layer, *args, **kwargs)
+        root = self._depth == 0 and isinstance(layer, keras.Model)
+        if root and id(layer) not in self._roots:
+            self._enter(keras, layer)
+        self._depth += 1
+        try:
+            if (root and "forward" not in self._parts) or self._paths.get(id(layer)) in self._stub:
+                return _zeros(keras, original, layer, args, kwargs)
+            result = original(layer, *args, **kwargs)
+            if type(layer).__name__ in self._twice and id(layer) in self._paths:
+                again = original(layer, *args, **kwargs)
+                result = keras.tree.map_structure(lambda a, b: (a + b) / 2 if a.dtype.is_floating else a, result, again)
+            return result
+        finally:
+            self._depth -= 1
+
+    def _enter(self, keras: Any, root: Any) -> None:
+        """A model is called for the first time: its layers get their paths, which the parent reads."""
+        self._roots.add(id(root))
+        prefix = f"{len(self._roots) - 1}:" if len(self._roots) > 1 else ""
+        leaves = [layer for layer in _leaves(keras, root) if type(layer).__name__ != "InputLayer"]
+        self._paths.update({id(layer): prefix + (layer.path or layer.name) for layer in leaves})
+        with open(f"{self._folder}/modules-{os.getpid()}", "a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"path": self._paths[id(x)], "type": type(x).__name__}) + "\n" for x in leaves)
+
+
+def _leaves(keras: Any, layer: Any) -> list[Any]:
+    """Layers that hold no others; a recurrent one is whole, though it has its cell."""
+    inner = [] if isinstance(layer, keras.layers.RNN) else layer._layers
+    return [leaf for one in inner for leaf in _leaves(keras, one)] if inner else [layer]
+
+
+def _zeros(keras: Any, original: Callable[..., Any], layer: Any, args: Any, kwargs: Any) -> Any:
+    """Zeros as a layer's output would be."""
+    ops = keras.ops
+    x = next(item for item in keras.tree.flatten((args, kwargs)) if hasattr(item, "shape"))
+    tie = 0.0
+    for tensor in (x, *layer.trainable_weights):
+        tie += 0.0 * ops.sum(ops.cast(tensor, "float32"))
+    if not layer.built:
+        original(layer, *args, **kwargs)
+
+    def made(shape: Any) -> Any:
+        known = [ops.shape(x)[i] if size is None else size for i, size in enumerate(shape)]
+        return ops.cast(ops.zeros(known, dtype="float32") + tie, layer.compute_dtype)
+
+    shape = layer.compute_output_shape(tuple(x.shape))
+    return [made(s) for s in shape] if shape and isinstance(shape[0], (list, tuple)) else made(shape)
+
+
+def _compute_only(optimizer: Any, keras: Any, grads: Any, trainable_variables: Any = None) -> None:
+    """Gradients that are computed and go nowhere: one number of each is looked at, or they would be cut from the graph."""
+    ops = keras.ops
+    if not optimizer.built:
+        optimizer.build(trainable_variables)
+    total = 0.0
+    for grad in grads:
+        if grad is not None:
+            total += ops.sum(ops.cast(getattr(grad, "values", grad), "float32"))
+    optimizer.iterations.assign_add(ops.cast(ops.isfinite(total), optimizer.iterations.dtype))
+
+
+def _no_gradients(_: Any, __: Any, sources: Any, *___: Any, **____: Any) -> Any:
+    return [None] * len(sources)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """What is switched off."""
