@@ -12,6 +12,7 @@ import torch
 import zoo
 from harness import heap
 from lowtide.errors import LeverError
+from lowtide.live import update
 from lowtide.live.outcome import Outcome
 from torch import nn
 from torch.nn import functional as F
@@ -465,6 +466,29 @@ def test_a_mode_of_the_script_around_its_step_leaves_none_of_ours_behind() -> No
     bits, _ = _loop(body, steps=8, size=heap().tensor_live + (1 << 30))
     assert bits == plain
     assert not _get_current_dispatch_mode_stack()
+
+
+def test_a_backward_is_looked_at_only_until_enough_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mode that sees every operator of every backward cost 2 to 8 % of a step, whatever the budget."""
+    seen, per_step = [0], []
+    true = update.Updates.look_at
+
+    def look_at(self: update.Updates, func: Any, args: Any, kwargs: Any) -> None:
+        seen[0] += 1
+        true(self, func, args, kwargs)
+
+    def body(i: int, model: Any, opt: Any, average: Any) -> None:
+        _plainly(i, model, opt, average)
+        per_step.append(seen[0])
+
+    monkeypatch.setattr(update.Updates, "look_at", look_at)
+    _loop(body, steps=8, size=heap().tensor_live + (1 << 30))
+    assert per_step[0] > 0
+    assert per_step[update.ENOUGH] == per_step[-1]
+    seen[0] = 0
+    per_step.clear()
+    _loop(body, steps=4, size=None, allow=("update-in-backward",))
+    assert per_step == sorted(set(per_step)), "an engaged lever looks at every backward"
 
 
 @pytest.mark.parametrize("lever", ["update-in-backward", "sliced-update"])

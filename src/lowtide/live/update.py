@@ -47,6 +47,8 @@ MIXED: Final = (torch.optim.SGD, torch.optim.Adagrad)
 LOW_PRECISION: Final = (torch.bfloat16, torch.float16)
 """In these, one by one and all at once round differently."""
 
+ENOUGH: Final = 2
+"""Whole steps of every optimizer that are looked at operator by operator before the lever may be needed."""
 SHARED: Final = "something else (a NumPy array, a view) refers to a parameter's memory when the optimizer is made"
 
 _GRAD: Any = torch._C.TensorBase.grad
@@ -82,7 +84,7 @@ class Updates:
     Attributes:
         stage: how far it has come.
         reason: why it was declined.
-        clean: optimizers seen from backward to update, with nothing that spoke against it.
+        clean: optimizers seen from backward to update, with nothing that spoke against it, and how often.
         consumed: gradients so far.
         updating: whether an update runs now within the backward.
         before_update: told of an optimizer and its parameter that is about to be updated within the backward.
@@ -97,7 +99,7 @@ class Updates:
         """
         self.stage = Stage.RESTING
         self.reason = ""
-        self.clean: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
+        self.clean: weakref.WeakKeyDictionary[optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self.consumed = 0
         self.updating = False
         self.before_update = before_update
@@ -117,6 +119,7 @@ class Updates:
         self._whole: set[int] = set()
         self._stepping = False
         self._shared: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
+        self._trained: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
         self._shown: list[weakref.ref[Any]] = []
         self._looker = _Looker(self)
 
@@ -250,6 +253,7 @@ class Updates:
                     self._against("gradients have a graph of their own")
                     return
                 if fresh:
+                    self._trained.add(optimizer)
                     self._due[id(optimizer)] = _settings(optimizer)
                     self._marks[id(optimizer)] = {id(p): _mark(optimizer, p) for p in fresh}
                     self._whole.update(t.untyped_storage()._cdata for p in fresh for t in _state_of(optimizer, p))
@@ -304,7 +308,7 @@ class Updates:
             for p in _parameters(optimizer):
                 self._whole -= {t.untyped_storage()._cdata for t in (p, *_state_of(optimizer, p)) if is_plain(t)}
             if not self._due:
-                self.clean.add(optimizer)
+                self.clean[optimizer] = self.clean.get(optimizer, 0) + 1
             if self.stage is Stage.ENGAGED:
                 _in_order(optimizer)
         if self._watches and self._due:
@@ -453,7 +457,15 @@ class Updates:
 
     # --- parameters --------------------------------------------------------------------------------------------------
 
+    @property
+    def _seen_enough(self) -> bool:
+        """Whether to look at every operator of a backward would only cost time: once engaged, the lever looks again."""
+        known = bool(self._trained) and all(self.clean.get(o, 0) >= ENOUGH for o in self._trained)
+        return known and self.stage is Stage.WATCHING
+
     def _look(self) -> None:
+        if self._seen_enough:
+            return
         self._looker.on = True
         if not self._looker.entered:
             self._looker.entered = True
