@@ -8,6 +8,7 @@ an optimizer they are computed and go nowhere. Keras on torch is torch, whose ar
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 from collections.abc import Callable
@@ -90,19 +91,26 @@ def _leaves(keras: Any, layer: Any) -> list[Any]:
 def _zeros(keras: Any, original: Callable[..., Any], layer: Any, args: Any, kwargs: Any) -> Any:
     """Zeros as a layer's output would be."""
     ops = keras.ops
-    x = next(item for item in keras.tree.flatten((args, kwargs)) if hasattr(item, "shape"))
+    given = [item for item in keras.tree.flatten((args, kwargs)) if hasattr(item, "shape")]
+    x = given[0]
     tie = 0.0
-    for tensor in (x, *layer.trainable_weights):
+    for tensor in (*given, *layer.trainable_weights):
         tie += 0.0 * ops.sum(ops.cast(tensor, "float32"))
     if not layer.built:
         original(layer, *args, **kwargs)
 
-    def made(shape: Any) -> Any:
-        known = [ops.shape(x)[i] if size is None else size for i, size in enumerate(shape)]
-        return ops.cast(ops.zeros(known, dtype="float32") + tie, layer.compute_dtype)
+    def shown(item: Any) -> Any:
+        return keras.KerasTensor(item.shape, item.dtype.name) if hasattr(item, "shape") else item
 
-    shape = layer.compute_output_shape(tuple(x.shape))
-    return [made(s) for s in shape] if shape and isinstance(shape[0], (list, tuple)) else made(shape)
+    def made(spec: Any) -> Any:
+        known = [ops.shape(x)[i] if size is None else size for i, size in enumerate(spec.shape)]
+        return ops.cast(ops.zeros(known, dtype="float32") + tie, spec.dtype)
+
+    taken = inspect.signature(layer.call).parameters.values()  # a layer that takes no `training` is not given it
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in taken)
+    wanted = kwargs if open_ended else {p.name: kwargs[p.name] for p in taken if p.name in kwargs}
+    like_args, like_kwargs = keras.tree.map_structure(shown, (args, wanted))
+    return keras.tree.map_structure(made, layer.compute_output_spec(*like_args, **like_kwargs))
 
 
 def _compute_only(optimizer: Any, keras: Any, grads: Any, trainable_variables: Any = None) -> None:
