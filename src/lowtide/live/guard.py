@@ -190,8 +190,9 @@ class Evictor:
             return func(*args, **kwargs)
         kind = self._headroom(func, info, args, kwargs) if limit and not meter.capped else None
         copies = self._copies(info, args) if info.mutates else None
-        read = self._room_inside(info, args, kwargs) if info.mutates and copies is None and limit and meter.capped else 0
-        limit = 0 if info.mutates and copies is None else limit
+        final = info.mutates and copies is None  # cannot be tried again
+        read = self._room_inside(info, args, kwargs) if final and limit and meter.capped else 0
+        limit = 0 if final else limit
         reserve = self._reserve(info.name) if limit else 0
         state = _generator_state(info, args, kwargs) if limit else None
         meter.begin_library_window()
@@ -236,8 +237,7 @@ class Evictor:
         size = sum(bytes_of(t) for t in tensors)
         if size > COPIED_BYTES:
             return None
-        over = self.meter.live() + size + SLACK_BYTES - self.limit_bytes
-        if self.limit_bytes and over > 0 and not self.make_room(over):
+        if not self.room_for(size):
             return None
         return [(t, t.clone()) for t in tensors]
 
@@ -250,9 +250,8 @@ class Evictor:
         tensors = [t for t in (*flatten(args), *kwargs.values()) if isinstance(t, torch.Tensor)]
         widest = max((t.element_size() for t in tensors), default=0)
         read = widest * sum(t.numel() for t in tensors if id(t) not in written)
-        over = self.meter.live() + int(self._inside.get(info.name, 1.0) * read) + SLACK_BYTES - self.limit_bytes
-        if read and over > 0:
-            self.make_room(over)
+        if read:
+            self.room_for(int(self._inside.get(info.name, 1.0) * read))
         return read
 
     def _reserve(self, name: str) -> int:
@@ -284,12 +283,15 @@ class Evictor:
             opaque = info.seeded or info.collective or info.opaque
             fresh = None if opaque else fresh_bytes(func, args, kwargs)
             expected = self._made[key] = sum(bytes_of(t) for t in tensors) if fresh is None else fresh
-        over = self.meter.live() + expected + SLACK_BYTES - self.limit_bytes
-        if over > 0:
-            self.make_room(over)
+        self.room_for(expected)
         return key
 
     # --- room --------------------------------------------------------------------------------------------------------
+
+    def room_for(self, size: int) -> bool:
+        """Make room for so many bytes below the limit; whether they fit, or something left for them."""
+        over = self.meter.live() + size + SLACK_BYTES - self.limit_bytes
+        return not self.limit_bytes or over <= 0 or bool(self.make_room(over))
 
     def make_room(self, needed: int) -> int:
         """Let go of at least so many bytes, the cheapest per byte and time to next use first; the bytes freed."""
@@ -476,10 +478,7 @@ class _Replayer:
         return self._evictor.call(record.func, record.info, args, kwargs)
 
     def room(self, size: int) -> None:
-        evictor = self._evictor
-        over = evictor.meter.live() + size + SLACK_BYTES - evictor.limit_bytes
-        if evictor.limit_bytes and over > 0:
-            evictor.make_room(over)
+        self._evictor.room_for(size)
 
     def ran(self, record: Record, seconds: float) -> None:  # noqa: ARG002 - the plan's way asks which
         self._evictor.tally.recomputed_ops += 1

@@ -459,10 +459,11 @@ class LeanMode(Mode):
         return out
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._clocked is None:
+            return func(*args, **kwargs)
         start = time.perf_counter()
         out = func(*args, **kwargs)
-        if self._clocked is not None:
-            self._clocked.append(time.perf_counter() - start)
+        self._clocked.append(time.perf_counter() - start)
         return out
 
     def _record(self, act: Act, func: Any, info: Any, args: Any, kwargs: Any) -> Record:

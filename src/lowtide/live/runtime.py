@@ -188,6 +188,7 @@ class Runtime:
         self.asides = Asides(self.stack, self.clock)
         self.unreached = Unreached(self.stack)
         self.updates = Updates(lambda: self.clock.phase, self._before_update)
+        self.clock.on_optimizer = self.updates.optimizer_made
         self.slices = Slices(self._room)
         self.logits = Logits()
         self.pieces = Pieces()
@@ -398,7 +399,7 @@ class Runtime:
             return False
         if unit.lean is not None and not unit.lean.lost:
             return unit.backwards >= len(unit.lean.script.backwards)
-        return unit.roomy or unit.recorder is None or not self.saver.awaited or kind.call == unit.kind.call
+        return unit.recorder is None or not self.saver.awaited or kind.call == unit.kind.call
 
     def _is_stale(self, unit: Unit, kind: Kind) -> bool:
         """Whether the unit that runs was a forward that no backward will follow."""

@@ -60,6 +60,7 @@ class Clock:
         differentiable: whether the backward that runs builds a graph of its own (``create_graph``): its operators are
             then a forward for the backward to come.
         closure: whether the optimizer that steps was given one.
+        on_optimizer: told of each optimizer that is made.
     """
 
     def __init__(self, listener: Listener) -> None:
@@ -70,6 +71,7 @@ class Clock:
         self.detailed = False
         self.differentiable = False
         self.closure = False
+        self.on_optimizer: Callable[[Any], None] | None = None
         self._stepped = False
         self._made = False
         self._waited = 0
@@ -171,6 +173,8 @@ class Clock:
         def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - stands for it
             original(optimizer, *args, **kwargs)
             self.expect_optimizer()
+            if self.on_optimizer is not None:
+                self.on_optimizer(optimizer)
 
         return __init__
 

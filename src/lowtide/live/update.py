@@ -135,7 +135,6 @@ class Updates:
         self.stage = Stage.ENGAGED if engaged else Stage.WATCHING
         self._optimizers.update(optimizers)
         self._shared.update(optimizer for optimizer in self._optimizers if _shares_memory(optimizer))
-        self._wraps.put(optim.Optimizer, "__init__", self._making)
         self._wraps.put(optim.Optimizer, "zero_grad", self._zeroing)
         self._wraps.put(torch.nn.Module, "zero_grad", self._zeroing)
         for owner, name in ((optim.Optimizer, "state_dict"), (optim.Optimizer, "load_state_dict"), (torch, "save")):
@@ -209,6 +208,13 @@ class Updates:
         if self.consumed:
             return [LeverFigures(name=UPDATE, used=True, text=f"{self.consumed} gradients were consumed in the backward")]
         return [LeverFigures(name=UPDATE, used=False, text=self.reason)] if self.reason else []
+
+    def optimizer_made(self, optimizer: optim.Optimizer) -> None:
+        """The script has made an optimizer."""
+        if self._watches:
+            self._optimizers.add(optimizer)
+            if _shares_memory(optimizer):
+                self._shared.add(optimizer)
 
     # --- what the script does ----------------------------------------------------------------------------------------
 
@@ -435,16 +441,6 @@ class Updates:
             return original(tensor)
 
         return tolist
-
-    def _making(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - stands for it
-            original(optimizer, *args, **kwargs)
-            self._optimizers.add(optimizer)
-            if self._watches and _shares_memory(optimizer):
-                self._shared.add(optimizer)
-
-        return __init__
 
     def _zeroing(self, original: Any) -> Any:
         @functools.wraps(original)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Final, final
 
 import numpy as np
@@ -156,7 +157,7 @@ class Model:
         self._drifts = bool(self.left_out) and any(
             at[i].min() > 1 for i, steps in enumerate(columns) if not any(steps is kept for kept in self._columns)
         )
-        self.degrees, self.checked, self._error = self._choose()
+        self.degrees, self.checked = self._choose()
 
     def _corresponding(self, at: NDArray[np.float64], columns: Sequence[Sequence[Step]]) -> list[int]:
         """Recordings that run the same operators as the largest does, itself included; none if they do not vary enough.
@@ -170,16 +171,21 @@ class Model:
 
     # --- fitting -----------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def _graphs(self) -> list[Graph]:
+        """The warm step's graph in each recording; none where recordings do not run the same operators on the same values."""
+        graphs = [graph_of(steps[self._count - 1]) for steps in self._columns] if self.aligned else []
+        return graphs if all([n.id for n in g.nodes] == [n.id for n in graphs[0].nodes] for g in graphs) else []
+
     def _growth(self) -> tuple[int, ...]:
         """Per size the highest degree in which the bytes of any tensor grow, as the recordings show it.
 
         Bytes of one tensor are one product of sizes, or linear; where some are neither (sizes that are floored, or depend on
         data) recordings are not regular.
         """
-        graphs = [graph_of(steps[self._count - 1]) for steps in self._columns] if self.aligned else []
-        alike = bool(graphs) and all([n.id for n in g.nodes] == [n.id for n in graphs[0].nodes] for g in graphs)
-        self._regular = alike
-        if not alike:
+        graphs = self._graphs
+        self._regular = bool(graphs)
+        if not graphs:
             return tuple(len(self._columns) for _ in self.names)
         known = np.array([[float(n.bytes) for n in g.nodes] for g in graphs])
         return tuple(self._growth_along(axis, known) for axis in range(len(self.names)))
@@ -200,7 +206,7 @@ class Model:
                 whole = round(power)
                 exact = whole >= 1 and bool(np.all(np.abs(column[0] * (sizes / sizes[0]) ** whole - column) < NOISE_BYTES))
                 self._regular = self._regular and exact
-                fastest = max(fastest, whole if exact else max(1, whole))
+                fastest = max(fastest, whole)
         return fastest
 
     def _heights(self, k: int) -> NDArray[np.float64]:
@@ -224,8 +230,8 @@ class Model:
         result: NDArray[np.float64] = self._terms(degrees, at) @ found
         return result
 
-    def _choose(self) -> tuple[tuple[int, ...], bool, float]:
-        """The lowest degrees that predict what was held out; whether anything was; and how far off they were."""
+    def _choose(self) -> tuple[tuple[int, ...], bool]:
+        """The lowest degrees that predict what was held out; whether anything was."""
         most = [min(len(set(self._at[:, axis])) - 1, DEGREES) for axis in range(len(self.names))]
         heights = [self._heights(k) for k in range(self._count)]
         order = np.argsort(np.prod(self._at, axis=1))
@@ -238,24 +244,24 @@ class Model:
             if best is None or error < best[0]:
                 best = error, degrees
             if error <= HELD_OUT:
-                return degrees, True, error
+                return degrees, True
         needed = [d for d in itertools.product(*(range(1, m + 1) for m in most))
                   if np.linalg.matrix_rank(self._terms(d, self._at)) == np.prod([x + 1 for x in d])]
         highest = max(needed, key=sum, default=tuple(1 for _ in most))
         if best is None:
-            return highest, False, 0.0
+            return highest, False
         grown = tuple(min(g, m) for g, m in zip(self._fastest, most, strict=True))
         if self._regular and grown == self._fastest and grown in needed:  # every tensor's bytes say so
-            return grown, True, 0.0
+            return grown, True
         if self.aligned and not self._regular and best[0] > NEARLY and grown in needed:
             self._lower, self._drifts = best[1], True
-            return grown, False, 0.0
+            return grown, False
         if self.aligned and any(h > b and not _is_batch(n) for h, b, n in zip(highest, best[1], self.names, strict=True)):
             self._lower = best[1]
             if best[0] > NEARLY:
-                return highest, False, 0.0
+                return highest, False
             self._lower = highest
-        return best[1], True, float(best[0])
+        return best[1], True
 
     def _held_out(self, degrees: tuple[int, ...], heights: NDArray[np.float64], order: NDArray[np.intp]) -> float | None:
         """How far off the instants of a held-out recording are (the largest, the smallest), as a share of what varies at all.
@@ -264,13 +270,20 @@ class Model:
         """
         worst, scale = 0.0, max(float(np.ptp(heights, axis=0).max()), 1.0)
         for out in (int(order[-1]), int(order[0])):
-            rows = [i for i in range(len(self._at)) if i != out]
-            terms = self._terms(degrees, self._at[rows])
-            if np.linalg.matrix_rank(terms) < terms.shape[1]:
+            off = self._off(degrees, heights, out)
+            if off is None:
                 return None
-            guess = self._fitted(degrees, heights, rows, self._at[[out]])[0]
-            worst = max(worst, float(np.abs(guess - heights[out]).max() / scale))
+            worst = max(worst, float(off.max() / scale))
         return worst
+
+    def _off(self, degrees: tuple[int, ...], heights: NDArray[np.float64], out: int) -> NDArray[np.float64] | None:
+        """How far off each instant of one recording is, fitted to the others; None where these are too few."""
+        rows = [i for i in range(len(self._at)) if i != out]
+        terms = self._terms(degrees, self._at[rows])
+        if np.linalg.matrix_rank(terms) < terms.shape[1]:
+            return None
+        found: NDArray[np.float64] = np.abs(self._fitted(degrees, heights, rows, self._at[[out]])[0] - heights[out])
+        return found
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
@@ -329,26 +342,20 @@ class Model:
                 ratio *= max(1.0, newton * reach ** (self._fastest[axis] - degree - 1))
             else:
                 ratio *= reach ** self._fastest[axis]
-        order = np.argsort(np.prod(self._at, axis=1))
-        rows = [int(i) for i in order[:-1]]
+        largest = int(np.argsort(np.prod(self._at, axis=1))[-1])
         highest = 0.0
         for k, top in enumerate(tops):
-            heights = self._heights(k)
-            terms = self._terms(self.degrees, self._at[rows])
-            off = np.zeros(heights.shape[1])
-            if np.linalg.matrix_rank(terms) == terms.shape[1]:
-                off = np.abs(self._fitted(self.degrees, heights, rows, self._at[[order[-1]]])[0] - heights[order[-1]])
-            highest = max(highest, float((top + np.where(off < NOISE_BYTES, 0.0, off) * ratio).max()))
+            off = self._off(self.degrees, self._heights(k), largest)
+            worst = top if off is None else top + np.where(off < NOISE_BYTES, 0.0, off) * ratio
+            highest = max(highest, float(worst.max()))
         return highest
 
     def graph_at(self, sizes: Sizes) -> Graph | None:
         """The warm step's graph at some sizes, to be planned; None where recordings do not run the same operators."""
-        if not self.aligned:
+        graphs = self._graphs
+        if not graphs:
             return None
-        graphs = [graph_of(steps[self._count - 1]) for steps in self._columns]
         first = graphs[0]
-        if any([n.id for n in g.nodes] != [n.id for n in first.nodes] for g in graphs):
-            return None
         at = np.array([[sizes[n] for n in self.names]])
 
         def fitted(key: str) -> NDArray[np.float64]:
