@@ -136,8 +136,3 @@ class Trace:
     other_bytes: tuple[int, ...]
     spike_bytes: tuple[int, ...]
     backward_event: int
-
-    @property
-    def seconds(self) -> float:
-        """Sum of the operators' seconds."""
-        return sum(e.seconds for e in self.events if isinstance(e, Op))

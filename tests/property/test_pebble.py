@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lowtide.errors import StructureError
 from lowtide.pebble.eager.ahead import fetches_ahead
-from lowtide.pebble.eager.bound import forced_live, peak_bound, time_bound
+from lowtide.pebble.eager.bound import TimeBound, forced_live, peak_bound
 from lowtide.pebble.eager.walk import State, pareto, walk
 from lowtide.pebble.eager.problem import Action, Away, Bandwidth, Key, Problem
 from lowtide.pebble.eager.play import play
@@ -141,10 +141,10 @@ def test_no_decisions_beat_the_bound_on_the_peak(planned: Planned) -> None:
 
 @given(plans())
 def test_no_decisions_beat_the_bound_on_time(planned: Planned) -> None:
-    """time_bound at the peak that decisions reach is below the seconds that they cost."""
+    """TimeBound at the peak that decisions reach is below the seconds that they cost."""
     problem, decisions = planned
     timeline = play(problem, decisions)
-    assert time_bound(problem, timeline.peak_bytes) <= timeline.extra_seconds + ROUNDING
+    assert TimeBound(problem).at(timeline.peak_bytes) <= timeline.extra_seconds + ROUNDING
 
 
 @FEW
@@ -173,11 +173,11 @@ def test_the_front_is_monotone(problem: Problem) -> None:
 @FEW
 @given(problems())
 def test_the_walk_stays_above_the_bounds(problem: Problem) -> None:
-    """No state has less peak than peak_bound, or costs less than time_bound says for any budget that it fits."""
+    """No state has less peak than peak_bound, or costs less than TimeBound says for any budget that it fits."""
     front = walk(problem, seconds=WALK_SECONDS)
     assert peak_bound(problem).peak_bytes <= front[-1].timeline.peak_bytes
     for budget in (s.timeline.peak_bytes for s in front):
-        least = time_bound(problem, budget)
+        least = TimeBound(problem).at(budget)
         fitting = [s for s in front if s.timeline.peak_bytes <= budget]
         assert all(least <= s.timeline.extra_seconds + ROUNDING for s in fitting)
 

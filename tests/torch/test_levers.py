@@ -491,6 +491,64 @@ def test_a_backward_is_looked_at_only_until_enough_was_seen(monkeypatch: pytest.
     assert per_step == sorted(set(per_step)), "an engaged lever looks at every backward"
 
 
+class _ReadsLate(nn.Module):
+    """Near its input it reads a matrix as a plain number, in the forward and in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(256, 256), nn.Linear(256, 256, bias=False)
+        self.body = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(256, 256), nn.GELU())))
+        self.matrix = self.fixed = torch.randn(256, 256) / 16
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x) @ self.matrix
+        result: torch.Tensor = self.last(self.body(h))
+        return result
+
+
+def test_a_planned_backward_that_nobody_looks_at_updates_no_weight_that_another_tensor_shows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From step 8 on the same operators read the last layer's weight by ``.data``, long after its gradient is whole."""
+    torch.use_deterministic_algorithms(mode=True)
+    seen, per_step = [0], []
+    true = update.Updates.look_at
+
+    def look_at(self: update.Updates, func: Any, args: Any, kwargs: Any) -> None:
+        seen[0] += 1
+        true(self, func, args, kwargs)
+
+    def train(steps: int) -> list[bytes]:
+        zoo.seed(0)
+        model = _ReadsLate()
+        opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        found = []
+        for i in range(steps):
+            if i == 8:
+                model.matrix = model.last.weight.data
+            opt.zero_grad()
+            model(torch.randn(512, 256)).square().mean().backward()
+            opt.step()
+            per_step.append(seen[0])
+            seen[0] = 0
+            found += [zoo.bits(p) for p in model.parameters()]
+        return found
+
+    plain = train(9)
+    monkeypatch.setattr(update.Updates, "look_at", look_at)
+    per_step.clear()
+    with lowtide.budget(heap().tensor_live + (14 << 20), allow=("update-in-backward",)) as run:
+        assert train(9) == plain
+        assert run.outcome.steps[-1].policy == "planned"
+        assert run.outcome.steps[-1].recomputed_ops or run.outcome.steps[-1].offloaded_bytes
+    few = min(per_step)
+    assert per_step[-1] == few, "in step 8 nobody looked at the operators of the backward"
+    assert per_step[0] > 5 * few
+    with pytest.raises(LeverError, match="used after their gradients are whole"):
+        with lowtide.budget(heap().tensor_live + (14 << 20), allow=("update-in-backward",)):
+            train(10)
+
+
 @pytest.mark.parametrize("lever", ["update-in-backward", "sliced-update"])
 def test_a_foreach_momentum_in_low_precision_has_the_same_bits_where_some_parameters_are_new(lever: str) -> None:
     """torch updates all of a group one by one if one has no buffer yet, and that rounds differently."""

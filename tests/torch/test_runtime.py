@@ -13,8 +13,9 @@ import pytest
 import torch
 import zoo
 from harness import TOLERANCE_BYTES, above_of, budgeted, heap, kept, plain_of
-from lowtide.live import board, stopwatch
+from lowtide.live import board, runtime, stopwatch
 from lowtide.live.trial import Plain
+from lowtide.pebble.eager import bound
 from lowtide.pebble.eager.problem import Bandwidth, Problem
 from lowtide.planner import dropped_sites
 from lowtide.report.terminal import show_outcome
@@ -400,6 +401,27 @@ def test_a_warm_steps_seconds_take_the_place_of_the_recorded_ones(
     assert run.outcome.plan is not None
     assert run.outcome.steps[-1].recomputed_ops
     assert run.outcome.plan.extra_seconds == pytest.approx(run.outcome.steps[-1].recomputed_ops)
+
+
+def test_once_a_plan_is_followed_no_step_works_on_plans_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a bound is made of was gathered anew in every step (25 to 45 ms), and a plan was written out that nobody read."""
+    counts = {"gathered": 0, "written": 0}
+
+    def counted(name: str, true: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            counts[name] += 1
+            return true(*args)
+
+        return call
+
+    monkeypatch.setattr(bound, "_packed", counted("gathered", bound._packed))
+    monkeypatch.setattr(runtime, "plan_of", counted("written", runtime.plan_of))
+    for steps in (STEPS, 2 * STEPS):
+        counts.update(gathered=0, written=0)
+        run = budgeted(zoo.gpt_eager, above_of(plain_of(zoo.gpt_eager, STEPS), 0.5), steps)
+        assert run.outcome.steps[-1].policy == "planned"
+        assert 0 < counts["gathered"] <= 3 * bound._EVENTS_TRIED, "of the cold recording, a warm one, one timed anew"
+        assert counts["written"] <= 1, "for the warm recording"
 
 
 def test_a_board_that_turns_out_slow_is_used_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

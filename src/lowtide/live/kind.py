@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,24 @@ def tensors_in(state: Any) -> list[torch.Tensor]:
     if isinstance(state, (list, tuple)):
         return [t for s in state for t in tensors_in(s)]
     return []
+
+
+def modules_of(root: torch.nn.Module) -> list[torch.nn.Module]:
+    """A module and those within it, each once: what ``modules()`` gives, several times as fast (it makes names too)."""
+    found: dict[int, torch.nn.Module] = {id(root): root}
+    stack = [root]
+    while stack:
+        for module in stack.pop()._modules.values():
+            if module is not None and id(module) not in found:
+                found[id(module)] = module
+                stack.append(module)
+    return list(found.values())
+
+
+def own_tensors(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """Parameters and buffers that modules have themselves, some perhaps several times."""
+    for module in modules:
+        yield from (t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +71,13 @@ def kind_of(module: torch.nn.Module, args: Any, kwargs: Any, *, engaged: bool, a
     """What kind of unit a root call begins."""
     shapes: list[Any] = []
     _shapes((args, kwargs), shapes, 0)
-    first = next(module.parameters(), None)
-    who = id(module if first is None else first)
-    modes = hash(tuple(m.training for m in module.modules()))
-    frozen = hash(tuple(p.requires_grad for p in module.parameters()))
+    modules = modules_of(module)
+    parameters = [p for m in modules for p in m._parameters.values() if p is not None]
+    who = id(parameters[0] if parameters else module)
+    modes = hash(tuple(m.training for m in modules))
+    frozen = hash(tuple(p.requires_grad for p in parameters))
     call = (type(module), who, modes, frozen, torch.is_autocast_enabled("cpu"), tuple(shapes))
-    return Kind(call, first is not None and grad_of(first) is not None, engaged, after)
+    return Kind(call, any(grad_of(p) is not None for p in parameters), engaged, after)
 
 
 def sizes_of(kind: Kind) -> tuple[Any, tuple[int, ...]]:

@@ -27,7 +27,7 @@ from lowtide.live.enough import Enough
 from lowtide.live.full import FullMode
 from lowtide.live.guard import LIBRARY_BYTES, SLACK_BYTES, Evictor, Exempt, Tally
 from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
-from lowtide.live.kind import Kind, kind_of, tensors_in
+from lowtide.live.kind import Kind, kind_of, modules_of, own_tensors, tensors_in
 from lowtide.live.lean import GuardMode, LeanMode, LeanRun, Script, compile_script
 from lowtide.live.ledger import Ledger
 from lowtide.live.logits import Logits
@@ -199,7 +199,7 @@ class Runtime:
         self.budget_bytes = 0
         self.steps: list[StepFigures] = []
         self.figures: PlanFigures | None = None
-        self.plan: Plan | None = settings.plan
+        self._solved: tuple[Problem, Solution] | None = None
         self.refused: BudgetError | None = None
         self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -286,6 +286,11 @@ class Runtime:
         self.evictor.limit_bytes = 0
         if not over:
             self.updates.check_left()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The last unit's decisions by site; those that were given until there are any."""
+        return self.settings.plan if self._solved is None else plan_of(*self._solved)
 
     def outcome(self) -> Outcome:
         """Figures of the run so far."""
@@ -431,11 +436,14 @@ class Runtime:
         """Autograd's engine is about to run."""
         if not self._active:
             return
+        own_code = self.script_code_in_backward or self._has_hooks()
         with self.updates.aside():
-            self._backward_begins()
-        self.updates.backward_begins(own_code=self.script_code_in_backward or self._has_hooks())
+            self._backward_begins(own_code=own_code)
+        lean = None if self.unit is None else self.unit.lean
+        planned = lean is not None and not lean.lost and self.stack.mode is None
+        self.updates.backward_begins(own_code=own_code, planned=planned)
 
-    def _backward_begins(self) -> None:
+    def _backward_begins(self, *, own_code: bool) -> None:
         followed = self.clock.differentiable
         self.saver.keep_only = not followed
         unit = self.unit
@@ -446,11 +454,11 @@ class Runtime:
                 unit.recorder.begin_backward()
             unit.starts.append(len(unit.recorder.events))
         if unit.lean is not None and not unit.lean.lost:
-            self._check_lean(unit, unit.lean, followed=followed)
+            self._check_lean(unit, unit.lean, followed=followed, own_code=own_code)
         unit.backwards += 1
         unit.consumed += not followed
 
-    def _check_lean(self, unit: Unit, lean: LeanMode, *, followed: bool) -> None:
+    def _check_lean(self, unit: Unit, lean: LeanMode, *, followed: bool, own_code: bool) -> None:
         """Before a planned backward: is memory where the plan says it is?"""
         script = lean.script
         if not followed:
@@ -463,7 +471,7 @@ class Runtime:
                 return
             self.stack.take()
             lean.let_go()
-            if self.script_code_in_backward or self._has_hooks():
+            if own_code:
                 self.stack.put(GuardMode(lean), self.saver.pack, _unpack)
         else:
             lean.leave()
@@ -473,7 +481,7 @@ class Runtime:
         return any(
             m._backward_hooks or m._backward_pre_hooks
             or any(p is not None and self._is_hooked(p) for p in m._parameters.values())
-            for root in self._roots for m in root.modules()
+            for root in self._roots for m in modules_of(root)
         )
 
     def _is_hooked(self, parameter: torch.Tensor) -> bool:
@@ -582,7 +590,7 @@ class Runtime:
             return
         if refused or proven:
             self._refuse(figures, proven=proven and not refused)
-        self.plan = plan_of(entry.problem, solution)
+        self._solved = entry.problem, solution
         exact = known and self._near(entry.trace.base_bytes, base, entry.problem.plain_peak)
         worn = self.recordings.get(kind, 0) >= SEEN_TWICE
         if solution.state is None:
@@ -732,8 +740,8 @@ class Runtime:
         self._last_lean, unit.lean = unit.lean, None
         self._owing = any(self._left_bytes())
         self.full.begin(None, remember=False)
-        self.saver.recorder = None
-        if self.saver.outstanding <= 0:
+        watched, self.saver.recorder = self.saver.recorder is not None, None
+        if watched and self.saver.outstanding <= 0:
             self.ledger.forget()
         if self._functional and self.stack.mode is None:
             self._watch_fully(None)
@@ -791,7 +799,7 @@ class Runtime:
         problem = stopwatch.problem(entry.problem, entry.funcs)
         again = State(state.decisions, play(problem, state.decisions))
         change = abs(again.timeline.extra_seconds - state.timeline.extra_seconds)
-        if change > MATTERS_SHARE * problem.trace.seconds:
+        if change > MATTERS_SHARE * problem.seconds:
             entry.front = entry.front.retimed(problem, again)
 
     # --- budget ------------------------------------------------------------------------------------------------------
@@ -814,7 +822,7 @@ class Runtime:
     def _resident(self) -> list[torch.Tensor]:
         tensors: list[torch.Tensor] = []
         for root in self._roots:
-            tensors += [*root.parameters(), *root.buffers()]
+            tensors += own_tensors(modules_of(root))
         for optimizer in self._optimizers:
             tensors += [p for group in optimizer.param_groups for p in group["params"]]
             tensors += tensors_in(list(optimizer.state.values()))
@@ -905,10 +913,12 @@ def _storages(
     """Bytes of each storage that tensors have, of those that count."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
-        with contextlib.suppress(RuntimeError, NotImplementedError):
+        try:
             storage = tensor.untyped_storage()
-            if counts(storage):
-                sizes[storage._cdata] = storage.nbytes()
+        except (RuntimeError, NotImplementedError):  # it has none
+            continue
+        if counts(storage):
+            sizes[storage._cdata] = storage.nbytes()
     return sizes
 
 

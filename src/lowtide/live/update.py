@@ -17,7 +17,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final, final
@@ -107,6 +107,7 @@ class Updates:
         self._wraps = Wraps()
         self._optimizers: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
         self._owners: dict[int, tuple[weakref.ref[optim.Optimizer], int]] = {}
+        self._fit: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
         self._hooks: list[Any] = []
         self._gone: dict[int, weakref.ref[torch.Tensor]] = {}
         self._had: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -122,6 +123,8 @@ class Updates:
         self._trained: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
         self._shown: list[weakref.ref[Any]] = []
         self._looker = _Looker(self)
+        self._alone = False
+        self._blind = False
 
     # --- on and off --------------------------------------------------------------------------------------------------
 
@@ -218,11 +221,17 @@ class Updates:
 
     # --- what the script does ----------------------------------------------------------------------------------------
 
-    def backward_begins(self, *, own_code: bool) -> None:
+    def backward_begins(self, *, own_code: bool, planned: bool) -> None:
         """Autograd's engine is about to run.
+
+        A planned backward need not be looked at operator by operator if, in the one before, nobody else had the memory of a
+        parameter or state when it was updated. What reads such memory without being asked for the parameter's gradient
+        first is another tensor on it, or is the parameter as it was saved, whose version is compared then: so it is enough
+        to see at each update that there is no other tensor (:meth:`_is_shared`).
 
         Args:
             own_code: whether code of the script runs in it (hooks, custom functions).
+            planned: whether it follows a plan, with nobody else looking at its operators.
         """
         self._settle()
         if not self._watches:
@@ -244,9 +253,11 @@ class Updates:
         else:
             self._had = {id(p): weakref.ref(p) for o in self._optimizers for p in _parameters(o) if grad_of(p) is not None}
             self._adopt()
-        if self._watches:
+        self._blind = planned and self._alone and self.stage is Stage.ENGAGED
+        self._alone = planned
+        if self._watches and not self._blind:
             self._look()
-            self._running = True
+        self._running = self._watches
 
     def backward_ends(self) -> None:
         """Autograd's engine returned, or raised."""
@@ -261,8 +272,10 @@ class Updates:
                 if fresh:
                     self._trained.add(optimizer)
                     self._due[id(optimizer)] = _settings(optimizer)
-                    self._marks[id(optimizer)] = {id(p): _mark(optimizer, p) for p in fresh}
-                    self._whole.update(t.untyped_storage()._cdata for p in fresh for t in _state_of(optimizer, p))
+                    for p in fresh:
+                        tensors = _with_state(optimizer, p)
+                        self._marks.setdefault(id(optimizer), {})[id(p)] = _mark(tensors)
+                        self._whole.update(_storages(tensors))
         if self._watches and self._due:
             self._look()
         else:
@@ -293,7 +306,7 @@ class Updates:
             self._against("the optimizer is given a closure, which may look at parameters and gradients before the update")
         elif before is not None and not _same(before, _settings(optimizer)):
             self._against("the optimizer's settings (such as the learning rate) change between the backward and its step")
-        elif any(_mark(optimizer, p) != marks[id(p)] for p in _parameters(optimizer) if id(p) in marks):
+        elif any(_mark(_with_state(optimizer, p)) != marks[id(p)] for p in _parameters(optimizer) if id(p) in marks):
             self._against("parameters or the optimizer's state are replaced or written between the backward and its step")
         elif any(
             id(p) not in marks and (_known(self._gone, p) or (self.stage is Stage.WATCHING and grad_of(p) is not None))
@@ -311,9 +324,10 @@ class Updates:
         self._stepping = False
         self._marks.pop(id(optimizer), None)
         if self._due.pop(id(optimizer), None) is not None:
-            for p in _parameters(optimizer):
-                self._whole -= {t.untyped_storage()._cdata for t in (p, *_state_of(optimizer, p)) if is_plain(t)}
-            if not self._due:
+            if self._due:
+                self._whole.difference_update(s for p in _parameters(optimizer) for s in _storages(_with_state(optimizer, p)))
+            else:
+                self._whole.clear()
                 self.clean[optimizer] = self.clean.get(optimizer, 0) + 1
             if self.stage is Stage.ENGAGED:
                 _in_order(optimizer)
@@ -325,6 +339,7 @@ class Updates:
     def _adopt(self) -> None:
         """Know of each parameter which optimizer has it, and when its gradient is whole."""
         self._owners = {}
+        self._fit = weakref.WeakSet(o for o in self._optimizers if not _unfit(o))
         seen: dict[int, torch.Tensor] = {}
         put = unwrapped(torch.Tensor.register_post_accumulate_grad_hook)
         for optimizer in self._optimizers:
@@ -360,20 +375,34 @@ class Updates:
                 self._against(SHARED)
             return
         self._whole.add(parameter.untyped_storage()._cdata)
-        if self.stage is Stage.WATCHING or grad.requires_grad or _unfit(optimizer):
+        if self.stage is Stage.WATCHING or grad.requires_grad or optimizer not in self._fit:
             return
-        self._due.setdefault(id(optimizer), _settings(optimizer))
         self.before_update(optimizer, parameter)
+        if self._is_shared(optimizer, parameter):
+            self._alone = False
+            if self._blind:  # the script's own step sees to it
+                self._whole.difference_update(_storages([parameter]))
+                return
+        if id(optimizer) not in self._due:
+            self._due[id(optimizer)] = _settings(optimizer)
         self.updating = True
         try:
-            _step(optimizer, optimizer.param_groups[number], parameter)
+            with self._unseen():
+                _step(optimizer, optimizer.param_groups[number], parameter)
         finally:
             self.updating = False
-        self._whole.update(t.untyped_storage()._cdata for t in _state_of(optimizer, parameter))
-        self._marks.setdefault(id(optimizer), {})[id(parameter)] = _mark(optimizer, parameter)
+        tensors = _with_state(optimizer, parameter)
+        self._whole.update(_storages(tensors))
+        self._marks.setdefault(id(optimizer), {})[id(parameter)] = _mark(tensors)
         _GRAD.__set__(parameter, None)
         self._gone[id(parameter)] = weakref.ref(parameter)
         self.consumed += 1
+
+    def _is_shared(self, optimizer: optim.Optimizer, parameter: torch.Tensor) -> bool:
+        """Whether another tensor has the memory of a parameter that is about to be updated, or of its states."""
+        if not (self._alone or self._blind):  # nobody asks
+            return False
+        return not all(is_plain(t) and sole_owner(t.untyped_storage(), 1) for t in _with_state(optimizer, parameter))
 
     def _get(self, parameter: torch.Tensor) -> torch.Tensor | None:
         found: torch.Tensor | None = _GRAD.__get__(parameter)
@@ -484,6 +513,11 @@ class Updates:
         if looking and self._watches:
             self._look()
 
+    def _unseen(self) -> AbstractContextManager[None]:
+        """Where nobody but the lever looks at operators, its own need not go through Python one by one."""
+        alone = self._looker.entered and torch._C._len_torch_dispatch_stack() == 1  # type: ignore[attr-defined]
+        return torch._C._DisableTorchDispatch() if alone else nullcontext()  # type: ignore[attr-defined]
+
     def look_at(self, func: Any, args: Any, kwargs: Any) -> None:
         """An operator runs between the moment at which the first gradient is whole and the optimizer's step."""
         if self.updating or not self._whole:
@@ -542,10 +576,15 @@ def _step(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> Non
     groups, parameters = optimizer.param_groups, group["params"]
     optimizer.param_groups, group["params"] = [group], [parameter]
     try:
-        with torch.no_grad(), torch.autocast(parameter.device.type, enabled=False):
+        with torch.no_grad(), _full_precision(parameter.device.type):
             step(optimizer)
     finally:
         optimizer.param_groups, group["params"] = groups, parameters
+
+
+def _full_precision(device: str) -> AbstractContextManager[None]:
+    """As a script's step runs, outside its ``autocast``."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
@@ -621,16 +660,24 @@ def _known(among: dict[int, weakref.ref[torch.Tensor]], parameter: torch.Tensor)
     return found is not None and found() is parameter
 
 
-def _state_of(optimizer: Any, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """An optimizer's tensors for a parameter."""
+def _with_state(optimizer: Any, parameter: torch.Tensor) -> list[torch.Tensor]:
+    """A parameter and the optimizer's tensors for it."""
     state = optimizer.state.get(parameter, {})
-    return [t for t in state.values() if isinstance(t, torch.Tensor) and is_plain(t)]
+    return [parameter, *(t for t in state.values() if isinstance(t, torch.Tensor))]
 
 
-def _mark(optimizer: Any, parameter: torch.Tensor) -> Any:
+def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
+    """Where the bytes of tensors are, of those that have storages."""
+    for tensor in tensors:
+        try:
+            yield tensor.untyped_storage()._cdata
+        except (RuntimeError, NotImplementedError):
+            continue
+
+
+def _mark(tensors: Iterable[torch.Tensor]) -> Any:
     """What moves when a parameter, or the optimizer's state of it, is replaced or written to."""
-    tensors = [parameter, *_state_of(optimizer, parameter)]
-    return [(id(t), t.data_ptr(), t._version) for t in tensors]
+    return [(id(t), t.data_ptr() if t.layout is torch.strided else 0, t._version) for t in tensors]
 
 
 def _in_order(optimizer: Any) -> None:

@@ -26,7 +26,7 @@ def figures_of(
         certain_bytes: of these, what was made since the recording, less what graphs of former units held when it began. The
             bound takes no other growth of the base for certain: a leftover of the step before may go within the unit.
     """
-    shift, state, seconds = base_bytes - problem.base_bytes, solution.state, problem.trace.seconds
+    shift, state, seconds = base_bytes - problem.base_bytes, solution.state, problem.seconds
     certain = min(shift, certain_bytes)
     return PlanFigures(
         predicted_peak_bytes=None if state is None else max(state.timeline.peak_bytes + shift, between_bytes),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,19 +70,35 @@ def peak_bound(problem: Problem) -> Bound:
     return Bound(peak_bytes=int(forced.max()), peak_event=int(forced.argmax()))
 
 
-def time_bound(problem: Problem, budget_bytes: int) -> float:
-    """Seconds that every plan within the budget must add to the plain run.
+class TimeBound:
+    """Seconds that every plan within a budget must add to the plain run.
 
     At one event the values that are absent must together free what the plain run has above the budget, and each of
     them that is needed later costs at least its maker's seconds (once for all values of one maker) or its transfers.
-    The relaxation is a fractional knapsack per event; the best of the highest events is returned.
+    The relaxation is a fractional knapsack per event; the best of the highest events is returned. What can be packed at
+    an event is the same for every budget, and a runtime asks for one in every step: it is gathered once.
     """
-    over = problem.plain_live + problem.rise - budget_bytes
-    order = np.argsort(over)[::-1][:_EVENTS_TRIED]
-    return max((_knapsack(problem, int(e), int(over[e])) for e in order if over[e] > 0), default=0.0)
+
+    def __init__(self, problem: Problem) -> None:
+        """Nothing is gathered yet."""
+        self._problem = problem
+
+    @cached_property
+    def _packed(self) -> tuple[tuple[int, NDArray[np.float64], NDArray[np.float64]], ...]:
+        """Of the highest events: bytes in the plain run; bytes freed and seconds added as the knapsack fills, best first."""
+        highest = self._problem.plain_live + self._problem.rise
+        return tuple(
+            (int(highest[event]), *_packed(self._problem, int(event))) for event in np.argsort(highest)[::-1][:_EVENTS_TRIED]
+        )
+
+    def at(self, budget_bytes: int) -> float:
+        """The bound for one budget."""
+        return max(
+            (float(np.interp(peak - budget_bytes, freed, seconds)) for peak, freed, seconds in self._packed), default=0.0
+        )
 
 
-def _knapsack(problem: Problem, event: int, over_bytes: int) -> float:
+def _packed(problem: Problem, event: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     offers: dict[int, tuple[int, float]] = {}
     for v, buffer in enumerate(problem.trace.buffers):
         if not buffer.counted or not buffer.born < event <= problem.end(v) or event <= buffer.held_until:
@@ -100,12 +117,6 @@ def _knapsack(problem: Problem, event: int, over_bytes: int) -> float:
         cost = min(prices) if needed else 0.0
         size, price = offers.get(key, (0, cost))
         offers[key] = (size + buffer.bytes, min(price, cost))
-    seconds = 0.0
-    for size, price in sorted(offers.values(), key=lambda o: o[1] / max(o[0], 1)):
-        if over_bytes <= 0:
-            break
-        share = min(1.0, over_bytes / max(size, 1))
-        seconds += share * price
-        over_bytes -= size
-    return seconds
-
+    best = sorted((o for o in offers.values() if o[0] > 0), key=lambda o: o[1] / o[0])
+    freed = np.cumsum([0.0, *(size for size, _ in best)])
+    return freed, np.cumsum([0.0, *(price for _, price in best)])

@@ -78,6 +78,11 @@ class Problem:
     pinned: frozenset[int] = field(default_factory=frozenset)
 
     @cached_property
+    def seconds(self) -> float:
+        """Of the unit without any plan: the sum of its operators'."""
+        return sum(e.seconds for e in self.trace.events if isinstance(e, Op))
+
+    @cached_property
     def needs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Per value its needs in order, as pairs (event, last event of the pin)."""
         found: list[list[tuple[int, int]]] = [[] for _ in self.trace.buffers]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from lowtide.pebble.eager.bound import Bound, peak_bound, time_bound
+from lowtide.pebble.eager.bound import Bound, TimeBound, peak_bound
 from lowtide.pebble.eager.play import play
 from lowtide.pebble.eager.problem import Problem
 from lowtide.pebble.eager.walk import State, pareto, walk
@@ -69,9 +69,10 @@ class Front:
         """Nothing is searched yet; no programs are set up where they may take no time."""
         self.problem = problem
         self.seconds = seconds
-        self.program_seconds = min(program_seconds, PROGRAM_UNITS * problem.trace.seconds)
+        self.program_seconds = min(program_seconds, PROGRAM_UNITS * problem.seconds)
         self.solve_seconds = 0.0
         self.bound = peak_bound(problem)
+        self._time_bound = TimeBound(problem)
         self._plain = State({}, play(problem, {}))
         self._found: list[State] = []
         self._proven: dict[int, float] = {}
@@ -117,7 +118,7 @@ class Front:
         """The cheapest state within a budget."""
         if self._plain.timeline.peak_bytes <= budget_bytes:
             return self._solution(Status.OPTIMAL, budget_bytes, self._plain, self._plain, 0.0)
-        seconds = time_bound(self.problem, budget_bytes)
+        seconds = self._time_bound.at(budget_bytes)
         if self.bound.peak_bytes > budget_bytes:
             return self._solution(Status.INFEASIBLE, budget_bytes, None, self.states[-1], seconds)
         self._ask(budget_bytes)
@@ -128,7 +129,7 @@ class Front:
         state = min(fitting, key=lambda s: s.cost, default=None)
         if state is None:
             return self._solution(Status.UNKNOWN, budget_bytes, None, lowest, seconds)
-        met = state.timeline.extra_seconds <= seconds + _SAME * self.problem.trace.seconds
+        met = state.timeline.extra_seconds <= seconds + _SAME * self.problem.seconds
         return self._solution(Status.OPTIMAL if met else Status.FEASIBLE, budget_bytes, state, lowest, seconds)
 
     def _solution(self, status: Status, budget: int, state: State | None, lowest: State, seconds: float) -> Solution:
