@@ -1,8 +1,8 @@
 """What a budget costs: seconds a step, plain and under budgets, on models as ``transformers`` ships them and on an LSTM.
 
-Every variant trains the same steps from the same seed in this one process, in turn, several times over; a variant's figure
-is the median over its later steps, and the ratio is taken within each turn, its spread shown. The heap counter must be
-preloaded; the script starts itself again with it.
+One model after another is trained in this one process; plain steps and budgets take turns on it, each turn beginning with
+another, several times over. A variant's figure is the median of its timed steps; the ratio is taken within each turn, and its
+spread shown. The heap counter must be preloaded; the script starts itself again with it.
 
 Prints a table and, with ``--json FILE``, writes every figure with the machine's name.
 """
@@ -31,9 +31,10 @@ from lowtide.live.heap import counters, library_path
 from lowtide.units import format_bytes
 from torch import nn
 
-STEPS = 11
-SETTLED = 5
-"""Steps at the end of a run that are timed: by then the plan is in force."""
+WARM = 3
+SETTLING = 5
+"""Steps under a budget before those that are timed: by then the plan is in force."""
+TIMED = 6
 
 Step = Callable[[], None]
 
@@ -63,7 +64,6 @@ def _step(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> Step:
         optimizer.step()
         optimizer.zero_grad()
 
-    step.model, step.optimizer = model, optimizer  # type: ignore[attr-defined]
     return step
 
 
@@ -133,93 +133,97 @@ def lstm() -> Step:
 MODELS = {f.__name__: f for f in (gpt2, bert, llama, vit, resnet, lstm)}
 
 
-def run(make: Callable[[], Step], budget: int | None) -> dict[str, Any]:
-    """One run: seconds of the settled steps, peak above the base, and what the plan said."""
-    gc.collect()
-    counter = counters()
-    assert counter is not None
-    base = counter.tensor_live
-    counter.tensor_peak = base
-    torch.manual_seed(0)
-    seconds = []
+class Subject:
+    """One model in training; variants take turns on it, so that all do the same work in the same state of the process."""
 
-    def train() -> Step:
-        step = make()
-        for _ in range(STEPS):
+    def __init__(self, name: str) -> None:
+        """Train until nothing is cold, and see what a plain step takes."""
+        gc.collect()
+        counter = counters()
+        assert counter is not None
+        self.counter, self.outside = counter, counter.tensor_live
+        torch.manual_seed(0)
+        self.step = MODELS[name]()
+        for _ in range(WARM):
+            self.step()
+        self.resident = counter.tensor_live
+        self.plain_peak = self._timed()["peak_bytes"]
+
+    def _timed(self) -> dict[str, Any]:
+        self.counter.tensor_peak = self.counter.tensor_live
+        seconds = []
+        for _ in range(TIMED):
             start = time.perf_counter()
-            step()
+            self.step()
             seconds.append(time.perf_counter() - start)
-        return step
+        return {"seconds": statistics.median(seconds), "peak_bytes": self.counter.tensor_peak - self.outside}
 
-    if budget is None:
-        step, figures = train(), None
-    else:
-        with lowtide.budget(base + budget) as running:
-            step = train()
-        figures = running.outcome
-    last = figures.steps[-1] if figures is not None else None
-    plan = figures.plan if figures is not None else None
-    return {
-        "seconds": statistics.median(seconds[-SETTLED:]),
-        "peak_bytes": counter.tensor_peak - base,
-        "resident_bytes": _resident(step),
-        "policy": None if last is None else last.policy,
-        "recompute_seconds": None if last is None else last.recompute_seconds,
-        "offload_seconds": None if last is None else last.offload_seconds,
-        "offloaded_bytes": None if last is None else last.offloaded_bytes,
-        "predicted_extra": None if plan is None or plan.extra_seconds is None
-        else plan.extra_seconds / plan.baseline_step_seconds,
-        "time_bound": None if plan is None else plan.bound_extra_seconds / plan.baseline_step_seconds,
-        "floor_bytes": None if plan is None else plan.bound_peak_bytes - base,
-        "lowest_bytes": None if plan is None else plan.lowest_peak_bytes - base,
-    }
+    def plain(self) -> dict[str, Any]:
+        """A round without a budget."""
+        return self._timed()
 
+    def budgeted(self, budget: int) -> dict[str, Any]:
+        """A round under a budget (bytes above what is outside the model), timed once its plan is in force."""
+        with lowtide.budget(self.outside + budget) as running:
+            for _ in range(SETTLING):
+                self.step()
+            found = self._timed()
+        last, plan = running.outcome.steps[-1], running.outcome.plan
+        assert plan is not None
+        highest = max(s.peak_bytes for s in running.outcome.steps)
+        return found | {
+            "budget_bytes": budget,
+            "highest_bytes": highest - self.outside,
+            "policy": last.policy,
+            "levers": [x.name for x in running.outcome.levers if x.used],
+            "recompute_seconds": last.recompute_seconds,
+            "offload_seconds": last.offload_seconds,
+            "offloaded_bytes": last.offloaded_bytes,
+            "predicted_extra": (plan.extra_seconds or 0.0) / plan.baseline_step_seconds,
+            "time_bound": plan.bound_extra_seconds / plan.baseline_step_seconds,
+            "floor_bytes": plan.bound_peak_bytes - self.outside,
+        }
 
-def _resident(step: Any) -> int:
-    state = [t for s in step.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-    return sum(t.nbytes for t in (*step.model.parameters(), *step.model.buffers(), *state))
-
-
-def budgets(plain: dict[str, Any], floor: int) -> dict[str, int]:
-    """Bytes of the variants: room to spare, and shares of what training adds, not below 1.1 times the floor."""
-    added = plain["peak_bytes"] - plain["resident_bytes"]
-    found = {"roomy": 4 * plain["peak_bytes"]}
-    for share in (0.5, 0.25):
-        wanted = int(plain["resident_bytes"] + share * added)
-        found[f"{share:.0%}"] = max(wanted, int(1.1 * floor))
-    return found
+    def share(self, share: float) -> int:
+        """The budget at a share of what a step adds."""
+        resident = self.resident - self.outside
+        return int(resident + share * (self.plain_peak - resident))
 
 
 def measure(name: str, turns: int, tick: Callable[[], None]) -> dict[str, Any]:
-    """All variants of a model, turn by turn."""
-    make = MODELS[name]
-    plain = run(make, None)
-    probe = run(make, int(plain["resident_bytes"] + 0.9 * (plain["peak_bytes"] - plain["resident_bytes"])))
-    wanted = budgets(plain, probe["floor_bytes"] or plain["peak_bytes"])
-    found: dict[str, list[dict[str, Any]]] = {"plain": [], **{k: [] for k in wanted}}
-    for _ in range(turns):
-        found["plain"].append(run(make, None))
-        for variant, budget in wanted.items():
-            found[variant].append({"budget_bytes": budget, **run(make, budget)})
+    """All variants of a model, in turns that begin with another one each time."""
+    subject = Subject(name)
+    floor = subject.budgeted(subject.share(0.9))["floor_bytes"]
+    budgets = {"plain": 0, "roomy": 4 * subject.plain_peak}
+    budgets |= {f"{share:.0%}": max(subject.share(share), int(1.1 * floor)) for share in (0.5, 0.25)}
+    found: dict[str, list[dict[str, Any]]] = {variant: [] for variant in budgets}
+    for turn in range(turns):
+        order = list(budgets)
+        for variant in order[turn % len(order) :] + order[: turn % len(order)]:
+            budget = budgets[variant]
+            found[variant].append(subject.budgeted(budget) if budget else subject.plain())
             tick()
-    return {"model": name, "runs": found, "floor_bytes": probe["floor_bytes"]}
+    return {
+        "model": name, "runs": found, "floor_bytes": floor, "plain_peak_bytes": subject.plain_peak,
+        "resident_bytes": subject.resident - subject.outside,
+    }
 
 
 def row(result: dict[str, Any], variant: str) -> tuple[str, ...]:
     """One line of the table."""
     runs, plain = result["runs"][variant], result["runs"]["plain"]
     ratios = [r["seconds"] / p["seconds"] for r, p in zip(runs, plain, strict=True)]
-    added = plain[0]["peak_bytes"] - plain[0]["resident_bytes"]
-    left = (runs[0]["peak_bytes"] - plain[0]["resident_bytes"]) / added
+    added = result["plain_peak_bytes"] - result["resident_bytes"]
+    left = (runs[0]["peak_bytes"] - result["resident_bytes"]) / added
 
     def share(key: str) -> str:
-        return f"{statistics.median((r[key] or 0.0) / p['seconds'] for r, p in zip(runs, plain, strict=True)):.1%}"
+        return f"{statistics.median(r[key] / p['seconds'] for r, p in zip(runs, plain, strict=True)):.1%}"
 
-    predicted = statistics.median(r["predicted_extra"] or 0.0 for r in runs)
-    bound = statistics.median(r["time_bound"] or 0.0 for r in runs)
-    kept = max(r["peak_bytes"] for r in runs) <= runs[0]["budget_bytes"]
+    predicted = statistics.median(r["predicted_extra"] for r in runs)
+    bound = statistics.median(r["time_bound"] for r in runs)
+    kept = max(r["highest_bytes"] for r in runs) <= runs[0]["budget_bytes"]
     return (
-        result["model"], variant, format_bytes(plain[0]["peak_bytes"]), format_bytes(runs[0]["peak_bytes"]), f"{left:.0%}",
+        result["model"], variant, format_bytes(result["plain_peak_bytes"]), format_bytes(runs[0]["peak_bytes"]), f"{left:.0%}",
         f"{statistics.median(ratios):.3f}", f"{min(ratios):.2f}-{max(ratios):.2f}", f"{predicted:.1%} ({bound:.1%})",
         share("recompute_seconds"), share("offload_seconds"),
         "kept" if kept else "OVER",
@@ -231,14 +235,14 @@ def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--json")
     options.add_argument("--models", default=",".join(MODELS))
-    options.add_argument("--turns", type=int, default=2)
+    options.add_argument("--turns", type=int, default=5)
     given = options.parse_args()
     if counters() is None:
         os.environ["LD_PRELOAD"] = str(library_path())
         os.execv(sys.executable, [sys.executable, *sys.argv])  # noqa: S606
     names = given.models.split(",")
     with Progress(transient=True) as progress:
-        task = progress.add_task("measuring", total=3 * given.turns * len(names))
+        task = progress.add_task("measuring", total=4 * given.turns * len(names))
         results = [measure(name, given.turns, lambda: progress.advance(task)) for name in names]
     table = Table(title="Seconds a step against plain (ratio within each turn)")
     columns = (

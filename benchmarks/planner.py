@@ -2,7 +2,7 @@
 
     python benchmarks/planner.py --graphs FOLDER --json benchmarks/results/planner.json
 
-Recordings (``lowtide record``) may be named with ``--recordings``.
+Training steps of the models of ``traces.py`` are recorded and planned in eager's order; ``--traces`` names some of them.
 FOLDER holds instances as node-link JSON; budgets and published figures are those of FastSA (NeurIPS 2023), table 1.
 """
 
@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import resource
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ CELLS: dict[str, dict[int, float | None]] = {
     "mobilenet": {80: None, 60: None},
 }
 """Per instance and share of the given order's peak, the least published extra time in percent."""
+TRACES = ("gpt2", "bert", "llama", "vit", "resnet", "unet", "unrolled", "lstm")
 SIZES = (1000, 2000, 5000, 10_000, 20_000, 50_000)
 
 
@@ -123,21 +125,27 @@ def scale(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
     return rows
 
 
-def recorded(paths: list[Path], seconds: float) -> list[dict[str, Any]]:
+def recorded(names: list[str], seconds: float) -> list[dict[str, Any]]:
     """Recorded steps in fixed order, at shares of what the last step adds to what was there before it."""
     from lowtide.explain import steps_of
+    from lowtide.size.trial import Target, record
+    from lowtide.size.vary import Set
     from lowtide.stepgraph import graph_of
     from lowtide.store import read
 
     rows = []
-    for path in paths:
-        step = steps_of(read(path))[-1]
+    target = Target(script=str(Path(__file__).parent / "traces.py"), module=False, seconds=600)
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, f"{name}.lowtide")
+            record(target, Set(arguments=(name,), sizes={}), 4, file)
+            step = steps_of(read(file))[-1]
         solver = Solver(graph_of(step))
         given, base = solver.given.peak_bytes, solver.graph.base_seconds
         for share in (75, 50, 25):
             answer = solver.at(step.row.start_bytes + (given - step.row.start_bytes) * share // 100, seconds=seconds)
             row = {
-                "recording": path.stem,
+                "recording": name,
                 "operators": len(step.ops),
                 "share_percent": share,
                 "status": answer.status.value,
@@ -148,7 +156,7 @@ def recorded(paths: list[Path], seconds: float) -> list[dict[str, Any]]:
             }
             rows.append(row)
             print(
-                f"{path.stem:10} {share} %  extra {row['extra_percent']:7.3f} %  bound {row['bound_percent']:7.3f} %  "
+                f"{name:10} {share} %  extra {row['extra_percent']:7.3f} %  bound {row['bound_percent']:7.3f} %  "
                 f"floor {row['floor_percent']:.0f} %  {row['status']}, {row['solve_seconds']:.1f} s",
                 flush=True,
             )
@@ -160,14 +168,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--graphs", type=Path)
     parser.add_argument("--seconds", type=float, default=8.0)
-    parser.add_argument("--recordings", type=Path, nargs="*", default=[])
+    parser.add_argument("--traces", nargs="*", default=TRACES)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
     given = parser.parse_args()
     found = {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
         "instances": instances(given.graphs, given.seconds) if given.graphs else [],
-        "recordings": recorded(given.recordings, given.seconds),
+        "recordings": recorded(given.traces, given.seconds),
         "scale": scale(tuple(given.sizes)),
     }
     if given.json:

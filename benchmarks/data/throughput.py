@@ -1,7 +1,9 @@
 """What reading through `lowtide.data` costs against reading directly: same slices, same consumer, side by side, interleaved.
 
 ``python throughput.py --json FILE``: a file of 256 MiB in each format (in the page cache), read in batches of 64 samples that
-are summed; samples a second of direct reading, of `Blocks`, shuffled, isolated in another process, and through torch's loader.
+are summed; samples a second of direct reading in order and in random order (what a script's own shuffling does, sample by
+sample), of `Blocks`, shuffled within a buffer, and isolated in another process. Ratios are to direct reading in order, those
+of shuffled reading to direct reading in random order as well. Row groups of Parquet are not read at random.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import zarr
 import lowtide
 
 SAMPLES, SIZE, BATCH = 4096, 8192, 64
-BLOCK = 256
+AT_RANDOM = "direct, at random"
 
 
 def write(folder: Path) -> None:
@@ -56,6 +58,20 @@ def direct(folder: Path, kind: str) -> Iterator[Any]:
             yield column.flatten().to_numpy(zero_copy_only=False).reshape(-1, SIZE)
 
 
+def at_random(folder: Path, kind: str, random: np.random.Generator) -> Iterator[Any]:
+    """Batches of samples in random order, by each library's own way to read samples that are not neighbours."""
+    orders = random.permutation(SAMPLES).reshape(-1, BATCH)
+    if kind == "npy":
+        mapped = np.load(folder / "x.npy", mmap_mode="r")
+        yield from (mapped[order] for order in orders)
+    elif kind == "hdf5":
+        with h5py.File(folder / "x.h5") as file:
+            yield from (file["d"][np.sort(order)] for order in orders)
+    else:
+        array = zarr.open(str(folder / "x.zarr"), mode="r")["d"]
+        yield from (np.asarray(array.oindex[np.sort(order)]) for order in orders)
+
+
 def source(folder: Path, kind: str) -> Any:
     """The source of a format."""
     names = {"npy": ("x.npy", None), "hdf5": ("x.h5", "d"), "zarr": ("x.zarr", "d"), "parquet": ("x.parquet", "d")}
@@ -64,14 +80,14 @@ def source(folder: Path, kind: str) -> Any:
 
 def ways(folder: Path, kind: str) -> dict[str, Callable[[], Any]]:
     """What is compared."""
-    found = source(folder, kind)
-    plain = lowtide.data.Blocks(found, batch_size=BATCH)
-    shuffled = lowtide.data.Blocks(found, batch_size=BATCH, block=BATCH, shuffle=True, buffer="64MiB")
+    plain = lowtide.data.Blocks(source(folder, kind), batch_size=BATCH)
+    shuffled = lowtide.data.Blocks(source(folder, kind), batch_size=BATCH, block=BATCH, shuffle=True, buffer="64MiB")
     isolated = lowtide.data.isolate(lowtide.data.Blocks(source(folder, kind), batch_size=BATCH), memory="2GiB")
-    return {
-        "direct": lambda: direct(folder, kind), "blocks": lambda: plain, "shuffled": lambda: shuffled,
-        "isolated": lambda: isolated,
-    }  # fmt: skip
+    random = np.random.default_rng(0)
+    found = {"direct": lambda: direct(folder, kind)}
+    if kind != "parquet":
+        found[AT_RANDOM] = lambda: at_random(folder, kind, random)
+    return found | {"blocks": lambda: plain, "shuffled": lambda: shuffled, "isolated": lambda: isolated}
 
 
 def seconds(batches: Any, work: float) -> float:
@@ -109,13 +125,17 @@ def main() -> None:
                 base = times["direct"]
                 for way, took in times.items():
                     ratios = sorted(d / t for d, t in zip(base, took, strict=True))
+                    alike = [d / t for d, t in zip(times.get(AT_RANDOM, ()), took, strict=False)]
                     table[f"{kind}, {'reading alone' if not work else '5 ms of work a batch'}, {way}"] = {
                         "samples_per_second": SAMPLES / statistics.median(took),
                         "of_direct": statistics.median(ratios), "lowest": ratios[0], "highest": ratios[-1],
+                        "of_direct_at_random": statistics.median(alike) if alike and way == "shuffled" else None,
                     }  # fmt: skip
     for key, row in table.items():
         if isinstance(row, dict):
             spread = f"{row['of_direct']:.2f} ({row['lowest']:.2f}-{row['highest']:.2f})"
+            if row["of_direct_at_random"] is not None:
+                spread += f", of direct at random {row['of_direct_at_random']:.2f}"
             print(f"{key:45s} {row['samples_per_second']:9.0f}/s  {spread}")
     if args.json:
         args.json.write_text(json.dumps(table, indent=1) + "\n")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import heap
-from lowtide.advise import findings
+from lowtide.advise import CHUNKS, findings
 from lowtide.errors import BudgetError
 from lowtide.explain import peak_report, steps_of
 from lowtide.leastpeak import Floor, floor_of
@@ -148,10 +148,28 @@ def resident_data(mended: bool) -> None:  # noqa: FBT001
         optimizer.step()
 
 
+def loss_block(mended: bool) -> None:  # noqa: FBT001
+    """Logits of many classes and rows at once, or one chunk of rows after another with its backward."""
+    body, head = nn.Sequential(nn.Linear(16, 16), nn.ReLU()), nn.Linear(16, 1000)
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.01)
+    for _ in range(STEPS):
+        x, y = torch.randn(2048, 16), torch.randint(0, 1000, (2048,))
+        optimizer.zero_grad()
+        if mended:
+            outer = body(x)
+            inner = outer.detach().requires_grad_()
+            for rows, wanted in zip(inner.chunk(CHUNKS), y.chunk(CHUNKS), strict=True):
+                (F.cross_entropy(head(rows), wanted, reduction="sum") / len(y)).backward()
+            outer.backward(inner.grad)
+        else:
+            F.cross_entropy(head(body(x)), y).backward()
+        optimizer.step()
+
+
 CASES: dict[str, Script] = {
     "zeroed-gradients": zeroed_gradients, "held-result": held_result, "foreach": foreach, "float64": float64,
     "graph-kept": graph_kept, "model-copies": model_copies, "evaluation-graph": evaluation_graph,
-    "resident-data": resident_data,
+    "resident-data": resident_data, "loss-block": loss_block,
 }
 
 
@@ -170,7 +188,8 @@ def test_the_saving_is_what_the_change_saves(kind: str, tmp_path: Path) -> None:
     mended = _recorded(CASES[kind], tmp_path / "b", mended=True)
     found = [f for f in findings(flawed) if f.id == kind]
     assert len(found) == 1, [f.id for f in findings(flawed)]
-    assert not [f for f in findings(mended) if f.id == kind]
+    left = sum(f.saving_bytes for f in findings(mended) if f.id == kind)
+    assert not left or (kind == "loss-block" and left < found[0].saving_bytes / CHUNKS), "a chunk can be cut up again"
 
     def above(recording: store.Recording, step: int) -> int:
         return next(r.peak_bytes for r in recording.steps if r.step == step) - recording.steps[0].start_bytes
