@@ -20,7 +20,7 @@ import pytest
 def sweep(*arguments, cwd, timeout=240, env=None):
     return subprocess.run(
         [sys.executable, "-m", "lowtide", "sweep", *map(str, arguments)], capture_output=True, text=True, timeout=timeout, cwd=cwd,
-        env={**os.environ, **(env or {})}, check=False,
+        env={**{k: v for k, v in os.environ.items() if k != "VIRTUAL_ENV"}, **(env or {})}, check=False,
     )
 
 
@@ -124,9 +124,29 @@ def test_a_cell_may_not_take_more_memory_than_it_was_given(tmp_path):
         [axes]
         arenas = ["default"]
     """, "import lowtide\nx = bytearray(2 << 30)\nlowtide.step()\n")
-    assert sweep("s.toml", "--json", "s.json", cwd=tmp_path).returncode == 0
+    done = sweep("s.toml", "--json", "s.json", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "exit code 1: MemoryError" in done.stderr, "what the cell printed last is told"
     cell = json.loads((tmp_path / "s.json").read_text())["cells"][0]
     assert cell["ended"] == "exit code 1"
+    assert cell["tail"].rstrip().endswith("MemoryError")
+
+
+@pytest.mark.parametrize("active", [True, False])
+def test_python_is_that_of_the_active_environment_or_else_lowtides_own(tmp_path, active):
+    folder = tmp_path / "env" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "python").write_text(f'#!/bin/sh\nOTHER=1 exec {sys.executable} "$@"\n')
+    (folder / "python").chmod(0o755)
+    write(tmp_path, """
+        command = "python job.py"
+        steps = 5
+        [axes]
+        arenas = ["default"]
+    """, "import os, lowtide\nopen('other', 'w').write(os.environ.get('OTHER', ''))\nfor _ in range(9): lowtide.step()\n")
+    env = {"PATH": f"{folder}:{os.environ['PATH']}", "VIRTUAL_ENV": str(tmp_path / "env") if active else sys.prefix}
+    assert sweep("s.toml", cwd=tmp_path, env=env).returncode == 0
+    assert (tmp_path / "other").read_text() == ("1" if active else "")
 
 
 def test_settings_are_there_before_the_script_imports_anything(tmp_path):
@@ -134,7 +154,7 @@ def test_settings_are_there_before_the_script_imports_anything(tmp_path):
         command = ["python", "job.py", "--fixed"]
         framework = "torch"
         steps = 3
-        environment = {COMMON = "yes"}
+        env = {COMMON = "yes"}
         [axes]
         threads = [1]
         onednn = ["off"]

@@ -12,6 +12,7 @@ import click
 from lowtide.cli.launch import check_folder, write_json
 from lowtide.errors import UsageError
 from lowtide.leak.watch import end_on_sigterm
+from lowtide.sweep.cell import last_words
 
 
 @click.command()
@@ -104,6 +105,7 @@ class _Told:
     def __init__(self, bar: Any) -> None:
         self._bar = bar
         self._task: Any = None
+        self._said: set[str] = set()
 
     def begins(self, part: str, cells: int, done: int) -> None:
         """A part of the sweep begins, or goes on."""
@@ -113,8 +115,10 @@ class _Told:
     def finished(self, result: dict[str, Any]) -> None:
         """A cell has run."""
         if self._bar is not None:
-            if result["ended"] != "ok":
-                self._bar.console.print(f"a cell ended with: {result['ended']}")
+            why = last_words(result)
+            if why and why not in self._said:  # once: what is wrong with one is often wrong with all
+                self._said.add(why)
+                self._bar.console.print(f"a cell ended with: {why}", markup=False)
             self._bar.advance(self._task)
 
 

@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from rich.markup import escape
+
 from lowtide.report.pages import render
 from lowtide.report.terminal import console
 from lowtide.sweep.axes import pasted
+from lowtide.sweep.cell import last_words
 from lowtide.sweep.definition import Definition, named
 from lowtide.sweep.results import Cell
 from lowtide.sweep.trends import Effect, Row, confirmed, effects_of, front_of, recommended, rows_of
@@ -128,7 +131,7 @@ def to_json(report: Report) -> dict[str, Any]:
             {
                 "config": dict(cell.config),
                 "repeat": cell.repeat,
-                **({k: v for k, v in cell.result.items() if k != "tail"} if cell.result is not None else {"ended": "not run"}),
+                **(cell.result if cell.result is not None else {"ended": "not run"}),
             }
             for cell in report.cells
         ],
@@ -165,9 +168,12 @@ def show(report: Report) -> None:
         singles = [e for e in report.effects if not e.certain and len(e.axes) == 1]
         for effect in singles:
             out.print(f"  {effect.text}", style="dim", markup=False)
-    failed = [row for row in report.rows if row.ended]
-    for row in failed:
-        out.print(f"[red]{named(row.config)}[/]: {'; '.join(sorted(set(row.ended)))}")
+    failed: dict[tuple[Any, ...], list[str]] = {}
+    for cell in report.cells:
+        if cell.result is not None and (why := last_words(cell.result)):
+            failed.setdefault(cell.config, []).append(why)
+    for config, said in failed.items():
+        out.print(f"[red]{escape(named(config))}[/]: {escape('; '.join(sorted(set(said))))}")
     if report.recommended is None:
         out.print(f"[bold]no recommendation[/]: {report.reason}")
         return

@@ -24,6 +24,8 @@ from lowtide.leak.verdict import TOLERANCE, judge
 from lowtide.leak.watch import Progress, Run, Watch, Watched, end_on_sigterm
 
 CLAIM_SECONDS: Final = 2.0
+MOST_SAID: Final = 200
+"""Characters of a last line that are shown."""
 LEAST: Final = 3
 """Steps without which nothing is measured."""
 
@@ -93,6 +95,14 @@ def figures(run: Run, *, samples_per_step: float) -> dict[str, Any]:
         "bytes_per_step": None if judgement.culprit is None else judgement.culprit.trend.rate,
         "peak_bytes": float(np.nanmax(resident)),
     }
+
+
+def last_words(result: Mapping[str, Any]) -> str:
+    """How a cell that failed ended, with the last line that it printed; empty for one that did not fail."""
+    if result["ended"] == "ok":
+        return ""
+    lines = [line.strip() for line in str(result.get("tail") or "").splitlines() if line.strip()]
+    return f"{result['ended']}: {lines[-1][:MOST_SAID]}" if lines else str(result["ended"])
 
 
 def claimed(lock: Path) -> int | None:

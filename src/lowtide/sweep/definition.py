@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import random
 import re
 import shlex
@@ -191,8 +192,9 @@ def _words(command: str | Sequence[str]) -> tuple[str, ...]:
         words = shlex.split(command) if isinstance(command, str) else list(command)
     except ValueError as error:
         raise UsageError(f"the command {command!r} cannot be read: {error}") from None
-    if words and words[0] in ("python", "python3"):
-        words[0] = sys.executable
+    active = Path(os.environ.get("VIRTUAL_ENV", sys.prefix)).resolve()
+    if words and words[0] in ("python", "python3") and active == Path(sys.prefix).resolve():
+        words[0] = sys.executable  # where another environment is active, its own is meant
     check_command(words)
     return tuple(words)
 
