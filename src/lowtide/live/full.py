@@ -97,7 +97,7 @@ class FullMode(Mode):
 
     def _passes(self, info: OpInfo) -> bool:
         """Whether an operator is only to fit: nobody notes it, and what it makes is met when somebody reads it."""
-        noted = self.recorder is not None and not self.recorder.brief
+        noted = self.recorder is not None and self.recorder.notes
         return not (info.mutates or noted or self._remembers()) and self.evictor.meter.exact
 
     def _observe(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
@@ -242,20 +242,21 @@ class FullMode(Mode):
             for slot, (old, new) in enumerate(overwrites):
                 recorder.version(old, new, len(made) + slot)
             reads = dict.fromkeys(recorder.number(v) for v in inputs if not any(v is b for b in blind))
-            recorder.after_op(
-                func,
-                Op(
-                    site=site,
-                    phase=self.clock.phase,
-                    seconds=seconds,
-                    inside_bytes=inside,
-                    reads=tuple(reads),
-                    writes=tuple(v.number for v in made),
-                    overwrites=tuple((old.number, new.number) for old, new in overwrites),
-                    replayable=record is not None,
-                ),
-                scripted=self.clock.scripted,
-            )
+            if recorder.notes:
+                recorder.after_op(
+                    func,
+                    Op(
+                        site=site,
+                        phase=self.clock.phase,
+                        seconds=seconds,
+                        inside_bytes=inside,
+                        reads=tuple(reads),
+                        writes=tuple(v.number for v in made),
+                        overwrites=tuple((old.number, new.number) for old, new in overwrites),
+                        replayable=record is not None,
+                    ),
+                    scripted=self.clock.scripted,
+                )
         for old, new in overwrites:
             self.ledger.succeed(old, new)
             self.evictor.inherited(old, new)

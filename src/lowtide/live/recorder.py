@@ -7,7 +7,7 @@ storages. What is noted are the lifetimes that the plain run would have had, wha
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from lowtide.live.heap import Meter
@@ -43,18 +43,15 @@ class _Asked:
     pinned_until: int | None = None
 
 
-@final
 @dataclass(eq=False)
 class Recorder:
-    """One unit while it runs; :meth:`finish` gives the trace.
+    """One unit while it runs; :meth:`finish` gives the trace."""
 
-    Attributes:
-        brief: whether nothing is noted but whose the values are: there will be no trace.
-    """
+    notes: ClassVar[bool] = True
+    """Whether what happens is noted, and not only whose the values are."""
 
     meter: Meter
     base_bytes: int
-    brief: bool = False
     events: list[Op | _Asked] = field(default_factory=list)
     funcs: list[tuple[int, Any]] = field(default_factory=list)
     lives: list[_Life] = field(default_factory=list)
@@ -154,7 +151,7 @@ class Recorder:
         self._watch(value, self.lives[number])
 
     def _watch(self, value: Value, life: _Life) -> None:
-        if life.held_until is None and not life.watched and not self.brief:
+        if life.held_until is None and not life.watched:
             life.watched = True
             self.pending.append(value)
 
@@ -176,8 +173,6 @@ class Recorder:
 
     def need(self, value: Value) -> None:
         """Backward asks for a value."""
-        if self.brief:
-            return
         self._look()
         asked = _Asked(len(self.events), self.number(value), _node())
         self.asked.append(asked)
@@ -185,8 +180,6 @@ class Recorder:
 
     def before_op(self) -> None:
         """An operator begins."""
-        if self.brief:
-            return
         self._look()
         if self.asked:
             node = _node()
@@ -197,8 +190,6 @@ class Recorder:
 
     def after_op(self, func: Any, op: Op, *, scripted: bool) -> None:
         """An operator ended; a plan is to follow it, if it is scripted."""
-        if self.brief:
-            return
         if scripted:
             self.funcs.append((len(self.events), func))
         self.events.append(op)
@@ -213,15 +204,11 @@ class Recorder:
 
     def begin_window(self) -> None:
         """What rises from here on is outside the event before; what is there now was counted in it, and may still go."""
-        if self.brief:
-            return
         self.meter.reset_op_peak()
         self._window_bytes = self.meter.live()
 
     def forget_last_look(self) -> None:
         """The operator that was about to be noted failed."""
-        if self.brief:
-            return
         self.other.pop()
         self.spikes.pop()
 
@@ -291,6 +278,28 @@ class Recorder:
             spike_bytes=tuple(self.spikes),
             backward_event=end if self.backward_event is None else self.backward_event,
         )
+
+
+@final
+class Bystander(Recorder):
+    """Knows of a unit whose the values are, which the policy on line asks for, and notes nothing: there will be no trace."""
+
+    notes = False
+
+    def need(self, value: Value) -> None:
+        """Backward asks for a value."""
+
+    def before_op(self) -> None:
+        """An operator begins."""
+
+    def begin_window(self) -> None:
+        """What rises is nobody's business."""
+
+    def forget_last_look(self) -> None:
+        """There was none."""
+
+    def _watch(self, value: Value, life: _Life) -> None:
+        pass
 
 
 def _held_until(life: _Life, end: int, *, kept: bool) -> int:

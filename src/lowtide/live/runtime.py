@@ -35,7 +35,7 @@ from lowtide.live.mode import tell_of_forks
 from lowtide.live.outcome import Outcome, PlanFigures, StepFigures
 from lowtide.live.patches import Patches
 from lowtide.live.pieces import Pieces
-from lowtide.live.recorder import Recorder
+from lowtide.live.recorder import Bystander, Recorder
 from lowtide.live.rises import Rises
 from lowtide.live.saver import Saver
 from lowtide.live.slices import Slices
@@ -648,7 +648,7 @@ class Runtime:
         self._note_policy(unit.policy)
         if self.saver.outstanding <= 0:
             self.ledger.forget()
-        unit.recorder, unit.keep = Recorder(self.meter, unit.base_bytes, brief=not record and self.meter.exact), record
+        unit.recorder, unit.keep = self._recorder(unit, notes=record), record
         self._watch_fully(unit.recorder)
 
     def _run_unknown(self, unit: Unit) -> None:
@@ -702,11 +702,15 @@ class Runtime:
         assert self.unit.lean is not None
         self.evictor.keeps = self.unit.lean.keeps
         self.clock.detailed = True
-        recorder = Recorder(self.meter, self.unit.base_bytes)  # of half a unit: not kept
+        recorder = self._recorder(self.unit, notes=False)  # half a unit
         self.full.begin(recorder, remember=True)
         self.full.guard = self.unit.lean
         self.saver.recorder = recorder
         return self.full
+
+    def _recorder(self, unit: Unit, *, notes: bool) -> Recorder:
+        """One for a unit; where memory is not counted, but added up, it is what is noted that is added up."""
+        return (Recorder if notes or not self.meter.exact else Bystander)(self.meter, unit.base_bytes)
 
     def _watch_fully(self, recorder: Recorder | None) -> None:
         self.clock.detailed = True

@@ -245,6 +245,8 @@ def confirmed(chosen: Row | None, baseline: Row | None) -> tuple[bool, str]:
         f"growth {format_bytes(chosen.growth_bytes)} a step against {format_bytes(baseline.growth_bytes)}, "
         f"{chosen.samples_per_second:,.4g}/s against {baseline.samples_per_second:,.4g}/s"
     )
+    if not math.isfinite(chosen.growth_error) or not math.isfinite(baseline.growth_error):
+        figures += " (one run of each, so that noise is not known: give repeats)"
     if chosen.growth_bytes > baseline.growth_bytes + error:
         return False, f"on the second command it grows more than the first values of all axes: {figures}"
     faster = chosen.samples_per_second >= NEAR * baseline.samples_per_second

@@ -14,7 +14,7 @@
     const svg = make("svg", {width: w, height: h, role: "img"}, place);
     const span = (v) => { const a = Math.min(...v), b = Math.max(...v), d = (b - a) || Math.abs(b) || 1; return [a - 0.08 * d, b + 0.08 * d]; };
     const [x0, x1] = span(points.map((p) => p.growth)), [y0, y1] = span(points.map((p) => p.rate));
-    const x = (v) => left + (v - x0) / (x1 - x0) * (w - left - 12), y = (v) => h - bottom - (v - y0) / (y1 - y0) * (h - bottom - 12);
+    const x = (v) => left + (v - x0) / (x1 - x0) * (w - left - 36), y = (v) => h - bottom - (v - y0) / (y1 - y0) * (h - bottom - 12);
     make("path", {d: `M${left},8V${h - bottom}H${w - 8}`, stroke: "#d8dde3", fill: "none"}, svg);
     for (let i = 0; i <= 4; i++) {
       const a = x0 + (x1 - x0) * i / 4, b = y0 + (y1 - y0) * i / 4;
