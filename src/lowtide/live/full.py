@@ -241,7 +241,7 @@ class FullMode(Mode):
                 recorder.born(value, slot)
             for slot, (old, new) in enumerate(overwrites):
                 recorder.version(old, new, len(made) + slot)
-            reads = dict.fromkeys(recorder.number(v) for v in inputs if not any(v is b for b in blind))
+            reads = dict.fromkeys(recorder.number(v) for v in inputs if not (blind and any(v is b for b in blind)))
             if recorder.notes:
                 recorder.after_op(
                     func,
@@ -302,4 +302,4 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 
 def _is_fake(args: Any) -> bool:
     """Whether an operator belongs to some tracer: its tensors have no bytes."""
-    return any(isinstance(a, torch.Tensor) and a.device.type == "meta" for a in args)
+    return any(isinstance(a, torch.Tensor) and a.is_meta for a in args)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Final
 
 import torch
@@ -46,7 +46,7 @@ _SECRET_WRITES: Final = ("running_mean", "running_var")
 """Arguments that operators update in place although their schema does not say it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OpInfo:
     """Facts of one operator overload.
 
@@ -70,12 +70,12 @@ class OpInfo:
     overwrites_fully: bool
     collective: bool = False
 
-    @property
+    @cached_property
     def mutates(self) -> bool:
         """Whether it changes an argument in place, openly or not."""
         return bool(self.writes_at or self.secret_at)
 
-    @property
+    @cached_property
     def opaque(self) -> bool:
         """Whether a library runs it that returns its workspace (as bytes): of unknown size, and written in parts only."""
         return any(part in self.name for part in _LIBRARIES)
