@@ -414,7 +414,7 @@ def test_once_a_plan_is_followed_no_step_works_on_plans_any_more(monkeypatch: py
 
         return call
 
-    monkeypatch.setattr(bound, "_packed", counted("gathered", bound._packed))
+    monkeypatch.setattr(bound, "_knapsack", counted("gathered", bound._knapsack))
     monkeypatch.setattr(runtime, "plan_of", counted("written", runtime.plan_of))
     for steps in (STEPS, 2 * STEPS):
         counts.update(gathered=0, written=0)

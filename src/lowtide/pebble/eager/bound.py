@@ -88,7 +88,7 @@ class TimeBound:
         """Of the highest events: bytes in the plain run; bytes freed and seconds added as the knapsack fills, best first."""
         highest = self._problem.plain_live + self._problem.rise
         return tuple(
-            (int(highest[event]), *_packed(self._problem, int(event))) for event in np.argsort(highest)[::-1][:_EVENTS_TRIED]
+            (int(highest[event]), *_knapsack(self._problem, int(event))) for event in np.argsort(highest)[::-1][:_EVENTS_TRIED]
         )
 
     def at(self, budget_bytes: int) -> float:
@@ -98,7 +98,7 @@ class TimeBound:
         )
 
 
-def _packed(problem: Problem, event: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _knapsack(problem: Problem, event: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     offers: dict[int, tuple[int, float]] = {}
     for v, buffer in enumerate(problem.trace.buffers):
         if not buffer.counted or not buffer.born < event <= problem.end(v) or event <= buffer.held_until:
