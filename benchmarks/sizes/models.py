@@ -123,7 +123,8 @@ def mixer(given: argparse.Namespace) -> Made:
             y = y + F.gelu(self.tokens(self.norm(y).transpose(1, 2))).transpose(1, 2)
             return self.out((y + F.gelu(self.channels(self.norm(y)))).mean(1))
 
-    return _images(Net(), argparse.Namespace(batch=given.batch, side=32))
+    given.side = 32
+    return _images(Net(), given)
 
 
 def conv1d(given: argparse.Namespace) -> Made:
@@ -236,7 +237,7 @@ def _hf_images(make: Callable[..., nn.Module], given: argparse.Namespace) -> Mad
 
 
 def vit(given: argparse.Namespace) -> Made:
-    given = argparse.Namespace(batch=given.batch, side=64)
+    given.side = 64
     return _hf_images(
         lambda hf: hf.ViTForImageClassification(
             hf.ViTConfig(
