@@ -97,6 +97,28 @@ def test_growth_that_flattens_is_bounded(tmp_path):
     assert any("bounded" in note for note in found["notes"])
 
 
+@pytest.mark.parametrize(("switch", "verdict"), [("enable", "clean"), ("disable", "leak")])
+def test_garbage_in_cycles_that_waits_for_a_rare_collection_is_no_leak_unless_none_comes(tmp_path, switch, verdict):
+    """Many objects live, so the collector looks at old ones ever more rarely; what waits grew for hundreds of steps."""
+    path = script(tmp_path, """
+        import collections, gc, sys, lowtide
+        getattr(gc, sys.argv[1])()
+        kept = [{} for _ in range(300_000)]
+        recent = collections.deque(maxlen=60)
+        for _ in range(310):
+            mine = []
+            for _ in range(400):
+                ring = {}
+                ring["me"] = ring
+                mine.append(ring)
+            recent.append(mine)
+            lowtide.step()
+    """)
+    found = judged(tmp_path, "--no-who", path, switch)
+    assert found["verdict"] == verdict
+    assert any("was collected every" in note for note in found["notes"]) == (verdict == "clean")
+
+
 def test_the_same_growth_is_let_pass_where_the_job_allows_it(tmp_path):
     program = (PROGRAMS, "arrays_in_a_list", 101)
     found = judged(tmp_path, "--memory-left", "4GiB", "--planned-steps", "100000", *program)

@@ -54,7 +54,8 @@ def test_random_lengths_grow_by_what_onednn_keeps_and_malloc_cannot_give_back(tm
 @pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="keras is not installed")
 @pytest.mark.timeout(900)
 def test_the_casino_in_keras_is_clean_after_its_warm_up(tmp_path):
-    script = (str(EXAMPLES / "casino_keras.py"), "--batches", "110", "--batch", "8", "--length", "12")
-    found = judged(tmp_path, "--steps", "100", "--no-who", *script, KERAS_BACKEND="torch")
+    """Its step leaves 20 KiB in reference cycles, which Python's collector comes for every few hundred steps."""
+    script = (str(EXAMPLES / "casino_keras.py"), "--batches", "310", "--batch", "8", "--length", "12")
+    found = judged(tmp_path, "--no-who", *script, KERAS_BACKEND="torch")
     assert found["steps_marked_by"] == "keras"
     assert found["verdict"] == "clean"

@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from scipy import stats
 
-from lowtide.leak.study import audits_of
+from lowtide.leak.study import audits_of, collecting
 from lowtide.leak.trend import Series, finite, trend
 from lowtide.leak.verdict import series_of
 from lowtide.leak.watch import Progress, Run, Watch, Watched
@@ -26,8 +26,6 @@ RISK: Final = 0.01
 """Of a wrong accusation, over all contrasts."""
 REPEATS: Final = 2
 """Processes per arm."""
-LEVELS: Final = 30
-"""How often a process's garbage is collected: what waits for the collector would be taken for growth of whoever makes it."""
 KINDS: Final = 10
 """Types of layers looked at; the most frequent."""
 MOST: Final = 0.6
@@ -232,8 +230,7 @@ class _Bench:
         progress: Progress,
     ) -> None:
         self._command, self._repeats, self._environment, self._progress = command, repeats, environment, progress
-        collect = max(1, watch.steps // LEVELS)
-        self._watch = replace(watch, audits=watch.audits or audits_of(watch.steps), collect_every=collect)
+        self._watch = collecting(replace(watch, audits=watch.audits or audits_of(watch.steps)))
         self.tolerance = tolerance
         self.modules: tuple[tuple[str, str], ...] = ()
 
@@ -256,9 +253,7 @@ class _Bench:
 
 def _measured(name: str, runs: Sequence[Run], tolerance: float, collected_every: int) -> Arm:
     """An arm from its processes, by the steps after which garbage was collected."""
-    held = [series_of(run)["held"] for run in runs]
-    for values in held:
-        values[np.arange(1, len(values) + 1) % collected_every != 0] = np.nan
+    held = [series_of(run, collected_every=collected_every)["held"] for run in runs]
     trends = [trend(values, tolerance) for values in held]
     rates = np.array([t.rate for t in trends])
     within = max(t.error for t in trends)

@@ -9,13 +9,18 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.leak.verdict import TOLERANCE, Judgement, Verdict, judge, together
+from lowtide.leak.verdict import TOLERANCE, Judgement, Verdict, garbage_rate, judge, together
 from lowtide.leak.watch import Look, Progress, Run, Watch, Watched
+from lowtide.units import format_bytes
 
 STEPS: Final = 300
 """Steps of a process where nothing else is asked."""
 PROCESSES: Final = 2
 """Processes that must agree; one more is started where they do not."""
+LEVELS: Final = 30
+"""How often the garbage of a process is collected where what waits for the collector would be taken for growth."""
+GARBAGE: Final = 0.5
+"""Share of the growth that is let pass from which on garbage in cycles is in the way of an answer."""
 FIRST_AUDIT: Final = 0.2
 """Share of the steps after which books are closed first."""
 
@@ -47,6 +52,11 @@ def audits_of(steps: int) -> tuple[int, ...]:
     return tuple(sorted({max(1, round(steps * FIRST_AUDIT)), max(1, steps // 2), steps}))
 
 
+def collecting(watch: Watch) -> Watch:
+    """Watched with its garbage in cycles collected now and then, and looked at just after."""
+    return replace(watch, collect_every=max(1, watch.steps // LEVELS))
+
+
 def study(
     command: Sequence[str],
     watch: Watch,
@@ -59,7 +69,9 @@ def study(
 ) -> Study:
     """Run a program in fresh processes until they agree.
 
-    The first may end half-way, where the answer is clear by then; those after it run through, and they decide.
+    The first may end half-way, where the answer is clear by then; those after it run through, and they decide. Where garbage
+    in reference cycles makes up what grows, or hides it (Python's collector comes ever more rarely as more objects live), the
+    processes that decide have it collected.
 
     Args:
         command: the program and its arguments.
@@ -74,15 +86,23 @@ def study(
     watch = replace(watch, audits=watch.audits or audits_of(watch.steps))
     runs: list[Run] = []
     judgements: list[Judgement] = []
+    seen, waiting = False, 0.0
     while len(runs) < processes or (len(runs) == processes > 1 and _open(judgements, watch.steps)):
         told.process()
         early = not runs and processes > 1 and watch.steps > 0
-        with Watched(command, watch, environment=environment, quiet=quiet or bool(runs)) as process:
-            run = process.wait(told, _half_way(watch.steps, tolerance) if early else None)
+        with Watched(command, watch, environment=environment, quiet=quiet or seen) as process:
+            run = process.wait(told, _half_way(watch, tolerance) if early else None)
+        seen = True
         runs.append(run)
         if not run.steps or run.code or run.ended == "timeout":
             break
-        judgements.append(judge(run, tolerance))
+        found = judge(run, tolerance, collected_every=watch.collect_every)
+        if found.verdict is not Verdict.CLEAN and not watch.collect_every and garbage_rate(run) > GARBAGE * tolerance:
+            watch, waiting = collecting(watch), garbage_rate(run)
+            runs.clear()
+            judgements.clear()
+            continue
+        judgements.append(_told(found, waiting, watch.collect_every))
     empty = Judgement(
         verdict=Verdict.INCONCLUSIVE, counters=(), culprit=None, steps=0, notes=(), bounded=False, more_steps=watch.steps
     )
@@ -90,17 +110,28 @@ def study(
     return Study(runs=tuple(runs), judgements=tuple(judgements), verdict=verdict, tolerance_bytes=tolerance)
 
 
+def _told(found: Judgement, waiting: float, every: int) -> Judgement:
+    """With a word on garbage that was collected for the answer's sake."""
+    if not waiting:
+        return found
+    word = (
+        f"garbage in reference cycles, {format_bytes(waiting)} a step, was collected every {every} steps for this answer: "
+        "left to Python it waits, the longer the more objects live (gc.collect() now and then gives it back)"
+    )
+    return replace(found, notes=(*found.notes, word))
+
+
 def _open(judgements: Sequence[Judgement], steps: int) -> bool:
     """Whether another process is needed."""
     return together(judgements, steps).verdict is Verdict.INCONCLUSIVE or len({j.verdict for j in judgements}) > 1
 
 
-def _half_way(steps: int, tolerance: float) -> Look:
+def _half_way(watch: Watch, tolerance: float) -> Look:
     """A look half-way: a clear answer is enough."""
 
     def enough(rows: NDArray[np.int64]) -> bool:
         nothing = np.empty((0, 2))
         run = Run(rows=rows, kind=None, children=nothing, audits=(), census=(), code=0, ended="", seconds=0.0)
-        return judge(run, tolerance, half=True).verdict is not Verdict.INCONCLUSIVE
+        return judge(run, tolerance, half=True, collected_every=watch.collect_every).verdict is not Verdict.INCONCLUSIVE
 
-    return Look(max(1, steps // 2), enough)
+    return Look(max(1, watch.steps // 2), enough)

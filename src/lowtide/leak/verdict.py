@@ -90,8 +90,13 @@ class Judgement:
         return next((c for c in self.counters if c.name == name), None)
 
 
-def series_of(run: Run) -> dict[str, Series]:
-    """The counters that are judged, bytes per step of a process; those that it does not have are left out."""
+def series_of(run: Run, *, collected_every: int = 0) -> dict[str, Series]:
+    """The counters that are judged, bytes per step of a process; those that it does not have are left out.
+
+    Args:
+        run: the process.
+        collected_every: steps after which garbage in cycles was collected: what is held is not looked at between.
+    """
     heap = like_sized(run.column("heap_bytes"), run.column("peak_bytes"))
     if not np.isfinite(heap).any():
         heap = run.column("used_bytes")
@@ -116,7 +121,17 @@ def series_of(run: Run) -> dict[str, Series]:
         "cuda_reserved": run.column("cuda_reserved_bytes"),
         "resident": run.column("anonymous_bytes") + shared,
     }
+    if collected_every > 1:
+        for values in (held, heap, python):
+            values[np.arange(1, len(values) + 1) % collected_every != 0] = np.nan
     return {name: values for name, values in found.items() if np.isfinite(values).sum() > 2}
+
+
+def garbage_rate(run: Run) -> float:
+    """Bytes per step of garbage in reference cycles, as the audits after the first found it waiting; 0 without audits."""
+    audits = run.audits
+    steps = audits[-1]["step"] - audits[0]["step"] if len(audits) > 1 else 0
+    return sum(a["cycles_bytes"] for a in audits[1:]) / steps if steps else 0.0
 
 
 _BLOCK: Final = 64
@@ -143,15 +158,16 @@ def _workers(run: Run) -> Series:
     return values
 
 
-def judge(run: Run, tolerance: float, *, half: bool = False) -> Judgement:
+def judge(run: Run, tolerance: float, *, half: bool = False, collected_every: int = 0) -> Judgement:
     """What one process says.
 
     Args:
         run: the process.
         tolerance: bytes per step that are let pass.
         half: whether the process goes on, so that only what is clear already counts.
+        collected_every: steps after which its garbage in cycles was collected; 0 where that was left to Python.
     """
-    series = series_of(run)
+    series = series_of(run, collected_every=collected_every)
     counters = tuple(_judged(name, values, tolerance, len(series)) for name, values in series.items())
     by = {c.name: c for c in counters}
     leaks = [c for c in counters if c.verdict is Verdict.LEAK and _counts(c, by, tolerance)]
