@@ -154,7 +154,7 @@ def test_settings_are_there_before_the_script_imports_anything(tmp_path):
         command = ["python", "job.py", "--fixed"]
         framework = "torch"
         steps = 3
-        env = {COMMON = "yes"}
+        environment = {COMMON = "yes"}
         [axes]
         threads = [1]
         onednn = ["off"]

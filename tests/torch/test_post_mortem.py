@@ -25,7 +25,7 @@ from torch.nn import functional as F
 import lowtide
 from lowtide import store
 
-ENOUGH = 18
+MOST_WRONG = 2
 STEPS = 4
 
 
@@ -202,8 +202,9 @@ def _causes(folder: Path) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.timeout(280)
 def test_the_planted_cause_is_named_in_18_of_20(tmp_path: Path) -> None:
-    assert len(PLANTED) == 20
+    assert len(PLANTED) >= 20
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
         told = fresh.submit(_causes, tmp_path).result()
     wrong = {n: t for n, t in told.items() if t[0] != t[1]}
-    assert len(told) - len(wrong) >= ENOUGH, wrong
+    assert len(told) == len(PLANTED)
+    assert len(wrong) <= MOST_WRONG, wrong
