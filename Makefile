@@ -53,6 +53,8 @@ bench-guard: $(STAMP)
 bench-sizes: $(STAMP)
 	$(BIN)/python benchmarks/loss.py --json benchmarks/results/loss.json
 	$(BIN)/python benchmarks/predict.py --json benchmarks/results/predict.json
+	$(BIN)/python -m pip install --quiet torchinfo
+	$(BIN)/python benchmarks/estimators.py --json benchmarks/results/estimators.json
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/budget.py --json benchmarks/results/budget.json
