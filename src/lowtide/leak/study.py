@@ -86,19 +86,19 @@ def study(
     watch = replace(watch, audits=watch.audits or audits_of(watch.steps))
     runs: list[Run] = []
     judgements: list[Judgement] = []
-    seen, waiting = False, 0.0
+    waiting = 0.0
     while len(runs) < processes or (len(runs) == processes > 1 and _open(judgements, watch.steps)):
         told.process()
         early = not runs and processes > 1 and watch.steps > 0
-        with Watched(command, watch, environment=environment, quiet=quiet or seen) as process:
+        with Watched(command, watch, environment=environment, quiet=quiet or bool(runs or waiting)) as process:
             run = process.wait(told, _half_way(watch, tolerance) if early else None)
-        seen = True
         runs.append(run)
         if not run.steps or run.code or run.ended == "timeout":
             break
         found = judge(run, tolerance, collected_every=watch.collect_every)
-        if found.verdict is not Verdict.CLEAN and not watch.collect_every and garbage_rate(run) > GARBAGE * tolerance:
-            watch, waiting = collecting(watch), garbage_rate(run)
+        garbage = garbage_rate(run)
+        if found.verdict is not Verdict.CLEAN and not watch.collect_every and garbage > GARBAGE * tolerance:
+            watch, waiting = collecting(watch), garbage
             runs.clear()
             judgements.clear()
             continue

@@ -121,10 +121,11 @@ def series_of(run: Run, *, collected_every: int = 0) -> dict[str, Series]:
         "cuda_reserved": run.column("cuda_reserved_bytes"),
         "resident": run.column("anonymous_bytes") + shared,
     }
+    known = {name: values for name, values in found.items() if np.isfinite(values).sum() > 2}
     if collected_every > 1:
         for values in (held, heap, python):
             values[np.arange(1, len(values) + 1) % collected_every != 0] = np.nan
-    return {name: values for name, values in found.items() if np.isfinite(values).sum() > 2}
+    return known
 
 
 def garbage_rate(run: Run) -> float:

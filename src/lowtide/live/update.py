@@ -273,9 +273,7 @@ class Updates:
                     self._trained.add(optimizer)
                     self._due[id(optimizer)] = _settings(optimizer)
                     for p in fresh:
-                        tensors = _with_state(optimizer, p)
-                        self._marks.setdefault(id(optimizer), {})[id(p)] = _mark(tensors)
-                        self._whole.update(_storages(tensors))
+                        self._must_stay(optimizer, p)
         if self._watches and self._due:
             self._look()
         else:
@@ -391,12 +389,16 @@ class Updates:
                 _step(optimizer, optimizer.param_groups[number], parameter)
         finally:
             self.updating = False
-        tensors = _with_state(optimizer, parameter)
-        self._whole.update(_storages(tensors))
-        self._marks.setdefault(id(optimizer), {})[id(parameter)] = _mark(tensors)
+        self._must_stay(optimizer, parameter)
         _GRAD.__set__(parameter, None)
         self._gone[id(parameter)] = weakref.ref(parameter)
         self.consumed += 1
+
+    def _must_stay(self, optimizer: optim.Optimizer, parameter: torch.Tensor) -> None:
+        """A parameter and its states are to be neither read nor written until the optimizer steps."""
+        tensors = _with_state(optimizer, parameter)
+        self._whole.update(_storages(tensors))
+        self._marks.setdefault(id(optimizer), {})[id(parameter)] = _mark(tensors)
 
     def _is_shared(self, optimizer: optim.Optimizer, parameter: torch.Tensor) -> bool:
         """Whether another tensor has the memory of a parameter that is about to be updated, or of its states."""
