@@ -11,10 +11,12 @@ import textwrap
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lowtide.leak.books import close
 from lowtide.leak.study import audits_of
+from lowtide.leak.verdict import series_of
 from lowtide.leak.watch import Progress, Watch, Watched, python
 from lowtide.probe.marks import Kind
 
@@ -95,6 +97,14 @@ def test_growth_that_flattens_is_bounded(tmp_path):
     assert found["verdict"] == "clean"
     assert found["bounded"]
     assert any("bounded" in note for note in found["notes"])
+
+
+def test_what_is_held_is_known_of_a_script_that_ends_after_its_second_collection(tmp_path):
+    """An ablation asks for it; it looks only just after collections."""
+    run = watched(script(tmp_path, "import lowtide\nfor _ in range(25):\n    lowtide.step()\n"), collect_every=10)
+    held = series_of(run, collected_every=10)["held"]
+    assert len(held) == 25
+    assert np.flatnonzero(np.isfinite(held)).tolist() == [9, 19]
 
 
 @pytest.mark.parametrize(("switch", "verdict"), [("enable", "clean"), ("disable", "leak")])
