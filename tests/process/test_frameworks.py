@@ -54,7 +54,7 @@ def _ranked(path: Path, ranks: int) -> list[Path]:
     return [path, *(path.with_name(f"{path.name}.rank{rank}") for rank in range(1, ranks))]
 
 
-def _command(name: str, folder: Path, budget: int | None) -> list[str]:
+def _command(name: str, folder: Path, budget: int | str | None, arguments: tuple[str, ...]) -> list[str]:
     """The command line a user would give."""
     prefix = [sys.executable]
     if RANKS[name] > 1:
@@ -62,19 +62,19 @@ def _command(name: str, folder: Path, budget: int | None) -> list[str]:
     if budget is not None:
         files = ["--json", str(folder / "figures"), "--save-plan", str(folder / "plan")]
         prefix += ["-m", "lowtide", "run", "--quiet", "--budget", str(budget), *files]
-    return [*prefix, str(SCRIPTS / f"{name}_train.py"), str(folder / "result")]
+    return [*prefix, str(SCRIPTS / f"{name}_train.py"), str(folder / "result"), *arguments]
 
 
 def _read_json(paths: list[Path]) -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(path.read_text()) for path in paths if path.exists())
 
 
-def _launch(name: str, folder: Path, budget: int | None = None) -> Ran:
+def _launch(name: str, folder: Path, budget: int | str | None = None, arguments: tuple[str, ...] = ()) -> Ran:
     """Run a script to its end and collect what it left."""
     folder.mkdir()
     ranks = RANKS[name]
     done = subprocess.run(
-        _command(name, folder, budget), env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        _command(name, folder, budget, arguments), env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
         timeout=TIMEOUT, check=False,
     )  # fmt: skip
     result = folder / "result"
@@ -169,3 +169,17 @@ def test_ranks_share_one_plan(name: str, trio_of: Callable[[str], Trio]) -> None
     assert len(tight.plans) == RANKS[name]
     assert all(plan["choices"] for plan in tight.plans)
     assert all(plan["choices"] == tight.plans[0]["choices"] for plan in tight.plans)
+
+
+def test_sharded_parameters_are_counted_by_their_shards_when_every_length_is_new(tmp_path: Path) -> None:
+    """Law: a share of what such a script needs is met from its second step on, with the bits of the plain run.
+
+    Steps of shapes never seen are judged by the storages that are resident; a ``DTensor``'s own has no memory at all.
+    """
+    plain = _launch("fsdp2", tmp_path / "plain", arguments=("3",))
+    tight = _launch("fsdp2", tmp_path / "tight", "60%", ("3",))
+    assert (plain.code, tight.code) == (0, 0), tight.errors
+    _assert_equal(plain, tight, RANKS["fsdp2"])
+    for figures in tight.figures:
+        first, *others = figures["steps"]
+        assert first["peak_bytes"] > figures["budget_bytes"] >= max(step["peak_bytes"] for step in others)

@@ -77,6 +77,11 @@ class Budgeted:
     peak_bytes: int
     outcome: Outcome
 
+    @property
+    def over(self) -> list[tuple[str, int]]:
+        """Of each step how it was run, and how far its peak was above the budget."""
+        return [(s.policy, s.peak_bytes - self.budget_bytes) for s in self.outcome.steps]
+
 
 def budgeted(
     make: Callable[[], zoo.Job], above_bytes: int, steps: int = STEPS, *, offload: bool = True

@@ -59,6 +59,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "live.constants",
         "live.coarse",
         "live.outcome",
+        "live.tensors",
         "live.kind",
         "live.heap",
         "live.board",

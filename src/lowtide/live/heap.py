@@ -16,6 +16,7 @@ from typing import Any, Protocol, final
 
 import torch
 from lowtide.live.native import FIELDS, Counters, library_path
+from lowtide.live.tensors import storages_of, with_gradients
 
 
 def counters() -> Counters | None:
@@ -42,9 +43,8 @@ def _attach(library: ctypes.CDLL) -> bool:
     adopt = library.lowtide_adopt
     adopt.argtypes, adopt.restype = (ctypes.c_void_p, ctypes.c_int64), None
     tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
-    for tensor in [*tensors, *(t.grad for t in tensors if t.is_leaf and t.grad is not None)]:
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # tensors without a storage of their own
-            storage = tensor.untyped_storage()
+    for storage in storages_of(with_gradients(tensors)).values():
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # a storage without bytes
             resizable = storage.resizable()  # numpy's memory, and files', is not
             if storage.device.type == "cpu" and resizable and storage.data_ptr():
                 adopt(storage.data_ptr(), storage.nbytes())

@@ -2,47 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-
-
-def grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A tensor's gradient, as torch has it: whoever watches ``Parameter.grad`` is not told."""
-    slot: Any = torch._C.TensorBase.grad
-    found: torch.Tensor | None = slot.__get__(tensor)
-    return found
-
-
-def tensors_in(state: Any) -> list[torch.Tensor]:
-    """Tensors in nested dictionaries, lists and tuples."""
-    if isinstance(state, torch.Tensor):
-        return [state]
-    if isinstance(state, dict):
-        return [t for s in state.values() for t in tensors_in(s)]
-    if isinstance(state, (list, tuple)):
-        return [t for s in state for t in tensors_in(s)]
-    return []
-
-
-def modules_of(root: torch.nn.Module) -> list[torch.nn.Module]:
-    """A module and those within it, each once: what ``modules()`` gives, several times as fast (it makes names too)."""
-    found: dict[int, torch.nn.Module] = {id(root): root}
-    stack = [root]
-    while stack:
-        for module in stack.pop()._modules.values():
-            if module is not None and id(module) not in found:
-                found[id(module)] = module
-                stack.append(module)
-    return list(found.values())
-
-
-def own_tensors(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """Parameters and buffers that modules have themselves, some perhaps several times."""
-    for module in modules:
-        yield from (t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)
+from lowtide.live.tensors import grad_of, modules_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from lowtide.live.enough import Enough
 from lowtide.live.full import FullMode
 from lowtide.live.guard import LIBRARY_BYTES, SLACK_BYTES, Evictor, Exempt, Tally
 from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
-from lowtide.live.kind import Kind, kind_of, modules_of, own_tensors, tensors_in
+from lowtide.live.kind import Kind, kind_of
 from lowtide.live.lean import GuardMode, LeanMode, LeanRun, Script, compile_script
 from lowtide.live.ledger import Ledger
 from lowtide.live.logits import Logits
@@ -42,6 +42,7 @@ from lowtide.live.slices import Slices
 from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
 from lowtide.live.stopwatch import MATTERS_SHARE, Stopwatch
+from lowtide.live.tensors import modules_of, own_tensors, storages_of, tensors_in, with_gradients
 from lowtide.live.unreached import TRANSFORM, Unreached
 from lowtide.live.update import Updates
 from lowtide.live.value import PLAIN_TYPES
@@ -821,7 +822,7 @@ class Runtime:
 
     def resident_bytes(self) -> int:
         """Parameters, buffers and optimizer states."""
-        return sum(_storages(self._resident()).values())
+        return sum(s.nbytes() for s in storages_of(self._resident()).values())
 
     def _resident(self) -> list[torch.Tensor]:
         tensors: list[torch.Tensor] = []
@@ -834,14 +835,13 @@ class Runtime:
 
     def _states(self) -> dict[int, int]:
         """Storages of optimizer states: bytes of each."""
-        return _storages([t for optimizer in self._optimizers for t in tensors_in(list(optimizer.state.values()))])
+        states = (t for optimizer in self._optimizers for t in tensors_in(list(optimizer.state.values())))
+        return {where: storage.nbytes() for where, storage in storages_of(states).items()}
 
     def _meet_long_lived(self) -> None:
         """Enter what planned steps left behind unseen: their gradients, the first states."""
-        resident = self._resident()
-        for tensor in (*resident, *(t.grad for t in resident if t.is_leaf and t.grad is not None)):
-            with contextlib.suppress(RuntimeError, NotImplementedError):
-                storage = tensor.untyped_storage()
+        for storage in storages_of(with_gradients(self._resident())).values():
+            with contextlib.suppress(RuntimeError):  # a wrapper's storage has no address
                 if storage.device.type == "cpu" and self.ledger.find(storage) is None:
                     self.ledger.enter(storage, None)
 
@@ -854,7 +854,7 @@ class Runtime:
         """Refuse what no plan can hold although no unit like this one was recorded (another shape every step)."""
         if not self.budget_bytes or not self.steps:
             return
-        resident = sum(_storages(self._resident(), self.meter.counts).values())
+        resident = sum(s.nbytes() for s in storages_of(self._resident()).values() if self.meter.counts(s))
         if resident > self.budget_bytes:
             last = self.steps[-1]
             self.figures = resident_figures(resident, max(s.peak_bytes for s in self.steps), last.seconds)
@@ -909,21 +909,6 @@ class Runtime:
     def _back(self, value: Any) -> None:
         if self.saver.recorder is not None:
             self.saver.recorder.back(value)
-
-
-def _storages(
-    tensors: list[torch.Tensor], counts: Callable[[torch.UntypedStorage], bool] = lambda _: True
-) -> dict[int, int]:
-    """Bytes of each storage that tensors have, of those that count."""
-    sizes: dict[int, int] = {}
-    for tensor in tensors:
-        try:
-            storage = tensor.untyped_storage()
-        except (RuntimeError, NotImplementedError):  # it has none
-            continue
-        if counts(storage):
-            sizes[storage._cdata] = storage.nbytes()
-    return sizes
 
 
 def _unpack(packed: Any) -> torch.Tensor:

@@ -17,6 +17,7 @@ from lowtide.live.native import preloaded
 from lowtide.live.runtime import Runtime, Settings
 from lowtide.live.steps import Clock
 from lowtide.live.task import TrialOptions
+from lowtide.live.tensors import modules_of, own_tensors, storages_of
 from lowtide.probe.catalogue import out_of_memory
 from lowtide.trace import Phase
 
@@ -105,11 +106,8 @@ class Plain:
         self._clock.remove()
         if self._open and self._is_over():
             self._close()
-        sizes = {
-            t.untyped_storage()._cdata: t.untyped_storage().nbytes()
-            for root in self._roots.values() for t in (*root.parameters(), *root.buffers())
-        }
-        return {"steps": self._steps, "plan": None, "levers": [], "resident_bytes": sum(sizes.values())}
+        held = storages_of(own_tensors(m for root in self._roots.values() for m in modules_of(root)))
+        return {"steps": self._steps, "plan": None, "levers": [], "resident_bytes": sum(s.nbytes() for s in held.values())}
 
     def phase_begins(self, _: Phase) -> None:
         """Steps are told by what follows."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Final, final
 
 import torch
-from lowtide.live.kind import tensors_in
 from lowtide.live.stack import Stack
+from lowtide.live.tensors import tensors_in
 from lowtide.live.value import PLAIN_TYPES
 
 THREAD: Final = "a model is called in another thread than the one in which Lowtide was started"

@@ -29,9 +29,9 @@ import torch
 from lowtide.allowed import UPDATE
 from lowtide.errors import LeverError
 from lowtide.live.aside import Wraps, unwrapped
-from lowtide.live.kind import grad_of
 from lowtide.live.mode import Mode
 from lowtide.live.outcome import LeverFigures
+from lowtide.live.tensors import grad_of, storages_of
 from lowtide.live.value import flatten, is_plain, sole_owner
 from lowtide.tell import tell
 from lowtide.trace import Phase
@@ -323,7 +323,8 @@ class Updates:
         self._marks.pop(id(optimizer), None)
         if self._due.pop(id(optimizer), None) is not None:
             if self._due:
-                self._whole.difference_update(s for p in _parameters(optimizer) for s in _storages(_with_state(optimizer, p)))
+                done = (_with_state(optimizer, p) for p in _parameters(optimizer))
+                self._whole.difference_update(storages_of(t for tensors in done for t in tensors))
             else:
                 self._whole.clear()
                 self.clean[optimizer] = self.clean.get(optimizer, 0) + 1
@@ -379,7 +380,7 @@ class Updates:
         if self._is_shared(optimizer, parameter):
             self._alone = False
             if self._blind:  # the script's own step sees to it
-                self._whole.difference_update(_storages([parameter]))
+                self._whole.difference_update(storages_of([parameter]))
                 return
         if id(optimizer) not in self._due:
             self._due[id(optimizer)] = _settings(optimizer)
@@ -397,7 +398,7 @@ class Updates:
     def _must_stay(self, optimizer: optim.Optimizer, parameter: torch.Tensor) -> None:
         """A parameter and its states are to be neither read nor written until the optimizer steps."""
         tensors = _with_state(optimizer, parameter)
-        self._whole.update(_storages(tensors))
+        self._whole.update(storages_of(tensors))
         self._marks.setdefault(id(optimizer), {})[id(parameter)] = _mark(tensors)
 
     def _is_shared(self, optimizer: optim.Optimizer, parameter: torch.Tensor) -> bool:
@@ -666,15 +667,6 @@ def _with_state(optimizer: Any, parameter: torch.Tensor) -> list[torch.Tensor]:
     """A parameter and the optimizer's tensors for it."""
     state = optimizer.state.get(parameter, {})
     return [parameter, *(t for t in state.values() if isinstance(t, torch.Tensor))]
-
-
-def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
-    """Where the bytes of tensors are, of those that have storages."""
-    for tensor in tensors:
-        try:
-            yield tensor.untyped_storage()._cdata
-        except (RuntimeError, NotImplementedError):
-            continue
 
 
 def _mark(tensors: Iterable[torch.Tensor]) -> Any:

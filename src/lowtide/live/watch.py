@@ -28,12 +28,12 @@ from lowtide.live.engine import Engine
 from lowtide.live.enough import Enough
 from lowtide.live.frames import holders, user_line
 from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
-from lowtide.live.kind import tensors_in
 from lowtide.live.mode import Mode, tell_of_forks
 from lowtide.live.ops import OpInfo, info_of
 from lowtide.live.saver import Kept
 from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
+from lowtide.live.tensors import grad_of, tensors_in
 from lowtide.live.value import NO_DISPATCH, PLAIN_TYPES, StorageRef, is_plain, written_by
 from lowtide.store import CARRIED, PHASES, Flag, Kind, Role, Writer, encode_run, summed
 from lowtide.trace import Phase
@@ -344,8 +344,8 @@ class Watcher:
         if self.operators:
             for name, parameter in root.named_parameters():
                 self._recognise(parameter, Role.PARAMETER, f"{kind}.{name}")
-                if parameter.grad is not None:
-                    self._recognise(parameter.grad, Role.GRADIENT, f"{kind}.{name}.grad")
+                if (grad := grad_of(parameter)) is not None:
+                    self._recognise(grad, Role.GRADIENT, f"{kind}.{name}.grad")
             for name, buffer in root.named_buffers():
                 self._recognise(buffer, Role.BUFFER, f"{kind}.{name}")
             for optimizer in self._optimizers:  # where training began before the recording
@@ -381,8 +381,8 @@ class Watcher:
         self._backwards += 1
         if self.operators and self._active:
             for parameter, name in self._parameters.items():
-                if parameter.grad is not None:
-                    self._recognise(parameter.grad, Role.GRADIENT, f"{name}.grad")
+                if (grad := grad_of(parameter)) is not None:
+                    self._recognise(grad, Role.GRADIENT, f"{name}.grad")
 
     def optimizer_begins(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
@@ -394,8 +394,8 @@ class Watcher:
             for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
                 name = self._parameters.get(parameter) or self._parameters.put(parameter, f"parameter {i}")
                 self._recognise(parameter, Role.PARAMETER, name)
-                if parameter.grad is not None:
-                    self._recognise(parameter.grad, Role.GRADIENT, f"{name}.grad")
+                if (grad := grad_of(parameter)) is not None:
+                    self._recognise(grad, Role.GRADIENT, f"{name}.grad")
 
     def optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer stepped (perhaps from a hook within the backward)."""

@@ -1,4 +1,7 @@
-"""Train a small transformer with FSDP2 (fully_shard) on gloo, on the CPU; start with torchrun."""
+"""Train a small transformer with FSDP2 (fully_shard) on gloo, on the CPU; start with torchrun.
+
+Arguments: where the result goes, and by how many words a sequence is shorter than the one before.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ class Model(nn.Module):
         return self.head(self.last(x))
 
 
-def main(path: str) -> None:
+def main(path: str, *, shrink: int) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.use_deterministic_algorithms(True)
@@ -63,8 +66,8 @@ def main(path: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(100 + rank)
     losses = []
-    for _ in range(STEPS):
-        tokens = torch.randint(0, WORDS, (BATCH, LENGTH + 1))
+    for i in range(STEPS):
+        tokens = torch.randint(0, WORDS, (BATCH, LENGTH + 1 - shrink * i))
         logits = model(tokens[:, :-1])
         loss = F.cross_entropy(logits.reshape(-1, WORDS), tokens[:, 1:].reshape(-1))
         loss.backward()
@@ -78,4 +81,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], shrink=int(sys.argv[2]) if sys.argv[2:] else 0)

@@ -1,0 +1,75 @@
+"""What modules, optimizers and tensors have: gradients, states, storages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+_GRAD: Any = torch._C.TensorBase.grad
+
+
+def grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A tensor's gradient, as torch has it: whoever watches ``Parameter.grad`` is not told.
+
+    One that an operator made has none unless it was asked to keep it; torch warns of the question.
+    """
+    if not tensor.is_leaf and not tensor.retains_grad:
+        return None
+    found: torch.Tensor | None = _GRAD.__get__(tensor)
+    return found
+
+
+def with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors, then the gradients that they have."""
+    return [*tensors, *(g for t in tensors if (g := grad_of(t)) is not None)]
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The storages of tensors, each once, by where it is; sparse and other tensors may have none.
+
+    Of a wrapper (a ``DTensor``) those of the tensors within it: its own has the size of the whole and no memory.
+    """
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        if hasattr(type(tensor), "__tensor_flatten__"):
+            wrapper: Any = tensor
+            names, _ = wrapper.__tensor_flatten__()
+            found |= storages_of(tensors_in([getattr(wrapper, name) for name in names]))  # a mesh may be among them
+            continue
+        try:
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):
+            continue
+        found[storage._cdata] = storage
+    return found
+
+
+def tensors_in(state: Any) -> list[torch.Tensor]:
+    """Tensors in nested dictionaries, lists and tuples."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    if isinstance(state, dict):
+        return [t for s in state.values() for t in tensors_in(s)]
+    if isinstance(state, (list, tuple)):
+        return [t for s in state for t in tensors_in(s)]
+    return []
+
+
+def modules_of(root: torch.nn.Module) -> list[torch.nn.Module]:
+    """A module and those within it, each once: what ``modules()`` gives, several times as fast (it makes names too)."""
+    found: dict[int, torch.nn.Module] = {id(root): root}
+    stack = [root]
+    while stack:
+        for module in stack.pop()._modules.values():
+            if module is not None and id(module) not in found:
+                found[id(module)] = module
+                stack.append(module)
+    return list(found.values())
+
+
+def own_tensors(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """Parameters and buffers that modules have themselves, some perhaps several times."""
+    for module in modules:
+        yield from (t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)

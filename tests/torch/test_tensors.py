@@ -1,0 +1,52 @@
+"""Law: what tensors hold is told by the memory that is theirs, and asking leaves no trace."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Self
+
+import torch
+from lowtide.live.tensors import grad_of, storages_of, with_gradients
+
+
+class Halves(torch.Tensor):
+    """A tensor made of two, with a storage in name only, as a ``DTensor`` has."""
+
+    first: torch.Tensor
+    second: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, first: torch.Tensor, second: torch.Tensor) -> Self:
+        made: Self = torch.Tensor._make_wrapper_subclass(cls, (len(first) + len(second),), dtype=first.dtype)
+        made.first, made.second = first, second
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["first", "second"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+def test_a_wrapper_holds_what_its_parts_hold() -> None:
+    first, second = torch.zeros(100), torch.zeros(28)
+    found = storages_of([Halves(first, second), first, first[3:]])
+    assert sorted(s.nbytes() for s in found.values()) == [112, 400]
+    assert set(found) == {first.untyped_storage()._cdata, second.untyped_storage()._cdata}
+
+
+def test_tensors_without_storages_hold_none() -> None:
+    assert not storages_of([torch.eye(3).to_sparse()])
+
+
+def test_a_gradient_is_read_without_a_warning_wherever_there_is_one() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    made, kept = leaf * 2, leaf * 3
+    kept.retain_grad()
+    (made + kept).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert grad_of(made) is None
+        assert torch.equal(grad_of(kept), torch.ones(3))
+        assert [len(t) for t in with_gradients([leaf, made, kept])] == [3] * 5
