@@ -6,6 +6,7 @@ replays would read. What the dispatcher cannot see (numpy's memory) is never a s
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -13,7 +14,9 @@ import pytest
 import torch
 import zoo
 from harness import above_of, budgeted, plain_of
+import torch.utils.dlpack
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 import lowtide
 
@@ -110,13 +113,101 @@ def numpys_memory() -> zoo.Job:
     return _job(loss_of)
 
 
-SCRIPTS = (other_target, subclass_target, weight_between, activation_in_hook, buffer_in_hook, numpys_memory)
+def _refilled(write: Callable[[torch.Tensor], object]) -> Callable[[], zoo.Job]:
+    """A batch in a buffer of torch's, which is filled again, behind torch's back, before the backward has run."""
+
+    def make() -> zoo.Job:
+        batch, scales = torch.empty(ROWS, WIDTH), nn.Parameter(torch.randn(10, WIDTH))
+        model = Scaled(scales)
+        optimizer = torch.optim.SGD([scales], lr=1e-4)
+
+        def step(i: int) -> torch.Tensor:
+            batch.normal_()
+            out = model(batch)
+            if i >= CHANGE:
+                write(batch)
+            loss = out.square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return zoo.Job(step, [model], [optimizer])
+
+    return make
+
+
+class Scaled(nn.Module):
+    """What autograd saves here is made from the batch alone."""
+
+    def __init__(self, scales: nn.Parameter) -> None:
+        super().__init__()
+        self.scales = scales
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return torch.stack([((batch * k).sin() * scale).mean(0) for k, scale in enumerate(self.scales, 1)]).sum(0)
+
+
+def _in_a_thread(batch: torch.Tensor) -> None:
+    thread = threading.Thread(target=lambda: batch.data.fill_(3))
+    thread.start()
+    thread.join()
+
+
+batch_by_numpy = _refilled(lambda batch: batch.numpy().fill(3))
+batch_by_numpys_dlpack = _refilled(lambda batch: np.from_dlpack(batch).fill(3))
+batch_by_dlpack = _refilled(lambda batch: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(batch)).fill_(3))
+batch_in_a_thread = _refilled(_in_a_thread)
+batch_by_storage = _refilled(lambda batch: batch.untyped_storage().fill_(3))
+
+
+def _node_hook(register: Callable[[torch.Tensor, Callable[..., None]], object]) -> Callable[[], zoo.Job]:
+    """A copy of the batch changed through ``.data`` by a hook on a node of autograd's graph."""
+
+    def make() -> zoo.Job:
+        scales = nn.Parameter(torch.randn(10, WIDTH))
+        model = Scaled(scales)
+        optimizer = torch.optim.SGD([scales], lr=1e-4)
+
+        def step(i: int) -> torch.Tensor:
+            batch = torch.randn(ROWS, WIDTH).clone()
+            out = model(batch).square()
+
+            def hook(*_: object) -> None:
+                if i >= CHANGE:
+                    batch.data.fill_(3)
+
+            register(out, hook)
+            loss = out.sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return zoo.Job(step, [model], [optimizer])
+
+    return make
+
+
+node_hook = _node_hook(lambda out, hook: out.grad_fn.register_hook(hook))
+node_prehook = _node_hook(lambda out, hook: out.grad_fn.register_prehook(hook))
+edge_hook = _node_hook(lambda out, hook: get_gradient_edge(out).node.register_prehook(hook))
+
+SCRIPTS = {
+    make.__name__: make
+    for make in (other_target, subclass_target, weight_between, activation_in_hook, buffer_in_hook, numpys_memory)
+} | {
+    "batch_by_numpy": batch_by_numpy, "batch_by_numpys_dlpack": batch_by_numpys_dlpack, "batch_by_dlpack": batch_by_dlpack,
+    "batch_in_a_thread": batch_in_a_thread, "batch_by_storage": batch_by_storage, "node_hook": node_hook,
+    "node_prehook": node_prehook, "edge_hook": edge_hook,
+}
 
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("share", [0.85, 0.7])
-@pytest.mark.parametrize("make", SCRIPTS)
-def test_bits_hold_when_writes_change_under_a_plan(make: Callable[[], zoo.Job], share: float, offload: bool) -> None:
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_bits_hold_when_writes_change_under_a_plan(name: str, share: float, offload: bool) -> None:
+    make = SCRIPTS[name]
     reference = plain_of(make, STEPS)
     try:
         run = budgeted(make, above_of(reference, share), STEPS, offload=offload)

@@ -519,3 +519,67 @@ def test_a_step_ends_with_the_optimizers_from_the_first_on(step: Callable[..., N
     plain.start()
     train()
     assert len(plain.finish()["steps"]) == 4
+
+
+def _thawed(batch: int) -> zoo.Job:
+    """Half of the layers are frozen for three steps; when they train again their gradients are not there yet."""
+    layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256), nn.Dropout(0.1)) for _ in range(6)]
+    model = nn.Sequential(*layers, nn.Linear(256, 10))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(i: int) -> torch.Tensor:
+        for p in model[:3].parameters():
+            p.requires_grad_(requires_grad=i not in (3, 4, 5))
+        loss = F.cross_entropy(model(torch.randn(batch, 256)), torch.randint(0, 10, (batch,)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return zoo.Job(step, [model], [optimizer])
+
+
+@pytest.mark.parametrize(("batch", "share"), [(256, 0.5), (512, 0.4)])
+def test_gradients_that_the_recorded_unit_found_and_another_must_make_are_counted(batch: int, share: float) -> None:
+    """With so much else in memory that the difference is small beside it, and the recorded plan is followed."""
+
+    def make() -> zoo.Job:
+        return _thawed(batch)
+
+    reference = plain_of(make, 9)
+    ballast = torch.zeros(256 << 18)
+    run = budgeted(make, above_of(reference, share), 9, offload=False)
+    assert run.bits == reference.bits
+    assert max(over for _, over in run.over) <= 0, run.over
+    assert len(ballast)
+
+
+def test_a_unit_that_finds_less_than_the_recorded_one_did_is_not_taken_to_end_up_lower() -> None:
+    """What is missing may be what would have gone before the peak: a batch of the step before, or its results."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)))
+
+    def make() -> zoo.Job:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        kept: list[torch.Tensor] = []
+
+        def step(i: int) -> torch.Tensor:
+            if i == 5:
+                kept.clear()
+            x = torch.randn(256, 256)
+            y = model[:2](x)
+            kept.clear()
+            kept.append(torch.zeros(1 << 18))
+            loss = model[2:](y).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return zoo.Job(step, [model], [optimizer])
+
+    reference = plain_of(make, 7)
+    ballast = torch.zeros(256 << 18)
+    run = budgeted(make, above_of(reference, 0.5), 7, offload=False)
+    assert run.bits == reference.bits
+    assert max(over for _, over in run.over[2:]) <= 0, run.over  # by then gradients are consumed as they come
+    assert len(ballast)

@@ -68,6 +68,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "live.aside",
         "live.engine",
         "live.frames",
+        "live.numerics",
+        "live.bits",
         "live.value",
         "live.unreached",
         "live.replay",

@@ -20,13 +20,13 @@ def _rise(length: int) -> int:
 def rises() -> Rises:
     found = Rises()
     for length in (100, 60, 90, 80, 70, 110, 50):
-        found.note([_kind((4, length))], _rise(length))
+        found.note([_kind((4, length))], _rise(length), 0)
     return found
 
 
 @pytest.mark.parametrize("length", [10, 55, 100, 110, 130, 200])
 def test_what_is_said_is_at_least_what_such_a_unit_takes(rises: Rises, length: int) -> None:
-    most = rises.most([_kind((4, length))])
+    most = rises.most([_kind((4, length))], 0)
     assert most is not None
     assert most >= _rise(length)
 
@@ -34,24 +34,24 @@ def test_what_is_said_is_at_least_what_such_a_unit_takes(rises: Rises, length: i
 def test_nothing_is_said_before_enough_units_were_compared() -> None:
     rises = Rises()
     for length in range(CONFIRMED):
-        rises.note([_kind((4, 100 - length))], _rise(100 - length))
-        assert rises.most([_kind((4, 10))]) is None
-    rises.note([_kind((4, 50))], _rise(50))
-    assert rises.most([_kind((4, 10))]) is not None
+        rises.note([_kind((4, 100 - length))], _rise(100 - length), 0)
+        assert rises.most([_kind((4, 10))], 0) is None
+    rises.note([_kind((4, 50))], _rise(50), 0)
+    assert rises.most([_kind((4, 10))], 0) is not None
 
 
 def test_nothing_is_said_of_what_is_much_larger_or_of_another_make(rises: Rises) -> None:
-    assert rises.most([_kind((4, 300))]) is None
-    assert rises.most([_kind((4, 50), who=1)]) is None
-    assert rises.most([_kind((4, 50, 1))]) is None
-    assert rises.most([_kind((4, 50)), _kind((4, 50))]) is None
-    assert rises.most([Kind(())]) is None
+    assert rises.most([_kind((4, 300))], 0) is None
+    assert rises.most([_kind((4, 50), who=1)], 0) is None
+    assert rises.most([_kind((4, 50, 1))], 0) is None
+    assert rises.most([_kind((4, 50)), _kind((4, 50))], 0) is None
+    assert rises.most([Kind(())], 0) is None
 
 
 def test_a_unit_that_rose_higher_than_a_larger_one_lifts_what_is_said_of_all(rises: Rises) -> None:
-    before = rises.most([_kind((4, 95))])
-    rises.note([_kind((4, 94))], 2 * _rise(94))
-    after = rises.most([_kind((4, 40))])
+    before = rises.most([_kind((4, 95))], 0)
+    rises.note([_kind((4, 94))], 2 * _rise(94), 0)
+    after = rises.most([_kind((4, 40))], 0)
     assert before is not None
     assert after is not None
     assert after >= 1.5 * _rise(50)
@@ -59,22 +59,22 @@ def test_a_unit_that_rose_higher_than_a_larger_one_lifts_what_is_said_of_all(ris
 
 def test_a_unit_that_crossed_the_budget_ends_the_rule(rises: Rises) -> None:
     rises.broke([_kind((4, 50))])
-    assert rises.most([_kind((4, 50))]) is None
+    assert rises.most([_kind((4, 50))], 0) is None
 
 
 def test_later_calls_of_a_unit_are_compared_too() -> None:
     rises = Rises()
     for length in range(100, 90, -1):
-        rises.note([_kind((4, length)), _kind((4, length), who=1)], _rise(length))
-    assert rises.most([_kind((4, 50))]) is not None
-    assert rises.most([_kind((4, 50)), _kind((4, 50), who=1)]) is not None
-    assert rises.most([_kind((4, 50)), _kind((4, 500), who=1)]) is None
-    assert rises.most([_kind((4, 50)), _kind((4, 50), who=2)]) is None
+        rises.note([_kind((4, length)), _kind((4, length), who=1)], _rise(length), 0)
+    assert rises.most([_kind((4, 50))], 0) is not None
+    assert rises.most([_kind((4, 50)), _kind((4, 50), who=1)], 0) is not None
+    assert rises.most([_kind((4, 50)), _kind((4, 500), who=1)], 0) is None
+    assert rises.most([_kind((4, 50)), _kind((4, 50), who=2)], 0) is None
 
 
 def test_units_that_never_come_again_are_recorded_only_at_first_or_where_they_are_the_largest() -> None:
     rises = Rises()
-    rises.note([_kind((4, 500))], _rise(500))
+    rises.note([_kind((4, 500))], _rise(500), 0)
     assert all(rises.worth_recording(_kind((4, length))) for length in range(STRANGERS))
     assert not rises.worth_recording(_kind((4, 300)))
     assert rises.worth_recording(_kind((4, 300)))
@@ -88,6 +88,16 @@ def test_a_long_run_of_ever_new_sizes_is_remembered_within_bounds() -> None:
     for length in range(2 * REMEMBERED):
         rises.worth_recording(_kind((4, length)))
     for length in range(2 * PROFILES):
-        rises.note([_kind((4, length))], _rise(100))
+        rises.note([_kind((4, length))], _rise(100), 0)
     assert len(rises._met) <= REMEMBERED
     assert len(rises._known[next(iter(rises._known))]) <= PROFILES
+
+
+def test_gradients_that_known_units_found_and_this_one_does_not_are_added() -> None:
+    rises = Rises()
+    for length in (100, 60, 90, 80, 70):
+        rises.note([_kind((4, length))], _rise(length), 50_000)
+    there, half, none = (rises.most([_kind((4, 100))], gradients) for gradients in (50_000, 25_000, 0))
+    assert there is not None
+    assert (half, none) == (there + 25_000, there + 50_000)
+    assert rises.most([_kind((4, 100))], 70_000) == there

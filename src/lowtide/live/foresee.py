@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lowtide.live.value import beneath_autograd, flatten, is_plain, map_tensors
+from lowtide.live.tensors import beneath_autograd, is_plain
+from lowtide.live.value import flatten, map_tensors
 
 
 def fresh_bytes(func: Any, args: Any, kwargs: Any) -> int | None:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import torch
 from lowtide.live.mode import Mode
 from lowtide.live.ops import OpInfo, info_of
+from lowtide.live.tensors import is_plain
 from lowtide.live.value import (
     NO_DISPATCH,
     PLAIN_TYPES,
@@ -24,7 +25,6 @@ from lowtide.live.value import (
     Value,
     covers_blindly,
     generator_of,
-    is_plain,
     map_tensors,
     state_bytes,
     written_by,
@@ -160,7 +160,7 @@ class FullMode(Mode):
         self._order += 1
         record = Record(func, info, noted, named, inputs, self._order)
         if info.seeded:
-            generator = generator_of(kwargs, (a.device for a in inputs))
+            generator = generator_of(args, kwargs, (a.device for a in inputs))
             record.state = (generator, state_bytes(generator))
         for argument in written.values():
             matters = argument.anchor is None and not covers_blindly(info, argument)

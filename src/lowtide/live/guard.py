@@ -12,21 +12,21 @@ from typing import Any, final
 
 import torch
 from lowtide.errors import ReplayError
+from lowtide.live.bits import checksum
 from lowtide.live.board import FileBoard, PinnedBoard, Shared
 from lowtide.live.foresee import bytes_beside, fresh_bytes
 from lowtide.live.heap import Meter
 from lowtide.live.ledger import Ledger
 from lowtide.live.ops import OpInfo
 from lowtide.live.replay import remake
+from lowtide.live.tensors import beneath_autograd, is_plain
 from lowtide.live.value import (
     PLAIN_TYPES,
     Record,
     Value,
-    beneath_autograd,
     bytes_of,
     flatten,
     generator_of,
-    is_plain,
     sole_owner,
     whole,
     written_by,
@@ -438,6 +438,15 @@ class Evictor:
             if v is not value and _depends(v, value):
                 self._bring_back(v)
 
+    def exposed(self, value: Value) -> None:
+        """A value may be overwritten at any time from here on: nothing that depends on it is made again any more."""
+        for v in (*self._dropped(), *self.kept):
+            if v is not value and v.record is not None and _depends(v, value):
+                if v.tensor is None and v.ticket is None:
+                    self._bring_back(v)
+                if v.tensor is not None:  # else the checksum will tell
+                    v.record = None
+
     def before_unseen_writes(self) -> None:
         """From here on nothing is told of writes: whatever was dropped comes back."""
         for v in self._dropped():
@@ -504,14 +513,6 @@ def held_alone(keeps: Iterable[Any]) -> Iterator[tuple[torch.UntypedStorage, lis
             yield storage, group
 
 
-def checksum(tensor: torch.Tensor | None) -> int:
-    """A sum over all bytes of a value, to check that a replay gave the same bits."""
-    assert tensor is not None
-    with beneath_autograd():
-        words = tensor[: tensor.numel() // 8 * 8].view(torch.int64)
-        return int(words.sum()) if words.numel() else 0
-
-
 def verify(value: Value, storage: torch.UntypedStorage) -> None:
     """Compare a remade value's bytes with what was dropped.
 
@@ -554,5 +555,5 @@ def _restore(copies: list[tuple[torch.Tensor, torch.Tensor]] | None) -> bool:
 def _generator_state(info: OpInfo, args: Any, kwargs: Any) -> tuple[Any, torch.Tensor] | None:
     if not info.seeded:
         return None
-    generator = generator_of(kwargs, (t.device for t in flatten(args) if isinstance(t, torch.Tensor)))
+    generator = generator_of(args, kwargs, (t.device for t in flatten(args) if isinstance(t, torch.Tensor)))
     return generator, generator.get_state()

@@ -19,6 +19,7 @@ from typing import Any, final
 from torch._subclasses.fake_tensor import FakeTensor
 
 import torch
+from lowtide.live.bits import digest
 from lowtide.live.board import FileBoard, PinnedBoard
 from lowtide.live.guard import Tally, held_alone
 from lowtide.live.mode import Mode
@@ -26,6 +27,7 @@ from lowtide.live.ops import info_of
 from lowtide.live.replay import remake
 from lowtide.live.saver import Kept, modified_in_place
 from lowtide.live.stopwatch import Stopwatch
+from lowtide.live.tensors import beneath_autograd, is_plain
 from lowtide.live.value import (
     PLAIN_TYPES,
     Anchor,
@@ -33,11 +35,9 @@ from lowtide.live.value import (
     Meta,
     Record,
     Value,
-    beneath_autograd,
     covers_blindly,
     flatten,
     generator_of,
-    is_plain,
     map_tensors,
     meta_of,
     sole_owner,
@@ -322,6 +322,7 @@ class LeanMode(Mode):
         self.keeps: list[weakref.ref[Kept | Anchor]] = []
         self._guards: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._readers: dict[int, list[weakref.ref[Anchor]]] = {}
+        self._witnessed: dict[tuple[Any, ...], int | None] = {}
         self._writes = script.writes
         self._clocked = None if run.stopwatch is None else run.stopwatch.forward
         self._funcs = script.funcs
@@ -487,6 +488,7 @@ class LeanMode(Mode):
             if argument.anchor is None and not (writes or secret):
                 self._guard(storage)
             elif argument.anchor is not None and not (writes or secret):
+                argument.witness = self._witness(tensor)
                 self.keeps.append(weakref.ref(argument.anchor))
                 self._readers.setdefault(storage._cdata, []).append(weakref.ref(argument.anchor))
             if writes or secret:
@@ -499,9 +501,20 @@ class LeanMode(Mode):
         record.overs = overs
         record.seconds = self.script.seconds[self.at]
         if info.seeded:
-            generator = generator_of(kwargs, (a.device for a in inputs))
+            generator = generator_of(args, kwargs, (a.device for a in inputs))
             record.state = (generator, state_bytes(generator))
         return record
+
+    def _witness(self, tensor: torch.Tensor) -> int | None:
+        """What tells whether a tensor that replays read was written unseen: a batch, which a loader may fill again."""
+        if tensor.requires_grad or isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
+            return None
+        if not is_plain(tensor):
+            return None
+        key = (tensor.data_ptr(), tensor._version, *meta_of(tensor))
+        if key not in self._witnessed:
+            self._witnessed[key] = digest(tensor)
+        return self._witnessed[key]
 
     def _note_outputs(self, act: Act, record: Record | None, args: Any, kwargs: Any, out: Any) -> None:
         if not act.outs:

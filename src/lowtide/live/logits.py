@@ -22,6 +22,7 @@ from lowtide.errors import LeverError
 from lowtide.live.aside import Wraps, unwrapped
 from lowtide.live.loss import Asked, ChunkedLoss, Step
 from lowtide.live.outcome import LeverFigures
+from lowtide.live.tensors import node_of
 from lowtide.live.value import PLAIN_TYPES, flatten
 
 WIDE: Final = 512
@@ -134,7 +135,7 @@ class Deferred(torch.Tensor):
         asks = func == _NODE or getattr(func, "__name__", "") in _GRADIENTS
         if asks and any(d._product.root().used for d in _deferred((*args, *kwargs.values()))):
             if func == _NODE:
-                return _Spent(real(args[0]).grad_fn)
+                return _Spent(node_of(real(args[0])))
             raise LeverError(TOO_LATE)
         first = args[0] if args else None
         if isinstance(first, Deferred) and first._product.real is None and torch.is_grad_enabled():

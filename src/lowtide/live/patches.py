@@ -1,25 +1,35 @@
 """The few functions of torch that are wrapped while a budget is in force, and why each one is.
 
-* ``Tensor.numpy``, ``__array__``, ``data_ptr``, ``__dlpack__``: who has a pointer may write unseen, so such a value is not
-  made again from its operator.
+* ``Tensor.numpy``, ``__array__``, ``data_ptr``, ``__dlpack__``, ``to_dlpack``: who has a pointer may write unseen, so such a
+  value is not made again from its operator; under a plan, what replays would read there is made at once, and stays.
 * ``Tensor.register_hook`` and its kin, ``autograd.Function.apply``: code of the script will run in backward, so writes are
-  watched there.
+  watched there. ``Tensor.grad_fn`` and ``get_gradient_edge`` lead to the nodes of the graph, on which hooks may be put unseen.
+* Setters of what decides bits (``live/numerics``).
 * ``UntypedStorage.resize_``: FSDP frees and fills the storages of parameters so; nothing is made again from such a storage.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
+import torch.utils.dlpack
+
 import torch
+from lowtide.live import numerics
 from lowtide.live.aside import Wraps
-from lowtide.live.value import is_plain
+from lowtide.live.tensors import is_plain
 
 if TYPE_CHECKING:
     from lowtide.live.runtime import Runtime
 
 _POINTERS: Final = ("numpy", "__array__", "data_ptr", "__dlpack__")
+_CAPSULES: Final = ((torch, "to_dlpack"), (torch.utils.dlpack, "to_dlpack"), (torch._C, "_to_dlpack"))
+_OWN: Final = (str(Path(str(torch.__file__)).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
+"""Whose looks at a tensor's node put no code of the script there."""
 
 
 @final
@@ -35,10 +45,17 @@ class Patches:
         """Put the wrappers on."""
         for name in _POINTERS:
             self._wraps.put(torch.Tensor, name, self._exposing)
+        for owner, name in _CAPSULES:
+            if hasattr(owner, name):
+                self._wraps.put(owner, name, self._exposing)
         self._wraps.put(torch.UntypedStorage, "resize_", self._resizing)
         for name in ("register_hook", "register_post_accumulate_grad_hook"):
             self._wraps.put(torch.Tensor, name, self._hooking)
         self._wraps.put(torch.autograd.Function, "apply", self._applying)
+        self._wraps.put(torch.Tensor, "grad_fn", self._leading)
+        if hasattr(torch.autograd.graph, "get_gradient_edge"):
+            self._wraps.put(torch.autograd.graph, "get_gradient_edge", self._hooking)
+        numerics.watch(self._wraps)
 
     def remove(self) -> None:
         """Take them off."""
@@ -53,8 +70,12 @@ class Patches:
             if recorder is not None and not runtime.full.passive and type(tensor) is torch.Tensor and is_plain(tensor):
                 value = runtime.ledger.find(tensor.untyped_storage())
                 if value is not None:
+                    if original.__name__ != "data_ptr":
+                        runtime.evictor.exposed(value)
                     value.tainted = True
                     recorder.taint(value)
+            elif original.__name__ != "data_ptr" and type(tensor) is torch.Tensor:
+                runtime.exposed(tensor)
             shown = original(tensor, *args, **kwargs)
             if original.__name__ != "data_ptr" and is_plain(tensor):  # addresses are asked for all over torch
                 runtime.updates.exposed(tensor, shown)
@@ -86,6 +107,17 @@ class Patches:
             return original(*args, **kwargs)
 
         return register
+
+    def _leading(self, original: Any) -> Any:
+        runtime = self._runtime
+
+        def grad_fn(tensor: Any) -> Any:
+            found = original.__get__(tensor)
+            if found is not None and not runtime.script_code_in_backward:
+                runtime.script_code_in_backward = not sys._getframe(1).f_code.co_filename.startswith(_OWN)
+            return found
+
+        return property(grad_fn, doc=original.__doc__)
 
     def _applying(self, original: Any) -> Any:
         runtime, function = self._runtime, original.__func__

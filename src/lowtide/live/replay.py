@@ -10,7 +10,8 @@ from typing import final
 
 import torch
 from lowtide.errors import ReplayError
-from lowtide.live.value import Record, Replayer, Value, beneath_autograd, whole
+from lowtide.live.tensors import beneath_autograd
+from lowtide.live.value import Record, Replayer, Value, whole
 
 
 def chain_of(value: Value) -> tuple[list[Record], list[Value]]:

@@ -8,7 +8,7 @@ have grown by; what was seen to go beyond that is added. Where that much fits in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from lowtide.live.kind import Kind, sizes_of
 
@@ -33,45 +33,57 @@ Calls = tuple[tuple[Any, tuple[int, ...]], ...]
 """Per root call of a unit what it is apart from sizes, and all sizes of the tensors that it is given."""
 
 
+class _Rise(NamedTuple):
+    """How far a unit rose, and the gradients that were there when it began."""
+
+    bytes: int
+    gradient_bytes: int
+
+
 @final
 class Rises:
     """What is known of the units of one run."""
 
     def __init__(self) -> None:
         """Nothing is known."""
-        self._known: dict[Any, dict[Calls, int]] = {}
+        self._known: dict[Any, dict[Calls, _Rise]] = {}
         self._confirmed: dict[Any, int] = {}
         self._slack: dict[Any, float] = {}
         self._broken: set[Any] = set()
         self._met: dict[Kind, None] = {}
         self._strangers = 0
 
-    def note(self, kinds: Sequence[Kind], rise_bytes: int) -> None:
-        """A unit of these root calls rose so far, or would have, had nothing been let go."""
+    def note(self, kinds: Sequence[Kind], rise_bytes: int, gradient_bytes: int) -> None:
+        """A unit of these root calls, which found such gradients, rose so far, or would have, had nothing been let go."""
         calls = _calls(kinds)
         if calls is None:
             return
         key = calls[0][0]
         known = self._known.setdefault(key, {})
-        others = [(other, rise) for other, rise in known.items() if other != calls]
+        others = [(other, rise.bytes) for other, rise in known.items() if other != calls]
         limits = [(_limit(rise, calls, other), rise_bytes) for other, rise in others]
         limits += [(_limit(rise_bytes, other, calls), rise) for other, rise in others]
         over = [rise / limit for limit, rise in limits if limit is not None]
         if over:
             self._confirmed[key] = self._confirmed.get(key, 0) + 1
             self._slack[key] = max(self._slack.get(key, 1.0), *over)
-        known[calls] = max(rise_bytes, known.get(calls, 0))
+        former = known.get(calls, _Rise(0, 0))
+        known[calls] = _Rise(max(rise_bytes, former.bytes), max(gradient_bytes, former.gradient_bytes))
         if len(known) > PROFILES:
             known.pop(next(iter(known)))
 
-    def most(self, kinds: Sequence[Kind]) -> int | None:
-        """Bytes that a unit which begins with these root calls rises by at most; None where no rule says."""
+    def most(self, kinds: Sequence[Kind], gradient_bytes: int) -> int | None:
+        """Bytes that a unit which begins with these root calls rises by at most; None where no rule says.
+
+        Gradients that are not there, though they were when another unit began, are made within it.
+        """
         calls = _calls(kinds)
         if calls is None or calls[0][0] in self._broken or self._confirmed.get(calls[0][0], 0) < CONFIRMED:
             return None
         slack = self._slack[calls[0][0]]
-        found = (_limit(rise, calls, other) for other, rise in self._known[calls[0][0]].items())
-        return min((int(slack * limit) for limit in found if limit is not None), default=None)
+        known = self._known[calls[0][0]].items()
+        found = ((_limit(rise.bytes, calls, other), max(0, rise.gradient_bytes - gradient_bytes)) for other, rise in known)
+        return min((int(slack * limit) + missing for limit, missing in found if limit is not None), default=None)
 
     def worth_recording(self, kind: Kind) -> bool:
         """Whether a unit of a kind that has no recording is to get one, which takes time."""

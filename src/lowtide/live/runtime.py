@@ -42,10 +42,10 @@ from lowtide.live.slices import Slices
 from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
 from lowtide.live.stopwatch import MATTERS_SHARE, Stopwatch
-from lowtide.live.tensors import modules_of, own_tensors, storages_of, tensors_in, with_gradients
+from lowtide.live.tensors import grad_of, modules_of, node_of, own_tensors, storages_of, tensors_in, with_gradients
 from lowtide.live.unreached import TRANSFORM, Unreached
 from lowtide.live.update import Updates
-from lowtide.live.value import PLAIN_TYPES
+from lowtide.live.value import PLAIN_TYPES, bytes_of
 from lowtide.live.verdict import figures_of, refusal, resident_figures
 from lowtide.pebble.eager.play import play
 from lowtide.pebble.eager.problem import Problem
@@ -88,6 +88,7 @@ class Entry:
 
     Attributes:
         left_bytes: what graphs of former units held when it began, or would have held if nothing had been let go.
+        gradient_bytes: gradients that were there when it began.
         states: optimizer states' storages at its end.
     """
 
@@ -96,6 +97,7 @@ class Entry:
     backward_starts: list[int]
     front: Front
     left_bytes: int
+    gradient_bytes: int
     states: frozenset[int]
     compiled: dict[int, Script] = field(default_factory=dict)
     agreed: State | None = None
@@ -111,12 +113,23 @@ class Entry:
         """The recorded unit."""
         return self.front.problem.trace
 
+    def shift(self, unit: Unit) -> int:
+        """How much higher than the recorded unit another of its kind lies, at most.
+
+        Gradients that only the recorded one found there are made anew within the other. Of what else is not there this time,
+        as much may be of what would have gone before the peak as went in the recorded one.
+        """
+        higher = unit.base_bytes - self.trace.base_bytes + max(0, self.gradient_bytes - unit.gradient_bytes)
+        return higher if higher >= 0 else min(0, higher - min(0, *self.trace.other_bytes))
+
 
 @dataclass(eq=False)
 class Unit:
     """The unit that runs now.
 
     Attributes:
+        gradient_bytes: gradients that were there when it began.
+        predicted_bytes: what its peak is to be; at most that, if it is not ``certain``.
         calls: its root calls so far.
         roomy: whether it is run without any interception, as smaller than one that fits.
     """
@@ -124,6 +137,7 @@ class Unit:
     kind: Kind
     base_bytes: int
     left_bytes: int
+    gradient_bytes: int
     policy: str
     recorder: Recorder | None = None
     keep: bool = False
@@ -131,6 +145,7 @@ class Unit:
     entry: Entry | None = None
     state: State | None = None
     predicted_bytes: int | None = None
+    certain: bool = True
     backwards: int = 0
     consumed: int = 0
     roomy: bool = False
@@ -383,7 +398,8 @@ class Runtime:
 
     def _has_room(self, unit: Unit) -> bool:
         """Whether no unit with such root calls rises above the budget, by all that is known."""
-        most = self.rises.most(unit.calls) if self.budget_bytes and self.meter.exact else None
+        known = self.budget_bytes and self.meter.exact
+        most = self.rises.most(unit.calls, unit.gradient_bytes) if known else None
         return most is not None and unit.base_bytes + unit.left_bytes + most <= self.budget_bytes
 
     def _after(self) -> int:
@@ -393,7 +409,7 @@ class Runtime:
         """A root call returned."""
         if self.unit is not None:
             plain = [t for t in tensors_in(result) if type(t) in PLAIN_TYPES]  # of others `grad_fn` may be costly
-            self.unit.outputs += [weakref.ref(t) for t in plain if t.grad_fn is not None]
+            self.unit.outputs += [weakref.ref(t) for t in plain if node_of(t) is not None]
 
     def called_elsewhere(self, module: torch.nn.Module) -> None:
         """A module is called in another thread."""
@@ -476,6 +492,13 @@ class Runtime:
                 self.stack.put(GuardMode(lean), self.saver.pack, _unpack)
         else:
             lean.leave()
+
+    def exposed(self, tensor: torch.Tensor) -> None:
+        """Somebody is given a tensor's memory, and may write there unseen: what a plan's replays would read is made now."""
+        lean = None if self.unit is None or not self._active else self.unit.lean
+        if lean is not None and not lean.lost:
+            with self.updates.aside():
+                lean.will_write(tensor)
 
     def _has_hooks(self) -> bool:
         """Whether a parameter or module of the script has a hook that runs in backward."""
@@ -562,24 +585,34 @@ class Runtime:
         between = base if self._owing else max(self.meter.op_peak(), base)  # else bytes of our making
         self._between_bytes = between if self._units > 1 else 0
         self.meter.reset_op_peak()
-        self._resolve_share(kind, base)
-        unit = Unit(kind, base, left + away, "online", calls=[kind])
-        self.unit = unit
+        self.unit = unit = Unit(kind, base, left + away, self._gradient_bytes(), "online", calls=[kind])
+        self._resolve_share(unit)
         if not self.budget_bytes and self.settings.budget is None:
             self._run_fully(unit, None, record=False)
             return
         entry = self._entry(kind, base)
         if self._units in AGREED_UNITS and agree.wanted():
-            self._agree(entry, base)
+            self._agree(entry, unit)
         if entry is None:
             self._check_resident()
             self._run_unknown(unit)
-            return
+        else:
+            self._run_known(unit, entry)
+
+    def _run_known(self, unit: Unit, entry: Entry) -> None:
+        """A unit of this kind was recorded: follow its plan, or refuse."""
         self.rises.familiar()
-        solution = self._solve(entry, base)
+        kind, base = unit.kind, unit.base_bytes
+        shift, exactly = entry.shift(unit), base - entry.trace.base_bytes
+        solution = self._solve(entry, shift)
+        doubtful = solution.state is None and exactly < shift
+        if doubtful:  # if nothing of what is missing would have gone, there may be a plan
+            shift, solution = exactly, self._solve(entry, exactly)
         grown = sum(size for state, size in self._states().items() if state not in entry.states)
         self.figures = figures = figures_of(
-            entry.problem, solution, base, self._between_bytes, self.resident_bytes(), grown - entry.left_bytes)
+            entry.problem, solution, between_bytes=self._between_bytes, resident_bytes=self.resident_bytes(),
+            shift_bytes=shift, certain_bytes=min(exactly, grown - entry.left_bytes),
+        )
         known = bool(self.entries.get(kind))
         crossed = sum(s.overrun or s.peak_bytes > self.budget_bytes for s in self.steps[1:])
         refused = bool(self.budget_bytes) and solution.state is None and crossed > (CROSSED if entry.left_bytes else 0)
@@ -592,14 +625,14 @@ class Runtime:
         if refused or proven:
             self._refuse(figures, proven=proven and not refused)
         self._solved = entry.problem, solution
-        exact = known and self._near(entry.trace.base_bytes, base, entry.problem.plain_peak)
+        exact = known and not doubtful and self._near(entry.trace.base_bytes, base, entry.problem.plain_peak)
         worn = self.recordings.get(kind, 0) >= SEEN_TWICE
         if solution.state is None:
             self._run_fully(unit, None, record=not exact and not worn)
-        elif (exact or worn) and self._surprises.get(kind, 0) < SURPRISES:
+        elif (exact or worn) and not doubtful and self._surprises.get(kind, 0) < SURPRISES:
             self._run_lean(unit, entry, solution)
         else:
-            self._run_fully(unit, entry, record=not worn)
+            self._run_fully(unit, entry, record=not worn or doubtful)
 
     def _left_bytes(self) -> tuple[int, int]:
         """What graphs of former units still hold, and what of theirs was let go."""
@@ -616,25 +649,24 @@ class Runtime:
     def _near(self, a: int, b: int, peak: int) -> bool:
         return abs(a - b) <= max(TOLERANCE_BYTES, TOLERANCE_SHARE * peak)
 
-    def _solve(self, entry: Entry, base: int) -> Solution:
-        solution = self._within(entry, self._room_for(entry, base))
+    def _solve(self, entry: Entry, shift: int) -> Solution:
+        solution = self._within(entry, self._room_for(entry, shift))
         agreed = entry.agreed
         if agreed is None or agreed.timeline.peak_bytes > solution.budget_bytes:
             return solution
         return replace(solution, state=agreed)
 
-    def _room_for(self, entry: Entry, base: int) -> int:
-        """What a plan made on a recording's base may reach, for a unit on another base to stay within the budget."""
-        shift = base - entry.trace.base_bytes
+    def _room_for(self, entry: Entry, shift: int) -> int:
+        """What a plan made on a recording's base may reach, for a unit that lies higher to stay within the budget."""
         return (self.budget_bytes or entry.problem.plain_peak + abs(shift) + 1) - shift
 
     def _within(self, entry: Entry, room: int) -> Solution:
         solution = entry.front.at(room - SLACK_BYTES)
         return entry.front.at(room) if solution.state is None else solution
 
-    def _agree(self, entry: Entry | None, base: int) -> None:
+    def _agree(self, entry: Entry | None, unit: Unit) -> None:
         """All ranks take part, whether they have a plan or not: these are collectives."""
-        room = agree.on_room(None if entry is None else self._room_for(entry, base))
+        room = agree.on_room(None if entry is None else self._room_for(entry, entry.shift(unit)))
         mine = None if entry is None or room is None else self._within(entry, room)
         agreed = agree.on_plan(None if entry is None else entry.problem, mine)
         if entry is not None:
@@ -666,7 +698,9 @@ class Runtime:
         assert solution.state is not None
         unit.policy = "planned" if solution.state.decisions else "plain"
         unit.entry, unit.state = entry, solution.state
-        unit.predicted_bytes = solution.state.timeline.peak_bytes + unit.base_bytes - entry.trace.base_bytes
+        shift = entry.shift(unit)
+        unit.predicted_bytes = solution.state.timeline.peak_bytes + shift
+        unit.certain = shift == unit.base_bytes - entry.trace.base_bytes
         self._note_policy(unit.policy)
         self.clock.detailed = False
         self.stack.take()
@@ -763,9 +797,11 @@ class Runtime:
             pinned=frozenset(recorder.tainted),
         )
         if self._units > 1:  # the first unit of all is a cold one
-            self.rises.note(unit.calls, problem.plain_peak - problem.base_bytes)
+            self.rises.note(unit.calls, problem.plain_peak - problem.base_bytes, unit.gradient_bytes)
         states = frozenset(self._states())
-        entry = Entry(recorder.funcs, recorder.packs, unit.starts, Front(problem), unit.left_bytes, states)
+        entry = Entry(
+            recorder.funcs, recorder.packs, unit.starts, Front(problem), unit.left_bytes, unit.gradient_bytes, states
+        )
         kept = [e for e in self.entries.get(unit.kind, ()) if not self._near(
             e.trace.base_bytes, trace.base_bytes, problem.plain_peak)]
         self.entries[unit.kind] = [*kept[-(RECORDINGS - 1):], entry]
@@ -774,7 +810,7 @@ class Runtime:
     def _note_rise(self, unit: Unit) -> None:
         """A unit ran without any interception."""
         peak = self.meter.op_peak()
-        self.rises.note(unit.calls, peak - unit.base_bytes - unit.left_bytes)
+        self.rises.note(unit.calls, peak - unit.base_bytes - unit.left_bytes, unit.gradient_bytes)
         if peak > self.budget_bytes:
             self.rises.broke(unit.calls)
 
@@ -787,7 +823,8 @@ class Runtime:
             entry.followed += 1
             return
         lost = unit.lean is not None and unit.lean.lost
-        less = bool(entry.left_bytes) and measured < predicted  # a graph left over from a planned unit is smaller
+        # A graph left over from a planned unit is smaller; what was not there at the beginning may never have come.
+        less = (bool(entry.left_bytes) or not unit.certain) and measured < predicted
         if not lost and (less or self._near(measured, predicted, predicted)):
             entry.followed += 1
             if unit.state is not None and unit.lean is not None and unit.lean.run.stopwatch is not None:
@@ -809,14 +846,14 @@ class Runtime:
 
     # --- budget ------------------------------------------------------------------------------------------------------
 
-    def _resolve_share(self, kind: Kind, base: int) -> None:
+    def _resolve_share(self, unit: Unit) -> None:
         """Turn a share into bytes once the plain peak is known."""
         budget = self.settings.budget
         if not isinstance(budget, Share) or not self.entries or (self.budget_bytes and len(self.steps) != 1):
             return
-        entry = self._entry(kind, base) or next(iter(self.entries.values()))[-1]
+        entry = self._entry(unit.kind, unit.base_bytes) or next(iter(self.entries.values()))[-1]
         resident = self.resident_bytes()
-        peak = max(entry.problem.plain_peak + base - entry.trace.base_bytes, self._between_bytes)
+        peak = max(entry.problem.plain_peak + entry.shift(unit), self._between_bytes)
         self.budget_bytes = int(resident + budget.fraction * max(0, peak - resident))
         self.evictor.limit_bytes = self.budget_bytes
 
@@ -832,6 +869,12 @@ class Runtime:
             tensors += [p for group in optimizer.param_groups for p in group["params"]]
             tensors += tensors_in(list(optimizer.state.values()))
         return tensors
+
+    def _gradient_bytes(self) -> int:
+        """Gradients that are there."""
+        optimized = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
+        parameters = {id(p): p for p in optimized or own_tensors(m for root in self._roots for m in modules_of(root))}
+        return sum(bytes_of(g) for p in parameters.values() if (g := grad_of(p)) is not None)
 
     def _states(self) -> dict[int, int]:
         """Storages of optimizer states: bytes of each."""

@@ -10,7 +10,8 @@ from lowtide.live.board import Ticket
 from lowtide.live.guard import Evictor
 from lowtide.live.ledger import Ledger
 from lowtide.live.recorder import Recorder
-from lowtide.live.value import NO_DISPATCH, PLAIN_TYPES, Meta, Value, beneath_autograd, is_plain, meta_of, view_on, watch
+from lowtide.live.tensors import beneath_autograd, is_plain, node_of
+from lowtide.live.value import NO_DISPATCH, PLAIN_TYPES, Meta, Value, meta_of, view_on, watch
 
 
 def modified_in_place(meta: Meta, found: int, expected: int) -> RuntimeError:
@@ -32,7 +33,7 @@ class Kept:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """Hold a tensor, detached so that autograd's graph does not hold itself."""
-        self.leaf = tensor.grad_fn is None
+        self.leaf = node_of(tensor) is None
         self.tensor: torch.Tensor | None = tensor if self.leaf else _detached(tensor)
         self.version = -1 if tensor.is_inference() else tensor._version
         self.ticket: Ticket | None = None

@@ -1,13 +1,48 @@
-"""What modules, optimizers and tensors have: gradients, states, storages."""
+"""What modules, optimizers and tensors have: gradients, states, storages; and tensors as the dispatcher has them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, final
 
 import torch
 
 _GRAD: Any = torch._C.TensorBase.grad
+_GRAD_FN: Any = torch._C.TensorBase.grad_fn
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is fully described by a storage and its view metadata."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor._is_zerotensor()  # a tangent of zeros has no bytes
+    )
+
+
+@final
+class beneath_autograd:  # noqa: N801 - used as a context manager, like torch.no_grad
+    """Run operators as the dispatch mode saw them: no autograd, no autocast, no dispatch mode."""
+
+    __slots__ = ("_guards",)
+
+    def __enter__(self) -> None:
+        """Exclude the dispatch keys (by guards that are lifted in reverse order)."""
+        self._guards = (
+            torch._C._DisableTorchDispatch(),  # type: ignore[attr-defined]
+            torch._C._DisableAutocast(),
+            torch._C._AutoDispatchBelowAutograd(),  # type: ignore[attr-defined]
+        )
+        for guard in self._guards:
+            guard.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        """Include them again."""
+        for guard in reversed(self._guards):
+            guard.__exit__(*error)
 
 
 def grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -19,6 +54,11 @@ def grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     found: torch.Tensor | None = _GRAD.__get__(tensor)
     return found
+
+
+def node_of(tensor: torch.Tensor) -> Any:
+    """The node of autograd's graph that made a tensor, or None: whoever watches ``Tensor.grad_fn`` is not told."""
+    return _GRAD_FN.__get__(tensor)
 
 
 def with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -31,8 +31,8 @@ from lowtide.errors import LeverError
 from lowtide.live.aside import Wraps, unwrapped
 from lowtide.live.mode import Mode
 from lowtide.live.outcome import LeverFigures
-from lowtide.live.tensors import grad_of, storages_of
-from lowtide.live.value import flatten, is_plain, sole_owner
+from lowtide.live.tensors import grad_of, is_plain, storages_of
+from lowtide.live.value import flatten, sole_owner
 from lowtide.tell import tell
 from lowtide.trace import Phase
 

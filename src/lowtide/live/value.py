@@ -12,8 +12,11 @@ from typing import Any, Final, Protocol, final
 
 import torch
 from lowtide.errors import ReplayError
+from lowtide.live.bits import digest
 from lowtide.live.board import Board, Ticket, flat
+from lowtide.live.numerics import Numerics, current, under
 from lowtide.live.ops import OpInfo
+from lowtide.live.tensors import beneath_autograd, is_plain, node_of
 
 
 def _references_beside_tensors() -> int:
@@ -28,28 +31,6 @@ _BESIDE = _references_beside_tensors()
 def sole_owner(storage: torch.UntypedStorage, own: int) -> bool:
     """Whether no tensor but ``own`` aliases of ours refers to a storage."""
     return int(torch._C._storage_Use_Count(storage._cdata)) <= own + _BESIDE  # type: ignore[attr-defined]
-
-
-@final
-class beneath_autograd:  # noqa: N801 - used as a context manager, like torch.no_grad
-    """Run operators as the dispatch mode saw them: no autograd, no autocast, no dispatch mode."""
-
-    __slots__ = ("_guards",)
-
-    def __enter__(self) -> None:
-        """Exclude the dispatch keys (by guards that are lifted in reverse order)."""
-        self._guards = (
-            torch._C._DisableTorchDispatch(),  # type: ignore[attr-defined]
-            torch._C._DisableAutocast(),
-            torch._C._AutoDispatchBelowAutograd(),  # type: ignore[attr-defined]
-        )
-        for guard in self._guards:
-            guard.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: object) -> None:
-        """Include them again."""
-        for guard in reversed(self._guards):
-            guard.__exit__(*error)
 
 
 def view_on(storage: torch.UntypedStorage, meta: Meta) -> torch.Tensor:
@@ -86,18 +67,6 @@ PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffe
 """Types of tensors whose operators a mode may take as they are; others have a say of their own."""
 NO_DISPATCH: Final = torch.Tensor.__torch_dispatch__
 """What types have that do not see operators themselves, subclasses made by ``as_subclass`` among them."""
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is fully described by a storage and its view metadata."""
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and not tensor.is_quantized
-        and not tensor.is_nested
-        and not tensor._is_zerotensor()  # a tangent of zeros has no bytes
-    )
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
@@ -240,7 +209,7 @@ class Anchor:
 def _anchor(value: Value | None, tensor: torch.Tensor) -> Anchor:
     """What holds a tensor's bytes: one for all arguments that read the same value."""
     if value is None or not is_plain(tensor):
-        return Anchor(tensor if tensor.grad_fn is None else tensor.detach())
+        return Anchor(tensor if node_of(tensor) is None else tensor.detach())
     found = value.anchored()
     if found is None:
         found = Anchor(whole(tensor.untyped_storage()))
@@ -256,9 +225,10 @@ class Argument:
         anchor: holds the bytes of what cannot be made again.
         watched: the leaf it is a view of, whose version must not have moved since. (A detached tensor made beneath
             autograd has a version counter of its own; writes to other tensors are seen by the ledger.)
+        witness: of its elements, where somebody whom torch does not see may write them.
     """
 
-    __slots__ = ("anchor", "bytes", "device", "meta", "value", "version", "watched")
+    __slots__ = ("anchor", "bytes", "device", "meta", "value", "version", "watched", "witness")
 
     def __init__(self, value: Value | None, tensor: torch.Tensor, *, anchored: bool) -> None:
         """Refer to a tensor by its value, or hold it."""
@@ -270,6 +240,7 @@ class Argument:
         leaf = _leaf_under(tensor) if anchored else None
         self.watched = None if leaf is None else weakref.ref(leaf)
         self.version = 0 if leaf is None else leaf._version
+        self.witness: int | None = None
 
     def tensor(self) -> torch.Tensor:
         """The tensor, with the bits that the operator saw.
@@ -298,7 +269,13 @@ class Argument:
             if self.meta is None:
                 return anchor.held
         assert self.meta is not None
-        return view_on(anchor.storage(), self.meta)
+        found = view_on(anchor.storage(), self.meta)
+        if self.witness is not None and digest(found) != self.witness:
+            raise ReplayError(
+                f"a tensor of {self.bytes} bytes that the forward read was written before backward, unseen by torch (numpy, "
+                "a thread, its storage): exclude its module with --keep, or do not change it before backward"
+            )
+        return found
 
 
 def covers_blindly(info: OpInfo, argument: Argument) -> bool:
@@ -310,8 +287,8 @@ def covers_blindly(info: OpInfo, argument: Argument) -> bool:
 
 
 def _leaf_under(tensor: torch.Tensor) -> torch.Tensor | None:
-    leaf = tensor if tensor.grad_fn is None else tensor._base
-    return None if leaf is None or leaf.grad_fn is not None or leaf.is_inference() else leaf
+    leaf = tensor if node_of(tensor) is None else tensor._base
+    return None if leaf is None or node_of(leaf) is not None or leaf.is_inference() else leaf
 
 
 @final
@@ -324,6 +301,7 @@ class Record:
         kwargs: its keyword arguments, likewise.
         inputs: the arguments among them.
         grad: whether gradients were on: some kernels keep a workspace for backward only then.
+        settings: what was in force of what decides bits.
         state: (generator, its state) where it may draw.
         outs: (position in the flattened outputs, weak reference to the value).
         overs: (argument that is written, weak reference to the version it makes, whether the old bits matter).
@@ -331,12 +309,13 @@ class Record:
         order: position among all records, rising with time.
     """
 
-    __slots__ = ("args", "func", "grad", "info", "inputs", "kwargs", "order", "outs", "overs", "seconds", "state")
+    __slots__ = ("args", "func", "grad", "info", "inputs", "kwargs", "order", "outs", "overs", "seconds", "settings", "state")
 
     def __init__(self, func: Any, info: OpInfo, args: Any, kwargs: Any, inputs: list[Argument], order: int) -> None:
         """Note an operator and what it reads; outputs are added once they are known."""
         self.func = func
         self.grad = torch.is_grad_enabled()
+        self.settings: Numerics = current()
         self.info = info
         self.args = args
         self.kwargs = kwargs
@@ -369,17 +348,21 @@ class Record:
         before = torch.is_grad_enabled()
         torch._C._set_grad_enabled(self.grad)
         try:
-            if self.state is None:
-                return flatten(how.call(self, args, kwargs)), written
-            generator, state = self.state
-            now = generator.get_state()
-            generator.set_state(_state_tensor(state))
-            try:
-                return flatten(how.call(self, args, kwargs)), written
-            finally:
-                generator.set_state(now)
+            with under(self.settings):
+                return flatten(self._draws_as_before(how, args, kwargs)), written
         finally:
             torch._C._set_grad_enabled(before)
+
+    def _draws_as_before(self, how: Replayer, args: Any, kwargs: Any) -> Any:
+        if self.state is None:
+            return how.call(self, args, kwargs)
+        generator, state = self.state
+        now = generator.get_state()
+        generator.set_state(_state_tensor(state))
+        try:
+            return how.call(self, args, kwargs)
+        finally:
+            generator.set_state(now)
 
     def _target(
         self, argument: Argument, *, matters: bool, steal: Callable[[Value], bool], how: Replayer
@@ -437,9 +420,9 @@ def _state_tensor(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
-def generator_of(kwargs: Any, devices: Iterable[torch.device]) -> Any:
-    """The generator that an operator draws from: the one it is given, or the default one of its device."""
-    given = kwargs.get("generator")
+def generator_of(args: Any, kwargs: Any, devices: Iterable[torch.device]) -> Any:
+    """The generator that an operator draws from: the one it is given, by name or in its place, or its device's own."""
+    given = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)), None)
     if given is not None:
         return given
     named = kwargs.get("device")  # factories read no tensor

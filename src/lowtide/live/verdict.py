@@ -13,31 +13,30 @@ from lowtide.units import format_bytes
 
 
 def figures_of(
-    problem: Problem, solution: Solution, base_bytes: int, between_bytes: int, resident_bytes: int, certain_bytes: int
+    problem: Problem, solution: Solution, *, shift_bytes: int, certain_bytes: int, between_bytes: int, resident_bytes: int
 ) -> PlanFigures:
     """A solution as it holds for a unit on another base.
 
     Args:
         problem: what was solved.
         solution: the answer.
-        base_bytes: live when the unit begins.
+        shift_bytes: how much higher than the recorded one the unit lies, at most.
+        certain_bytes: how much higher it lies for certain: of what its base is above the recorded one's, what was made since
+            and stays (a leftover of the step before may go within the unit), less what graphs of former units held then.
         between_bytes: highest point between the last unit and this one: the optimizer's update.
         resident_bytes: parameters, buffers and optimizer states.
-        certain_bytes: of these, what was made since the recording, less what graphs of former units held when it began. The
-            bound takes no other growth of the base for certain: a leftover of the step before may go within the unit.
     """
-    shift, state, seconds = base_bytes - problem.base_bytes, solution.state, problem.seconds
-    certain = min(shift, certain_bytes)
+    state, seconds = solution.state, problem.seconds
     return PlanFigures(
-        predicted_peak_bytes=None if state is None else max(state.timeline.peak_bytes + shift, between_bytes),
-        baseline_peak_bytes=max(problem.plain_peak + shift, between_bytes),
+        predicted_peak_bytes=None if state is None else max(state.timeline.peak_bytes + shift_bytes, between_bytes),
+        baseline_peak_bytes=max(problem.plain_peak + shift_bytes, between_bytes),
         resident_bytes=resident_bytes,
         predicted_step_seconds=None if state is None else seconds + state.timeline.extra_seconds,
         baseline_step_seconds=seconds,
         extra_seconds=None if state is None else state.timeline.extra_seconds,
-        bound_peak_bytes=max(solution.bound.peak_bytes + certain, between_bytes),
+        bound_peak_bytes=max(solution.bound.peak_bytes + certain_bytes, between_bytes),
         bound_extra_seconds=solution.bound_seconds,
-        lowest_peak_bytes=max(solution.lowest_bytes + shift, between_bytes),
+        lowest_peak_bytes=max(solution.lowest_bytes + shift_bytes, between_bytes),
         status=solution.status.value,
         solve_seconds=solution.solve_seconds,
     )

@@ -33,8 +33,8 @@ from lowtide.live.ops import OpInfo, info_of
 from lowtide.live.saver import Kept
 from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
-from lowtide.live.tensors import grad_of, tensors_in
-from lowtide.live.value import NO_DISPATCH, PLAIN_TYPES, StorageRef, is_plain, written_by
+from lowtide.live.tensors import grad_of, is_plain, tensors_in
+from lowtide.live.value import NO_DISPATCH, PLAIN_TYPES, StorageRef, written_by
 from lowtide.store import CARRIED, PHASES, Flag, Kind, Role, Writer, encode_run, summed
 from lowtide.trace import Phase
 

@@ -1,0 +1,133 @@
+"""Settings that decide bits and that a script may change between its forward and its backward.
+
+An operator that runs again must run under the settings that it met: the precision of matrix products, the libraries and
+kernels that are allowed, the number of threads (how sums are split), the type of what has none of its own, whether the
+processor flushes denormal numbers. They are read again only when one of their setters was called: :func:`current` is quick.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from lowtide.live.aside import Wraps
+
+_FLAGS: Final = (
+    "float32_matmul_precision", "mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled", "cudnn_enabled",
+    "cudnn_benchmark", "cudnn_deterministic", "cudnn_allow_tf32", "cublas_allow_tf32",
+    "cublas_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction",
+    "cublas_allow_fp16_accumulation", "cpu_allow_fp16_reduced_precision_reduction", "math_sdp_allow_fp16_bf16_reduction",
+    "blas_preferred_backend", "linalg_preferred_backend", "deterministic_fill_uninitialized_memory",
+)
+"""``torch._C._get_NAME`` and ``_set_NAME``, as far as this torch has them."""
+_PRECISIONS: Final = tuple((b, o) for b in ("generic", "cuda", "mkldnn") for o in ("all", "matmul", "conv", "rnn"))
+"""Backends and operators of ``torch._C._get_fp32_precision_getter``, which newer versions have."""
+
+_C: Any = torch._C
+
+
+def _flushes() -> bool:
+    """Whether this thread's arithmetic takes denormal numbers for zero."""
+    return sys.float_info.min * 0.5 == 0.0
+
+
+def _determinism() -> tuple[bool, bool]:
+    return bool(_C._get_deterministic_algorithms()), bool(_C._get_deterministic_algorithms_warn_only())
+
+
+def _determine(setting: tuple[bool, bool]) -> None:
+    _SET_DETERMINISTIC(setting[0], warn_only=setting[1])
+
+
+def _set(setter: Callable[..., None], setting: Any) -> None:
+    setter(*setting) if isinstance(setting, tuple) else setter(setting)
+
+
+_SET_DETERMINISTIC: Final = _C._set_deterministic_algorithms
+_SETTINGS: Final[tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...]] = (
+    (_determinism, _determine),
+    (torch.get_default_dtype, _C._set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
+    (_flushes, torch.set_flush_denormal),
+    *(
+        (getattr(_C, f"_get_{name}"), functools.partial(_set, getattr(_C, f"_set_{name}")))
+        for name in _FLAGS if hasattr(_C, f"_get_{name}") and hasattr(_C, f"_set_{name}")
+    ),
+    *(
+        (functools.partial(_C._get_fp32_precision_getter, *which), functools.partial(_C._set_fp32_precision_setter, *which))
+        for which in _PRECISIONS if hasattr(_C, "_get_fp32_precision_getter")
+    ),
+)
+"""Getters and setters, torch's own: the script's use of the setters is watched, ours is not."""
+_SETTERS: Final = (
+    (torch, "set_num_threads"), (torch, "set_flush_denormal"), (_C, "_set_default_dtype"),
+    (_C, "_set_deterministic_algorithms"), (_C, "_set_fp32_precision_setter"),
+    *((_C, f"_set_{name}") for name in _FLAGS),
+)
+"""Where scripts, and torch's Python, find them."""
+
+Numerics = tuple[Any, ...]
+"""All settings, in the order of their getters; None for one that torch does not tell."""
+
+
+def _read() -> Numerics:
+    return tuple(_told(get) for get, _ in _SETTINGS)
+
+
+def _told(get: Callable[[], Any]) -> Any:
+    try:
+        return get()
+    except RuntimeError:  # an older question that has no answer once newer settings differ among themselves
+        return None
+
+
+_known: list[Numerics] = []
+
+
+def current() -> Numerics:
+    """The settings that are in force."""
+    return _known[0] if _known else _read()
+
+
+def watch(wraps: Wraps) -> None:
+    """Know of every change from now on, until the wraps are undone."""
+    _known[:] = [_read()]
+    wraps.also(_known.clear)
+    for owner, name in _SETTERS:
+        if hasattr(owner, name):
+            wraps.put(owner, name, _setting)
+
+
+def _setting(original: Any) -> Any:
+    @functools.wraps(original)
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if _known:
+                _known[0] = _read()
+
+    return changed
+
+
+@contextmanager
+def under(settings: Numerics) -> Iterator[None]:
+    """Run operators under the settings that others were run under."""
+    if settings is current() or settings == current():
+        yield
+        return
+    changed = []
+    for (get, change), wanted in zip(_SETTINGS, settings, strict=True):
+        found = _told(get)
+        if wanted is not None and found is not None and found != wanted:
+            change(wanted)
+            changed.append((change, found))
+    try:
+        yield
+    finally:
+        for change, former in reversed(changed):
+            change(former)

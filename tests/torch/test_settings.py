@@ -1,0 +1,165 @@
+"""Law: an operator that runs again runs under the settings, and draws from the generator, that it met the first time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import zoo
+from harness import above_of, budgeted, plain_of
+from lowtide.live import numerics
+from lowtide.live.aside import Wraps
+from torch import nn
+
+STEPS, WIDTH, ROWS = 6, 256, 512
+
+
+def _blocks() -> nn.Sequential:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6)])
+
+
+def _deep(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(4):
+        x = (x * 1.01).sin() + (x * 0.3).tanh()
+    return x
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    former = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(former)
+
+
+@contextmanager
+def _precision(name: str) -> Iterator[None]:
+    former = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(former)
+
+
+@contextmanager
+def _wide() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def _flushing() -> Iterator[None]:
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def _tiny(model: nn.Module) -> torch.Tensor:
+    small = (torch.randn(ROWS, WIDTH) * 1e-39).requires_grad_()
+    return (_deep(small) * 1e38).sum() + model(torch.randn(ROWS, WIDTH)).square().mean()
+
+
+def _divided(model: nn.Module) -> torch.Tensor:
+    """A quotient of whole numbers has the default type."""
+    x = model(torch.randn(ROWS, WIDTH, dtype=torch.float32))
+    for i in range(2, 6):
+        x = (x * (torch.randint(1, 9, (ROWS, WIDTH)) / i).float()).tanh()
+    return x.square().mean()
+
+
+SETTINGS: dict[str, tuple[Callable[[], object], Callable[[nn.Module], torch.Tensor]]] = {
+    "threads": (lambda: _threads(2), lambda model: _deep(model(torch.randn(ROWS, WIDTH))).square().mean()),
+    "precision": (lambda: _precision("medium"), lambda model: model(torch.randn(ROWS, WIDTH)).square().mean()),
+    "library": (lambda: torch.backends.mkldnn.flags(enabled=False), lambda model: model(torch.randn(ROWS, WIDTH)).square().mean()),
+    "default_dtype": (_wide, _divided),
+    "denormals": (_flushing, _tiny),
+}
+
+
+@pytest.mark.parametrize("share", [0.7, 0.5])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_change_between_forward_and_backward(name: str, share: float) -> None:
+    within, loss_of = SETTINGS[name]
+
+    def make() -> zoo.Job:
+        model = _blocks()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+        def step(_: int) -> torch.Tensor:
+            with within():  # type: ignore[attr-defined]
+                loss = loss_of(model).float()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return zoo.Job(step, [model], [optimizer])
+
+    reference = plain_of(make, STEPS)
+    before = numerics.current()
+    run = budgeted(make, above_of(reference, share), STEPS, offload=False)
+    assert run.bits == reference.bits
+    assert any(s.recomputed_ops for s in run.outcome.steps[2:])
+    assert numerics.current() == before
+
+
+def test_every_setting_is_put_back_and_seen_as_soon_as_it_changes() -> None:
+    wraps = Wraps()
+    before = numerics.current()
+    numerics.watch(wraps)
+    try:
+        torch.set_float32_matmul_precision("medium")
+        torch.set_flush_denormal(True)
+        changed = numerics.current()
+        assert changed != before
+        with numerics.under(before):
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert numerics.current() == changed
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.set_flush_denormal(False)
+        wraps.undo()
+    assert numerics.current() == before
+
+
+@pytest.mark.parametrize("draw", [
+    lambda x, g: torch.poisson(x.abs() + 1, generator=g),
+    lambda x, g: torch.binomial(torch.full_like(x, 5.0), x.sigmoid(), generator=g),
+    lambda x, g: torch.bernoulli(x.sigmoid(), generator=g),
+    lambda x, g: torch.empty_like(x).exponential_(generator=g),
+], ids=["poisson", "binomial", "bernoulli", "exponential"])  # fmt: skip
+def test_random_numbers_of_a_generator_of_the_scripts_own(draw: Callable[..., torch.Tensor]) -> None:
+    """Also where an operator takes it as one argument among others."""
+
+    def make() -> zoo.Job:
+        model, generator = _blocks(), torch.Generator().manual_seed(3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+        def step(_: int) -> torch.Tensor:
+            x = torch.randn(ROWS, WIDTH)
+            for block in model:
+                h = block(x)
+                x = h * draw(h.detach(), generator).tanh()
+            loss = x.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return zoo.Job(step, [model], [optimizer])
+
+    reference = plain_of(make, STEPS)
+    run = budgeted(make, above_of(reference, 0.5), STEPS, offload=False)
+    assert run.bits == reference.bits
+    assert any(s.recomputed_ops for s in run.outcome.steps[2:])
