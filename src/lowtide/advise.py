@@ -313,6 +313,13 @@ def smaller_batch(case: Case) -> Iterator[Finding]:
 # --- answers --------------------------------------------------------------------------------------------------------------
 
 
+def _like(first: Step, second: Step) -> int:
+    """Of one step the operator to compare with another's highest: the highest of that phase, else of all."""
+    phases = first.entries["phase"][first.ops]
+    there = np.flatnonzero(phases == second.entries["phase"][second.ops[second.peak_op]])
+    return int(there[np.argmax(first.peaks[there])]) if len(there) else first.peak_op
+
+
 def second_step(case: Case) -> Iterator[Finding]:
     """Why the second step peaks above the first."""
     known = {s.row.step: s for s in case.steps}
@@ -322,7 +329,7 @@ def second_step(case: Case) -> Iterator[Finding]:
     rise = int(second.peaks.max()) - int(first.peaks.max())
     if rise < NOTABLE * case.peak:
         return
-    roles = second.at_peak[second.peak_op] - first.at_peak[first.peak_op]
+    roles = second.at_peak[second.peak_op] - first.at_peak[_like(first, second)]
     grown = [f"{Role(r).name.lower()} {format_bytes(int(roles[r]))}" for r in np.argsort(-roles) if roles[r] > NOTABLE * rise]
     yield case.found(
         "second-step", f"step 1 peaks {format_bytes(rise)} above step 0; more there: {', '.join(grown)}", None

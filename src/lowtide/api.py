@@ -17,7 +17,7 @@ from lowtide.live.outcome import Outcome
 from lowtide.live.runtime import Runtime, Settings
 from lowtide.planner import Plan
 from lowtide.store import Recording, Writer, read
-from lowtide.units import Size, parse_budget
+from lowtide.units import Size, as_budget
 
 _running: list[Runtime | watch.Watcher] = []
 
@@ -42,7 +42,7 @@ class Budgeted:
 
 @contextlib.contextmanager
 def budget(
-    size: str | Size | None,
+    size: str | float | Size | None,
     *,
     keep: str | tuple[str, ...] = (),
     plan: Plan | None = None,
@@ -53,7 +53,7 @@ def budget(
     """Train within so many bytes: a context manager, and a decorator.
 
     Args:
-        size: ``"6 GiB"``, ``"50%"``, bytes as an int, ``"auto"`` (CUDA), or None: no limit, only rescue from out-of-memory.
+        size: ``"6 GiB"``, ``"50%"``, bytes, ``"auto"`` (CUDA), or None: no limit, only rescue from out-of-memory.
         keep: paths of modules (``"blocks.0"``) whose saved values are never dropped.
         plan: a plan to begin with (``lowtide.planner.load_plan``).
         offload: whether values may be moved to the second board (a file in ``TMPDIR``; pinned host memory for CUDA).
@@ -61,18 +61,18 @@ def budget(
         without: levers that must not be used.
 
     Raises:
-        SizeError: if the size cannot be read.
+        SizeError: if the size cannot be read, or is ``"auto"`` and there is no CUDA device.
         UsageError: if a budget is in force already, or there is no such lever.
         BudgetError: at the beginning of the second step, if the budget cannot be held.
     """
     if _running:
         raise UsageError("a budget is in force already (or a recording is made): leave it before another begins")
-    asked = parse_budget(size) if isinstance(size, str) else size
+    asked = as_budget(size)
     allowed, excluded = check_levers(allow, without)
     kept = (keep,) if isinstance(keep, str) else tuple(keep)
     runtime = Runtime(Settings(budget=asked, keep=kept, plan=plan, offload=offload, allow=allowed, without=excluded))
-    _running.append(runtime)
     runtime.start()
+    _running.append(runtime)
     try:
         yield Budgeted(runtime)
     finally:

@@ -36,9 +36,14 @@ class Floor:
 
 
 def grows_with_the_batch(step: Step) -> list[int]:
-    """Places of the blocks that are as large as the batch is: made in the step, of no parameter's shape."""
+    """Places of the blocks that are as large as the batch is: made in the step, and after its loss of no parameter's shape."""
     fixed = {b.label for b in step.blocks if b.role is Role.PARAMETER}
-    return [i for i, b in enumerate(step.blocks) if b.role in (None, Role.INPUT) and b.label not in fixed and b.born >= 0]
+    late = {PHASES.index(Phase.BACKWARD), PHASES.index(Phase.OPTIMIZER)}
+    phases = step.entries["phase"]
+    return [
+        i for i, b in enumerate(step.blocks)
+        if b.role in (None, Role.INPUT) and b.born >= 0 and not (b.label in fixed and int(phases[b.born]) in late)
+    ]
 
 
 def floor_of(step: Step, plain_peak_bytes: int) -> Floor:

@@ -307,20 +307,27 @@ def _check_place(path: Path) -> None:
         raise RecordingError(f"cannot write {path}: it is there already and is no recording; name another file, or remove it")
 
 
+FEW_LOOKS: Final = 5
+"""Rows of the process, a second each, of a script that failed while it was still importing."""
+
+
 @final
 class Writer:
     """Writes a recording."""
 
     def __init__(self, path: Path, meta: Mapping[str, Any]) -> None:
-        """Create the file, over what was there.
+        """Create the file; a recording that was there is kept aside until this one is worth more.
 
         Raises:
             RecordingError: if it cannot be written.
         """
         self.path = path
         _check_place(path)
+        self._former = path.with_name(f"{path.name}~")
         try:
-            for old in (path, tail_path(path), names_path(path)):
+            if path.exists():
+                path.replace(self._former)
+            for old in (tail_path(path), names_path(path)):
                 old.unlink(missing_ok=True)
             self._base = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._base.executescript(
@@ -331,7 +338,7 @@ class Writer:
         except (sqlite3.Error, OSError) as error:
             raise RecordingError(f"cannot write {path}: {error}") from None
         self._names: dict[str, int] = {}
-        self._stored = 0
+        self._stored = self._steps = self._looks = 0
         self._lock = threading.Lock()
         self._inherited = False
         writer = weakref.ref(self)  # the interpreter keeps what it calls for ever
@@ -368,6 +375,7 @@ class Writer:
             self._stored = len(self._names)
             _insert(base, row)
             base.execute("COMMIT")
+            self._steps += row.step >= 0
 
     def process(self, row: ProcessRow) -> None:
         """What the process took in a step; from any thread."""
@@ -375,16 +383,32 @@ class Writer:
             return
         with self._lock:
             self._base.execute("INSERT INTO process VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", tuple(asdict(row).values()))
+            self._looks += 1
 
-    def close(self, *, code: int = 0, error: BaseException | None = None) -> None:
-        """The recording is whole: how the script ended."""
+    def close(self, *, code: int = 0, error: BaseException | None = None, always: bool = False) -> bool:
+        """The recording is whole: how the script ended.
+
+        Args:
+            code: the exit code.
+            error: what it ended with.
+            always: whether it is worth keeping without a step too.
+
+        Returns:
+            Whether it is there: of a script that failed before any step the recording that was there before is put back.
+        """
         if self._inherited:
-            return
+            return True
         self.put_meta({"exit_code": code, "error": None if error is None else f"{type(error).__name__}: {error}"[:500]})
         self._base.close()
         self.journal.close()
         os.close(self._names_file)
         names_path(self.path).unlink(missing_ok=True)
+        empty = code != 0 and not always and not self._steps and self._looks <= FEW_LOOKS and self._former.exists()
+        if empty:
+            self._former.replace(self.path)
+        else:
+            self._former.unlink(missing_ok=True)
+        return not empty
 
 
 def _inherit(known: weakref.ref[Writer]) -> None:

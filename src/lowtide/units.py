@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Final
+from typing import Final, SupportsIndex
 
 from lowtide.errors import SizeError
 
@@ -71,6 +71,28 @@ def parse_budget(text: str) -> Size:
     if not 0 < fraction <= 10:
         raise SizeError(f"the share {text!r} is outside 0-1000 %: 50% is half of what training adds to the resident bytes")
     return Share(fraction)
+
+
+def as_budget(size: object) -> Size | None:
+    """A budget as Python code gives it: text of :func:`parse_budget`, whole bytes, a :class:`Share` or :class:`Auto`, or None.
+
+    Raises:
+        SizeError: if it is none of these, or not above zero.
+    """
+    if size is None or isinstance(size, (Share, Auto)):
+        return size
+    if isinstance(size, str):
+        return parse_budget(size)
+    if isinstance(size, float) and 0 < size <= 1:
+        raise SizeError(f"a budget of {size!r} bytes: a share is written '{100 * size:g}%'")
+    if isinstance(size, (int, float, SupportsIndex)) and not isinstance(size, bool):
+        try:
+            whole = int(size)
+        except (ValueError, OverflowError):
+            whole = 0
+        if 0 < whole < LARGEST:
+            return whole
+    raise SizeError(f"a budget of {size!r}: give bytes above zero, '6 GiB', '50%', 'auto' or None (only rescue, no limit)")
 
 
 def format_bytes(size: float) -> str:

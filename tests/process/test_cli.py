@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lowtide
 
@@ -102,6 +103,13 @@ def test_bad_usage_is_one_line_and_code_2(tmp_path: Path, arguments: tuple[str, 
     _script(tmp_path, "print('ran')", "x.py")
     (tmp_path / "bad.json").write_text("{")
     assert named in _one_line(_lowtide(tmp_path, "run", *arguments), 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_auto_without_a_device_is_bad_usage(tmp_path: Path) -> None:
+    """A budget that nothing can give is not taken for none."""
+    _script(tmp_path, "print('ran')", "x.py")
+    assert "CUDA" in _one_line(_lowtide(tmp_path, "run", "--budget", "auto", "x.py"), 2)
 
 
 def test_an_unknown_verb_is_bad_usage(tmp_path: Path) -> None:

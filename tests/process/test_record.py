@@ -353,3 +353,23 @@ def test_the_part_of_the_batch_that_is_said_to_fit_fits(home: Path) -> None:
 def _recorded_at(home: Path, batch: str) -> Any:
     assert _lowtide("record", "-o", "b.lowtide", "--quiet", "--json", "n.json", "train.py", batch, cwd=home).returncode == 0
     return _json(home / "n.json")
+
+
+def test_a_script_that_fails_before_its_first_step_leaves_the_former_recording(tmp_path: Path) -> None:
+    """Law: a recording is replaced by one that has something to show, not by an empty one."""
+    file = tmp_path / "kept.lowtide"
+
+    def recorded(script: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "script.py").write_text(script)
+        return _lowtide("record", "-o", str(file), "script.py", "64", cwd=tmp_path)
+
+    assert recorded(TRAINING).returncode == 0
+    before = file.read_bytes()
+    failed = recorded("import torch\nraise RuntimeError('at once')\n")
+    assert failed.returncode == 1
+    assert "as it was before" in failed.stderr
+    assert file.read_bytes() == before
+    later = recorded(TRAINING + "raise RuntimeError('after steps')\n")
+    assert later.returncode == 1
+    assert file.read_bytes() != before
+    assert [p.name for p in tmp_path.glob("kept.lowtide*")] == ["kept.lowtide"]

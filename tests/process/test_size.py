@@ -14,6 +14,7 @@ from lowtide.errors import UsageError
 from lowtide.live.constants import with_constants
 from lowtide.size.minimum import CLOSE
 from lowtide.size.predict import Model
+from lowtide.report.size import show_batch
 from lowtide.size.throughput import Point, Rate, Results, knee, largest, measure
 from lowtide.size.trial import Asked, Ran, Target, record, run
 from lowtide.size.vary import Set, Vary, option_of, parse_axis, with_option
@@ -178,6 +179,16 @@ def test_batch_stops_when_throughput_falls_for_certain_and_knows_the_knee(tmp_pa
     best = knee(points)
     assert best is not None
     assert best.values == ("128",)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_no_verdict_is_given_before_all_sizes_were_run(whole: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    rate = Rate(low=1, median=1, high=1)
+    points = [Point(values=("64",), how="plain", ended="ok", message="", rate=rate, cold_peak_bytes=1, peak_bytes=1)]
+    show_batch(Vary([parse_axis("batch=64,128", "t.py")], ()), points, per_sample=True, whole=whole)
+    said = capsys.readouterr().err
+    assert ("knee" in said) is whole
+    assert ("largest" in said) is whole
 
 
 def test_largest_is_the_last_that_fits() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,14 @@ def test_where_nothing_depends_on_the_size_nothing_is_said_to_fit_at_a_larger_on
     model = Model([({"length": float(size)}, _recorded(_padded, size, tmp_path)) for size in (8, 16, 24)])
     assert model.at({"length": 20.0}).fits(1 << 30) is True
     assert model.at({"length": 500.0}).fits(1 << 30) is None
+
+
+def test_a_larger_step_is_never_said_to_take_less_time_whatever_the_noise(tmp_path: Path) -> None:
+    """The smallest of these takes by far the longest, as where the machine was busy."""
+    found = [({"batch": float(size)}, _recorded(_plain, size, tmp_path)) for size in (16, 24, 32)]
+    slowest = [replace(step, seconds=1.0) for step in found[0][1].steps]
+    found[0] = found[0][0], replace(found[0][1], steps=tuple(slowest))
+    model = Model(found)
+    seconds = [model.at({"batch": float(size)}).step_seconds for size in (16, 64, 256, 1024, 4096)]
+    assert seconds == sorted(seconds)
+    assert seconds[0] > 0

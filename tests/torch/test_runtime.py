@@ -521,6 +521,27 @@ def test_a_step_ends_with_the_optimizers_from_the_first_on(step: Callable[..., N
     assert len(plain.finish()["steps"]) == 4
 
 
+def test_a_refusal_that_was_caught_holds_nothing_of_the_script() -> None:
+    """By reference count alone: the next attempt, with a larger budget, must not find the first one's model."""
+
+    def attempt() -> weakref.ref[nn.Module]:
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+        optimizer = torch.optim.Adam(model.parameters())
+        with pytest.raises(lowtide.BudgetError), lowtide.budget(heap().tensor_live + 1000):  # noqa: PT012 - in whichever step
+            for _ in range(4):
+                model(torch.randn(64, 256)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return weakref.ref(model)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert attempt()() is None
+    finally:
+        gc.enable()
+
+
 def _thawed(batch: int) -> zoo.Job:
     """Half of the layers are frozen for three steps; when they train again their gradients are not there yet."""
     layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256), nn.Dropout(0.1)) for _ in range(6)]

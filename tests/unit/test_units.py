@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.errors import SizeError
-from lowtide.units import GIB, KIB, MIB, Auto, Share, format_bytes, format_seconds, parse_budget, parse_bytes
+from lowtide.units import GIB, KIB, MIB, Auto, Share, as_budget, format_bytes, format_seconds, parse_budget, parse_bytes
 
 GOOD = {
     "1": 1,
@@ -90,6 +91,22 @@ def test_what_is_no_share_is_refused(text: str) -> None:
 def test_auto_is_read_in_any_case(text: str) -> None:
     """The device decides."""
     assert parse_budget(text) == Auto()
+
+
+@pytest.mark.parametrize(("asked", "size"), [
+    ("6 GiB", 6 * GIB), ("50%", Share(0.5)), (Share(0.5), Share(0.5)), (Auto(), Auto()), (None, None), (1 << 20, 1 << 20),
+    (6e9, 6_000_000_000), (1.5 * 2**30, 3 << 29), (np.int64(4096), 4096),
+])  # fmt: skip
+def test_a_budget_from_python_is_read_as_it_is_meant(asked: object, size: object) -> None:
+    """Text, a size, a share, or a number of bytes of any type."""
+    assert as_budget(asked) == size
+
+
+@pytest.mark.parametrize("asked", [0, -1, 0.0, 0.5, 1.0, True, False, [], {}, float("nan"), float("inf"), 1 << 64, b"6GiB", object()])
+def test_what_is_no_budget_from_python_is_refused_and_not_taken_for_none(asked: object) -> None:
+    """A budget that is silently no budget would be found out by the out-of-memory error that it was to prevent."""
+    with pytest.raises(SizeError):
+        as_budget(asked)
 
 
 def test_auto_and_shares_are_budgets_but_no_sizes() -> None:

@@ -140,20 +140,24 @@ def _measure(
     plain = Asked(steps=steps, cap_bytes=limit)
     held = Asked(steps=max(steps, 6), budget_bytes=budget, cap_bytes=limit, allow=frozenset(allow)) if budget else None
     points: list[Point] = []
+    whole = False
     try:
         with console().status("running") as status:
             for point in measure(vary, lambda s, a: run(target, s, a), store, samples=count, plain=plain, budget=held):
                 points.append(point)
                 status.update(f"after {', '.join(f'{n}={v}' for n, v in zip(vary.names, point.values, strict=True))}")
+        whole = True
     finally:
         store.close()
+        per_sample = samples is not None or which is not None
         if points:
-            per_sample = samples is not None or which is not None
-            show_batch(vary, points, per_sample=per_sample)
-            if json_file is not None:
-                write_json(json_file, batch_json(vary, points))
-            if html_file is not None:
-                Path(html_file).write_text(batch_page(target.script, vary, points, per_sample=per_sample))
+            show_batch(vary, points, per_sample=per_sample, whole=whole)
+        if points and not whole:
+            click.echo(f"lowtide: not all sizes were run: the same command goes on from {place}", err=True)
+    if json_file is not None:
+        write_json(json_file, batch_json(vary, points))
+    if html_file is not None:
+        Path(html_file).write_text(batch_page(target.script, vary, points, per_sample=per_sample))
     return 0 if any(p.fits for p in points) else 1
 
 

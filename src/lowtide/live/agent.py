@@ -212,7 +212,12 @@ class _Record:
 
             watch.end(self._watcher, complete=error is None)
         self._coarse.stop()
-        self._writer.close(code=code, error=error)
+        from lowtide.probe.catalogue import out_of_memory
+
+        short = error is not None and out_of_memory(error) is not None
+        if not self._writer.close(code=code, error=error, always=short):
+            tell(f"lowtide: no step was recorded: {self._path} is as it was before")
+            return
         from lowtide.report.recording import show_recording, to_json
         from lowtide.store import read
 

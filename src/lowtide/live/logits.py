@@ -65,7 +65,13 @@ TOO_LATE: Final = (
 )
 _GRADIENTS: Final = ("register_hook", "retain_grad", "grad", "backward")
 """Functions that ask for gradients of the logits themselves; by name, for some are wrapped while a budget is in force."""
-_NODE: Final = getattr(torch.Tensor, "grad_fn").__get__  # noqa: B009 - a getter, though its type says otherwise
+
+
+def _node_getter() -> Any:
+    return getattr(torch.Tensor, "grad_fn").__get__  # noqa: B009 - a getter, though its type says otherwise
+
+
+_NODE: Final = _node_getter()
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -132,9 +138,10 @@ class Deferred(torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        asks = func == _NODE or getattr(func, "__name__", "") in _GRADIENTS
+        node = func in (_NODE, _node_getter())  # torch's, and as it is watched
+        asks = node or getattr(func, "__name__", "") in _GRADIENTS
         if asks and any(d._product.root().used for d in _deferred((*args, *kwargs.values()))):
-            if func == _NODE:
+            if node:
                 return _Spent(node_of(real(args[0])))
             raise LeverError(TOO_LATE)
         first = args[0] if args else None

@@ -9,6 +9,7 @@ full interception for the rest of the unit.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import time
@@ -19,7 +20,7 @@ from typing import Any, final
 
 import torch
 from lowtide.allowed import LOSS, PIECES, SLICES, UPDATE
-from lowtide.errors import BudgetError
+from lowtide.errors import BudgetError, SizeError
 from lowtide.live import agree
 from lowtide.live.aside import Asides
 from lowtide.live.board import FileBoard, PinnedBoard
@@ -239,7 +240,13 @@ class Runtime:
     # --- on and off --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to watch; the full interception is on from here until the first plan."""
+        """Begin to watch; the full interception is on from here until the first plan.
+
+        Raises:
+            SizeError: if the budget is to be read off a device, and there is none.
+        """
+        if isinstance(self.settings.budget, Auto) and not torch.cuda.is_available():
+            raise SizeError("auto reads the budget off a CUDA device, and there is none: give a size, as 6GiB or 50%")
         self._active = True
         if not self.meter.exact:
             tell(
@@ -354,8 +361,6 @@ class Runtime:
             self.budget_bytes = self.evictor.limit_bytes = self._auto()
 
     def _auto(self) -> int:
-        if not torch.cuda.is_available():
-            return 0
         free, _ = torch.cuda.mem_get_info()
         return int(free * (1 - AUTO_MARGIN)) + int(torch.cuda.memory_allocated())
 
@@ -906,11 +911,13 @@ class Runtime:
     def _refuse(self, figures: PlanFigures, *, proven: bool) -> None:
         self.unit = None
         self._step_units = 0
-        self.refused = refusal(
-            figures, self.budget_bytes, self._between_bytes,
+        told = functools.partial(
+            refusal, figures, self.budget_bytes, self._between_bytes,
             proven=proven, declined=self.updates.reason, unreached=self.unreached.reasons,
         )
-        raise self.refused if self.settings.refusal is None else self.settings.refusal(self.refused)
+        self.refused = told()
+        # What is raised is nowhere held: its traceback leads to the script's model, and here.
+        raise told() if self.settings.refusal is None else self.settings.refusal(self.refused)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 

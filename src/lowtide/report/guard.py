@@ -298,7 +298,7 @@ class Recorded(Sparse):
         """The recording is whole."""
         if outcome is not None:
             self._writer.put_meta({"guard": to_json(outcome)})
-        self._writer.close(code=1 if outcome is None else outcome.exit_code)
+        self._writer.close(code=1 if outcome is None else outcome.exit_code, always=True)
 
 
 @final

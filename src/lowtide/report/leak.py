@@ -13,6 +13,8 @@ from lowtide.leak.ablate import Ablation
 from lowtide.leak.findings import MEANING, Suspect, books_of, spread_of
 from lowtide.leak.study import Study
 from lowtide.leak.verdict import Verdict, series_of
+from lowtide.leak.watch import Run
+from lowtide.probe.marks import Kind
 from lowtide.report.pages import render
 from lowtide.report.terminal import console
 from lowtide.units import format_bytes, format_seconds
@@ -32,6 +34,14 @@ BUCKETS: Final = {
 }
 
 
+def _longer(run: Run, steps: int) -> str:
+    """What would give a process more steps."""
+    if run.ended != "itself":
+        return f"give it --steps {steps}"
+    what = f"the program ended by itself after {run.steps}"
+    return f"{what}: let it run longer{', or shorten a tick (--every)' if run.kind is Kind.CLOCK else ''}"
+
+
 def sentence(study: Study) -> str:
     """The verdict in one sentence that is true of the figures."""
     verdict, culprit = study.verdict, study.verdict.culprit
@@ -49,7 +59,7 @@ def sentence(study: Study) -> str:
     if verdict.verdict is Verdict.CLEAN:
         return f"clean: {what} grows by {rate}, below the {limit} let pass"
     if not np.isfinite(culprit.low):
-        return f"inconclusive: {verdict.steps} steps are too few to tell; give it --steps {verdict.more_steps}"
+        return f"inconclusive: {verdict.steps} steps are too few to tell; {_longer(study.run, verdict.more_steps)}"
     enough = f"about {verdict.more_steps} steps would tell (--steps {verdict.more_steps})"
     return f"inconclusive: {what} grows by {rate}, and {limit} lies within; {enough}"
 

@@ -208,7 +208,9 @@ def _is_used(name: str, ran: Ran) -> bool:
 def _lever_text(name: str, ran: Ran) -> str:
     """What the lever did in a run, or why it did nothing."""
     told = next((str(x["text"]) for x in ran.levers if x["name"] == name), "there was nothing for it to do")
-    return told if ran.passes else ran.message.removeprefix(f"LeverError: {name}: ")
+    if ran.passes or ran.ended == "refused":  # that the budget of the trial cannot be held says nothing of the lever
+        return told
+    return ran.message.removeprefix(f"LeverError: {name}: ")
 
 
 def show_levers(plain: Ran, found: Mapping[str, Ran]) -> None:
@@ -267,15 +269,15 @@ def _batch_heads(vary: Vary, *, per_sample: bool) -> tuple[str, ...]:
     return (", ".join(vary.names), "how", f"{what}/s", "quartiles", "peak, first step", "peak", "")
 
 
-def show_batch(vary: Vary, points: Sequence[Point], *, per_sample: bool) -> None:
-    """The table, the knee and the largest that fits."""
+def show_batch(vary: Vary, points: Sequence[Point], *, per_sample: bool, whole: bool = True) -> None:
+    """The table, and if the whole was run the knee and the largest that fits."""
     table = _table("throughput and peak by size", *_batch_heads(vary, per_sample=per_sample))
-    for row in _batch_rows(points, per_sample=per_sample):
+    for row in _batch_rows(points, per_sample=per_sample and whole):
         table.add_row(*row)
     out = console()
     out.print(table)
     name = ", ".join(vary.names)
-    best, plain, held = knee(points), largest(points, "plain"), largest(points, "budget")
+    best, plain, held = (knee(points), largest(points, "plain"), largest(points, "budget")) if whole else (None, None, None)
     if best is not None and per_sample:
         what = "the smallest with at least 95 % of the highest throughput"
         out.print(f"knee: {name} {', '.join(best.values)}, {what}", markup=False)

@@ -20,6 +20,7 @@ from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import nnls
 
 from lowtide.errors import UsageError
 from lowtide.explain import Step, steps_of
@@ -301,8 +302,6 @@ class Model:
         tops = [self._fitted(self.degrees, self._heights(k), every, at)[0] for k in range(self._count)]
         peaks = [float(t.max()) for t in tops]
         where = int(np.argmax(peaks))
-        seconds = np.array([[float(s.row.seconds) for s in steps[1:]] for steps in self._columns]).min(axis=1, keepdims=True)
-        step_seconds = float(self._fitted(self.degrees, seconds, every, at)[0, 0])
         reach = float(np.prod(at / self._at.max(axis=0)))
         blind = not self.checked or not self.aligned
         doubt = max(BLIND_DOUBT if blind else LEAST_DOUBT, self._unseen(at[0], tops) / peaks[where] - 1)
@@ -322,10 +321,17 @@ class Model:
             cold_peak_bytes=round(peaks[0]),
             peak_bytes=round(peaks[where]),
             doubt=float(doubt),
-            step_seconds=max(step_seconds, 0.0),
+            step_seconds=self._seconds(at),
             op="" if entry is None else f"{step.names[entry['a']]} ({step.names[entry['b']] or 'outside modules'})",
             checked=self.checked and self.aligned,
         )
+
+    def _seconds(self, at: NDArray[np.float64]) -> float:
+        """Of a warm step: no part of which takes less as a size grows, however noisy the recordings were."""
+        seconds = np.array([[float(s.row.seconds) for s in steps[1:]] for steps in self._columns]).min(axis=1)
+        terms = self._terms(self.degrees, self._at)
+        parts, _ = nnls(terms / seconds[:, None], np.ones(len(seconds)))
+        return float((self._terms(self.degrees, at) @ parts)[0])
 
     def _unseen(self, at: NDArray[np.float64], tops: Sequence[NDArray[np.float64]]) -> float:
         """The peak if what a held-out recording was off by grows as fast as any tensor does.

@@ -211,6 +211,11 @@ def _values(file: File) -> dict[str, tuple[Value, ...]]:
             raise UsageError(f"axis {name} has a value twice")
         if isinstance(axis, OwnAxis) and (bool(axis.env) + (axis.argument is not None) + bool(axis.option)) != 1:
             raise UsageError(f"axis {name} needs exactly one of env, argument and option")
+        if isinstance(axis, OwnAxis) and axis.option.startswith("-"):
+            raise UsageError(
+                f"axis {name}: option is for Python itself, as importtime of `python -X importtime`; the command is given "
+                f"{axis.option} by argument = {axis.option!r}"
+            )
         found[name] = tuple(values)
     return found
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from lowtide.leak.verdict import TOLERANCE
 from lowtide.sweep.axes import Value
 from lowtide.sweep.definition import Config, Definition, named
 from lowtide.sweep.results import Cell
@@ -207,14 +208,15 @@ def front_of(rows: Sequence[Row]) -> list[Row]:
 
 
 def recommended(definition: Definition, rows: Sequence[Row]) -> Row | None:
-    """The fastest of those whose growth is not above the least for certain; of those that are not slower for certain, the
-    one that changes the fewest axes.
+    """The fastest of those whose growth is not above the least for certain, nor by what a leak is let pass; of those that
+    are not slower for certain, the one that changes the fewest axes.
     """
     good = [row for row in rows if row.good]
     if not good:
         return None
     least = min(good, key=lambda r: r.growth_bytes)
-    near = [r for r in good if r.growth_bytes <= least.growth_bytes + _reach(r.growth_error, least.growth_error)]
+    alike = [max(TOLERANCE, _reach(r.growth_error, least.growth_error)) for r in good]
+    near = [r for r, reach in zip(good, alike, strict=True) if r.growth_bytes <= least.growth_bytes + reach]
     fastest = max(near, key=lambda r: r.samples_per_second)
     equal = [
         r
