@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import time
@@ -12,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.errors import StructureError
+from lowtide.errors import GraphError, StructureError
 from lowtide.pebble import account, bound, exact
 from lowtide.pebble.anneal import library
 from lowtide.pebble.check import check
+from lowtide.pebble.classics import STRATEGIES
 from lowtide.pebble.game import game_of, profile
 from lowtide.pebble.graph import Graph, from_json, to_json
 from lowtide.pebble.referee import play
@@ -162,6 +164,17 @@ def test_search_finds_the_cheapest_plan_of_small_plain_graphs(graph: Graph, fixe
 
 
 @_FEW
+@given(full_graphs(most=14), st.floats(0.3, 1.0))
+def test_every_plan_of_the_literature_keeps_the_rules(graph: Graph, share: float) -> None:
+    """Whatever is held, may not run again, works in place or is a view: what applies to a graph can be played on it."""
+    game = game_of(graph)
+    budget = int(share * play(graph, unfold(graph, game.row(game.given))).peak_bytes)
+    for plan in STRATEGIES.values():
+        with contextlib.suppress(GraphError):
+            ops = plan(game, budget)
+            play(graph, unfold(graph, game.row(ops)))
+
+
 @given(plain_graphs())
 def test_no_order_is_lower_than_the_bounds_and_the_best_is_found(graph: Graph) -> None:
     """One-shot: forced-live and minimum cut against the lowest peak of all orders."""

@@ -14,7 +14,7 @@ from lowtide.errors import GraphError
 from lowtide.pebble import classics
 from lowtide.pebble.exact import extreme_order
 from lowtide.pebble.game import game_of
-from lowtide.pebble.graph import Graph, from_json, load
+from lowtide.pebble.graph import Graph, from_json, load, to_json
 from lowtide.pebble.referee import play
 from lowtide.pebble.schedule import plain_row, unfold
 
@@ -101,6 +101,19 @@ def test_sqrt_n_keeps_about_two_roots_for_one_more_forward(n: int) -> None:
     peak, seconds = _played(graph, classics.segments(game_of(graph)))
     assert peak <= 2 * n**0.5 + 3
     assert seconds <= len(graph.nodes) + n
+
+
+@pytest.mark.parametrize("strategy", ["keep-none", "sqrt-n", "greedy"])
+def test_what_a_script_holds_is_not_made_again(strategy: str) -> None:
+    """As the steps of recordings have it: a value that is held is there, and may be placed no second time."""
+    n = 9
+    told = to_json(chain(n))
+    for node in told["nodes"][1 : n - 1]:
+        node["held_until"] = told["nodes"][n + 4]["id"]
+    graph = from_json(told)
+    ops = classics.STRATEGIES[strategy](game_of(graph), 0)
+    assert len(ops) > len(graph.nodes) or strategy != "keep-none"
+    assert _played(graph, ops)[1] >= len(graph.nodes)
 
 
 @pytest.mark.parametrize(("n", "slots"), [(10, 3), (10, 1), (4, 4), (20, 4)])

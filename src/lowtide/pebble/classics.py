@@ -31,18 +31,23 @@ def keep_none(game: Game) -> tuple[int, ...]:
     for o in range(turn, game.plain):
         present: set[int] = set()
         for p in game.parents[o]:
-            row += _made_again(game, p, turn, present)
+            row += _made_again(game, p, turn, present, o)
         row.append(o)
     return tuple(row)
 
 
-def _made_again(game: Game, o: int, turn: int, present: set[int]) -> list[int]:
+def _held(game: Game, o: int, at: int) -> bool:
+    """Whether somebody holds a value of an operator until another has run: it is there, and may not be placed anew."""
+    return any(int(game.pin[v]) >= at for v in game.outputs[o])
+
+
+def _made_again(game: Game, o: int, turn: int, present: set[int], at: int) -> list[int]:
     """Runs of forward operators after which an operator's values are there; ``present`` gathers what is."""
     found: list[int] = []
     stack = [(o, False)]
     while stack:
         q, ready = stack.pop()
-        if q >= turn or q in present or not game.again[q]:
+        if q >= turn or q in present or not game.again[q] or _held(game, q, at):
             continue
         if ready:
             present.add(q)
@@ -72,7 +77,8 @@ def segments(game: Game, size: int | None = None) -> tuple[int, ...]:
                 continue
             if segment[p] != at:
                 at, present = segment[p], set()
-            runs = [q for q in range(at * size, min(turn, (at + 1) * size)) if q not in kept and q not in present]
+            stretch = range(at * size, min(turn, (at + 1) * size))
+            runs = [q for q in stretch if q not in kept and q not in present and not _held(game, q, o)]
             row += runs
             present |= set(runs)
         row.append(o)
@@ -149,13 +155,15 @@ def greedy(game: Game, budget: int, *, tries: int = 2000) -> tuple[int, ...]:
             for v in game.outputs[row[t]]:
                 placed[v] = t
         reads = set(game.inputs[row[peak]])
+        first = {o: t for t, o in reversed(list(enumerate(row)))}
         nexts: dict[int, int] = {}
         for t in range(len(row) - 1, peak, -1):
             for v in game.inputs[row[t]]:
                 nexts[v] = t
         for v, t in nexts.items():
             o = int(game.producer[v])
-            if v in placed and v not in reads and game.again[o] and (v, row[t]) not in tried and o in row[:peak]:
+            held = any(first.get(int(game.pin[w]), -1) >= t for w in game.outputs[o])
+            if v in placed and v not in reads and game.again[o] and not held and (v, row[t]) not in tried and o in row[:peak]:
                 best = max(best or (0, 0, 0), (int(game.bytes[v]), v, t))
         if best is None or not best[0]:
             break
