@@ -18,6 +18,7 @@ import struct
 import sys
 import threading
 import weakref
+import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -460,6 +461,8 @@ def read(path: Path) -> Recording:
         raise RecordingError(f"no such recording: {path}")
     if path.stat().st_size == 0:
         raise RecordingError(f"{path} is empty: record anew with `lowtide record -o {path} SCRIPT`")
+    if zipfile.is_zipfile(path):
+        raise RecordingError(f"{path} holds recordings at several sizes: ask `lowtide predict {path} --set NAME=VALUE`")
     try:
         base = sqlite3.connect(f"file:{path.resolve()}?mode=ro", uri=True)
         try:

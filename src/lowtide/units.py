@@ -97,7 +97,7 @@ def as_budget(size: object) -> Size | None:
 
 def format_bytes(size: float) -> str:
     """A size for people: ``1.50 GiB``, ``12.0 MiB``, ``640 B``."""
-    sign = "-" if size < 0 else ""
+    sign = "-" if size <= -0.5 else ""
     size = abs(size)
     for unit, factor in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if size >= factor:

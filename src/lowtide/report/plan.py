@@ -77,7 +77,7 @@ def show_plan(answer: Answer, why: Decides | None, *, strategy: str) -> None:
         table.add_row(
             "bound",
             format_seconds(least),
-            f"{least / base:.2%}: no plan within the budget adds less{proof}; gap {(extra - least) / base:.2%}",
+            f"{least / base:.2%}: no plan within the budget adds less{proof}; gap {max(0.0, extra - least) / base:.2%}",
         )
         if timeline.moved_bytes:
             table.add_row("moved", format_bytes(timeline.moved_bytes), f"{format_seconds(timeline.wait_seconds)} waited")

@@ -51,7 +51,9 @@ def show_outcome(outcome: Outcome) -> None:
     table.add_row("peak", format_bytes(outcome.peak_bytes), verdict + ("" if outcome.exact else " (tensors seen only)"))
     plan = outcome.plan
     if plan is not None:
-        table.add_row("plain peak", format_bytes(plan.baseline_peak_bytes), "without Lowtide, as recorded")
+        engaged = any(lever.used for lever in outcome.levers)
+        told = "with the levers, without a plan" if engaged else "without Lowtide, as recorded"
+        table.add_row("plain peak", format_bytes(plan.baseline_peak_bytes), told)
         table.add_row("resident", format_bytes(plan.resident_bytes), "parameters, buffers, optimizer states")
         table.add_row("floor", format_bytes(plan.bound_peak_bytes), "no plan of recompute and offload goes below")
     steps = [s for s in outcome.steps if s.policy != "online"] or list(outcome.steps)

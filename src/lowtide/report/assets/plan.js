@@ -1,9 +1,9 @@
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const width = () => Math.min(1400, document.querySelector("main").clientWidth - 8);
+  const width = () => Math.min(1400, document.getElementById("profile").clientWidth);
   const bytesAxis = {values: (u, ticks) => ticks.map(size), incrs: binary, size: 80};
-  const line = (text, y, colour) => (u) => {
+  const line = (text, y, colour, side) => (u) => {
     if (y == null) return;
     const at = u.valToPos(y, "y", true);
     if (at < u.bbox.top || at > u.bbox.top + u.bbox.height) return;
@@ -11,8 +11,9 @@
     c.save();
     c.strokeStyle = colour; c.fillStyle = colour; c.setLineDash([6, 4]); c.lineWidth = devicePixelRatio;
     c.beginPath(); c.moveTo(u.bbox.left, at); c.lineTo(u.bbox.left + u.bbox.width, at); c.stroke();
-    c.font = `${12 * devicePixelRatio}px system-ui`; c.textAlign = "right";
-    c.fillText(`${text} ${size(y)}`, u.bbox.left + u.bbox.width - 6, at - 5 * devicePixelRatio);
+    c.font = `${12 * devicePixelRatio}px system-ui`; c.textAlign = side;
+    const inset = 6 * devicePixelRatio;
+    c.fillText(`${text} ${size(y)}`, side === "left" ? u.bbox.left + inset : u.bbox.left + u.bbox.width - inset, at - 5 * devicePixelRatio);
     c.restore();
   };
   const tables = [data.plain, ...(data.plan ? [data.plan] : [])];
@@ -28,7 +29,7 @@
       {label: "without a plan", stroke: "#9aa5b1", width: 1.5, paths: stepped, spanGaps: true, points: {show: false}, value: (u, v) => v == null ? "" : size(v)},
       ...(data.plan ? [{label: "with the plan", stroke: "#1f6fb2", fill: "#1f6fb222", width: 1.8, paths: stepped, spanGaps: true, points: {show: false}, value: (u, v) => v == null ? "" : size(v)}] : []),
     ],
-    hooks: {draw: [line("budget", data.budget, "#b42318"), line("floor", data.floor, "#0a7a3c")]},
+    hooks: {draw: [line("budget", data.budget, "#b42318", "right"), line("floor", data.floor, "#0a7a3c", "left")]},
   }, joined, document.getElementById("profile"));
   if (data.curve.length < 2) { document.getElementById("curve-part").remove(); return; }
   const percent = (u, v) => v == null ? "" : `${v.toFixed(2)} %`;

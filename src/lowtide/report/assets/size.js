@@ -1,7 +1,7 @@
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const width = () => Math.min(1000, document.querySelector("main").clientWidth - 8);
+  const width = () => Math.min(1000, document.querySelector("main").clientWidth - 56);
   const colours = ["#1f6fb2", "#0a7a3c", "#b42318", "#8250a8"];
   const time = (t) => t >= 1 || t === 0 ? `${+t.toPrecision(4)} s` : `${+(1e3 * t).toPrecision(3)} ms`;
   const written = {bytes: size, seconds: time, number: (x) => `${+x.toPrecision(4)}`};
