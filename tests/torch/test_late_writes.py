@@ -113,39 +113,33 @@ def numpys_memory() -> zoo.Job:
     return _job(loss_of)
 
 
+class Scaled(nn.Module):
+    """What autograd saves here is made from the batch alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.Parameter(torch.randn(10, WIDTH))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return torch.stack([((batch * k).sin() * scale).mean(0) for k, scale in enumerate(self.scales, 1)]).sum(0)
+
+
 def _refilled(write: Callable[[torch.Tensor], object]) -> Callable[[], zoo.Job]:
     """A batch in a buffer of torch's, which is filled again, behind torch's back, before the backward has run."""
 
     def make() -> zoo.Job:
-        batch, scales = torch.empty(ROWS, WIDTH), nn.Parameter(torch.randn(10, WIDTH))
-        model = Scaled(scales)
-        optimizer = torch.optim.SGD([scales], lr=1e-4)
+        batch = torch.empty(ROWS, WIDTH)
 
-        def step(i: int) -> torch.Tensor:
+        def loss_of(model: nn.Module, i: int) -> torch.Tensor:
             batch.normal_()
             out = model(batch)
             if i >= CHANGE:
                 write(batch)
-            loss = out.square().sum()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
+            return out.square().sum()
 
-        return zoo.Job(step, [model], [optimizer])
+        return zoo.simple(Scaled(), loss_of)
 
     return make
-
-
-class Scaled(nn.Module):
-    """What autograd saves here is made from the batch alone."""
-
-    def __init__(self, scales: nn.Parameter) -> None:
-        super().__init__()
-        self.scales = scales
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return torch.stack([((batch * k).sin() * scale).mean(0) for k, scale in enumerate(self.scales, 1)]).sum(0)
 
 
 def _in_a_thread(batch: torch.Tensor) -> None:
@@ -164,29 +158,18 @@ batch_by_storage = _refilled(lambda batch: batch.untyped_storage().fill_(3))
 def _node_hook(register: Callable[[torch.Tensor, Callable[..., None]], object]) -> Callable[[], zoo.Job]:
     """A copy of the batch changed through ``.data`` by a hook on a node of autograd's graph."""
 
-    def make() -> zoo.Job:
-        scales = nn.Parameter(torch.randn(10, WIDTH))
-        model = Scaled(scales)
-        optimizer = torch.optim.SGD([scales], lr=1e-4)
+    def loss_of(model: nn.Module, i: int) -> torch.Tensor:
+        batch = torch.randn(ROWS, WIDTH).clone()
+        out = model(batch).square()
 
-        def step(i: int) -> torch.Tensor:
-            batch = torch.randn(ROWS, WIDTH).clone()
-            out = model(batch).square()
+        def hook(*_: object) -> None:
+            if i >= CHANGE:
+                batch.data.fill_(3)
 
-            def hook(*_: object) -> None:
-                if i >= CHANGE:
-                    batch.data.fill_(3)
+        register(out, hook)
+        return out.sum()
 
-            register(out, hook)
-            loss = out.sum()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        return zoo.Job(step, [model], [optimizer])
-
-    return make
+    return lambda: zoo.simple(Scaled(), loss_of)
 
 
 node_hook = _node_hook(lambda out, hook: out.grad_fn.register_hook(hook))

@@ -22,22 +22,14 @@ def _row(config: Config, growth: float, rate: float) -> Row:
     )
 
 
-def test_without_repeats_a_few_bytes_do_not_outweigh_the_rate() -> None:
+@pytest.mark.parametrize(("growth_of_the_first", "best"), [(900.0, 0), (90_000.0, 1)])
+def test_without_repeats_growth_that_is_no_leak_does_not_outweigh_the_rate(growth_of_the_first: float, best: int) -> None:
     found = _definition()
-    rows = [_row(config, growth, rate) for config, growth, rate in zip(
-        found.configs, (900.0, 800.0, 700.0, 597.0), (347_126.0, 9_000.0, 8_500.0, 8_016.0), strict=True)]
-    best = recommended(found, rows)
-    assert best is not None
-    assert best.config == found.baseline
-
-
-def test_growth_above_what_a_leak_is_let_pass_outweighs_the_rate() -> None:
-    found = _definition()
-    rows = [_row(config, growth, rate) for config, growth, rate in zip(
-        found.configs, (90_000.0, 800.0, 700.0, 597.0), (347_126.0, 9_000.0, 8_500.0, 8_016.0), strict=True)]
-    best = recommended(found, rows)
-    assert best is not None
-    assert best.config == found.configs[1]
+    figures = [(growth_of_the_first, 347_126.0), (800.0, 9_000.0), (700.0, 8_500.0), (597.0, 8_016.0)]
+    rows = [_row(config, growth, rate) for config, (growth, rate) in zip(found.configs, figures, strict=True)]
+    chosen = recommended(found, rows)
+    assert chosen is not None
+    assert chosen.config == found.configs[best]
 
 
 def test_an_option_of_the_scripts_is_not_taken_for_one_of_pythons() -> None:
