@@ -175,6 +175,7 @@ def test_every_plan_of_the_literature_keeps_the_rules(graph: Graph, share: float
             play(graph, unfold(graph, game.row(ops)))
 
 
+@_FEW
 @given(plain_graphs())
 def test_no_order_is_lower_than_the_bounds_and_the_best_is_found(graph: Graph) -> None:
     """One-shot: forced-live and minimum cut against the lowest peak of all orders."""
