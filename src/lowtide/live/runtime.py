@@ -91,6 +91,7 @@ class Entry:
         left_bytes: what graphs of former units held when it began, or would have held if nothing had been let go.
         gradient_bytes: gradients that were there when it began.
         states: optimizer states' storages at its end.
+        compiled: the plan for it that was followed last, and what it is compiled to.
     """
 
     funcs: list[tuple[int, Any]]
@@ -100,7 +101,7 @@ class Entry:
     left_bytes: int
     gradient_bytes: int
     states: frozenset[int]
-    compiled: dict[int, Script] = field(default_factory=dict)
+    compiled: tuple[State, Script] | None = None
     agreed: State | None = None
     followed: int = 0
 
@@ -711,13 +712,13 @@ class Runtime:
         self.stack.take()
         if not solution.state.decisions and entry.followed >= TRUSTED and not self._surprises.get(unit.kind):
             return
-        key = id(solution.state)
-        script = entry.compiled.get(key)
-        if script is None:
+        if entry.compiled is not None and entry.compiled[0] is solution.state:
+            script = entry.compiled[1]
+        else:
             script = compile_script(
                 entry.problem, solution.state, entry.funcs, entry.packs, entry.backward_starts, overlaps=self.board.overlaps
             )
-            entry.compiled = {key: script}
+            entry.compiled = solution.state, script
         clocked = entry.followed == CLOCKED and solution.state.decisions and not self.board.overlaps
         run = LeanRun(script, self.evictor.tally, self.board, Stopwatch() if clocked else None)
         unit.lean = LeanMode(script, run, self._lost, self.saver.pack, self._out_of_memory(), self._writes_unseen)
