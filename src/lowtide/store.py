@@ -324,9 +324,9 @@ class Writer:
         """
         self.path = path
         _check_place(path)
-        self._former = path.with_name(f"{path.name}~")
+        self._former = path.with_name(f".{path.name}.{os.getpid()}") if path.exists() else None
         try:
-            if path.exists():
+            if self._former is not None:
                 path.replace(self._former)
             for old in (tail_path(path), names_path(path)):
                 old.unlink(missing_ok=True)
@@ -404,7 +404,9 @@ class Writer:
         self.journal.close()
         os.close(self._names_file)
         names_path(self.path).unlink(missing_ok=True)
-        empty = code != 0 and not always and not self._steps and self._looks <= FEW_LOOKS and self._former.exists()
+        if self._former is None:
+            return True
+        empty = code != 0 and not always and not self._steps and self._looks <= FEW_LOOKS
         if empty:
             self._former.replace(self.path)
         else:

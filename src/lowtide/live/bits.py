@@ -29,9 +29,7 @@ def digest(tensor: torch.Tensor) -> int | None:
         return None
     with beneath_autograd():
         if not tensor.is_contiguous():
-            whole = torch.int64 if tensor.element_size() == torch.int64.itemsize else None
-            kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-            kind = whole or kinds.get(tensor.element_size())
+            kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
             return None if kind is None else int(tensor.view(kind).sum())
         data = tensor.reshape(-1).view(torch.uint8)
         if data.numel() <= _DIRECT_BYTES:

@@ -115,6 +115,11 @@ class Entry:
         """The recorded unit."""
         return self.front.problem.trace
 
+    @functools.cached_property
+    def leaving_bytes(self) -> int:
+        """How much of what was there before it went within the recorded unit."""
+        return max(0, -min(self.trace.other_bytes, default=0))
+
     def shift(self, unit: Unit) -> int:
         """How much higher than the recorded unit another of its kind lies, at most.
 
@@ -122,7 +127,7 @@ class Entry:
         as much may be of what would have gone before the peak as went in the recorded one.
         """
         higher = unit.base_bytes - self.trace.base_bytes + max(0, self.gradient_bytes - unit.gradient_bytes)
-        return higher if higher >= 0 else min(0, higher - min(0, *self.trace.other_bytes))
+        return higher if higher >= 0 else min(0, higher + self.leaving_bytes)
 
 
 @dataclass(eq=False)
