@@ -1,6 +1,7 @@
 """The main job, shown: two unmodified scripts, plain and at 50 % and 25 % of what training adds to the resident bytes.
 
-Prints one table: peak, budget, seconds a step, and whether every printed loss is the same.
+Prints one table: peak, budget, seconds a step, and whether every printed loss is the same. All runs have one thread: with
+several, torch alone does not always give the same bits twice on a busy CPU (docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ SCRIPTS = ("casino_lstm.py", "small_gpt.py")
 SHARES = (0.5, 0.25)
 STEPS = "8"
 ROOMY = 1 << 40
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def run_plain(script: str, folder: Path) -> Row:
     command = [sys.executable, looker, str(figures), str(HERE / script), "--steps", STEPS]
     library = library_path()
     preload = {} if library is None else {"LD_PRELOAD": str(library)}
-    done = subprocess.run(command, env={**os.environ, **preload}, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env={**os.environ, **ONE_THREAD, **preload}, capture_output=True, text=True, check=True)
     found = json.loads(figures.read_text())
     return Row(script, None, found["peak_bytes"] or 0, statistics.median(found["seconds"][2:]), done.stdout, "")
 
@@ -58,7 +60,7 @@ def run_under(script: str, budget: int, folder: Path) -> tuple[Row, dict[str, An
     figures = folder / "run.json"
     options = ["--budget", str(budget), "--quiet", "--json", str(figures)]
     command = [sys.executable, "-m", "lowtide", "run", *options, str(HERE / script), "--steps", STEPS]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env={**os.environ, **ONE_THREAD}, capture_output=True, text=True, check=False)
     found = json.loads(figures.read_text())
     seconds = statistics.median([s["seconds"] for s in found["steps"]][3:] or [0.0])
     peak = max((s["peak_bytes"] for s in found["steps"]), default=0)
