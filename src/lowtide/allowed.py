@@ -62,14 +62,14 @@ LEVERS: Final[dict[str, Allowed]] = {
 }
 
 
-def parse_levers(texts: Iterable[str]) -> frozenset[str]:
-    """Names meant by texts such as ``chunked-loss,split-ops``; ``exact`` and ``all`` stand for several.
+def parse_levers(texts: str | Iterable[str]) -> frozenset[str]:
+    """Names meant by a text such as ``chunked-loss,split-ops``, or by several; ``exact`` and ``all`` stand for several names.
 
     Raises:
         UsageError: if there is no such lever.
     """
     found: set[str] = set()
-    for name in (part.strip() for text in texts for part in text.split(",")):
+    for name in (part.strip() for text in ([texts] if isinstance(texts, str) else texts) for part in text.split(",")):
         if name in ("all", "exact"):
             found |= {known.name for known in LEVERS.values() if known.exact or name == "all"}
         elif name in LEVERS:
@@ -79,7 +79,7 @@ def parse_levers(texts: Iterable[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def check_levers(allow: Iterable[str], without: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
+def check_levers(allow: str | Iterable[str], without: str | Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
     """Levers that may be used, and those that must not.
 
     Raises:

@@ -47,8 +47,8 @@ def budget(
     keep: str | tuple[str, ...] = (),
     plan: Plan | None = None,
     offload: bool = True,
-    allow: tuple[str, ...] = (),
-    without: tuple[str, ...] = (),
+    allow: str | tuple[str, ...] = (),
+    without: str | tuple[str, ...] = (),
 ) -> Iterator[Budgeted]:
     """Train within so many bytes: a context manager, and a decorator.
 
@@ -97,6 +97,10 @@ class Recorded:
             RecordingError: if it cannot be read.
         """
         return read(self.path)
+
+    def __repr__(self) -> str:
+        """Where it is, and what shows it."""
+        return f"<recording {self.path}: `lowtide report {self.path}` shows it>"
 
     def _repr_html_(self) -> str:
         """The page, in a notebook."""

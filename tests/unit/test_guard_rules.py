@@ -107,6 +107,8 @@ CASES = [
     (Ending(code=-signal.SIGTERM, passed_on=signal.SIGTERM), Cause.STOPPED),
     (Ending(code=KILLED, kills_within=1, kills_machine=1, named=True), Cause.OOM_KILLER),
     (Ending(code=KILLED, kills_within=1), Cause.OOM_KILLER),
+    (Ending(code=KILLED, kills_within=1, at_cap=True), Cause.CAP),
+    (Ending(code=1, kills_within=0, at_cap=True), Cause.ERROR),  # it was at the cap once, and failed of something else
     (Ending(code=KILLED, kills_within=None, kills_machine=2, named=True), Cause.OOM_KILLER),
     (Ending(code=1, kills_within=1), Cause.OOM_KILLER),  # a worker was killed, and the program failed of it
     (Ending(code=137, kills_within=1), Cause.OOM_KILLER),  # a shell between

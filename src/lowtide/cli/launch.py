@@ -55,8 +55,8 @@ def check_alone() -> None:
         raise UsageError("a budget is in force in this process already: use one `lowtide run` only")
 
 
-def check_folder(file: str | None) -> None:
-    """Refuse a file that cannot be written because its folder is not there.
+def check_folder(file: str | None, remedy: str = "give another file") -> None:
+    """Refuse a file that cannot be written: its folder is not there, or may not be written to.
 
     Raises:
         UsageError: naming it.
@@ -68,7 +68,7 @@ def check_folder(file: str | None) -> None:
     if Path(file).is_dir():
         raise UsageError(f"{file} is a folder: give a file")
     if not os.access(file if Path(file).exists() else Path(file).resolve().parent, os.W_OK):
-        raise UsageError(f"{file} cannot be written: give another file")
+        raise UsageError(f"{file} cannot be written: {remedy}")
 
 
 def become(task: Task) -> NoReturn:

@@ -58,7 +58,8 @@ def _finite(_: click.Context, __: click.Parameter, value: float | None) -> float
     "--rounding", metavar="BYTES", type=click.IntRange(min=1, max=_LARGEST_BLOCK), default=1,
     help="Blocks of the allocator: 512 for CUDA.",
 )
-@click.option("--step", type=int, default=None, help="Which recorded step.  [default: the one of the highest point]")
+@click.option("--step", type=int, default=None,
+              help="Which recorded step, by its number in `lowtide report`.  [default: the one of the highest point]")
 @click.option("--check", "solution", metavar="SOLUTION.json", help="Verify a solution written by --json instead.")
 @click.option("--json", "json_file", metavar="FILE", help="Write the plan.")
 @click.option("--html", "html_file", metavar="FILE", help="Write a page to look at, which needs no network.")

@@ -42,7 +42,7 @@ def record(
     cap_bytes = 0 if cap is None else parse_bytes(cap)
     check_target(script, module=module)
     name = output or f"{script.rpartition('.')[2] if module else Path(script).stem}.lowtide"
-    check_folder(name)
+    check_folder(name, "give another file with -o FILE")
     check_folder(json_file)
     become(
         Task(

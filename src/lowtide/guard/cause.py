@@ -47,6 +47,7 @@ class Ending:
         memory_error: whether an out-of-memory error ended it that nobody caught.
         error: the Python error that ended it; empty where none was told.
         counted_alone: whether `kills_within` counts nobody else's processes.
+        at_cap: whether the kernel found it at our own limit and could not make room.
         rank_lost: rank that ended without a word; -1 for none.
     """
 
@@ -60,6 +61,7 @@ class Ending:
     memory_error: bool = False
     error: str = ""
     counted_alone: bool = True
+    at_cap: bool = False
     rank_lost: int = -1
 
 
@@ -84,7 +86,7 @@ def why(ending: Ending) -> Cause:
     if ending.passed_on:
         return Cause.STOPPED
     if _killed(ending, by=number):
-        return Cause.OOM_KILLER
+        return Cause.CAP if ending.at_cap else Cause.OOM_KILLER
     if ending.memory_error:
         return Cause.MEMORY_ERROR
     if ending.rank_lost >= 0:

@@ -74,6 +74,9 @@ class Fence(Protocol):
     def kills(self) -> int | None:
         """Processes that the kernel killed for want of memory so far; None where nobody counts."""
 
+    def reached(self) -> bool:
+        """Whether the kernel found the tree at the limit and could not make room."""
+
     def remove(self) -> None:
         """Once all processes within are gone."""
 
@@ -94,6 +97,10 @@ class Watching:
     def kills(self) -> int | None:
         """In the cgroup in which we all are."""
         return own_kills()
+
+    def reached(self) -> bool:
+        """Nobody but the guard looks at the limit."""
+        return False
 
     def remove(self) -> None:
         """Nothing to do."""
@@ -123,12 +130,16 @@ class _Words:
     usage: str
     droppable: tuple[str, str]
     events: str
+    highest: str
 
 
+_CHARGED_BYTES: Final = 4 << 20
+"""What one request may take at once (a huge page, and what the kernel charges ahead on each core)."""
 _V1: Final = _Words("memory.limit_in_bytes", ("memory.memsw.limit_in_bytes", ""), "memory.usage_in_bytes",
-                    ("total_inactive_file", "total_active_file"), "memory.oom_control")  # fmt: skip
+                    ("total_inactive_file", "total_active_file"), "memory.oom_control",
+                    "memory.max_usage_in_bytes")  # fmt: skip
 _V2: Final = _Words("memory.max", ("memory.swap.max", "0"), "memory.current", ("inactive_file", "active_file"),
-                    "memory.events")  # fmt: skip
+                    "memory.events", "memory.peak")  # fmt: skip
 
 
 @final
@@ -156,6 +167,13 @@ class Cgroup:
     def kills(self) -> int | None:
         """Whom the kernel killed."""
         return _entry(self.folder / self.words.events, "oom_kill")
+
+    def reached(self) -> bool:
+        """What it held at most was the limit, but for what one request may take."""
+        highest, limit = _number(self.folder / self.words.highest), _number(self.folder / self.words.limit)
+        if highest is None or limit is None:  # memory.peak came with Linux 5.19
+            return _entry(self.folder / self.words.events, "oom") > 0
+        return highest > limit - _CHARGED_BYTES
 
     def remove(self) -> None:
         """Take it away."""

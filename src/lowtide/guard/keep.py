@@ -126,7 +126,8 @@ class Keeper:
                 failures = 0 if not failed else 1 if found.saves else failures + 1
                 idle = idle + 1 if found.cause is Cause.RECYCLED and found.asked and found.points <= 1 else 0
                 if failures > self._settings.restarts:
-                    return self._outcome(1, f"{found.cause.value}, {failures} times in a row without a new checkpoint")
+                    told = f"{found.cause.value}, {failures} times in a row without a new checkpoint: {_remedy(found)}"
+                    return self._outcome(1, told)
                 if idle > self._settings.restarts:
                     return self._outcome(1, "a fresh process is near the cap at its first safe point: give it more memory")
 
@@ -177,6 +178,7 @@ class Keeper:
                     ours=watched.ours,
                     passed_on=self._signals[0] if self._signals else 0,
                     kills_within=_risen(fence.kills(), kills),
+                    at_cap=fence.reached(),
                     kills_machine=_risen(machine_kills(), machine),
                     named=named_by_kernel(watched.pids, process.began) if code else None,
                     memory_error=any(e["memory"] for e in errors),
@@ -378,6 +380,13 @@ def _furthest(beats: dict[int, Beat]) -> Beat:
 
 def _risen(now: int | None, before: int | None) -> int | None:
     return None if now is None or before is None else now - before
+
+
+def _remedy(found: Generation) -> str:
+    """What may help where a fresh process did not."""
+    if not (found.steps or found.points):
+        return "it needs more than the cap to begin: give it more --memory"
+    return "give it more --memory, or have it save more often"
 
 
 def _shell(code: int) -> int:

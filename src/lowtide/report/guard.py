@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -151,33 +152,37 @@ class Shown:
 
 def show(outcome: Outcome) -> None:
     """The table at the end."""
+    columns: dict[str, Callable[[Generation], str]] = {  # blank: the process told nothing
+        "": lambda g: str(g.number + 1),
+        "ended by": lambda g: g.cause.value,
+        "exit": lambda g: str(g.exit),
+        "took": lambda g: clock(g.seconds),
+        "start-up": lambda g: format_seconds(g.start_seconds) if g.start_seconds else "",
+        "load": lambda g: format_seconds(g.load_seconds) if g.load_seconds else "",
+        "steps": lambda g: str(g.steps or g.points or ""),
+        "peak": lambda g: format_bytes(g.peak_bytes) if g.peak_bytes else "",
+        "a second": lambda g: "" if g.growth_bytes_per_second is None else f"+{format_bytes(g.growth_bytes_per_second)}",
+    }
+    done = outcome.generations
+    shown = [*done] if len(done) <= 2 * SHOWN else [*done[:SHOWN], None, *done[-SHOWN:]]
+    told = {name: cell for name, cell in columns.items() if any(cell(g) for g in shown if g is not None)}
     table = Table(title="lowtide guard", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    table.add_column("", justify="right")
-    table.add_column("ended by", no_wrap=True)
-    for name in ("exit", "took", "start-up", "load", "steps", "peak", "a second"):
-        table.add_column(name, justify="right", no_wrap=True)
-    many = len(outcome.generations) > 2 * SHOWN
-    for g in (*outcome.generations[:SHOWN], *outcome.generations[-SHOWN:]) if many else outcome.generations:
-        if many and g is outcome.generations[-SHOWN]:
-            table.add_row("...")
-        growth = "" if g.growth_bytes_per_second is None else f"+{format_bytes(g.growth_bytes_per_second)}"
-        table.add_row(
-            str(g.number + 1), g.cause.value, str(g.exit), clock(g.seconds),
-            format_seconds(g.start_seconds) if g.start_seconds else "",  # blank: the process told nothing
-            format_seconds(g.load_seconds) if g.load_seconds else "", str(g.steps or g.points or ""),
-            format_bytes(g.peak_bytes) if g.peak_bytes else "", growth,
-        )  # fmt: skip
+    for name in told:
+        words = name == "ended by"
+        table.add_column(name, justify="left" if words else "right", no_wrap=not words)
+    for g in shown:
+        table.add_row(*(["..."] if g is None else [cell(g) for cell in told.values()]))
     out = console()
     out.print(table)
     fences = {
         "cgroup": "held by a cgroup",
         "watch": "held by watching",
         "rlimit": "held by RLIMIT_DATA, each process",
-        "none": "not held",
     }
     share = outcome.overhead_seconds / max(outcome.seconds, 1e-9)
+    cap = "no cap" if outcome.fence == "none" else f"cap {format_bytes(outcome.cap_bytes)}, {fences[outcome.fence]}"
     out.print(
-        f"{outcome.text}; cap {format_bytes(outcome.cap_bytes)}, {fences[outcome.fence]}; {clock(outcome.seconds)} in all, "
+        f"{outcome.text}; {cap}; {clock(outcome.seconds)} in all, "
         f"{clock(outcome.overhead_seconds)} of it ({share:.0%}) for saving and starting again",
         soft_wrap=True,
         markup=False,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lowtide.report.pages import render
-from lowtide.store import Recording
+from lowtide.store import ProcessRow, Recording
+from lowtide.units import format_seconds
 
 
 def process_page(recording: Recording) -> str:
@@ -13,6 +15,7 @@ def process_page(recording: Recording) -> str:
     rows = [r for r in recording.process if r.marked] or list(recording.process)
     marked = rows[0].marked
     guard: dict[str, Any] | None = recording.meta.get("guard")
+    cap = None if guard is None or guard["enforced_by"] == "none" else guard["cap_bytes"]
     data = {
         "unit": "step" if marked else "second",
         "x": [float(r.step) if marked else round(r.start, 2) for r in rows],
@@ -21,9 +24,16 @@ def process_page(recording: Recording) -> str:
         "unique": [r.unique_bytes for r in rows],
         "children": [r.children_bytes for r in rows],
         "heap": [r.heap_peak_bytes for r in rows],
-        "cap": None if guard is None else guard["cap_bytes"],
+        "cap": cap,
     }
     return render(
-        "process", data, meta=recording.meta, guard=guard, rows=len(rows), unit=data["unit"],
+        "process", data, meta=recording.meta, guard=guard, cap=cap, told=_told(rows, guard),
         highest=max(r.highest_bytes for r in rows),
     )  # fmt: skip
+
+
+def _told(rows: Sequence[ProcessRow], guard: dict[str, Any] | None) -> str:
+    """How long it is, in steps or in time."""
+    if rows[0].marked:
+        return f"{len(rows)} step{'s' if len(rows) != 1 else ''}"
+    return format_seconds(rows[-1].start + rows[-1].seconds if guard is None else guard["seconds"])

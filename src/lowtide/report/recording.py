@@ -136,11 +136,11 @@ def _process_table(recording: Recording) -> Group:
     rows = [r for r in recording.process if r.marked] or list(recording.process)
     by_time = not rows[0].marked
     columns: dict[str, Callable[[ProcessRow], str]] = {
-        "second" if by_time else "step": lambda r: str(r.step),
+        "second" if by_time else "step": lambda r: f"{r.start:.0f}" if by_time else str(r.step),
         "highest resident": lambda r: format_bytes(r.highest_bytes),
         "change": lambda r: _signed(r.change_bytes),
-        "unique": lambda r: format_bytes(r.unique_bytes),
-        "heap peak": lambda r: format_bytes(r.heap_peak_bytes),
+        "unique": lambda r: format_bytes(r.unique_bytes) if r.unique_bytes else "",
+        "heap peak": lambda r: format_bytes(r.heap_peak_bytes) if r.heap_peak_bytes else "",  # nobody counted
         "children": lambda r: format_bytes(r.children_bytes) if r.children_bytes else "",
         "loss": lambda r: "" if r.loss is None else f"{r.loss:.4g}",
         "rate": lambda r: "" if by_time else f"{1 / max(r.seconds, 1e-9):.2f}/s",
@@ -157,6 +157,11 @@ def _process_table(recording: Recording) -> Group:
     told = Text(f"highest resident {format_bytes(max(r.highest_bytes for r in recording.process))}")
     if changes:
         told.append(f"; median change of a {'second' if by_time else 'step'} {format_bytes(changes[len(changes) // 2])}")
+    guard = recording.meta.get("guard")
+    if guard is not None:
+        many = len(guard["generations"])
+        processes = f"{many} process{'es' if many != 1 else ''}"
+        told.append(f"\nguarded: {guard['text']}; {processes}, {format_seconds(guard['seconds'])} in all")
     return Group(table, told)
 
 
