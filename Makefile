@@ -40,7 +40,9 @@ picture: $(STAMP)
 
 # GRAPHS: a folder of planning instances as node-link JSON (docs/planner.md says whose).
 bench-planner: $(STAMP)
-	$(BIN)/python benchmarks/planner.py $(if $(GRAPHS),--graphs $(GRAPHS)) --json benchmarks/results/planner.json
+	$(BIN)/python -m pip install --quiet matplotlib
+	$(BIN)/python benchmarks/planner.py $(if $(GRAPHS),--graphs $(GRAPHS)) --json benchmarks/results/planner.json \
+		--picture docs/images/scale.png
 
 bench-leaks: $(STAMP)
 	$(BIN)/python benchmarks/leaks/suite.py --json benchmarks/results/leaks.json

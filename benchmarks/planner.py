@@ -125,6 +125,33 @@ def scale(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
     return rows
 
 
+def draw(rows: list[dict[str, Any]], file: Path) -> None:
+    """Time and gap against the number of operators, as a picture (needs matplotlib)."""
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import FuncFormatter
+
+    sizes = [row["operators"] for row in rows]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    left.loglog(sizes, [row["seconds"] for row in rows], "o-", color="#1f6fb2", label="measured, 2 cores")
+    least = rows[0]["seconds"] / sizes[0]
+    left.loglog(sizes, [least * n for n in sizes], "--", color="#7b8794", label="in proportion to the operators")
+    left.set_ylabel("seconds")
+    left.yaxis.set_major_formatter(FuncFormatter(lambda s, _: f"{s:g}"))
+    left.legend(frameon=False)
+    right.semilogx(sizes, [row["extra_percent"] for row in rows], "o-", color="#1f6fb2", label="plan")
+    right.semilogx(sizes, [row["bound_percent"] for row in rows], "x--", color="#b42318", label="bound")
+    right.set_ylim(0, 1.3 * max(row["extra_percent"] for row in rows))
+    right.set_ylabel("extra time, % of the graph's")
+    right.legend(frameon=False, loc="lower right")
+    for axis in (left, right):
+        axis.set_xlabel("operators")
+        axis.set_xticks(sizes, minor=False)
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 1000:.0f}k"))
+        axis.xaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=110)
+
+
 def recorded(names: list[str], seconds: float) -> list[dict[str, Any]]:
     """Recorded steps in fixed order, at shares of what the last step adds to what was there before it."""
     from lowtide.explain import steps_of
@@ -171,6 +198,7 @@ def main() -> None:
     parser.add_argument("--traces", nargs="*", default=TRACES)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
+    parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
     found = {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
@@ -178,6 +206,8 @@ def main() -> None:
         "recordings": recorded(given.traces, given.seconds),
         "scale": scale(tuple(given.sizes)),
     }
+    if given.picture:
+        draw(found["scale"], given.picture)
     if given.json:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -66,9 +66,10 @@ def test_blocks_of_an_allocator_are_counted_and_verified(graph: Path, tmp_path: 
     assert _lowtide("plan", graph, "--check", "s.json", cwd=tmp_path).returncode == 0
 
 
-def test_a_budget_below_the_floor_is_infeasible_with_its_proof(graph: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["search", "sqrt-n"])
+def test_a_budget_below_the_floor_is_infeasible_with_its_proof(graph: Path, tmp_path: Path, strategy: str) -> None:
     """Exit 1, and the checker agrees."""
-    done = _lowtide("plan", graph, "--budget", "5", "--json", "s.json", cwd=tmp_path)
+    done = _lowtide("plan", graph, "--budget", "5", "--strategy", strategy, "--json", "s.json", cwd=tmp_path)
     found = _read(tmp_path / "s.json")
     assert (done.returncode, found["status"]) == (1, "infeasible")
     assert found["bound"]["peak_bytes"] > 5

@@ -6,7 +6,7 @@ The proofs stand in ``docs/planner.md``.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,12 @@ _WEIGHED = 24
 """Single instants at most whose programs are weighed."""
 _SOLVED = 3
 """How many of them are solved with all variables whole."""
+_WEIGHED_SHARE = 0.25
+"""Share of the time after which no further instant is weighed."""
+_HARDER = 30
+"""So many times what it takes relaxed a program may take with whole variables; HiGHS does not always look at the clock."""
+_WHOLE = 1e-4
+"""So much a variable may be off a whole number and still be taken for it (HiGHS allows itself 1e-6)."""
 _SCALE = 1e4
 """Costs are shares of the graph's seconds; the solver's absolute tolerances (1e-6, 1e-7) must be small beside the least."""
 _PRICED = 2.0
@@ -374,9 +380,21 @@ def tight_chain(
 def one_instant(
     game: Game, precedence: Precedence, instants: Sequence[Instant], budget_bytes: int, *, seconds: float
 ) -> TimeBound:
-    """Extra seconds that one instant proves: what is absent then and runs again needs, in turn, what it reads.
+    """The strongest of :func:`single_instants`."""
+    every = single_instants(game, precedence, instants, budget_bytes, seconds=seconds)
+    return max(every, key=lambda t: t.seconds, default=NOTHING)
 
-    The highest instants are weighed by the relaxed program, the best of them are solved with all variables whole.
+
+def single_instants(
+    game: Game, precedence: Precedence, instants: Sequence[Instant], budget_bytes: int, *, seconds: float
+) -> Iterator[TimeBound]:
+    """Extra seconds that single instants prove: what is absent then and runs again needs, in turn, what it reads.
+
+    The highest instant is looked at first, then others, those first of which the relaxed program says most.
+
+    Yields:
+        What each of them proves, by the relaxed program (what that has on the board only in part is absent) and, if there is
+        time, with all variables whole.
     """
     over = sorted(
         (
@@ -390,31 +408,57 @@ def one_instant(
         if need > 0 and len(spread) < _WEIGHED and all(abs(i - j) > len(instants) // (4 * _WEIGHED) for j in spread):
             spread.append(i)
     deadline = time.monotonic() + seconds
-    weighed: list[tuple[float, int, Program]] = []
-    for i in spread:
-        left = deadline - time.monotonic()
-        if left <= 0:
+    weigh_until = deadline - seconds * (1 - _WEIGHED_SHARE)
+    if spread:
+        yield from _solved(game, _weighed(game, precedence, instants[spread[0]], budget_bytes, deadline), deadline)
+    weighed: list[_Weighed] = []
+    for i in spread[1:]:
+        if time.monotonic() > weigh_until:
             break
-        program = stages(game, precedence, [instants[i]], budget_bytes)
-        weighed.append((program.solve(left, whole=False).value, i, program))
-    weighed.sort(key=lambda w: -w[0])
-    if not weighed:
-        return NOTHING
-    base = game.base_seconds or 1.0
-    relaxed, i, program = weighed[0]
-    best = TimeBound(seconds=relaxed * base, method="instant", solved=False, nodes=(game.nodes[instants[i].op],))
-    for relaxed, i, program in weighed[:_SOLVED]:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            break
-        at = instants[i]
-        found = program.solve(left)
-        value = max(found.value, relaxed)
-        if value * base >= best.seconds:
-            best = TimeBound(seconds=value * base, method="instant", solved=found.ended, nodes=(game.nodes[at.op],))
-            if found.x is not None:
-                best = replace(best, **_chosen(program, found.x, [at]))
-    return best
+        weighed.append(_weighed(game, precedence, instants[i], budget_bytes, deadline))
+    weighed.sort(key=lambda w: -w.relaxed.value)
+    for one in weighed[: _SOLVED - 1]:
+        yield from _solved(game, one, deadline)
+
+
+@dataclass(frozen=True, slots=True)
+class _Weighed:
+    """An instant, its program, what came of that relaxed, and in how many seconds."""
+
+    at: Instant
+    program: Program
+    relaxed: Solved
+    seconds: float
+
+
+def _weighed(game: Game, precedence: Precedence, at: Instant, budget_bytes: int, deadline: float) -> _Weighed:
+    program = stages(game, precedence, [at], budget_bytes)
+    began = time.monotonic()
+    relaxed = program.solve(deadline - began, whole=False)
+    return _Weighed(at, program, relaxed, time.monotonic() - began)
+
+
+def _solved(game: Game, one: _Weighed, deadline: float) -> Iterator[TimeBound]:
+    """What an instant proves: relaxed, then with whole variables if there is time."""
+    yield _single(one.program, one.at, game, one.relaxed.value, one.relaxed.x, ended=False)
+    left = deadline - time.monotonic()
+    if left > _HARDER * one.seconds:
+        found = one.program.solve(left / 2)
+        yield _single(one.program, one.at, game, max(found.value, one.relaxed.value), found.x, ended=found.ended)
+
+
+def relaxed_instant(game: Game, precedence: Precedence, at: Instant, budget_bytes: int, *, seconds: float) -> TimeBound:
+    """What one instant's relaxed program proves; what it has on the board only in part is absent."""
+    program = stages(game, precedence, [at], budget_bytes)
+    found = program.solve(seconds, whole=False)
+    return _single(program, at, game, found.value, found.x, ended=False)
+
+
+def _single(program: Program, at: Instant, game: Game, value: float, x: Any, *, ended: bool) -> TimeBound:
+    """What the program of one instant proves, with an answer of its if there is one."""
+    proven = value * (game.base_seconds or 1.0)
+    bound = TimeBound(seconds=proven, method="instant", solved=ended, nodes=(game.nodes[at.op],))
+    return bound if x is None else replace(bound, **_chosen(program, x, [at]))
 
 
 def _chosen(program: Program, x: Any, instants: Sequence[Instant]) -> dict[str, Any]:
@@ -422,9 +466,9 @@ def _chosen(program: Program, x: Any, instants: Sequence[Instant]) -> dict[str, 
     absent: dict[int, set[int]] = {at.op: set() for at in instants}
     fetched: set[int] = set()
     for name, j in program.index.items():
-        if name[0] == "on" and x[j] < 0.5:
+        if name[0] == "on" and x[j] < 1 - _WHOLE:
             absent[instants[name[1]].op].add(name[2])
-        elif name[0] == "write" and x[j] > 0.5:
+        elif name[0] == "write" and x[j] > _WHOLE:
             fetched.add(name[1])
     return {"absent": {o: frozenset(v) for o, v in absent.items()}, "fetched": frozenset(fetched)}
 

@@ -46,6 +46,8 @@ _SEED_SHARE = 0.55
 """Share of the time limit that programs may take from which half of the search begins."""
 _SEED_INSTANTS = 12
 """Instants that such a program looks at, at most."""
+_ROOMS = 6
+"""How often the budget of such a program is lowered until its row fits."""
 _SEED_FREE = 5000
 """Operators up to which it grows in free order, where comparing instants takes all ancestors."""
 _SEED_NEW = 2
@@ -215,11 +217,12 @@ class Solver:
         return answer
 
     def follow(self, row: Row, budget: int | None) -> Answer:
-        """A named plan, judged like any other: ``unknown`` where it does not fit."""
+        """A named plan, judged like any other: where it does not fit, ``infeasible`` if no plan does, else ``unknown``."""
         began = time.monotonic()
         answer = self._answer(Status.FEASIBLE, budget, row, bound.NOTHING, began, 0)
-        fits = budget is None or answer.timeline.peak_bytes <= budget
-        return answer if fits else replace(answer, status=Status.UNKNOWN)
+        if budget is None or answer.timeline.peak_bytes <= budget:
+            return answer
+        return replace(answer, status=Status.INFEASIBLE if self.floor.bytes > budget else Status.UNKNOWN)
 
     def searched(
         self,
@@ -252,17 +255,25 @@ class Solver:
         return self._best(budget, [self.row, self.game.row(found.ops), *seeds], proof, began, hunt.rounds)
 
     def _seed(self, budget: int, hunt: Hunt) -> TimeBound:
-        """Rows from what a program leaves absent; an instant at which such a row crosses the budget joins the program."""
-        game, base = self.bound_game, self.game.base_seconds
+        """Rows from what programs leave absent; an instant at which such a row crosses the budget joins the program."""
+        game = self.bound_game
         until = time.monotonic() + _SEED_SHARE * (hunt.deadline - time.monotonic())
-        found = bound.one_instant(game, self.precedence, self.instants, budget, seconds=until - time.monotonic())
-        best = found
-        hunt.target_seconds = (base + best.seconds) * (1 + _SAME)
-        instants = {game.nodes.index(v) for v in found.nodes}
+        found = best = bound.NOTHING
         rows: list[tuple[int, ...]] = []
-        while found.absent:
-            row = row_without(self.game, found.absent, found.fetched)
-            rows.append(row)
+        for one in bound.single_instants(game, self.precedence, self.instants, budget, seconds=until - time.monotonic()):
+            best = self._stronger(best, one, hunt)
+            if one.absent and one.seconds >= found.seconds:
+                found = one
+            new = self._rows_of(one)
+            hunt.suggest(new)
+            rows += new
+            if self._ends(rows, budget, hunt):
+                break
+        instants = {game.nodes.index(v) for v in found.nodes}
+        row = next(iter(self._rows_of(found)), ())
+        if row and not any(self._fits(row, budget) for row in rows):
+            rows += self._with_room(budget, found, row, until)
+        while row and not self._ends(rows, budget, hunt):
             left = until - time.monotonic()
             if left <= 0 or len(instants) >= _SEED_INSTANTS or (not self.fixed and self.game.plain > _SEED_FREE):
                 break
@@ -274,8 +285,42 @@ class Solver:
             at = [self.precedence.instant(o) for o in chain]
             found = bound.chain_seconds(game, self.precedence, at, budget, seconds=left * _SEED_STEP, gap=_SEED_GAP)
             best = self._stronger(best, found, hunt)
+            row = next(iter(self._rows_of(found)), ())
+            rows += [row] if row else []
         hunt.offer(rows)
         return best
+
+    def _rows_of(self, found: TimeBound) -> list[tuple[int, ...]]:
+        """What a program's answer comes to, if it has one."""
+        return [row_without(self.game, found.absent, found.fetched)] if found.absent else []
+
+    def _fits(self, row: Sequence[int], budget: int) -> bool:
+        return int(profile(self.game, row).max()) <= budget
+
+    def _ends(self, rows: Sequence[Sequence[int]], budget: int, hunt: Hunt) -> bool:
+        """Whether one of some rows is all that is looked for."""
+        cheap = [row for row in rows if self.game.seconds_of(row) <= hunt.target_seconds]
+        return any(self._fits(row, budget) for row in cheap)
+
+    def _with_room(self, budget: int, found: TimeBound, row: tuple[int, ...], until: float) -> list[tuple[int, ...]]:
+        """Rows for lower budgets at the same instant, until one fits: what comes back elsewhere needs room there.
+
+        Of a long graph of small blocks that is little; such a row is near the best.
+        """
+        at = self.precedence.instant(self.bound_game.nodes.index(found.nodes[0]))
+        rows: list[tuple[int, ...]] = []
+        lower, over = budget, int(profile(self.game, row).max()) - budget
+        while over > 0 and len(rows) < _ROOMS:
+            lower -= over
+            left = until - time.monotonic()
+            if left <= 0 or lower <= 0:
+                break
+            new = self._rows_of(bound.relaxed_instant(self.bound_game, self.precedence, at, lower, seconds=left))
+            before, over = over, int(profile(self.game, new[0]).max()) - budget if new else over
+            if over >= before:  # what runs again takes more than the room that it made
+                break
+            rows += new
+        return rows
 
     def _crossed(self, row: tuple[int, ...], budget: int, known: set[int]) -> list[int]:
         """Operators whose first runs follow the highest places of a row above the budget, apart from each other."""

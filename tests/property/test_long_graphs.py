@@ -1,0 +1,68 @@
+"""Long graphs of repeated blocks: what a relaxed program leaves absent is a plan that fits, next to what it proves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowtide.pebble import bound
+from lowtide.pebble.anneal import library
+from lowtide.pebble.game import profile
+from lowtide.pebble.graph import Graph, from_json
+from lowtide.pebble.lazy import row_without
+from lowtide.pebble.solve import Solver
+
+KINDS = st.lists(st.tuples(st.integers(1, 8), st.sampled_from([1.0, 2.0, 20.0])), min_size=3, max_size=6)
+
+
+def blocks(kinds: list[tuple[int, float]], depth: int) -> Graph:
+    """A forward of repeated blocks, each a chain whose end reads its beginning too, and the backward in eager order."""
+    nodes: list[dict[str, Any]] = []
+    links: list[dict[str, str]] = []
+
+    def node(size: int, seconds: float, parents: list[str]) -> str:
+        name = f"n{len(nodes)}"
+        nodes.append({"id": name, "bytes": size << 20, "seconds": seconds})
+        links.extend({"source": p, "target": name} for p in dict.fromkeys(parents))
+        return name
+
+    last = node(4, 0.0, [])
+    forward: list[tuple[str, int, float, list[str]]] = []
+    for _ in range(depth):
+        skip = last
+        for k, (size, seconds) in enumerate(kinds):
+            parents = [last, skip] if k == len(kinds) - 1 else [last]
+            last = node(size, seconds, parents)
+            forward.append((last, size, seconds, parents))
+    gradient = node(1, 1.0, [last])
+    for name, size, seconds, parents in reversed(forward):
+        gradient = node(size, 2 * seconds, [gradient, name, *parents])
+    return from_json({"nodes": nodes, "links": links})
+
+
+@settings(max_examples=15, deadline=None)
+@given(KINDS, st.integers(20, 60), st.integers(30, 90))
+def test_what_is_on_the_board_only_in_part_is_absent_so_the_instant_fits(kinds, depth, percent):
+    solver = Solver(blocks(kinds, depth))
+    budget = solver.floor.bytes + (solver.given.peak_bytes - solver.floor.bytes) * percent // 100
+    at = max(solver.instants, key=solver.precedence.bytes_once)
+    if solver.precedence.bytes_once(at) <= budget:
+        return
+    found = bound.relaxed_instant(solver.game, solver.precedence, at, budget, seconds=60)
+    row = row_without(solver.game, found.absent, found.fetched)
+    first = row.index(at.op)
+    assert profile(solver.game, row)[first] <= budget
+    assert solver.game.seconds_of(row) >= solver.game.base_seconds + found.seconds - 1e-6
+
+
+@pytest.mark.skipif(library() is None, reason="the search was not compiled")
+@pytest.mark.parametrize("percent", [50, 70])
+def test_three_thousand_operators_are_planned_next_to_the_proof(percent):
+    solver = Solver(blocks([(3, 1.0), (1, 2.0), (8, 1.0), (5, 20.0), (2, 1.0)], 300))
+    budget = solver.floor.bytes + (solver.given.peak_bytes - solver.floor.bytes) * percent // 100
+    answer = solver.at(budget, seconds=10)
+    assert answer.timeline.peak_bytes <= budget
+    assert answer.extra_seconds <= 1.002 * answer.time_bound.seconds
