@@ -14,6 +14,7 @@ from lowtide.pebble.game import profile
 from lowtide.pebble.graph import Graph, from_json
 from lowtide.pebble.lazy import row_without
 from lowtide.pebble.solve import Solver
+from property.graphs import plain_graphs
 
 KINDS = st.lists(st.tuples(st.integers(1, 8), st.sampled_from([1.0, 2.0, 20.0])), min_size=3, max_size=6)
 
@@ -56,6 +57,18 @@ def test_what_is_on_the_board_only_in_part_is_absent_so_the_instant_fits(kinds, 
     first = row.index(at.op)
     assert profile(solver.game, row)[first] <= budget
     assert solver.game.seconds_of(row) >= solver.game.base_seconds + found.seconds - 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(plain_graphs(most=12), st.integers(5, 95))
+def test_a_row_costs_what_the_program_that_it_comes_from_says(graph, percent):
+    """Values that no operator reads any more may be what the program computes others from."""
+    solver = Solver(graph)
+    budget = solver.floor.bytes + (solver.given.peak_bytes - solver.floor.bytes) * percent // 100
+    for found in bound.single_instants(solver.game, solver.precedence, solver.instants, budget, seconds=10):
+        if found.solved and found.absent:
+            row = row_without(solver.game, found.absent, found.fetched)
+            assert solver.game.seconds_of(row) <= graph.base_seconds + found.seconds + 1e-6
 
 
 @pytest.mark.skipif(library() is None, reason="the search was not compiled")

@@ -9,7 +9,7 @@ from lowtide.pebble.game import Game
 
 
 def row_without(
-    game: Game, absent: Mapping[int, AbstractSet[int]], fetched: AbstractSet[int] = frozenset()
+    game: Game, absent: Mapping[int, AbstractSet[int]], fetched: AbstractSet[int] = frozenset(), *, forgets: bool = False
 ) -> tuple[int, ...]:
     """The given order, with values dropped before some operators run and brought back when they are next read.
 
@@ -17,6 +17,8 @@ def row_without(
         game: what is played.
         absent: per operator, values that are not on the board when it first runs.
         fetched: values that come back from the second board; all others are computed again, with what that needs.
+        forgets: whether what no operator reads any more has gone, too, where others could be computed again from it: more
+            runs, fewer bytes. (Without, what an operator works on in place may stay beside what it makes.)
     """
     readers_left = [len(r) for r in game.readers]
     present: set[int] = set()
@@ -30,7 +32,9 @@ def row_without(
         present.update(game.outputs[o])
         for v in game.inputs[o]:
             readers_left[v] -= 1
-            if not readers_left[v] and game.returns[v] and not game.graph.nodes[game.value_nodes[v]].keep:
+            if readers_left[v] or not game.returns[v] or game.graph.nodes[game.value_nodes[v]].keep:
+                continue
+            if forgets:
                 present.discard(v)
     return tuple(row)
 

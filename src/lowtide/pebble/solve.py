@@ -285,14 +285,17 @@ class Solver:
             at = [self.precedence.instant(o) for o in chain]
             found = bound.chain_seconds(game, self.precedence, at, budget, seconds=left * _SEED_STEP, gap=_SEED_GAP)
             best = self._stronger(best, found, hunt)
-            row = next(iter(self._rows_of(found)), ())
-            rows += [row] if row else []
+            new = self._rows_of(found)
+            row = new[0] if new else ()
+            rows += new
         hunt.offer(rows)
         return best
 
     def _rows_of(self, found: TimeBound) -> list[tuple[int, ...]]:
-        """What a program's answer comes to, if it has one."""
-        return [row_without(self.game, found.absent, found.fetched)] if found.absent else []
+        """What a program's answer comes to, if it has one: in fewest runs, then in fewer bytes."""
+        if not found.absent:
+            return []
+        return [row_without(self.game, found.absent, found.fetched, forgets=f) for f in (False, True)]
 
     def _fits(self, row: Sequence[int], budget: int) -> bool:
         return int(profile(self.game, row).max()) <= budget
