@@ -4,6 +4,7 @@
   const width = Math.min(1400, document.querySelector("main").clientWidth - 40);
   const names = {held: "held (heap and Python)", heap: "heap in use", python: "Python objects", resident: "resident"};
   const colours = {held: "#1f6fb2", heap: "#b26a1f", python: "#7a3fb2", resident: "#7b8794"};
+  const strength = ["", "99", "55"];  // the first process in full colour, later ones fainter
   let shown = new Set(["held", "resident"]);
   const place = document.getElementById("growth");
   const draw = () => {
@@ -16,7 +17,7 @@
         if (!shown.has(name) || !p[name]) continue;
         const base = p[name].find((v) => v != null);
         columns.push(x.map((_, i) => p[name][i] == null ? null : p[name][i] - base));
-        series.push({label: `${names[name]}, process ${k + 1}`, stroke: colours[name], width: k ? 1 : 1.8, dash: k ? [2, 2] : undefined,
+        series.push({label: `${names[name]}, process ${k + 1}`, stroke: colours[name] + strength[Math.min(k, 2)], width: k ? 1.2 : 1.8, dash: k ? [2, 2] : undefined,
           spanGaps: true, points: {show: false}, value: (u, v) => v == null ? "" : size(v)});
       }
     });

@@ -10,9 +10,12 @@
   };
   const points = data.points;
   if (points.length) {
-    const w = 430, h = 330, left = 62, bottom = 42, place = document.getElementById("front");
+    const w = 446, h = 330, left = 78, bottom = 42, place = document.getElementById("front");
     const svg = make("svg", {width: w, height: h, role: "img"}, place);
-    const span = (v) => { const a = Math.min(...v), b = Math.max(...v), d = (b - a) || Math.abs(b) || 1; return [a - 0.08 * d, b + 0.08 * d]; };
+    const span = (v) => {
+      const a = Math.min(...v), b = Math.max(...v), d = (b - a) || Math.abs(b) || 1, low = a - 0.08 * d;
+      return [a >= 0 ? Math.max(0, low) : low, b + 0.08 * d];
+    };
     const [x0, x1] = span(points.map((p) => p.growth)), [y0, y1] = span(points.map((p) => p.rate));
     const x = (v) => left + (v - x0) / (x1 - x0) * (w - left - 36), y = (v) => h - bottom - (v - y0) / (y1 - y0) * (h - bottom - 12);
     make("path", {d: `M${left},8V${h - bottom}H${w - 8}`, stroke: "#d8dde3", fill: "none"}, svg);
@@ -34,14 +37,19 @@
   for (const [response, title] of [["growth_bytes", "growth a step"], ["samples_per_second", "rate (/s)"]]) {
     const effects = data.effects.filter((e) => e.response === response);
     if (!effects.length) continue;
-    const row = 22, left = 300, w = Math.min(860, place.clientWidth || 860), h = row * effects.length + 44;
+    const row = 22, left = 300, w = Math.min(860, place.clientWidth || 860), h = row * effects.length + 50;
     const all = effects.flatMap((e) => [0, e.change, e.low ?? e.change, e.high ?? e.change]);
     const a = Math.min(...all), b = Math.max(...all), d = (b - a) || 1;
     const x = (v) => left + (v - a + 0.05 * d) / (1.1 * d) * (w - left - 20);
     const svg = make("svg", {width: w, height: h, role: "img"}, place);
     make("text", {x: left, y: 14, "font-weight": 600}, svg, title);
-    make("path", {d: `M${x(0)},22V${h - 18}`, stroke: "#9aa5b1", "stroke-dasharray": "4 3"}, svg);
-    make("text", {x: x(0), y: h - 4, "text-anchor": "middle", class: "soft"}, svg, "no effect");
+    make("path", {d: `M${x(0)},22V${h - 22}`, stroke: "#9aa5b1", "stroke-dasharray": "4 3"}, svg);
+    make("path", {d: `M${left},${h - 22}H${w - 8}`, stroke: "#d8dde3"}, svg);
+    const told = (v) => response === "growth_bytes" ? size(v) : `${+v.toPrecision(2)}`;
+    make("text", {x: x(0), y: h - 6, "text-anchor": "middle", class: "soft"}, svg, "no effect");
+    for (const v of [a, b]) {
+      if (Math.abs(x(v) - x(0)) > 80) make("text", {x: x(v), y: h - 6, "text-anchor": "middle", class: "soft"}, svg, (v > 0 ? "+" : "") + told(v));
+    }
     effects.forEach((e, i) => {
       const at = 34 + i * row, sure = e.low != null && (e.low > 0 || e.high < 0), colour = sure ? "#b26a1f" : "#9aa5b1";
       make("text", {x: left - 10, y: at + 4, "text-anchor": "end"}, svg, e.name);
