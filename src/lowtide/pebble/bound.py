@@ -449,9 +449,8 @@ def _solved(game: Game, one: _Weighed, deadline: float) -> Iterator[TimeBound]:
 
 def relaxed_instant(game: Game, precedence: Precedence, at: Instant, budget_bytes: int, *, seconds: float) -> TimeBound:
     """What one instant's relaxed program proves; what it has on the board only in part is absent."""
-    program = stages(game, precedence, [at], budget_bytes)
-    found = program.solve(seconds, whole=False)
-    return _single(program, at, game, found.value, found.x, ended=False)
+    one = _weighed(game, precedence, at, budget_bytes, time.monotonic() + seconds)
+    return _single(one.program, at, game, one.relaxed.value, one.relaxed.x, ended=False)
 
 
 def _single(program: Program, at: Instant, game: Game, value: float, x: Any, *, ended: bool) -> TimeBound:

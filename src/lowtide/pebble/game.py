@@ -88,11 +88,6 @@ class Game:
         found: NDArray[np.bool_] = self.again[self.producer] | (self.fetcher >= 0)
         return found
 
-    def seconds_of(self, ops: Iterable[int]) -> float:
-        """What a row of operators takes, offloads included."""
-        counted = list(ops)
-        return float(self.seconds[counted].sum() + self.once[sorted(set(counted))].sum())
-
     def row(self, ops: Iterable[int]) -> Row:
         """A row of the graph from a list of operators."""
         return tuple(Move(Act.COMPUTE if o < self.plain else Act.FETCH, self.nodes[o]) for o in ops if self.nodes[o] != END)

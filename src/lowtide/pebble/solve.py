@@ -260,20 +260,20 @@ class Solver:
         until = time.monotonic() + _SEED_SHARE * (hunt.deadline - time.monotonic())
         found = best = bound.NOTHING
         rows: list[tuple[int, ...]] = []
+        row: tuple[int, ...] = ()
         for one in bound.single_instants(game, self.precedence, self.instants, budget, seconds=until - time.monotonic()):
             best = self._stronger(best, one, hunt)
-            if one.absent and one.seconds >= found.seconds:
-                found = one
             new = self._rows_of(one)
+            if new and one.seconds >= found.seconds:
+                found, row = one, new[0]
             hunt.suggest(new)
             rows += new
-            if self._ends(rows, budget, hunt):
+            if hunt.over:
                 break
         instants = {game.nodes.index(v) for v in found.nodes}
-        row = next(iter(self._rows_of(found)), ())
         if row and not any(self._fits(row, budget) for row in rows):
             rows += self._with_room(budget, found, row, until)
-        while row and not self._ends(rows, budget, hunt):
+        while row and not hunt.over:
             left = until - time.monotonic()
             if left <= 0 or len(instants) >= _SEED_INSTANTS or (not self.fixed and self.game.plain > _SEED_FREE):
                 break
@@ -287,6 +287,7 @@ class Solver:
             best = self._stronger(best, found, hunt)
             new = self._rows_of(found)
             row = new[0] if new else ()
+            hunt.suggest(new)
             rows += new
         hunt.offer(rows)
         return best
@@ -299,11 +300,6 @@ class Solver:
 
     def _fits(self, row: Sequence[int], budget: int) -> bool:
         return int(profile(self.game, row).max()) <= budget
-
-    def _ends(self, rows: Sequence[Sequence[int]], budget: int, hunt: Hunt) -> bool:
-        """Whether one of some rows is all that is looked for."""
-        cheap = [row for row in rows if self.game.seconds_of(row) <= hunt.target_seconds]
-        return any(self._fits(row, budget) for row in cheap)
 
     def _with_room(self, budget: int, found: TimeBound, row: tuple[int, ...], until: float) -> list[tuple[int, ...]]:
         """Rows for lower budgets at the same instant, until one fits: what comes back elsewhere needs room there.
