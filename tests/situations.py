@@ -661,6 +661,31 @@ def frozen_part() -> Job:
     return zoo.simple(model, lambda m, _: _loss(m))
 
 
+class _Spectral(nn.Module):
+    """Products with conjugates, and parts with the other sign, that torch leaves to whoever reads them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width, dtype=torch.complex64) / width**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = torch.fft.fft(x, dim=1, norm="ortho").conj() @ self.weight
+        turned = z.conj()
+        gate = torch.sigmoid(turned.imag)
+        return torch.tanh(turned.real * gate) + (turned * z).real * 0.1 + (z @ self.weight.mH).imag.neg().exp().clamp(max=1.0)
+
+
+def complex_layers() -> Job:
+    """Complex numbers, conjugated and negated lazily."""
+    model = nn.Sequential(nn.Linear(96, 96), *(_Spectral(96) for _ in range(3)), nn.Linear(96, 10))
+    return zoo.simple(model, lambda m, _: _loss_of_width(m, 96))
+
+
+def _loss_of_width(model: nn.Module, width: int) -> torch.Tensor:
+    x, y = _batch(256, width)
+    return F.cross_entropy(model(x), y)
+
+
 SITUATIONS: dict[str, Callable[[], Job]] = {
     f.__name__: f
     for f in (
@@ -668,6 +693,6 @@ SITUATIONS: dict[str, Callable[[], Job]] = {
         meta_learning, sparse_gradients, frozen_and_thawed, evaluation_between, last_batch_smaller, lengths_change, random_branch, checkpoint_plain, checkpoint_reentrant, own_hooks,
         custom_function, in_place_between, compiled_part, compiled_function, loader_workers, loader_pinned,
         saving_in_the_middle, plain_functions, hidden_state_carried, foreach_and_fused, optimizer_in_backward, tensor_hooks,
-        functional_transform, forward_mode, gradients_by_transform, nested_tensors, failed_backward, frozen_part,
+        functional_transform, forward_mode, gradients_by_transform, nested_tensors, failed_backward, frozen_part, complex_layers,
     )
 }

@@ -69,3 +69,13 @@ def test_bits_hold_with_room_to_spare(name: str) -> None:
     run = budgeted(make, 4 * reference.above_bytes, STEPS)
     assert run.bits == reference.bits
     assert not any(s.recomputed_ops or s.overrun for s in run.outcome.steps)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_lazily_conjugated_and_negated_values_are_let_go_like_others(offload: bool) -> None:
+    """At a share that is reached only so: what a product with a conjugate gives must be made again."""
+    reference = plain_of(situations.complex_layers, STEPS)
+    run = budgeted(situations.complex_layers, above_of(reference, 0.55), STEPS, offload=offload)
+    assert run.bits == reference.bits
+    assert run.peak_bytes <= run.budget_bytes + FIRST_CALLS_BYTES, run.over
+    assert any(s.recomputed_ops for s in run.outcome.steps) or offload

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 
 import torch
-from lowtide.live.tensors import beneath_autograd, is_plain
+from lowtide.live.tensors import beneath_autograd, on_storage
 
 _DIRECT_BYTES = 1 << 20
 """So many bytes are read one by one; of more, blocks are summed up first."""
@@ -20,14 +20,21 @@ def checksum(tensor: torch.Tensor | None) -> int:
         return int(words.sum()) if words.numel() else 0
 
 
+def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the same elements as they lie in memory."""
+    tensor = tensor.conj() if tensor.is_conj() else tensor
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+
+
 def digest(tensor: torch.Tensor) -> int | None:
     """What tells a tensor's elements from others, their order included as far as blocks go; None where it cannot be told.
 
     At some GB/s, without a copy of more than a few KiB; on the CPU alone, where there are writers that torch does not see.
     """
-    if tensor.device.type != "cpu" or not is_plain(tensor) or tensor.numel() == 0:
+    if tensor.device.type != "cpu" or not on_storage(tensor) or tensor.numel() == 0:
         return None
     with beneath_autograd():
+        tensor = _as_stored(tensor)
         if not tensor.is_contiguous():
             kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
             return None if kind is None else int(tensor.view(kind).sum())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lowtide.live.tensors import beneath_autograd, is_plain
+from lowtide.live.tensors import beneath_autograd, on_storage
 from lowtide.live.value import flatten, map_tensors
 
 
@@ -31,7 +31,7 @@ def fresh_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
 def bytes_beside(out: Any, args: Any, kwargs: Any) -> int:
     """Bytes of the storages among an operator's results that were not among its arguments."""
     given = {t.untyped_storage()._cdata for t in (*flatten(args), *kwargs.values()) if isinstance(t, torch.Tensor)}
-    return _bytes_but(given, [t.untyped_storage() for t in flatten(out) if isinstance(t, torch.Tensor) and is_plain(t)])
+    return _bytes_but(given, [t.untyped_storage() for t in flatten(out) if isinstance(t, torch.Tensor) and on_storage(t)])
 
 
 def _bytes_but(given: set[int], made: list[torch.UntypedStorage]) -> int:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import torch
 from lowtide.live.mode import Mode
 from lowtide.live.ops import OpInfo, info_of
-from lowtide.live.tensors import is_plain
+from lowtide.live.tensors import on_storage
 from lowtide.live.value import (
     NO_DISPATCH,
     PLAIN_TYPES,
@@ -130,7 +130,7 @@ class FullMode(Mode):
 
     def _value(self, tensor: torch.Tensor) -> Value | None:
         """The value that a tensor shows; None for what has no storage of its own."""
-        if not is_plain(tensor) or type(tensor).__torch_dispatch__ is not NO_DISPATCH:
+        if not on_storage(tensor) or type(tensor).__torch_dispatch__ is not NO_DISPATCH:
             return None
         storage = tensor.untyped_storage()
         return self.ledger.find(storage) or self.ledger.enter(storage, None)
@@ -153,7 +153,7 @@ class FullMode(Mode):
                 written[id(argument)] = argument
             return argument
 
-        if any(isinstance(t, torch.Tensor) and not is_plain(t) for t in args):
+        if any(isinstance(t, torch.Tensor) and not on_storage(t) for t in args):
             return None
         noted = tuple(map_tensors(a, i, note) for i, a in enumerate(args))
         named = {k: map_tensors(v, k, note) for k, v in kwargs.items()}
@@ -227,7 +227,7 @@ class FullMode(Mode):
         flat: list[Any] = []
         _collect(out if isinstance(out, (tuple, list)) else (out,), flat)
         for i, tensor in enumerate(flat):
-            if not is_plain(tensor) or type(tensor).__torch_dispatch__ is not NO_DISPATCH:
+            if not on_storage(tensor) or type(tensor).__torch_dispatch__ is not NO_DISPATCH:
                 continue
             storage = tensor.untyped_storage()
             if self.ledger.find(storage) is None:

@@ -19,7 +19,7 @@ from lowtide.live.heap import Meter
 from lowtide.live.ledger import Ledger
 from lowtide.live.ops import OpInfo
 from lowtide.live.replay import remake
-from lowtide.live.tensors import beneath_autograd, is_plain
+from lowtide.live.tensors import beneath_autograd, on_storage
 from lowtide.live.value import (
     PLAIN_TYPES,
     Record,
@@ -505,7 +505,7 @@ def held_alone(keeps: Iterable[Any]) -> Iterator[tuple[torch.UntypedStorage, lis
     groups: dict[int, list[Any]] = {}
     for kept in keeps:
         held = None if kept is None else kept.held
-        if held is not None and type(held) in PLAIN_TYPES and is_plain(held):  # of others bytes and metadata are not all
+        if held is not None and type(held) in PLAIN_TYPES and on_storage(held):  # of others bytes and metadata are not all
             groups.setdefault(held.untyped_storage()._cdata, []).append(kept)
     for group in groups.values():
         storage = group[0].held.untyped_storage()

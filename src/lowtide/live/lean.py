@@ -27,7 +27,7 @@ from lowtide.live.ops import info_of
 from lowtide.live.replay import remake
 from lowtide.live.saver import Kept, modified_in_place
 from lowtide.live.stopwatch import Stopwatch
-from lowtide.live.tensors import beneath_autograd, is_plain
+from lowtide.live.tensors import beneath_autograd, on_storage
 from lowtide.live.value import (
     PLAIN_TYPES,
     Anchor,
@@ -392,7 +392,7 @@ class LeanMode(Mode):
 
     def guards(self, tensor: torch.Tensor) -> bool:
         """Whether a replay of this unit may still read what a tensor shows."""
-        if not is_plain(tensor):
+        if not on_storage(tensor):
             return False
         address = tensor.untyped_storage()._cdata
         found = self._guards.get(address)
@@ -404,7 +404,7 @@ class LeanMode(Mode):
 
     def will_write(self, tensor: torch.Tensor) -> None:
         """Somebody is about to write in a backward: what may still be asked for and depends on these bytes is made now."""
-        if not is_plain(tensor):
+        if not on_storage(tensor):
             return
         address = tensor.untyped_storage()._cdata
         found = self._guards.get(address)
@@ -509,7 +509,7 @@ class LeanMode(Mode):
         """What tells whether a tensor that replays read was written unseen: a batch, which a loader may fill again."""
         if tensor.requires_grad or isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
             return None
-        if not is_plain(tensor):
+        if not on_storage(tensor):
             return None
         key = (tensor.data_ptr(), tensor._version, *meta_of(tensor))
         if key not in self._witnessed:

@@ -21,7 +21,7 @@ import torch.utils.dlpack
 import torch
 from lowtide.live import numerics
 from lowtide.live.aside import Wraps
-from lowtide.live.tensors import is_plain
+from lowtide.live.tensors import on_storage
 
 if TYPE_CHECKING:
     from lowtide.live.runtime import Runtime
@@ -67,7 +67,7 @@ class Patches:
         @functools.wraps(original)
         def exposed(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             recorder = runtime.saver.recorder
-            if recorder is not None and not runtime.full.passive and type(tensor) is torch.Tensor and is_plain(tensor):
+            if recorder is not None and not runtime.full.passive and type(tensor) is torch.Tensor and on_storage(tensor):
                 value = runtime.ledger.find(tensor.untyped_storage())
                 if value is not None:
                     if original.__name__ != "data_ptr":
@@ -77,7 +77,7 @@ class Patches:
             elif original.__name__ != "data_ptr" and type(tensor) is torch.Tensor:
                 runtime.exposed(tensor)
             shown = original(tensor, *args, **kwargs)
-            if original.__name__ != "data_ptr" and is_plain(tensor):  # addresses are asked for all over torch
+            if original.__name__ != "data_ptr" and on_storage(tensor):  # addresses are asked for all over torch
                 runtime.updates.exposed(tensor, shown)
             return shown
 

@@ -10,13 +10,13 @@ from lowtide.live.board import Ticket
 from lowtide.live.guard import Evictor
 from lowtide.live.ledger import Ledger
 from lowtide.live.recorder import Recorder
-from lowtide.live.tensors import beneath_autograd, is_plain, node_of
+from lowtide.live.tensors import beneath_autograd, node_of, on_storage
 from lowtide.live.value import NO_DISPATCH, PLAIN_TYPES, Meta, Value, meta_of, view_on, watch
 
 
 def modified_in_place(meta: Meta, found: int, expected: int) -> RuntimeError:
     """The error that autograd raises where a saved tensor was changed in place (hooks turn its own check off)."""
-    size, _, _, dtype = meta
+    size, _, _, dtype, *_ = meta
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{dtype} {list(size)}] is at version {found}; expected version {expected} instead. Hint: enable anomaly "
@@ -191,7 +191,7 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 def _followed(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in PLAIN_TYPES
-        and is_plain(tensor)
+        and on_storage(tensor)
         and not tensor.is_inference()
         and tensor.device.type != "meta"
     )

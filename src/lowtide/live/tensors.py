@@ -11,16 +11,19 @@ _GRAD: Any = torch._C.TensorBase.grad
 _GRAD_FN: Any = torch._C.TensorBase.grad_fn
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is fully described by a storage and its view metadata."""
+def on_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is fully described by a storage and its view metadata (conjugation and sign, where lazy, among it)."""
     return (
         tensor.layout is torch.strided
-        and not tensor.is_conj()
-        and not tensor.is_neg()
         and not tensor.is_quantized
         and not tensor.is_nested
         and not tensor._is_zerotensor()  # a tangent of zeros has no bytes
     )
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements are what lies in its storage: a view, and neither conjugated nor negated lazily."""
+    return on_storage(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
 @final

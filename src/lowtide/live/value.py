@@ -16,7 +16,7 @@ from lowtide.live.bits import digest
 from lowtide.live.board import Board, Ticket, flat
 from lowtide.live.numerics import Numerics, current, under
 from lowtide.live.ops import OpInfo
-from lowtide.live.tensors import beneath_autograd, is_plain, node_of
+from lowtide.live.tensors import beneath_autograd, node_of, on_storage
 
 
 def _references_beside_tensors() -> int:
@@ -35,18 +35,26 @@ def sole_owner(storage: torch.UntypedStorage, own: int) -> bool:
 
 def view_on(storage: torch.UntypedStorage, meta: Meta) -> torch.Tensor:
     """A tensor on a storage."""
-    size, stride, offset, dtype = meta
+    size, stride, offset, dtype, conjugated, negated = meta
     with beneath_autograd():
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)  # type: ignore[call-overload]
+        view = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)  # type: ignore[call-overload]
+    if conjugated:
+        torch._C._set_conj(view, True)
+    if negated:
+        torch._C._set_neg(view, True)
+    return view  # type: ignore[no-any-return]
 
 
-Meta = tuple[torch.Size, tuple[int, ...], int, torch.dtype]
-"""Size, stride, offset (in elements) and type of a view on a storage."""
+Meta = tuple[torch.Size, tuple[int, ...], int, torch.dtype, bool, bool]
+"""Size, stride, offset (in elements) and type of a view on a storage; whether it is conjugated or negated when it is read."""
 
 
 def meta_of(tensor: torch.Tensor) -> Meta:
     """View metadata of a strided tensor."""
-    return tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype
+    return (
+        tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype,
+        tensor.is_conj(), tensor.is_neg(),
+    )
 
 
 _NOTHING: dict[torch.device, torch.Tensor] = {}
@@ -208,7 +216,7 @@ class Anchor:
 
 def _anchor(value: Value | None, tensor: torch.Tensor) -> Anchor:
     """What holds a tensor's bytes: one for all arguments that read the same value."""
-    if value is None or not is_plain(tensor):
+    if value is None or not on_storage(tensor):
         return Anchor(tensor if node_of(tensor) is None else tensor.detach())
     found = value.anchored()
     if found is None:
@@ -234,7 +242,7 @@ class Argument:
         """Refer to a tensor by its value, or hold it."""
         self.value = value
         self.device = tensor.device
-        self.meta: Meta | None = meta_of(tensor) if is_plain(tensor) else None
+        self.meta: Meta | None = meta_of(tensor) if on_storage(tensor) else None
         self.anchor = _anchor(value, tensor) if anchored else None
         self.bytes = tensor.untyped_storage().nbytes()
         leaf = _leaf_under(tensor) if anchored else None
@@ -282,7 +290,7 @@ def covers_blindly(info: OpInfo, argument: Argument) -> bool:
     """Whether what an operator writes into an argument covers its whole storage and does not depend on what was there."""
     if not info.overwrites_fully or argument.value is None or argument.meta is None:
         return False
-    size, _, _, dtype = argument.meta
+    size, _, _, dtype, *_ = argument.meta
     return size.numel() * dtype.itemsize == argument.value.bytes
 
 

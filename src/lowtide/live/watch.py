@@ -33,7 +33,7 @@ from lowtide.live.ops import OpInfo, info_of
 from lowtide.live.saver import Kept
 from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
-from lowtide.live.tensors import grad_of, is_plain, tensors_in
+from lowtide.live.tensors import grad_of, on_storage, tensors_in
 from lowtide.live.value import NO_DISPATCH, PLAIN_TYPES, StorageRef, written_by
 from lowtide.store import CARRIED, PHASES, Flag, Kind, Role, Writer, encode_run, summed
 from lowtide.trace import Phase
@@ -463,7 +463,7 @@ class Watcher:
         read = tensors_in(list(args)) + (tensors_in(kwargs) if kwargs else [])
         written: set[int] = set()
         if info.mutates:
-            written = {t.untyped_storage()._cdata for t, _ in written_by(info, args, kwargs) if is_plain(t)}
+            written = {t.untyped_storage()._cdata for t, _ in written_by(info, args, kwargs) if on_storage(t)}
         for tensor in read:
             for part in _parts(tensor):
                 storage = part.untyped_storage()
