@@ -11,6 +11,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 from torch._functorch import eager_transforms
@@ -50,14 +51,26 @@ def unwrapped(function: Any) -> Any:
     return getattr(function, "__wrapped__", function)
 
 
+Around = Callable[[Any, Any], AbstractContextManager[None]]
+
+
+def _nothing_around(_region: Any, _given: Any) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 @final
 class Asides:
-    """Puts the mode and the hooks of a stack aside where they must not be."""
+    """Puts the mode and the hooks of a stack aside where they must not be.
 
-    def __init__(self, stack: Stack, clock: Clock) -> None:
+    Attributes:
+        around: what is done around a compiled region, given it (a module or a function) and its arguments.
+    """
+
+    def __init__(self, stack: Stack, clock: Clock, around: Around = _nothing_around) -> None:
         """Patch nothing yet."""
         self.stack = stack
         self.clock = clock
+        self.around = around
         self._wraps = Wraps()
         self._depth = 0
         self._aside = contextlib.ExitStack()
@@ -117,7 +130,8 @@ class Asides:
             asides = known()
             if asides is None:
                 return original(*args, **kwargs)
-            with asides.stack.aside(), asides.clock.deaf():
+            region = args[0] if args and isinstance(args[0], torch.nn.Module) else original
+            with asides.around(region, (args, kwargs)), asides.stack.aside(), asides.clock.deaf():
                 return original(*args, **kwargs)
 
         return compiled

@@ -126,6 +126,7 @@ class Evictor:
         self._library: dict[str, int] = {}
         self._inside: dict[str, float] = {}
         self._made: dict[Any, int] = {}
+        self._regions: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._bandwidth: Bandwidth | None = None
 
     def use(self, meter: Meter, board: FileBoard | PinnedBoard) -> None:
@@ -139,6 +140,10 @@ class Evictor:
     def away_bytes(self) -> int:
         """Bytes of values that autograd has and that are not there."""
         return sum(v.bytes for v in {*self.away, *self.weakly} if v.saves and v.storage() is None)
+
+    def dropped_bytes(self) -> int:
+        """Bytes of those that were dropped, not moved."""
+        return sum(v.bytes for v in self._dropped() if v.storage() is None)
 
     def made(self, site: Site, fresh: Iterable[Value], overwritten: Iterable[Value]) -> None:
         """An operator made values; those that the plan drops are marked."""
@@ -292,6 +297,28 @@ class Evictor:
         """Make room for so many bytes below the limit; whether they fit, or something left for them."""
         over = self.meter.live() + size + SLACK_BYTES - self.limit_bytes
         return not self.limit_bytes or over <= 0 or bool(self.make_room(over))
+
+    @contextlib.contextmanager
+    def around_unseen(self, region: Any, given_bytes: int) -> Iterator[None]:
+        """Make room for code whose operators are not seen: for what it took before, at its first sight all that there is.
+
+        Args:
+            region: what is known to run again.
+            given_bytes: of its arguments; more of them are taken to need more in proportion.
+        """
+        known = self._regions.get(region)
+        if known is None:
+            self.make_room(self.limit_bytes)
+        else:
+            self.room_for(int(known[1] * max(1.0, given_bytes / max(1, known[0]))))
+        self.meter.reset_op_peak()
+        before = self.meter.live()
+        try:
+            yield
+        finally:
+            rise = self.meter.op_peak() - before
+            if known is None or rise > known[1]:
+                self._regions[region] = (given_bytes, rise)
 
     def make_room(self, needed: int) -> int:
         """Let go of at least so many bytes, the cheapest per byte and time to next use first; the bytes freed."""
@@ -453,7 +480,7 @@ class Evictor:
             self._bring_back(v)
 
     def _dropped(self) -> list[Value]:
-        return [v for v in (*self.away, *self.weakly) if v.saves and v.tensor is None and v.ticket is None]
+        return [v for v in dict.fromkeys((*self.away, *self.weakly)) if v.saves and v.tensor is None and v.ticket is None]
 
     def _bring_back(self, value: Value) -> None:
         self.weakly.discard(value)

@@ -108,6 +108,10 @@ class Recorder:
             self.tracked += value.bytes
         self._no_more_away(value)
 
+    def _away(self, value: Value) -> None:
+        self.away.add(value)
+        self.tracked -= value.bytes
+
     def _no_more_away(self, value: Value) -> None:
         if value in self.away:
             self.away.discard(value)
@@ -119,11 +123,12 @@ class Recorder:
             return
         if value.unit is not self:
             if value.saves:  # a graph that is left over has it still: the plain run's bytes are there
-                self.away.add(value)
-                self.tracked -= value.bytes
+                self._away(value)
             return
         life = self.lives[value.number]
-        if life.counted or life.gone_from_base:
+        if value.saves and not life.counted and not life.gone_from_base:  # it was let go: the plain run's base has it still
+            self._away(value)
+        elif life.counted or life.gone_from_base:
             self.tracked -= value.bytes
         if life.held_until is None:
             life.held_until = len(self.events) - 1
@@ -165,6 +170,8 @@ class Recorder:
             return
         life = self.lives[value.number]
         life.saves -= 1
+        if not value.saves:
+            self._no_more_away(value)
         life.released = max(life.released, len(self.events) - 1, 0)
 
     def taint(self, value: Value) -> None:

@@ -14,7 +14,7 @@ import gc
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -83,12 +83,38 @@ AUTO_MARGIN = 0.05
 """Share of a CUDA device's free memory that ``auto`` leaves to fragmentation."""
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What graphs of former units hold when a unit begins, in bytes.
+
+    Attributes:
+        there_bytes: what is there.
+        dropped_bytes: what was dropped; it comes back where writes pass unseen, as they do while a plan is followed.
+        away_bytes: what was let go in any way, the dropped among it.
+    """
+
+    there_bytes: int
+    dropped_bytes: int = 0
+    away_bytes: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """What they would hold if nothing had been let go."""
+        return self.there_bytes + self.away_bytes
+
+    @property
+    def followed_bytes(self) -> int:
+        """What they may hold while a plan is followed."""
+        return self.there_bytes + self.dropped_bytes
+
+
 @dataclass(eq=False)
 class Entry:
     """One recording of a kind of unit, and what was made of it.
 
     Attributes:
-        left_bytes: what graphs of former units held when it began, or would have held if nothing had been let go.
+        left: what graphs of former units held when it began.
         gradient_bytes: gradients that were there when it began.
         states: optimizer states' storages at its end.
         compiled: the plan for it that was followed last, and what it is compiled to.
@@ -98,7 +124,7 @@ class Entry:
     packs: list[int]
     backward_starts: list[int]
     front: Front
-    left_bytes: int
+    left: Left
     gradient_bytes: int
     states: frozenset[int]
     compiled: tuple[State, Script] | None = None
@@ -124,10 +150,12 @@ class Entry:
         """How much higher than the recorded unit another of its kind lies, at most.
 
         Gradients that only the recorded one found there are made anew within the other. Of what else is not there this time,
-        as much may be of what would have gone before the peak as went in the recorded one.
+        as much may be of what would have gone before the peak as went in the recorded one. Graphs of former units are there
+        as they were when it was recorded; of what was let go of them then, the plan knows nothing.
         """
         higher = unit.base_bytes - self.trace.base_bytes + max(0, self.gradient_bytes - unit.gradient_bytes)
-        return higher if higher >= 0 else min(0, higher + self.leaving_bytes)
+        low = higher if higher >= 0 else min(0, higher + self.leaving_bytes)
+        return low + max(0, unit.left.followed_bytes - self.left.there_bytes)
 
 
 @dataclass(eq=False)
@@ -135,6 +163,7 @@ class Unit:
     """The unit that runs now.
 
     Attributes:
+        left: what graphs of former units hold when it begins.
         gradient_bytes: gradients that were there when it began.
         predicted_bytes: what its peak is to be; at most that, if it is not ``certain``.
         calls: its root calls so far.
@@ -143,7 +172,7 @@ class Unit:
 
     kind: Kind
     base_bytes: int
-    left_bytes: int
+    left: Left
     gradient_bytes: int
     policy: str
     recorder: Recorder | None = None
@@ -208,7 +237,7 @@ class Runtime:
         self.saver.on_first = self._functional_begins
         self.stack = Stack()
         self.patches = Patches(self)
-        self.asides = Asides(self.stack, self.clock)
+        self.asides = Asides(self.stack, self.clock, self._around_region)
         self.unreached = Unreached(self.stack)
         self.updates = Updates(lambda: self.clock.phase, self._before_update)
         self.clock.on_optimizer = self.updates.optimizer_made
@@ -411,7 +440,7 @@ class Runtime:
         """Whether no unit with such root calls rises above the budget, by all that is known."""
         known = self.budget_bytes and self.meter.exact
         most = self.rises.most(unit.calls, unit.gradient_bytes) if known else None
-        return most is not None and unit.base_bytes + unit.left_bytes + most <= self.budget_bytes
+        return most is not None and unit.base_bytes + unit.left.bytes + most <= self.budget_bytes
 
     def _after(self) -> int:
         return self._last_optimizer if len(self._optimizers) > 1 else 0
@@ -445,7 +474,7 @@ class Runtime:
         if kind == unit.kind:
             return True
         unwatched = unit.lean is None and unit.recorder is None and self.meter.exact
-        if unwatched and not self._near(self.meter.live(), unit.base_bytes + unit.left_bytes, unit.base_bytes):
+        if unwatched and not self._near(self.meter.live(), unit.base_bytes + unit.left.bytes, unit.base_bytes):
             return False  # its graph is there, though what the model returned is not
         return not any(output() is not None for output in unit.outputs)
 
@@ -459,6 +488,17 @@ class Runtime:
         self._begin_unit(Kind((), engaged=self.updates.engaged, after=self._after()))
         unit: Unit | None = self.unit
         return None if unit is None or unit.lean is None else unit.lean.pack
+
+    @contextlib.contextmanager
+    def _around_region(self, region: Any, given: Any) -> Iterator[None]:
+        """A compiled region runs, whose operators are not seen: while the policy on line holds the budget, it makes room."""
+        if not self._active or not self.budget_bytes or self.stack.mode is not self.full or self.full.passive:
+            yield
+            return
+        with self.evictor.around_unseen(region, sum(t.nbytes for t in tensors_in(given))):
+            if self.saver.recorder is not None:
+                self.saver.recorder.begin_window()  # what was let go for it is not the plain run's
+            yield
 
     def backward_begins(self) -> None:
         """Autograd's engine is about to run."""
@@ -591,12 +631,12 @@ class Runtime:
         self._units += 1
         if isinstance(self.meter, LedgerMeter):
             self._meet_long_lived()
-        left, away = self._left_bytes()
-        base = self.meter.live() - left  # it goes when the script lets go of it, at the latest within the unit
+        left = self._left()
+        base = self.meter.live() - left.there_bytes  # it goes when the script lets go of it, at the latest within the unit
         between = base if self._owing else max(self.meter.op_peak(), base)  # else bytes of our making
         self._between_bytes = between if self._units > 1 else 0
         self.meter.reset_op_peak()
-        self.unit = unit = Unit(kind, base, left + away, self._gradient_bytes(), "online", calls=[kind])
+        self.unit = unit = Unit(kind, base, left, self._gradient_bytes(), "online", calls=[kind])
         self._resolve_share(unit)
         if not self.budget_bytes and self.settings.budget is None:
             self._run_fully(unit, None, record=False)
@@ -622,11 +662,11 @@ class Runtime:
         grown = sum(size for state, size in self._states().items() if state not in entry.states)
         self.figures = figures = figures_of(
             entry.problem, solution, between_bytes=self._between_bytes, resident_bytes=self.resident_bytes(),
-            shift_bytes=shift, certain_bytes=min(exactly, grown - entry.left_bytes),
+            shift_bytes=shift, certain_bytes=min(exactly, grown - entry.left.bytes),
         )
         known = bool(self.entries.get(kind))
         crossed = sum(s.overrun or s.peak_bytes > self.budget_bytes for s in self.steps[1:])
-        refused = bool(self.budget_bytes) and solution.state is None and crossed > (CROSSED if entry.left_bytes else 0)
+        refused = bool(self.budget_bytes) and solution.state is None and crossed > (CROSSED if entry.left.bytes else 0)
         proven = bool(self.budget_bytes) and self._cannot_be_held(figures, warm=self.recordings.get(kind, 0) >= SEEN_TWICE)
         if (refused or proven) and self.updates.can_engage(self._roots):
             self.updates.engage()
@@ -645,12 +685,12 @@ class Runtime:
         else:
             self._run_fully(unit, entry, record=not worn or doubtful)
 
-    def _left_bytes(self) -> tuple[int, int]:
-        """What graphs of former units still hold, and what of theirs was let go."""
-        left = 0 if self._last_lean is None else self._last_lean.left_bytes()
+    def _left(self) -> Left:
+        """What graphs of former units still hold."""
+        planned = 0 if self._last_lean is None else self._last_lean.left_bytes()
         if self.saver.outstanding <= 0:
-            return left, 0
-        return left + self.ledger.saved_bytes(), self.evictor.away_bytes()
+            return Left(planned)
+        return Left(planned + self.ledger.saved_bytes(), self.evictor.dropped_bytes(), self.evictor.away_bytes())
 
     def _entry(self, kind: Kind, base: int) -> Entry | None:
         """The recording of this kind of unit whose base is nearest."""
@@ -788,7 +828,7 @@ class Runtime:
             self.stack.take()
             unit.lean.let_go()
         self._last_lean, unit.lean = unit.lean, None
-        self._owing = any(self._left_bytes())
+        self._owing = self._left().bytes > 0
         self.full.begin(None, remember=False)
         watched, self.saver.recorder = self.saver.recorder is not None, None
         if watched and self.saver.outstanding <= 0:
@@ -811,7 +851,7 @@ class Runtime:
             self.rises.note(unit.calls, problem.plain_peak - problem.base_bytes, unit.gradient_bytes)
         states = frozenset(self._states())
         entry = Entry(
-            recorder.funcs, recorder.packs, unit.starts, Front(problem), unit.left_bytes, unit.gradient_bytes, states
+            recorder.funcs, recorder.packs, unit.starts, Front(problem), unit.left, unit.gradient_bytes, states
         )
         kept = [e for e in self.entries.get(unit.kind, ()) if not self._near(
             e.trace.base_bytes, trace.base_bytes, problem.plain_peak)]
@@ -821,7 +861,7 @@ class Runtime:
     def _note_rise(self, unit: Unit) -> None:
         """A unit ran without any interception."""
         peak = self.meter.op_peak()
-        self.rises.note(unit.calls, peak - unit.base_bytes - unit.left_bytes, unit.gradient_bytes)
+        self.rises.note(unit.calls, peak - unit.base_bytes - unit.left.bytes, unit.gradient_bytes)
         if peak > self.budget_bytes:
             self.rises.broke(unit.calls)
 
@@ -835,7 +875,7 @@ class Runtime:
             return
         lost = unit.lean is not None and unit.lean.lost
         # A graph left over from a planned unit is smaller; what was not there at the beginning may never have come.
-        less = (bool(entry.left_bytes) or not unit.certain) and measured < predicted
+        less = (bool(entry.left.bytes) or not unit.certain) and measured < predicted
         if not lost and (less or self._near(measured, predicted, predicted)):
             entry.followed += 1
             if unit.state is not None and unit.lean is not None and unit.lean.run.stopwatch is not None:

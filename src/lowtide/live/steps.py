@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, final
 
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.optim import optimizer as optim
 
 import torch
@@ -245,7 +247,7 @@ class Clock:
         ) -> Any:
             args = (outputs, grads, retain_graph, create_graph, *args)
             ours = threading.get_ident() == self._owner and torch._C._functorch.peek_interpreter_stack() is None
-            if self._in_backward or not ours:
+            if self._in_backward or not ours or _traced(outputs):
                 return engine(*args, **kwargs)
             before, self.phase = self.phase, Phase.BACKWARD
             self._in_backward += 1
@@ -278,3 +280,9 @@ class Clock:
         if not self._in_backward:
             self.phase = self._rest = Phase.DATA
         self.listener.optimizer_ends(optimizer)
+
+
+def _traced(outputs: Any) -> bool:
+    """Whether a backward is only traced: a compiler derives the backward of a region from tensors without bytes."""
+    found = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    return any(isinstance(t, (FakeTensor, FunctionalTensor)) for t in found)
