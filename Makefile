@@ -30,6 +30,7 @@ lint: $(STAMP)
 bench-record: $(STAMP)
 	$(BIN)/python -m pip install --quiet memray
 	$(BIN)/python benchmarks/record.py --json benchmarks/results/record.json
+	$(BIN)/python benchmarks/watching.py --json benchmarks/results/watching.json
 
 # The README's picture: needs Chromium.
 picture: $(STAMP)

@@ -273,7 +273,9 @@ class Journal:
 
     def entries(self) -> NDArray[np.void]:
         """A copy of the step's entries so far."""
-        return _entries(self._map[self._start : self._size])
+        count = self._next()
+        self._next = itertools.count(count).__next__
+        return _entries(self._map[self._start : min(self._start + count * ENTRY.itemsize, self._size)])
 
     def close(self) -> None:
         """Unmap, and remove the file."""
