@@ -8,6 +8,7 @@ that finds them reads the last, unfinished step out of them.
 
 from __future__ import annotations
 
+import glob
 import itertools
 import json
 import math
@@ -27,9 +28,11 @@ from pathlib import Path
 from typing import Any, Final, final
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from lowtide.errors import RecordingError
+from lowtide.tell import tell
 from lowtide.trace import Phase
 
 FORMAT: Final = 1
@@ -310,6 +313,14 @@ def _check_place(path: Path) -> None:
         raise RecordingError(f"cannot write {path}: it is there already and is no recording; name another file, or remove it")
 
 
+def _tell_of_set_aside(path: Path) -> None:
+    """Tell of recordings that lie beside this place, set aside by processes that were killed before they were done."""
+    for found in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        owner = found.name.rpartition(".")[2]
+        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+            tell(f"lowtide: {found} is what was at {path.name} before a recording that was killed: rename it, or remove it")
+
+
 FEW_LOOKS: Final = 5
 """Rows of the process, a second each, of a script that failed while it was still importing."""
 
@@ -326,6 +337,7 @@ class Writer:
         """
         self.path = path
         _check_place(path)
+        _tell_of_set_aside(path)
         self._former = path.with_name(f".{path.name}.{os.getpid()}") if path.exists() else None
         try:
             if self._former is not None:

@@ -373,3 +373,21 @@ def test_a_script_that_fails_before_its_first_step_leaves_the_former_recording(t
     assert later.returncode == 1
     assert file.read_bytes() != before
     assert [p.name for p in tmp_path.glob("kept.lowtide*")] == ["kept.lowtide"]
+
+
+def test_what_was_set_aside_by_a_recording_that_was_killed_is_told_of_and_reads(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(TRAINING)
+    (tmp_path / "killed.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+
+    def recorded(script: str) -> subprocess.CompletedProcess[str]:
+        return _lowtide("record", "-o", "kept.lowtide", "--quiet", script, "64", cwd=tmp_path)
+
+    assert recorded("script.py").returncode == 0
+    before = (tmp_path / "kept.lowtide").read_bytes()
+    recorded("killed.py")
+    (aside,) = tmp_path.glob(".kept.lowtide.*")
+    assert aside.read_bytes() == before
+    told = recorded("script.py").stderr
+    assert str(aside.name) in told
+    assert "rename it" in told
+    assert _lowtide("report", aside.name, cwd=tmp_path).returncode == 0
