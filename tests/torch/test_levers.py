@@ -3,6 +3,7 @@ it would take away; and a script that begins to do so later is stopped before an
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -653,3 +654,39 @@ def test_one_model_after_another_and_nothing_of_it_is_left() -> None:
                 averages_weights_before_the_step(0, model, opt, [p.detach().clone() for p in model.parameters()])
     assert not _get_current_dispatch_mode_stack()
     assert "grad" not in vars(nn.Parameter)
+
+
+class _Turning(nn.Module):
+    """A product with a complex weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_update_in_backward_stops_a_script_that_reads_a_weight_conjugated_before_the_step(reads: bool) -> None:
+    def train(**how: Any) -> list[bytes]:
+        zoo.seed(0)
+        model = _Turning()
+        opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        found = []
+        with lowtide.budget("1 GiB", **how) if how else contextlib.nullcontext() as run:
+            for _ in range(5):
+                turned = model.weight.detach().conj()
+                opt.zero_grad()
+                model(torch.randn(8, 32, dtype=torch.complex64)).abs().square().mean().backward()
+                if reads:
+                    found.append(zoo.bits(torch.view_as_real(turned.resolve_conj())))
+                opt.step()
+        assert run is None or any(lever.used for lever in run.outcome.levers)
+        return [*found, zoo.bits(torch.view_as_real(model.weight))]
+
+    if reads:
+        with pytest.raises(LeverError, match="are used after their gradients are whole"):
+            train(allow="update-in-backward")
+    else:
+        assert train(allow="update-in-backward") == train()

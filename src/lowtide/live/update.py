@@ -31,7 +31,7 @@ from lowtide.errors import LeverError
 from lowtide.live.aside import Wraps, unwrapped
 from lowtide.live.mode import Mode
 from lowtide.live.outcome import LeverFigures
-from lowtide.live.tensors import grad_of, is_plain, storages_of
+from lowtide.live.tensors import grad_of, is_plain, on_storage, storages_of
 from lowtide.live.value import flatten, sole_owner
 from lowtide.tell import tell
 from lowtide.trace import Phase
@@ -349,7 +349,7 @@ class Updates:
                     if id(p) in self._owners:
                         self._against("two optimizers have the same parameter")
                         return
-                    if is_plain(p) and seen.setdefault(p.untyped_storage()._cdata, p) is not p:
+                    if on_storage(p) and seen.setdefault(p.untyped_storage()._cdata, p) is not p:
                         self._against("two parameters share memory")
                         return
                     self._owners[id(p)] = weakref.ref(optimizer), number
@@ -460,7 +460,7 @@ class Updates:
         address = tensor.untyped_storage()._cdata
         if (self._due or self._running) and address in self._whole:
             self._against("parameters or states are read after their gradients are whole, before the optimizer's step")
-        elif any(is_plain(p) and p.untyped_storage()._cdata == address for o in self._optimizers for p in _parameters(o)):
+        elif any(on_storage(p) and p.untyped_storage()._cdata == address for o in self._optimizers for p in _parameters(o)):
             self._shown = [ref for ref in self._shown if ref() is not None]
             with suppress(TypeError):  # of a DLPack capsule nobody knows how long it is used
                 self._shown.append(weakref.ref(shown))
@@ -468,7 +468,7 @@ class Updates:
     def _listing(self, original: Any) -> Any:
         @functools.wraps(original)
         def tolist(tensor: torch.Tensor) -> Any:
-            if is_plain(tensor):
+            if on_storage(tensor):
                 self.exposed(tensor, None)
             return original(tensor)
 
@@ -526,7 +526,7 @@ class Updates:
         if self.updating or not self._whole:
             return
         for item in flatten((*args, *kwargs.values())):
-            if isinstance(item, torch.Tensor) and is_plain(item) and item.untyped_storage()._cdata in self._whole:
+            if isinstance(item, torch.Tensor) and on_storage(item) and item.untyped_storage()._cdata in self._whole:
                 reason = f"parameters or states are used after their gradients are whole, before the optimizer's step ({func})"
                 if self.stage is Stage.ENGAGED:
                     self._against(reason)
@@ -623,10 +623,10 @@ def _is_rounded(group: dict[str, Any]) -> bool:
 
 def _shares_memory(optimizer: Any) -> bool:
     """Whether another tensor of the script has a parameter's memory: NumPy may show it, which nobody sees being read."""
-    plain = [p for p in _parameters(optimizer) if is_plain(p)]
+    plain = [p for p in _parameters(optimizer) if on_storage(p)]
     shared = {p.untyped_storage()._cdata for p in plain if not sole_owner(p.untyped_storage(), 1)}
     return bool(shared) and any(
-        type(o) is torch.Tensor and is_plain(o) and o.untyped_storage()._cdata in shared for o in gc.get_objects()
+        type(o) is torch.Tensor and on_storage(o) and o.untyped_storage()._cdata in shared for o in gc.get_objects()
     )
 
 
