@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import situations
 from harness import FIRST_CALLS_BYTES, FULL, above_of, budgeted, heap, plain_of
+from lowtide.live.board import FileBoard
+from lowtide.pebble.eager.problem import Bandwidth
 
 import lowtide
 
@@ -34,12 +36,19 @@ def test_bits_and_budget_hold(name: str, share: float, offload: bool) -> None:
         assert run.peak_bytes <= run.budget_bytes + FIRST_CALLS_BYTES, run.over
 
 
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("share", "speed"), [(0.75, None), (0.75, 1.9e9), (0.55, 1e9)])
 @pytest.mark.parametrize("name", ["retained_heads", "generator_twice"])
-def test_graphs_left_over_from_the_step_before_are_reckoned_with(name: str, offload: bool) -> None:
-    """Whatever was let go of them when the plan's unit was recorded, and comes back where it is followed."""
+def test_graphs_left_over_from_the_step_before_are_reckoned_with(
+    name: str, share: float, speed: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was let go of them when the plan's unit was recorded, and comes back where it is followed.
+
+    At these speeds of the second board (bytes a second; None: nothing is moved) some of it is moved and some dropped.
+    """
+    if speed is not None:
+        monkeypatch.setattr(FileBoard, "measure", lambda _: Bandwidth(write=speed, read=speed, read_fresh=0.8 * speed))
     reference = plain_of(situations.SITUATIONS[name], STEPS)
-    run = budgeted(situations.SITUATIONS[name], above_of(reference, 0.75), STEPS, offload=offload)
+    run = budgeted(situations.SITUATIONS[name], above_of(reference, share), STEPS, offload=speed is not None)
     assert run.bits == reference.bits
     assert run.peak_bytes <= run.budget_bytes + FIRST_CALLS_BYTES, run.over
     assert any(s.policy == "planned" for s in run.outcome.steps)

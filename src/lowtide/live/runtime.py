@@ -105,8 +105,8 @@ class Left:
 
     @property
     def followed_bytes(self) -> int:
-        """What they may hold while a plan is followed."""
-        return self.there_bytes + self.dropped_bytes
+        """What they may hold while a plan is followed: what was moved comes back with what is made from it."""
+        return self.bytes if self.dropped_bytes else self.there_bytes
 
 
 @dataclass(eq=False)
@@ -155,7 +155,11 @@ class Entry:
         """
         higher = unit.base_bytes - self.trace.base_bytes + max(0, self.gradient_bytes - unit.gradient_bytes)
         low = higher if higher >= 0 else min(0, higher + self.leaving_bytes)
-        return low + max(0, unit.left.followed_bytes - self.left.there_bytes)
+        return low + self.left_besides(unit)
+
+    def left_besides(self, unit: Unit) -> int:
+        """How much more than in the recorded unit graphs of former units may hold while its plan is followed."""
+        return max(0, unit.left.followed_bytes - self.left.there_bytes)
 
 
 @dataclass(eq=False)
@@ -532,7 +536,8 @@ class Runtime:
         if not followed:
             lean.last_moves()
         expected = script.backwards[unit.backwards] if unit.backwards < len(script.backwards) else (-1, 0)
-        above = self.meter.live() - unit.base_bytes
+        assert unit.entry is not None
+        above = self.meter.live() - unit.base_bytes - unit.entry.left_besides(unit)
         if lean.at == expected[0] and not lean.grown and above <= expected[1] + TOLERANCE_BYTES:
             if followed:
                 lean.prune()
