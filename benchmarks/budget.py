@@ -12,10 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +24,9 @@ from rich.table import Table
 
 import lowtide
 import torch
-from lowtide.live.heap import counters, library_path
+from lowtide.live.heap import counters
 from lowtide.units import format_bytes
+from process import machine, with_counter
 from torch import nn
 
 WARM = 3
@@ -237,9 +235,7 @@ def main() -> None:
     options.add_argument("--models", default=",".join(MODELS))
     options.add_argument("--turns", type=int, default=5)
     given = options.parse_args()
-    if counters() is None:
-        os.environ["LD_PRELOAD"] = str(library_path())
-        os.execv(sys.executable, [sys.executable, *sys.argv])  # noqa: S606
+    with_counter()
     names = given.models.split(",")
     with Progress(transient=True) as progress:
         task = progress.add_task("measuring", total=4 * given.turns * len(names))
@@ -257,8 +253,7 @@ def main() -> None:
                 table.add_row(*row(result, variant))
     Console(width=150).print(table)
     if given.json:
-        machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
-        Path(given.json).write_text(json.dumps({"machine": machine, "results": results}, indent=1))
+        Path(given.json).write_text(json.dumps({"machine": machine(), "results": results}, indent=1))
 
 
 if __name__ == "__main__":

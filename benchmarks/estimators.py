@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -191,11 +190,9 @@ def main() -> None:
         print(json.dumps(_estimate(given.estimate)))
         return
     if given.find:
-        from lowtide.live.heap import counters, library_path
+        from process import with_counter
 
-        if counters() is None:
-            os.environ["LD_PRELOAD"] = str(library_path())
-            os.execv(sys.executable, [sys.executable, *sys.argv])  # noqa: S606
+        with_counter()
         print(json.dumps(_find(given.find, given.cap)))
         return
     target = Target(script=SCRIPT, module=False, seconds=600)

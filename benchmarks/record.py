@@ -11,7 +11,6 @@ import contextlib
 import gc
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,7 @@ import torch
 from lowtide.live.heap import counters, library_path
 from lowtide.store import read
 from lowtide.units import format_bytes
+from process import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import zoo
@@ -249,8 +249,7 @@ def main() -> None:
             table.add_row(*row(result, kind))
     Console(width=150).print(table)
     if given.json:
-        machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
-        Path(given.json).write_text(json.dumps({"machine": machine, "results": results}, indent=1))
+        Path(given.json).write_text(json.dumps({"machine": machine(), "results": results}, indent=1))
 
 
 if __name__ == "__main__":

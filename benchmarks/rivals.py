@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -25,13 +23,14 @@ from rich.table import Table
 from torch.utils.checkpoint import checkpoint
 
 import torch
+from process import machine, with_counter
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import small_gpt
 
 import lowtide
-from lowtide.live.heap import counters, library_path
+from lowtide.live.heap import counters
 from lowtide.units import format_bytes
 
 STEPS, SETTLED = 12, 5
@@ -111,9 +110,7 @@ def main() -> None:
     options.add_argument("--json")
     options.add_argument("--turns", type=int, default=3)
     given = options.parse_args()
-    if counters() is None:
-        os.environ["LD_PRELOAD"] = str(library_path())
-        os.execv(sys.executable, [sys.executable, *sys.argv])  # noqa: S606
+    with_counter()
     rivals: dict[str, Callable[[], nn.Module]] = {
         "torch.utils.checkpoint, each block": checkpointed,
         "activation_memory_budget 0.5": partitioned(0.5),
@@ -133,8 +130,7 @@ def main() -> None:
         table.add_row(*_row(name, found))
     Console(width=130).print(table)
     if given.json:
-        machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
-        Path(given.json).write_text(json.dumps({"machine": machine, "turns": turns}, indent=1))
+        Path(given.json).write_text(json.dumps({"machine": machine(), "turns": turns}, indent=1))
 
 
 def _row(name: str, found: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]) -> tuple[str, ...]:

@@ -11,10 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,7 +25,7 @@ from rich.table import Table
 
 import lowtide
 import torch
-from lowtide.live.heap import counters, library_path
+from process import machine, with_counter
 
 LEVELS: tuple[Literal["phases", "ops"], ...] = ("phases", "ops")
 SETTLING = 4
@@ -91,9 +88,7 @@ def main() -> None:
     options.add_argument("--json")
     options.add_argument("--turns", type=int, default=6)
     given = options.parse_args()
-    if counters() is None:
-        os.environ["LD_PRELOAD"] = str(library_path())
-        os.execv(sys.executable, [sys.executable, *sys.argv])  # noqa: S606
+    with_counter()
     torch.set_num_threads(1)
     runs: list[dict[str, Any]] = []
     with Progress(transient=True) as progress, tempfile.TemporaryDirectory() as folder:
@@ -111,8 +106,7 @@ def main() -> None:
             table.add_row(name, f"{plain * 1000:.0f} ms", level, ratios(mine, "wall")[0], cpu, noise)
     Console(width=130).print(table)
     if given.json:
-        machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
-        Path(given.json).write_text(json.dumps({"machine": machine, "runs": runs}, indent=1))
+        Path(given.json).write_text(json.dumps({"machine": machine(), "runs": runs}, indent=1))
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ def _batch(size: int = 256, width: int = 128) -> tuple[torch.Tensor, torch.Tenso
     return torch.randn(size, width), torch.randint(0, 10, (size,))
 
 
-def _loss(model: nn.Module, size: int = 256) -> torch.Tensor:
-    x, y = _batch(size)
+def _loss(model: nn.Module, size: int = 256, width: int = 128) -> torch.Tensor:
+    x, y = _batch(size, width)
     return F.cross_entropy(model(x), y)
 
 
@@ -678,12 +678,7 @@ class _Spectral(nn.Module):
 def complex_layers() -> Job:
     """Complex numbers, conjugated and negated lazily."""
     model = nn.Sequential(nn.Linear(96, 96), *(_Spectral(96) for _ in range(3)), nn.Linear(96, 10))
-    return zoo.simple(model, lambda m, _: _loss_of_width(m, 96))
-
-
-def _loss_of_width(model: nn.Module, width: int) -> torch.Tensor:
-    x, y = _batch(256, width)
-    return F.cross_entropy(model(x), y)
+    return zoo.simple(model, lambda m, _: _loss(m, width=96))
 
 
 SITUATIONS: dict[str, Callable[[], Job]] = {

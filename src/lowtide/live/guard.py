@@ -141,9 +141,9 @@ class Evictor:
         """Bytes of values that autograd has and that are not there."""
         return sum(v.bytes for v in {*self.away, *self.weakly} if v.saves and v.storage() is None)
 
-    def dropped_bytes(self) -> int:
-        """Bytes of those that were dropped, not moved."""
-        return sum(v.bytes for v in self._dropped() if v.storage() is None)
+    def has_dropped(self) -> bool:
+        """Whether any of those was dropped, not moved."""
+        return any(v.storage() is None for v in self._dropped())
 
     def made(self, site: Site, fresh: Iterable[Value], overwritten: Iterable[Value]) -> None:
         """An operator made values; those that the plan drops are marked."""

@@ -86,17 +86,17 @@ AUTO_MARGIN = 0.05
 @final
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What graphs of former units hold when a unit begins, in bytes.
+    """What graphs of former units hold when a unit begins.
 
     Attributes:
         there_bytes: what is there.
-        dropped_bytes: what was dropped; it comes back where writes pass unseen, as they do while a plan is followed.
-        away_bytes: what was let go in any way, the dropped among it.
+        away_bytes: what was let go.
+        dropped: whether some of it was dropped; that comes back where writes pass unseen, as they do while a plan is followed.
     """
 
     there_bytes: int
-    dropped_bytes: int = 0
     away_bytes: int = 0
+    dropped: bool = False
 
     @property
     def bytes(self) -> int:
@@ -106,7 +106,7 @@ class Left:
     @property
     def followed_bytes(self) -> int:
         """What they may hold while a plan is followed: what was moved comes back with what is made from it."""
-        return self.bytes if self.dropped_bytes else self.there_bytes
+        return self.bytes if self.dropped else self.there_bytes
 
 
 @dataclass(eq=False)
@@ -695,7 +695,7 @@ class Runtime:
         planned = 0 if self._last_lean is None else self._last_lean.left_bytes()
         if self.saver.outstanding <= 0:
             return Left(planned)
-        return Left(planned + self.ledger.saved_bytes(), self.evictor.dropped_bytes(), self.evictor.away_bytes())
+        return Left(planned + self.ledger.saved_bytes(), self.evictor.away_bytes(), self.evictor.has_dropped())
 
     def _entry(self, kind: Kind, base: int) -> Entry | None:
         """The recording of this kind of unit whose base is nearest."""

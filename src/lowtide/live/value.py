@@ -51,10 +51,7 @@ Meta = tuple[torch.Size, tuple[int, ...], int, torch.dtype, bool, bool]
 
 def meta_of(tensor: torch.Tensor) -> Meta:
     """View metadata of a strided tensor."""
-    return (
-        tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype,
-        tensor.is_conj(), tensor.is_neg(),
-    )
+    return tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 _NOTHING: dict[torch.device, torch.Tensor] = {}

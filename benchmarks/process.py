@@ -1,0 +1,22 @@
+"""What benchmarks share: a process with the heap counter, and the machine's name beside figures."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+
+import torch
+from lowtide.live.heap import counters, library_path
+
+
+def with_counter() -> None:
+    """Start the script again with the heap counter preloaded, where it is not."""
+    if counters() is None:
+        os.environ["LD_PRELOAD"] = str(library_path())
+        os.execv(sys.executable, [sys.executable, *sys.argv])  # noqa: S606
+
+
+def machine() -> dict[str, str | int | None]:
+    """What figures were measured on."""
+    return {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
