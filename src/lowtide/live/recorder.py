@@ -6,6 +6,9 @@ storages. What is noted are the lifetimes that the plain run would have had, wha
 
 from __future__ import annotations
 
+import operator
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
@@ -16,6 +19,8 @@ from lowtide.trace import Buffer, Need, Op, Save, Trace
 
 _POLLED = 64
 """Saved values looked at per operator, to learn when the script lets go of them."""
+_BACKEND_THREADS = 2
+"""Threads of a collective backend (gloo's default): each may be late to let go of what one collective took."""
 
 
 @dataclass(slots=True)
@@ -43,6 +48,21 @@ class _Asked:
     pinned_until: int | None = None
 
 
+@dataclass(slots=True)
+class _Flight:
+    """What a collective took, which a thread of its backend lets go of after it has told that it is done.
+
+    Attributes:
+        values: that it read or wrote.
+        inside_bytes: that it made, and that are nobody's value.
+        late: those of the values that are gone; in another step they may be there for longer.
+    """
+
+    values: frozenset[int]
+    inside_bytes: int
+    late: list[_Life] = field(default_factory=list)
+
+
 @dataclass(eq=False)
 class Recorder:
     """One unit while it runs; :meth:`finish` gives the trace."""
@@ -57,6 +77,7 @@ class Recorder:
     lives: list[_Life] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     other: list[int] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
     spikes: list[int] = field(default_factory=list)
     packs: list[int] = field(default_factory=list)
     tainted: set[int] = field(default_factory=set)
@@ -65,6 +86,7 @@ class Recorder:
     asked: list[_Asked] = field(default_factory=list)
     away: set[Value] = field(default_factory=set)
     backward_event: int | None = None
+    flights: deque[_Flight] = field(default_factory=deque)
     tracked: int = 0
     closed: bool = False
     _polled: int = 0
@@ -130,7 +152,9 @@ class Recorder:
             self._away(value)
         elif life.counted or life.gone_from_base:
             self.tracked -= value.bytes
-        if life.held_until is None:
+        if life.held_until is None and (flight := next((f for f in self.flights if value.number in f.values), None)):
+            flight.late.append(life)
+        elif life.held_until is None:
             life.held_until = len(self.events) - 1
         if life.released >= 0 and life.saves == 0:
             life.released = len(self.events) - 1
@@ -195,6 +219,15 @@ class Recorder:
                     asked.pinned_until, asked.node = len(self.events) - 1, None
             self.asked = [a for a in self.asked if a.pinned_until is None]
 
+    def collective(self, values: Iterable[int], inside_bytes: int) -> None:
+        """An operator that is about to be noted is a collective: what it took counts until as many others have begun as
+        its backend has threads, though it was seen to go before.
+        """
+        if len(self.flights) == _BACKEND_THREADS:
+            for life in self.flights.popleft().late:
+                life.held_until = len(self.events)
+        self.flights.append(_Flight(frozenset(values), inside_bytes))
+
     def after_op(self, func: Any, op: Op, *, scripted: bool) -> None:
         """An operator ended; a plan is to follow it, if it is scripted."""
         if scripted:
@@ -206,6 +239,7 @@ class Recorder:
         self._poll()
         live, peak = self.meter.live(), self.meter.op_peak()
         self.other.append(live - self.tracked - self.base_bytes)
+        self.late.append(sum(flight.inside_bytes for flight in self.flights))
         self.spikes.append(peak - live if self.events and peak > self._window_bytes else 0)
         self.begin_window()
 
@@ -217,6 +251,7 @@ class Recorder:
     def forget_last_look(self) -> None:
         """The operator that was about to be noted failed."""
         self.other.pop()
+        self.late.pop()
         self.spikes.pop()
 
     def _poll(self) -> None:
@@ -243,6 +278,11 @@ class Recorder:
         """A backward begins in which no plan is followed."""
         if self.backward_event is None:
             self.backward_event = len(self.events)
+
+    @property
+    def leaving_bytes(self) -> int:
+        """How much of what was there before the unit went within it."""
+        return max(0, -min(self.other, default=0))
 
     def close(self) -> None:
         """Note nothing more, and hold nothing: values refer to their recorder."""
@@ -281,7 +321,7 @@ class Recorder:
             events=events,
             buffers=buffers,
             saves=tuple(self.saves),
-            other_bytes=tuple(self.other),
+            other_bytes=tuple(map(operator.add, self.other, self.late)),
             spike_bytes=tuple(self.spikes),
             backward_event=end if self.backward_event is None else self.backward_event,
         )

@@ -117,6 +117,8 @@ class Entry:
         left: what graphs of former units held when it began.
         gradient_bytes: gradients that were there when it began.
         states: optimizer states' storages at its end.
+        leaving_bytes: how much of what was there before it went within it.
+        collective: whether other ranks took part: what their collectives took may go earlier than it is counted.
         compiled: the plan for it that was followed last, and what it is compiled to.
     """
 
@@ -127,6 +129,8 @@ class Entry:
     left: Left
     gradient_bytes: int
     states: frozenset[int]
+    leaving_bytes: int
+    collective: bool
     compiled: tuple[State, Script] | None = None
     agreed: State | None = None
     followed: int = 0
@@ -140,11 +144,6 @@ class Entry:
     def trace(self) -> Trace:
         """The recorded unit."""
         return self.front.problem.trace
-
-    @functools.cached_property
-    def leaving_bytes(self) -> int:
-        """How much of what was there before it went within the recorded unit."""
-        return max(0, -min(self.trace.other_bytes, default=0))
 
     def shift(self, unit: Unit) -> int:
         """How much higher than the recorded unit another of its kind lies, at most.
@@ -856,7 +855,8 @@ class Runtime:
             self.rises.note(unit.calls, problem.plain_peak - problem.base_bytes, unit.gradient_bytes)
         states = frozenset(self._states())
         entry = Entry(
-            recorder.funcs, recorder.packs, unit.starts, Front(problem), unit.left, unit.gradient_bytes, states
+            recorder.funcs, recorder.packs, unit.starts, Front(problem), unit.left, unit.gradient_bytes, states,
+            recorder.leaving_bytes, bool(recorder.flights),
         )
         kept = [e for e in self.entries.get(unit.kind, ()) if not self._near(
             e.trace.base_bytes, trace.base_bytes, problem.plain_peak)]
@@ -880,7 +880,7 @@ class Runtime:
             return
         lost = unit.lean is not None and unit.lean.lost
         # A graph left over from a planned unit is smaller; what was not there at the beginning may never have come.
-        less = (bool(entry.left.bytes) or not unit.certain) and measured < predicted
+        less = (bool(entry.left.bytes) or entry.collective or not unit.certain) and measured < predicted
         if not lost and (less or self._near(measured, predicted, predicted)):
             entry.followed += 1
             if unit.state is not None and unit.lean is not None and unit.lean.run.stopwatch is not None:
