@@ -94,12 +94,14 @@ def test_what_a_backend_lets_go_of_late_has_room_in_a_plan(share: float) -> None
 
 
 def test_what_went_at_once_again_is_no_reason_to_leave_a_plan() -> None:
-    """Law: a unit that peaks lower than a plan counts with, as no thread was late, does not end it."""
+    """Law: units that peak lower than a plan counts with, as no thread was late, do not end it."""
     _, peaks = _train(late=False)
-    budget = heap().tensor_live + int(0.5 * max(peaks))
-    with lowtide.budget(budget) as run:
-        _train(late=False)
-    steps = run.outcome.steps[RECORDED:]
-    assert {s.policy for s in steps} == {"planned"}
-    assert run.outcome.plan is not None
-    assert max(s.peak_bytes for s in steps) < run.outcome.plan.predicted_peak_bytes - TOLERANCE_BYTES
+    below = []
+    for share in (0.8, 0.7, 0.6, 0.5):
+        with lowtide.budget(heap().tensor_live + int(share * max(peaks))) as run:
+            _train(late=False)
+        steps = run.outcome.steps[RECORDED:]
+        assert {s.policy for s in steps} == {"planned"}
+        assert run.outcome.plan is not None
+        below.append(run.outcome.plan.predicted_peak_bytes - max(s.peak_bytes for s in steps))
+    assert max(below) > TOLERANCE_BYTES
