@@ -24,8 +24,9 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 import psutil
@@ -436,6 +437,9 @@ def _inherit(known: weakref.ref[Writer]) -> None:
         writer.journal.inherited = True
 
 
+_PHASE_VALUES: Final = attrgetter(*(f.name for f in fields(PhaseFigures)))
+
+
 def _insert(base: sqlite3.Connection, row: StepRow) -> None:
     blobs = [None if x is None else zlib.compress(x.tobytes(), 1) for x in (row.entries, row.carried)]
     base.execute(
@@ -445,7 +449,7 @@ def _insert(base: sqlite3.Connection, row: StepRow) -> None:
     )
     base.executemany(
         "INSERT INTO phases VALUES (?,?,?,?,?,?,?,?,?,?)",
-        [(row.step, i, *asdict(phase).values()) for i, phase in enumerate(row.phases)],
+        [(row.step, i, *_PHASE_VALUES(phase)) for i, phase in enumerate(row.phases)],
     )
 
 
@@ -565,7 +569,8 @@ def summed(
     *, complete: bool,
 ) -> StepRow:
     """A step's figures out of its entries."""
-    measured = entries[np.isin(entries["kind"], (Kind.OP, Kind.PHASE, Kind.DENIED))]
+    kinds = entries["kind"]
+    measured = entries[(kinds == Kind.OP) | (kinds == Kind.PHASE) | (kinds == Kind.DENIED)]
     end = float(entries["time"][-1])
     phases = tuple(_phases(measured, start, start_bytes, high_water_bytes, end))
     if complete and len(phases) > 1 and measured[-1]["kind"] == Kind.PHASE:
@@ -578,34 +583,51 @@ def summed(
     )
 
 
+class _Entry(NamedTuple):
+    """The fields of :data:`ENTRY`."""
+
+    time: float
+    kind: int
+    phase: int
+    flags: int
+    a: int
+    b: int
+    c: int
+    size: int
+    live: int
+    peak: int
+
+
 def _phases(
     measured: NDArray[np.void], start: float, live: int, high: int, end: float
 ) -> Iterable[PhaseFigures]:
     """Phases between their marks. What the script frees before the first operator of a phase is the phase before's."""
-    marks = [int(i) for i in np.flatnonzero(measured["kind"] == Kind.PHASE)]
-    bounds = [*([] if marks[:1] == [0] else [0]), *marks, len(measured)]
-    spans = [(i, j) for i, j in itertools.pairwise(bounds) if j > i]
-    firsts = [_first_bytes(measured[i:j], live) for i, j in spans]
-    for n, (i, j) in enumerate(spans):
-        part = measured[i:j]
-        opens = part[0]["kind"] == Kind.PHASE
-        begins = float(part[0]["time"]) if opens else start
-        closes = measured[j] if j < len(measured) else None
-        inner = part[part["kind"] != Kind.PHASE]
-        last = firsts[n + 1] if n + 1 < len(spans) else int(part[-1]["live"])
-        peak = max(firsts[n], last, int(inner["peak"].max(initial=0)), int(closes["peak"]) if closes is not None else 0)
+    is_mark = measured["kind"] == Kind.PHASE
+    bounds = sorted({0, *np.flatnonzero(is_mark).tolist(), len(measured)})
+    spans = list(itertools.pairwise(bounds))
+    if not spans:
+        return
+    peaks = np.maximum.reduceat(np.where(is_mark, 0, measured["peak"]), bounds[:-1]).tolist()
+    heads = [_Entry(*measured[i].item()) for i, _ in spans]
+    firsts = [
+        _first_bytes(head, _Entry(*measured[i + 1].item()) if j > i + 1 else None, live)
+        for head, (i, j) in zip(heads, spans, strict=True)
+    ]
+    for n, (_, j) in enumerate(spans):
+        closes = heads[n + 1] if n + 1 < len(spans) else None
+        begins = heads[n].time if heads[n].kind == Kind.PHASE else start
+        last = firsts[n + 1] if closes is not None else int(measured[j - 1]["live"])
+        peak = max(firsts[n], last, peaks[n], 0 if closes is None else closes.peak)
         high = max(high, peak)
         yield PhaseFigures(
-            name=str(PHASES[part[0]["phase"]]), start=begins,
-            seconds=(float(closes["time"]) if closes is not None else end) - begins, start_bytes=firsts[n], end_bytes=last,
-            peak_bytes=peak, high_water_bytes=high, outside_bytes=0 if closes is None else int(closes["size"]),
+            name=str(PHASES[heads[n].phase]), start=begins, seconds=(end if closes is None else closes.time) - begins,
+            start_bytes=firsts[n], end_bytes=last, peak_bytes=peak, high_water_bytes=high,
+            outside_bytes=0 if closes is None else closes.size,
         )
 
 
-def _first_bytes(part: NDArray[np.void], live: int) -> int:
+def _first_bytes(head: _Entry, following: _Entry | None, live: int) -> int:
     """Bytes before the first operator of a phase; where it has none, at its mark."""
-    if part[0]["kind"] != Kind.PHASE:
-        return int(part[0]["size"]) if part[0]["kind"] == Kind.OP else live
-    if len(part) > 1 and part[1]["kind"] == Kind.OP:
-        return int(part[1]["size"])
-    return int(part[0]["live"])
+    if head.kind != Kind.PHASE:
+        return head.size if head.kind == Kind.OP else live
+    return following.size if following is not None and following.kind == Kind.OP else head.live
