@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lowtide.errors import GraphError, StructureError
@@ -73,6 +73,10 @@ def test_the_referee_agrees_with_a_second_account_of_the_rules(graph: Graph, see
         "peak_bytes": timeline.peak_bytes if timeline else 0,
         "seconds": timeline.seconds if timeline else 0.0,
         "extra_fraction": max(0.0, timeline.seconds / graph.base_seconds - 1) if timeline and graph.base_seconds else 0.0,
+        "wait_seconds": timeline.wait_seconds if timeline else 0.0,
+        "lowest_peak_bytes": timeline.peak_bytes if timeline else 0,
+        "host_peak_bytes": timeline.host_peak_bytes if timeline else 0,
+        "moved_bytes": timeline.moved_bytes if timeline else 0,
         "bound": {"peak_bytes": 0, "method": "stuck", "node": None, "extra_seconds": 0.0, "extra_method": "none"},
         "schedule": [[m.act.value, graph.nodes[m.node].id] for m in schedule],
     }
@@ -272,3 +276,48 @@ def test_no_false_claim_passes_the_check(graph: Graph, fixed: bool, budgeted: bo
         assert check(graph, told | {"budget_bytes": below})
     if budgeted and answer.status is Status.INFEASIBLE:
         assert check(graph, told | {"budget_bytes": solver.given.peak_bytes})
+
+
+_LIES_BESIDES: tuple[Callable[[dict[str, Any]], dict[str, Any] | None], ...] = (
+    lambda s: {"host_peak_bytes": s["host_peak_bytes"] + 1},
+    lambda s: {"moved_bytes": s["moved_bytes"] + 1},
+    lambda s: {"wait_seconds": s["wait_seconds"] + 1},
+    lambda s: {"lowest_peak_bytes": s["lowest_peak_bytes"] - 1},
+    lambda s: {"modules": s["modules"][1:]} if s["modules"] else None,
+    lambda s: {"modules": [s["modules"][0] | {"kept_bytes": s["modules"][0]["kept_bytes"] + 1}, *s["modules"][1:]]}
+    if s["modules"] else None,
+    lambda s: {"modules": [*s["modules"][:-1], s["modules"][-1] | {"seconds": s["modules"][-1]["seconds"] + 1}]}
+    if s["modules"] else None,
+    lambda s: {"decides": s["decides"] | {"tight_node": "nowhere"}},
+    lambda s: {"decides": s["decides"] | {"dear": [{"node": s["schedule"][0][1], "bytes": -1, "seconds": 0.0}]}},
+    lambda s: {"curve": None},
+    lambda s: {"curve": [{}]},
+    lambda s: {"curve": [s["curve"][0] | {"budget_bytes": s["curve"][0]["peak_bytes"] - 1}]},
+    lambda s: {"curve": [s["curve"][0] | {"seconds": s["curve"][0]["seconds"] + 1}]},
+    lambda s: {"curve": [s["curve"][0] | {"extra_seconds": s["curve"][0]["extra_seconds"] + 1}]},
+    lambda s: {"curve": [s["curve"][0] | {"schedule": s["curve"][0]["schedule"][1:]}]},
+    lambda s: {"curve": [s["curve"][0] | {"bound": s["curve"][0]["bound"] | {"extra_seconds": 1e9}}]},
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(full_graphs(most=5), st.booleans(), st.data())
+def test_no_false_claim_beside_a_plan_passes_the_check(graph: Graph, fixed: bool, data: st.DataObject) -> None:
+    """What decides, what each module does, what moves and waits, and every point of a curve."""
+    solver = Solver(graph, order=Order.FIXED if fixed else Order.FREE)
+    low, high = max(1, solver.floor.bytes), max(1, solver.given.peak_bytes)
+    answer = solver.at(data.draw(st.integers(low, high)))
+    assume(answer.status.has_plan)
+    points = [solver.at(budget) for budget in sorted({high, (low + high) // 2, low}, reverse=True)]
+    told = account.to_json(answer) | {
+        "decides": account.decides_json(graph, account.decides(solver, answer)),
+        "modules": account.modules_json(account.by_module(answer)),
+        "curve": account.curve_json(points),
+    }
+    assert check(graph, told) == []
+    for lie in _LIES_BESIDES:
+        assert (changed := lie(told)) is None or check(graph, told | changed), changed
+    if len(points) > 1 and points[-1].status.has_plan and points[-1].timeline.seconds > points[0].timeline.seconds:
+        swapped = [dict(told["curve"][-1]), *told["curve"][1:-1], dict(told["curve"][0])]
+        swapped[0]["budget_bytes"], swapped[-1]["budget_bytes"] = high, high + 1
+        assert check(graph, told | {"curve": swapped})

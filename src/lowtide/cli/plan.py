@@ -164,16 +164,21 @@ def _budget(text: str | None, solver: Solver, resident: int) -> int | None:
 
 
 def _check(graph: Graph, path: Path) -> int:
+    from rich.progress import Progress
+
     from lowtide.pebble.check import check
     from lowtide.pebble.graph import read_json
     from lowtide.report.terminal import console
 
     found = read_json(path, "solution")
-    wrong = check(graph, found)
+    with Progress(console=console(), transient=True) as bar:
+        task = bar.add_task("checking")
+        wrong = check(graph, found, progress=lambda done, of: bar.update(task, completed=done, total=of))
     for line in wrong[:20]:
         console().print(f"lowtide: {path.name}: {line}", markup=False)
     if not wrong:
-        console().print(f"lowtide: {path.name} holds: {found['status']}, schedule and bounds verified")
+        points = f", and {count} of a curve" if (count := len(found.get("curve", ()))) else ""
+        console().print(f"lowtide: {path.name} holds: {found['status']}, schedule and bounds verified{points}")
     return 1 if wrong else 0
 
 
@@ -228,21 +233,15 @@ def _tell(
     json_file: str | None,
     html_file: str | None,
 ) -> None:
-    from lowtide.pebble.account import by_module, decides, modules_json, to_json
-    from lowtide.report.plan import curve_json, page, show_curve, show_plan
+    from lowtide.pebble.account import by_module, curve_json, decides, decides_json, modules_json, to_json
+    from lowtide.report.plan import page, show_curve, show_plan
     from lowtide.report.terminal import console
 
     why = decides(solver, answer) if answer.status.has_plan and answer.budget_bytes is not None else None
     if json_file is not None:
         found: dict[str, Any] = to_json(answer, strategy=strategy, rounding_bytes=rounding)
         if why is not None:
-            nodes = solver.graph.nodes
-            found["decides"] = {
-                "tight_node": nodes[why.tight_node].id,
-                "more_bytes": why.more_bytes,
-                "saves_seconds": why.saves_seconds,
-                "dear": [{"node": nodes[v].id, "bytes": b, "seconds": s} for v, b, s in why.dear],
-            }
+            found["decides"] = decides_json(solver.graph, why)
             found["modules"] = modules_json(by_module(answer))
         if beyond:
             found["levers"] = [

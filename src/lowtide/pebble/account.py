@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.pebble import bound, schedule
+from lowtide.pebble.graph import Graph
 from lowtide.pebble.schedule import Act
 from lowtide.pebble.solve import Answer, Solver
 
@@ -17,6 +18,9 @@ _MORE = 0.02
 """Share of the budget by which it is raised to see what memory is worth."""
 _NAMED = 8
 """Values named as those whose return costs most."""
+_OF_A_POINT = ("status", "budget_bytes", "peak_bytes", "host_peak_bytes", "moved_bytes", "seconds", "wait_seconds",
+               "extra_fraction", "bound", "lowest_peak_bytes", "schedule")
+"""What a point of a curve has of its own; the rest is that of the plan beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +124,26 @@ def to_json(answer: Answer, *, strategy: str = "search", rounding_bytes: int = 1
         "solve_seconds": answer.solve_seconds,
         "lowest_peak_bytes": timeline.peak_bytes,
         "schedule": schedule.to_json(graph, answer.schedule) if shown else [],
+    }
+
+
+def curve_json(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """The ``curve`` key: a plan for each budget, in full, so that it can be verified."""
+    return [
+        {key: told[key] for key in _OF_A_POINT} | {"extra_seconds": a.extra_seconds if a.status.has_plan else None}
+        for a in answers
+        if (told := to_json(a))
+    ]
+
+
+def decides_json(graph: Graph, why: Decides) -> dict[str, Any]:
+    """The ``decides`` key."""
+    nodes = graph.nodes
+    return {
+        "tight_node": nodes[why.tight_node].id,
+        "more_bytes": why.more_bytes,
+        "saves_seconds": why.saves_seconds,
+        "dear": [{"node": nodes[v].id, "bytes": b, "seconds": s} for v, b, s in why.dear],
     }
 
 

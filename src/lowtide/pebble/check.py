@@ -6,8 +6,9 @@ Written for reading, not for speed: the board is a set, its bytes are summed ane
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,14 +27,55 @@ _LIMIT = 120.0
 _RUNS = ("compute", "update")
 _PEAK_METHODS = ("stuck", "forced", "cut")
 _TIME_METHODS = ("none", "search", "instant", "instants", "chain")
+_OF_THE_PLAN = ("curve", "decides", "modules", "levers")
+"""What a solution says besides, which its curve's points do not."""
 _MOST_SEARCHED = 16
 """Nodes up to which a claim that all schedules were looked at is verified by looking at them."""
 
 
-def check(graph: Graph, solution: object) -> list[str]:
-    """What is wrong with a solution file's content; empty where it holds."""
-    if not isinstance(solution, Mapping) or "status" not in solution or not isinstance(solution.get("bound"), Mapping):
+def check(graph: Graph, solution: object, *, progress: Callable[[int, int], object] | None = None) -> list[str]:
+    """What is wrong with a solution file's content; empty where it holds.
+
+    The points of a curve are solutions too; ``saves_seconds`` of ``decides`` is an estimate, and is not looked at.
+
+    Args:
+        graph: what was solved.
+        solution: the file's content.
+        progress: called with how many solutions were looked at, and how many there are.
+    """
+    if not _is_solution(solution):
         return ["it is no solution written by `lowtide plan --json`"]
+    assert isinstance(solution, Mapping)
+    curve = solution.get("curve", [])
+    if not isinstance(curve, list) or not all(map(_is_solution, curve)):
+        return ["its curve is no list of solutions"]
+    wrong = _wrong(graph, solution)
+    for done, point in enumerate(curve, 1):
+        if progress is not None:
+            progress(done, len(curve) + 1)
+        whole = {k: v for k, v in solution.items() if k not in _OF_THE_PLAN} | {"strategy": "search"} | point
+        wrong += [f"curve at {point.get('budget_bytes')}: {text}" for text in _wrong(graph, whole)]
+    return wrong or _rises(curve)
+
+
+def _is_solution(found: object) -> bool:
+    return isinstance(found, Mapping) and "status" in found and isinstance(found.get("bound"), Mapping)
+
+
+def _rises(curve: Sequence[Mapping[str, Any]]) -> list[str]:
+    """More memory never costs more time: not by the plans, and not by the bounds."""
+    by_budget = sorted(curve, key=lambda point: -point["budget_bytes"])
+    wrong = []
+    for name, values in (
+        ("seconds", [p["seconds"] for p in by_budget if p["seconds"] is not None]),
+        ("bound.extra_seconds", [p["bound"]["extra_seconds"] for p in by_budget]),
+    ):
+        if any(b < a * (1 - _SECONDS) for a, b in itertools.pairwise(values)):
+            wrong.append(f"the curve's {name} fall with the budget")
+    return wrong
+
+
+def _wrong(graph: Graph, solution: Mapping[str, Any]) -> list[str]:
     try:
         strange = _strange(solution)
         return strange or _Checker(graph, solution).run()
@@ -195,8 +237,50 @@ class _Checker:
         close = math.isclose(board.clock, s["seconds"], rel_tol=_SECONDS, abs_tol=1e-12)
         self.claim(close, f"seconds is {s['seconds']}, the schedule takes {board.clock}")
         extra = max(0.0, board.clock / base - 1) if base else 0.0
-        close = math.isclose(extra, s["extra_fraction"], rel_tol=1e-6, abs_tol=1e-9)
-        self.claim(close, f"extra_fraction is {s['extra_fraction']}, the schedule's is {extra}")
+        waits = board.clock - math.fsum(self.graph.nodes[v].seconds * n for v, n in board.runs.items())
+        for key, found in (("extra_fraction", extra), ("wait_seconds", waits), ("extra_seconds", extra * base)):
+            close = key not in s or math.isclose(found, s[key], rel_tol=1e-6, abs_tol=1e-9 * max(1.0, base))
+            self.claim(close, f"{key} is {s.get(key)}, the schedule's is {found}")
+        written = sum(self.graph.nodes[v].bytes for act, v in moves if act == "offload")
+        for key, bytes_ in (
+            ("lowest_peak_bytes", board.peak), ("host_peak_bytes", board.host_peak), ("moved_bytes", written)
+        ):
+            self.claim(s[key] == bytes_, f"{key} is {s[key]}, the schedule's is {bytes_}")
+        if "decides" in s:
+            self.decides(board, s["decides"])
+        if "modules" in s:
+            self.modules(board, {v for act, v in moves if act == "fetch"})
+
+    def decides(self, board: _Board, told: Mapping[str, Any]) -> None:
+        """What is said to decide: a node at which the peak is reached, and what runs again."""
+        tight = self.index[told["tight_node"]]
+        self.claim(tight in board.highest, f"{told['tight_node']!r} is said to run at the peak, which is not reached there")
+        for row in told["dear"]:
+            v = self.index[row["node"]]
+            again = self.graph.nodes[v].seconds * (board.runs[v] - 1)
+            self.claim(board.runs[v] > 1, f"{row['node']!r} is said to run again, and does not")
+            self.claim(math.isclose(row["seconds"], again, rel_tol=_SECONDS), f"running {row['node']!r} again takes {again} s")
+            made = sum(self.graph.nodes[u].bytes for u in self.made[v])
+            self.claim(row["bytes"] == made, f"{row['node']!r} makes {made} bytes, not {row['bytes']}")
+
+    def modules(self, board: _Board, fetched: set[int]) -> None:
+        """Bytes of each module's values by what becomes of them, and seconds of what runs again."""
+        sums: dict[str, dict[str, float]] = {}
+        for v, node in enumerate(self.graph.nodes):
+            if node.resident:
+                continue
+            leader = self.leader(v)
+            module = node.module or self.graph.nodes[leader].module
+            row = sums.setdefault(module, {"kept_bytes": 0, "recomputed_bytes": 0, "moved_bytes": 0, "seconds": 0.0})
+            again = board.runs[leader] > 1
+            row["moved_bytes" if v in fetched else "recomputed_bytes" if again else "kept_bytes"] += node.bytes
+            row["seconds"] += node.seconds * max(0, board.runs[v] - 1)
+        told = {row["module"]: row for row in self.solution["modules"]}
+        self.claim(told.keys() == sums.keys(), "its modules are not those of the graph")
+        for module in told.keys() & sums.keys():
+            for key, value in sums[module].items():
+                close = math.isclose(told[module][key], value, rel_tol=_SECONDS, abs_tol=1e-12)
+                self.claim(close, f"{key} of module {module!r} is {told[module][key]}, the schedule's is {value}")
 
     def _needed(self, v: int) -> set[int]:
         """What a node reads: its parents, and of views the storage at the bottom."""
@@ -346,7 +430,8 @@ class _Board:
         self.clock = self.out_free = self.in_free = 0.0
         self.written: dict[int, float] = {}
         self.ready: dict[int, float] = {}
-        self.peak = 0
+        self.peak = self.host_peak = 0
+        self.highest: set[int] = set()
 
     def claim(self, holds: bool, t: int, text: str) -> None:
         self.checker.claim(holds, f"move {t}: {text}")
@@ -365,7 +450,10 @@ class _Board:
         else:
             self.claim(False, t, f"{act!r} is no action")
         during = before if act == "free" else self.bytes_now(t, v, act) + inside
-        self.peak = max(self.peak, during)
+        if during > self.peak:
+            self.peak, self.highest = during, set()
+        if during == self.peak:
+            self.highest.add(v)
         if act == "fetch" and self.last_fetch[v] == t:
             self.host.discard(v)
             self.written.pop(v, None)
@@ -424,6 +512,7 @@ class _Board:
             self.board.add(v)
         self.clock = self.clock if offload.overlap else end
         held = sum(self.nodes[u].bytes for u in self.host)
+        self.host_peak = max(self.host_peak, held)
         self.claim(offload.host_bytes is None or held <= offload.host_bytes, t, f"the second board holds {held} bytes")
 
     def end(self) -> None:

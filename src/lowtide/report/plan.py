@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from rich.markup import escape
@@ -138,21 +138,6 @@ def show_curve(answers: Sequence[Answer]) -> None:
     console().print(table)
 
 
-def curve_json(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """The ``curve`` key."""
-    return [
-        {
-            "budget_bytes": a.budget_bytes,
-            "status": a.status.value,
-            "peak_bytes": a.timeline.peak_bytes if a.status.has_plan else None,
-            "extra_seconds": a.extra_seconds if a.status.has_plan else None,
-            "extra_fraction": a.extra_fraction if a.status.has_plan else None,
-            "bound": {"extra_seconds": a.time_bound.seconds},
-        }
-        for a in answers
-    ]
-
-
 def page(solver: Solver, answer: Answer, why: Decides | None, curve: Sequence[Answer], *, strategy: str) -> str:
     """The page: memory along the plan beside the given order, the curve, what decides, what each module does."""
     plain = solver.follow(solver.row, None)
@@ -163,11 +148,11 @@ def page(solver: Solver, answer: Answer, why: Decides | None, curve: Sequence[An
         "floor": answer.peak_bound.bytes,
         "curve": [
             [
-                c["budget_bytes"],
-                None if c["extra_fraction"] is None else 100 * c["extra_fraction"],
-                100 * c["bound"]["extra_seconds"] / (solver.graph.base_seconds or 1.0),
+                a.budget_bytes,
+                100 * a.extra_fraction if a.status.has_plan else None,
+                100 * a.time_bound.seconds / (solver.graph.base_seconds or 1.0),
             ]
-            for c in reversed(curve_json(curve))
+            for a in reversed(curve)
         ],
     }
     return render(
