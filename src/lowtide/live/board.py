@@ -22,6 +22,10 @@ _SEGMENT_BYTES = 64 << 20
 """The file grows by at least so much at a time."""
 _ALIGNED_BYTES = 64
 """Places begin at cache lines, as torch's own blocks do."""
+_CLASS_BITS = 4
+"""Leading bits of a size that places tell apart: they are an eighth larger at most than what they are made for."""
+_ROOMY = 1.5
+"""A place is used again for what is smaller by this factor at most."""
 
 
 class Ticket(Protocol):
@@ -97,15 +101,21 @@ class FileBoard:
 
     def put(self, storage: torch.UntypedStorage) -> Ticket:
         """Write a storage's bytes."""
-        place = self._place(storage.nbytes())
-        place.copy_(flat(storage))
-        return _FileTicket(self, place)
+        size = storage.nbytes()
+        place = self._place(size)
+        place[:size].copy_(flat(storage))
+        return _FileTicket(self, place, size)
 
     def _place(self, size: int) -> torch.Tensor:
-        """Mapped bytes that nothing else uses; those that were used before are warm."""
-        places = self._free.get(size)
-        if places:
-            return places.pop()
+        """Mapped bytes, as many or a few more, that nothing else uses; those that were used before are warm.
+
+        Sizes are rounded up: where they are others in every step, places would be used once, and the file would grow for ever.
+        """
+        step = max(_ALIGNED_BYTES, 1 << max(0, size.bit_length() - _CLASS_BITS))
+        size = -(-size // step) * step
+        fitting = min((free for free, places in self._free.items() if places and size <= free <= _ROOMY * size), default=0)
+        if fitting:
+            return self._free[fitting].pop()
         if self._rest.numel() < size:
             self._rest = self._map(max(size, _SEGMENT_BYTES))
         place = self._rest[:size]
@@ -152,10 +162,10 @@ class FileBoard:
 
 @final
 class _FileTicket:
-    __slots__ = ("_begun", "_board", "_place")
+    __slots__ = ("_begun", "_board", "_place", "_size")
 
-    def __init__(self, board: FileBoard, place: torch.Tensor) -> None:
-        self._board, self._place = board, place
+    def __init__(self, board: FileBoard, place: torch.Tensor, size: int) -> None:
+        self._board, self._place, self._size = board, place, size
         self._begun: torch.UntypedStorage | None = None
 
     def begin(self) -> None:
@@ -167,8 +177,8 @@ class _FileTicket:
         return self._copy() if begun is None else begun
 
     def _copy(self) -> torch.UntypedStorage:
-        storage = torch.UntypedStorage(self._place.numel(), device="cpu")
-        flat(storage).copy_(self._place)
+        storage = torch.UntypedStorage(self._size, device="cpu")
+        flat(storage).copy_(self._place[: self._size])
         return storage
 
     def __del__(self) -> None:

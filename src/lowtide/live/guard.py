@@ -182,6 +182,7 @@ class Evictor:
             value.tensor = None
             self.kept.pop(value, None)
             value.ticket = None
+            value.disown()
 
     # --- operators ---------------------------------------------------------------------------------------------------
 

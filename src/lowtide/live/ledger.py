@@ -52,7 +52,7 @@ class Ledger:
         old.superseded = True
         old.weak = None
         if old.saves:
-            old.heir, new.saves, old.saves = new, old.saves, 0
+            new.inherit(old)
             new.tensor, old.tensor = old.tensor, None
         ref.value = new
         new.weak = ref

@@ -834,8 +834,10 @@ class Runtime:
         self._last_lean, unit.lean = unit.lean, None
         self._owing = self._left().bytes > 0
         self.full.begin(None, remember=False)
-        watched, self.saver.recorder = self.saver.recorder is not None, None
-        if watched and self.saver.outstanding <= 0:
+        watched, self.saver.recorder = self.saver.recorder, None
+        if watched is not None:
+            watched.close()
+        if watched is not None and self.saver.outstanding <= 0:
             self.ledger.forget()
         if self._functional and self.stack.mode is None:
             self._watch_fully(None)

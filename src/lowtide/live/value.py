@@ -112,6 +112,7 @@ class Value:
         superseded: whether the storage it was made in holds a later version now.
         heir: the later version that keeps the bits of its saved tensors: the writes between went to other parts of the
             storage (autograd's version counters, which know views apart, are the judge of that).
+        elders: the versions whose heir it is, at last.
         tainted: whether foreign code may have written to its storage.
         number: its id in a trace or a plan; -1 outside.
         unit: the recording that ``number`` belongs to.
@@ -122,8 +123,8 @@ class Value:
     """
 
     __slots__ = (
-        "__weakref__", "anchor", "busy", "bytes", "checksum", "heir", "number", "record", "saves", "scratch", "superseded",
-        "tainted", "tensor", "ticket", "touched", "unit", "weak",
+        "__weakref__", "anchor", "busy", "bytes", "checksum", "elders", "heir", "number", "record", "saves", "scratch",
+        "superseded", "tainted", "tensor", "ticket", "touched", "unit", "weak",
     )
 
     def __init__(self, size: int, record: Record | None) -> None:
@@ -137,6 +138,7 @@ class Value:
         self.saves = 0
         self.superseded = False
         self.heir: Value | None = None
+        self.elders: tuple[weakref.ref[Value], ...] = ()
         self.tainted = False
         self.number = -1
         self.unit: Any = None
@@ -144,6 +146,18 @@ class Value:
         self.touched = 0
         self.busy = 0
         self.scratch = False
+
+    def inherit(self, old: Value) -> None:
+        """Keep the bits of an older version's saved tensors from now on."""
+        old.heir, self.saves, old.saves = self, old.saves, 0
+        self.elders = (*old.elders, weakref.ref(old))
+
+    def disown(self) -> None:
+        """No saved tensor is left of it or of its elders: a version and what made its heir would hold each other."""
+        for ref in self.elders:
+            if (elder := ref()) is not None:
+                elder.heir = None
+        self.elders = ()
 
     def latest(self) -> Value:
         """The version that keeps the bits of its saved tensors now."""
