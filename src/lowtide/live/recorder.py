@@ -77,7 +77,7 @@ class Recorder:
     lives: list[_Life] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     other: list[int] = field(default_factory=list)
-    late: list[int] = field(default_factory=list)
+    late_bytes: list[int] = field(default_factory=list)
     spikes: list[int] = field(default_factory=list)
     packs: list[int] = field(default_factory=list)
     tainted: set[int] = field(default_factory=set)
@@ -239,7 +239,7 @@ class Recorder:
         self._poll()
         live, peak = self.meter.live(), self.meter.op_peak()
         self.other.append(live - self.tracked - self.base_bytes)
-        self.late.append(sum(flight.inside_bytes for flight in self.flights))
+        self.late_bytes.append(sum(flight.inside_bytes for flight in self.flights))
         self.spikes.append(peak - live if self.events and peak > self._window_bytes else 0)
         self.begin_window()
 
@@ -251,7 +251,7 @@ class Recorder:
     def forget_last_look(self) -> None:
         """The operator that was about to be noted failed."""
         self.other.pop()
-        self.late.pop()
+        self.late_bytes.pop()
         self.spikes.pop()
 
     def _poll(self) -> None:
@@ -321,7 +321,7 @@ class Recorder:
             events=events,
             buffers=buffers,
             saves=tuple(self.saves),
-            other_bytes=tuple(map(operator.add, self.other, self.late)),
+            other_bytes=tuple(map(operator.add, self.other, self.late_bytes)),
             spike_bytes=tuple(self.spikes),
             backward_event=end if self.backward_event is None else self.backward_event,
         )
