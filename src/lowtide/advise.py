@@ -146,7 +146,7 @@ def model_copies(case: Case) -> Iterator[Finding]:
     sizes = {b.label: b.bytes for b in case.step.blocks if b.role is Role.PARAMETER}
     others: dict[str, list[int]] = {}
     for i, b, role in case.there():
-        if role is Role.INPUT and b.phase is Phase.DATA and b.label in own:
+        if role in (Role.INPUT, Role.OUTPUT, Role.UNKNOWN) and b.label in own and not (b.saved or b.reads):
             others.setdefault(b.label, []).append(i)
     large = [label for label in own if sizes[label] * own[label] >= NOTABLE * sum(sizes[x] * own[x] for x in own)]
     copies = min((len(others.get(label, ())) // own[label] for label in large), default=0)
@@ -160,7 +160,7 @@ def model_copies(case: Case) -> Iterator[Finding]:
         "model-copies",
         f"{format_bytes(total)} are {copies} more {'copy' if copies == 1 else 'copies'} of the parameters (deepcopy of best "
         "models?): keep one state_dict, on disk, or the best values only",
-        Change(until=dict.fromkeys(members, -1)),
+        Change(bytes=dict.fromkeys(members, 0)),
     )
 
 

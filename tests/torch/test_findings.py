@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowtide
-from lowtide import store
+from lowtide import explain, store
 
 SHARE = 0.02
 """A saving may be off by so much of itself ..."""
@@ -181,11 +181,24 @@ def _recorded(script: Script, file: Path, *, mended: bool) -> store.Recording:
     return store.read(file)
 
 
-@pytest.mark.parametrize("kind", CASES)
-def test_the_saving_is_what_the_change_saves(kind: str, tmp_path: Path) -> None:
-    _recorded(CASES[kind], tmp_path / "warm", mended=False)
-    flawed = _recorded(CASES[kind], tmp_path / "a", mended=False)
-    mended = _recorded(CASES[kind], tmp_path / "b", mended=True)
+def copies_of_the_best(mended: bool) -> None:  # noqa: FBT001
+    """As scripts do it: evaluate, and keep a copy of a model that is better."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    kept = []
+    for _ in range(STEPS):
+        _train(model, optimizer)
+        with torch.no_grad():
+            model(torch.randn(64, 256))
+        if not mended:
+            kept.append(copy.deepcopy(model))
+
+
+@pytest.mark.parametrize(("kind", "script"), [*CASES.items(), ("model-copies", copies_of_the_best)])
+def test_the_saving_is_what_the_change_saves(kind: str, script: Script, tmp_path: Path) -> None:
+    _recorded(script, tmp_path / "warm", mended=False)
+    flawed = _recorded(script, tmp_path / "a", mended=False)
+    mended = _recorded(script, tmp_path / "b", mended=True)
     found = [f for f in findings(flawed) if f.id == kind]
     assert len(found) == 1, [f.id for f in findings(flawed)]
     left = sum(f.saving_bytes for f in findings(mended) if f.id == kind)
@@ -198,6 +211,14 @@ def test_the_saving_is_what_the_change_saves(kind: str, tmp_path: Path) -> None:
     saved = above(flawed, step) - above(mended, step)
     assert abs(found[0].saving_bytes - saved) <= max(SHARE * saved, BYTES), (found[0], saved)
     assert saved > 0
+
+
+def test_what_pythons_library_makes_has_the_scripts_line(tmp_path: Path) -> None:
+    """``copy.deepcopy`` clones in ``copy.py``; the line that is told is the one that asked for it."""
+    recording = _recorded(copies_of_the_best, tmp_path / "copies", mended=False)
+    clones = {b.source for step in explain.steps_of(recording) for b in step.blocks if b.op.startswith("aten.clone")}
+    assert clones
+    assert all("test_findings.py" in source and "copies_of_the_best" in source for source in clones), clones
 
 
 def _evaluated_at_the_end() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import linecache
+import os
+import sysconfig
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import Any, Final
 import torch
 
 _HIDDEN: Final = (str(Path(torch.__file__).parent), str(Path(__file__).resolve().parent.parent), "<frozen", "<string>")
+_LIBRARY: Final = sysconfig.get_path("stdlib") + os.sep
+"""Python's own library, in whose folder (``site-packages``) others may be installed."""
 _DEPTH: Final = 2
 """Containers within containers that are looked into."""
 _WIDTH: Final = 256
@@ -27,12 +31,13 @@ def _is_visible(code: CodeType) -> bool:
     found = _visible.get(code)
     if found is None:
         name = code.co_filename
-        found = _visible[code] = not name.startswith(_HIDDEN) and "contextlib.py" not in name and "functools.py" not in name
+        library = name.startswith(_LIBRARY) and "-packages" not in name[len(_LIBRARY) :]
+        found = _visible[code] = not (library or name.startswith(_HIDDEN))
     return found
 
 
 def user_line(frame: FrameType | None) -> tuple[CodeType, int] | None:
-    """The innermost line outside of torch and Lowtide."""
+    """The innermost line outside of torch, Lowtide and Python's own library."""
     while frame is not None:
         code = frame.f_code
         if _is_visible(code):
