@@ -243,9 +243,8 @@ class FullMode(Mode):
                 recorder.version(old, new, len(made) + slot)
             reads = dict.fromkeys(recorder.number(v) for v in inputs if not (blind and any(v is b for b in blind)))
             if recorder.notes and info.collective:
-                made_bytes = sum(v.bytes for v in made)
-                taken = (*reads, *(v.number for v in made), *(new.number for _, new in overwrites))
-                recorder.collective(taken, max(0, recorder.meter.live() - self.evictor.attempt_live_bytes - made_bytes))
+                taken = {recorder.number(v): v.bytes for v in (*inputs, *made, *(new for _, new in overwrites))}
+                recorder.collective(taken, max(taken.values(), default=0))
             if recorder.notes:
                 recorder.after_op(
                     func,

@@ -54,7 +54,7 @@ class _Flight:
 
     Attributes:
         values: that it read or wrote.
-        inside_bytes: that it made, and that are nobody's value.
+        inside_bytes: that it may have made, and that are nobody's value.
         late: those of the values that are gone; in another step they may be there for longer.
     """
 
@@ -222,6 +222,8 @@ class Recorder:
     def collective(self, values: Iterable[int], inside_bytes: int) -> None:
         """An operator that is about to be noted is a collective: what it took counts until as many others have begun as
         its backend has threads, though it was seen to go before.
+
+        So does a copy of the largest of it, as gloo makes one. What is seen of that differs from rank to rank; plans must not.
         """
         if len(self.flights) == _BACKEND_THREADS:
             for life in self.flights.popleft().late:
