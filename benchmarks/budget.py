@@ -28,7 +28,7 @@ import lowtide
 import torch
 from lowtide.live.heap import counters
 from lowtide.units import format_bytes
-from process import machine, with_counter
+from process import in_turns, machine, with_counter
 from torch import nn
 
 WARM = 3
@@ -203,12 +203,10 @@ def measure(name: str, turns: int, tick: Callable[[], None]) -> dict[str, Any]:
     budgets = {"plain": 0, "plain again": 0, "roomy": 4 * subject.plain_peak}
     budgets |= {f"{share:.0%}": max(subject.share(share), int(1.1 * floor)) for share in (0.5, 0.25)}
     found: dict[str, list[dict[str, Any]]] = {variant: [] for variant in budgets}
-    for turn in range(turns):
-        order = list(budgets)
-        for variant in order[turn % len(order) :] + order[: turn % len(order)]:
-            budget = budgets[variant]
-            found[variant].append(subject.budgeted(budget) if budget else subject.plain())
-            tick()
+    for variant in in_turns(budgets, turns):
+        budget = budgets[variant]
+        found[variant].append(subject.budgeted(budget) if budget else subject.plain())
+        tick()
     return {
         "model": name, "runs": found, "floor_bytes": floor, "plain_peak_bytes": subject.plain_peak,
         "resident_bytes": subject.resident - subject.outside,

@@ -26,7 +26,7 @@ import lowtide
 import torch
 from lowtide.live.heap import counters
 from lowtide.units import format_bytes
-from process import machine, with_counter
+from process import in_turns, machine, with_counter
 
 VOCABULARY, BATCH = 8192, 4
 LEAST, MOST = 96, 256
@@ -100,11 +100,9 @@ def main() -> None:
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in ("plain", *SHARES)}
     with Progress(transient=True) as progress:
         task = progress.add_task("measuring", total=given.turns * len(found))
-        for turn in range(given.turns):
-            order = list(found)
-            for name in order[turn % len(order) :] + order[: turn % len(order)]:
-                found[name].append(subject.budgeted(SHARES[name]) if name in SHARES else subject.timed())
-                progress.advance(task)
+        for name in in_turns(found, given.turns):
+            found[name].append(subject.budgeted(SHARES[name]) if name in SHARES else subject.timed())
+            progress.advance(task)
     table = Table(title=f"GPT-2, another length ({LEAST} to {MOST}) in every step: seconds against plain")
     for column in ("share of what is added", "budget", "x plain", "spread", "CPU time", "steps", "held"):
         table.add_column(column, justify="right")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Iterable, Iterator
 
 import torch
 from lowtide.live.heap import counters, library_path
@@ -15,6 +16,14 @@ def with_counter() -> None:
     if counters() is None:
         os.environ["LD_PRELOAD"] = str(library_path())
         os.execv(sys.executable, [sys.executable, *sys.argv])  # noqa: S606
+
+
+def in_turns(variants: Iterable[str], turns: int) -> Iterator[str]:
+    """All variants in each turn, which begins with another one each time."""
+    order = list(variants)
+    for turn in range(turns):
+        first = turn % len(order)
+        yield from (*order[first:], *order[:first])
 
 
 def machine() -> dict[str, str | int | None]:

@@ -242,10 +242,10 @@ class FullMode(Mode):
             for slot, (old, new) in enumerate(overwrites):
                 recorder.version(old, new, len(made) + slot)
             reads = dict.fromkeys(recorder.number(v) for v in inputs if not (blind and any(v is b for b in blind)))
-            if recorder.notes and info.collective:
-                taken = {recorder.number(v): v.bytes for v in (*inputs, *made, *(new for _, new in overwrites))}
-                recorder.collective(taken, max(taken.values(), default=0))
             if recorder.notes:
+                if info.collective:
+                    taken = {recorder.number(v): v.bytes for v in (*inputs, *made, *(new for _, new in overwrites))}
+                    recorder.collective(taken, max(taken.values(), default=0))
                 recorder.after_op(
                     func,
                     Op(

@@ -837,8 +837,8 @@ class Runtime:
         watched, self.saver.recorder = self.saver.recorder, None
         if watched is not None:
             watched.close()
-        if watched is not None and self.saver.outstanding <= 0:
-            self.ledger.forget()
+            if self.saver.outstanding <= 0:
+                self.ledger.forget()
         if self._functional and self.stack.mode is None:
             self._watch_fully(None)
         self.meter.reset_op_peak()

@@ -129,11 +129,13 @@ def to_json(answer: Answer, *, strategy: str = "search", rounding_bytes: int = 1
 
 def curve_json(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     """The ``curve`` key: a plan for each budget, in full, so that it can be verified."""
-    return [
-        {key: told[key] for key in _OF_A_POINT} | {"extra_seconds": a.extra_seconds if a.status.has_plan else None}
-        for a in answers
-        if (told := to_json(a))
-    ]
+    return [_point(answer) for answer in answers]
+
+
+def _point(answer: Answer) -> dict[str, Any]:
+    told = to_json(answer)
+    extra = answer.extra_seconds if answer.status.has_plan else None
+    return {key: told[key] for key in _OF_A_POINT} | {"extra_seconds": extra}
 
 
 def decides_json(graph: Graph, why: Decides) -> dict[str, Any]:
