@@ -292,6 +292,7 @@ _LIES_BESIDES: tuple[Callable[[dict[str, Any]], dict[str, Any] | None], ...] = (
     lambda s: {"decides": s["decides"] | {"dear": [{"node": s["schedule"][0][1], "bytes": -1, "seconds": 0.0}]}},
     lambda s: {"curve": None},
     lambda s: {"curve": [{}]},
+    lambda s: {"curve": [s["curve"][0] | {"budget_bytes": None}]},
     lambda s: {"curve": [s["curve"][0] | {"budget_bytes": s["curve"][0]["peak_bytes"] - 1}]},
     lambda s: {"curve": [s["curve"][0] | {"seconds": s["curve"][0]["seconds"] + 1}]},
     lambda s: {"curve": [s["curve"][0] | {"extra_seconds": s["curve"][0]["extra_seconds"] + 1}]},

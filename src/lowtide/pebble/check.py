@@ -47,8 +47,8 @@ def check(graph: Graph, solution: object, *, progress: Callable[[int, int], obje
         return ["it is no solution written by `lowtide plan --json`"]
     assert isinstance(solution, Mapping)
     curve = solution.get("curve", [])
-    if not isinstance(curve, list) or not all(map(_is_solution, curve)):
-        return ["its curve is no list of solutions"]
+    if not isinstance(curve, list) or not all(_is_solution(p) and type(p.get("budget_bytes")) is int for p in curve):
+        return ["its curve is no list of solutions for budgets"]
     wrong = _wrong(graph, solution)
     for done, point in enumerate(curve, 1):
         if progress is not None:
@@ -67,7 +67,7 @@ def _rises(curve: Sequence[Mapping[str, Any]]) -> list[str]:
     by_budget = sorted(curve, key=lambda point: -point["budget_bytes"])
     wrong = []
     for name, values in (
-        ("seconds", [p["seconds"] for p in by_budget if p["seconds"] is not None]),
+        ("seconds", [p["seconds"] for p in by_budget if p.get("seconds") is not None]),
         ("bound.extra_seconds", [p["bound"]["extra_seconds"] for p in by_budget]),
     ):
         if any(b < a * (1 - _SECONDS) for a, b in itertools.pairwise(values)):
