@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import zoo
-from harness import above_of, budgeted, plain_of
+from harness import above_of, budgeted, kept, plain_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -78,3 +78,109 @@ def test_bits_and_budget_hold(make: Callable[[], zoo.Job], share: float) -> None
     assert run.bits == reference.bits
     crossed = [policy for policy, over in run.over if over > 0]
     assert len(crossed) <= (make is branches), run.over  # of another branch than any that was seen nothing is known
+
+
+def _gpt_of(lengths: list[int]) -> zoo.Job:
+    return zoo.simple(zoo.GPT(fused=True, layers=4), lambda m, i: zoo.language_loss(m, length=lengths[i]))
+
+
+@pytest.mark.parametrize("share", [0.7, 0.45])
+def test_units_smaller_than_a_recorded_one_follow_its_plan(share: float) -> None:
+    """Law: once a long sequence was recorded, every shorter one runs by its plan, with the plain run's bits, in the budget."""
+    lengths = [26, 64, 34, 53, 22, 51, 63, 43, 60, 31, 24, 58]
+
+    def make() -> zoo.Job:
+        return _gpt_of(lengths)
+
+    reference = plain_of(make, len(lengths))
+    run = budgeted(make, above_of(reference, share), len(lengths))
+    assert run.bits == reference.bits
+    assert kept(run), run.over
+    assert {s.policy for s in run.outcome.steps[2:]} <= {"planned", "plain"}
+    assert any(s.recomputed_ops or s.offloaded_bytes for s in run.outcome.steps[2:])
+
+
+def test_a_longer_one_is_recorded_and_takes_the_place_of_the_longest() -> None:
+    lengths = [26, 44, 34, 64, 22, 51, 63, 43, 60]
+
+    def make() -> zoo.Job:
+        return _gpt_of(lengths)
+
+    reference = plain_of(make, len(lengths))
+    run = budgeted(make, above_of(reference, 0.45), len(lengths))
+    assert run.bits == reference.bits
+    assert kept(run), run.over
+    assert [s.policy for s in run.outcome.steps[3:]] == ["online"] + ["planned"] * (len(lengths) - 4)
+
+
+def test_where_smaller_units_run_other_operators_they_are_asked_no_more() -> None:
+    """Law: after so many that left the plan of a larger one the others of their like do without; bits and budget hold."""
+    sizes = [100, 250, 120, 130, 110, 90, 140, 80]
+
+    def make() -> zoo.Job:
+        return zoo.simple(Longer(), lambda m, i: m(torch.randn(sizes[i], 96)).square().mean())
+
+    reference = plain_of(make, len(sizes))
+    run = budgeted(make, above_of(reference, 0.6), len(sizes))
+    assert run.bits == reference.bits
+    assert kept(run), run.over
+    policies = [s.policy for s in run.outcome.steps[2:]]
+    assert policies == ["online"] * len(policies)
+
+
+class Wide(nn.Module):
+    """What it makes inside is the larger, the smaller its input is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([x, x.new_ones(400 - 2 * len(x), 96)])
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x
+
+
+def test_what_grows_where_its_input_shrinks_is_noticed() -> None:
+    """Law: what rises higher than the larger unit did is not run by its plan; bits and budget hold."""
+    sizes = [100, 190, 120, 130, 110, 90, 140, 80]
+
+    def make() -> zoo.Job:
+        return zoo.simple(Wide(), lambda m, i: m(torch.randn(sizes[i], 96)).square().mean())
+
+    reference = plain_of(make, len(sizes))
+    run = budgeted(make, above_of(reference, 0.6), len(sizes))
+    assert run.bits == reference.bits
+    assert kept(run), run.over
+    assert all(s.policy == "online" for s in run.outcome.steps[2:])
+
+
+def test_the_second_of_two_models_may_be_larger_though_the_first_is_smaller() -> None:
+    """Law: a unit follows a larger one's plan as long as each root call is smaller; bits and budget hold."""
+    first, second = [100, 180, 150, 140, 170, 120], [100, 150, 140, 260, 120, 255]
+    left, right = (nn.Sequential(*(nn.Sequential(nn.Linear(96, 96), nn.GELU()) for _ in range(4))) for _ in range(2))
+    start = [{k: v.clone() for k, v in m.state_dict().items()} for m in (left, right)]
+
+    def make() -> zoo.Job:
+        for m, state in zip((left, right), start, strict=True):
+            m.load_state_dict(state)
+            m.zero_grad()
+        optimizer = torch.optim.AdamW([*left.parameters(), *right.parameters()])
+
+        def step(i: int) -> torch.Tensor:
+            loss = left(torch.randn(first[i], 96)).square().mean() + right(torch.randn(second[i], 96)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return zoo.Job(step, [left, right], [optimizer])
+
+    reference = plain_of(make, len(first))
+    run = budgeted(make, above_of(reference, 0.6), len(first))
+    assert run.bits == reference.bits
+    assert kept(run), run.over
+    policies = [s.policy for s in run.outcome.steps]
+    assert policies[2] == "planned"
+    assert policies[3] == "online"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +51,15 @@ def sizes_of(kind: Kind) -> tuple[Any, tuple[int, ...]]:
     alike = tuple((len(shape), dtype, grad) for shape, dtype, grad in shapes)
     skeleton = (*rest, alike, kind.accumulates, kind.engaged, kind.after)
     return skeleton, tuple(size for shape, _, _ in shapes for size in shape)
+
+
+def is_smaller(kind: Kind, other: Kind) -> bool:
+    """Whether a kind is another one but for sizes of its tensors, none of which is larger."""
+    if kind == other or not (kind.call and other.call):
+        return False
+    (alike, sizes), (others, limits) = sizes_of(kind), sizes_of(other)
+    numbers = all(type(size) is int for size in (*sizes, *limits))  # a nested tensor's are not
+    return numbers and alike == others and all(map(operator.le, sizes, limits))
 
 
 def _shapes(item: Any, found: list[Any], depth: int) -> None:

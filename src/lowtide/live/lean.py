@@ -50,7 +50,7 @@ from lowtide.live.value import (
 from lowtide.pebble.eager.ahead import fetches_ahead
 from lowtide.pebble.eager.problem import Action, Problem
 from lowtide.pebble.eager.walk import State
-from lowtide.trace import Op
+from lowtide.trace import Op, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,7 @@ class Script:
         last_moves: values that leave before the first backward that is not followed.
         last_use: per value of ours, the last of the operators at which it is looked up.
         writes: whether each operator writes in place, openly.
+        sizes: bytes of what each operator makes, in the order of its fresh storages.
     """
 
     funcs: tuple[Any, ...]
@@ -103,6 +104,7 @@ class Script:
     last_moves: tuple[int, ...]
     last_use: Mapping[int, int]
     writes: tuple[bool, ...]
+    sizes: tuple[tuple[int, ...], ...]
 
 
 def compile_script(
@@ -160,7 +162,14 @@ def compile_script(
         last_moves=tuple(last_moves),
         last_use=_last_uses(acts, [(s.value, bisect_right(forward, s.event, key=itemgetter(0))) for s in trace.saves]),
         writes=(*(bool(info_of(f).writes_at) for _, f in forward), False),
+        sizes=(*(_sizes(trace, e) for e, _ in forward), ()),
     )
+
+
+def _sizes(trace: Trace, event: int) -> tuple[int, ...]:
+    op = trace.events[event]
+    assert isinstance(op, Op)
+    return tuple(trace.buffers[v].bytes for v in op.writes)
 
 
 def _last_uses(acts: Sequence[Act | None], saves: Iterable[tuple[int, int]]) -> dict[int, int]:
@@ -305,9 +314,19 @@ class LeanMode(Mode):
     def __init__(
         self, script: Script, run: LeanRun, fallback: Callable[[], Any],
         pack_fallback: Callable[[torch.Tensor], Any], out_of_memory: Callable[[BaseException], bool],
-        before_write: Callable[[], None],
+        before_write: Callable[[], None], cap: Callable[[bool], None] | None = None,
     ) -> None:
-        """Stand at the beginning of a unit."""
+        """Stand at the beginning of a unit.
+
+        Args:
+            script: what is followed.
+            run: serves the unit's needs.
+            fallback: takes over where the unit leaves its recording.
+            pack_fallback: packs then.
+            out_of_memory: whether an error means that memory ran out.
+            before_write: called before an operator writes in place.
+            cap: for a unit that is only smaller than the recorded one: caps the allocator at the budget, or lifts the cap.
+        """
         super().__init__()
         self.script = script
         self.run = run
@@ -333,6 +352,7 @@ class LeanMode(Mode):
         self._out_of_memory = out_of_memory
         self._before_write = before_write
         self._delegate: Any = None
+        self._cap = cap
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operator."""
@@ -343,7 +363,9 @@ class LeanMode(Mode):
             act = self._acts[at]
             if func is self._funcs[at] and not (self._writes[at] and self._strays(act, func, args, kwargs or {})):
                 try:
-                    if act is not None:
+                    if self._cap is not None:
+                        out = self._run_smaller(act, func, args, kwargs or {})
+                    elif act is not None:
                         out = self._act(act, func, args, kwargs or {})
                     elif self._clocked is None:
                         out = func(*args, **kwargs) if kwargs else func(*args)
@@ -354,6 +376,8 @@ class LeanMode(Mode):
                         raise
                 else:
                     self.at = at + 1
+                    if self.grown and self._cap is not None:  # of what it rises to nothing is known any more
+                        self.leave()
                     return out
             self.leave()
         return self._delegate.__torch_dispatch__(func, types, args, kwargs)
@@ -459,6 +483,25 @@ class LeanMode(Mode):
         self._note_writes(act, record, info, args, kwargs)
         return out
 
+    def _run_smaller(self, act: Act | None, func: Any, args: Any, kwargs: Any) -> Any:
+        """One operator of a unit smaller than the recorded one: it may not cross the budget, nor make anything larger."""
+        assert self._cap is not None
+        info = info_of(func)
+        again = not (info.mutates or info.collective or info.seeded)  # could be tried again
+        if again:
+            self._cap(True)
+        try:
+            out = func(*args, **kwargs) if act is None else self._act(act, func, args, kwargs)
+        finally:
+            if again:
+                self._cap(False)
+        sizes = self.script.sizes[self.at]
+        if sizes:
+            made = [t.nbytes for t in flatten(out) if isinstance(t, torch.Tensor)]
+            limits = sizes if len(made) == len(sizes) else (max(sizes),) * len(made)
+            self.grown |= any(size > limit for size, limit in zip(made, limits, strict=True))
+        return out
+
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._clocked is None:
             return func(*args, **kwargs)
@@ -527,7 +570,7 @@ class LeanMode(Mode):
                 self.grown = True
                 continue
             storage = tensor.untyped_storage()
-            if storage.nbytes() != size:
+            if storage.nbytes() != size and self._cap is None:
                 self.grown = True
             value = Value(storage.nbytes(), record)
             self._enter(number, value, storage)

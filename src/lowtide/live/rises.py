@@ -24,6 +24,8 @@ GROWTH = 2.0
 """Sizes that have grown by more than this, multiplied up, say nothing."""
 REMEMBERED = 4096
 """Kinds that are known again."""
+STRAYED = 2
+"""Units that left the plan of a larger one, or rose above it, after which none of their like follows such a plan."""
 PROFILES = 64
 """Profiles that are kept."""
 CALLS = 64
@@ -50,6 +52,7 @@ class Rises:
         self._confirmed: dict[Any, int] = {}
         self._slack: dict[Any, float] = {}
         self._broken: set[Any] = set()
+        self._strayed: dict[Any, int] = {}
         self._met: dict[Kind, None] = {}
         self._strangers = 0
 
@@ -100,6 +103,15 @@ class Rises:
     def familiar(self) -> None:
         """A unit of a kind that was recorded came again."""
         self._strangers = 0
+
+    def strayed(self, kind: Kind) -> None:
+        """A unit did not follow the plan of a larger one to its end, or rose above it."""
+        alike, _ = sizes_of(kind)
+        self._strayed[alike] = self._strayed.get(alike, 0) + 1
+
+    def may_follow(self, kind: Kind) -> bool:
+        """Whether units like this one run the operators of larger ones."""
+        return bool(kind.call) and self._strayed.get(sizes_of(kind)[0], 0) < STRAYED
 
     def broke(self, kinds: Sequence[Kind]) -> None:
         """A unit that was expected to fit did not."""

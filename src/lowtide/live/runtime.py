@@ -28,7 +28,7 @@ from lowtide.live.enough import Enough
 from lowtide.live.full import FullMode
 from lowtide.live.guard import LIBRARY_BYTES, SLACK_BYTES, Evictor, Exempt, Tally
 from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
-from lowtide.live.kind import Kind, kind_of
+from lowtide.live.kind import Kind, is_smaller, kind_of
 from lowtide.live.lean import GuardMode, LeanMode, LeanRun, Script, compile_script
 from lowtide.live.ledger import Ledger
 from lowtide.live.logits import Logits
@@ -37,6 +37,7 @@ from lowtide.live.outcome import Outcome, PlanFigures, StepFigures
 from lowtide.live.patches import Patches
 from lowtide.live.pieces import Pieces
 from lowtide.live.recorder import Bystander, Recorder
+from lowtide.live.rises import TOLERANCE_SHARE as SMALLER_SHARE
 from lowtide.live.rises import Rises
 from lowtide.live.saver import Saver
 from lowtide.live.slices import Slices
@@ -117,9 +118,11 @@ class Entry:
         left: what graphs of former units held when it began.
         gradient_bytes: gradients that were there when it began.
         states: optimizer states' storages at its end.
+        calls: its root calls.
         leaving_bytes: how much of what was there before it went within it.
         collective: whether other ranks took part: what their collectives took may go earlier than it is counted.
         compiled: the plan for it that was followed last, and what it is compiled to.
+        for_smaller: the plan that smaller units follow: bases differ a little from one to the next, and solving takes time.
     """
 
     funcs: list[tuple[int, Any]]
@@ -129,10 +132,12 @@ class Entry:
     left: Left
     gradient_bytes: int
     states: frozenset[int]
+    calls: tuple[Kind, ...]
     leaving_bytes: int
     collective: bool
     compiled: tuple[State, Script] | None = None
     agreed: State | None = None
+    for_smaller: Solution | None = None
     followed: int = 0
 
     @property
@@ -171,6 +176,7 @@ class Unit:
         predicted_bytes: what its peak is to be; at most that, if it is not ``certain``.
         calls: its root calls so far.
         roomy: whether it is run without any interception, as smaller than one that fits.
+        smaller: whether it follows the plan of a larger one.
     """
 
     kind: Kind
@@ -188,6 +194,7 @@ class Unit:
     backwards: int = 0
     consumed: int = 0
     roomy: bool = False
+    smaller: bool = False
     calls: list[Kind] = field(default_factory=list)
     stepped: bool = False
     starts: list[int] = field(default_factory=list)
@@ -438,6 +445,16 @@ class Runtime:
         if unit.roomy and not self._has_room(unit):
             unit.roomy = False
             self._run_fully(unit, None, record=False)
+        lean = unit.lean if unit.smaller else None
+        if lean is not None and not lean.lost and not self._follows(unit):
+            lean.leave()
+
+    def _follows(self, unit: Unit) -> bool:
+        """Whether the root calls of a unit so far are those of the recorded one, but for smaller sizes."""
+        assert unit.entry is not None
+        calls = unit.entry.calls
+        pairs = zip(unit.calls, calls, strict=False)
+        return len(unit.calls) <= len(calls) and all(mine == other or is_smaller(mine, other) for mine, other in pairs)
 
     def _has_room(self, unit: Unit) -> bool:
         """Whether no unit with such root calls rises above the budget, by all that is known."""
@@ -663,11 +680,7 @@ class Runtime:
         doubtful = solution.state is None and exactly < shift
         if doubtful:  # if nothing of what is missing would have gone, there may be a plan
             shift, solution = exactly, self._solve(entry, exactly)
-        grown = sum(size for state, size in self._states().items() if state not in entry.states)
-        self.figures = figures = figures_of(
-            entry.problem, solution, between_bytes=self._between_bytes, resident_bytes=self.resident_bytes(),
-            shift_bytes=shift, certain_bytes=min(exactly, grown - entry.left.bytes),
-        )
+        figures = self._tell_figures(unit, entry, solution, shift)
         known = bool(self.entries.get(kind))
         crossed = sum(s.overrun or s.peak_bytes > self.budget_bytes for s in self.steps[1:])
         refused = bool(self.budget_bytes) and solution.state is None and crossed > (CROSSED if entry.left.bytes else 0)
@@ -688,6 +701,14 @@ class Runtime:
             self._run_lean(unit, entry, solution)
         else:
             self._run_fully(unit, entry, record=not worn or doubtful)
+
+    def _tell_figures(self, unit: Unit, entry: Entry, solution: Solution, shift: int) -> PlanFigures:
+        grown = sum(size for state, size in self._states().items() if state not in entry.states)
+        self.figures = found = figures_of(
+            entry.problem, solution, between_bytes=self._between_bytes, resident_bytes=self.resident_bytes(),
+            shift_bytes=shift, certain_bytes=min(unit.base_bytes - entry.trace.base_bytes, grown - entry.left.bytes),
+        )
+        return found
 
     def _left(self) -> Left:
         """What graphs of former units still hold."""
@@ -747,7 +768,31 @@ class Runtime:
             self.clock.detailed = False
             self.stack.take()
             return
-        self._run_fully(unit, None, record=self.rises.worth_recording(unit.kind))
+        follows = self.evictor.moves and self.meter.capped and self.rises.may_follow(unit.kind)
+        larger = self._larger(unit) if follows else None
+        if larger is not None:
+            unit.smaller = True
+            self._run_lean(unit, *larger)
+        else:
+            self._run_fully(unit, None, record=self.rises.worth_recording(unit.kind) or follows)
+
+    def _larger(self, unit: Unit) -> tuple[Entry, Solution] | None:
+        """The recording of the least of all larger units, on no lower base, whose plan holds this one's bytes, too."""
+        known = (e for kind, entries in self.entries.items() if is_smaller(unit.kind, kind) for e in entries)
+        base = unit.base_bytes
+        fit = [e for e in known if base <= (its := e.trace.base_bytes) or self._near(base, its, e.problem.plain_peak)]
+        if not fit:
+            return None
+        entry = min(fit, key=lambda e: e.problem.plain_peak)
+        room = self._room_for(entry, entry.shift(unit)) - int(SMALLER_SHARE * max(0, self.budget_bytes - unit.base_bytes))
+        solution = entry.for_smaller
+        if solution is None or solution.state is None or solution.state.timeline.peak_bytes > room:
+            solution = entry.for_smaller = self._within(entry, room)
+        if solution.state is None:
+            return None
+        self._solved = entry.problem, solution
+        self._tell_figures(unit, entry, solution, entry.shift(unit))
+        return entry, solution
 
     def _run_lean(self, unit: Unit, entry: Entry, solution: Solution) -> None:
         assert solution.state is not None
@@ -759,7 +804,8 @@ class Runtime:
         self._note_policy(unit.policy)
         self.clock.detailed = False
         self.stack.take()
-        if not solution.state.decisions and entry.followed >= TRUSTED and not self._surprises.get(unit.kind):
+        trusted = entry.followed >= TRUSTED and not unit.smaller
+        if not solution.state.decisions and trusted and not self._surprises.get(unit.kind):
             return
         if entry.compiled is not None and entry.compiled[0] is solution.state:
             script = entry.compiled[1]
@@ -768,11 +814,15 @@ class Runtime:
                 entry.problem, solution.state, entry.funcs, entry.packs, entry.backward_starts, overlaps=self.board.overlaps
             )
             entry.compiled = solution.state, script
-        clocked = entry.followed == CLOCKED and solution.state.decisions and not self.board.overlaps
+        clocked = entry.followed == CLOCKED and solution.state.decisions and not (self.board.overlaps or unit.smaller)
         run = LeanRun(script, self.evictor.tally, self.board, Stopwatch() if clocked else None)
-        unit.lean = LeanMode(script, run, self._lost, self.saver.pack, self._out_of_memory(), self._writes_unseen)
+        cap = self._cap if unit.smaller else None
+        unit.lean = LeanMode(script, run, self._lost, self.saver.pack, self._out_of_memory(), self._writes_unseen, cap)
         if not self.stack.put(unit.lean, unit.lean.pack, _unpack):
             unit.lean = None
+
+    def _cap(self, on: bool) -> None:
+        self.meter.cap(max(self.budget_bytes - SLACK_BYTES, 1) if on else 0)
 
     def _writes_unseen(self) -> None:
         """What handles of former units stand for must not depend on what is about to be written."""
@@ -858,7 +908,7 @@ class Runtime:
         states = frozenset(self._states())
         entry = Entry(
             recorder.funcs, recorder.packs, unit.starts, Front(problem), unit.left, unit.gradient_bytes, states,
-            recorder.leaving_bytes, bool(recorder.flights),
+            tuple(unit.calls), recorder.leaving_bytes, bool(recorder.flights),
         )
         kept = [e for e in self.entries.get(unit.kind, ()) if not self._near(
             e.trace.base_bytes, trace.base_bytes, problem.plain_peak)]
@@ -881,6 +931,10 @@ class Runtime:
             entry.followed += 1
             return
         lost = unit.lean is not None and unit.lean.lost
+        if unit.smaller:
+            if lost or (measured > predicted and not self._near(measured, predicted, predicted)):
+                self.rises.strayed(unit.kind)
+            return
         # A graph left over from a planned unit is smaller; what was not there at the beginning may never have come.
         less = (bool(entry.left.bytes) or entry.collective or not unit.certain) and measured < predicted
         if not lost and (less or self._near(measured, predicted, predicted)):
