@@ -12,6 +12,8 @@ from harness import above_of, budgeted, kept, plain_of
 from torch import nn
 from torch.nn import functional as F
 
+import lowtide
+
 STEPS = 14
 
 
@@ -184,3 +186,111 @@ def test_the_second_of_two_models_may_be_larger_though_the_first_is_smaller() ->
     policies = [s.policy for s in run.outcome.steps]
     assert policies[2] == "planned"
     assert policies[3] == "online"
+
+
+class Padded(nn.Module):
+    """Pads what it is given to one length, in a block made anew or in one that is kept."""
+
+    def __init__(self, *, kept: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(4))
+        self.register_buffer("scratch", torch.zeros(16, 64, 48) if kept else None)
+
+    def forward(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        total = x.new_zeros(())
+        for layer in self.layers:
+            pad = x.new_zeros(16, 64, 48) if self.scratch is None else self.scratch
+            pad.narrow(1, 0, rows).copy_(x[:, :rows])
+            shown = pad if self.scratch is None else pad * 1.0
+            total = total + F.gelu(layer(shown.sin()) * shown).mean()
+        return total
+
+
+class Neighbours(nn.Module):
+    """Layers with a sparse product after each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, links: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.sparse.mm(links, layer(x).relu())
+        return x.square().mean()
+
+
+def _links(nodes: int) -> torch.Tensor:
+    return torch.sparse_coo_tensor(torch.randint(0, nodes, (2, 4 * nodes)), torch.rand(4 * nodes), (nodes, nodes))
+
+
+SIZES = [64, 64, 64, 40, 50, 30]
+WRITES = {
+    "a block of its own, less of it written": lambda: zoo.simple(
+        Padded(kept=False), lambda m, i: m(torch.randn(16, SIZES[i], 48), SIZES[i])),
+    "the same of whole batches": lambda: zoo.simple(Padded(kept=False), lambda m, i: m(torch.randn(16, 64, 48), SIZES[i])),
+    "a buffer that every layer writes": lambda: zoo.simple(
+        Padded(kept=True), lambda m, i: m(torch.randn(16, SIZES[i], 48), SIZES[i])),
+    "the same, always in part": lambda: zoo.simple(Padded(kept=True), lambda m, i: m(torch.randn(16, 64, 48), 40)),
+    "sparse inputs": lambda: zoo.simple(
+        Neighbours(), lambda m, i: m(torch.randn(8 * SIZES[i], 48), _links(8 * SIZES[i]))),
+    "sparse inputs of one size": lambda: zoo.simple(Neighbours(), lambda m, i: m(torch.randn(500, 48), _links(500))),
+}
+
+
+@pytest.mark.parametrize("offload", [True, False])
+@pytest.mark.parametrize("name", WRITES)
+def test_bits_hold_where_blocks_are_written_in_part_and_inputs_are_sparse(name: str, offload: bool) -> None:
+    """Law: at every budget the plain run's bits, and no error; where values may be moved, in the budget."""
+    reference = plain_of(WRITES[name], len(SIZES))
+    for share in (0.85, 0.7, 0.6, 0.5):
+        try:
+            run = budgeted(WRITES[name], above_of(reference, share), len(SIZES), offload=offload)
+        except lowtide.BudgetError:
+            continue
+        assert run.bits == reference.bits
+        assert kept(run) or not offload, (share, run.over)
+
+
+class Cropping(nn.Module):
+    """Works on as much of what it is given as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(8))
+
+    def forward(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        x = x[:rows]
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x.square().mean()
+
+
+class Weights(nn.Module):
+    """Parameters of plain functions: no module is ever called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(nn.Parameter(torch.randn(96, 96) / 10) for _ in range(8))
+
+    def loss(self, rows: int) -> torch.Tensor:
+        x = torch.randn(rows, 96)
+        for weight in self.all:
+            x = F.gelu(x @ weight)
+        return x.square().mean()
+
+
+ROWS = [100, 100, 100, 100, 100, 400, 120, 410, 200, 390]
+UNTOLD = {
+    "a number says how much": lambda: zoo.simple(Cropping(), lambda m, i: m(torch.randn(420, 96), ROWS[i])),
+    "plain functions": lambda: zoo.simple(Weights(), lambda m, i: m.loss(ROWS[i])),
+}
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.55])
+@pytest.mark.parametrize("name", UNTOLD)
+def test_the_budget_holds_where_sizes_grow_that_no_call_shows(name: str, share: float) -> None:
+    """Law: an operator of a planned forward that would cross the budget leaves the plan instead."""
+    reference = plain_of(UNTOLD[name], len(ROWS))
+    run = budgeted(UNTOLD[name], above_of(reference, share), len(ROWS))
+    assert run.bits == reference.bits
+    assert kept(run), run.over

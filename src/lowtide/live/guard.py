@@ -461,10 +461,26 @@ class Evictor:
     # --- writes in place ---------------------------------------------------------------------------------------------
 
     def before_write(self, value: Value) -> None:
-        """A value that cannot be made again is about to be overwritten: what was dropped and depends on it comes back."""
-        for v in self._dropped():
-            if v is not value and _depends(v, value):
+        """A value is about to be overwritten: what was dropped and depends on it comes back.
+
+        If it cannot be made again itself, nothing that was made from it can, once what is held in between has gone.
+        """
+        if value.record is not None:
+            for v in self._dropped():
+                if v is not value and _depends(v, value):
+                    self._bring_back(v)
+            return
+        dropped = self._dropped()
+        if not dropped and not self.kept:
+            return
+        last = _made_from(value, dict.fromkeys((*dropped, *self.kept, *self.ledger.values())))
+        for v in last.difference(dropped):
+            v.record = None
+        for v in dropped:
+            if v in last:
                 self._bring_back(v)
+                if v.storage() is not None:  # or it would be let go for the next one
+                    v.record = None
 
     def exposed(self, value: Value) -> None:
         """A value may be overwritten at any time from here on: nothing that depends on it is made again any more."""
@@ -556,7 +572,32 @@ def verify(value: Value, storage: torch.UntypedStorage) -> None:
         )
 
 
+def _made_from(source: Value, values: Iterable[Value]) -> set[Value]:
+    """Those of some values that were made from another, over whatever is in between."""
+    known: dict[int, bool] = {}
+
+    def settled(record: Record | None) -> bool | None:
+        return False if record is None else known.get(id(record))
+
+    for value in values:
+        stack = [value.record]
+        while stack:
+            record = stack[-1]
+            if record is None or id(record) in known:
+                stack.pop()
+                continue
+            read = [a.value for a in record.inputs if a.value is not None]
+            open_ = [v.record for v in read if v is not source and settled(v.record) is None and v.record is not record]
+            if open_ and not any(v is source for v in read):
+                stack += open_
+                continue
+            known[id(record)] = any(v is source or bool(settled(v.record)) for v in read)
+            stack.pop()
+    return {v for v in values if v is not source and settled(v.record)}
+
+
 def _depends(value: Value, on: Value) -> bool:
+    """Whether making a value again, as things stand, reads another."""
     seen: set[int] = set()
     stack = [value]
     while stack:

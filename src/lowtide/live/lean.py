@@ -35,6 +35,8 @@ from lowtide.live.value import (
     Meta,
     Record,
     Value,
+    bytes_of,
+    covers,
     covers_blindly,
     flatten,
     generator_of,
@@ -90,6 +92,7 @@ class Script:
         last_use: per value of ours, the last of the operators at which it is looked up.
         writes: whether each operator writes in place, openly.
         sizes: bytes of what each operator makes, in the order of its fresh storages.
+        again: whether each operator could be tried again: it writes nothing in place, draws nothing, and no other rank waits.
     """
 
     funcs: tuple[Any, ...]
@@ -105,6 +108,7 @@ class Script:
     last_use: Mapping[int, int]
     writes: tuple[bool, ...]
     sizes: tuple[tuple[int, ...], ...]
+    again: tuple[bool, ...]
 
 
 def compile_script(
@@ -163,6 +167,7 @@ def compile_script(
         last_use=_last_uses(acts, [(s.value, bisect_right(forward, s.event, key=itemgetter(0))) for s in trace.saves]),
         writes=(*(bool(info_of(f).writes_at) for _, f in forward), False),
         sizes=(*(_sizes(trace, e) for e, _ in forward), ()),
+        again=(*(not (info.mutates or info.collective or info.seeded) for info in (info_of(f) for _, f in forward)), False),
     )
 
 
@@ -314,7 +319,7 @@ class LeanMode(Mode):
     def __init__(
         self, script: Script, run: LeanRun, fallback: Callable[[], Any],
         pack_fallback: Callable[[torch.Tensor], Any], out_of_memory: Callable[[BaseException], bool],
-        before_write: Callable[[], None], cap: Callable[[bool], None] | None = None,
+        before_write: Callable[[], None], cap: Callable[[bool], None] | None = None, *, smaller: bool = False,
     ) -> None:
         """Stand at the beginning of a unit.
 
@@ -325,7 +330,8 @@ class LeanMode(Mode):
             pack_fallback: packs then.
             out_of_memory: whether an error means that memory ran out.
             before_write: called before an operator writes in place.
-            cap: for a unit that is only smaller than the recorded one: caps the allocator at the budget, or lifts the cap.
+            cap: caps the allocator at the budget, or lifts the cap: an operator that would cross it leaves the plan.
+            smaller: whether the unit is only smaller than the recorded one, and must not make anything larger.
         """
         super().__init__()
         self.script = script
@@ -352,7 +358,9 @@ class LeanMode(Mode):
         self._out_of_memory = out_of_memory
         self._before_write = before_write
         self._delegate: Any = None
-        self._cap = cap
+        self._cap = _uncapped if cap is None else cap
+        self._caps = (False,) * len(script.again) if cap is None else script.again
+        self._smaller = smaller
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operator."""
@@ -362,10 +370,11 @@ class LeanMode(Mode):
                 return func(*args, **(kwargs or {})) if FakeTensor in types else NotImplemented
             act = self._acts[at]
             if func is self._funcs[at] and not (self._writes[at] and self._strays(act, func, args, kwargs or {})):
+                capped = self._caps[at]
+                if capped:
+                    self._cap(True)
                 try:
-                    if self._cap is not None:
-                        out = self._run_smaller(act, func, args, kwargs or {})
-                    elif act is not None:
+                    if act is not None:
                         out = self._act(act, func, args, kwargs or {})
                     elif self._clocked is None:
                         out = func(*args, **kwargs) if kwargs else func(*args)
@@ -375,10 +384,14 @@ class LeanMode(Mode):
                     if not self._out_of_memory(error) or info_of(func).mutates or info_of(func).collective:
                         raise
                 else:
+                    larger = self._smaller and self._is_larger(out)
                     self.at = at + 1
-                    if self.grown and self._cap is not None:  # of what it rises to nothing is known any more
+                    if larger:  # of what it rises to nothing is known any more
                         self.leave()
                     return out
+                finally:
+                    if capped:
+                        self._cap(False)
             self.leave()
         return self._delegate.__torch_dispatch__(func, types, args, kwargs)
 
@@ -444,12 +457,14 @@ class LeanMode(Mode):
         """Whether an operator writes to other bytes of ours than it did when it was recorded."""
         self._before_write()
         overwrites = () if act is None else act.overwrites
-        for i, (tensor, secret) in enumerate(written_by(info_of(func), args, kwargs)):
+        info = info_of(func)
+        for i, (tensor, secret) in enumerate(written_by(info, args, kwargs)):
             old = overwrites[i][0] if i < len(overwrites) else -1
             if secret:
                 continue
             if old < 0:
-                if self.guards(tensor):
+                covered = act is not None and act.recorded  # all of it, when it was recorded: nothing makes what was there
+                if self.guards(tensor) or (covered and not covers(info, tensor)):
                     return True
                 continue
             value = self.values.get(old)
@@ -483,24 +498,14 @@ class LeanMode(Mode):
         self._note_writes(act, record, info, args, kwargs)
         return out
 
-    def _run_smaller(self, act: Act | None, func: Any, args: Any, kwargs: Any) -> Any:
-        """One operator of a unit smaller than the recorded one: it may not cross the budget, nor make anything larger."""
-        assert self._cap is not None
-        info = info_of(func)
-        again = not (info.mutates or info.collective or info.seeded)  # could be tried again
-        if again:
-            self._cap(True)
-        try:
-            out = func(*args, **kwargs) if act is None else self._act(act, func, args, kwargs)
-        finally:
-            if again:
-                self._cap(False)
+    def _is_larger(self, out: Any) -> bool:
+        """Whether an operator made anything larger than it did when it was recorded."""
         sizes = self.script.sizes[self.at]
         if sizes:
-            made = [t.nbytes for t in flatten(out) if isinstance(t, torch.Tensor)]
+            made = [bytes_of(t) for t in flatten(out) if isinstance(t, torch.Tensor)]
             limits = sizes if len(made) == len(sizes) else (max(sizes),) * len(made)
             self.grown |= any(size > limit for size, limit in zip(made, limits, strict=True))
-        return out
+        return self.grown
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._clocked is None:
@@ -563,14 +568,14 @@ class LeanMode(Mode):
         if not act.outs:
             return
         read = flatten((*args, *kwargs.values()))
-        fresh = _fresh(out, {t.untyped_storage()._cdata for t in read if isinstance(t, torch.Tensor)})
+        fresh = _fresh(out, {t.untyped_storage()._cdata for t in read if isinstance(t, torch.Tensor) and on_storage(t)})
         for slot, number, size in act.outs:
             position, tensor = fresh[slot] if slot < len(fresh) else (0, None)
             if tensor is None:
                 self.grown = True
                 continue
             storage = tensor.untyped_storage()
-            if storage.nbytes() != size and self._cap is None:
+            if storage.nbytes() != size and not self._smaller:
                 self.grown = True
             value = Value(storage.nbytes(), record)
             self._enter(number, value, storage)
@@ -685,11 +690,15 @@ def _gone() -> None:
     return None
 
 
+def _uncapped(on: bool) -> None:
+    """Nothing is capped."""
+
+
 def _fresh(out: Any, seen: set[int]) -> list[tuple[int, torch.Tensor]]:
     """(position, tensor) of the first output on each storage that is not among those seen, in order."""
     found = []
     for i, tensor in enumerate(flatten(out)):
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, torch.Tensor) and on_storage(tensor):
             address = tensor.untyped_storage()._cdata
             if address not in seen:
                 seen.add(address)

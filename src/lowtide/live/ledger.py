@@ -25,6 +25,10 @@ class Ledger:
         ref = self._current.get(storage._cdata)
         return None if ref is None or ref() is None else ref.value
 
+    def values(self) -> list[Value]:
+        """The values of all live storages."""
+        return [ref.value for ref in list(self._current.values()) if ref() is not None and ref.value is not None]
+
     def enter(self, storage: torch.UntypedStorage, record: Record | None) -> Value:
         """A new value in a storage that was never seen."""
         value = Value(storage.nbytes(), record)

@@ -816,13 +816,17 @@ class Runtime:
             entry.compiled = solution.state, script
         clocked = entry.followed == CLOCKED and solution.state.decisions and not (self.board.overlaps or unit.smaller)
         run = LeanRun(script, self.evictor.tally, self.board, Stopwatch() if clocked else None)
-        cap = self._cap if unit.smaller else None
-        unit.lean = LeanMode(script, run, self._lost, self.saver.pack, self._out_of_memory(), self._writes_unseen, cap)
+        cap = None
+        if self.budget_bytes and self.meter.capped and self.evictor.moves:
+            cap = functools.partial(self._cap, self.budget_bytes - SLACK_BYTES if unit.smaller else self.budget_bytes)
+        unit.lean = LeanMode(
+            script, run, self._lost, self.saver.pack, self._out_of_memory(), self._writes_unseen, cap, smaller=unit.smaller
+        )
         if not self.stack.put(unit.lean, unit.lean.pack, _unpack):
             unit.lean = None
 
-    def _cap(self, on: bool) -> None:
-        self.meter.cap(max(self.budget_bytes - SLACK_BYTES, 1) if on else 0)
+    def _cap(self, limit_bytes: int, on: bool) -> None:
+        self.meter.cap(max(limit_bytes, 1) if on else 0)
 
     def _writes_unseen(self) -> None:
         """What handles of former units stand for must not depend on what is about to be written."""

@@ -297,8 +297,13 @@ class Argument:
         return found
 
 
+def covers(info: OpInfo, tensor: torch.Tensor) -> bool:
+    """Whether what an operator writes into a tensor covers its whole storage and does not depend on what was there."""
+    return info.overwrites_fully and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
 def covers_blindly(info: OpInfo, argument: Argument) -> bool:
-    """Whether what an operator writes into an argument covers its whole storage and does not depend on what was there."""
+    """The same of a noted argument."""
     if not info.overwrites_fully or argument.value is None or argument.meta is None:
         return False
     size, _, _, dtype, *_ = argument.meta
