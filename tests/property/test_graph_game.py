@@ -23,6 +23,7 @@ from lowtide.pebble.graph import Graph, from_json, to_json
 from lowtide.pebble.referee import play
 from lowtide.pebble.schedule import Act, Move, Row, plain_row, unfold
 from lowtide.pebble.solve import Order, Solver, Status
+from lowtide.pebble.windows import chain_seconds
 from property.graphs import cheapest, full_graphs, plain_graphs
 
 _FEW = settings(max_examples=60, deadline=None)
@@ -141,7 +142,7 @@ def test_search_and_bounds_enclose_the_cheapest_schedule(graph: Graph, fixed: bo
     assert every.seconds <= wanted - graph.base_seconds + 1e-9
     chain = bound.tight_chain(solver.precedence, solver.instants, budget, most=9)
     if len(chain) > 1:
-        found = bound.chain_seconds(solver.game, solver.precedence, chain, budget, seconds=2)
+        found = chain_seconds(solver.game, solver.precedence, chain, budget, seconds=2)
         assert found.seconds <= wanted - graph.base_seconds + 1e-9
     if answer.status is not Status.UNKNOWN:
         assert answer.timeline.peak_bytes <= budget

@@ -34,6 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "pebble.search",
         "pebble.before",
         "pebble.bound",
+        "pebble.windows",
         "pebble.lazy",
         "pebble.classics",
         "pebble.exact",

@@ -120,6 +120,7 @@ def to_json(answer: Answer, *, strategy: str = "search", rounding_bytes: int = 1
             "extra_method": answer.time_bound.method,
             "solved": answer.time_bound.solved,
             "instants": [nodes[v].id for v in answer.time_bound.nodes],
+            "windows": [[start, end, nodes[v].id] for start, end, v in answer.time_bound.windows],
         },
         "solve_seconds": answer.solve_seconds,
         "lowest_peak_bytes": timeline.peak_bytes,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,7 @@ class TimeBound:
             schedules were looked at).
         solved: whether the program was solved to its end; otherwise its bound at the time limit is given.
         nodes: whose first runs the program looks at, where they are named (all that bind for ``instants``).
+        windows: of which two of them (their numbers; their count for the end), and of which value's node, ``chain`` has rows.
         absent: per operator of these, values that the program's answer does not have on the board then.
         fetched: values that the program's answer fetches.
     """
@@ -74,6 +76,7 @@ class TimeBound:
     method: str
     solved: bool
     nodes: tuple[int, ...] = ()
+    windows: tuple[tuple[int, int, int], ...] = ()
     absent: Mapping[int, frozenset[int]] = field(default_factory=dict, compare=False)
     fetched: frozenset[int] = frozenset()
 
@@ -167,16 +170,18 @@ class Program:
         """Nothing is asked yet."""
         self.index: dict[Any, int] = {}
         self.cost: list[float] = []
+        self.whole: list[bool] = []
         self.rows: list[dict[int, float]] = []
         self.low: list[float] = []
         self.high: list[float] = []
 
-    def variable(self, name: Any, cost: float = 0.0) -> int:
-        """The variable of a name; it is made, at its cost, when first asked for."""
+    def variable(self, name: Any, cost: float = 0.0, *, whole: bool = True) -> int:
+        """The variable of a name; it is made, at its cost, when first asked for; it is whole, unless others make it so."""
         found = self.index.get(name)
         if found is None:
             found = self.index[name] = len(self.cost)
             self.cost.append(cost)
+            self.whole.append(whole)
         return found
 
     def row(self, terms: dict[int, float], low: float, high: float = np.inf) -> int:
@@ -193,13 +198,25 @@ class Program:
         starts = np.cumsum([0, *(len(r) for r in self.rows)])
         return csr_matrix((data, cols, starts), shape=(len(self.rows), len(self.cost)))
 
-    def solve(self, seconds: float, *, whole: bool = True, gap: float = 0.0) -> Solved:
-        """Solve it, with all variables whole or real; the solver may stop when it is within a relative gap of the best."""
+    def solve(
+        self, seconds: float, *, whole: bool = True, gap: float = 0.0, settled: Mapping[int, float] = MappingProxyType({})
+    ) -> Solved:
+        """Solve it.
+
+        Args:
+            seconds: how long the solver may take; it does not always look at the clock.
+            whole: whether variables are to be whole.
+            gap: it may stop when it is within this relative gap of the best.
+            settled: variables whose values are given; what comes of it bounds nothing then.
+        """
+        low, high = np.zeros(len(self.cost)), np.ones(len(self.cost))
+        for j, value in settled.items():
+            low[j] = high[j] = value
         result = milp(
             _SCALE * np.asarray(self.cost),
             constraints=LinearConstraint(self._matrix(), self.low, self.high),
-            bounds=Bounds(0, 1),
-            integrality=np.full(len(self.cost), int(whole)),
+            bounds=Bounds(low, high),
+            integrality=np.asarray(self.whole) & whole,
             options={"time_limit": max(0.05, seconds), "mip_rel_gap": gap},
         )
         least = result.mip_dual_bound if whole else result.fun if result.status == 0 else None
@@ -292,30 +309,38 @@ def _absent(program: Program, game: Game, precedence: Precedence, v: int, op: in
     return absent
 
 
+def run_in(program: Program, game: Game, t: int, o: int) -> int:
+    """The variable for an operator running again between the instants ``t - 1`` and ``t``."""
+    return program.variable(("run", t, o), float(game.seconds[o]) / (game.base_seconds or 1.0))
+
+
+def fetch_in(program: Program, game: Game, t: int, v: int) -> int | None:
+    """The variable for a value being fetched between them, which asks for its having been moved; None where it cannot be."""
+    fetch, base = int(game.fetcher[v]), game.base_seconds or 1.0
+    if fetch < 0:
+        return None
+    known = program.index.get(("fetch", t, v))
+    if known is not None:
+        return known
+    found = program.variable(("fetch", t, v), float(game.seconds[fetch]) / base)
+    program.row({program.variable(("write", v), float(game.once[fetch]) / base): 1.0, found: -1.0}, 0.0)
+    return found
+
+
 def stages(game: Game, precedence: Precedence, tight: Sequence[Instant], budget_bytes: int) -> Program:
     """What must be on the board from one instant to the next; the instants must be comparable and in order.
 
     Variables ``("on", t, v)``: value ``v`` is on the board at instant ``t``; ``("run", t, o)``: operator ``o`` runs again
     between the instants ``t - 1`` and ``t``; ``("fetch", t, v)`` likewise; ``("write", v)``: it is offloaded at all.
     """
-    base = game.base_seconds or 1.0
     program = Program()
     count = len(tight)
 
     def placed(t: int, v: int) -> dict[int, float]:
         """Variables that place a value on the board between two instants."""
-        o, fetch = int(game.producer[v]), int(game.fetcher[v])
-        found = {}
-        if game.again[o]:
-            found[program.variable(("run", t, o), float(game.seconds[o]) / base)] = 1.0
-        if fetch >= 0:
-            name = ("fetch", t, v)
-            known = name in program.index
-            found[program.variable(name, float(game.seconds[fetch]) / base)] = 1.0
-            if not known:
-                written = program.variable(("write", v), float(game.once[fetch]) / base)
-                program.row({written: 1.0, program.index[name]: -1.0}, 0.0)
-        return found
+        o, fetch = int(game.producer[v]), fetch_in(program, game, t, v)
+        found = {run_in(program, game, t, o): 1.0} if game.again[o] else {}
+        return found if fetch is None else found | {fetch: 1.0}
 
     made = [at.done[game.producer] for at in tight]
     for t, at in enumerate(tight):
@@ -341,7 +366,7 @@ def stages(game: Game, precedence: Precedence, tight: Sequence[Instant], budget_
                 program.row(there | placed(t, v) | {program.variable(("on", t, v)): -1.0}, 0.0)
         for o in np.nonzero(before.done)[0].tolist():
             if game.again[o]:
-                again = program.variable(("run", t, o), float(game.seconds[o]) / base)
+                again = run_in(program, game, t, o)
                 for p in game.inputs[o]:
                     program.row({program.variable(("on", t - 1, p)): 1.0} | placed(t, p) | {again: -1.0}, 0.0)
         fresh = before.ahead.copy()
@@ -457,27 +482,16 @@ def _single(program: Program, at: Instant, game: Game, value: float, x: Any, *, 
     """What the program of one instant proves, with an answer of its if there is one."""
     proven = value * (game.base_seconds or 1.0)
     bound = TimeBound(seconds=proven, method="instant", solved=ended, nodes=(game.nodes[at.op],))
-    return bound if x is None else replace(bound, **_chosen(program, x, [at]))
+    return bound if x is None else replace(bound, **chosen(program, x, [at]))
 
 
-def _chosen(program: Program, x: Any, instants: Sequence[Instant]) -> dict[str, Any]:
-    """Which values a program's answer leaves absent, and which it fetches."""
+def chosen(program: Program, x: Any, instants: Sequence[Instant], *, least: float = 1 - _WHOLE) -> dict[str, Any]:
+    """Which values a program's answer leaves absent (it has less than so much of them), and which it fetches."""
     absent: dict[int, set[int]] = {at.op: set() for at in instants}
     fetched: set[int] = set()
     for name, j in program.index.items():
-        if name[0] == "on" and x[j] < 1 - _WHOLE:
+        if name[0] == "on" and j < len(x) and x[j] < least:
             absent[instants[name[1]].op].add(name[2])
-        elif name[0] == "write" and x[j] > _WHOLE:
+        elif name[0] == "write" and j < len(x) and x[j] > _WHOLE:
             fetched.add(name[1])
     return {"absent": {o: frozenset(v) for o, v in absent.items()}, "fetched": frozenset(fetched)}
-
-
-def chain_seconds(
-    game: Game, precedence: Precedence, tight: Sequence[Instant], budget_bytes: int, *, seconds: float, gap: float = 0.0
-) -> TimeBound:
-    """Extra seconds that several comparable instants prove together, in order; within a relative gap if that is quicker."""
-    program = stages(game, precedence, tight, budget_bytes)
-    found = program.solve(seconds, gap=gap)
-    nodes = tuple(game.nodes[at.op] for at in tight)
-    bound = TimeBound(seconds=found.value * (game.base_seconds or 1.0), method="chain", solved=found.ended, nodes=nodes)
-    return bound if found.x is None else replace(bound, **_chosen(program, found.x, tight))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
-from scipy.sparse import dok_array
+from scipy.sparse import csr_array
 
 from lowtide.pebble.graph import Graph
 from lowtide.pebble.status import Status
@@ -385,7 +385,7 @@ class _Checker:
         elif method == "none":
             proved = 0.0
         else:
-            proved = self.program(budget, base, [self.index[x] for x in bound["instants"]], method)
+            proved = self.program(budget, base, claimed)
         self.claim(
             claimed <= proved * (1 + _PROGRAM) + 1e-9 * base, f"bound.extra_seconds is {claimed}, by {method} it is {proved}"
         )
@@ -405,14 +405,16 @@ class _Checker:
             )
         self.extra_bound(budget, base)
 
-    def program(self, budget: int, base: float, at: list[int], method: str) -> float:
-        """Solve a bound's program anew."""
-        found = _Program(self, budget, base)
-        if method == "instants":
+    def program(self, budget: int, base: float, claimed: float) -> float:
+        """Solve a bound's program anew: relaxed, if that is enough for what is claimed."""
+        found, told = _Program(self, budget, base), self.solution["bound"]
+        if told["extra_method"] == "instants":
             found.all_instants()
         else:
+            at = [self.index[x] for x in told["instants"]]
             found.several(at)
-        return found.solve() * base
+            found.windows(at, [(start, end, self.index[x]) for start, end, x in told.get("windows", ())])
+        return found.solve(claimed / base) * base
 
 
 class _Board:
@@ -587,11 +589,9 @@ class _Search:
 
 def _matrix(rows: list[dict[int, float]], width: int) -> Any:
     """Rows of a program as a matrix of so many columns; at least one row, which solvers ask for."""
-    matrix = dok_array((max(1, len(rows)), width))
-    for i, terms in enumerate(rows):
-        for j, a in terms.items():
-            matrix[i, j] = a
-    return matrix.tocsr()
+    entries = [(i, j, a) for i, terms in enumerate(rows) for j, a in terms.items()]
+    at, of, data = zip(*entries, strict=True) if entries else ((), (), ())
+    return csr_array((data, (at, of)), shape=(max(1, len(rows)), width))
 
 
 class _Program:
@@ -604,13 +604,16 @@ class _Program:
         self.base = base
         self.names: dict[Any, int] = {}
         self.cost: list[float] = []
+        self.whole: list[bool] = []
         self.rows: list[dict[int, float]] = []
         self.low: list[float] = []
+        self.tied: set[tuple[int, int, int]] = set()
 
-    def var(self, name: Any, price: float = 0.0) -> int:
+    def var(self, name: Any, price: float = 0.0, *, whole: bool = True) -> int:
         if name not in self.names:
             self.names[name] = len(self.cost)
             self.cost.append(price)
+            self.whole.append(whole)
         return self.names[name]
 
     def row(self, terms: dict[int, float], least: float) -> None:
@@ -620,15 +623,24 @@ class _Program:
     def back(self, v: int, when: Any, alone: Any) -> dict[int, float]:
         """Ways for a value to be there again."""
         ways: dict[int, float] = {}
-        o, offload = self.checker.leader(v), self.checker.graph.offload
+        o = self.checker.leader(v)
         if self.nodes[o].recompute:
-            ways[self.var(("run", o, alone), self.nodes[o].seconds / self.base)] = 1.0
-        if offload is not None and self.nodes[v].move and self.nodes[v].bytes:
-            size = 0.0 if offload.overlap else self.nodes[v].bytes / self.base
-            fetch = self.var(("fetch", v, when), size / offload.read_bytes_per_second)
-            ways[fetch] = 1.0
-            self.row({self.var(("write", v), size / offload.write_bytes_per_second): 1.0, fetch: -1.0}, 0.0)
-        return ways
+            ways[self.run(o, alone)] = 1.0
+        return ways | self.fetched(v, when)
+
+    def run(self, o: int, when: Any) -> int:
+        """An operator runs again."""
+        return self.var(("run", o, when), self.nodes[o].seconds / self.base)
+
+    def fetched(self, v: int, when: Any) -> dict[int, float]:
+        """A value is fetched, if it can be, and was moved before."""
+        offload = self.checker.graph.offload
+        if offload is None or not self.nodes[v].move or not self.nodes[v].bytes:
+            return {}
+        size = 0.0 if offload.overlap else self.nodes[v].bytes / self.base
+        fetch = self.var(("fetch", v, when), size / offload.read_bytes_per_second)
+        self.row({self.var(("write", v), size / offload.write_bytes_per_second): 1.0, fetch: -1.0}, 0.0)
+        return {fetch: 1.0}
 
     def read_later(self, v: int, after: set[int]) -> bool:
         return self.nodes[v].keep or bool(self.checker.readers[v] & after)
@@ -692,7 +704,7 @@ class _Program:
             self.row(there(v) | {self.var(("on", t, v)): -1.0}, 0.0)
         for o in before:
             if nodes[o].recompute:
-                again = self.var(("run", o, t), nodes[o].seconds / self.base)
+                again = self.run(o, t)
                 for p in checker.needed[o]:
                     if not nodes[p].resident:
                         self.row(there(p) | {again: -1.0}, 0.0)
@@ -700,15 +712,63 @@ class _Program:
             for p in checker.needed[o] & made:
                 self.row(there(p), 1.0)
 
-    def solve(self) -> float:
+    def windows(self, at: list[int], told: Sequence[tuple[int, int, int]]) -> None:
+        """What is there at an instant was there at an earlier one, or came back between; so did what it came back from.
+
+        Args:
+            at: the instants.
+            told: of which two of them (their numbers; their count for the end), and of which values, rows are wanted.
+        """
+        checker = self.checker
+        sides = [checker.around(op) for op in at]
+        for start, end, v in told:
+            here, later = self.names.get(("on", start, v)), self.names.get(("on", end, v))
+            if here is None or not 0 <= start < end <= len(at):
+                continue
+            if end < len(at) and later is not None:
+                self.row({here: 1.0} | self.between_far(start, end, v) | {later: -1.0}, 0.0)
+            elif end == len(at) and checker.leader(v) in sides[start][0] and self.read_later(v, sides[start][1]):
+                self.row({here: 1.0} | self.between_far(start, end, v), 1.0)
+
+    def between_far(self, start: int, end: int, v: int) -> dict[int, float]:
+        """Ways for a value to come back between two instants."""
+        stretches = range(start + 1, end + 1)
+        asked = [v]
+        while asked:
+            o = self.checker.leader(asked.pop())
+            if not self.nodes[o].recompute or (o, start, end) in self.tied:
+                continue
+            self.tied.add((o, start, end))
+            again = self.var(("again", o, start, end), whole=False)
+            self.row({self.run(o, t): 1.0 for t in stretches} | {again: -1.0}, 0.0)
+            for p in self.checker.needed[o]:
+                there = self.names.get(("on", start, p))
+                if there is not None:
+                    asked.append(p)
+                    self.row({there: 1.0} | self.ways_far(start, end, p) | {again: -1.0}, 0.0)
+        return self.ways_far(start, end, v)
+
+    def ways_far(self, start: int, end: int, v: int) -> dict[int, float]:
+        o = self.checker.leader(v)
+        ways = {self.var(("again", o, start, end), whole=False): 1.0} if self.nodes[o].recompute else {}
+        for t in range(start + 1, end + 1):
+            ways |= self.fetched(v, t)
+        return ways
+
+    def solve(self, enough: float) -> float:
+        """What the program proves: with real variables, if that is enough, else with whole ones."""
         if not self.rows:
             return 0.0
+        relaxed = self._solved(whole=False)
+        return relaxed if relaxed >= enough else max(relaxed, self._solved(whole=True))
+
+    def _solved(self, *, whole: bool) -> float:
         result = milp(
             np.asarray(self.cost),
             constraints=LinearConstraint(_matrix(self.rows, len(self.cost)), self.low, np.inf),
             bounds=Bounds(0, 1),
-            integrality=np.ones(len(self.cost)),
+            integrality=np.asarray(self.whole) & whole,
             options={"time_limit": _LIMIT},
         )
         dual = getattr(result, "mip_dual_bound", None)
-        return float(result.fun) if result.status == 0 else float(dual or 0.0)
+        return float(result.fun) if result.status == 0 else float((whole and dual) or 0.0)

@@ -35,6 +35,7 @@ from lowtide.pebble.referee import Timeline, play
 from lowtide.pebble.schedule import Row, Schedule, plain_row, unfold
 from lowtide.pebble.search import Hunt, lowest_order
 from lowtide.pebble.status import Status
+from lowtide.pebble.windows import Chain, chain_seconds
 
 SECONDS = 8.0
 """How long a search may take by default."""
@@ -42,7 +43,7 @@ _SAME = 1e-9
 """Share of the graph's seconds within which plan and bound are one: what sums of seconds lose to rounding."""
 _STAGES = (25, 60)
 """Instants that the program over several of them looks at: first so many, then, if time is left, so many."""
-_SEED_SHARE = 0.55
+_SEED_SHARE = 0.7
 """Share of the time limit that programs may take from which half of the search begins."""
 _SEED_INSTANTS = 12
 """Instants that such a program looks at, at most."""
@@ -50,12 +51,12 @@ _ROOMS = 6
 """How often the budget of such a program is lowered until its row fits."""
 _SEED_FREE = 5000
 """Operators up to which it grows in free order, where comparing instants takes all ancestors."""
-_SEED_NEW = 2
+_SEED_NEW = 3
 """Instants that join it at once, at most."""
-_SEED_APART = 40
+_SEED_APART = 200
 """They are this fraction of the graph apart."""
-_SEED_STEP = 0.6
-"""Share of what is left of its time that one program may take."""
+_SEED_GROWS = 1.5
+"""So many times as long as the one before it a program with more of them is expected to take."""
 _SEED_GAP = 1e-3
 """Relative gap at which it may stop."""
 _OVERLAPPED = 0.25
@@ -250,12 +251,16 @@ class Solver:
             progress=progress,
         )
         hunt.start()
-        proof = self._prove(budget, hunt, self._seed(budget, hunt))
+        proof = self._prove(budget, hunt, *self._seed(budget, hunt))
         found = hunt.wait()
         return self._best(budget, [self.row, self.game.row(found.ops), *seeds], proof, began, hunt.rounds)
 
-    def _seed(self, budget: int, hunt: Hunt) -> TimeBound:
-        """Rows from what programs leave absent; an instant at which such a row crosses the budget joins the program."""
+    def _seed(self, budget: int, hunt: Hunt) -> tuple[TimeBound, Chain | None]:
+        """Rows from what programs leave absent; an instant at which such a row crosses the budget joins the program.
+
+        Returns:
+            The strongest bound, and the last program of several instants.
+        """
         game = self.bound_game
         until = time.monotonic() + _SEED_SHARE * (hunt.deadline - time.monotonic())
         found = best = bound.NOTHING
@@ -271,11 +276,14 @@ class Solver:
             if hunt.over:
                 break
         instants = {game.nodes.index(v) for v in found.nodes}
+        several: Chain | None = None
         if row and not any(self._fits(row, budget) for row in rows):
             rows += self._with_room(budget, found, row, until)
+        took = 0.0
         while row and not hunt.over:
             left = until - time.monotonic()
-            if left <= 0 or len(instants) >= _SEED_INSTANTS or (not self.fixed and self.game.plain > _SEED_FREE):
+            grown = len(instants) >= _SEED_INSTANTS or (not self.fixed and self.game.plain > _SEED_FREE)
+            if grown or left <= _SEED_GROWS * took:
                 break
             crossed = self._crossed(row, budget, instants)
             chain = sorted({*instants, *crossed})
@@ -283,14 +291,15 @@ class Solver:
                 break
             instants.update(crossed)
             at = [self.precedence.instant(o) for o in chain]
-            found = bound.chain_seconds(game, self.precedence, at, budget, seconds=left * _SEED_STEP, gap=_SEED_GAP)
-            best = self._stronger(best, found, hunt)
-            new = self._rows_of(found)
+            several = Chain(game, self.precedence, at, budget, like=several)
+            best = self._stronger(best, several.relax(seconds=left), hunt)
+            new = self._rows_of(several.dive(seconds=until - time.monotonic(), gap=_SEED_GAP))
             row = new[0] if new else ()
             hunt.suggest(new)
             rows += new
+            took = left - (until - time.monotonic())
         hunt.offer(rows)
-        return best
+        return best, several
 
     def _rows_of(self, found: TimeBound) -> list[tuple[int, ...]]:
         """What a program's answer comes to, if it has one: in fewest runs, then in fewer bytes."""
@@ -340,17 +349,21 @@ class Solver:
                 break
         return found
 
-    def _prove(self, budget: int, hunt: Hunt, first: TimeBound) -> TimeBound:
+    def _prove(self, budget: int, hunt: Hunt, first: TimeBound, several: Chain | None) -> TimeBound:
         """Bounds, from the quick one to the strong one, while the hunt goes on; each raises what the hunt is content with."""
         game = self.bound_game
         left = hunt.deadline - time.monotonic()
+        if several is not None and left > 0 and not hunt.over:
+            found = several.whole(seconds=left)
+            hunt.suggest(self._rows_of(found))
+            return self._stronger(first, found, hunt)
         best = self._stronger(first, bound.all_instants(game, self.precedence, self.instants, budget, seconds=left / 2), hunt)
         for most in _STAGES:
             left = hunt.deadline - time.monotonic()
             chain = bound.tight_chain(self.precedence, self.instants, budget, most=most)
             if hunt.over or left < 0.2 or len(chain) < 2 or 2 * len(chain) * len(game.value_nodes) > _STAGE_VARIABLES:
                 break
-            stronger = bound.chain_seconds(game, self.precedence, chain, budget, seconds=left)
+            stronger = chain_seconds(game, self.precedence, chain, budget, seconds=left)
             best = self._stronger(best, stronger, hunt)
             if len(chain) < most:
                 break

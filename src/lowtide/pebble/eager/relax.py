@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lowtide.pebble import bound
+from lowtide.pebble import bound, windows
 from lowtide.pebble.before import Precedence
 from lowtide.pebble.bound import TimeBound
 from lowtide.pebble.eager.play import play
@@ -175,7 +175,7 @@ class Relaxed:
                 return
             ops.update(crossed)
             at = [self.precedence.instant(o) for o in sorted(ops)]
-            found = bound.chain_seconds(game, self.precedence, at, budget, seconds=_STEP * left, gap=_GAP)
+            found = windows.chain_seconds(game, self.precedence, at, budget, seconds=_STEP * left, gap=_GAP)
             yield found
 
     def _state(self, found: TimeBound) -> State:

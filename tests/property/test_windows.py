@@ -1,0 +1,83 @@
+"""Programs of several instants, with rows for what runs between two that are not neighbours: they prove more, never too much."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowtide.pebble import account, bound
+from lowtide.pebble.anneal import library
+from lowtide.pebble.check import check
+from lowtide.pebble.solve import Order, Solver, Status
+from lowtide.pebble.windows import Chain
+from property.graphs import cheapest, full_graphs
+from property.test_long_graphs import blocks
+
+KINDS = [(2, 20.0), (3, 2.0), (1, 1.0), (4, 20.0)]
+
+
+def tight_blocks(share: int, most: int) -> tuple[Solver, int, Chain]:
+    """A network of blocks within a share of what lies above its floor, and a chain of the instants at which it binds."""
+    solver = Solver(blocks(KINDS, 12))
+    budget = solver.floor.bytes + (solver.given.peak_bytes - solver.floor.bytes) * share // 100
+    tight = bound.tight_chain(solver.precedence, solver.instants, budget, most=most)
+    return solver, budget, Chain(solver.bound_game, solver.precedence, tight, budget)
+
+
+@settings(max_examples=150, deadline=None)
+@given(full_graphs(most=5), st.booleans(), st.data())
+def test_no_schedule_beats_a_relaxed_chain_with_its_rows(graph, fixed, data):
+    solver = Solver(graph, order=Order.FIXED if fixed else Order.FREE)
+    if solver.floor.bytes >= solver.given.peak_bytes:
+        return
+    budget = data.draw(st.integers(solver.floor.bytes, solver.given.peak_bytes - 1))
+    wanted = cheapest(graph, budget, fixed=fixed)
+    tight = bound.tight_chain(solver.precedence, solver.instants, budget, most=9)
+    if wanted is None or not tight:
+        return
+    chain = Chain(solver.bound_game, solver.precedence, tight, budget)
+    for found in (chain.relax(seconds=5), chain.whole(seconds=5)):
+        assert found.seconds <= wanted - graph.base_seconds + 1e-9
+
+
+def test_rows_of_windows_raise_what_a_relaxed_chain_proves():
+    """By a good part of what it proves without; neighbours are not enough."""
+    _, _, chain = tight_blocks(3, 8)
+    alone = chain.program.solve(60, whole=False).value * chain.game.base_seconds
+    together = chain.relax(seconds=60)
+    assert chain.joined
+    assert together.seconds > 1.05 * alone
+
+
+def test_a_chain_that_takes_over_the_rows_of_a_smaller_one_proves_as_much():
+    solver, budget, small = tight_blocks(3, 6)
+    _, _, large = tight_blocks(3, 8)
+    small.relax(seconds=60)
+    tight = [solver.precedence.instant(o) for o in sorted({at.op for at in (*small.tight, *large.tight)})]
+    fresh, grown = (Chain(small.game, solver.precedence, tight, budget, like=like) for like in (None, small))
+    assert grown.joined
+    assert grown.relax(seconds=60).seconds == pytest.approx(fresh.relax(seconds=60).seconds, rel=1e-2)
+
+
+@pytest.mark.skipif(library() is None, reason="the search was not compiled")
+@settings(max_examples=6, deadline=None)
+@given(st.integers(5, 60))
+def test_plans_of_long_graphs_are_no_cheaper_and_the_checker_proves_the_same(share):
+    """Law: no plan that annealing finds is cheaper; the checker's own rows prove the bound, and nothing above it."""
+    solver, budget, chain = tight_blocks(share, 6)
+    found = chain.dive(seconds=20) if chain.relax(seconds=20).seconds else bound.NOTHING
+    answer = solver.searched(budget, seconds=1.0)
+    if answer.status is Status.UNKNOWN or not found.seconds:
+        return
+    assert found.seconds <= answer.extra_seconds + 1e-6
+    told = account.to_json(dataclasses.replace(answer, status=Status.FEASIBLE, time_bound=found))
+    if found.seconds < 0.999 * answer.extra_seconds:
+        assert check(solver.graph, told) == []
+        told["bound"]["extra_seconds"] = (found.seconds + answer.extra_seconds) / 2
+        told["bound"]["windows"] = []
+        proven = chain.whole(seconds=60)
+        if proven.solved and proven.seconds < 0.999 * told["bound"]["extra_seconds"]:
+            assert check(solver.graph, told)
