@@ -312,9 +312,17 @@ def peak_report(step: Step) -> PeakReport | None:
     if not len(step.ops):
         return None
     denied = np.flatnonzero(step.denied)
-    k = int(denied[-1]) if len(denied) else step.peak_op
+    return _moment(step, int(denied[-1]) if len(denied) else step.peak_op, denied=bool(len(denied)))
+
+
+def last_moment(step: Step) -> PeakReport | None:
+    """The last operator of a step, at its highest point: where a process was that was ended from outside."""
+    return _moment(step, len(step.ops) - 1, denied=False) if len(step.ops) else None
+
+
+def _moment(step: Step, k: int, *, denied: bool) -> PeakReport:
     entry = step.entries[step.ops[k]]
-    roles = step.before[k] if len(denied) else step.at_peak[k]
+    roles = step.before[k] if denied else step.at_peak[k]
     return PeakReport(
         step=step.row.step,
         phase=str(PHASES[entry["phase"]]),
@@ -324,7 +332,7 @@ def peak_report(step: Step) -> PeakReport | None:
         bytes=int(roles.sum()),
         by_role={role.name.lower(): int(roles[role]) for role in ROLES if roles[role]},
         top=tuple(_top_row(b, b.role_at(int(step.ops[k]))) for b in step.top(k)),
-        asked_bytes=int(entry["size"]) if len(denied) else 0,
+        asked_bytes=int(entry["size"]) if denied else 0,
     )
 
 

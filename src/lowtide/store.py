@@ -21,7 +21,7 @@ import threading
 import weakref
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
 from operator import attrgetter
@@ -132,6 +132,8 @@ _HEADER: Final = struct.Struct("<8sqddqqq")
 """Magic, step, its start, (unused), live bytes at its start, high water by then, number of carried blocks."""
 _MAGIC: Final = b"lowtide\x01"
 _FIRST_BYTES: Final = 1 << 22
+_LARGEST_BYTES: Final = 1 << 48
+"""No memory is larger: a number above it was not written by a recorder."""
 _MOST_BYTES: Final = 1 << 28
 """A journal longer than this (5.6 million entries in one step) keeps its end and loses the middle."""
 
@@ -393,6 +395,12 @@ class Writer:
             base.execute("COMMIT")
             self._steps += row.step >= 0
 
+    def forget(self, step: int) -> None:
+        """Of a step that is over, keep the figures alone."""
+        if not self._inherited:
+            with self._lock:
+                self._base.execute("UPDATE steps SET entries = NULL, carried = NULL WHERE step = ?", (step,))
+
     def process(self, row: ProcessRow) -> None:
         """What the process took in a step; from any thread."""
         if self._inherited:
@@ -497,22 +505,81 @@ def read(path: Path) -> Recording:
             process = tuple(_process(base))
         finally:
             base.close()
-    except (sqlite3.Error, zlib.error, ValueError, TypeError) as error:
-        raise RecordingError(f"{path} is damaged or no recording of Lowtide: {error}") from None
+        if tail_path(path).is_file() and names_path(path).is_file():
+            names = max(names, _names_of(names_path(path)), key=len)  # the file has what came since the last step, too
+        _check(names, steps)
+    except (sqlite3.Error, zlib.error, ValueError, TypeError, OverflowError) as error:
+        raise RecordingError(f"{path} is damaged or no recording of Lowtide: {' '.join(str(error).split())}") from None
     if tail_path(path).is_file() and names_path(path).is_file():
-        names = _names_of(names_path(path))
-        last = _tail(tail_path(path))
+        last = _tail(tail_path(path), len(names))
         if last is not None:
             steps = [*(s for s in steps if s.step != last.step), last]
             meta.setdefault("died", True)
     return Recording(path=path, meta=meta, names=tuple(names), steps=tuple(steps), process=process)
 
 
+def _check(names: Sequence[str], steps: Iterable[StepRow]) -> None:
+    """Whether names are text, and kept entries say what they can.
+
+    Raises:
+        ValueError: if not.
+    """
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError("a name is no text")
+    for row in steps:
+        if row.entries is not None and _sound(row.entries, len(names)) < len(row.entries):
+            raise ValueError(f"entries of step {row.step} say what they cannot")
+        if row.carried is not None and not _carried_soundly(row.carried, len(names)):
+            raise ValueError(f"blocks of step {row.step} are what they cannot be")
+
+
+def _sound(entries: NDArray[np.void], names: int) -> int:
+    """How many entries come before the first that says what it cannot."""
+    kind = entries["kind"]
+    named = [np.isin(kind, [Kind.OP, Kind.DENIED]), np.isin(kind, [Kind.OP, Kind.DENIED, Kind.BORN, Kind.ROLE, Kind.HELD])]
+    sizes = np.stack([entries[key] for key in ("size", "live", "peak")])
+    wrong = (
+        ~np.isin(kind, list(Kind))
+        | (entries["phase"] >= len(PHASES))
+        | ((kind == Kind.ROLE) & (entries["flags"] >= len(Role)))
+        | (named[0] & ((entries["a"] >= names) | (entries["c"] >= names)))
+        | (named[1] & (entries["b"] >= names))
+        | ((kind == Kind.BORN) & (entries["size"] < 0))
+        | (np.abs(sizes) > _LARGEST_BYTES).any(axis=0)
+        | ~np.isfinite(entries["time"])
+    )
+    return int(np.argmax(wrong)) if wrong.any() else len(entries)
+
+
+def _carried_soundly(carried: NDArray[np.void], names: int) -> bool:
+    """Whether blocks that were live when a step began are what they can be."""
+    numbers = np.stack([carried[key] for key in ("name", "op", "module", "source", "label")])
+    sizes, roles = carried["size"], carried["role"]
+    wrong = (numbers >= names).any(axis=0) | (sizes < 0) | (sizes > _LARGEST_BYTES)
+    wrong |= (roles < -1) | (roles >= len(Role)) | (carried["phase"] >= len(PHASES))
+    return not wrong.any()
+
+
+def _row(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """A row whose numbers are numbers: SQLite keeps whatever it is given.
+
+    Raises:
+        ValueError: if one is not.
+    """
+    types: dict[str, tuple[type, ...]] = {
+        "int": (int,), "float": (int, float), "float | None": (int, float, type(None)), "str": (str,), "bool": (bool,)
+    }
+    for one in fields(kind):
+        if one.name in values and not isinstance(values[one.name], types.get(str(one.type), (object,))):
+            raise ValueError(f"{one.name} is {values[one.name]!r}")
+    return kind(**values)
+
+
 def _process(base: sqlite3.Connection) -> Iterator[ProcessRow]:
     columns = [f.name for f in fields(ProcessRow)]
     for row in base.execute(f"SELECT {', '.join(columns)} FROM process ORDER BY start"):  # noqa: S608 - our own names
         found = dict(zip(columns, row, strict=True))
-        yield ProcessRow(**{**found, "marked": bool(found["marked"])})
+        yield _row(ProcessRow, {**found, "marked": bool(found["marked"])})
 
 
 def _steps(base: sqlite3.Connection) -> list[StepRow]:
@@ -522,19 +589,17 @@ def _steps(base: sqlite3.Connection) -> list[StepRow]:
         "FROM phases ORDER BY step, position"
     ):
         keys = ("name", "start", "seconds", "start_bytes", "end_bytes", "peak_bytes", "high_water_bytes", "outside_bytes")
-        phases.setdefault(step, []).append(PhaseFigures(**dict(zip(keys, figures, strict=True))))
+        phases.setdefault(step, []).append(_row(PhaseFigures, dict(zip(keys, figures, strict=True))))
     found = []
     for step, start, seconds, first, last, peak, high, complete, entries, carried in base.execute(
         "SELECT * FROM steps ORDER BY step"
     ):
-        found.append(
-            StepRow(
-                step=step, start=start, seconds=seconds, start_bytes=first, end_bytes=last, peak_bytes=peak,
-                high_water_bytes=high, complete=bool(complete), phases=tuple(phases.get(step, ())),
-                entries=None if entries is None else np.frombuffer(zlib.decompress(entries), dtype=ENTRY),
-                carried=None if carried is None else np.frombuffer(zlib.decompress(carried), dtype=CARRIED),
-            )
-        )
+        found.append(_row(StepRow, {
+            "step": step, "start": start, "seconds": seconds, "start_bytes": first, "end_bytes": last, "peak_bytes": peak,
+            "high_water_bytes": high, "complete": bool(complete), "phases": tuple(phases.get(step, ())),
+            "entries": None if entries is None else np.frombuffer(zlib.decompress(entries), dtype=ENTRY),
+            "carried": None if carried is None else np.frombuffer(zlib.decompress(carried), dtype=CARRIED),
+        }))
     return found
 
 
@@ -548,18 +613,20 @@ def _names_of(path: Path) -> list[str]:
     return found
 
 
-def _tail(path: Path) -> StepRow | None:
-    """The unfinished step in a journal; None if nothing had happened in it."""
+def _tail(path: Path, names: int) -> StepRow | None:
+    """The unfinished step in a journal, up to what can be so; None if nothing had happened in it."""
     data = path.read_bytes()
     if len(data) < _HEADER.size:
         return None
     magic, step, start, _, live, high, count = _HEADER.unpack_from(data)
     first = _HEADER.size + count * CARRIED.itemsize
-    if magic != _MAGIC or first > len(data):
+    sound = count >= 0 and math.isfinite(start) and max(abs(live), abs(high)) <= _LARGEST_BYTES
+    if magic != _MAGIC or not sound or first > len(data):
         return None
     carried = np.frombuffer(data[_HEADER.size : first], dtype=CARRIED)
     entries = _entries(data[first:])
-    if not len(entries):
+    entries = entries[: _sound(entries, names)]
+    if not len(entries) or not _carried_soundly(carried, names):
         return None
     return summed(step, start, live, high, entries, carried, complete=False)
 

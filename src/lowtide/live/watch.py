@@ -43,7 +43,9 @@ FIRST_STEPS: Final = 3
 MOST_STEPS: Final = 16
 """Steps at most whose entries are kept, the unfinished one apart."""
 HIGHER: Final = 1.005
-"""Beyond the first steps, one that peaks so much higher than all before is kept."""
+"""Beyond the first steps, one that peaks so much higher than all that are kept is kept, too."""
+HIGHER_STILL: Final = 1.02
+"""So much higher, where that many are kept already: it takes the place of the oldest beyond the first steps."""
 MOST_LABELS: Final = 50_000
 """Shapes that are told apart by name: lengths that change at every step must not fill the memory."""
 HELD_BYTES: Final = 64 << 10
@@ -173,7 +175,7 @@ class Watcher:
         self._phase_peak = 0
         self._high = 0
         self._best = 0
-        self._kept = 0
+        self._kept: list[int] = []
         self._step_start = 0.0
         self._step_bytes = 0
         self._step_high = 0
@@ -308,11 +310,15 @@ class Watcher:
             return
         row = summed(self.step, self._step_start, self._step_bytes, self._step_high, entries, self._carried, complete=complete)
         self._high = max(self._high, row.high_water_bytes)
-        keeps = self.operators and (
-            not complete or self.step < FIRST_STEPS or (row.peak_bytes > HIGHER * self._best and self._kept < MOST_STEPS)
-        )
-        self._best = max(self._best, row.peak_bytes)
-        self._kept += keeps
+        full = len(self._kept) + FIRST_STEPS >= MOST_STEPS
+        higher = self.step >= FIRST_STEPS and row.peak_bytes > (HIGHER_STILL if full else HIGHER) * self._best
+        keeps = self.operators and (not complete or self.step < FIRST_STEPS or higher)
+        if keeps:
+            self._best = max(self._best, row.peak_bytes)
+        if keeps and higher:
+            if full:
+                self.writer.forget(self._kept.pop(0))
+            self._kept.append(self.step)
         self.writer.step(row if keeps else replace(row, entries=None, carried=None))
         if self._stepped:
             self._cycle = set(self._stepped)

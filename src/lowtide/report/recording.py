@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.advise import by_role, findings, would_fit
-from lowtide.explain import PeakReport, highest, peak_report, steps_of, telling
+from lowtide.explain import PeakReport, highest, last_moment, peak_report, steps_of, telling
 from lowtide.finding import Finding
 from lowtide.report.terminal import console
 from lowtide.store import PhaseFigures, ProcessRow, Recording, StepRow
@@ -30,6 +30,7 @@ _BAR: Final = 64
 _STEPS_SHOWN: Final = 4
 _LOG_ROWS: Final = 24
 _MOMENT_SECONDS: Final = 1e-3
+_NEARLY_HIGHEST: Final = 1.001
 _ORDER: Final = ("zero_grad", "forward", "loss", "backward", "optimizer", "evaluation", "data")
 
 
@@ -42,6 +43,7 @@ def to_json(recording: Recording) -> dict[str, Any]:
         "steps": [_step_json(row) for row in recording.steps if row.step >= 0],
         "setup": next((_step_json(row) for row in recording.steps if row.step < 0), None),
         "peak": None if peak is None else peak.to_json(),
+        "ended": None if (ended := _ended(recording)) is None else ended.to_json(),
         "findings": [f.to_json() for f in found],
         "process": [asdict(row) for row in recording.process],
     }
@@ -62,6 +64,14 @@ def _peak(recording: Recording) -> PeakReport | None:
     """The high-water mark of the run; of the step that failed, where one did."""
     step = telling(steps_of(recording))
     return None if step is None else peak_report(step)
+
+
+def _ended(recording: Recording) -> PeakReport | None:
+    """Where a process was that was ended from outside (SIGKILL, the out-of-memory killer); None where the end was written."""
+    steps = steps_of(recording)
+    if not recording.meta.get("died") or not steps or steps[-1].row.complete or steps[-1].denied.any():
+        return None
+    return last_moment(steps[-1])
 
 
 def _is_idle(phase: PhaseFigures) -> bool:
@@ -94,6 +104,9 @@ def show_recording(recording: Recording, out: Console | None = None) -> None:
     peak = _peak(recording)
     if peak is not None:
         out.print(_peak_block(recording, peak))
+    ended = _ended(recording)
+    if ended is not None:
+        out.print(_ended_block(ended))
     found = findings(recording)
     if found:
         out.print(_findings_block(found, recording))
@@ -177,13 +190,27 @@ def bar(by_role: dict[str, int], total: int) -> Text:
     """Roles as a bar, each at least one cell wide."""
     text = Text()
     for role, size in by_role.items():
-        text.append("█" * max(1, round(_BAR * size / max(total, 1))), style=COLOURS[role])
+        text.append("█" * min(_BAR, max(1, round(_BAR * size / max(total, 1)))), style=COLOURS[role])
     return text
 
 
+def _where(at: PeakReport) -> str:
+    step = f"step {at.step}" if at.step >= 0 else "before the first step"
+    return ", ".join(p for p in (step, at.phase, at.op, at.module, at.source) if p)
+
+
+def _ended_block(ended: PeakReport) -> Group:
+    head = Text.from_markup(
+        f"[bold red]ended from outside[/] (killed: no end was written), with {format_bytes(ended.bytes)} live "
+        f"({escape(_where(ended))})"
+    )
+    roles = dict(sorted(ended.by_role.items(), key=lambda x: -x[1]))
+    told = ", ".join(f"{role.replace('_', ' ')} {format_bytes(size)}" for role, size in roles.items())
+    return Group(Text(), head, bar(roles, ended.bytes), Text(told))
+
+
 def _peak_block(recording: Recording, peak: PeakReport) -> Group:
-    where = ", ".join(p for p in (f"step {peak.step}" if peak.step >= 0 else "before the first step", peak.phase, peak.op,
-                                  peak.module, peak.source) if p)
+    where = _where(peak)
     if peak.asked_bytes:
         cap = recording.meta.get("cap_bytes") or 0
         limit = f" of {format_bytes(cap)}" if cap else ""
@@ -193,6 +220,9 @@ def _peak_block(recording: Recording, peak: PeakReport) -> Group:
         )
     else:
         head = Text.from_markup(f"[bold]high-water mark {format_bytes(peak.bytes)}[/] ({escape(where)})")
+        higher = max(recording.steps, key=lambda row: row.peak_bytes)
+        if higher.entries is None and higher.peak_bytes > _NEARLY_HIGHEST * peak.bytes:
+            head.append(f"\nstep {higher.step} peaked at {format_bytes(higher.peak_bytes)}; its operators were not kept")
     roles = dict(sorted(peak.by_role.items(), key=lambda x: -x[1]))
     legend = Table.grid(padding=(0, 2))
     for role, size in roles.items():
