@@ -73,7 +73,7 @@ class _Builder:
 
     def graph(self, offload: Offload | None) -> Graph:
         for block in self.step.blocks:
-            if block.bytes and block.counted:
+            if block.bytes and block.counted and block.role is not Role.CACHE:  # a library keeps it
                 self._block(block)
         before = self.step.before.sum(axis=1)
         unseen = before - np.cumsum(self.tracked)[: self.count] - self.resident

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
+import random
 import shutil
 import signal
 import sqlite3
@@ -14,7 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lowtide.errors import RecordingError
 from lowtide.live.heap import library_path
+from lowtide.report.export import snapshot, speedscope, trace_events
+from lowtide.report.html import page
+from lowtide.report.recording import show_recording, to_json
+from lowtide.store import read
+from rich.console import Console
 
 TIMEOUT = 120
 
@@ -143,6 +151,70 @@ def test_a_killed_run_leaves_its_last_step(home: Path) -> None:
 
 
 @pytest.mark.skipif(library_path() is None, reason="the heap counter was not built")
+def test_a_killed_run_says_where_it_was(home: Path) -> None:
+    """Law: of a run that was ended from outside the last operator is told, with what was live; where an end was written, not."""
+    _lowtide("record", "-o", "k2.lowtide", "train.py", "512", "SIGKILL", cwd=home)
+    done = _lowtide("report", "k2.lowtide", "--json", "k2.json", cwd=home)
+    ended = _json(home / "k2.json")["ended"]
+    assert ended["step"] == 2
+    assert ended["phase"] in ("forward", "loss")
+    assert ended["source"].startswith("train.py:")
+    assert sum(ended["by_role"].values()) == ended["bytes"]
+    assert "ended from outside" in done.stdout + done.stderr
+    assert _json(home / "a.json")["ended"] is None
+
+
+SLOW = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+total = 0.0
+for step in range(150):
+    x = torch.randn(32, 64)
+    loss = (model(x) - x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    total = total + model(x[:4]).mean()  # with its graph: a little more is held in every step
+"""
+
+
+def test_a_run_that_grows_slowly_keeps_its_highest_step(tmp_path: Path) -> None:
+    """Law: the step whose bytes are told peaks within 2 % of the highest, and what is held is told with it."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    done = _lowtide("record", "-o", "slow.lowtide", "--json", "slow.json", "slow.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = _json(tmp_path / "slow.json")
+    highest, first = max(s["peak_bytes"] for s in found["steps"]), found["steps"][2]["peak_bytes"]
+    assert highest > 2 * first
+    assert found["peak"]["bytes"] * 1.02 >= highest
+    held = max((f["saving_bytes"] for f in found["findings"] if f["id"] == "graph-kept"), default=0)
+    assert held > 0.8 * (highest - first)
+
+
+def test_what_onednn_keeps_is_told_apart(tmp_path: Path) -> None:
+    """Law: under autocast, where it keeps some hundred kilobytes a shape, not a hundredth of the peak is unknown."""
+    (tmp_path / "bf16.py").write_text("""
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(256, 256 + 16 * i) if i == 0 else
+    torch.nn.Linear(256 + 16 * (i - 1), 256 + 16 * i) for i in range(5)))
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for step in range(4):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(torch.randn(256, 256)).float().square().mean()
+    loss.backward()
+    optimizer.step()
+""")
+    done = _lowtide("record", "-o", "b.lowtide", "--json", "b.json", "bf16.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    peak = _json(tmp_path / "b.json")["peak"]
+    assert peak["by_role"].get("unknown", 0) <= 0.01 * peak["bytes"]
+    assert sum(peak["by_role"].values()) == peak["bytes"]
+
+
 def test_out_of_memory_says_what_was_asked_and_what_would_have_let_it_fit(home: Path) -> None:
     (home / "held.py").write_text(TRAINING.replace("optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)"))
     assert _lowtide("record", "-o", "h.lowtide", "--json", "h.json", "held.py", "512", cwd=home).returncode == 0
@@ -286,6 +358,39 @@ def test_bad_recordings_are_one_line_and_exit_code_2(home: Path, kind: str, verb
     assert done.stderr.startswith("lowtide: error: ")
     assert len(done.stderr.splitlines()) == 1
     assert name in done.stderr
+
+
+@pytest.mark.parametrize("part", ["", "-tail", "-names"])
+def test_bytes_that_were_changed_anywhere_are_an_error_of_one_line_or_what_is_left_is_shown(home: Path, part: str) -> None:
+    """Law: whatever becomes of a byte of a recording that was killed, of its journal or names, nothing fails with a traceback."""
+    _lowtide("record", "-o", "harm.lowtide", "train.py", "512", "SIGKILL", cwd=home)
+    files = [home / f"harm.lowtide{suffix}" for suffix in ("", "-tail", "-names")]
+    whole = {file: file.read_bytes() for file in files}
+    target = home / f"harm.lowtide{part}"
+    used = len(whole[target].rstrip(b"\0"))
+    chance = random.Random(part)
+    outcomes = set()
+    for _ in range(60):
+        changed = bytearray(whole[target])
+        for at in chance.sample(range(used), chance.choice([1, 1, 30])):
+            changed[at] = chance.randrange(256)
+        target.write_bytes(bytes(changed[: chance.choice([used, used, chance.randrange(used)])]))
+        try:
+            found = read(home / "harm.lowtide")
+            to_json(found)
+            show_recording(found, Console(file=io.StringIO(), width=100))
+            page(found)
+            snapshot(found)
+            trace_events(found)
+            speedscope(found)
+        except RecordingError as error:
+            assert "\n" not in str(error)
+            outcomes.add("refused")
+        else:
+            outcomes.add("shown")
+    target.write_bytes(whole[target])
+    assert "shown" in outcomes
+    assert part or "refused" in outcomes
 
 
 def test_exports_open_in_the_tools_they_are_for(home: Path) -> None:

@@ -126,6 +126,9 @@ class Meter(Protocol):
     def library_rise(self) -> int:
         """How far the bytes that cannot be refused (workspaces of libraries) rose in the window."""
 
+    def library_live(self) -> int:
+        """How many such bytes are live now: what libraries keep."""
+
     def counts(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage's bytes are among those counted: memory of numpy or of a file is not."""
 
@@ -205,6 +208,10 @@ class HeapMeter:
     def library_rise(self) -> int:
         """How far the bytes that cannot be refused (workspaces of libraries) rose in the window."""
         return self._library_peak.value - self._library_start
+
+    def library_live(self) -> int:
+        """How many bytes libraries keep that torch's allocator did not give out (primitives of oneDNN)."""
+        return self._library_live.value
 
     def counts(self, storage: torch.UntypedStorage) -> bool:
         """Whether torch's allocator asked the heap for a storage's bytes."""
@@ -295,6 +302,10 @@ class LedgerMeter:
         """Workspaces of libraries are not seen apart here."""
         return 0
 
+    def library_live(self) -> int:
+        """What libraries keep is not seen apart here."""
+        return 0
+
     def counts(self, storage: torch.UntypedStorage) -> bool:
         """All that was seen is counted."""
         return storage.nbytes() > 0
@@ -357,6 +368,10 @@ class CudaMeter:
 
     def library_rise(self) -> int:
         """Workspaces of libraries are not seen apart here."""
+        return 0
+
+    def library_live(self) -> int:
+        """What libraries keep is not seen apart here."""
         return 0
 
     def cache(self) -> dict[str, int | str]:

@@ -167,6 +167,8 @@ class Watcher:
         self.mode = _WatchMode(self)
         self.step = -1
         self._blocks: dict[int, StorageRef] = {}
+        self._library: list[Block] = []
+        self._library_bytes = 0
         self._seen_bytes = 0
         self._numbers = itertools.count(1).__next__
         self._active = False
@@ -454,6 +456,8 @@ class Watcher:
         run = encode_run(took, replayable=info.replayable, seeded=info.seeded)
         self.write(Kind.OP, op, module, source, flags=run, size=before, live=after, peak=peak)
         self._note_tensors(info, args, kwargs, out, (op, module, source))
+        if meter.library_live() != self._library_bytes:
+            self._note_library(meter.library_live(), (op, module, source))
         meter.reset_op_peak()
         return out
 
@@ -464,6 +468,24 @@ class Watcher:
                 storage = part.untyped_storage()
                 if self._find(storage) is None:
                     self._enter(storage, part, origin, met=False)
+
+    def _note_library(self, live_bytes: int, origin: tuple[int, int, int]) -> None:
+        """A library keeps more than before an operator (oneDNN its primitives, one per shape), or less."""
+        while self._library and live_bytes < self._library_bytes:
+            block = self._library.pop()
+            self._library_bytes -= block.bytes
+            self.write(Kind.DIED, block.number)
+        more = live_bytes - self._library_bytes
+        if more <= 0:
+            return
+        block = Block(self._numbers(), more, counted=True)
+        block.op, block.module, block.source = origin
+        block.phase, block.role = _CODE[self._phase], Role.CACHE
+        block.label = block.name = self.writer.name("kept by oneDNN")
+        self._library.append(block)
+        self._library_bytes += more
+        self.write(Kind.BORN, block.number, block.label, flags=Flag.COUNTED, size=more)
+        self.write(Kind.ROLE, block.number, block.name, flags=Role.CACHE)
 
     def _note_reads(self, info: OpInfo, args: Any, kwargs: Any) -> None:
         read = tensors_in(list(args)) + (tensors_in(kwargs) if kwargs else [])
@@ -563,12 +585,12 @@ class Watcher:
         return Saved(self, self._find(storage) or self._enter(storage, parts[0], (0, 0, 0), met=True), kept)
 
     def _live_blocks(self) -> Any:
-        rows = []
-        for ref in list(self._blocks.values()):
-            block = ref.value
-            if block is not None and ref() is not None:
-                rows.append((block.number, block.role, block.counted, block.phase, block.name, block.op, block.module,
-                             block.source, block.label, block.saves, block.bytes))
+        live = (ref.value for ref in list(self._blocks.values()) if ref() is not None)
+        rows = [
+            (block.number, block.role, block.counted, block.phase, block.name, block.op, block.module, block.source,
+             block.label, block.saves, block.bytes)
+            for block in (*live, *self._library) if block is not None
+        ]
         return np.array(rows, dtype=CARRIED)
 
     def _look_for_holders(self) -> None:

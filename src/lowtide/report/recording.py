@@ -29,6 +29,10 @@ COLOURS: Final = {
 _BAR: Final = 64
 _STEPS_SHOWN: Final = 4
 _LOG_ROWS: Final = 24
+_STEP_WIDTH: Final = 34
+"""Columns of a terminal that a step's number, peak and time take, ..."""
+_PHASE_WIDTH: Final = 16
+"""... and at most each phase's end and highest point."""
 _MOMENT_SECONDS: Final = 1e-3
 _NEARLY_HIGHEST: Final = 1.001
 _ORDER: Final = ("zero_grad", "forward", "loss", "backward", "optimizer", "evaluation", "data")
@@ -90,7 +94,7 @@ def show_recording(recording: Recording, out: Console | None = None) -> None:
             out.print("lowtide: no training step was seen" + ("" if setup is None else
                       f"; the script peaked at {format_bytes(setup.peak_bytes)}"))
     else:
-        out.print(_phase_table(steps))
+        out.print(_phase_table(steps, out.width))
     outside = [(p.outside_bytes, p.name, row.step) for row in steps for p in row.phases if p.outside_bytes]
     if outside:
         most, phase, step = max(outside)
@@ -114,22 +118,26 @@ def show_recording(recording: Recording, out: Console | None = None) -> None:
         out.print("[dim]recorded at --level phases: what the bytes are is recorded at --level ops[/]")
 
 
-def _phase_table(steps: list[StepRow]) -> Table:
-    table = Table(title="phases: end of phase / highest in it (MiB)", title_justify="left", header_style="bold")
-    table.add_column("step", justify="right")
+def _phase_table(steps: list[StepRow], width: int) -> Table:
+    """The first steps and the highest; where there is little room, each phase's highest point alone."""
     shown = steps if len(steps) <= _STEPS_SHOWN else [*steps[: _STEPS_SHOWN - 1], max(steps, key=lambda s: s.peak_bytes)]
     present = {p.name for row in shown for p in row.phases if not _is_idle(p)}
     names = [n for n in _ORDER if n in present]
+    both = width >= _STEP_WIDTH + _PHASE_WIDTH * len(names)
+    what = "end of phase / highest in it" if both else "highest in each"
+    table = Table(title=f"phases: {what} (MiB)", title_justify="left", header_style="bold")
+    table.add_column("step", justify="right", no_wrap=True)
     for name in names:
         table.add_column(name, justify="right")
     table.add_column("peak", justify="right", style="bold")
-    table.add_column("time", justify="right")
+    table.add_column("time", justify="right", no_wrap=True)
     for row in dict.fromkeys(row.step for row in shown):
         figures = next(r for r in shown if r.step == row)
         cells = []
         for name in names:
             of_name = [p for p in figures.phases if p.name == name]
-            cells.append(f"{_mib(of_name[-1].end_bytes)} / {_mib(max(p.peak_bytes for p in of_name))}" if of_name else "")
+            end, highest_ = (of_name[-1].end_bytes, max(p.peak_bytes for p in of_name)) if of_name else (0, 0)
+            cells.append("" if not of_name else f"{_mib(end)} / {_mib(highest_)}" if both else _mib(highest_))
         label = str(row) + ("" if figures.complete else " (unfinished)")
         table.add_row(label, *cells, _mib(figures.peak_bytes), format_seconds(figures.seconds))
     return table
