@@ -27,7 +27,7 @@ CHUNKS: Final = 8
 LEVERS: Final = ("loss-block", "foreach", "resident-data", "smaller-batch")
 """Findings that are ways to do with less; the others are oversights, and come first."""
 
-_TEMPORARIES: Final = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2}
+_TEMPORARIES: Final = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 3}
 """Temporaries of a parameter's size that an optimizer's loop (``foreach=False``) holds at once; 1 where not named."""
 _LOSS_OPS: Final = ("_log_softmax", "nll_loss", "binary_cross_entropy", "mse_loss", "ctc_loss", "kl_div")
 _SLICES: Final = ("aten.slice", "aten.select", "aten.index", "aten.narrow", "aten.split", "aten.unbind", "aten.as_strided")
@@ -87,22 +87,24 @@ def zeroed_gradients(case: Case) -> Iterator[Finding]:
 
 def held_results(case: Case) -> Iterator[Finding]:
     """Results that a variable of the script still refers to after their last use."""
-    groups: dict[str, list[tuple[int, Block]]] = {}
+    groups: dict[tuple[str, str], list[tuple[int, Block]]] = {}
+    _, copied = _copies(case)  # told of as such
     for i, b, role in case.there():
-        if b.held and (role is Role.OUTPUT or (role is Role.INPUT and not b.reads and b.born < 0)):
-            groups.setdefault(b.held[-1], []).append((i, b))
-    for where, members in groups.items():
+        if b.held and i not in copied and (role is Role.OUTPUT or (role is Role.INPUT and not b.reads and b.born < 0)):
+            name, _, place = b.held[-1].rpartition(" (")
+            groups.setdefault((name.split("[", 1)[0], place), []).append((i, b))
+    for (root, place), members in groups.items():
         total = sum(b.bytes for _, b in members)
         if total < NOTABLE * case.peak:
             continue
-        change = Change(until={i: case.step.op_at(b.last_read) for i, b in members})
-        name = where.split(" ", 1)[0]
-        what = members[0][1].label
+        alone = members[0][1].held[-1].rpartition(" (")[0] if len(members) == 1 else f"{root}[...]"
+        many = "" if len(members) == 1 else f" and {len(members) - 1} more"
+        way = f"`del {alone}`" if alone.isidentifier() else f"let go of {alone}"
         yield case.found(
             "held-result",
-            f"{format_bytes(total)} ({what}) are held by the variable {where} after their last use: `del {name}` before "
-            "the backward",
-            change,
+            f"{format_bytes(total)} ({members[0][1].label}{many}) are held by the variable {alone} ({place} after their last "
+            f"use: {way} before the backward",
+            Change(until={i: case.step.op_at(b.last_read) for i, b in members}),
         )
 
 
@@ -142,19 +144,9 @@ def graph_kept(case: Case) -> Iterator[Finding]:
 
 def model_copies(case: Case) -> Iterator[Finding]:
     """Several copies of the parameters."""
-    own = Counter(b.label for b in case.step.blocks if b.role is Role.PARAMETER)
-    sizes = {b.label: b.bytes for b in case.step.blocks if b.role is Role.PARAMETER}
-    others: dict[str, list[int]] = {}
-    for i, b, role in case.there():
-        if role in (Role.INPUT, Role.OUTPUT, Role.UNKNOWN) and b.label in own and not (b.saved or b.reads):
-            others.setdefault(b.label, []).append(i)
-    large = [label for label in own if sizes[label] * own[label] >= NOTABLE * sum(sizes[x] * own[x] for x in own)]
-    copies = min((len(others.get(label, ())) // own[label] for label in large), default=0)
-    if copies < 1:
-        return
-    members = [i for label in others for i in others[label][: copies * own[label]]]
+    copies, members = _copies(case)
     total = sum(case.step.blocks[i].bytes for i in members)
-    if total < NOTABLE * case.peak:
+    if not copies or total < NOTABLE * case.peak:
         return
     yield case.found(
         "model-copies",
@@ -164,13 +156,26 @@ def model_copies(case: Case) -> Iterator[Finding]:
     )
 
 
+def _copies(case: Case) -> tuple[int, frozenset[int]]:
+    """How many whole copies of the parameters are there that nobody reads, and their blocks."""
+    own = Counter(b.label for b in case.step.blocks if b.role is Role.PARAMETER)
+    sizes = {b.label: b.bytes for b in case.step.blocks if b.role is Role.PARAMETER}
+    others: dict[str, list[int]] = {}
+    for i, b, role in case.there():
+        if role in (Role.INPUT, Role.OUTPUT, Role.UNKNOWN) and b.label in own and not (b.saved or b.reads):
+            others.setdefault(b.label, []).append(i)
+    large = [label for label in own if sizes[label] * own[label] >= NOTABLE * sum(sizes[x] * own[x] for x in own)]
+    copies = min((len(others.get(label, ())) // own[label] for label in large), default=0)
+    return copies, frozenset(i for label in others for i in others[label][: copies * own[label]])
+
+
 def evaluation_graph(case: Case) -> Iterator[Finding]:
     """A forward that recorded a graph which no backward used."""
     step = case.step
     unused = []
     for i, b in enumerate(step.blocks):
         made = b.role is None and b.counted and b.saved and b.born >= 0 and b.phase in (Phase.FORWARD, Phase.LOSS, Phase.DATA)
-        if made and not _is_used(b, step) and not (_is_saved_still(b, step) and _may_be_used(b, case)):
+        if made and not b.held and not _is_used(b, step) and not (_is_saved_still(b, step) and _may_be_used(b, case)):
             unused.append((i, b))
     total = _at_once([b for _, b in unused])
     if total < LARGE * case.peak or step.denied.any():

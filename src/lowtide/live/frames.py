@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import linecache
 import os
+import sys
 import sysconfig
+from collections import deque
 from collections.abc import Iterator
 from functools import cache
+from itertools import islice
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType, MemberDescriptorType
 from typing import Any, Final
 
 import torch
@@ -21,6 +25,8 @@ _DEPTH: Final = 2
 """Containers within containers that are looked into."""
 _WIDTH: Final = 256
 """Elements of one container that are looked at."""
+_MODULES: Final = 2048
+"""Modules of a model that are looked at."""
 _FUNCTION: Final = 0x1
 """``CO_OPTIMIZED``: the frame of a function, whose ``f_locals`` is a copy."""
 
@@ -51,6 +57,7 @@ def holders(frame: FrameType | None) -> Iterator[tuple[torch.Tensor, str]]:
 
     The line is that of the last assignment to the name before the line that runs.
     """
+    seen: set[int] = set()
     while frame is not None:
         code = frame.f_code
         if _is_visible(code) and "site-packages" not in code.co_filename:
@@ -59,22 +66,63 @@ def holders(frame: FrameType | None) -> Iterator[tuple[torch.Tensor, str]]:
             if code.co_flags & _FUNCTION and type(found) is dict:
                 found.clear()  # up to Python 3.12 the frame would keep this copy, and all that it refers to
             for name, value in items:
-                for tensor, suffix in _tensors(value, "", 0):
+                for tensor, suffix in _tensors(value, "", 0, seen):
                     line = _assigned(code, name, frame.f_lineno)
                     yield tensor, f"{name}{suffix} ({Path(code.co_filename).name}:{line} in {code.co_name})"
             del items, found
         frame = frame.f_back
 
 
-def _tensors(value: Any, suffix: str, depth: int) -> Iterator[tuple[torch.Tensor, str]]:
-    if isinstance(value, torch.Tensor):
+def _tensors(value: Any, suffix: str, depth: int, seen: set[int]) -> Iterator[tuple[torch.Tensor, str]]:
+    """Tensors in a variable's value: in containers, attributes of the script's own objects and modules, closures."""
+    if issubclass(type(value), torch.Tensor):
         yield value, suffix
-    elif depth < _DEPTH and isinstance(value, dict):
+        return
+    if depth >= _DEPTH or id(value) in seen:
+        return
+    for item, name in _parts(value):
+        seen.add(id(value))
+        yield from _tensors(item, f"{suffix}{name}", depth + 1, seen)
+
+
+def _parts(value: Any) -> Iterator[tuple[Any, str]]:
+    """What a value refers to, each with how the script would write it; no code of the script runs."""
+    kind = type(value)  # isinstance may ask the object for its class
+    if issubclass(kind, dict):
         for key in list(value)[:_WIDTH]:
-            yield from _tensors(value[key], f"{suffix}[{key!r}]", depth + 1)
-    elif depth < _DEPTH and isinstance(value, (list, tuple)):
-        for i, item in enumerate(value[:_WIDTH]):
-            yield from _tensors(item, f"{suffix}[{i}]", depth + 1)
+            yield value[key], f"[{key!r}]"
+    elif issubclass(kind, (list, tuple, deque)):
+        for i, item in enumerate(islice(value, _WIDTH)):
+            yield item, f"[{i}]"
+    elif issubclass(kind, torch.nn.Module):
+        for path, module in islice(value.named_modules(), _MODULES):
+            if _is_scripts(type(module).__module__):
+                prefix = f".{path}." if path else "."
+                yield from ((x, prefix + name) for name, x in list(vars(module).items()) if not name.startswith("_"))
+    elif issubclass(kind, FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
+            with contextlib.suppress(ValueError):  # an empty cell
+                yield cell.cell_contents, f" (its {name})"
+    elif _is_scripts(kind.__module__):
+        with contextlib.suppress(AttributeError):
+            yield from ((x, f".{name}") for name, x in list(object.__getattribute__(value, "__dict__").items())[:_WIDTH])
+        for name, slot in _slots(kind):
+            with contextlib.suppress(AttributeError):
+                yield slot.__get__(value), f".{name}"
+
+
+@cache
+def _is_scripts(module: str) -> bool:
+    """Whether a module, by its name, is one of the script's own files."""
+    if module == "__main__":
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return bool(file) and "-packages" not in file and not file.startswith((_LIBRARY, *_HIDDEN))
+
+
+def _slots(kind: type) -> Iterator[tuple[str, Any]]:
+    every = (item for base in reversed(kind.__mro__) for item in vars(base).items())
+    return ((name, x) for name, x in every if isinstance(x, MemberDescriptorType))
 
 
 @cache

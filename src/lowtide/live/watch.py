@@ -208,6 +208,7 @@ class Watcher:
         self.clock.install()
         self.asides.install()
         self.meter.reset_op_peak()
+        self._library_bytes = self.meter.library_live()
         self._begin_journal()
         self.write(Kind.PHASE, live=self.meter.live(), size=self._outside())
         if self.operators:
