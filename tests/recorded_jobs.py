@@ -42,6 +42,21 @@ def embedding_bag() -> Job:
     )
 
 
+def sparse_bag() -> Job:
+    """Bags of words whose gradients are sparse: the optimizer takes them as the backward made them."""
+    model = nn.EmbeddingBag(4000, 64, mode="sum", sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(_: int) -> torch.Tensor:
+        loss = model(torch.randint(0, 4000, (600, 12))).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return Job(step, [model], [optimizer])
+
+
 def linear_algebra() -> Job:
     """Singular values and a Cholesky factor: LAPACK's workspaces."""
     model = nn.Linear(96, 96)
@@ -98,7 +113,9 @@ def rmsprop() -> Job:
 
 
 OWN: dict[str, Callable[[], Job]] = {
-    f.__name__: f for f in (experts, embedding_bag, linear_algebra, lbfgs, sgd_momentum, adam_foreach, adamw_fused, rmsprop)
+    f.__name__: f for f in (
+        experts, embedding_bag, sparse_bag, linear_algebra, lbfgs, sgd_momentum, adam_foreach, adamw_fused, rmsprop,
+    )
 }
 _UNSTEADY = {"failed_backward", "loader_workers", "loader_pinned", "random_branch"}
 """What raises, forks or draws lots from elsewhere: two runs in one process are not alike."""

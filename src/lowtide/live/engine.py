@@ -1,12 +1,16 @@
-"""Where autograd's engine sums two gradients of one tensor.
+"""What autograd's engine does otherwise while a dispatch mode is on.
 
-The engine adds in place where it alone holds one of the two, unless a dispatch mode is on: then it makes a third tensor
-(``torch/csrc/autograd/input_buffer.cpp``, ``at::isTensorSubclassLike``). What a recording shows is the plain run's memory, so
-such sums are recognised, by the same counts of references that the engine looks at, and counted as in place.
+The engine adds two gradients of one tensor in place where it alone holds one of them, unless a dispatch mode is on: then it
+makes a third tensor (``torch/csrc/autograd/input_buffer.cpp``, ``at::isTensorSubclassLike``). A sparse gradient becomes a
+parameter's where nobody else holds it or its parts (``torch/csrc/autograd/functions/accumulate_grad.h``, case 1.2); what
+Python has seen of them counts as a holder, so that under a mode it is copied. What a recording shows is the plain run's
+memory, so such sums and copies are recognised, by the same counts of references that the engine looks at, and counted as
+taking nothing.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any, final
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,16 +24,24 @@ class _Probe(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen: tuple[int, int] | None = None
+        self.sparse: tuple[int, int] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.add.Tensor:
             self.seen = _references(args[0])
+        elif func is torch.ops.aten.clone.default:
+            self.sparse = _sparse_references(args)
         return func(*args, **(kwargs or {}))
 
 
 def _references(tensor: torch.Tensor) -> tuple[int, int]:
     storage = tensor.untyped_storage()
     return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+
+
+def _sparse_references(args: Any) -> tuple[int, int]:
+    """Holders of a sparse tensor that is an operator's argument, in C++ and in Python."""
+    return args[0]._use_count(), sys.getrefcount(args[0])
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -44,11 +56,12 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 @final
 class Engine:
-    """Knows a sum of the engine that the plain run makes in place."""
+    """Knows a sum of the engine that the plain run makes in place, and a copy that it does not make."""
 
     def __init__(self) -> None:
         """Learn how many references to a tensor there are in a mode when only the engine holds it."""
         self._alone: tuple[int, int] | None = None
+        self._sparse_alone: tuple[int, int] | None = None
         if hasattr(torch.Tensor, "_use_count"):
             x = torch.ones(2, requires_grad=True)
             y = x * 1
@@ -56,6 +69,11 @@ class Engine:
             with _Probe() as probe:
                 torch.autograd.grad(total, x)
             self._alone = probe.seen
+            weight = torch.ones(2, 1, requires_grad=True)
+            loss = torch.nn.functional.embedding(torch.tensor([0, 1]), weight, sparse=True).square().sum()
+            with _Probe() as probe:
+                loss.backward()  # type: ignore[no-untyped-call]
+            self._sparse_alone = probe.sparse
 
     def adds(self, args: Any) -> bool:
         """Whether the plain run adds these two in place."""
@@ -65,3 +83,15 @@ class Engine:
         if a.size() != b.size() or a.dtype is not b.dtype or torch._C._current_autograd_node() is None:  # type: ignore[attr-defined]
             return False
         return any(t.layout is torch.strided and _is_dense(t) and _references(t) == self._alone for t in (a, b))
+
+    def takes_over(self, args: Any) -> bool:
+        """Whether the plain run makes a sparse gradient a parameter's as it is, where it is copied now."""
+        if self._sparse_alone is None or args[0].layout is not torch.sparse_coo:
+            return False
+        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        if node is None or node.name() != "torch::autograd::AccumulateGrad":
+            return False
+        if _sparse_references(args) != self._sparse_alone:  # a name for the tensor here would be one more
+            return False
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            return bool(args[0]._indices().is_contiguous() and args[0]._values().is_contiguous())

@@ -53,6 +53,7 @@ HELD_BYTES: Final = 64 << 10
 
 _CODE: Final = {phase: code for code, phase in enumerate(PHASES)}
 _ADD: Final = torch.ops.aten.add.Tensor
+_CLONE: Final = torch.ops.aten.clone.default
 
 
 @final
@@ -449,7 +450,8 @@ class Watcher:
             raise
         info = info_of(func)
         peak, after = meter.op_peak(), meter.live()
-        if func is _ADD and self._phase is Phase.BACKWARD and not self.clock.differentiable and self._engine.adds(args):
+        plain = self._phase is Phase.BACKWARD and not self.clock.differentiable
+        if plain and ((func is _ADD and self._engine.adds(args)) or (func is _CLONE and self._engine.takes_over(args))):
             peak, after, self._summed = before, before, True
         else:
             self._summed = False
