@@ -285,16 +285,31 @@ def resident_data(case: Case) -> Iterator[Finding]:
     for i, b, role in case.there():
         if role is not Role.INPUT or b.bytes < LARGE * case.peak or not b.reads:
             continue
-        ops = {step.names[step.entries[r]["a"]] for r in b.reads if r >= 0}
-        if not ops or not all(op.startswith(_SLICES) for op in ops):
+        part = _read_at_once(b, step)
+        if not 0 < part <= b.bytes // 2:
             continue
-        part = max((x.bytes for x in step.blocks if x.born in b.reads), default=0)
         yield case.found(
             "resident-data",
             f"{format_bytes(b.bytes)} ({b.label}) of data lie in memory whole and are read in slices: map the file "
             "(numpy.memmap, h5py) or load the slices",
-            Change(bytes={i: min(part, b.bytes)}),
+            Change(bytes={i: part}),
         )
+
+
+def _read_at_once(block: Block, step: Step) -> int:
+    """The most of a block that an operator read, views of it apart; 0 where it was not read, or the recording does not say."""
+    made: dict[int, int] = {}
+    for x in step.blocks:
+        made[x.born] = made.get(x.born, 0) + x.bytes
+    most = 0
+    for r in {r for r in block.reads if r >= 0}:
+        if step.names[step.entries[r]["a"]].startswith(_SLICES):  # a view, or a copy of what it takes out
+            most = max(most, made.get(r, 0))
+        elif not block.shown.get(r):
+            return 0
+        else:
+            most = max(most, block.shown[r])
+    return most
 
 
 def smaller_batch(case: Case) -> Iterator[Finding]:

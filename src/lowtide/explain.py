@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, final
 from weakref import WeakKeyDictionary
@@ -37,6 +37,7 @@ class Block:
         saved: spans of entries in which autograd had a saved tensor of it.
         reads: entries of the operators that read it.
         writes: those among them that wrote it in place.
+        shown: of each of them, bytes of the tensors on it that it was given; 0 where the recording does not say.
         held: variables of the script seen to refer to it.
         role: as it was recognised; None where its life tells.
         met: whether it was there before it was seen.
@@ -61,6 +62,7 @@ class Block:
     held: list[str]
     met: bool = False
     open: bool = False
+    shown: dict[int, int] = field(default_factory=dict)
 
     @property
     def last_read(self) -> int:
@@ -147,6 +149,7 @@ class Step:
                 block.died = i
             elif kind == Kind.READ:
                 block.reads.append(at)
+                block.shown[at] = block.shown.get(at, 0) + size
                 if flags & Flag.WRITTEN:
                     block.writes.append(at)
             elif kind == Kind.SAVED:

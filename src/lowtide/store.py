@@ -56,7 +56,7 @@ class Kind(IntEnum):
     DIED = 3
     """A block's memory was given back: a = block."""
     READ = 4
-    """The operator before read a block: a = block; flags."""
+    """The operator before read a block: a = block, size = bytes of the tensor on it (0 where it was not said); flags."""
     SAVED = 5
     """Autograd saved a tensor of a block: a = block."""
     RELEASED = 6

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -345,3 +345,32 @@ def test_the_floor_and_the_largest_batch_are_bounds_and_not_far_from_what_a_plan
     assert heap().tensor_peak <= peak
     with pytest.raises(BudgetError), lowtide.budget(peak):
         _deep(int(1.1 * floor.batch_factor * rows))
+
+
+def _loaded(data: torch.Tensor) -> Iterator[torch.Tensor]:
+    for (x,) in torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=64, shuffle=True):
+        yield x
+
+
+READ_AS = {
+    "a loader over a tensor data set": _loaded,
+    "views": lambda data: iter(data.chunk(100)),
+    "copies by index": lambda data: (data[torch.randint(len(data), (64,))] for _ in range(9)),
+    "whole": lambda data: iter([data] * 9),
+}
+
+
+@pytest.mark.parametrize("how", READ_AS)
+def test_data_that_lie_in_memory_whole_are_found_however_slices_are_taken(how: str, tmp_path: Path) -> None:
+    """Law: of data of which every operator reads a small part all but that part is told as a saving; a whole batch is not."""
+    torch.manual_seed(0)
+    data, model = torch.randn(8000, 128), nn.Linear(128, 16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with lowtide.record(tmp_path / "r.lowtide"):
+        for _, x in zip(range(4), READ_AS[how](data), strict=False):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    found = [f for f in findings(store.read(tmp_path / "r.lowtide")) if f.id == "resident-data"]
+    assert len(found) == (how != "whole")
+    assert all(f.saving_bytes >= 0.9 * data.nbytes for f in found)

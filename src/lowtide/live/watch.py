@@ -499,7 +499,8 @@ class Watcher:
             for part in _parts(tensor):
                 storage = part.untyped_storage()
                 block = self._find(storage) or self._enter(storage, part, (0, 0, 0), met=True)
-                self.write(Kind.READ, block.number, flags=Flag.WRITTEN if storage._cdata in written else 0)
+                flags = Flag.WRITTEN if storage._cdata in written else 0
+                self.write(Kind.READ, block.number, flags=flags, size=min(block.bytes, part.numel() * part.element_size()))
 
     def _where(self) -> tuple[int, int]:
         """Module and source line of the operator that is about to run: in backward, of the one whose gradient it makes."""
