@@ -87,6 +87,7 @@ def test_settings_that_change_between_forward_and_backward(name: str, share: flo
 
 def test_every_setting_is_put_back_and_seen_as_soon_as_it_changes() -> None:
     wraps = Wraps()
+    torch.set_float32_matmul_precision("highest")  # said once, it is not what it is where it was never said
     before = numerics.current()
     numerics.watch(wraps)
     try:
