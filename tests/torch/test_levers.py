@@ -492,6 +492,49 @@ def test_a_backward_is_looked_at_only_until_enough_was_seen(monkeypatch: pytest.
     assert per_step == sorted(set(per_step)), "an engaged lever looks at every backward"
 
 
+def test_once_enough_was_seen_one_backward_in_some_is_watched_and_the_lever_still_comes_when_it_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hooks on every parameter of every backward took 1 % of a step; bits and budget hold where a later batch needs it."""
+    seen: list[int] = []
+    true = update.Updates.gradient_is_whole
+
+    def gradient_is_whole(self: update.Updates, parameter: torch.Tensor) -> None:
+        seen[-1] += 1
+        true(self, parameter)
+
+    def train(steps: int) -> list[bytes]:
+        zoo.seed(0)
+        model = _net(256, 6)
+        opt = torch.optim.AdamW(model.parameters())
+        found = []
+        for step in range(steps):
+            seen.append(0)
+            rows = 512 if step >= steps - 3 else 8
+            loss = F.cross_entropy(model(torch.randn(rows, 256)), torch.randint(8, (rows,)))
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            found.append(zoo.bits(loss))
+            del loss
+        return found + [zoo.bits(p) for p in model.parameters()]
+
+    monkeypatch.setattr(update.Updates, "gradient_is_whole", gradient_is_whole)
+    steps = update.ENOUGH + update.EVERY + 5
+    plain = train(steps)
+    gc.collect()
+    seen.clear()
+    with lowtide.budget(heap().tensor_live + (7 << 20), offload=False) as run:
+        assert train(steps) == plain
+        outcome = run.outcome
+    many = max(seen)
+    assert seen[: update.ENOUGH] == [many] * update.ENOUGH
+    rests = update.ENOUGH + update.EVERY - 1
+    assert not any(seen[update.ENOUGH : rests])
+    assert seen[rests] == many
+    assert [x.name for x in outcome.levers if x.used] == ["update-in-backward"]
+
+
 class _ReadsLate(nn.Module):
     """Near its input it reads a matrix as a plain number, in the forward and in the backward."""
 

@@ -49,6 +49,8 @@ LOW_PRECISION: Final = (torch.bfloat16, torch.float16)
 
 ENOUGH: Final = 2
 """Whole steps of every optimizer that are looked at operator by operator before the lever may be needed."""
+EVERY: Final = 15
+"""Then one backward in so many is watched; an odd number, so that backwards that take turns are all seen."""
 SHARED: Final = "something else (a NumPy array, a view) refers to a parameter's memory when the optimizer is made"
 
 _GRAD: Any = torch._C.TensorBase.grad
@@ -125,6 +127,7 @@ class Updates:
         self._looker = _Looker(self)
         self._alone = False
         self._blind = False
+        self._rests = 0
 
     # --- on and off --------------------------------------------------------------------------------------------------
 
@@ -151,10 +154,7 @@ class Updates:
         self._unpaired = self.stage is Stage.ENGAGED and bool(self._due) and not self._broken
         self._look_away()
         self._wraps.undo()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        self._owners = {}
+        self._unhook()
         if self.stage is not Stage.DECLINED:
             self.stage = Stage.RESTING
 
@@ -175,9 +175,23 @@ class Updates:
                 f"leave it after the step, or use it with --without {UPDATE}"
             )
 
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._owners = {}
+
+    def _rest(self) -> None:
+        """Enough was seen: what is done for every parameter costs time, and the lever may never be needed.
+
+        Who asks for a gradient is still seen.
+        """
+        self._unhook()
+        self._rests = EVERY
+
     def engage(self) -> None:
         """Act from the next backward on."""
-        self.stage = Stage.ENGAGED
+        self.stage, self._rests = Stage.ENGAGED, 0
 
     def decline(self, reason: str) -> None:
         """Never act in this process."""
@@ -215,6 +229,7 @@ class Updates:
     def optimizer_made(self, optimizer: optim.Optimizer) -> None:
         """The script has made an optimizer."""
         if self._watches:
+            self._rests = min(self._rests, 1)
             self._optimizers.add(optimizer)
             if _shares_memory(optimizer):
                 self._shared.add(optimizer)
@@ -234,7 +249,8 @@ class Updates:
             planned: whether it follows a plan, with nobody else looking at its operators.
         """
         self._settle()
-        if not self._watches:
+        self._rests = max(0, self._rests - 1)
+        if not self._watches or self._rests:
             return
         self._whole.clear()
         self._had = {}
@@ -263,6 +279,8 @@ class Updates:
         """Autograd's engine returned, or raised."""
         self._running = False
         self._settle()
+        if self._rests:
+            return
         if self.stage is Stage.WATCHING:
             for optimizer in self._optimizers:
                 fresh = [p for p in _parameters(optimizer) if grad_of(p) is not None and not _known(self._had, p)]
@@ -298,6 +316,9 @@ class Updates:
             return
         self._look_away()
         self._optimizers.add(optimizer)
+        self._stepping = True
+        if self._rests:
+            return
         marks = self._marks.get(id(optimizer), {})
         before = self._due.get(id(optimizer))
         if closure:
@@ -315,7 +336,6 @@ class Updates:
             why = _unfit(optimizer)
             if why:
                 self._against(why)
-        self._stepping = True
 
     def optimizer_ends(self, optimizer: optim.Optimizer) -> None:
         """That step returned."""
@@ -328,6 +348,8 @@ class Updates:
             else:
                 self._whole.clear()
                 self.clean[optimizer] = self.clean.get(optimizer, 0) + 1
+                if self._seen_enough:
+                    self._rest()
             if self.stage is Stage.ENGAGED:
                 _in_order(optimizer)
         if self._watches and self._due:

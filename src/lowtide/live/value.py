@@ -26,6 +26,7 @@ def _references_beside_tensors() -> int:
 
 
 _BESIDE = _references_beside_tensors()
+_has_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
 
 
 def sole_owner(storage: torch.UntypedStorage, own: int) -> bool:
@@ -36,7 +37,10 @@ def sole_owner(storage: torch.UntypedStorage, own: int) -> bool:
 def view_on(storage: torch.UntypedStorage, meta: Meta) -> torch.Tensor:
     """A tensor on a storage."""
     size, stride, offset, dtype, conjugated, negated = meta
-    with beneath_autograd():
+    if _has_modes():
+        with beneath_autograd():
+            view = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)  # type: ignore[call-overload]
+    else:  # nothing to keep out: a tensor that wants no gradient, and no autocast rule; guards cost more than the view
         view = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)  # type: ignore[call-overload]
     if conjugated:
         torch._C._set_conj(view, True)
@@ -372,6 +376,8 @@ class Record:
         before = torch.is_grad_enabled()
         torch._C._set_grad_enabled(self.grad)
         try:
+            if self.settings is current():
+                return flatten(self._draws_as_before(how, args, kwargs)), written
             with under(self.settings):
                 return flatten(self._draws_as_before(how, args, kwargs)), written
         finally:
@@ -506,5 +512,7 @@ class Replayer(Protocol):
 
 def whole(storage: torch.UntypedStorage) -> torch.Tensor:
     """A tensor over all bytes of a storage: our way to hold it."""
+    if not _has_modes():
+        return flat(storage)
     with beneath_autograd():
         return flat(storage)
