@@ -348,6 +348,16 @@ def _damaged(home: Path, kind: str) -> str:
     return path.name
 
 
+def test_a_cap_without_its_unit_is_refused_before_anything_runs(home: Path) -> None:
+    """A cap of 300 bytes ended in a traceback of the script's first import."""
+    done = _lowtide("record", "-o", "n.lowtide", "--cap", "300", "held.py", cwd=home)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "lowtide: error: --cap 300 leaves room for nothing: write a unit, as in --cap 300MiB"
+    ]
+    assert not (home / "n.lowtide").exists()
+
+
 @pytest.mark.parametrize("kind", ["missing", "empty", "truncated", "foreign", "foreign-database", "newer"])
 @pytest.mark.parametrize("verb", ["report", "diff", "diff-second"])
 def test_bad_recordings_are_one_line_and_exit_code_2(home: Path, kind: str, verb: str) -> None:

@@ -73,9 +73,11 @@ def test_a_bad_graph_is_refused_in_one_line(data: Any, said: str) -> None:
 def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
     """A missing file, a folder, binary content."""
     (tmp_path / "x.json").write_bytes(b"\xff\x00{")
-    for path in (tmp_path / "none.json", tmp_path, tmp_path / "x.json"):
-        with pytest.raises(GraphError):
-            load(path)
+    (tmp_path / "empty.json").write_bytes(b" \n")
+    said = {"none.json": "cannot read", ".": "cannot read", "x.json": "is not JSON", "empty.json": "is empty"}
+    for name, text in said.items():
+        with pytest.raises(GraphError, match=text):
+            load(tmp_path / name)
 
 
 def chain(n: int) -> Graph:

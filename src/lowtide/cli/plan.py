@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from lowtide.units import Auto, Share, parse_budget, parse_bytes
 if TYPE_CHECKING:
     from lowtide.levers import Lever
     from lowtide.pebble.graph import Graph, Offload
+    from lowtide.pebble.segments import Reserved
     from lowtide.pebble.solve import Answer, Solver
 
 _SQLITE = b"SQLite format 3\0"
@@ -23,6 +25,8 @@ _CURVE = 13
 _CURVE_TIME = 1.5
 """Searching a curve may take so many times what one budget may."""
 
+_FIRST = 0.5
+"""Share of the time that the plan takes whose segments are looked at first."""
 _LARGEST_BLOCK = 1 << 30
 """No allocator gives out larger blocks."""
 
@@ -58,6 +62,10 @@ def _finite(_: click.Context, __: click.Parameter, value: float | None) -> float
     "--rounding", metavar="BYTES", type=click.IntRange(min=1, max=_LARGEST_BLOCK), default=1,
     help="Blocks of the allocator: 512 for CUDA.",
 )
+@click.option(
+    "--allocator", type=click.Choice(["cuda"]), default=None,
+    help="Hold the budget for what torch's allocator reserves on a device: blocks, and the segments they are cut from.",
+)
 @click.option("--step", type=int, default=None,
               help="Which recorded step, by its number in `lowtide report`.  [default: the one of the highest point]")
 @click.option("--check", "solution", metavar="SOLUTION.json", help="Verify a solution written by --json instead.")
@@ -75,13 +83,14 @@ def plan(
     host: str | None,
     overlap: bool | None,
     rounding: int,
+    allocator: str | None,
     step: int | None,
     solution: str | None,
     json_file: str | None,
     html_file: str | None,
 ) -> int:
     """Plan GRAPH.json, or a step of a recording, within a budget: what to keep, run again or move, and how good that is."""
-    from lowtide.pebble import solve
+    from lowtide.pebble import segments, solve
 
     for file in (json_file, html_file):
         check_folder(file)
@@ -89,14 +98,29 @@ def plan(
     loaded = _with_offload(loaded, speed, host, overlap)
     if solution is not None:
         return _check(loaded, Path(solution))
+    if allocator is not None:
+        if curve or rounding > 1:
+            raise UsageError("--allocator has blocks of its own, and is for one budget: leave out --rounding and --curve")
+        rounding = segments.BLOCK_BYTES
     if rounding > 1:
         loaded = loaded.rounded(rounding)
     solver = solve.Solver(loaded, order=solve.Order(order))
     asked = _budget(budget, solver, resident)
     limit = solve.SECONDS if seconds is None else seconds
     points = _curve(solver, limit) if curve else []
-    answer = _answer(solver, asked, strategy, limit, points)
-    _tell(solver, answer, points, beyond, strategy=strategy, rounding=rounding, json_file=json_file, html_file=html_file)
+    held: segments.Reserved | None = None
+    if allocator is None:
+        answer = _answer(solver, asked, strategy, limit, points)
+    elif asked is None:
+        answer = _answer(solver, None, strategy, limit, points)
+        held = segments.reserved(answer.graph, answer.schedule)
+    else:
+        shares = _FIRST, (1 - _FIRST) / segments.MOST_TRIES
+        answer, held = segments.within(
+            asked, lambda room, first: _answer(solver, room, strategy, limit * shares[not first], points)
+        )
+    told = _Told(strategy=strategy, rounding=rounding, held=held, json_file=json_file, html_file=html_file)
+    _tell(solver, answer, points, beyond, told)
     return 0 if answer.status.has_plan else 1
 
 
@@ -222,24 +246,28 @@ def _answer(solver: Solver, budget: int | None, strategy: str, seconds: float, p
         return solver.at(budget, seconds=seconds, seeds=seeds, progress=tell)
 
 
-def _tell(
-    solver: Solver,
-    answer: Answer,
-    points: list[Answer],
-    beyond: list[Lever],
-    *,
-    strategy: str,
-    rounding: int,
-    json_file: str | None,
-    html_file: str | None,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """How an answer came to be, and where it goes."""
+
+    strategy: str
+    rounding: int
+    held: Reserved | None
+    json_file: str | None
+    html_file: str | None
+
+
+def _tell(solver: Solver, answer: Answer, points: list[Answer], beyond: list[Lever], told: _Told) -> None:
     from lowtide.pebble.account import by_module, curve_json, decides, decides_json, modules_json, to_json
     from lowtide.report.plan import page, show_curve, show_plan
     from lowtide.report.terminal import console
 
     why = decides(solver, answer) if answer.status.has_plan and answer.budget_bytes is not None else None
-    if json_file is not None:
-        found: dict[str, Any] = to_json(answer, strategy=strategy, rounding_bytes=rounding)
+    if told.json_file is not None:
+        found: dict[str, Any] = to_json(answer, strategy=told.strategy, rounding_bytes=told.rounding)
+        if told.held is not None:
+            found["allocator"] = "cuda"
+            found["reserved_bytes"] = told.held.peak_bytes if answer.status.has_plan else None
         if why is not None:
             found["decides"] = decides_json(solver.graph, why)
             found["modules"] = modules_json(by_module(answer))
@@ -249,10 +277,10 @@ def _tell(
             ]
         if points:
             found["curve"] = curve_json(points)
-        write_json(json_file, found)
-    if html_file is not None:
-        Path(html_file).write_text(page(solver, answer, why, points, strategy=strategy))
-    show_plan(answer, why, strategy=strategy)
+        write_json(told.json_file, found)
+    if told.html_file is not None:
+        Path(told.html_file).write_text(page(solver, answer, why, points, strategy=told.strategy))
+    show_plan(answer, why, strategy=told.strategy, reserved=None if told.held is None else told.held.peak_bytes)
     for lever in beyond:
         console().print(f"besides: {lever.text}", markup=False)
     if points:

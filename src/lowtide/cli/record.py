@@ -10,8 +10,12 @@ import click
 
 from lowtide.cli.launch import become, check_alone, check_folder, check_target
 from lowtide.cli.script import takes_script
+from lowtide.errors import UsageError
 from lowtide.live.task import PRELOAD, RecordOptions, Task
 from lowtide.units import parse_bytes
+
+_LEAST_CAP = 4096
+"""Bytes; below, a unit was forgotten: importing torch takes more."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -40,6 +44,8 @@ def record(
     """
     check_alone()
     cap_bytes = 0 if cap is None else parse_bytes(cap)
+    if 0 < cap_bytes < _LEAST_CAP:
+        raise UsageError(f"--cap {cap} leaves room for nothing: write a unit, as in --cap {cap}MiB")
     check_target(script, module=module)
     name = output or f"{script.rpartition('.')[2] if module else Path(script).stem}.lowtide"
     check_folder(name, "give another file with -o FILE")

@@ -213,7 +213,16 @@ class Watcher:
         self._begin_journal()
         self.write(Kind.PHASE, live=self.meter.live(), size=self._outside())
         if self.operators:
+            self._meet_what_is_there()
             self.stack.put(self.mode, self._pack, _unpack)
+
+    def _meet_what_is_there(self) -> None:
+        """Tensors that the script made before: in a notebook, all that it has; a plain script has none yet."""
+        tensors = (o for o in gc.get_objects() if type(o) in PLAIN_TYPES)
+        for part in (part for tensor in tensors for part in _parts(tensor)):
+            storage = part.untyped_storage()
+            if self._find(storage) is None and self.meter.counts(storage):
+                self._enter(storage, part, (0, 0, 0), met=True)
 
     def stop(self, *, complete: bool = True) -> None:
         """Watch no more; the step that runs is closed."""

@@ -15,6 +15,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_array
 
+from lowtide.pebble.check_segments import Device
 from lowtide.pebble.graph import Graph
 from lowtide.pebble.status import Status
 
@@ -161,6 +162,8 @@ class _Checker:
         else:
             self.replay(base)
             self.claim(s["peak_bytes"] <= budget, f"the peak {s['peak_bytes']} is above the budget {budget}")
+            if s.get("allocator") is not None:
+                self.segments(budget)
             self.extra_time(budget, base)
         return self.wrong
 
@@ -222,6 +225,39 @@ class _Checker:
             there.update(self.made[op])
             highest = max(highest, resident + sum(nodes[v].bytes for v in there) + nodes[op].workspace_bytes)
         return highest
+
+    def segments(self, budget: int) -> None:
+        """Play the schedule on a device that has the budget, under torch's caching allocator."""
+        nodes = self.graph.nodes
+        device = Device(budget)
+        pieces: dict[int, Any] = {v: device.allocate(n.bytes) for v, n in enumerate(nodes) if n.resident and n.bytes}
+        for t, (act, name) in enumerate(self.solution["schedule"]):
+            v = self.index[name]
+            if act == "free" and v in pieces:
+                device.release(pieces.pop(v))
+            elif act in (*_RUNS, "fetch"):
+                made = [u for u in (self.made[v] if act in _RUNS else [v]) if nodes[u].bytes]
+                over = {u for u in (self.olds(v) if act == "update" else ()) if u in pieces}
+                for u in made:
+                    old = nodes[u].overwrites
+                    if old in over and nodes[old].bytes == nodes[u].bytes:
+                        over.remove(old)
+                        pieces[u] = pieces.pop(old)
+                    else:
+                        pieces[u] = device.allocate(nodes[u].bytes)
+                for o in sorted(over):
+                    device.release(pieces.pop(o))
+                if act in _RUNS and nodes[v].workspace_bytes:
+                    room = device.allocate(nodes[v].workspace_bytes)
+                    if room is not None:
+                        device.release(room)
+                    else:
+                        pieces[-1] = None
+            if None in pieces.values():
+                self.claim(False, f"the segments of the {self.solution['allocator']} allocator exceed the budget at move {t}")
+                return
+        told = self.solution.get("reserved_bytes")
+        self.claim(told == device.peak, f"reserved_bytes is {told}, the schedule reserves {device.peak}")
 
     def replay(self, base: float) -> None:
         """Play the schedule, and hold its figures against those that are claimed."""

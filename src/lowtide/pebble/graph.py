@@ -190,7 +190,10 @@ def read_json(path: Path, what: str) -> Any:
         GraphError: if it cannot be read or is no JSON.
     """
     try:
-        return msgspec.json.decode(path.read_bytes())
+        text = path.read_bytes()
+        if not text.strip():
+            raise GraphError(f"{path} is empty: it is no {what}")
+        return msgspec.json.decode(text)
     except OSError as error:
         raise GraphError(f"cannot read the {what} {path}: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

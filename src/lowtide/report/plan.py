@@ -40,8 +40,8 @@ def name_of(graph: Graph, v: int) -> str:
     return f"{node.id} ({node.module})" if node.module else str(node.id)
 
 
-def show_plan(answer: Answer, why: Decides | None, *, strategy: str) -> None:
-    """The plan: peak, budget, extra time, bound, what decides, what each module does."""
+def show_plan(answer: Answer, why: Decides | None, *, strategy: str, reserved: int | None = None) -> None:
+    """The plan: peak, budget, extra time, bound, what decides, what each module does; what an allocator reserves for it."""
     out, graph, timeline = console(), answer.graph, answer.timeline
     table = Table(title=escape(f"lowtide plan {graph.name}".rstrip()), show_header=False, title_justify="left")
     table.add_column(style="bold")
@@ -54,6 +54,9 @@ def show_plan(answer: Answer, why: Decides | None, *, strategy: str) -> None:
     shown = answer.status.has_plan
     if shown:
         table.add_row("peak", format_bytes(timeline.peak_bytes), f"without a plan {format_bytes(answer.given_peak_bytes)}")
+        if reserved is not None:
+            idle = max(0, reserved - timeline.peak_bytes)
+            table.add_row("reserved", format_bytes(reserved), f"its segments on a device, {format_bytes(idle)} of them idle")
     else:
         table.add_row("peak without a plan", format_bytes(answer.given_peak_bytes), "")
         if answer.status is Status.UNKNOWN:

@@ -105,7 +105,12 @@
       const before = unpack(data.other), last = before.times[before.times.length - 1] || 1, own = step.times[step.times.length - 1] || 1;
       const at = (i) => Math.min(before.times.length - 1, across === "time"
         ? nearest(before.times, step.times[i] * last / own) : Math.round(i * (before.times.length - 1) / Math.max(1, x.length - 1)));
-      columns.push(Float64Array.from({length: x.length}, (_, i) => before.cumulative[R - 1][at(i)]));
+      const total = before.cumulative[R - 1];
+      columns.push(Float64Array.from({length: x.length}, (_, i) => {  // the highest until the next instant: a short peak is not lost
+        let highest = 0;
+        for (let k = at(i), end = Math.max(k, i + 1 < x.length ? at(i + 1) - 1 : total.length - 1); k <= end; k++) highest = Math.max(highest, total[k]);
+        return highest;
+      }));
       lines.push({label: "before", stroke: "#111", width: 1.5, dash: [5, 4], points: {show: false}, value: (u, v) => (v == null ? "" : size(v))});
     }
     chart = new uPlot({

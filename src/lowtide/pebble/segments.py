@@ -1,0 +1,245 @@
+"""What a caching allocator reserves for a schedule: torch's for CUDA, without a device.
+
+Source: ``c10/cuda/CUDACachingAllocator.cpp`` of torch (its defaults, without ``expandable_segments``). Sizes are rounded up to
+512 B. Up to 1 MiB they are cut from segments of 2 MiB, below 10 MiB from segments of 20 MiB, else a segment of their own is
+taken, in steps of 2 MiB. The smallest free block that is large enough is used, and split where enough is left; free neighbours
+within a segment are joined. Only where a new segment would not fit are others given back: those that are wholly free.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final, final
+
+from lowtide.pebble.graph import Graph
+from lowtide.pebble.schedule import Act, Schedule
+from lowtide.pebble.solve import Answer
+from lowtide.pebble.status import Status
+
+BLOCK_BYTES: Final = 512
+"""Sizes are multiples of this."""
+SMALL_BYTES: Final = 1 << 20
+"""The largest block of the small pool, and what must be left of a large block for it to be split."""
+SMALL_SEGMENT_BYTES: Final = 2 << 20
+LARGE_SEGMENT_BYTES: Final = 20 << 20
+OWN_SEGMENT_BYTES: Final = 10 << 20
+"""From here on a block has a segment of its own ..."""
+STEP_BYTES: Final = 2 << 20
+"""... whose size is a multiple of this."""
+_LOWER: Final = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
+"""Of what lies between the floor and the budget, how much less is allocated, in turn, until what is reserved for it fits."""
+MOST_TRIES: Final = len(_LOWER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """What the allocator took from the device for a schedule.
+
+    Attributes:
+        peak_bytes: the most that was reserved.
+        allocated_bytes: what was allocated at that time.
+        short_bytes: by how much the first request that could not be met missed the limit; 0 if all were met.
+        short_at: the move of that request; -1 if there is none.
+    """
+
+    peak_bytes: int
+    allocated_bytes: int
+    short_bytes: int = 0
+    short_at: int = -1
+
+
+@final
+class _Block:
+    """A part of a segment; its neighbours there, and whether it is in use."""
+
+    __slots__ = ("after", "before", "order", "size", "small", "used")
+
+    def __init__(self, size: int, order: tuple[int, int], *, small: bool) -> None:
+        self.size = size
+        self.order = order
+        self.small = small
+        self.used = False
+        self.before: _Block | None = None
+        self.after: _Block | None = None
+
+
+@final
+class Allocator:
+    """Torch's caching allocator over a device that has ``limit_bytes`` (None: as many as are asked for)."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        """Reserve nothing yet."""
+        self.limit_bytes = limit_bytes
+        self.reserved_bytes = 0
+        self.allocated_bytes = 0
+        self.peak_bytes = 0
+        self.allocated_at_peak = 0
+        self._segments = 0
+        self._free: dict[bool, list[tuple[int, tuple[int, int], _Block]]] = {True: [], False: []}
+
+    def take(self, size: int) -> _Block | int:
+        """A block for a request; or by how many bytes the device is short of it."""
+        size = max(BLOCK_BYTES, -(-size // BLOCK_BYTES) * BLOCK_BYTES)
+        small = size <= SMALL_BYTES
+        pool = self._free[small]
+        at = bisect_left(pool, (size, (-1, -1)), key=lambda entry: entry[:2])
+        if at < len(pool):
+            block = pool.pop(at)[2]
+        else:
+            found = self._reserve(_segment_bytes(size), small=small)
+            if isinstance(found, int):
+                return found
+            block = found
+        self._split(block, size)
+        block.used = True
+        self.allocated_bytes += block.size
+        if self.reserved_bytes == self.peak_bytes:
+            self.allocated_at_peak = max(self.allocated_at_peak, self.allocated_bytes)
+        return block
+
+    def give(self, block: _Block) -> None:
+        """A block is free again, and one with its free neighbours."""
+        self.allocated_bytes -= block.size
+        block.used = False
+        before, after = block.before, block.after
+        if before is not None and not before.used:
+            self._drop(before)
+            before.size += block.size
+            before.after = after
+            if after is not None:
+                after.before = before
+            block = before
+        if after is not None and not after.used:
+            self._drop(after)
+            block.size += after.size
+            block.after = after.after
+            if after.after is not None:
+                after.after.before = block
+        insort(self._free[block.small], (block.size, block.order, block), key=lambda entry: entry[:2])
+
+    def _reserve(self, size: int, *, small: bool) -> _Block | int:
+        if self.limit_bytes is not None and self.reserved_bytes + size > self.limit_bytes:
+            self._give_back()
+            if self.reserved_bytes + size > self.limit_bytes:
+                return self.reserved_bytes + size - self.limit_bytes
+        self._segments += 1
+        self.reserved_bytes += size
+        if self.reserved_bytes > self.peak_bytes:
+            self.peak_bytes, self.allocated_at_peak = self.reserved_bytes, 0
+        return _Block(size, (self._segments, 0), small=small)
+
+    def _split(self, block: _Block, size: int) -> None:
+        left = block.size - size
+        if left < BLOCK_BYTES if block.small else left <= SMALL_BYTES:
+            return
+        rest = _Block(left, (block.order[0], block.order[1] + size), small=block.small)
+        rest.before, rest.after = block, block.after
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.size = rest, size
+        insort(self._free[block.small], (left, rest.order, rest), key=lambda entry: entry[:2])
+
+    def _drop(self, block: _Block) -> None:
+        pool = self._free[block.small]
+        del pool[bisect_left(pool, (block.size, block.order), key=lambda entry: entry[:2])]
+
+    def _give_back(self) -> None:
+        for small, pool in self._free.items():
+            kept = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
+            self.reserved_bytes -= sum(entry[0] for entry in pool) - sum(entry[0] for entry in kept)
+            self._free[small] = kept
+
+
+def _segment_bytes(size: int) -> int:
+    if size <= SMALL_BYTES:
+        return SMALL_SEGMENT_BYTES
+    return LARGE_SEGMENT_BYTES if size < OWN_SEGMENT_BYTES else -(-size // STEP_BYTES) * STEP_BYTES
+
+
+def reserved(graph: Graph, schedule: Schedule, limit_bytes: int | None = None) -> Reserved:
+    """What the allocator reserves while a schedule is played; it stops at the first request that the limit denies.
+
+    A value in place of the one that it overwrites keeps that block; an operator's workspace comes after its results and goes
+    with it. What is always resident is taken first.
+    """
+    allocator = Allocator(limit_bytes)
+    blocks: dict[int, _Block] = {}
+
+    def short(at: int, by: int) -> Reserved:
+        return Reserved(
+            peak_bytes=allocator.peak_bytes, allocated_bytes=allocator.allocated_at_peak, short_bytes=by, short_at=at
+        )
+
+    for v, node in enumerate(graph.nodes):
+        if node.resident and node.bytes:
+            found = allocator.take(node.bytes)
+            if isinstance(found, int):
+                return short(0, found)
+            blocks[v] = found
+    for t, (act, v) in enumerate(schedule):
+        if act is Act.FREE:
+            if v in blocks:
+                allocator.give(blocks.pop(v))
+        elif act is not Act.OFFLOAD:
+            made = (v,) if act is Act.FETCH else (v, *graph.members[v])
+            denied = _make(graph, allocator, blocks, made, graph.olds[v] if act is Act.UPDATE else ())
+            if not denied and act is not Act.FETCH and graph.nodes[v].workspace_bytes:
+                room = allocator.take(graph.nodes[v].workspace_bytes)
+                if isinstance(room, int):
+                    denied = room
+                else:
+                    allocator.give(room)
+            if denied:
+                return short(t, denied)
+    return Reserved(peak_bytes=allocator.peak_bytes, allocated_bytes=allocator.allocated_at_peak)
+
+
+def _make(
+    graph: Graph, allocator: Allocator, blocks: dict[int, _Block], made: tuple[int, ...], olds: tuple[int, ...]
+) -> int:
+    """Blocks for new values, those of the values that they overwrite among them; by how many bytes one of them missed."""
+    spare = {old: blocks.pop(old) for old in olds if old in blocks}
+    for v in made:
+        node = graph.nodes[v]
+        if not node.bytes:
+            continue
+        old = node.overwrites
+        if old in spare and graph.nodes[old].bytes == node.bytes:
+            blocks[v] = spare.pop(old)
+            continue
+        found = allocator.take(node.bytes)
+        if isinstance(found, int):
+            return found
+        blocks[v] = found
+    for block in spare.values():
+        allocator.give(block)
+    return 0
+
+
+def within(budget_bytes: int, ask: Callable[[int, bool], Answer]) -> tuple[Answer, Reserved]:
+    """A plan for which no more than the budget is reserved, and what is.
+
+    How much lies idle between blocks follows from the plan, and cannot be known before: so less and less is allocated, until
+    the segments fit. The bounds are those for what is allocated: no plan that reserves less is faster, or lower.
+
+    Args:
+        budget_bytes: of the device.
+        ask: the plan for so many allocated bytes, and whether it is the first that is asked for.
+    """
+    first = ask(budget_bytes, True)
+    found = reserved(first.graph, first.schedule, budget_bytes)
+    if not first.status.has_plan or not found.short_bytes:
+        return first, found
+    between = budget_bytes - first.peak_bound.bytes
+    for share in _LOWER:
+        answer = ask(budget_bytes - int(share * between), False)
+        if not answer.status.has_plan:
+            break
+        found = reserved(answer.graph, answer.schedule, budget_bytes)
+        if not found.short_bytes:
+            met = answer.extra_seconds <= first.time_bound.seconds
+            status = Status.OPTIMAL if met else Status.FEASIBLE
+            return replace(answer, status=status, budget_bytes=budget_bytes, time_bound=first.time_bound), found
+    return replace(first, status=Status.UNKNOWN), reserved(first.graph, first.schedule)

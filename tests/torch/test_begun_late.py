@@ -1,0 +1,44 @@
+"""Law: a recording that begins in the middle, as in a notebook, knows what the script had made by then, and who holds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from lowtide.explain import peak_report, steps_of
+from lowtide.store import read
+from torch import nn
+from torch.nn import functional as F
+
+import lowtide
+
+
+def test_what_was_made_before_the_recording_is_known_from_its_first_step_on(tmp_path: Path) -> None:
+    """Averaged weights that only the end of a step touches: a fifth of the first step's peak was unknown."""
+    torch.manual_seed(0)
+    data, targets = torch.randn(2048, 256), torch.randint(0, 10, (2048,))
+    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 10))
+    optimizer = torch.optim.Adam(model.parameters())
+    average = [p.detach().clone() for p in model.parameters()]
+
+    def step(i: int) -> None:
+        rows = slice(i * 32, i * 32 + 32)
+        optimizer.zero_grad()
+        F.cross_entropy(model(data[rows]), targets[rows]).backward()
+        optimizer.step()
+        for held, p in zip(average, model.parameters(), strict=True):
+            held.mul_(0.9).add_(p.detach(), alpha=0.1)
+
+    for i in range(2):
+        step(i)
+    path = tmp_path / "late.lowtide"
+    with lowtide.record(path):
+        for i in range(3):
+            step(i)
+    first = next(s for s in steps_of(read(path)) if s.row.step == 0)
+    report = peak_report(first)
+    assert report is not None
+    assert sum(report.by_role.values()) == report.bytes
+    assert report.by_role.get("unknown", 0) <= 0.01 * report.bytes
+    named = [b for b in report.top if "average[0]" in str(b)]
+    assert named, "the largest averaged weight has no name"
