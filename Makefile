@@ -7,14 +7,20 @@ STAMP := $(VENV)/.ready
 HEAP = $$($(BIN)/python -c "from pathlib import Path; import lowtide; print(next(iter(Path(lowtide.__file__).parent.glob('_heap*.so')), ''))")
 PYTEST = LD_PRELOAD=$(HEAP) $(BIN)/python -m pytest --dist loadgroup
 
-.PHONY: demo test test-slow test-cuda lint bench bench-planner bench-record bench-leaks bench-guard bench-sizes picture clean
+SUITE = tests/unit tests/property tests/torch tests/process
+
+.PHONY: demo test test-long test-slow test-cuda lint bench bench-planner bench-record bench-leaks bench-guard bench-sizes picture clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 # Two processes share the cores here: one thread each. `test-slow` repeats what matters with torch's own number of threads.
 test: $(STAMP) lint
-	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --durations=25 tests/unit tests/property tests/torch tests/process
+	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --durations=25 -m "not takes_long" $(SUITE)
+
+# The rest of the same suite: more models, more frameworks, more ways to be killed.
+test-long: $(STAMP)
+	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --durations=25 -m takes_long $(SUITE)
 
 test-slow: $(STAMP)
 	LOWTIDE_FULL=1 $(PYTEST) -n 2 tests/slow tests/torch/test_matrix.py tests/torch/test_situations.py \

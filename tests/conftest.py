@@ -10,6 +10,16 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``long`` marks a test, or those of its cases whose ids contain one of its arguments: ``make test`` leaves them out."""
+    for item in items:
+        mark = item.get_closest_marker("long")
+        case = getattr(item, "callspec", None)
+        if mark is not None and (not mark.args or (case is not None and any(part in case.id for part in mark.args))):
+            item.add_marker("takes_long")
+
+
 @pytest.fixture(scope="session")
 def heap():  # noqa: ANN201 - imported late: floors 0-2 are tested without torch
     """The preloaded heap counter; ``make test`` preloads it."""

@@ -50,6 +50,7 @@ def seen(tmp_path, monkeypatch, **task):
     return {**found, "saved": (tmp_path / "saved").exists(), "printed": "step 29" in run.tail}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("parts", "expected"), [
     (1, {"calls": 1, "moved": False, "graded": 0, "saved": False, "printed": False}),
     (2, {"calls": 30, "moved": False, "graded": 0, "saved": False, "printed": False}),

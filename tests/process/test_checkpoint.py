@@ -219,6 +219,7 @@ SAVING = """
 """
 
 
+@pytest.mark.long
 def test_kills_at_random_moments_never_leave_a_corrupt_or_an_old_state(tmp_path):
     """What was reported as saved is there; what is loaded is of one step."""
     chance = random.Random(1)
@@ -442,6 +443,7 @@ if os.environ.get("LOWTIDE_FULL"):
     STOPS += [(0, "plain", "8 14"), (2, "plain", "4 14"), (0, "generator", "8"), (2, "generator", "3"), (0, "weighted", "3")]
 
 
+@pytest.mark.long("0-plain-3 5")
 @pytest.mark.parametrize(("workers", "kind", "stops"), STOPS)
 def test_torch_stopped_anywhere_in_an_epoch_ends_with_the_same_bits(tmp_path, workers, kind, stops):
     path = script(tmp_path, TORCH)
@@ -643,6 +645,7 @@ def torchrun(path, *arguments):
     return sorted(line for line in done.stdout.splitlines() if line.startswith("rank")), done
 
 
+@pytest.mark.long
 def test_ranks_decide_together_which_checkpoint_is_whole(tmp_path):
     path = script(tmp_path, RANKS)
     torchrun(path, tmp_path / "c", "save")
@@ -657,6 +660,7 @@ def test_ranks_decide_together_which_checkpoint_is_whole(tmp_path):
         Store(tmp_path / "c").load()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("failing", ["sync", "space"])
 def test_when_one_rank_cannot_save_none_has(tmp_path, failing):
     path = script(tmp_path, RANKS)

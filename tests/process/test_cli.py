@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import forked
 import torch
 
 import lowtide
@@ -102,7 +103,7 @@ def test_bad_usage_is_one_line_and_code_2(tmp_path: Path, arguments: tuple[str, 
     """What is wrong with the call is named in one line; the script does not run."""
     _script(tmp_path, "print('ran')", "x.py")
     (tmp_path / "bad.json").write_text("{")
-    assert named in _one_line(_lowtide(tmp_path, "run", *arguments), 2)
+    assert named in _one_line(forked("run", *arguments, cwd=tmp_path), 2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")

@@ -17,6 +17,7 @@ import urllib.request
 
 import psutil
 import pytest
+from forked import forked
 
 from lowtide.guard.fence import cgroup
 from lowtide.store import read
@@ -255,6 +256,7 @@ def test_a_script_that_knows_nothing_gets_the_signal_itself(tmp_path, number, co
     assert process.returncode == code
 
 
+@pytest.mark.long
 def test_patience_ends_what_does_not_stop(tmp_path):
     path = script(tmp_path, """
         import signal, time
@@ -467,6 +469,7 @@ def test_a_third_signal_ends_what_ignores_two(tmp_path):
 # --- what is shown --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_same_figures_are_recorded_served_and_written(tmp_path):
     path = script(tmp_path, NUMPY)
     port = 20000 + os.getpid() % 20000
@@ -511,11 +514,10 @@ def test_the_same_figures_are_recorded_served_and_written(tmp_path):
 def test_bad_usage_is_one_line_before_anything_runs(tmp_path, arguments):
     path = script(tmp_path, "open('ran', 'w')")
     last = [] if arguments[-1] in {"no-such-command", "missing.py"} else [str(path)]
-    process = started(*arguments, *last, cwd=tmp_path)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == 2
-    assert err.startswith("lowtide: error: ")
-    assert err.count("\n") == 1
+    done = forked("guard", *arguments, *last, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("lowtide: error: ")
+    assert done.stderr.count("\n") == 1
     assert not (tmp_path / "ran").exists()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import forked
 
 from lowtide.leak.books import close
 from lowtide.leak.study import audits_of
@@ -191,6 +192,7 @@ def test_the_line_that_allocates_and_the_list_that_holds_are_named(tmp_path):
     assert not any("ring" in h for h in holders)
 
 
+@pytest.mark.long
 def test_tensors_are_named_by_line_and_module_and_a_growing_graph_by_its_holder(tmp_path):
     path = script(tmp_path, """
         import torch
@@ -321,6 +323,7 @@ def test_a_python_without_lowtide_is_watched_too(tmp_path):
     assert run.column("heap_bytes")[-1] - run.column("heap_bytes")[60] > 59 * 3000
 
 
+@pytest.mark.long
 def test_a_script_that_holds_on_when_it_should_end_is_ended(tmp_path):
     path = script(tmp_path, """
         import time, lowtide
@@ -432,7 +435,7 @@ def test_too_few_steps_are_inconclusive_and_say_how_many_would_do(tmp_path):
 def test_bad_input_is_one_line_and_exit_2(tmp_path, arguments, said):
     script(tmp_path, "", "x.py")
     script(tmp_path, "import time\ntime.sleep(60)\n", "forever.py")
-    done = leak(*arguments, cwd=tmp_path)
+    done = forked("leak", *arguments, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("lowtide: error: ")

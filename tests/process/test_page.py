@@ -141,6 +141,7 @@ def _million(path: Path) -> None:
     writer.close()
 
 
+@pytest.mark.long
 def test_a_million_events_stay_fluid(tmp_path: Path) -> None:
     _million(tmp_path / "million.lowtide")
     text = page(read(tmp_path / "million.lowtide"))

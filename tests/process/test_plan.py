@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import forked
 
 TIMEOUT = 120
 
@@ -117,7 +118,7 @@ def test_bad_input_is_one_line_and_exit_two(graph: Path, tmp_path: Path, argumen
     (tmp_path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
     nodes = [{"id": i, "bytes": 1, "seconds": 1e308} for i in range(3)]
     (tmp_path / "long.json").write_text(json.dumps({"nodes": nodes, "links": []}))
-    done = _lowtide("plan", *arguments, cwd=tmp_path)
+    done = forked("plan", *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("lowtide: error: ")
     assert done.stderr.count("\n") == 1
@@ -200,6 +201,7 @@ for p in net.parameters():
 """
 
 
+@pytest.mark.long
 def test_updates_in_backward_save_what_is_said(tmp_path: Path) -> None:
     """The lever's peak is that of the script with the change made for real."""
     plain = LARGE_WEIGHTS.format(hooks="", step="optimizer.step(); optimizer.zero_grad()")

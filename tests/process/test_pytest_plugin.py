@@ -52,6 +52,7 @@ def _pytest(folder: Path, size: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_limits_are_kept_to_the_byte_and_repeat(tmp_path: Path) -> None:
     told = _pytest(tmp_path, '"1 KiB"')
     assert "4 failed, 1 passed" in told

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import forked
 from lowtide.errors import RecordingError
 from lowtide.live.heap import library_path
 from lowtide.report.export import snapshot, speedscope, trace_events
@@ -112,6 +113,7 @@ def test_report_shows_what_record_showed(home: Path) -> None:
     assert "forward" in done.stderr
 
 
+@pytest.mark.long
 def test_level_phases_agrees_with_level_ops(home: Path) -> None:
     done = _lowtide("record", "-o", "p.lowtide", "--level", "phases", "--json", "p.json", "train.py", "512", cwd=home)
     assert done.returncode == 0, done.stderr
@@ -288,6 +290,7 @@ sys.exit(3)
 """
 
 
+@pytest.mark.long("-2")
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("verb", ["record", "run"])
 def test_children_that_the_script_forks_train_unwatched_and_the_parents_steps_are_all_there(
@@ -363,13 +366,14 @@ def test_a_cap_without_its_unit_is_refused_before_anything_runs(home: Path) -> N
 def test_bad_recordings_are_one_line_and_exit_code_2(home: Path, kind: str, verb: str) -> None:
     name = _damaged(home, kind)
     arguments = {"report": ["report", name], "diff": ["diff", name, "a.lowtide"], "diff-second": ["diff", "a.lowtide", name]}
-    done = _lowtide(*arguments[verb], cwd=home)
+    done = forked(*arguments[verb], cwd=home)
     assert done.returncode == 2
     assert done.stderr.startswith("lowtide: error: ")
     assert len(done.stderr.splitlines()) == 1
     assert name in done.stderr
 
 
+@pytest.mark.long("-names", "-tail")
 @pytest.mark.parametrize("part", ["", "-tail", "-names"])
 def test_bytes_that_were_changed_anywhere_are_an_error_of_one_line_or_what_is_left_is_shown(home: Path, part: str) -> None:
     """Law: whatever becomes of a byte of a recording that was killed, of its journal or names, nothing fails with a traceback."""
@@ -452,6 +456,7 @@ def test_workspaces_of_lapack_stand_on_a_line_of_their_own(home: Path) -> None:
     assert warm["loss"] > warm["forward"] + (1 << 20)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(library_path() is None, reason="the heap counter was not built")
 def test_the_part_of_the_batch_that_is_said_to_fit_fits(home: Path) -> None:
     whole, half = (
@@ -470,6 +475,7 @@ def _recorded_at(home: Path, batch: str) -> Any:
     return _json(home / "n.json")
 
 
+@pytest.mark.long
 def test_a_script_that_fails_before_its_first_step_leaves_the_former_recording(tmp_path: Path) -> None:
     """Law: a recording is replaced by one that has something to show, not by an empty one."""
     file = tmp_path / "kept.lowtide"
@@ -490,6 +496,7 @@ def test_a_script_that_fails_before_its_first_step_leaves_the_former_recording(t
     assert [p.name for p in tmp_path.glob("kept.lowtide*")] == ["kept.lowtide"]
 
 
+@pytest.mark.long
 def test_what_was_set_aside_by_a_recording_that_was_killed_is_told_of_and_reads(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TRAINING)
     (tmp_path / "killed.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")

@@ -38,6 +38,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.long("1", "2", "3", "4", "5")
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_peaks_by_phase_are_exact_and_roles_are_known(group: int, judge: Path) -> None:
     names = sorted(recorded_jobs.JOBS)[group::GROUPS]

@@ -104,6 +104,7 @@ if os.environ.get("LOWTIDE_FULL"):
     }
 
 
+@pytest.mark.long("lightning, steps", "keras, epochs")
 @pytest.mark.parametrize(("text", "rule", "generations", "more"), CASES.values(), ids=CASES)
 def test_recycled_weights_are_the_uninterrupted_ones(tmp_path, text, rule, generations, more):
     path = script(tmp_path, text)
@@ -145,6 +146,7 @@ RANKS = """
 TORCHRUN = ["--", sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
+@pytest.mark.long
 def test_one_leaking_rank_recycles_all_and_nothing_changes(tmp_path):
     path = script(tmp_path, RANKS)
     plain = subprocess.run([*TORCHRUN[1:], path, tmp_path / "a", "plain"], capture_output=True, text=True, timeout=100, check=True, env=ENVIRONMENT)
@@ -156,6 +158,7 @@ def test_one_leaking_rank_recycles_all_and_nothing_changes(tmp_path):
     assert sum(g["safe_points"] for g in figures["generations"]) == 60
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_is_noticed(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "lowtide", "guard", "--json", tmp_path / "guard.json", *TORCHRUN, script(tmp_path, RANKS), tmp_path / "c", "pids"],

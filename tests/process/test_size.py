@@ -63,6 +63,7 @@ def test_constants_are_set_where_the_script_assigns_them() -> None:
         with_constants(b"A = 1\n", {"D": "1"}, "s.py")
 
 
+@pytest.mark.long
 def test_sizes_reach_the_script_by_option_variable_and_constant() -> None:
     def peak(*axes: str) -> int:
         vary = Vary([parse_axis(a, str(SCRIPT)) for a in axes], ())
@@ -107,6 +108,7 @@ def test_a_script_that_fails_says_why(tmp_path: Path) -> None:
 # --- lowtide min -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_minimum_passes_under_a_hard_cap_and_one_per_cent_less_fails(tmp_path: Path) -> None:
     said = lowtide("min", "--without", "all", "--json", str(tmp_path / "f.json"), "--html", str(tmp_path / "f.html"), str(SCRIPT),
                    "--batch-size", "32", "--length", "32")
@@ -127,6 +129,7 @@ def test_minimum_passes_under_a_hard_cap_and_one_per_cent_less_fails(tmp_path: P
 # --- lowtide batch ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_batch_measures_until_memory_ends_and_goes_on_where_it_was(tmp_path: Path) -> None:
     words = ["batch", "--vary", "batch-size=4,32,...", "--memory", "9MB", "--steps", "5", "--json", str(tmp_path / "f.json"),
              "--html", str(tmp_path / "f.html"), str(SCRIPT)]
@@ -149,6 +152,7 @@ def test_batch_measures_until_memory_ends_and_goes_on_where_it_was(tmp_path: Pat
     assert "other options" in lowtide(*words[:3], "--memory", "8MB", str(SCRIPT), code=2, cwd=tmp_path)
 
 
+@pytest.mark.long
 def test_batch_runs_under_the_budget_what_does_not_fit_plainly(tmp_path: Path) -> None:
     lowtide("batch", "--vary", "batch-size=16,48", "--budget", "8MB", "--memory", "9MB", "--steps", "6", "--json",
             str(tmp_path / "f.json"), str(SCRIPT), cwd=tmp_path)
@@ -208,6 +212,7 @@ def test_largest_is_the_last_that_fits() -> None:
 # --- predictions -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long("sequence")
 @pytest.mark.parametrize(("small", "large"), [
     (["batch-size=2", "batch-size=3", "batch-size=4"], "batch-size=32"),
     (["length=8", "length=16", "length=24", "length=32"], "length=256"),
@@ -233,6 +238,7 @@ def test_prediction_at_eight_times_the_largest_recorded_is_within_a_per_cent(sma
     assert model.degrees == ((1,) if "batch-size=32" == large else (2,))
 
 
+@pytest.mark.long
 def test_two_sizes_at_once_are_predicted_and_the_file_answers_with_a_plan(tmp_path: Path) -> None:
     file = tmp_path / "f.lowtide"
     lowtide("batch", "--predict", "-o", str(file), "--json", str(tmp_path / "f.json"), "--vary", "batch-size=2,3,4,16",
@@ -252,6 +258,7 @@ def test_two_sizes_at_once_are_predicted_and_the_file_answers_with_a_plan(tmp_pa
     assert "does not fit" in lowtide("predict", str(file), *sizes, "--memory", "100KiB", code=1)
 
 
+@pytest.mark.long
 def test_recordings_say_their_sizes_by_the_scripts_own_options(tmp_path: Path) -> None:
     files = []
     for size in ("2", "4", "6"):

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked import forked
 
 
 
@@ -39,6 +40,7 @@ GROWING = """
 """
 
 
+@pytest.mark.long
 def test_growth_rate_trends_and_recommendation_are_those_of_the_planted_cells(tmp_path):
     """Two axes with known effects: bytes kept per step, and time per step."""
     write(tmp_path, """
@@ -221,6 +223,7 @@ def check_once(folder, cells):
     assert not (folder / "s.results.cells").exists()
 
 
+@pytest.mark.long
 def test_a_sweep_that_is_killed_goes_on_and_no_cell_is_lost_or_run_twice(tmp_path):
     assert killed_again_and_again(tmp_path, kills=8, seed=1, cells=10) >= 4
     check_once(tmp_path, 10)
@@ -303,7 +306,7 @@ def test_dask_runs_the_cells_of_a_lost_worker_again(tmp_path):
 ])
 def test_a_bad_file_is_one_line_before_anything_runs(tmp_path, toml, said):
     (tmp_path / "s.toml").write_text(toml)
-    done = sweep("s.toml", cwd=tmp_path, timeout=60)
+    done = forked("sweep", "s.toml", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert done.stderr.startswith("lowtide: error: s.toml: ")

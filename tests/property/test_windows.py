@@ -62,6 +62,7 @@ def test_a_chain_that_takes_over_the_rows_of_a_smaller_one_proves_as_much():
     assert grown.relax(seconds=60).seconds == pytest.approx(fresh.relax(seconds=60).seconds, rel=1e-2)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(library() is None, reason="the search was not compiled")
 @settings(max_examples=3, deadline=None)
 @given(st.integers(5, 60))

@@ -160,6 +160,7 @@ def _image(model: nn.Module) -> torch.Tensor:
 CASES = {"gpt2": (gpt2, _language), "resnet": (resnet, _image)}
 
 
+@pytest.mark.long("resnet")
 @pytest.mark.parametrize("job", CASES)
 def test_update_in_backward_on_transformers_models_also_under_a_budget(job: str) -> None:
     """Nearly all gradient bytes go; and where no plan holds the budget without, the lever is pulled without being named."""

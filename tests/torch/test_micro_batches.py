@@ -325,6 +325,7 @@ RANKS = """
 """
 
 
+@pytest.mark.long
 def test_ranks_agree_through_200_injected_failures(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(RANKS))

@@ -200,6 +200,7 @@ def _causes(folder: Path) -> dict[str, tuple[str, str]]:
     return told
 
 
+@pytest.mark.long
 @pytest.mark.timeout(280)
 def test_the_planted_cause_is_named_in_18_of_20(tmp_path: Path) -> None:
     assert len(PLANTED) >= 20

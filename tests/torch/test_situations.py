@@ -19,6 +19,7 @@ OUT_OF_REACH = {"gradients_by_transform", "nested_tensors"}
 """What is made under a transform, or by a tensor of another kind, is kept as it is: such a step is over the budget and says so."""
 
 
+@pytest.mark.long("meta_learning", "compiled_part")
 @pytest.mark.parametrize(("share", "offload"), [(0.55, False), (0.55, True), *([(0.8, True)] if FULL else [])])
 @pytest.mark.parametrize("name", situations.SITUATIONS)
 def test_bits_and_budget_hold(name: str, share: float, offload: bool) -> None:
@@ -67,6 +68,7 @@ ROUNDS = {"generator_twice": 2}
 """Updates in one call of a job's step, where each is a step of its own: a graph begins and ends with it."""
 
 
+@pytest.mark.long("retained_heads")
 @pytest.mark.parametrize("name", ["retained_heads", "generator_twice", "gan", "hidden_state_carried", "accumulation"])
 def test_each_step_is_a_step_of_its_own_and_no_floor_is_above_a_peak_that_was_reached(name: str) -> None:
     """Whatever graphs a script still holds when its next step begins."""

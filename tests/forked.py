@@ -1,0 +1,36 @@
+"""A verb in a fork of the test's own process: what is refused before anything runs need not wait for an interpreter to start."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from subprocess import CompletedProcess
+
+
+def forked(*words: str | Path, cwd: Path) -> CompletedProcess[str]:
+    """``lowtide WORDS`` in a folder: its exit code, and what it wrote."""
+    from lowtide.cli.main import main
+
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        child = os.fork()
+        if child == 0:  # nothing of the test's may run in here, whatever happens
+            code = 70
+            try:
+                os.chdir(cwd)
+                os.dup2(out.fileno(), 1)
+                os.dup2(err.fileno(), 2)
+                sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+                main([str(w) for w in words])
+                code = 0
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        out.seek(0)
+        err.seek(0)
+        return CompletedProcess(words, os.waitstatus_to_exitcode(status), out.read(), err.read())
