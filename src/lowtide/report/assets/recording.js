@@ -108,7 +108,7 @@
       const total = before.cumulative[R - 1];
       columns.push(Float64Array.from({length: x.length}, (_, i) => {  // the highest until the next instant: a short peak is not lost
         let highest = 0;
-        for (let k = at(i), end = Math.max(k, i + 1 < x.length ? at(i + 1) - 1 : total.length - 1); k <= end; k++) highest = Math.max(highest, total[k]);
+        for (let k = i ? at(i) : 0, end = Math.max(k, i + 1 < x.length ? at(i + 1) - 1 : total.length - 1); k <= end; k++) highest = Math.max(highest, total[k]);
         return highest;
       }));
       lines.push({label: "before", stroke: "#111", width: 1.5, dash: [5, 4], points: {show: false}, value: (u, v) => (v == null ? "" : size(v))});
@@ -172,5 +172,6 @@
     }, [data.peaks.map((p) => p[0]), data.peaks.map((p) => p[1])], holder);
   }
   else document.getElementById("every").remove();
+  window.lowtideChart = () => chart;
   window.lowtideReady = true;
 })();
