@@ -27,8 +27,10 @@ CHUNKS: Final = 8
 LEVERS: Final = ("loss-block", "foreach", "resident-data", "smaller-batch")
 """Findings that are ways to do with less; the others are oversights, and come first."""
 
-_TEMPORARIES: Final = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 3}
-"""Temporaries of a parameter's size that an optimizer's loop (``foreach=False``) holds at once; 1 where not named."""
+_TEMPORARIES: Final = {"SGD": 0, "ASGD": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 5, "Adadelta": 2, "Rprop": 3}
+"""Temporaries of a parameter's size that an optimizer's loop (``foreach=False``) holds at once, measured; else 1."""
+_RECTIFIED: Final = 5
+"""Step, counted from 0, from which on RAdam takes as many; before, as Adam does."""
 _LOSS_OPS: Final = ("_log_softmax", "nll_loss", "binary_cross_entropy", "mse_loss", "ctc_loss", "kl_div")
 _SLICES: Final = ("aten.slice", "aten.select", "aten.index", "aten.narrow", "aten.split", "aten.unbind", "aten.as_strided")
 
@@ -218,18 +220,21 @@ def foreach_extra(case: Case) -> Iterator[Finding]:
     """What the optimizer's foreach kernels take beyond one parameter at a time."""
     step = case.step
     change = Change()
-    by_op: dict[int, list[tuple[int, Block]]] = {}
-    for i, b in enumerate(step.blocks):
-        if b.role is None and b.counted and b.op.startswith("aten._foreach") and b.phase is Phase.OPTIMIZER:
-            by_op.setdefault(step.op_at(b.born), []).append((i, b))
+    made = [(i, b) for i, b in enumerate(step.blocks)
+            if b.role is None and b.counted and b.op.startswith("aten._foreach") and b.phase is Phase.OPTIMIZER]
+    alone = _temporaries([b for _, b in made], step)
+    births = sorted({b.born for _, b in made})
+    there = [[b.bytes for _, b in made if b.born <= t < b.died] for t in births]
     total = 0
-    kinds = {b.name.split(" ")[0] for b in step.blocks if b.role is Role.OPTIMIZER_STATE}
-    alone = max((_TEMPORARIES.get(kind, 1) for kind in kinds), default=1)
-    for made in by_op.values():
-        made.sort(key=lambda x: -x[1].bytes)
-        extra = sum(b.bytes for _, b in made[alone:])
-        total = max(total, extra)
-        change.bytes.update({i: 0 for i, _ in made[alone:]})
+    if births:
+        held = max(there, key=sum)
+        least = alone * max(held)
+        total = max(0, sum(held) - least)
+        change.bytes.update({i: 0 for i, _ in made})
+        if least:
+            last = max(b.died for _, b in made)
+            change.more.append(Buffer(bytes=least, born=step.op_at(births[0]), slot=0, held_until=step.op_at(last),
+                                      released=-1, counted=True, movable=False))
     for k in case.denied("_foreach"):
         read = sorted((b.bytes for b in step.blocks if int(step.ops[k]) in b.reads), reverse=True)
         total = max(total, case.inside(k) - sum(read[:alone]))
@@ -242,6 +247,21 @@ def foreach_extra(case: Case) -> Iterator[Finding]:
         "takes those of one parameter at a time (or fused=True none)",
         change,
     )
+
+
+def _temporaries(made: list[Block], step: Step) -> int:
+    """How many temporaries of a parameter's size the optimizer's loop would hold where its foreach kernels made these."""
+    kinds = {b.name.split(" ")[0] for b in step.blocks if b.role is Role.OPTIMIZER_STATE} or {"SGD"}
+    base = max(_TEMPORARIES.get(kind, 1) for kind in kinds)
+    if kinds == {"RAdam"} and step.row.step < _RECTIFIED:
+        base = _TEMPORARIES["Adam"]
+    entered = {b.born: b.op for b in made}
+    roles = {e: {b.role for b in step.blocks if e in b.reads} for e in entered}
+    replaced = {e for e, op in entered.items() if op.startswith("aten._foreach_neg")
+                or (op == "aten._foreach_add.List" and {Role.PARAMETER, Role.GRADIENT} <= roles[e])}
+    again = kinds == {"SGD"} and any(w > b.born for b in made if b.born in replaced for w in b.writes)
+    own = kinds == {"ASGD"}  # it adds the parameters once for its average
+    return base + (len(replaced) > own) + again
 
 
 def loss_block(case: Case) -> Iterator[Finding]:
