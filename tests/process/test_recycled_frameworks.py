@@ -104,7 +104,7 @@ if os.environ.get("LOWTIDE_FULL"):
     }
 
 
-@pytest.mark.long("lightning, steps", "keras, epochs")
+@pytest.mark.long
 @pytest.mark.parametrize(("text", "rule", "generations", "more"), CASES.values(), ids=CASES)
 def test_recycled_weights_are_the_uninterrupted_ones(tmp_path, text, rule, generations, more):
     path = script(tmp_path, text)

@@ -91,6 +91,7 @@ def test_a_recommendation_that_does_not_hold_on_the_second_command_is_withdrawn(
     assert "was best, but on the second command it grows more" in found["reason"]
 
 
+@pytest.mark.long
 def test_cells_that_crash_hang_or_are_killed_are_results(tmp_path):
     write(tmp_path, """
         command = "python job.py"
