@@ -117,5 +117,7 @@ def test_the_command_holds_the_budget_for_segments_and_its_check_verifies_it(tmp
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["allocator"] == "cuda"
     assert found["peak_bytes"] < found["reserved_bytes"] <= 70 * MIB
+    assert _code(*words, "--budget", "70MiB", "--html", str(tmp_path / "plan.html")) == 0
+    assert "reserved on a device" in (tmp_path / "plan.html").read_text()
     assert _code("plan", str(tmp_path / "g.json"), "--check", str(tmp_path / "plan.json")) == 0
     assert _code(*words, "--curve") == 2

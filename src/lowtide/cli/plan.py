@@ -278,9 +278,10 @@ def _tell(solver: Solver, answer: Answer, points: list[Answer], beyond: list[Lev
         if points:
             found["curve"] = curve_json(points)
         write_json(told.json_file, found)
+    reserved = None if told.held is None else told.held.peak_bytes
     if told.html_file is not None:
-        Path(told.html_file).write_text(page(solver, answer, why, points, strategy=told.strategy))
-    show_plan(answer, why, strategy=told.strategy, reserved=None if told.held is None else told.held.peak_bytes)
+        Path(told.html_file).write_text(page(solver, answer, why, points, strategy=told.strategy, reserved=reserved))
+    show_plan(answer, why, strategy=told.strategy, reserved=reserved)
     for lever in beyond:
         console().print(f"besides: {lever.text}", markup=False)
     if points:

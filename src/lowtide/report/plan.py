@@ -141,7 +141,9 @@ def show_curve(answers: Sequence[Answer]) -> None:
     console().print(table)
 
 
-def page(solver: Solver, answer: Answer, why: Decides | None, curve: Sequence[Answer], *, strategy: str) -> str:
+def page(
+    solver: Solver, answer: Answer, why: Decides | None, curve: Sequence[Answer], *, strategy: str, reserved: int | None = None
+) -> str:
     """The page: memory along the plan beside the given order, the curve, what decides, what each module does."""
     plain = solver.follow(solver.row, None)
     data = {
@@ -164,6 +166,7 @@ def page(solver: Solver, answer: Answer, why: Decides | None, curve: Sequence[An
         answer=answer,
         shown=answer.status.has_plan,
         strategy=strategy,
+        reserved=reserved,
         decides=why,
         modules=by_module(answer)[: 3 * _ROWS] if answer.status.has_plan else [],
         name=lambda v: name_of(solver.graph, v),
