@@ -14,7 +14,7 @@ from lowtide.explain import Block, Step, steps_of, telling
 from lowtide.finding import Case, Change, Finding
 from lowtide.leastpeak import blocks_at, floor_of, grows_with_the_batch
 from lowtide.store import PHASES, Recording, Role
-from lowtide.trace import Buffer, Phase
+from lowtide.trace import Phase
 from lowtide.units import format_bytes
 
 NOTABLE: Final = 0.01
@@ -77,8 +77,7 @@ def zeroed_gradients(case: Case) -> Iterator[Finding]:
         if incoming is not None:
             change.until[incoming] = end
         else:
-            change.more.append(Buffer(bytes=b.bytes, born=step.op_at(added), slot=0, held_until=end, released=-1,
-                                      counted=True, movable=False))
+            change.add(b.bytes, step.op_at(added), end)
     yield case.found(
         "zeroed-gradients",
         f"{format_bytes(total)} of gradients are zeroed and kept through the forward: free them with "
@@ -232,9 +231,7 @@ def foreach_extra(case: Case) -> Iterator[Finding]:
         total = max(0, sum(held) - least)
         change.bytes.update({i: 0 for i, _ in made})
         if least:
-            last = max(b.died for _, b in made)
-            change.more.append(Buffer(bytes=least, born=step.op_at(births[0]), slot=0, held_until=step.op_at(last),
-                                      released=-1, counted=True, movable=False))
+            change.add(least, step.op_at(births[0]), step.op_at(max(b.died for _, b in made)))
     for k in case.denied("_foreach"):
         read = sorted((b.bytes for b in step.blocks if int(step.ops[k]) in b.reads), reverse=True)
         total = max(total, case.inside(k) - sum(read[:alone]))
@@ -255,10 +252,8 @@ def _temporaries(made: list[Block], step: Step) -> int:
     base = max(_TEMPORARIES.get(kind, 1) for kind in kinds)
     if kinds == {"RAdam"} and step.row.step < _RECTIFIED:
         base = _TEMPORARIES["Adam"]
-    entered = {b.born: b.op for b in made}
-    roles = {e: {b.role for b in step.blocks if e in b.reads} for e in entered}
-    replaced = {e for e, op in entered.items() if op.startswith("aten._foreach_neg")
-                or (op == "aten._foreach_add.List" and {Role.PARAMETER, Role.GRADIENT} <= roles[e])}
+    replaced = {e for e, op in {b.born: b.op for b in made}.items() if op.startswith("aten._foreach_neg") or (
+        op == "aten._foreach_add.List" and {Role.PARAMETER, Role.GRADIENT} <= {b.role for b in step.blocks if e in b.reads})}
     again = kinds == {"SGD"} and any(w > b.born for b in made if b.born in replaced for w in b.writes)
     own = kinds == {"ASGD"}  # it adds the parameters once for its average
     return base + (len(replaced) > own) + again

@@ -55,6 +55,10 @@ class Change:
     inside: dict[int, int] = field(default_factory=dict)
     more: list[Buffer] = field(default_factory=list)
 
+    def add(self, size: int, born: int, until: int) -> None:
+        """One more block, of so many bytes, from one operator to another."""
+        self.more.append(Buffer(bytes=size, born=born, slot=0, held_until=until, released=-1, counted=True, movable=False))
+
     def apply(self, trace: Trace) -> Trace:
         """The changed trace."""
         buffers = list(trace.buffers)

@@ -25,8 +25,6 @@ _CURVE = 13
 _CURVE_TIME = 1.5
 """Searching a curve may take so many times what one budget may."""
 
-_FIRST = 0.5
-"""Share of the time that the plan takes whose segments are looked at first."""
 _LARGEST_BLOCK = 1 << 30
 """No allocator gives out larger blocks."""
 
@@ -115,10 +113,7 @@ def plan(
         answer = _answer(solver, None, strategy, limit, points)
         held = segments.reserved(answer.graph, answer.schedule)
     else:
-        shares = _FIRST, (1 - _FIRST) / segments.MOST_TRIES
-        answer, held = segments.within(
-            asked, lambda room, first: _answer(solver, room, strategy, limit * shares[not first], points)
-        )
+        answer, held = segments.within(asked, lambda room, share: _answer(solver, room, strategy, share * limit, points))
     told = _Told(strategy=strategy, rounding=rounding, held=held, json_file=json_file, html_file=html_file)
     _tell(solver, answer, points, beyond, told)
     return 0 if answer.status.has_plan else 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import itertools
 import os
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import Any, Protocol, final
 
 import torch
 from lowtide.live.native import FIELDS, Counters, library_path
-from lowtide.live.tensors import storages_of, with_gradients
+from lowtide.live.tensors import storages_of, tensors_so_far, with_gradients
 
 _PROBE_BYTES = 4096
 """A block that tells who is taken for whom."""
@@ -46,8 +45,7 @@ def _attach(library: ctypes.CDLL) -> bool:
         return False
     adopt = library.lowtide_adopt
     adopt.argtypes, adopt.restype = (ctypes.c_void_p, ctypes.c_int64), None
-    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
-    for storage in storages_of(with_gradients(tensors)).values():
+    for storage in storages_of(with_gradients(tensors_so_far())).values():
         with contextlib.suppress(RuntimeError, NotImplementedError):  # a storage without bytes
             resizable = storage.resizable()  # numpy's memory, and files', is not
             if storage.device.type == "cpu" and resizable and storage.data_ptr():

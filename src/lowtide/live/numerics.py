@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -86,6 +86,7 @@ def _told(get: Callable[[], Any]) -> Any:
 
 
 _known: list[Numerics] = []
+_AS_THEY_ARE: Final = nullcontext()
 
 
 def current() -> Numerics:
@@ -114,12 +115,14 @@ def _setting(original: Any) -> Any:
     return changed
 
 
-@contextmanager
-def under(settings: Numerics) -> Iterator[None]:
+def under(settings: Numerics) -> AbstractContextManager[None]:
     """Run operators under the settings that others were run under."""
-    if settings is current() or settings == current():
-        yield
-        return
+    now = current()
+    return _AS_THEY_ARE if settings is now or settings == now else _changed(settings)
+
+
+@contextmanager
+def _changed(settings: Numerics) -> Iterator[None]:
     changed = []
     for (get, change), wanted in zip(_SETTINGS, settings, strict=True):
         found = _told(get)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator
 from typing import Any, final
 
@@ -87,6 +88,11 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStora
             continue
         found[storage._cdata] = storage
     return found
+
+
+def tensors_so_far() -> list[torch.Tensor]:
+    """Tensors that Python has, of all types."""
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
 
 
 def tensors_in(state: Any) -> list[torch.Tensor]:

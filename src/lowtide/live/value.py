@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Protocol, final
 
 import torch
@@ -26,7 +27,7 @@ def _references_beside_tensors() -> int:
 
 
 _BESIDE = _references_beside_tensors()
-_has_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # type: ignore[attr-defined]
+_NO_GUARDS: Final = nullcontext()
 
 
 def sole_owner(storage: torch.UntypedStorage, own: int) -> bool:
@@ -34,13 +35,15 @@ def sole_owner(storage: torch.UntypedStorage, own: int) -> bool:
     return int(torch._C._storage_Use_Count(storage._cdata)) <= own + _BESIDE  # type: ignore[attr-defined]
 
 
+def _beneath() -> AbstractContextManager[None]:
+    """For a new view: it wants no gradient, and autocast has no rule for it, so only modes are to be kept out, if any."""
+    return beneath_autograd() if torch._C._len_torch_dispatch_stack() else _NO_GUARDS  # type: ignore[attr-defined]
+
+
 def view_on(storage: torch.UntypedStorage, meta: Meta) -> torch.Tensor:
     """A tensor on a storage."""
     size, stride, offset, dtype, conjugated, negated = meta
-    if _has_modes():
-        with beneath_autograd():
-            view = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)  # type: ignore[call-overload]
-    else:  # nothing to keep out: a tensor that wants no gradient, and no autocast rule; guards cost more than the view
+    with _beneath():
         view = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)  # type: ignore[call-overload]
     if conjugated:
         torch._C._set_conj(view, True)
@@ -376,8 +379,6 @@ class Record:
         before = torch.is_grad_enabled()
         torch._C._set_grad_enabled(self.grad)
         try:
-            if self.settings is current():
-                return flatten(self._draws_as_before(how, args, kwargs)), written
             with under(self.settings):
                 return flatten(self._draws_as_before(how, args, kwargs)), written
         finally:
@@ -512,7 +513,5 @@ class Replayer(Protocol):
 
 def whole(storage: torch.UntypedStorage) -> torch.Tensor:
     """A tensor over all bytes of a storage: our way to hold it."""
-    if not _has_modes():
-        return flat(storage)
-    with beneath_autograd():
+    with _beneath():
         return flat(storage)

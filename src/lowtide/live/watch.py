@@ -33,7 +33,7 @@ from lowtide.live.ops import OpInfo, info_of
 from lowtide.live.saver import Kept
 from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
-from lowtide.live.tensors import grad_of, on_storage, tensors_in
+from lowtide.live.tensors import grad_of, on_storage, tensors_in, tensors_so_far
 from lowtide.live.value import NO_DISPATCH, PLAIN_TYPES, StorageRef, written_by
 from lowtide.store import CARRIED, PHASES, Flag, Kind, Role, Writer, encode_run, summed
 from lowtide.trace import Phase
@@ -218,8 +218,8 @@ class Watcher:
 
     def _meet_what_is_there(self) -> None:
         """Tensors that the script made before: in a notebook, all that it has; a plain script has none yet."""
-        tensors = (o for o in gc.get_objects() if type(o) in PLAIN_TYPES)
-        for part in (part for tensor in tensors for part in _parts(tensor)):
+        plain = (t for t in tensors_so_far() if type(t) in PLAIN_TYPES)
+        for part in (part for tensor in plain for part in _parts(tensor)):
             storage = part.untyped_storage()
             if self._find(storage) is None and self.meter.counts(storage):
                 self._enter(storage, part, (0, 0, 0), met=True)

@@ -228,36 +228,44 @@ class _Checker:
 
     def segments(self, budget: int) -> None:
         """Play the schedule on a device that has the budget, under torch's caching allocator."""
-        nodes = self.graph.nodes
         device = Device(budget)
+        denied = self.denied(device)
+        if denied is not None:
+            self.claim(False, f"the segments of the {self.solution['allocator']} allocator exceed the budget at move {denied}")
+            return
+        told = self.solution.get("reserved_bytes")
+        self.claim(told == device.peak, f"reserved_bytes is {told}, the schedule reserves {device.peak}")
+
+    def denied(self, device: Device) -> int | None:
+        """The first move at which a device has too few bytes; None if it has enough for all."""
+        nodes = self.graph.nodes
         pieces: dict[int, Any] = {v: device.allocate(n.bytes) for v, n in enumerate(nodes) if n.resident and n.bytes}
+        if None in pieces.values():
+            return 0
         for t, (act, name) in enumerate(self.solution["schedule"]):
             v = self.index[name]
             if act == "free" and v in pieces:
                 device.release(pieces.pop(v))
-            elif act in (*_RUNS, "fetch"):
-                made = [u for u in (self.made[v] if act in _RUNS else [v]) if nodes[u].bytes]
-                over = {u for u in (self.olds(v) if act == "update" else ()) if u in pieces}
-                for u in made:
-                    old = nodes[u].overwrites
-                    if old in over and nodes[old].bytes == nodes[u].bytes:
-                        over.remove(old)
-                        pieces[u] = pieces.pop(old)
-                    else:
-                        pieces[u] = device.allocate(nodes[u].bytes)
-                for o in sorted(over):
-                    device.release(pieces.pop(o))
-                if act in _RUNS and nodes[v].workspace_bytes:
-                    room = device.allocate(nodes[v].workspace_bytes)
-                    if room is not None:
-                        device.release(room)
-                    else:
-                        pieces[-1] = None
-            if None in pieces.values():
-                self.claim(False, f"the segments of the {self.solution['allocator']} allocator exceed the budget at move {t}")
-                return
-        told = self.solution.get("reserved_bytes")
-        self.claim(told == device.peak, f"reserved_bytes is {told}, the schedule reserves {device.peak}")
+            if act not in (*_RUNS, "fetch"):
+                continue
+            over = {u for u in (self.olds(v) if act == "update" else ()) if u in pieces}
+            for u in self.made[v] if act in _RUNS else [v]:
+                old = nodes[u].overwrites
+                if old in over and nodes[old].bytes == nodes[u].bytes:
+                    over.remove(old)
+                    pieces[u] = pieces.pop(old)
+                elif nodes[u].bytes and (piece := device.allocate(nodes[u].bytes)) is not None:
+                    pieces[u] = piece
+                elif nodes[u].bytes:
+                    return t
+            for o in over:
+                device.release(pieces.pop(o))
+            if act in _RUNS and nodes[v].workspace_bytes:
+                room = device.allocate(nodes[v].workspace_bytes)
+                if room is None:
+                    return t
+                device.release(room)
+        return None
 
     def replay(self, base: float) -> None:
         """Play the schedule, and hold its figures against those that are claimed."""

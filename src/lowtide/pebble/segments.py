@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Final, final
 
 from lowtide.pebble.graph import Graph
@@ -30,7 +31,9 @@ STEP_BYTES: Final = 2 << 20
 """... whose size is a multiple of this."""
 _LOWER: Final = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 """Of what lies between the floor and the budget, how much less is allocated, in turn, until what is reserved for it fits."""
-MOST_TRIES: Final = len(_LOWER)
+_FIRST: Final = 0.5
+"""Share of the time that the first plan takes; the others share the rest."""
+_PLACE: Final = itemgetter(0, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +42,11 @@ class Reserved:
 
     Attributes:
         peak_bytes: the most that was reserved.
-        allocated_bytes: what was allocated at that time.
         short_bytes: by how much the first request that could not be met missed the limit; 0 if all were met.
-        short_at: the move of that request; -1 if there is none.
     """
 
     peak_bytes: int
-    allocated_bytes: int
     short_bytes: int = 0
-    short_at: int = -1
 
 
 @final
@@ -73,9 +72,7 @@ class Allocator:
         """Reserve nothing yet."""
         self.limit_bytes = limit_bytes
         self.reserved_bytes = 0
-        self.allocated_bytes = 0
         self.peak_bytes = 0
-        self.allocated_at_peak = 0
         self._segments = 0
         self._free: dict[bool, list[tuple[int, tuple[int, int], _Block]]] = {True: [], False: []}
 
@@ -84,7 +81,7 @@ class Allocator:
         size = max(BLOCK_BYTES, -(-size // BLOCK_BYTES) * BLOCK_BYTES)
         small = size <= SMALL_BYTES
         pool = self._free[small]
-        at = bisect_left(pool, (size, (-1, -1)), key=lambda entry: entry[:2])
+        at = bisect_left(pool, (size, (-1, -1)), key=_PLACE)
         if at < len(pool):
             block = pool.pop(at)[2]
         else:
@@ -94,14 +91,10 @@ class Allocator:
             block = found
         self._split(block, size)
         block.used = True
-        self.allocated_bytes += block.size
-        if self.reserved_bytes == self.peak_bytes:
-            self.allocated_at_peak = max(self.allocated_at_peak, self.allocated_bytes)
         return block
 
     def give(self, block: _Block) -> None:
         """A block is free again, and one with its free neighbours."""
-        self.allocated_bytes -= block.size
         block.used = False
         before, after = block.before, block.after
         if before is not None and not before.used:
@@ -117,7 +110,7 @@ class Allocator:
             block.after = after.after
             if after.after is not None:
                 after.after.before = block
-        insort(self._free[block.small], (block.size, block.order, block), key=lambda entry: entry[:2])
+        self._put(block)
 
     def _reserve(self, size: int, *, small: bool) -> _Block | int:
         if self.limit_bytes is not None and self.reserved_bytes + size > self.limit_bytes:
@@ -126,8 +119,7 @@ class Allocator:
                 return self.reserved_bytes + size - self.limit_bytes
         self._segments += 1
         self.reserved_bytes += size
-        if self.reserved_bytes > self.peak_bytes:
-            self.peak_bytes, self.allocated_at_peak = self.reserved_bytes, 0
+        self.peak_bytes = max(self.peak_bytes, self.reserved_bytes)
         return _Block(size, (self._segments, 0), small=small)
 
     def _split(self, block: _Block, size: int) -> None:
@@ -139,11 +131,14 @@ class Allocator:
         if block.after is not None:
             block.after.before = rest
         block.after, block.size = rest, size
-        insort(self._free[block.small], (left, rest.order, rest), key=lambda entry: entry[:2])
+        self._put(rest)
+
+    def _put(self, block: _Block) -> None:
+        insort(self._free[block.small], (block.size, block.order, block), key=_PLACE)
 
     def _drop(self, block: _Block) -> None:
         pool = self._free[block.small]
-        del pool[bisect_left(pool, (block.size, block.order), key=lambda entry: entry[:2])]
+        del pool[bisect_left(pool, (block.size, block.order), key=_PLACE)]
 
     def _give_back(self) -> None:
         for small, pool in self._free.items():
@@ -167,18 +162,16 @@ def reserved(graph: Graph, schedule: Schedule, limit_bytes: int | None = None) -
     allocator = Allocator(limit_bytes)
     blocks: dict[int, _Block] = {}
 
-    def short(at: int, by: int) -> Reserved:
-        return Reserved(
-            peak_bytes=allocator.peak_bytes, allocated_bytes=allocator.allocated_at_peak, short_bytes=by, short_at=at
-        )
+    def short(by: int) -> Reserved:
+        return Reserved(peak_bytes=allocator.peak_bytes, short_bytes=by)
 
     for v, node in enumerate(graph.nodes):
         if node.resident and node.bytes:
             found = allocator.take(node.bytes)
             if isinstance(found, int):
-                return short(0, found)
+                return short(found)
             blocks[v] = found
-    for t, (act, v) in enumerate(schedule):
+    for act, v in schedule:
         if act is Act.FREE:
             if v in blocks:
                 allocator.give(blocks.pop(v))
@@ -192,8 +185,8 @@ def reserved(graph: Graph, schedule: Schedule, limit_bytes: int | None = None) -
                 else:
                     allocator.give(room)
             if denied:
-                return short(t, denied)
-    return Reserved(peak_bytes=allocator.peak_bytes, allocated_bytes=allocator.allocated_at_peak)
+                return short(denied)
+    return Reserved(peak_bytes=allocator.peak_bytes)
 
 
 def _make(
@@ -218,7 +211,7 @@ def _make(
     return 0
 
 
-def within(budget_bytes: int, ask: Callable[[int, bool], Answer]) -> tuple[Answer, Reserved]:
+def within(budget_bytes: int, ask: Callable[[int, float], Answer]) -> tuple[Answer, Reserved]:
     """A plan for which no more than the budget is reserved, and what is.
 
     How much lies idle between blocks follows from the plan, and cannot be known before: so less and less is allocated, until
@@ -226,15 +219,15 @@ def within(budget_bytes: int, ask: Callable[[int, bool], Answer]) -> tuple[Answe
 
     Args:
         budget_bytes: of the device.
-        ask: the plan for so many allocated bytes, and whether it is the first that is asked for.
+        ask: the plan for so many allocated bytes, found in such a share of the time that there is.
     """
-    first = ask(budget_bytes, True)
+    first = ask(budget_bytes, _FIRST)
     found = reserved(first.graph, first.schedule, budget_bytes)
     if not first.status.has_plan or not found.short_bytes:
         return first, found
     between = budget_bytes - first.peak_bound.bytes
     for share in _LOWER:
-        answer = ask(budget_bytes - int(share * between), False)
+        answer = ask(budget_bytes - int(share * between), (1 - _FIRST) / len(_LOWER))
         if not answer.status.has_plan:
             break
         found = reserved(answer.graph, answer.schedule, budget_bytes)
