@@ -84,6 +84,7 @@ class Script:
         acts: what is done at each.
         packs: per saved tensor the value that the plan lets go at some time, or -1.
         held: values that are held when they are saved (they go later).
+        elders: values that are overwritten in place after they were saved: the plan lets their last version go.
         holds: per (value, need) the values made on the way that stay.
         stays: (value, need) after which the value itself stays.
         ahead: (value, need) after which the fetches of these values begin.
@@ -100,6 +101,7 @@ class Script:
     acts: tuple[Act | None, ...]
     packs: tuple[int, ...]
     held: frozenset[int]
+    elders: frozenset[int]
     holds: Mapping[tuple[int, int], frozenset[int]]
     stays: frozenset[tuple[int, int]]
     ahead: Mapping[tuple[int, int], tuple[int, ...]]
@@ -128,7 +130,8 @@ def compile_script(
     trace, timeline = problem.trace, state.timeline
     away = {v for v, _ in state.decisions}
     made_again = {v for e in timeline.recorded for v in _made(trace.events[e])}
-    ours = away | (made_again - timeline.captured)
+    elders = {v for v in problem.heirs if _last_heir(problem, v) in away}
+    ours = away | elders | (made_again - timeline.captured)
     moves: dict[int, list[int]] = {}
     ordinal_of: dict[int, int] = {}
     forward: list[tuple[int, Any]] = []
@@ -152,13 +155,15 @@ def compile_script(
     counts = [sum(1 for e, _ in forward if e < start) for start in backward_starts]
     lives = [int(timeline.live_bytes[start]) - problem.base_bytes if start < len(trace.events) else 0
              for start in backward_starts]
+    held = frozenset(v for v in away if (v, problem.gap_starts[v]) not in state.decisions
+                     or state.decisions[v, problem.gap_starts[v]].action is Action.MOVE)
     return Script(
         funcs=(*(f for _, f in forward), None),
         seconds=tuple(seconds),
         acts=(*acts, None),
-        packs=tuple(v if v in away else -1 for v in packs),
-        held=frozenset(v for v in away if (v, problem.gap_starts[v]) not in state.decisions
-                       or state.decisions[v, problem.gap_starts[v]].action is Action.MOVE),
+        packs=tuple(v if v in away or v in elders else -1 for v in packs),
+        held=held | {v for v in elders if _last_heir(problem, v) in held},
+        elders=frozenset(elders),
         holds={(r.value, r.need): r.held for r in timeline.remakes},
         stays=timeline.stays,
         ahead=fetches_ahead(problem, timeline) if overlaps else {},
@@ -169,6 +174,12 @@ def compile_script(
         sizes=(*(_sizes(trace, e) for e, _ in forward), ()),
         again=(*(not (info.mutates or info.collective or info.seeded) for info in (info_of(f) for _, f in forward)), False),
     )
+
+
+def _last_heir(problem: Problem, value: int) -> int:
+    while value in problem.heirs:
+        value = problem.heirs[value]
+    return value
 
 
 def _sizes(trace: Trace, event: int) -> tuple[int, ...]:
@@ -209,11 +220,11 @@ def _act(
 class LeanHandle:
     """A saved tensor of a value that the plan lets go."""
 
-    __slots__ = ("meta", "mode", "value", "version", "watched")
+    __slots__ = ("meta", "run", "value", "version", "watched")
 
     def __init__(self, mode: LeanMode, value: Value, tensor: torch.Tensor) -> None:
         """Refer to the value; the tensor itself is watched, not held."""
-        self.mode = mode.run
+        self.run = mode.run
         self.value = value
         self.meta: Meta = meta_of(tensor)
         self.watched = watch(tensor)
@@ -228,7 +239,7 @@ class LeanHandle:
         """
         if self.watched._version != self.version:
             raise modified_in_place(self.meta, self.watched._version, self.version)
-        storage = self.mode.serve(self.value)
+        storage = self.run.serve(self.value)
         return view_on(storage, self.meta)
 
 
@@ -245,7 +256,6 @@ class LeanRun:
         self.board = board
         self.stopwatch = stopwatch
         self.values: Mapping[int, Value] = {}
-        self.holds_all = False
 
     def serve(self, value: Value) -> torch.UntypedStorage:
         """The storage of a value at its next need."""
@@ -254,7 +264,7 @@ class LeanRun:
         storage = value.storage()
         if storage is None:
             storage = remake(value, _Replayer(self.script.holds.get(key, frozenset()), self))
-        if not self.holds_all and key not in self.script.stays and (value.record is not None or value.ticket is not None):
+        if key not in self.script.stays and (value.record is not None or value.ticket is not None):
             value.tensor = None
         elif value.tensor is None:
             value.tensor = whole(storage)
@@ -343,6 +353,7 @@ class LeanMode(Mode):
         self.values: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()
         run.values = self.values
         self._pins: dict[int, Value] = {}
+        self._elders: dict[int, list[LeanHandle]] = {}
         self._left = False
         self.keeps: list[weakref.ref[Kept | Anchor]] = []
         self._guards: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -398,6 +409,7 @@ class LeanMode(Mode):
     def let_go(self) -> None:
         """A backward begins: values live as long as their handles do, and no longer."""
         self._pins.clear()
+        self._elders.clear()
 
     def prune(self) -> None:
         """A backward that is followed begins or ended: what is not looked up again lives as long as its handles."""
@@ -440,18 +452,20 @@ class LeanMode(Mode):
         return any(ref() is not None for ref in self._readers.get(address, ()))
 
     def will_write(self, tensor: torch.Tensor) -> None:
-        """Somebody is about to write in a backward: what may still be asked for and depends on these bytes is made now."""
-        if not on_storage(tensor):
+        """Somebody is about to write who is not in the plan: what would be made from these bytes is made now, and stays."""
+        if not self.guards(tensor):
             return
         address = tensor.untyped_storage()._cdata
-        found = self._guards.get(address)
-        if found is not None and found() is not None:
-            self.hold_all()
-        elif self._is_read(address):
-            for value in list(self.values.values()):
-                if value.saves and value.tensor is None and not value.superseded and _reads(value, address):
-                    self._hold(value)
-                    value.record = None
+        asked = [v for v in self.values.values() if v.saves and not v.superseded]
+        written = [v for v in asked if _lies_at(v, address)]
+        made_from = [v for v in asked if v.ticket is None and _reads(v, address)]
+        for value in (*written, *made_from):
+            if value.tensor is None:
+                self._hold(value)
+        for value in written:
+            value.record = value.ticket = None
+        for value in made_from:
+            value.record = None
 
     def _strays(self, act: Act | None, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether an operator writes to other bytes of ours than it did when it was recorded."""
@@ -472,15 +486,6 @@ class LeanMode(Mode):
             if storage is None or storage._cdata != tensor.untyped_storage()._cdata:
                 return True
         return False
-
-    def hold_all(self) -> None:
-        """What replays read is about to change: all that may still be asked for is made now, and stays."""
-        if self.run.holds_all:
-            return
-        self.run.holds_all = True
-        for value in list(self.values.values()):
-            if value.saves and value.tensor is None and not value.superseded:
-                self._hold(value)
 
     def _hold(self, value: Value) -> None:
         storage = value.storage()
@@ -588,6 +593,7 @@ class LeanMode(Mode):
         written = written_by(info, args, kwargs)
         for i, ((old, new), (tensor, _)) in enumerate(zip(act.overwrites, written, strict=False)):
             before = self.values.get(old)
+            held = None if before is None else before.tensor
             if before is not None:
                 before.superseded, before.weak, before.tensor = True, None, None
             if new < 0:
@@ -597,9 +603,19 @@ class LeanMode(Mode):
             storage = tensor.untyped_storage()
             value = Value(storage.nbytes(), record)
             self._enter(new, value, storage)
+            if old in self._elders:
+                self._inherit(value, held, self._elders.pop(old))
             if record is not None and i < len(record.overs):
                 argument, _, matters = record.overs[i]
                 record.overs[i] = (argument, weakref.ref(value), matters)
+
+    def _inherit(self, value: Value, held: torch.Tensor | None, handles: list[LeanHandle]) -> None:
+        """A version has the saved tensors of the one before it: what was written is not theirs, or autograd will say so."""
+        value.tensor, value.saves = held, len(handles)
+        for handle in handles:
+            handle.value = value
+        if value.number in self.script.elders:
+            self._elders[value.number] = handles
 
     def move(self, number: int) -> None:
         """A value leaves for the second board, if nothing else holds it."""
@@ -641,7 +657,10 @@ class LeanMode(Mode):
                 if value.weak is not None and value.weak() is storage:
                     if not value.saves and number in self.script.held:
                         value.tensor = whole(storage)
-                    return LeanHandle(self, value, tensor)
+                    handle = LeanHandle(self, value, tensor)
+                    if number in self.script.elders:
+                        self._elders.setdefault(number, []).append(handle)
+                    return handle
             self.grown = True
         kept = Kept(tensor)
         self.keeps.append(weakref.ref(kept))
@@ -668,8 +687,13 @@ class GuardMode(Mode):
         return func(*args, **(kwargs or {}))
 
 
+def _lies_at(value: Value, address: int) -> bool:
+    storage = value.storage()
+    return storage is not None and storage._cdata == address
+
+
 def _reads(value: Value, address: int) -> bool:
-    """Whether making a value again would read a storage that cannot be made again."""
+    """Whether making a value again would read a storage, at whatever remove."""
     seen: set[int] = set()
     stack = [value]
     while stack:
@@ -678,11 +702,15 @@ def _reads(value: Value, address: int) -> bool:
             continue
         seen.add(id(record))
         for argument in record.inputs:
-            held = None if argument.anchor is None else argument.anchor.held
-            if held is not None and held.untyped_storage()._cdata == address:
-                return True
-            if argument.anchor is None and argument.value is not None and argument.value.tensor is None:
-                stack.append(argument.value)
+            if argument.anchor is not None:
+                held = argument.anchor.held
+                if held is not None and held.untyped_storage()._cdata == address:
+                    return True
+            elif argument.value is not None:
+                if _lies_at(argument.value, address):
+                    return True
+                if argument.value.ticket is None:
+                    stack.append(argument.value)
     return False
 
 

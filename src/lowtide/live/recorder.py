@@ -121,7 +121,6 @@ class Recorder:
         if life.saves:
             heir = self.lives[new.number]
             heir.saves, life.saves = life.saves, 0
-            self.tainted.add(new.number)
             self.pending = [v for v in self.pending if v is not old] + [new]
 
     def back(self, value: Value) -> None:

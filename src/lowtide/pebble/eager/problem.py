@@ -102,6 +102,18 @@ class Problem:
         }
 
     @cached_property
+    def heirs(self) -> dict[int, int]:
+        """Per value that was overwritten in place after autograd had saved it, the next version: it has the saved tensors."""
+        saved = {save.value for save in self.trace.saves}
+        found: dict[int, int] = {}
+        for event in self.trace.events:
+            for old, new in event.overwrites if isinstance(event, Op) else ():
+                if old in saved:
+                    found[old] = new
+                    saved.add(new)
+        return found
+
+    @cached_property
     def gap_starts(self) -> tuple[int, ...]:
         """Per value, the index of the first gap in which it may be away (script code holds it through earlier ones)."""
         return tuple(

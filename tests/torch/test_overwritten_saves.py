@@ -1,0 +1,113 @@
+"""Law: what autograd saved of a storage that is written later is let go like any other, and comes back with its last bits.
+
+``unsafe_chunk``, on which torch's own GRU cells are built, gives views with version counters of their own: one is saved, then
+another of the same storage is written. ``.data`` tells nobody of its writes: plain autograd reads what is there in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import zoo
+from harness import above_of, budgeted, kept, plain_of
+from torch import nn
+
+STEPS, CHANGE, WIDTH, ROWS, BLOCKS = 7, 4, 96, 384, 4
+
+Cell = Callable[[nn.Module, torch.Tensor, bool], torch.Tensor]
+
+
+class Cells(nn.Module):
+    """Gates one after the other; some of them do otherwise when told so."""
+
+    def __init__(self, cell: Cell) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(BLOCKS))
+        self.cell = cell
+
+    def forward(self, h: torch.Tensor, *, otherwise: bool) -> torch.Tensor:
+        """Rows (rows, width) to rows of the same width."""
+        for at, gate in enumerate(self.gates):
+            h = self.cell(gate, h, otherwise and at == BLOCKS // 2)
+        return h
+
+
+def _job(cell: Cell) -> zoo.Job:
+    return zoo.simple(Cells(cell), lambda m, i: m(torch.randn(ROWS, WIDTH), otherwise=i >= CHANGE).square().mean())
+
+
+def pieces_written_in_turn() -> zoo.Job:
+    """A gated cell in place: each part of one storage is saved when the next one is written."""
+
+    def cell(gate: nn.Module, h: torch.Tensor, _: bool) -> torch.Tensor:
+        r, z, n = gate(h).unsafe_chunk(3, 1)
+        r, z = r.sigmoid_(), z.sigmoid_()
+        n = n.mul_(0.5).tanh_()
+        return r * n + z * h
+
+    return _job(cell)
+
+
+def written_through_data() -> zoo.Job:
+    """A saved tensor is changed through ``.data`` twice: its gradient is that of the changed one."""
+
+    def cell(gate: nn.Module, h: torch.Tensor, _: bool) -> torch.Tensor:
+        y = gate(h)
+        h = (y * y.cos()).view(ROWS, 3, WIDTH).sum(1)
+        y.data.mul_(0.5)
+        y.data.add_(0.25)
+        return h
+
+    return _job(cell)
+
+
+def the_write_that_stays_away() -> zoo.Job:
+    """From some step on a part is not written: the step leaves its plan between the saving and the writing."""
+
+    def cell(gate: nn.Module, h: torch.Tensor, otherwise: bool) -> torch.Tensor:
+        r, z, n = gate(h).unsafe_chunk(3, 1)
+        r = r.sigmoid_()
+        n = n.tanh() if otherwise else n.tanh_()
+        return r * n + z.sigmoid_() * h
+
+    return _job(cell)
+
+
+def the_write_that_goes_elsewhere() -> zoo.Job:
+    """From some step on it is another storage's part that is written, by the same operator."""
+
+    def cell(gate: nn.Module, h: torch.Tensor, otherwise: bool) -> torch.Tensor:
+        parts, others = gate(h).unsafe_chunk(3, 1), (gate(h) + 1).unsafe_chunk(3, 1)
+        r = parts[0].sigmoid_()
+        (parts, others)[otherwise][2].data.mul_(0.5)
+        return r * parts[2] + others[2].cos() * h
+
+    return _job(cell)
+
+
+STEADY = {f.__name__: f for f in (pieces_written_in_turn, written_through_data)}
+CHANGING = {f.__name__: f for f in (the_write_that_stays_away, the_write_that_goes_elsewhere)}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("share", [0.8, 0.7])
+@pytest.mark.parametrize("name", [*STEADY, *CHANGING])
+def test_bits_hold_where_saved_storages_are_written_and_let_go(name: str, share: float, offload: bool) -> None:
+    make = (STEADY | CHANGING)[name]
+    reference = plain_of(make, STEPS)
+    run = budgeted(make, above_of(reference, share), STEPS, offload=offload)
+    assert run.bits == reference.bits
+    steps = run.outcome.steps[2:CHANGE]
+    assert [s.policy for s in steps] == ["planned"] * len(steps)
+    assert any(s.recomputed_ops or s.offloaded_bytes for s in steps)
+    assert all(s.peak_bytes <= run.budget_bytes for s in steps)
+    if name in STEADY:
+        assert kept(run), run.over
+
+
+def test_the_lowest_plan_of_a_packed_seq2seq_is_its_bound() -> None:
+    plan = budgeted(zoo.gru_seq2seq, above_of(plain_of(zoo.gru_seq2seq), 0.5)).outcome.plan
+    assert plan is not None
+    assert plan.lowest_peak_bytes == plan.bound_peak_bytes
