@@ -192,6 +192,19 @@ def test_the_line_that_allocates_and_the_list_that_holds_are_named(tmp_path):
     assert not any("ring" in h for h in holders)
 
 
+def test_a_process_with_a_million_objects_has_the_time_to_look_through_them(tmp_path, monkeypatch):
+    path = script(tmp_path, """
+        import lowtide
+        many, kept = [[] for _ in range(1_000_000)], []
+        for _ in range(400):
+            kept.append({"step": object()})
+            lowtide.step()
+    """)
+    monkeypatch.setattr("lowtide.leak.watch.PATIENCE_SECONDS", 0.0)
+    lines = [line for looked in watched(path, census=True).census for line in looked["lines"]]
+    assert any(line["source"] == f"{path}:5" for line in lines)
+
+
 @pytest.mark.long
 def test_tensors_are_named_by_line_and_module_and_a_growing_graph_by_its_holder(tmp_path):
     path = script(tmp_path, """

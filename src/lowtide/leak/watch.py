@@ -37,6 +37,8 @@ LOOK_SECONDS: Final = 0.1
 """Between two looks at a running process."""
 PATIENCE_SECONDS: Final = 10.0
 """What a process gets to end by itself before it is killed."""
+LOOKING_SECONDS: Final = 600.0
+"""And where it looks for what grows in it before: at some millions of objects that takes minutes."""
 STACKS, FRAMES, REPEATED = 8, 24, 8
 """Native stacks told, frames of each, and allocations from which on one is told."""
 TAIL: Final = 12
@@ -288,7 +290,7 @@ class Watched:
                 ended = "timeout"
                 self._kill()
             elif asked:
-                if seconds - asked > PATIENCE_SECONDS:
+                if seconds - asked > (LOOKING_SECONDS if self._watch.census else PATIENCE_SECONDS):
                     self._kill()
             elif look is not None and seen >= look.steps:
                 rows, _, _ = self.rows()

@@ -96,7 +96,7 @@ class Census:
                 key = tuple((f.filename, f.lineno) for f in found.traceback)
                 lines[key] = [found.size, found.count]
         objects = gc.get_objects()
-        kinds = collections.Counter(type(o) for o in objects)
+        kinds = collections.Counter(map(type, objects))
         lengths = {id(o): (type(o), len(o)) for o in objects if type(o) in _FOUND and len(o) >= LEAST_LENGTH}
         memos = {id(o): o.cache_info().currsize for o in objects if type(o) is functools._lru_cache_wrapper}
         tensors, graph = self._tensors(objects)
@@ -119,10 +119,8 @@ class Census:
         found: dict[Any, list[int]] = {}
         seen: set[int] = set()
         heads = []
-        names = _module_names([o for o in objects if issubclass(type(o), torch.nn.Module)])
-        for thing in objects:
-            if not issubclass(type(thing), torch.Tensor):
-                continue
+        names = _module_names(_of(objects, torch.nn.Module))
+        for thing in _of(objects, torch.Tensor):
             with contextlib.suppress(Exception):  # a tensor of another kind may refuse any of this
                 source, module = getattr(thing, "_lowtide_made", ("", 0))
                 storage = thing.untyped_storage()
@@ -226,7 +224,7 @@ class Census:
         ours = {id(before), id(now), *(id(v) for v in (*before.values(), *now.values()))}
         largest = sorted((n, key) for key, n in grown.items() if key not in ours)[-TOP:]
         wanted = {key for _, key in largest}
-        things = {id(o): o for o in gc.get_objects() if id(o) in wanted}
+        things = {id(o): o for o in gc.get_objects() if id(o) in wanted} if wanted else {}
         found = [
             {"name": type(things[key]).__name__, "count": n, "holder": holder_of(things[key])}
             for n, key in reversed(largest)
@@ -237,8 +235,14 @@ class Census:
 
     def _graph_holder(self) -> str:
         torch: Any = sys.modules["torch"]
-        heads = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and o.grad_fn is not None]
+        heads = [tensor for tensor in _of(gc.get_objects(), torch.Tensor) if tensor.grad_fn is not None]
         return holder_of(max(heads, key=lambda t: _nodes(t.grad_fn))) if heads else ""
+
+
+def _of(objects: list[Any], base: type) -> list[Any]:
+    """Those of a class and of its subclasses; each type is asked once, for there are many more objects than types."""
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, base)}
+    return [thing for thing in objects if type(thing) in kinds]
 
 
 def _caller() -> str:
