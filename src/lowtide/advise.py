@@ -117,14 +117,22 @@ def double_precision(case: Case) -> Iterator[Finding]:
         return
     first = min(wide, key=lambda x: x[1].born)[1]
     everywhere = {i: b.bytes // 2 for i, b in enumerate(case.step.blocks) if b.label.startswith("float64")}
-    entries = {r for b in case.step.blocks if b.label.startswith("float64") for r in b.reads}
-    converted = {i: 0 for i, b in enumerate(case.step.blocks) if b.op.startswith("aten._to_copy")
-                 and b.label.startswith("float32") and b.born in entries}
+    readers = {r: i for i in everywhere for r in case.step.blocks[i].reads}
+    copies = {i: readers[b.born] for i, b in enumerate(case.step.blocks) if b.op.startswith("aten._to_copy")
+              and b.label.startswith("float32") and b.born in readers}
+    copied, lives = {case.step.blocks[i].born for i in copies}, case.step.trace.buffers
+    until: dict[int, int] = {}
+    for copy, source in copies.items():  # then it is what was to be converted that lives on
+        until[source] = max(until.get(source, 0), lives[source].held_until, lives[copy].held_until)
     yield case.found(
         "float64",
         f"{format_bytes(total)} at the peak are float64 (first: {first.title}{_at(first)}): convert to float32 where "
         "it enters",
-        Change(bytes={**everywhere, **converted}, inside={k: case.inside(k) // 2 for k in map(case.step.op_at, entries)}),
+        Change(
+            bytes={**everywhere, **dict.fromkeys(copies, 0)},
+            until=until,
+            inside={k: case.inside(k) // 2 for k in map(case.step.op_at, readers.keys() - copied)},
+        ),
     )
 
 

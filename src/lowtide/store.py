@@ -202,7 +202,7 @@ class ProcessRow:
         unique_bytes: unique set size at its end; 0 where the system does not tell.
         children_bytes: proportional set size of all child processes.
         heap_bytes, heap_peak_bytes: live in the heap at its end, and the highest in it; 0 without the counter.
-        marked: whether the script, or its framework, said where steps end.
+        marked: whether the script, or its framework, ended it by a mark; steps and what was not marked are counted apart.
     """
 
     step: int

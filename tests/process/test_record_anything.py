@@ -15,8 +15,10 @@ import pytest
 MIB = 1 << 20
 
 MARKED = """
+import time
 import numpy as np, lowtide
 kept = []
+time.sleep(1.2)
 for i in range(5):
     kept.append(np.ones((8 << 20) // 8))
     lowtide.step(loss=i / 2)
@@ -79,9 +81,12 @@ def _recorded(folder: Path, script: str, *, timeout: int = 100) -> dict[str, Any
 def test_marked_steps_show_what_each_adds(tmp_path: Path) -> None:
     found = _recorded(tmp_path, MARKED)
     assert found["stdout"] == "done\n"
-    rows = found["process"]
+    rows = [r for r in found["process"] if r["start"] > 1]
+    assert [r["step"] for r in rows[:5]] == [0, 1, 2, 3, 4], "what came before the first is no step either"
     assert [r["loss"] for r in rows[:5]] == [0, 0.5, 1, 1.5, 2]
-    assert all(r["marked"] for r in rows)
+    assert [r["marked"] for r in rows] == [True] * 5 + [False], "what follows the last mark is no step"
+    assert "by step" in found["stderr"]
+    assert not [line for line in found["stderr"].splitlines() if line.split()[:1] == ["5"]], "nor is it shown as one"
     for a, b in zip(rows, rows[1:5], strict=False):
         assert abs(b["heap_bytes"] - a["heap_bytes"] - 8 * MIB) < MIB
         assert abs(b["change_bytes"] - 8 * MIB) < 2 * MIB

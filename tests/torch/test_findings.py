@@ -100,6 +100,27 @@ def float64(mended: bool) -> None:  # noqa: FBT001
         optimizer.step()
 
 
+class _Converts(nn.Sequential):
+    """Computes in float32, whatever comes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float())
+
+
+def float64_gathered(mended: bool) -> None:  # noqa: FBT001
+    """The data lie there as float64; of each batch the model's copy in float32 is what lives on, the gathered rows go."""
+    kind = torch.float32 if mended else torch.float64
+    model = _Converts(*_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data, labels = torch.randn(4096, 256, dtype=kind), torch.randint(0, 10, (4096,))
+    for _ in range(STEPS):
+        rows = torch.randperm(4096)[:2048]
+        loss = F.cross_entropy(model(data[rows]), labels[rows])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
 def graph_kept(mended: bool) -> None:  # noqa: FBT001
     """The running loss is summed with its graph."""
     model = _model()
@@ -195,7 +216,7 @@ def copies_of_the_best(mended: bool) -> None:  # noqa: FBT001
             kept.append(copy.deepcopy(model))
 
 
-@pytest.mark.parametrize(("kind", "script"), [*CASES.items(), ("model-copies", copies_of_the_best)])
+@pytest.mark.parametrize(("kind", "script"), [*CASES.items(), ("model-copies", copies_of_the_best), ("float64", float64_gathered)])
 def test_the_saving_is_what_the_change_saves(kind: str, script: Script, tmp_path: Path) -> None:
     _recorded(script, tmp_path / "warm", mended=False)
     flawed = _recorded(script, tmp_path / "a", mended=False)

@@ -39,7 +39,7 @@ class Coarse:
         self._thread = threading.Thread(target=self._watch, name="lowtide", daemon=True)
         self._began = self._since = time.perf_counter()
         self._highest = self._before = self._resident()
-        self._number = 0
+        self._rows = {True: 0, False: 0}
         self._marked = False
 
     def start(self) -> None:
@@ -49,23 +49,23 @@ class Coarse:
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no more; the time since the last step is a step of its own."""
+        """Watch no more; the time since the last step is no step."""
         marks.listeners.remove(self.step)
         self._stop.set()
         self._thread.join()
-        self._close(None)
+        self._close(None, marked=False)
 
     def step(self, _: Kind, loss: float | None) -> None:
         """A step is over."""
         self._marked = True
-        self._close(loss)
+        self._close(loss, marked=True)
 
     def _watch(self) -> None:
         while not self._stop.wait(INTERVAL_SECONDS):
             with self._lock:
                 self._highest = max(self._highest, self._resident())
             if not self._marked and time.perf_counter() - self._since >= STEP_SECONDS:
-                self._close(None)
+                self._close(None, marked=False)
 
     def _resident(self) -> int:
         try:
@@ -78,18 +78,18 @@ class Coarse:
         if self._heap is not None:
             self._heap.heap_peak = self._heap.heap_live
 
-    def _close(self, loss: float | None) -> None:
+    def _close(self, loss: float | None, *, marked: bool) -> None:
         now = time.perf_counter()
         resident = self._resident()
         with self._lock:
             highest = max(self._highest, resident)
             row = ProcessRow(
-                step=self._number, start=self._since - self._began, seconds=now - self._since, resident_bytes=resident,
+                step=self._rows[marked], start=self._since - self._began, seconds=now - self._since, resident_bytes=resident,
                 highest_bytes=highest, change_bytes=resident - self._before, unique_bytes=self._unique(),
                 children_bytes=self._children(), heap_bytes=0 if self._heap is None else int(self._heap.heap_live),
-                heap_peak_bytes=0 if self._heap is None else int(self._heap.heap_peak), loss=loss, marked=self._marked,
+                heap_peak_bytes=0 if self._heap is None else int(self._heap.heap_peak), loss=loss, marked=marked,
             )
-            self._number += 1
+            self._rows[marked] += 1
             self._since, self._highest, self._before = now, resident, resident
             self._reset_heap()
             self._writer.process(row)
