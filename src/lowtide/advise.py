@@ -218,7 +218,7 @@ def _may_be_used(block: Block, case: Case) -> bool:
     """Whether a backward of a later step uses what is still saved when this one ends, as far as the recording tells."""
     after = case.following
     if after is None:
-        return not case.last
+        return not (case.last and case.step.row.complete)
     there = case.later.get(block.number)
     return there is not None and (_is_used(there, after) or _is_saved_still(there, after))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
@@ -15,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from forked import forked
 from lowtide.errors import RecordingError
@@ -164,6 +166,23 @@ def test_a_killed_run_says_where_it_was(home: Path) -> None:
     assert sum(ended["by_role"].values()) == ended["bytes"]
     assert "ended from outside" in done.stdout + done.stderr
     assert _json(home / "a.json")["ended"] is None
+
+
+@pytest.mark.skipif(library_path() is None, reason="the heap counter was not built")
+def test_a_killed_runs_page_draws_the_step_that_was_cut_short_and_blames_no_backward_that_could_not_come(home: Path) -> None:
+    script = home / "cut.py"
+    script.write_text(TRAINING.replace("        os.kill(", "        more = torch.randn(2048, 1024)\n        os.kill("))
+    _lowtide("record", "-o", "k3.lowtide", "cut.py", "512", "SIGKILL", cwd=home)
+    _lowtide("report", "k3.lowtide", "--html", "k3.html", "--json", "k3.json", cwd=home)
+    text = (home / "k3.html").read_text()
+    assert "Ended from outside" in text
+    steps = json.loads(text.partition('type="application/json">')[2].partition("</script>")[0])["steps"]
+    assert [s["step"] for s in steps] == [0, 1, 2]
+    last = steps[-1]
+    times, kib = (np.frombuffer(base64.b64decode(last[k]), dtype="<f4") for k in ("time", "kib"))
+    assert times[-1] > times[-2] >= times[-3], "its last operator has a width"
+    assert kib.reshape(len(times), -1)[-1].sum() * 1024 == pytest.approx(_json(home / "k3.json")["ended"]["bytes"], rel=1e-3)
+    assert "evaluation-graph" not in [f["id"] for f in _json(home / "k3.json")["findings"]]
 
 
 SLOW = """

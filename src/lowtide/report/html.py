@@ -13,15 +13,17 @@ from lowtide.advise import findings
 from lowtide.explain import ROLES, Block, Step, highest, peak_report, steps_of
 from lowtide.report.pages import render
 from lowtide.report.process import process_page
-from lowtide.report.recording import COLOURS, difference
+from lowtide.report.recording import COLOURS, difference, ended_at
 from lowtide.store import Recording
 
 INSTANTS: Final = 20_000
 """Instants drawn per step; of longer steps each stretch shows its highest."""
 BLOCKS: Final = 5_000
 """Blocks per step that can be listed at an instant; the largest."""
-STEPS: Final = 3
-"""Steps that are drawn: the first two and the highest."""
+EDGE: Final = 1e-3
+"""Share of a step by which its last instant is drawn wider than it was."""
+FIRST: Final = 2
+"""So many of the first steps are drawn; besides them the highest, and one that was cut short."""
 
 
 def page(recording: Recording, other: Recording | None = None) -> str:
@@ -34,8 +36,9 @@ def page(recording: Recording, other: Recording | None = None) -> str:
     recorded = steps_of(recording)
     steps = [s for s in recorded if s.row.step >= 0] or recorded
     top = highest(steps)
-    shown = sorted({id(s): s for s in [*steps[:2], *([top] if top is not None else [])]}.values(),
-                   key=lambda s: s.row.step)[:STEPS]
+    cut = [s for s in steps[-1:] if not s.row.complete]
+    wanted = [*steps[:FIRST], *([] if top is None else [top]), *cut]
+    shown = sorted({id(s): s for s in wanted}.values(), key=lambda s: s.row.step)
     before = None if other is None else highest(steps_of(other))
     data = {
         "roles": [r.name.lower() for r in ROLES],
@@ -53,6 +56,7 @@ def page(recording: Recording, other: Recording | None = None) -> str:
         path=recording.path.name,
         other=None if other is None else other.path.name,
         peak=peak,
+        ended=ended_at(recording),
         rows=[r for r in recording.steps if r.step >= 0],
         found=findings(recording),
         changed=None if other is None else difference(other, recording),
@@ -60,20 +64,26 @@ def page(recording: Recording, other: Recording | None = None) -> str:
 
 
 def _step(step: Step) -> dict[str, Any]:
-    """Two instants per operator (before it, and its highest), thinned, with what the page looks up about them."""
+    """Two instants per operator (before it, and its highest), thinned, with what the page looks up about them.
+
+    The last one is there twice, the second time at the end of a step that was cut short: an edge has no width.
+    """
     ops = step.ops
     totals = np.repeat(step.before.sum(axis=1), 2)
     totals[1::2] = step.peaks
     keep = _thinned(totals)
+    keep = np.append(keep, keep[-1:])
     matrix = np.empty((len(keep), len(ROLES)), dtype=np.float32)
     for i, k in enumerate(keep):
         matrix[i] = (step.before if k % 2 == 0 else step.at_peak)[k // 2] / 1024
     entry = ops[keep // 2]
     rows = step.entries[entry]
-    start = step.row.start
+    times = rows["time"] - step.row.start
+    if len(times):
+        times[-1] = max(times[-1] * (1 + EDGE) + EDGE / 1000, 0.0 if step.row.complete else step.row.seconds)
     return {
         "step": step.row.step,
-        "time": _packed((rows["time"] - start).astype(np.float32)),
+        "time": _packed(times.astype(np.float32)),
         "entry": _packed(entry.astype(np.float32)),
         "kib": _packed(matrix),
         "op": [int(x) for x in rows["a"]],

@@ -47,7 +47,7 @@ def to_json(recording: Recording) -> dict[str, Any]:
         "steps": [_step_json(row) for row in recording.steps if row.step >= 0],
         "setup": next((_step_json(row) for row in recording.steps if row.step < 0), None),
         "peak": None if peak is None else peak.to_json(),
-        "ended": None if (ended := _ended(recording)) is None else ended.to_json(),
+        "ended": None if (ended := ended_at(recording)) is None else ended.to_json(),
         "findings": [f.to_json() for f in found],
         "process": [asdict(row) for row in recording.process],
     }
@@ -70,7 +70,7 @@ def _peak(recording: Recording) -> PeakReport | None:
     return None if step is None else peak_report(step)
 
 
-def _ended(recording: Recording) -> PeakReport | None:
+def ended_at(recording: Recording) -> PeakReport | None:
     """Where a process was that was ended from outside (SIGKILL, the out-of-memory killer); None where the end was written."""
     steps = steps_of(recording)
     if not recording.meta.get("died") or not steps or steps[-1].row.complete or steps[-1].denied.any():
@@ -108,7 +108,7 @@ def show_recording(recording: Recording, out: Console | None = None) -> None:
     peak = _peak(recording)
     if peak is not None:
         out.print(_peak_block(recording, peak))
-    ended = _ended(recording)
+    ended = ended_at(recording)
     if ended is not None:
         out.print(_ended_block(ended))
     found = findings(recording)
