@@ -89,6 +89,7 @@ def _one_line(done: Done, code: int) -> str:
         (("--budget", "1GiB", "-m", "absent_module"), "absent_module"),
         (("--budget", "1GiB", "-m", "absent.module"), "absent.module"),
         (("--budget", "1GiB"), "SCRIPT"),
+        (("--budgte", "1GiB", "x.py"), "No such option '--budgte'. Did you mean '--budget'?"),
         (("--budget", "much", "x.py"), "much"),
         (("--budget", "0", "x.py"), "0"),
         (("--budget", "0%", "x.py"), "0%"),

@@ -33,7 +33,7 @@ RECORDED_STEPS = 3
 """Steps of such a recording: a cold one and two warm ones."""
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.option("--vary", "axes", multiple=True, required=True, metavar="NAME=1,2,4,...",
               help="An option of the script; env:NAME, a variable; SCRIPT.py:NAME, a constant. `...`: until memory ends.")
 @click.option("--budget", metavar="SIZE", help="Where the plain run does not fit, run under this budget.")

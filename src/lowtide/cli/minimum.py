@@ -15,7 +15,7 @@ from lowtide.size.minimum import PROBE, STEPS, SURVIVES, lever_sets, search
 from lowtide.size.trial import MOST_SECONDS, Asked, Ran, Target, run
 
 
-@click.command("min", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command("min", context_settings={"allow_interspersed_args": False})
 @click.option("--allow", multiple=True, metavar="NAME,...", help="Levers that change bits and may be used too; `all` for all.")
 @click.option("--without", multiple=True, metavar="NAME,...", help="Levers that must not be used.")
 @click.option("--steps", type=click.IntRange(min=4), default=STEPS, show_default=True, help="Steps of one run.")

@@ -18,7 +18,7 @@ _LEAST_CAP = 4096
 """Bytes; below, a unit was forgotten: importing torch takes more."""
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.option("-o", "--output", metavar="FILE", help="The recording; SCRIPT's name with .lowtide by default.")
 @click.option("--level", type=click.Choice(("phases", "ops")), default="ops", show_default=True,
               help="Every operator, or only where phases begin and end.")

@@ -15,7 +15,7 @@ from lowtide.live.task import PRELOAD, RunOptions, Task
 from lowtide.units import parse_budget
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.option("--budget", metavar="SIZE", help="900MiB, 6GiB, 2GB, bytes, 50%, or auto (CUDA).")
 @click.option("--levers", type=click.Choice(["list"]), help="Try each lever on SCRIPT: what does it save?")
 @click.option("--keep", multiple=True, metavar="MODULE", help="Never drop what this module saves (repeatable).")
