@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 import os
 import pickle
 import random
@@ -24,6 +25,7 @@ import zarr
 
 import lowtide
 from lowtide.data import Arrays, Blocks, dataset, isolate, stream
+from lowtide.data.isolate import LENT
 from lowtide.errors import ReaderError
 from lowtide.units import MIB
 
@@ -301,6 +303,35 @@ def test_an_isolated_stream_gives_each_batch_once_through_replacements_and_kills
         assert np.array_equal(order(found), expected[epoch])
     assert data.started > 4
     data.close()
+
+
+def _lies_on(array):
+    """What an array's memory belongs to, at last."""
+    while isinstance(array, np.ndarray):
+        array = array.base
+    return array.obj if isinstance(array, memoryview) else array
+
+
+def test_what_is_given_is_not_copied_and_stays_as_it_is_while_somebody_has_it(files):
+    """Batches lie in shared memory, which is written again only when nobody has them; who keeps many gets copies."""
+    data = isolate(Blocks(lowtide.data.open(files / "x.npy"), batch_size=20), memory="200MiB")
+    places = []
+    for i, batch in enumerate(data):
+        assert np.array_equal(batch, WHOLE[20 * i : 20 * i + 20])
+        batch[:] = -1  # it is the script's own
+        places.append(_lies_on(batch))
+    assert all(isinstance(place, mmap.mmap) for place in places)
+    assert len({id(place) for place in places}) <= LENT
+    del batch
+    kept = list(data)
+    tensors = [torch.from_numpy(batch[3:4]) for batch in kept[:3]]
+    assert sum(isinstance(_lies_on(batch), mmap.mmap) for batch in kept) == LENT
+    assert np.array_equal(order(kept), order(WHOLE.reshape(50, 20, 2, 3)))
+    del kept
+    again = list(data)
+    data.close()
+    assert np.array_equal(order(again), order(WHOLE.reshape(50, 20, 2, 3)))
+    assert [t[0, 0, 0].item() for t in tensors] == [18.0, 138.0, 258.0], "a view of a batch keeps its memory"
 
 
 class LeakySource:

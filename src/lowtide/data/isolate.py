@@ -21,6 +21,8 @@ from lowtide.units import format_bytes, parse_bytes
 
 AHEAD: Final = 2
 """Items that are read ahead while iterating."""
+LENT: Final = 5
+"""Items that the script may have as they lie in shared memory, without a copy; of more it gets copies."""
 SPARE: Final = 0.8
 """Share of the bound from which on the next process is started, so that nobody waits for it."""
 TRIES: Final = 2
@@ -52,7 +54,7 @@ class _Process:
         """Start it; it is not waited for."""
         ours, theirs = multiprocessing.Pipe()
         self.connection: Connection = ours
-        self.slots = [Slot() for _ in range(AHEAD + 1)]
+        self.slots = [Slot() for _ in range(AHEAD + 1 + LENT)]
         files = [theirs.fileno(), *(s.file for s in self.slots)]
         self._child = subprocess.Popen(  # noqa: S603 - this interpreter, our own module
             [sys.executable, "-m", "lowtide.data.worker", *map(str, files)],
@@ -63,7 +65,7 @@ class _Process:
         theirs.close()
         self._turn = 0
         self._ready = False
-        self.waiting = 0
+        self._asked: deque[int] = deque()
         self.unique = 0
         send(self.connection, None, sys.path)
         send(self.connection, self.slots[0], dataset)
@@ -81,8 +83,22 @@ class _Process:
     def ask(self, name: str, *arguments: Any) -> None:
         """Send a request."""
         self.wait()
-        send(self.connection, None, (name, arguments))
-        self.waiting += 1
+        at = self._place()
+        send(self.connection, None, (name, arguments, at))
+        self._asked.append(at)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that are not answered yet."""
+        return len(self._asked)
+
+    def _place(self) -> int:
+        """The slot for the next answer: one that may be lent, if any is free; else one of which copies are taken."""
+        for at in range(AHEAD + 1, len(self.slots)):
+            if at not in self._asked and self.slots[at].free():
+                return at
+        self._turn = (self._turn + 1) % (AHEAD + 1)
+        return self._turn
 
     def answer(self) -> Any:
         """The answer to the oldest request.
@@ -109,11 +125,11 @@ class _Process:
         """
         self._fetched()
 
-    def _fetched(self) -> tuple[bytes, list[bytearray]]:
+    def _fetched(self) -> tuple[bytes, list[Any]]:
         """The oldest answer, taken off the line whatever it turns out to be."""
-        found = fetch(self.connection, self.slots[self._turn])
-        self._turn = (self._turn + 1) % len(self.slots)
-        self.waiting -= 1
+        at = self._asked[0]
+        found = fetch(self.connection, self.slots[at], lent=at > AHEAD)
+        self._asked.popleft()
         return found
 
     def gone(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import itertools
 import mmap
 import os
 import pickle
@@ -38,6 +39,20 @@ class Slot:
                     self._map.close()
             self._map = mmap.mmap(self.file, os.fstat(self.file).st_size)
         return self._map
+
+    def lend(self, sizes: list[int]) -> list[memoryview]:
+        """What lies in it, piece by piece, as it is: whoever has a piece keeps it from being written again."""
+        room, ends = memoryview(self.room(sum(sizes))), list(itertools.accumulate(sizes))
+        return [room[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+    def free(self) -> bool:
+        """Whether nobody has a piece of it any more: only then can it be made another size, if only the one that it has."""
+        if self._map is not None:
+            try:
+                self._map.resize(os.fstat(self.file).st_size)
+            except BufferError:
+                return False
+        return True
 
     def close(self) -> None:
         """Give it back."""
@@ -88,14 +103,21 @@ def send(connection: Connection, slot: Slot | None, value: Any) -> None:
     connection.send_bytes(pickle.dumps((sizes, head.getvalue())))
 
 
-def fetch(connection: Connection, slot: Slot | None) -> tuple[bytes, list[bytearray]]:
-    """What was sent, not unpickled yet: its arrays in memory of their own.
+def fetch(connection: Connection, slot: Slot | None, *, lent: bool = False) -> tuple[bytes, list[Any]]:
+    """What was sent, not unpickled yet: its arrays in memory of their own, or where they lie.
+
+    Args:
+        connection: to the other end.
+        slot: in which it put the arrays.
+        lent: whether they stay there; it must not be written again before it is `Slot.free`.
 
     Raises:
         EOFError: if the other end has gone.
     """
     sizes, head = pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own process
-    buffers = []
+    buffers: list[Any] = []
+    if slot is not None and sizes and lent:
+        return head, slot.lend(sizes)
     if slot is not None and sizes:
         room = memoryview(slot.room(sum(sizes)))
         at = 0

@@ -24,12 +24,11 @@ def main() -> None:
     slots = [Slot(int(file)) for file in sys.argv[2:]]
     sys.path[:] = receive(connection, None)
     reader = _Reader(receive(connection, slots[0]))
-    turn = 0
     size, own = Shares(COST), (os.getpid(),)
     send(connection, slots[0], None)
     while True:
         try:
-            name, arguments = receive(connection, None)
+            name, arguments, at = receive(connection, None)
         except (EOFError, OSError):
             return
         try:
@@ -37,13 +36,12 @@ def main() -> None:
         except BaseException as error:
             value = (False, _told(error))
         try:
-            send(connection, slots[turn], (*value, size.read(own)[0]))
+            send(connection, slots[at], (*value, size.read(own)[0]))
         except OSError:
             return
         except Exception as error:  # what was read cannot be sent
-            send(connection, slots[turn], (False, _told(error), size.read(own)[0]))
+            send(connection, slots[at], (False, _told(error), size.read(own)[0]))
         del value
-        turn = (turn + 1) % len(slots)
 
 
 def _told(error: BaseException) -> tuple[BaseException | None, str]:

@@ -11,10 +11,8 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, final
 
-from torch._subclasses.fake_tensor import FakeTensor
-
 import torch
-from lowtide.live.mode import Mode
+from lowtide.live.mode import Mode, make_way
 from lowtide.live.ops import OpInfo, info_of
 from lowtide.live.tensors import on_storage
 from lowtide.live.value import (
@@ -70,12 +68,9 @@ class FullMode(Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operator."""
+        if not PLAIN_TYPES.issuperset(types):
+            return make_way(func, types, args, kwargs)
         kwargs = kwargs or {}
-        for kind in types:
-            if kind is FakeTensor:
-                return func(*args, **kwargs)
-            if kind not in PLAIN_TYPES:
-                return NotImplemented
         if self.passive or _is_fake(args):
             return func(*args, **kwargs)
         self.passive = True

@@ -27,6 +27,7 @@ from lowtide.live.value import (
     bytes_of,
     flatten,
     generator_of,
+    records_behind,
     sole_owner,
     whole,
     written_by,
@@ -598,19 +599,8 @@ def _made_from(source: Value, values: Iterable[Value]) -> set[Value]:
 
 def _depends(value: Value, on: Value) -> bool:
     """Whether making a value again, as things stand, reads another."""
-    seen: set[int] = set()
-    stack = [value]
-    while stack:
-        record = stack.pop().record
-        if record is None or id(record) in seen:
-            continue
-        seen.add(id(record))
-        for argument in record.inputs:
-            if argument.value is on:
-                return True
-            if argument.value is not None and argument.value.tensor is None:
-                stack.append(argument.value)
-    return False
+    behind = records_behind(value, lambda a: a.value is not None and a.value.tensor is None)
+    return any(a.value is on for record in behind for a in record.inputs)
 
 
 def _restore(copies: list[tuple[torch.Tensor, torch.Tensor]] | None) -> bool:

@@ -16,13 +16,11 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, final
 
-from torch._subclasses.fake_tensor import FakeTensor
-
 import torch
 from lowtide.live.bits import digest
 from lowtide.live.board import FileBoard, PinnedBoard
 from lowtide.live.guard import Tally, held_alone
-from lowtide.live.mode import Mode
+from lowtide.live.mode import Mode, make_way
 from lowtide.live.ops import info_of
 from lowtide.live.replay import remake
 from lowtide.live.saver import Kept, modified_in_place
@@ -42,6 +40,7 @@ from lowtide.live.value import (
     generator_of,
     map_tensors,
     meta_of,
+    records_behind,
     sole_owner,
     state_bytes,
     view_on,
@@ -378,7 +377,7 @@ class LeanMode(Mode):
         if self._delegate is None:
             at = self.at
             if types and not PLAIN_TYPES.issuperset(types):
-                return func(*args, **(kwargs or {})) if FakeTensor in types else NotImplemented
+                return make_way(func, types, args, kwargs)
             act = self._acts[at]
             if func is self._funcs[at] and not (self._writes[at] and self._strays(act, func, args, kwargs or {})):
                 capped = self._caps[at]
@@ -679,7 +678,7 @@ class GuardMode(Mode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operator."""
         if types and not PLAIN_TYPES.issuperset(types):
-            return func(*args, **(kwargs or {})) if FakeTensor in types else NotImplemented
+            return make_way(func, types, args, kwargs)
         info = info_of(func)
         if info.writes_at:
             for tensor, _ in written_by(info, args, kwargs or {}):
@@ -694,24 +693,15 @@ def _lies_at(value: Value, address: int) -> bool:
 
 def _reads(value: Value, address: int) -> bool:
     """Whether making a value again would read a storage, at whatever remove."""
-    seen: set[int] = set()
-    stack = [value]
-    while stack:
-        record = stack.pop().record
-        if record is None or id(record) in seen:
-            continue
-        seen.add(id(record))
-        for argument in record.inputs:
-            if argument.anchor is not None:
-                held = argument.anchor.held
-                if held is not None and held.untyped_storage()._cdata == address:
-                    return True
-            elif argument.value is not None:
-                if _lies_at(argument.value, address):
-                    return True
-                if argument.value.ticket is None:
-                    stack.append(argument.value)
-    return False
+
+    def lies_at(argument: Argument) -> bool:
+        if argument.anchor is None:
+            return argument.value is not None and _lies_at(argument.value, address)
+        held = argument.anchor.held
+        return held is not None and held.untyped_storage()._cdata == address
+
+    behind = records_behind(value, lambda a: a.anchor is None and a.value is not None and a.value.ticket is None)
+    return any(lies_at(a) for record in behind for a in record.inputs)
 
 
 def _gone() -> None:

@@ -7,7 +7,7 @@ to the record that made it, a handle (what autograd keeps) to its value. So memo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Protocol, final
 
@@ -484,6 +484,19 @@ def written_by(info: OpInfo, args: Any, kwargs: Any) -> list[tuple[torch.Tensor,
     ]
     return found + [(t, False) for k, v in kwargs.items() if k in info.writes_at
                     for t in flatten((v,)) if isinstance(t, torch.Tensor)]
+
+
+def records_behind(value: Value, through: Callable[[Argument], bool]) -> Iterator[Record]:
+    """The operators that made a value, at whatever remove, through those of their arguments that are to be followed."""
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        record = stack.pop().record
+        if record is None or id(record) in seen:
+            continue
+        seen.add(id(record))
+        yield record
+        stack += [a.value for a in record.inputs if a.value is not None and through(a)]
 
 
 class Replayer(Protocol):

@@ -20,7 +20,6 @@ from typing import Any, Final, final
 
 import numpy as np
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 import torch
 from lowtide.live.aside import Asides
@@ -28,7 +27,7 @@ from lowtide.live.engine import Engine
 from lowtide.live.enough import Enough
 from lowtide.live.frames import holders, user_line
 from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
-from lowtide.live.mode import Mode, tell_of_forks
+from lowtide.live.mode import Mode, make_way, tell_of_forks
 from lowtide.live.ops import OpInfo, info_of
 from lowtide.live.saver import Kept
 from lowtide.live.stack import Stack
@@ -113,12 +112,9 @@ class _WatchMode(Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operator."""
+        if not PLAIN_TYPES.issuperset(types):
+            return make_way(func, types, args, kwargs)
         kwargs = kwargs or {}
-        for kind in types:
-            if kind is FakeTensor:
-                return func(*args, **kwargs)
-            if kind not in PLAIN_TYPES:
-                return NotImplemented
         if self.passive:
             return func(*args, **kwargs)
         self.passive = True
