@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, final
 
 import numpy as np
@@ -26,7 +26,11 @@ class Blocks:
 
     Attributes:
         buffer_bytes: the most that is held at once: the buffer, and one batch.
+        allocate: makes the memory of a batch that is read by itself, from its shape and type; nobody looks there any more once
+            the next batch is asked for.
     """
+
+    allocate: Callable[..., NDArray[Any]] = staticmethod(np.empty)
 
     def __init__(
         self,
@@ -129,8 +133,16 @@ class Blocks:
     def _parts(self, total: int, first: int) -> Iterator[Any]:
         """Samples from the first on, in the order of the epoch, a few blocks at a time."""
         if not self._shuffle:
+            like = self._source.read(0, 1) if first < total and self._apart else None
             for start in range(first, total, self._block):
-                yield self._source.read(start, min(start + self._block, total))
+                stop = min(start + self._block, total)
+                if like is None:
+                    yield self._source.read(start, stop)
+                else:
+                    batch = _room(like, stop - start, self.allocate)
+                    read_into(self._source, batch, start, stop)
+                    yield batch
+                    del batch
             return
         random = np.random.default_rng((self._seed, self._epoch))
         blocks = random.permutation(-(-total // self._block))
@@ -143,13 +155,18 @@ class Blocks:
             order = random.permutation(size)
             if passed + size > first:
                 if room is None:
-                    room = _room(self._source.read(0, 1), self._held * self._block)
+                    room = _room(self._source.read(0, 1), self._held * self._block, np.empty)
                 self._fill(room, bounds)
                 wanted = order[max(0, first - passed) :]
                 step = max(self._batch, self._block)
                 for start in range(0, len(wanted), step):
-                    yield _pick(room, wanted[start : start + step])
+                    yield _pick(room, wanted[start : start + step], self.allocate if self._apart else np.empty)
             passed += size
+
+    @property
+    def _apart(self) -> bool:
+        """Whether each batch is read by itself, not cut out of what several have in common."""
+        return self._block == self._batch
 
     def _fill(self, room: Any, bounds: list[tuple[int, int]]) -> None:
         """Read some blocks, one behind the other."""
@@ -159,9 +176,12 @@ class Blocks:
             at += stop - start
 
 
-def _pick(samples: Any, which: NDArray[np.int64]) -> Any:
+def _pick(samples: Any, which: NDArray[np.int64], allocate: Callable[..., Any]) -> Any:
     """Some of the samples, in memory of their own."""
-    return tuple(s.take(which, axis=0) for s in samples) if isinstance(samples, tuple) else samples.take(which, axis=0)
+    if isinstance(samples, tuple):
+        return tuple(_pick(s, which, allocate) for s in samples)
+    made = allocate((len(which), *samples.shape[1:]), samples.dtype)
+    return samples.take(which, axis=0, out=made, mode="clip")  # "raise" would take them aside first
 
 
 def _copied(samples: Any, which: slice) -> Any:
@@ -169,11 +189,11 @@ def _copied(samples: Any, which: slice) -> Any:
     return tuple(s[which].copy() for s in samples) if isinstance(samples, tuple) else samples[which].copy()
 
 
-def _room(like: Any, size: int) -> Any:
+def _room(like: Any, size: int, allocate: Callable[..., Any]) -> Any:
     """Room for so many samples."""
     if isinstance(like, tuple):
-        return tuple(_room(part, size) for part in like)
-    return np.empty((size, *like.shape[1:]), like.dtype)
+        return tuple(_room(part, size, allocate) for part in like)
+    return allocate((size, *like.shape[1:]), like.dtype)
 
 
 def _part(samples: Any, which: slice) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import itertools
+import math
 import mmap
 import os
 import pickle
@@ -18,6 +18,8 @@ import cloudpickle
 from lowtide.checkpoint.parts import random_state
 
 _LEAST: Final = 1 << 20
+_ALIGNED: Final = 64
+"""Bytes to whose multiples arrays are aligned."""
 
 
 @final
@@ -28,6 +30,8 @@ class Slot:
         """Make one, or take the one that the other end made."""
         self.file = os.memfd_create("lowtide") if file is None else file
         self._map: mmap.mmap | None = None
+        self._placed: list[tuple[int, int, int]] = []
+        self._used = 0
 
     def room(self, size: int) -> mmap.mmap:
         """The memory, at least so large."""
@@ -40,10 +44,36 @@ class Slot:
             self._map = mmap.mmap(self.file, os.fstat(self.file).st_size)
         return self._map
 
-    def lend(self, sizes: list[int]) -> list[memoryview]:
-        """What lies in it, piece by piece, as it is: whoever has a piece keeps it from being written again."""
-        room, ends = memoryview(self.room(sum(sizes))), list(itertools.accumulate(sizes))
-        return [room[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    def begin(self) -> None:
+        """What lies in it is of no use any more."""
+        self._placed.clear()
+        self._used = 0
+
+    def array(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A new array in it, which need not be copied to be sent."""
+        import numpy as np  # readers of other things need none
+
+        size, at = math.prod(shape) * np.dtype(dtype).itemsize, -(-self._used // _ALIGNED) * _ALIGNED
+        made = np.ndarray(shape, dtype, buffer=self.room(at + size), offset=at)
+        self._placed.append((made.ctypes.data, size, at))
+        self._used = at + size
+        return made
+
+    def place(self, view: memoryview) -> int:
+        """Where the bytes of a view lie; they are put there, if they do not yet."""
+        address: int = getattr(view.obj, "__array_interface__", {}).get("data", (0,))[0]
+        for start, size, at in self._placed:
+            if start <= address and address + view.nbytes <= start + size:
+                return at + address - start
+        at = self._used
+        self._used += view.nbytes
+        self.room(self._used)[at : self._used] = view
+        return at
+
+    def lend(self, places: list[tuple[int, int]]) -> list[memoryview]:
+        """What lies in it, piece by piece (where, bytes), as it is: who has a piece keeps it from being written again."""
+        room = memoryview(self.room(max(at + size for at, size in places)))
+        return [room[at : at + size] for at, size in places]
 
     def free(self) -> bool:
         """Whether nobody has a piece of it any more: only then can it be made another size, if only the one that it has."""
@@ -92,15 +122,12 @@ def send(connection: Connection, slot: Slot | None, value: Any) -> None:
     buffers: list[pickle.PickleBuffer] = []
     head = io.BytesIO()
     _Pickler(head, protocol=5, buffer_callback=None if slot is None else buffers.append).dump(value)
-    views = [buffer.raw() for buffer in buffers]
-    sizes = [view.nbytes for view in views]
-    if slot is not None and views:
-        room = slot.room(sum(sizes))
-        at = 0
-        for view, size in zip(views, sizes, strict=True):
-            room[at : at + size] = view
-            at += size
-    connection.send_bytes(pickle.dumps((sizes, head.getvalue())))
+    places = []
+    if slot is not None and buffers:
+        views = [buffer.raw() for buffer in buffers]
+        slot.room(sum(view.nbytes for view in views))
+        places = [(slot.place(view), view.nbytes) for view in views]
+    connection.send_bytes(pickle.dumps((places, head.getvalue())))
 
 
 def fetch(connection: Connection, slot: Slot | None, *, lent: bool = False) -> tuple[bytes, list[Any]]:
@@ -114,18 +141,9 @@ def fetch(connection: Connection, slot: Slot | None, *, lent: bool = False) -> t
     Raises:
         EOFError: if the other end has gone.
     """
-    sizes, head = pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own process
-    buffers: list[Any] = []
-    if slot is not None and sizes and lent:
-        return head, slot.lend(sizes)
-    if slot is not None and sizes:
-        room = memoryview(slot.room(sum(sizes)))
-        at = 0
-        for size in sizes:
-            buffers.append(bytearray(room[at : at + size]))
-            at += size
-        room.release()
-    return head, buffers
+    places, head = pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own process
+    buffers: list[Any] = [] if slot is None or not places else slot.lend(places)
+    return head, buffers if lent else list(map(bytearray, buffers))
 
 
 def receive(connection: Connection, slot: Slot | None) -> Any:

@@ -31,7 +31,9 @@ def main() -> None:
             name, arguments, at = receive(connection, None)
         except (EOFError, OSError):
             return
+        slots[at].begin()
         try:
+            reader.answers_in(slots[at])
             value: Any = (True, getattr(reader, name)(*arguments))
         except BaseException as error:
             value = (False, _told(error))
@@ -63,6 +65,11 @@ class _Reader:
         self._dataset = dataset
         self._iterator: Iterator[Any] | None = None
         self._torch: dict[str, Any] = {}
+
+    def answers_in(self, slot: Slot) -> None:
+        """Where batches are read to, if they can be."""
+        if hasattr(self._dataset, "allocate"):
+            self._dataset.allocate = slot.array
 
     def item(self, index: Any) -> Any:
         """One sample."""
