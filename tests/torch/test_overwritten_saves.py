@@ -87,12 +87,60 @@ def the_write_that_goes_elsewhere() -> zoo.Job:
     return _job(cell)
 
 
-STEADY = {f.__name__: f for f in (pieces_written_in_turn, written_through_data)}
-CHANGING = {f.__name__: f for f in (the_write_that_stays_away, the_write_that_goes_elsewhere)}
+def _with_another_backward(first: int) -> zoo.Job:
+    """From a step on another loss's backward comes between the saving and the writing."""
+    gates, other = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(BLOCKS)), nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.Adam([*gates.parameters(), *other.parameters()])
+
+    def step(i: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        h, saved = torch.randn(ROWS, WIDTH), []
+        for gate in gates:
+            saved.append(gate(h))
+            h = (saved[-1] * saved[-1].cos()).view(ROWS, 3, WIDTH).sum(1) + h
+        if i >= first:
+            other(torch.randn(ROWS, WIDTH)).sin().square().mean().backward()
+            for y in saved:
+                y.data.mul_(0.5)
+            del y
+        saved.clear()
+        loss = h.square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return zoo.Job(step, [gates, other], [optimizer])
+
+
+def another_backward_between() -> zoo.Job:
+    """It always does."""
+    return _with_another_backward(0)
+
+
+def another_backward_between_later() -> zoo.Job:
+    """It does from some step on."""
+    return _with_another_backward(CHANGE)
+
+
+def two_pieces_by_one_operator() -> zoo.Job:
+    """One operator writes two views of one storage."""
+
+    def cell(gate: nn.Module, h: torch.Tensor, _: bool) -> torch.Tensor:
+        r, z, n = (gate(h) + 0).unsafe_chunk(3, 1)
+        with torch.no_grad():
+            torch._foreach_mul_([z, n], 0.5)
+        return (r * z).tanh() + n.sin() * h
+
+    return _job(cell)
+
+
+STEADY = {f.__name__: f for f in (
+    pieces_written_in_turn, written_through_data, another_backward_between, two_pieces_by_one_operator)}
+CHANGING = {f.__name__: f for f in (the_write_that_stays_away, the_write_that_goes_elsewhere, another_backward_between_later)}
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("share", [0.8, 0.7])
+@pytest.mark.parametrize("share", [0.8, 0.75])
 @pytest.mark.parametrize("name", [*STEADY, *CHANGING])
 def test_bits_hold_where_saved_storages_are_written_and_let_go(name: str, share: float, offload: bool) -> None:
     make = (STEADY | CHANGING)[name]
@@ -103,7 +151,7 @@ def test_bits_hold_where_saved_storages_are_written_and_let_go(name: str, share:
     assert [s.policy for s in steps] == ["planned"] * len(steps)
     assert any(s.recomputed_ops or s.offloaded_bytes for s in steps)
     assert all(s.peak_bytes <= run.budget_bytes for s in steps)
-    if name in STEADY:
+    if name in STEADY:  # a step that leaves its plan may cross the budget for what it makes again at once
         assert kept(run), run.over
 
 

@@ -24,6 +24,7 @@ from lowtide.live.value import (
     covers_blindly,
     generator_of,
     map_tensors,
+    overwritten_by,
     state_bytes,
     written_by,
 )
@@ -152,6 +153,8 @@ class FullMode(Mode):
             return None
         noted = tuple(map_tensors(a, i, note) for i, a in enumerate(args))
         named = {k: map_tensors(v, k, note) for k, v in kwargs.items()}
+        if any(a.value is not None and a.value.tainted for a in inputs):  # somebody may write there before it runs again
+            return None
         self._order += 1
         record = Record(func, info, noted, named, inputs, self._order)
         if info.seeded:
@@ -173,6 +176,7 @@ class FullMode(Mode):
 
     def _writes_can_be_replayed(self, info: OpInfo, args: Any, kwargs: Any) -> bool:
         """Whether every argument written in place is itself made by a record, or is overwritten without being read."""
+        seen: set[Value] = set()
         for at in info.writes_at:
             item = args[at] if isinstance(at, int) and at < len(args) else kwargs.get(at) if isinstance(at, str) else None
             if item is None:
@@ -180,8 +184,9 @@ class FullMode(Mode):
             if not isinstance(item, torch.Tensor):
                 return False
             value = self._value(item)
-            if value is None or value.tainted:
+            if value is None or value.tainted or value in seen:  # of two views each would be written on a copy of its own
                 return False
+            seen.add(value)
             whole = info.overwrites_fully and item.numel() * item.element_size() == value.bytes and value.saves == 0
             if value.record is None and not (whole and value.unit is self.recorder and value.unit is not None):
                 return False
@@ -204,11 +209,11 @@ class FullMode(Mode):
         site = self._site(info)
         made: list[Value] = []
         overwrites: list[tuple[Value, Value]] = []
-        written = [t for t, _ in written_by(info, args, kwargs)] if info.mutates else []
+        written = overwritten_by(info, args, kwargs) if info.mutates else []
         blind: list[Value] = []
-        for i, item in enumerate(written):
+        for i, item, _ in written:
             old = self._value(item)
-            if old is None or any(old is new for _, new in overwrites):
+            if old is None:
                 continue
             new = Value(old.bytes, record)
             if record is not None and i < len(record.overs):

@@ -40,6 +40,7 @@ from lowtide.live.value import (
     generator_of,
     map_tensors,
     meta_of,
+    overwritten_by,
     records_behind,
     sole_owner,
     state_bytes,
@@ -219,7 +220,7 @@ def _act(
 class LeanHandle:
     """A saved tensor of a value that the plan lets go."""
 
-    __slots__ = ("meta", "run", "value", "version", "watched")
+    __slots__ = ("__weakref__", "meta", "run", "value", "version", "watched")
 
     def __init__(self, mode: LeanMode, value: Value, tensor: torch.Tensor) -> None:
         """Refer to the value; the tensor itself is watched, not held."""
@@ -352,11 +353,12 @@ class LeanMode(Mode):
         self.values: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()
         run.values = self.values
         self._pins: dict[int, Value] = {}
-        self._elders: dict[int, list[LeanHandle]] = {}
+        self._elders: dict[int, list[weakref.ref[LeanHandle]]] = {}
         self._left = False
         self.keeps: list[weakref.ref[Kept | Anchor]] = []
         self._guards: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._readers: dict[int, list[weakref.ref[Anchor]]] = {}
+        self._exposed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._witnessed: dict[tuple[Any, ...], int | None] = {}
         self._writes = script.writes
         self._clocked = None if run.stopwatch is None else run.stopwatch.forward
@@ -379,7 +381,10 @@ class LeanMode(Mode):
             if types and not PLAIN_TYPES.issuperset(types):
                 return make_way(func, types, args, kwargs)
             act = self._acts[at]
-            if func is self._funcs[at] and not (self._writes[at] and self._strays(act, func, args, kwargs or {})):
+            follows = func is self._funcs[at] and not (self._writes[at] and self._strays(act, func, args, kwargs or {}))
+            if follows and self._exposed and act is not None and act.recorded:
+                follows = not self._reads_exposed(args, kwargs or {})
+            if follows:
                 capped = self._caps[at]
                 if capped:
                     self._cap(True)
@@ -408,12 +413,15 @@ class LeanMode(Mode):
     def let_go(self) -> None:
         """A backward begins: values live as long as their handles do, and no longer."""
         self._pins.clear()
-        self._elders.clear()
 
     def prune(self) -> None:
         """A backward that is followed begins or ended: what is not looked up again lives as long as its handles."""
         last = self.script.last_use
         self._pins = {n: v for n, v in self._pins.items() if last.get(n, -1) >= self.at}
+
+    def owes(self) -> bool:
+        """Whether autograd may still ask for what this unit saved."""
+        return any(value.saves for value in self.values.values())
 
     def last_moves(self) -> None:
         """The first backward that is not followed begins: what is to leave before it leaves."""
@@ -450,6 +458,25 @@ class LeanMode(Mode):
         """Whether a replay that may still come reads a storage that it cannot make again."""
         return any(ref() is not None for ref in self._readers.get(address, ()))
 
+    def expose(self, tensor: torch.Tensor) -> None:
+        """Somebody has a tensor's memory from now on: no replay may read it that is not in the plan already."""
+        if on_storage(tensor):
+            storage = tensor.untyped_storage()
+            self._exposed[storage._cdata] = weakref.ref(storage)
+
+    def exposed(self) -> list[torch.UntypedStorage]:
+        """What somebody has the memory of."""
+        return [storage for ref in self._exposed.values() if (storage := ref()) is not None]
+
+    def _reads_exposed(self, args: Any, kwargs: Any) -> bool:
+        """Whether an operator that may have to run again reads what somebody may write meanwhile.
+
+        If that was so when it was recorded, the plan does not let it run again.
+        """
+        exposed = {storage._cdata for storage in self.exposed()}
+        read = (t for t in flatten((*args, *kwargs.values())) if isinstance(t, torch.Tensor) and on_storage(t))
+        return any(t.untyped_storage()._cdata in exposed for t in read)
+
     def will_write(self, tensor: torch.Tensor) -> None:
         """Somebody is about to write who is not in the plan: what would be made from these bytes is made now, and stays."""
         if not self.guards(tensor):
@@ -471,7 +498,7 @@ class LeanMode(Mode):
         self._before_write()
         overwrites = () if act is None else act.overwrites
         info = info_of(func)
-        for i, (tensor, secret) in enumerate(written_by(info, args, kwargs)):
+        for i, (_, tensor, secret) in enumerate(overwritten_by(info, args, kwargs)):
             old = overwrites[i][0] if i < len(overwrites) else -1
             if secret:
                 continue
@@ -589,8 +616,8 @@ class LeanMode(Mode):
     def _note_writes(self, act: Act, record: Record | None, info: Any, args: Any, kwargs: Any) -> None:
         if not act.overwrites:
             return
-        written = written_by(info, args, kwargs)
-        for i, ((old, new), (tensor, _)) in enumerate(zip(act.overwrites, written, strict=False)):
+        written = overwritten_by(info, args, kwargs)
+        for (old, new), (place, tensor, _) in zip(act.overwrites, written, strict=False):
             before = self.values.get(old)
             held = None if before is None else before.tensor
             if before is not None:
@@ -603,15 +630,19 @@ class LeanMode(Mode):
             value = Value(storage.nbytes(), record)
             self._enter(new, value, storage)
             if old in self._elders:
-                self._inherit(value, held, self._elders.pop(old))
-            if record is not None and i < len(record.overs):
-                argument, _, matters = record.overs[i]
-                record.overs[i] = (argument, weakref.ref(value), matters)
+                self._inherit(value, held, storage, self._elders.pop(old))
+            if record is not None and place < len(record.overs):
+                argument, _, matters = record.overs[place]
+                record.overs[place] = (argument, weakref.ref(value), matters)
 
-    def _inherit(self, value: Value, held: torch.Tensor | None, handles: list[LeanHandle]) -> None:
+    def _inherit(
+        self, value: Value, held: torch.Tensor | None, storage: torch.UntypedStorage, handles: list[weakref.ref[LeanHandle]]
+    ) -> None:
         """A version has the saved tensors of the one before it: what was written is not theirs, or autograd will say so."""
-        value.tensor, value.saves = held, len(handles)
-        for handle in handles:
+        alive = [handle for ref in handles if (handle := ref()) is not None]
+        value.saves = len(alive)
+        value.tensor = whole(storage) if alive and held is None and value.number in self.script.held else held
+        for handle in alive:
             handle.value = value
         if value.number in self.script.elders:
             self._elders[value.number] = handles
@@ -658,7 +689,7 @@ class LeanMode(Mode):
                         value.tensor = whole(storage)
                     handle = LeanHandle(self, value, tensor)
                     if number in self.script.elders:
-                        self._elders.setdefault(number, []).append(handle)
+                        self._elders.setdefault(number, []).append(weakref.ref(handle))
                     return handle
             self.grown = True
         kept = Kept(tensor)

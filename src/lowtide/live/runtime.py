@@ -570,6 +570,7 @@ class Runtime:
         if lean is not None and not lean.lost:
             with self.updates.aside():
                 lean.will_write(tensor)
+                lean.expose(tensor)
 
     def _has_hooks(self) -> bool:
         """Whether a parameter or module of the script has a hook that runs in backward."""
@@ -614,7 +615,8 @@ class Runtime:
             else:
                 self.stack.put(lean, lean.pack, _unpack)
             return
-        if self.saver.outstanding <= 0 or unit.consumed >= BACKWARDS:
+        owes = self.saver.outstanding > 0 or (lean is not None and lean.lost and lean.owes())
+        if not owes or unit.consumed >= BACKWARDS:
             self._end_unit()
 
     def optimizer_begins(self, optimizer: Any) -> None:
@@ -852,6 +854,8 @@ class Runtime:
         recorder = self._recorder(self.unit, notes=False)  # half a unit
         self.full.begin(recorder, remember=True)
         self.full.guard = self.unit.lean
+        for storage in self.unit.lean.exposed():
+            (self.ledger.find(storage) or self.ledger.enter(storage, None)).tainted = True
         self.saver.recorder = recorder
         return self.full
 

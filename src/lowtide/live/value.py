@@ -486,6 +486,18 @@ def written_by(info: OpInfo, args: Any, kwargs: Any) -> list[tuple[torch.Tensor,
                     for t in flatten((v,)) if isinstance(t, torch.Tensor)]
 
 
+def overwritten_by(info: OpInfo, args: Any, kwargs: Any) -> list[tuple[int, torch.Tensor, bool]]:
+    """The same with their places, of each storage the first alone: it has one next version, however many views are written."""
+    seen: set[int] = set()
+    found = []
+    for place, (tensor, secret) in enumerate(written_by(info, args, kwargs)):
+        address = tensor.untyped_storage()._cdata if on_storage(tensor) else -1
+        if address < 0 or address not in seen:
+            found.append((place, tensor, secret))
+            seen.add(address)
+    return found
+
+
 def records_behind(value: Value, through: Callable[[Argument], bool]) -> Iterator[Record]:
     """The operators that made a value, at whatever remove, through those of their arguments that are to be followed."""
     seen: set[int] = set()
