@@ -113,21 +113,6 @@ def numpys_memory() -> zoo.Job:
     return _job(loss_of)
 
 
-def numpys_memory_before_it_is_read() -> zoo.Job:
-    """An activation's memory is numpy's before the operator reads it whose result is saved."""
-
-    def loss_of(model: nn.Module, i: int) -> torch.Tensor:
-        h = model[0](torch.randn(ROWS, WIDTH))
-        shown = h.detach()
-        memory = shown.numpy() if i >= CHANGE else None
-        loss = (model[2](model[1](h * 1.5).sin()).sin() * (h * 0.5).sin()).square().sum()
-        if memory is not None:
-            memory[:] = 3
-        return loss
-
-    return _job(loss_of)
-
-
 class Scaled(nn.Module):
     """What autograd saves here is made from the batch alone."""
 
@@ -193,8 +178,7 @@ edge_hook = _node_hook(lambda out, hook: get_gradient_edge(out).node.register_pr
 
 SCRIPTS = {
     make.__name__: make
-    for make in (other_target, subclass_target, weight_between, activation_in_hook, buffer_in_hook, numpys_memory,
-                 numpys_memory_before_it_is_read)
+    for make in (other_target, subclass_target, weight_between, activation_in_hook, buffer_in_hook, numpys_memory)
 } | {
     "batch_by_numpy": batch_by_numpy, "batch_by_numpys_dlpack": batch_by_numpys_dlpack, "batch_by_dlpack": batch_by_dlpack,
     "batch_in_a_thread": batch_in_a_thread, "batch_by_storage": batch_by_storage, "node_hook": node_hook,
