@@ -154,7 +154,9 @@ class Evictor:
             value.touched = self.clock
             if barred:
                 self.barred.add(value)
-            elif self.planned is not None and value.record is not None and self.planned(site, slot):
+            elif self.planned is None or value.record is None or value.is_doubtful():
+                continue
+            elif self.planned(site, slot):
                 self.weakly.add(value)
 
     def saved(self, value: Value, storage: torch.UntypedStorage) -> None:

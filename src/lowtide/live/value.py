@@ -159,6 +159,10 @@ class Value:
         old.heir, self.saves, old.saves = self, old.saves, 0
         self.elders = (*old.elders, weakref.ref(old))
 
+    def is_doubtful(self) -> bool:
+        """Whether foreign code may write to it, or to what it would be made from."""
+        return self.tainted or (self.record is not None and self.record.doubtful)
+
     def disown(self) -> None:
         """No saved tensor is left of it or of its elders: a version and what made its heir would hold each other."""
         for ref in self.elders:
@@ -338,9 +342,13 @@ class Record:
         overs: (argument that is written, weak reference to the version it makes, whether the old bits matter).
         seconds: how long it took.
         order: position among all records, rising with time.
+        doubtful: whether what it reads, at whatever remove, may be written by foreign code before it runs again.
     """
 
-    __slots__ = ("args", "func", "grad", "info", "inputs", "kwargs", "order", "outs", "overs", "seconds", "settings", "state")
+    __slots__ = (
+        "args", "doubtful", "func", "grad", "info", "inputs", "kwargs", "order", "outs", "overs", "seconds", "settings",
+        "state",
+    )
 
     def __init__(self, func: Any, info: OpInfo, args: Any, kwargs: Any, inputs: list[Argument], order: int) -> None:
         """Note an operator and what it reads; outputs are added once they are known."""
@@ -353,6 +361,7 @@ class Record:
         self.inputs = inputs
         self.order = order
         self.seconds = 0.0
+        self.doubtful = False
         self.state: tuple[Any, bytes] | None = None
         self.outs: list[tuple[int, weakref.ref[Value]]] = []
         self.overs: list[tuple[Argument, weakref.ref[Value], bool]] = []
