@@ -68,7 +68,8 @@ class _Reader:
 
     def answers_in(self, slot: Slot) -> None:
         """Where batches are read to, if they can be."""
-        if hasattr(self._dataset, "allocate"):
+        blocks = sys.modules.get("lowtide.data.blocks")
+        if blocks is not None and isinstance(self._dataset, blocks.Blocks):
             self._dataset.allocate = slot.array
 
     def item(self, index: Any) -> Any:
