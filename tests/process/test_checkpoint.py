@@ -19,6 +19,7 @@ import torch
 
 import lowtide
 from lowtide.checkpoint import Batches, Store, resume
+from lowtide.checkpoint.sharded import assembled
 from lowtide.errors import CheckpointError, StateError
 
 KILLS = 1000 if os.environ.get("LOWTIDE_FULL") else 200
@@ -675,3 +676,60 @@ def test_one_ranks_request_stops_all_at_the_same_step(tmp_path):
     assert Store(tmp_path / "c").saved()[0].world == 2
 
 
+SHARDED = r"""
+    import os, sys
+    import torch, torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    import lowtide
+    dist.init_process_group("gloo")
+    folder, last, mesh_kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,)) if mesh_kind == "flat" else init_device_mesh("cpu", (1, 2), mesh_dim_names=("copies", "parts"))
+    model = torch.nn.Sequential(torch.nn.Linear(17, 33), torch.nn.Dropout(0.2), torch.nn.Linear(33, 5))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(100 + dist.get_rank())
+    state = {"model": model, "optimizer": optimizer}
+    at = lowtide.checkpoint.resume(folder, state)
+    for step in range(at.get("step", -1) + 1, last):
+        model(torch.randn(8, 17)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        lowtide.checkpoint(folder, state, save=step == 2, step=step)
+    held = [*model.parameters(), *(v for s in optimizer.state.values() for k, v in s.items() if k != "step")]
+    assert all(isinstance(t, DTensor) for t in held)
+    numbers = " ".join(t.full_tensor().double().sum().item().hex() for t in held)
+    os.write(1, f"rank {dist.get_rank()} {at.get('step')} {len(held)} {numbers}\n".encode())
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("mesh", ["flat", pytest.param("copies", marks=pytest.mark.long)])
+def test_sharded_parameters_and_states_come_back_on_each_rank(tmp_path, mesh):
+    path = script(tmp_path, SHARDED)
+    whole, done = torchrun(path, tmp_path / "whole", 6, mesh)
+    assert [line.split()[:4] for line in whole] == [["rank", str(r), "None", "12"] for r in range(2)], done.stderr
+    torchrun(path, tmp_path / "c", 3, mesh)
+    again, done = torchrun(path, tmp_path / "c", 6, mesh)
+    assert [line.split()[2] for line in again] == ["2", "2"], done.stderr
+    assert [line.split()[3:] for line in again] == [line.split()[3:] for line in whole]
+
+
+def test_sharded_tensors_without_a_process_group_are_one_clear_error(tmp_path):
+    path = script(tmp_path, SHARDED)
+    torchrun(path, tmp_path / "c", 3, "flat")
+    folder = next((tmp_path / "c").glob("0*"))
+    layout = next(v for v in _values(json.loads((folder / "rank-0" / "state.json").read_text())) if v.get("!") == "sharded")["layout"]
+    assert layout["placements"] == [["shard", 0]]
+    with pytest.raises(StateError, match="set up the process group"):
+        assembled(layout, None)
+
+
+def _values(tree):
+    for item in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        if isinstance(item, dict):
+            yield item
+        yield from _values(item)

@@ -11,7 +11,7 @@ import torch
 import zoo
 from harness import above_of, budgeted, plain_of
 from lowtide.live import numerics
-from lowtide.live.aside import Wraps
+from lowtide.live.wraps import Wraps
 from torch import nn
 
 STEPS, WIDTH, ROWS = 6, 256, 512

@@ -19,7 +19,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         "trace", "store", "probe.marks", "probe.counters", "probe.census", "probe.keras_arms", "probe.arms", "probe.sampler", "probe.catalogue", "probe.beat",
         "probe.lend", "probe.site.sitecustomize",
-        "checkpoint.tree", "checkpoint.ranks", "checkpoint.store", "checkpoint.parts", "checkpoint.batches", "checkpoint.request",
+        "checkpoint.sharded", "checkpoint.tree", "checkpoint.ranks", "checkpoint.store", "checkpoint.parts", "checkpoint.batches", "checkpoint.request",
         "checkpoint.points", "checkpoint.whole", "checkpoint.callbacks", "checkpoint",
         "data.sources", "data.blocks", "data.wire", "data.worker", "data.isolate", "data",
     ),
@@ -68,6 +68,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "live.board",
         "live.steps",
         "live.stack",
+        "live.wraps",
+        "live.origin",
         "live.aside",
         "live.engine",
         "live.frames",

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from lowtide.checkpoint.sharded import assembled, is_sharded, layout_of
 from lowtide.errors import StateError
 
 TAG: Final = "!"
@@ -99,10 +100,12 @@ def _tensor(value: Any, where: str, named: Callable[[str, Any, Any], str], walk:
     if t is None:
         return None
     if isinstance(value, t.Tensor):
-        if value.layout is not t.strided or value.is_quantized or value.is_meta or hasattr(value, "device_mesh"):
+        if is_sharded(value):
+            return {TAG: "sharded", "value": walk(value.to_local(), where), "layout": layout_of(value, where)}
+        if value.layout is not t.strided or value.is_quantized or value.is_meta:
             raise StateError(
-                f"{where} is a {value.layout} tensor on {value.device}, {type(value).__name__}: only dense tensors that lie "
-                "in one process are saved here; make it dense, or save sharded state through torch.distributed.checkpoint"
+                f"{where} is a {value.layout} tensor on {value.device}, {type(value).__name__}: only dense tensors are "
+                "saved here; make it dense"
             )
         if type(value) not in {t.Tensor, t.nn.Parameter, t.nn.Buffer}:
             raise StateError(
@@ -196,6 +199,7 @@ _LEAVES: Final[dict[str, Callable[[Any, Any, Any, Any], Any]]] = {
     "complex": lambda _t, v, w, _g: complex(*w(v)),
     "complex128": lambda t, v, w, _g: _complex(w(v))[()] if t.get("scalar") else _complex(w(v)),
     "tensor": lambda t, v, _w, g: g(v, t.get("order")),
+    "sharded": lambda t, v, w, _g: assembled(t["layout"], w(v)),
     "torch.dtype": lambda _t, v, _w, _g: getattr(loaded_torch(), v),
     "torch.device": lambda _t, v, _w, _g: loaded_torch().device(v),
     "torch.Size": lambda _t, v, _w, _g: loaded_torch().Size(v),

@@ -3,6 +3,7 @@
 * ``torch.compile``: compilers trace and run below our interception; compiled regions run without it.
 * ``torch.autograd.graph.disable_saved_tensors_hooks`` and the nesting of ``torch.func``'s transforms: they refuse to run
   under saved-tensor hooks, so ours are put aside meanwhile.
+* ``tensor.data = other``: what is kept in place of a saved tensor is told.
 """
 
 from __future__ import annotations
@@ -17,39 +18,10 @@ from typing import Any, final
 from torch._functorch import eager_transforms
 
 import torch
+from lowtide.live.origin import watch_exchanges
 from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
-
-
-@final
-class Wraps:
-    """Functions that were replaced by wrappers, and how they come back."""
-
-    def __init__(self) -> None:
-        """Nothing is replaced."""
-        self._undo: list[Callable[[], None]] = []
-
-    def put(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-        """Replace ``owner.name`` by what ``wrapper`` makes of it."""
-        former = vars(owner).get(name)
-        setattr(owner, name, wrapper(getattr(owner, name)))
-        self.also(lambda: delattr(owner, name) if former is None else setattr(owner, name, former))
-
-    def also(self, undo: Callable[[], None]) -> None:
-        """Something else that is to be undone."""
-        self._undo.append(undo)
-
-    def undo(self) -> None:
-        """Put all back, last first."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo = []
-
-
-def unwrapped(function: Any) -> Any:
-    """A function as torch has it: the script's use of it is watched, ours is not."""
-    return getattr(function, "__wrapped__", function)
-
+from lowtide.live.wraps import Wraps
 
 Around = Callable[[Any, Any], AbstractContextManager[None]]
 
@@ -87,6 +59,7 @@ class Asides:
         for name, wrapper in (("_grad_increment_nesting", self._nesting), ("_grad_decrement_nesting", self._unnesting)):
             if hasattr(eager_transforms, name):
                 self._wraps.put(eager_transforms, name, wrapper)
+        watch_exchanges(self._wraps)
 
     def remove(self) -> None:
         """Take them off."""

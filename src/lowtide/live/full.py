@@ -32,7 +32,7 @@ from lowtide.trace import Op, Site
 
 if TYPE_CHECKING:
     from lowtide.live.guard import Evictor
-    from lowtide.live.lean import LeanMode
+    from lowtide.live.lean import Guard
     from lowtide.live.ledger import Ledger
     from lowtide.live.recorder import Recorder
     from lowtide.live.steps import Clock
@@ -41,7 +41,12 @@ if TYPE_CHECKING:
 
 @final
 class FullMode(Mode):
-    """Sees every operator below autograd."""
+    """Sees every operator below autograd.
+
+    Attributes:
+        updating: whether an optimizer writes while no backward is to come that is known of: what was made from its parameters
+            is not brought back before. Whoever asks for it even so is told.
+    """
 
     def __init__(self, clock: Clock, ledger: Ledger, evictor: Evictor) -> None:
         """Share the runtime's parts."""
@@ -52,7 +57,8 @@ class FullMode(Mode):
         self.recorder: Recorder | None = None
         self.passive = False
         self.remembers = False
-        self.guard: LeanMode | None = None
+        self.guards: tuple[Guard, ...] = ()
+        self.updating = False
         self._order = 0
         self._counts: dict[tuple[str, str], int] = {}
 
@@ -60,7 +66,7 @@ class FullMode(Mode):
         """Note into a recorder from now on (None: nowhere), and remember operators so that they can run again."""
         self.recorder = recorder
         self.remembers = remember
-        self.guard = None
+        self.guards = ()
         self._counts = {}
         if recorder is not None:
             self.ledger.on_death = recorder.gone
@@ -195,9 +201,11 @@ class FullMode(Mode):
         """Values that depend on what is about to be overwritten, and could not be made again later, are made now."""
         for item, _ in written_by(info, args, kwargs):
             value = self._value(item)
-            if self.guard is not None:
-                self.guard.will_write(item)
-            if value is not None and (value.record is None or value.tensor is not None):
+            for guard in self.guards:
+                guard.will_write(item)
+            if value is None or (self.updating and value.record is None):
+                continue
+            if value.record is None or value.tensor is not None:
                 self.evictor.before_write(value)
 
     def _results(

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from lowtide.live.bits import digest
@@ -22,8 +22,9 @@ from lowtide.live.board import FileBoard, PinnedBoard
 from lowtide.live.guard import Tally, held_alone
 from lowtide.live.mode import Mode, make_way
 from lowtide.live.ops import info_of
+from lowtide.live.origin import Origin
 from lowtide.live.replay import remake
-from lowtide.live.saver import Kept, modified_in_place
+from lowtide.live.saver import Kept, detached, modified_in_place
 from lowtide.live.stopwatch import Stopwatch
 from lowtide.live.tensors import beneath_autograd, on_storage
 from lowtide.live.value import (
@@ -220,7 +221,7 @@ def _act(
 class LeanHandle:
     """A saved tensor of a value that the plan lets go."""
 
-    __slots__ = ("__weakref__", "meta", "run", "value", "version", "watched")
+    __slots__ = ("__weakref__", "instead", "meta", "origin", "run", "value", "version", "watched")
 
     def __init__(self, mode: LeanMode, value: Value, tensor: torch.Tensor) -> None:
         """Refer to the value; the tensor itself is watched, not held."""
@@ -229,7 +230,18 @@ class LeanHandle:
         self.meta: Meta = meta_of(tensor)
         self.watched = watch(tensor)
         self.version = tensor._version
+        self.origin = Origin.of(tensor, self)
+        self.instead: torch.Tensor | None = None
         value.saves += 1
+
+    def exchanged(self, tensor: torch.Tensor) -> None:
+        """The tensor shows other data from now on: nobody asks for the former any more."""
+        value = self.value
+        if self.instead is None:
+            value.saves -= 1
+        if not value.saves and (value.record is not None or value.ticket is not None):
+            value.tensor = None
+        self.instead = detached(tensor)
 
     def unpack(self) -> torch.Tensor:
         """The tensor, made again if its value was let go.
@@ -239,6 +251,8 @@ class LeanHandle:
         """
         if self.watched._version != self.version:
             raise modified_in_place(self.meta, self.watched._version, self.version)
+        if self.instead is not None:
+            return self.instead
         storage = self.run.serve(self.value)
         return view_on(storage, self.meta)
 
@@ -329,7 +343,7 @@ class LeanMode(Mode):
     def __init__(
         self, script: Script, run: LeanRun, fallback: Callable[[], Any],
         pack_fallback: Callable[[torch.Tensor], Any], out_of_memory: Callable[[BaseException], bool],
-        before_write: Callable[[], None], cap: Callable[[bool], None] | None = None, *, smaller: bool = False,
+        before_write: Callable[[Any, Any, Any], None], cap: Callable[[bool], None] | None = None, *, smaller: bool = False,
     ) -> None:
         """Stand at the beginning of a unit.
 
@@ -339,7 +353,7 @@ class LeanMode(Mode):
             fallback: takes over where the unit leaves its recording.
             pack_fallback: packs then.
             out_of_memory: whether an error means that memory ran out.
-            before_write: called before an operator writes in place.
+            before_write: told an operator that writes in place (what is known of it, and its arguments) before it runs.
             cap: caps the allocator at the budget, or lifts the cap: an operator that would cross it leaves the plan.
             smaller: whether the unit is only smaller than the recorded one, and must not make anything larger.
         """
@@ -458,6 +472,12 @@ class LeanMode(Mode):
         """Whether a replay that may still come reads a storage that it cannot make again."""
         return any(ref() is not None for ref in self._readers.get(address, ()))
 
+    def spoil(self, tensor: torch.Tensor) -> None:
+        """A tensor is written: replays that would read it fail from here on."""
+        for ref in self._readers.get(tensor.untyped_storage()._cdata, ()) if on_storage(tensor) else ():
+            if (anchor := ref()) is not None:
+                anchor.stale = True
+
     def expose(self, tensor: torch.Tensor) -> None:
         """Somebody has a tensor's memory from now on: no replay may read it that is not in the plan already."""
         if on_storage(tensor):
@@ -495,9 +515,9 @@ class LeanMode(Mode):
 
     def _strays(self, act: Act | None, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether an operator writes to other bytes of ours than it did when it was recorded."""
-        self._before_write()
         overwrites = () if act is None else act.overwrites
         info = info_of(func)
+        self._before_write(info, args, kwargs)
         for i, (_, tensor, secret) in enumerate(overwritten_by(info, args, kwargs)):
             old = overwrites[i][0] if i < len(overwrites) else -1
             if secret:
@@ -562,14 +582,17 @@ class LeanMode(Mode):
             writes, secret = at in info.writes_at, at in info.secret_at
             if writes and value is None:
                 value = Value(storage.nbytes(), None)
-            argument = Argument(None if secret else value, tensor, anchored=secret or value is None)
+            anchored = secret or value is None
+            shared = self._anchor_of(storage._cdata) if anchored and not secret else None
+            argument = Argument(None if secret else value, tensor, anchored=anchored, anchor=shared)
             inputs.append(argument)
             if argument.anchor is None and not (writes or secret):
                 self._guard(storage)
             elif argument.anchor is not None and not (writes or secret):
                 argument.witness = self._witness(tensor)
-                self.keeps.append(weakref.ref(argument.anchor))
-                self._readers.setdefault(storage._cdata, []).append(weakref.ref(argument.anchor))
+                if argument.anchor is not shared:
+                    self.keeps.append(weakref.ref(argument.anchor))
+                    self._readers.setdefault(storage._cdata, []).append(weakref.ref(argument.anchor))
             if writes or secret:
                 overs.append((argument, _gone, writes and not covers_blindly(info, argument)))
             return argument
@@ -583,6 +606,11 @@ class LeanMode(Mode):
             generator = generator_of(args, kwargs, (a.device for a in inputs))
             record.state = (generator, state_bytes(generator))
         return record
+
+    def _anchor_of(self, address: int) -> Anchor | None:
+        """What holds a storage's bytes for replays already, as they are now."""
+        anchors = (ref() for ref in self._readers.get(address, ()))
+        return next((a for a in anchors if a is not None and a.held is not None and not a.stale), None)
 
     def _witness(self, tensor: torch.Tensor) -> int | None:
         """What tells whether a tensor that replays read was written unseen: a batch, which a loader may fill again."""
@@ -697,14 +725,60 @@ class LeanMode(Mode):
         return kept
 
 
+class Guard(Protocol):
+    """Who must know of writes beforehand."""
+
+    def will_write(self, tensor: torch.Tensor) -> None:
+        """Somebody is about to write to a tensor."""
+
+
+@final
+class Owed:
+    """Planned units that ended while autograd may still ask for what they saved: graphs that a script retains.
+
+    Attributes:
+        updating: whether it is an optimizer that writes.
+    """
+
+    def __init__(self) -> None:
+        """None is left."""
+        self.updating = False
+        self._units: list[LeanMode] = []
+
+    def add(self, unit: LeanMode) -> None:
+        """A unit ended."""
+        if unit.owes():
+            self._units.append(unit)
+
+    def left(self) -> bool:
+        """Whether there are any; those that owe nothing any more are forgotten."""
+        self._units = [unit for unit in self._units if unit.owes()]
+        return bool(self._units)
+
+    def will_write(self, tensor: torch.Tensor) -> None:
+        """Somebody is about to write to a tensor: what is made from it is made now.
+
+        An optimizer's parameters apart: to keep what is made from those would hold whole graphs that hardly anybody asks for
+        again. Nothing is made from them any more.
+        """
+        for unit in self._units:
+            if self.updating:
+                unit.spoil(tensor)
+            else:
+                unit.will_write(tensor)
+
+
 @final
 class GuardMode(Mode):
-    """Looks on in a planned backward in which code of the script may run (hooks, custom functions): may it write there?"""
+    """Looks on where no unit is followed but replays may still come: may what runs there write to what they read?
 
-    def __init__(self, lean: LeanMode) -> None:
-        """Guard what the replays of a unit read."""
+    In a planned backward in which code of the script may run (hooks, custom functions), and beside retained graphs.
+    """
+
+    def __init__(self, *guards: Guard) -> None:
+        """Tell these of writes."""
         super().__init__()
-        self._lean = lean
+        self._guards = guards
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operator."""
@@ -713,7 +787,8 @@ class GuardMode(Mode):
         info = info_of(func)
         if info.writes_at:
             for tensor, _ in written_by(info, args, kwargs or {}):
-                self._lean.will_write(tensor)
+                for guard in self._guards:
+                    guard.will_write(tensor)
         return func(*args, **(kwargs or {}))
 
 

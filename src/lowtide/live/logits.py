@@ -19,11 +19,11 @@ from torch.nn import functional
 import torch
 from lowtide.allowed import LOSS
 from lowtide.errors import LeverError
-from lowtide.live.aside import Wraps, unwrapped
 from lowtide.live.loss import Asked, ChunkedLoss, Step
 from lowtide.live.outcome import LeverFigures
 from lowtide.live.tensors import node_of
 from lowtide.live.value import PLAIN_TYPES, flatten
+from lowtide.live.wraps import Wraps, unwrapped
 
 WIDE: Final = 512
 """Outputs that a linear layer has at least, to be deferred."""

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
-from lowtide.live.aside import Wraps
+from lowtide.live.wraps import Wraps
 
 _FLAGS: Final = (
     "float32_matmul_precision", "mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled", "cudnn_enabled",

@@ -20,8 +20,8 @@ import torch.utils.dlpack
 
 import torch
 from lowtide.live import numerics
-from lowtide.live.aside import Wraps
 from lowtide.live.tensors import on_storage
+from lowtide.live.wraps import Wraps
 
 if TYPE_CHECKING:
     from lowtide.live.runtime import Runtime
@@ -64,20 +64,14 @@ class Patches:
     def _exposing(self, original: Any) -> Any:
         runtime = self._runtime
 
+        shows = original.__name__ != "data_ptr"  # addresses are asked for all over torch
+
         @functools.wraps(original)
         def exposed(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            recorder = runtime.saver.recorder
-            if recorder is not None and not runtime.full.passive and type(tensor) is torch.Tensor and on_storage(tensor):
-                value = runtime.ledger.find(tensor.untyped_storage())
-                if value is not None:
-                    if original.__name__ != "data_ptr":
-                        runtime.evictor.exposed(value)
-                    value.tainted = True
-                    recorder.taint(value)
-            elif original.__name__ != "data_ptr" and type(tensor) is torch.Tensor:
-                runtime.exposed(tensor)
+            if type(tensor) is torch.Tensor and on_storage(tensor):
+                runtime.exposing(tensor, shows=shows)
             shown = original(tensor, *args, **kwargs)
-            if original.__name__ != "data_ptr" and on_storage(tensor):  # addresses are asked for all over torch
+            if shows and on_storage(tensor):
                 runtime.updates.exposed(tensor, shown)
             return shown
 

@@ -16,8 +16,8 @@ from torch.nn import functional
 
 import torch
 from lowtide.allowed import PIECES
-from lowtide.live.aside import Wraps
 from lowtide.live.outcome import LeverFigures
+from lowtide.live.wraps import Wraps
 
 COUNT: Final = 10
 """Pieces of a sequence ..."""

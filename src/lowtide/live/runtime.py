@@ -14,7 +14,7 @@ import gc
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -29,10 +29,11 @@ from lowtide.live.full import FullMode
 from lowtide.live.guard import LIBRARY_BYTES, SLACK_BYTES, Evictor, Exempt, Tally
 from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
 from lowtide.live.kind import Kind, is_smaller, kind_of
-from lowtide.live.lean import GuardMode, LeanMode, LeanRun, Script, compile_script
+from lowtide.live.lean import GuardMode, LeanMode, LeanRun, Owed, Script, compile_script
 from lowtide.live.ledger import Ledger
 from lowtide.live.logits import Logits
 from lowtide.live.mode import tell_of_forks
+from lowtide.live.ops import OpInfo
 from lowtide.live.outcome import Outcome, PlanFigures, StepFigures
 from lowtide.live.patches import Patches
 from lowtide.live.pieces import Pieces
@@ -47,7 +48,7 @@ from lowtide.live.stopwatch import MATTERS_SHARE, Stopwatch
 from lowtide.live.tensors import grad_of, modules_of, node_of, own_tensors, storages_of, tensors_in, with_gradients
 from lowtide.live.unreached import TRANSFORM, Unreached
 from lowtide.live.update import Updates
-from lowtide.live.value import PLAIN_TYPES, bytes_of
+from lowtide.live.value import PLAIN_TYPES, bytes_of, written_by
 from lowtide.live.verdict import figures_of, refusal, resident_figures
 from lowtide.pebble.eager.play import play
 from lowtide.pebble.eager.problem import Problem
@@ -268,6 +269,7 @@ class Runtime:
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._last_optimizer = 0
         self._last_lean: LeanMode | None = None
+        self._owed = Owed()
         self._owing = False
         self._between_bytes = 0
         self._unseen_peak = 0
@@ -476,11 +478,16 @@ class Runtime:
 
     def _is_over(self, unit: Unit, kind: Kind) -> bool:
         """Whether an optimizer has stepped, and what it left is a graph that a backward retained, or the round begins anew."""
-        if not unit.consumed or not unit.stepped:
+        anew = kind.call == unit.kind.call
+        if not unit.consumed or not (unit.stepped or (anew and not self.clock.optimizers_seen)):
             return False
         if unit.lean is not None and not unit.lean.lost:
             return unit.backwards >= len(unit.lean.script.backwards)
-        return unit.recorder is None or not self.saver.awaited or kind.call == unit.kind.call
+        return anew or self._is_retained(unit)
+
+    def _is_retained(self, unit: Unit) -> bool:
+        """Whether a backward has asked for all that a unit saved and that is still there."""
+        return unit.recorder is None or not self.saver.awaited
 
     def _is_stale(self, unit: Unit, kind: Kind) -> bool:
         """Whether the unit that runs was a forward that no backward will follow."""
@@ -560,15 +567,32 @@ class Runtime:
             self.stack.take()
             lean.let_go()
             if own_code:
-                self.stack.put(GuardMode(lean), self.saver.pack, _unpack)
+                self.stack.put(GuardMode(lean, self._owed), self.saver.pack, _unpack)
         else:
             lean.leave()
 
-    def exposed(self, tensor: torch.Tensor) -> None:
-        """Somebody is given a tensor's memory, and may write there unseen: what a plan's replays would read is made now."""
-        lean = None if self.unit is None or not self._active else self.unit.lean
-        if lean is not None and not lean.lost:
-            with self.updates.aside():
+    def exposing(self, tensor: torch.Tensor, *, shows: bool) -> None:
+        """Somebody asks for a tensor's address, or is given its memory (``shows``), and may write there unseen."""
+        recorder = self.saver.recorder
+        value = None if recorder is None or self.full.passive else self.ledger.find(tensor.untyped_storage())
+        if value is not None:
+            assert recorder is not None
+            if shows:
+                self.evictor.exposed(value)
+            value.tainted = True
+            recorder.taint(value)
+        if shows and self._active:
+            self._show(tensor)
+
+    def _show(self, tensor: torch.Tensor) -> None:
+        """What the replays of planned units would read of a tensor is made now."""
+        lean = None if self.unit is None else self.unit.lean
+        following = lean is not None and not lean.lost
+        if not following and not self._owed.left():
+            return
+        with self.updates.aside():
+            self._owed.will_write(tensor)
+            if lean is not None and following:
                 lean.will_write(tensor)
                 lean.expose(tensor)
 
@@ -590,6 +614,7 @@ class Runtime:
         unit = self.unit
         if unit is not None and unit.lean is not None and not unit.lean.lost:
             unit.lean.will_write(parameter)
+        self._tell_owed((parameter,))
 
     def _room(self) -> int | None:
         """Bytes below the budget; None where there is none."""
@@ -607,6 +632,7 @@ class Runtime:
         self.saver.keep_only = False
         unit = self.unit
         if unit is None:
+            self._watch_owed()
             return
         lean = unit.lean
         if lean is not None and not lean.lost and unit.backwards < len(lean.script.backwards):
@@ -624,10 +650,20 @@ class Runtime:
         self._optimizers.add(optimizer)
         self._last_optimizer = id(optimizer)
         self.updates.optimizer_begins(optimizer, closure=self.clock.closure)
-        if self.unit is not None and self.unit.lean is not None and not self.unit.lean.lost:
-            self.stack.take()
+        if self.clock.phase is not Phase.BACKWARD:  # a mode that is taken off within the engine is on again at its next node
+            if self.unit is not None and self.unit.lean is not None and not self.unit.lean.lost:
+                self.stack.take()
+            self._owed.updating = not self.clock.closure
+            self.full.updating = not (self.clock.closure or self.saver.awaited)
         if self.stack.mode is None:
             self._writes_unseen()
+            self._tell_owed(p for group in optimizer.param_groups for p in group["params"] if grad_of(p) is not None)
+
+    def _tell_owed(self, written: Iterable[torch.Tensor]) -> None:
+        """Tensors are about to be written where no mode sees it."""
+        if self._owed.left():
+            for tensor in written:
+                self._owed.will_write(tensor)
 
     def optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer stepped (perhaps from a hook within the backward)."""
@@ -636,10 +672,16 @@ class Runtime:
         unit = self.unit
         if self.clock.phase is Phase.BACKWARD:
             return
+        self._owed.updating = self.full.updating = False
         if unit is not None:
             unit.stepped = True
-        if unit is not None and unit.lean is not None and not unit.lean.lost and self.stack.mode is None:
+        following = unit is not None and unit.lean is not None and not unit.lean.lost
+        if unit is not None and unit.consumed and not unit.kind.call and not following and self._is_retained(unit):
+            self._end_unit()  # no module is called that would tell where the next one begins
+        elif unit is not None and unit.lean is not None and following and self.stack.mode is None:
             self.stack.put(unit.lean, unit.lean.pack, _unpack)
+        else:
+            self._watch_owed()
 
     # --- units -------------------------------------------------------------------------------------------------------
 
@@ -771,7 +813,7 @@ class Runtime:
             unit.roomy = True
             self._note_policy("plain")
             self.clock.detailed = False
-            self.stack.take()
+            self._watch_nothing()
             return
         follows = self.evictor.moves and self.meter.capped and self.rises.may_follow(unit.kind)
         larger = self._larger(unit) if follows else None
@@ -811,6 +853,7 @@ class Runtime:
         self.stack.take()
         trusted = entry.followed >= TRUSTED and not unit.smaller
         if not solution.state.decisions and trusted and not self._surprises.get(unit.kind):
+            self._watch_nothing()
             return
         if entry.compiled is not None and entry.compiled[0] is solution.state:
             script = entry.compiled[1]
@@ -825,7 +868,7 @@ class Runtime:
         if self.budget_bytes and self.meter.capped and self.evictor.moves:
             cap = functools.partial(self._cap, self.budget_bytes - SLACK_BYTES if unit.smaller else self.budget_bytes)
         unit.lean = LeanMode(
-            script, run, self._lost, self.saver.pack, self._out_of_memory(), self._writes_unseen, cap, smaller=unit.smaller
+            script, run, self._lost, self.saver.pack, self._out_of_memory(), self._writes, cap, smaller=unit.smaller
         )
         if not self.stack.put(unit.lean, unit.lean.pack, _unpack):
             unit.lean = None
@@ -837,6 +880,25 @@ class Runtime:
         """What handles of former units stand for must not depend on what is about to be written."""
         if self.saver.outstanding > 0:
             self.evictor.before_unseen_writes()
+
+    def _writes(self, info: OpInfo, args: Any, kwargs: Any) -> None:
+        """A planned operator is about to write in place."""
+        self._writes_unseen()
+        self._tell_owed(tensor for tensor, _ in written_by(info, args, kwargs))
+
+    def _watch_nothing(self) -> None:
+        """No interception is needed but for what former units saved."""
+        self.stack.take()
+        self._writes_unseen()
+        self._watch_owed()
+
+    def _watch_owed(self) -> None:
+        """Where nothing else is on: look on while graphs of former planned units are retained."""
+        owed = self._owed.left()
+        if self.stack.mode is None and owed:
+            self.stack.put_mode(GuardMode(self._owed))
+        elif isinstance(self.stack.mode, GuardMode) and not owed:
+            self.stack.take()
 
     def _out_of_memory(self) -> Callable[[BaseException], bool]:
         """Tells whether an error, from now on, means that memory ran out."""
@@ -853,7 +915,7 @@ class Runtime:
         self.clock.detailed = True
         recorder = self._recorder(self.unit, notes=False)  # half a unit
         self.full.begin(recorder, remember=True)
-        self.full.guard = self.unit.lean
+        self.full.guards = (self.unit.lean, self._owed)
         for storage in self.unit.lean.exposed():
             (self.ledger.find(storage) or self.ledger.enter(storage, None)).tainted = True
         self.saver.recorder = recorder
@@ -866,14 +928,18 @@ class Runtime:
     def _watch_fully(self, recorder: Recorder | None) -> None:
         self.clock.detailed = True
         self.full.begin(recorder, remember=self.unit is not None)
+        self.full.guards = (self._owed,)
         self.saver.recorder = recorder
         self.evictor.keeps = []
         if self.stack.mode is not self.full:
             self.stack.put(self.full, self.saver.pack, _unpack)
 
     def _abandon_unit(self) -> None:
-        """A forward that led to no backward."""
-        self.unit = None
+        """A forward that led to no backward so far."""
+        unit, self.unit = self.unit, None
+        if unit is not None and unit.lean is not None:
+            unit.lean.let_go()
+            self._owed.add(unit.lean)
         if self.saver.recorder is not None:
             self.saver.recorder.close()
 
@@ -884,7 +950,6 @@ class Runtime:
         if recorder is not None:
             if unit.keep and recorder.backward_event is not None and recorder.saves:
                 self._keep_recording(unit, recorder)
-            recorder.close()
         elif unit.predicted_bytes is not None and unit.entry is not None:
             self._verify(unit, unit.entry)
         elif unit.roomy:
@@ -892,6 +957,7 @@ class Runtime:
         if unit.lean is not None:
             self.stack.take()
             unit.lean.let_go()
+            self._owed.add(unit.lean)
         self._last_lean, unit.lean = unit.lean, None
         self._owing = self._left().bytes > 0
         self.full.begin(None, remember=False)
@@ -902,6 +968,8 @@ class Runtime:
                 self.ledger.forget()
         if self._functional and self.stack.mode is None:
             self._watch_fully(None)
+        else:
+            self._watch_owed()
         self.meter.reset_op_peak()
 
     def _keep_recording(self, unit: Unit, recorder: Recorder) -> None:

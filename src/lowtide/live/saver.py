@@ -9,6 +9,7 @@ import torch
 from lowtide.live.board import Ticket
 from lowtide.live.guard import Evictor
 from lowtide.live.ledger import Ledger
+from lowtide.live.origin import Origin
 from lowtide.live.recorder import Recorder
 from lowtide.live.tensors import beneath_autograd, node_of, on_storage
 from lowtide.live.value import NO_DISPATCH, PLAIN_TYPES, Meta, Value, meta_of, view_on, watch
@@ -29,12 +30,14 @@ def modified_in_place(meta: Meta, found: int, expected: int) -> RuntimeError:
 class Kept:
     """A saved tensor that is simply kept."""
 
-    __slots__ = ("__weakref__", "leaf", "meta", "tensor", "ticket", "version")
+    __slots__ = ("__weakref__", "leaf", "meta", "origin", "tensor", "ticket", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """Hold a tensor, detached so that autograd's graph does not hold itself."""
         self.leaf = node_of(tensor) is None
-        self.tensor: torch.Tensor | None = tensor if self.leaf else _detached(tensor)
+        self.tensor: torch.Tensor | None = None
+        self._show(tensor)
+        self.origin = None if self.leaf else Origin.of(tensor, self)
         self.version = -1 if tensor.is_inference() else tensor._version
         self.ticket: Ticket | None = None
         self.meta: Meta | None = None
@@ -48,9 +51,19 @@ class Kept:
     def leave(self, ticket: Ticket) -> None:
         """The bytes are on the second board: let go of them."""
         assert self.tensor is not None
+        if self.origin is None:
+            self.origin = Origin.of(self.tensor, self)
         self.meta = meta_of(self.tensor)
         self.ticket = ticket
         self.tensor = None
+
+    def exchanged(self, tensor: torch.Tensor) -> None:
+        """The tensor shows other data from now on."""
+        self.ticket = None
+        self._show(tensor)
+
+    def _show(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor if self.leaf else detached(tensor)
 
     def unpack(self) -> torch.Tensor:
         """The tensor.
@@ -73,7 +86,7 @@ class Kept:
 class Handle:
     """A saved tensor whose value may be let go."""
 
-    __slots__ = ("asked", "meta", "saver", "value", "version", "watched")
+    __slots__ = ("__weakref__", "asked", "instead", "meta", "origin", "saver", "value", "version", "watched")
 
     def __init__(self, saver: Saver, value: Value, tensor: torch.Tensor) -> None:
         """Refer to the value; the tensor itself is watched, not held."""
@@ -82,12 +95,21 @@ class Handle:
         self.meta: Meta = meta_of(tensor)
         self.watched = watch(tensor)
         self.version = tensor._version
+        self.origin = Origin.of(tensor, self)
+        self.instead: torch.Tensor | None = None
         self.asked = False
 
     def __del__(self) -> None:
         """Autograd let go."""
         self._met()
-        self.saver.released(self.value.latest())
+        if self.instead is None:
+            self.saver.released(self.value.latest())
+
+    def exchanged(self, tensor: torch.Tensor) -> None:
+        """The tensor shows other data from now on: nobody asks for the former any more."""
+        if self.instead is None:
+            self.saver.released(self.value.latest())
+        self.instead = detached(tensor)
 
     def _met(self) -> None:
         """A backward came by, or never will."""
@@ -104,6 +126,8 @@ class Handle:
         if self.watched._version != self.version:
             raise modified_in_place(self.meta, self.watched._version, self.version)
         self._met()
+        if self.instead is not None:
+            return self.instead
         storage = self.saver.ask(self.value.latest())
         return view_on(storage, self.meta)
 
@@ -179,7 +203,7 @@ class Saver:
             self.recorder.released(value)
 
 
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
+def detached(tensor: torch.Tensor) -> torch.Tensor:
     """An alias with the same version counter, made unseen by dispatch modes; of what dispatches itself, by itself."""
     if type(tensor).__torch_dispatch__ is not NO_DISPATCH:
         with torch._C.DisableTorchFunctionSubclass():

@@ -13,9 +13,9 @@ from typing import Any, Final, final
 
 import torch
 from lowtide.allowed import SLICES
-from lowtide.live.aside import Wraps
 from lowtide.live.outcome import LeverFigures
 from lowtide.live.value import bytes_of
+from lowtide.live.wraps import Wraps
 
 _KINDS: Final = ("sgd", "adam", "rmsprop", "adagrad", "adadelta", "adamax", "nadam", "radam")
 

@@ -23,14 +23,20 @@ class Stack:
 
     def put(self, mode: TorchDispatchMode, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]) -> bool:
         """Put a mode and hooks on, the hooks beneath the script's own; False if the script covers our former mode."""
+        if not self.put_mode(mode):
+            return False
+        above = _pop_until(None)
+        _push([(pack, unpack), *above])
+        self._hooks = (pack, unpack)
+        return True
+
+    def put_mode(self, mode: TorchDispatchMode) -> bool:
+        """Put a mode on, and no hooks; False if the script covers our former mode."""
         self.take()
         if self.mode is not None:
             return False
         mode.__enter__()
         self.mode = mode
-        above = _pop_until(None)
-        _push([(pack, unpack), *above])
-        self._hooks = (pack, unpack)
         return True
 
     def take(self) -> None:

@@ -28,11 +28,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_curren
 import torch
 from lowtide.allowed import UPDATE
 from lowtide.errors import LeverError
-from lowtide.live.aside import Wraps, unwrapped
 from lowtide.live.mode import Mode
 from lowtide.live.outcome import LeverFigures
 from lowtide.live.tensors import grad_of, is_plain, on_storage, storages_of
 from lowtide.live.value import flatten, sole_owner
+from lowtide.live.wraps import Wraps, unwrapped
 from lowtide.tell import tell
 from lowtide.trace import Phase
 

@@ -62,6 +62,7 @@ def meta_of(tensor: torch.Tensor) -> Meta:
 
 
 _NOTHING: dict[torch.device, torch.Tensor] = {}
+_DATA: Any = torch._C.TensorBase.data
 
 
 def watch(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,7 +72,7 @@ def watch(tensor: torch.Tensor) -> torch.Tensor:
         nothing = _NOTHING.get(tensor.device)
         if nothing is None:
             nothing = _NOTHING[tensor.device] = torch.empty(0, device=tensor.device)
-        alias.data = nothing
+        _DATA.__set__(alias, nothing)
         return alias
 
 
@@ -215,14 +216,16 @@ class Anchor:
     Attributes:
         held: the tensor that holds them; None once they are on the second board.
         ticket: their place there.
+        stale: whether they were written, perhaps, so that no replay may read them any more.
     """
 
-    __slots__ = ("__weakref__", "held", "ticket")
+    __slots__ = ("__weakref__", "held", "stale", "ticket")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """Hold a tensor."""
         self.held: torch.Tensor | None = tensor
         self.ticket: Ticket | None = None
+        self.stale = False
 
     def leave(self, ticket: Ticket) -> None:
         """The bytes are on the second board, and nobody else can change them: let go of them."""
@@ -237,13 +240,14 @@ class Anchor:
 
 
 def _anchor(value: Value | None, tensor: torch.Tensor) -> Anchor:
-    """What holds a tensor's bytes: one for all arguments that read the same value."""
-    if value is None or not on_storage(tensor):
+    """What holds a tensor's bytes, whatever it shows later: one for all arguments that read the same value."""
+    if not on_storage(tensor):
         return Anchor(tensor if node_of(tensor) is None else tensor.detach())
-    found = value.anchored()
+    found = None if value is None else value.anchored()
     if found is None:
         found = Anchor(whole(tensor.untyped_storage()))
-        value.anchor = weakref.ref(found)
+        if value is not None:
+            value.anchor = weakref.ref(found)
     return found
 
 
@@ -260,12 +264,12 @@ class Argument:
 
     __slots__ = ("anchor", "bytes", "device", "meta", "value", "version", "watched", "witness")
 
-    def __init__(self, value: Value | None, tensor: torch.Tensor, *, anchored: bool) -> None:
-        """Refer to a tensor by its value, or hold it."""
+    def __init__(self, value: Value | None, tensor: torch.Tensor, *, anchored: bool, anchor: Anchor | None = None) -> None:
+        """Refer to a tensor by its value, or hold it, by an anchor that its storage has already."""
         self.value = value
         self.device = tensor.device
         self.meta: Meta | None = meta_of(tensor) if on_storage(tensor) else None
-        self.anchor = _anchor(value, tensor) if anchored else None
+        self.anchor = (anchor or _anchor(value, tensor)) if anchored else None
         self.bytes = tensor.untyped_storage().nbytes()
         leaf = _leaf_under(tensor) if anchored else None
         self.watched = None if leaf is None else weakref.ref(leaf)
@@ -289,7 +293,7 @@ class Argument:
     def _anchored(self, anchor: Anchor) -> torch.Tensor:
         if anchor.held is not None:
             leaf = None if self.watched is None else self.watched()
-            stale = leaf is not None and leaf._version != self.version
+            stale = anchor.stale or (leaf is not None and leaf._version != self.version)
             stale = stale or anchor.held.untyped_storage().nbytes() != self.bytes
             if stale or (self.value is not None and self.value.superseded):
                 raise ReplayError(

@@ -61,6 +61,8 @@ _SEED_GAP = 1e-3
 """Relative gap at which it may stop."""
 _OVERLAPPED = 0.25
 """Share of a transfer's seconds that the search counts where transfers overlap with computing."""
+_LEAST_SHARE = 0.25
+"""Share of an even share of the time that each budget of a curve has at least."""
 _STAGE_VARIABLES = 9000
 """Variables up to which it is set up with all variables whole."""
 
@@ -183,8 +185,9 @@ class Solver:
     def curve(self, points: int, *, seconds: float = SECONDS, progress: Callable[[float], None] | None = None) -> list[Answer]:
         """Plans for budgets from the given peak down to the floor, evenly spaced; the highest budget first.
 
-        Each search begins with the plan of the budget above it. A plan that fits a budget serves for every budget above its
-        peak too, and a bound holds for every budget below: seconds and bounds never fall as the budget does.
+        Each search begins with the plan of the budget above it, and may take its share of the time that is left: the budgets
+        near the floor, which are the hard ones, have what the others did not need. A plan that fits a budget serves for every
+        budget above its peak too, and a bound holds for every budget below: seconds and bounds never fall as the budget does.
 
         Args:
             points: how many.
@@ -194,9 +197,11 @@ class Solver:
         top, low = self.given.peak_bytes, self.floor.bytes
         budgets = [top - (top - low) * k // max(1, points - 1) for k in range(points)]
         found: list[Answer] = []
+        deadline = time.monotonic() + seconds
         for k, budget in enumerate(budgets):
             seeds = [a.row for a in found[-1:]]
-            found.append(self.at(budget, seconds=seconds / points, seeds=seeds))
+            share = max((deadline - time.monotonic()) / (points - k), _LEAST_SHARE * seconds / points)
+            found.append(self.at(budget, seconds=share, seeds=seeds))
             if progress is not None:
                 progress((k + 1) / points)
         for k in range(points - 2, -1, -1):

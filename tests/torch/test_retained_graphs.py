@@ -1,0 +1,211 @@
+"""Law: a graph that is retained past the backwards of its plan gives the bits of a plain run, whatever is written meanwhile.
+
+Each job goes backward once more, from some step on, over a graph whose planned step is over, after something was written that
+what the plan dropped is made from, though autograd has not saved it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+import zoo
+from harness import above_of, budgeted, heap, kept, plain_of
+from lowtide.errors import ReplayError
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+import lowtide
+
+STEPS, CHANGE, WIDTH, ROWS, BLOCKS = 8, 4, 96, 384, 4
+
+
+class Cells(nn.Module):
+    """Products with a constant, whose operands autograd does not save: what follows is made again from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+        self.shown: list[torch.Tensor] = []
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        """Rows (rows, width) to rows of the same width; what each gate made is shown."""
+        self.shown = []
+        for gate in self.gates:
+            self.shown.append(gate(h))
+            for scale in (1.5, 0.7, 1.3, 0.9):
+                h = ((self.shown[-1] * scale).sin() * scale).cos() + h
+        return h
+
+
+Write = Callable[[Cells, torch.Tensor], None]
+
+
+def _again_after(write: Write, *, update_first: bool = False, again: bool = True) -> zoo.Job:
+    model = Cells()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)
+
+    def step(i: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        x = torch.randn(ROWS, WIDTH)
+        loss = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        if update_first:
+            optimizer.step()
+        if again and i >= CHANGE:
+            write(model, x)
+            loss.backward()
+        if not update_first:
+            optimizer.step()
+        model.shown = []
+        return loss.detach()
+
+    return zoo.Job(step, [model], [optimizer])
+
+
+def written_in_place() -> zoo.Job:
+    """Under no_grad."""
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def write(model: Cells, _: torch.Tensor) -> None:
+        for y in model.shown:
+            y.mul_(0.5)
+
+    return _again_after(write)
+
+
+def written_by_one_operator() -> zoo.Job:
+    """All of them at once, unseen by version counters."""
+    return _again_after(lambda model, _: torch._foreach_mul_([y.data for y in model.shown], 0.5))
+
+
+def written_by_numpy() -> zoo.Job:
+    """Through memory that numpy was given."""
+
+    def write(model: Cells, _: torch.Tensor) -> None:
+        for y in model.shown:
+            y.detach().numpy()[:] = 0.5
+
+    return _again_after(write)
+
+
+def written_by_another_forward() -> zoo.Job:
+    """By an operator of the next planned step: a memory that each forward reads and leaves something in."""
+    torch.manual_seed(0)
+    memory, model = torch.zeros(ROWS, WIDTH), Cells()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    former: list[torch.Tensor] = []
+
+    def step(i: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        h = model(torch.randn(ROWS, WIDTH) * (memory * 1.5).sin().cos())
+        model.shown = []
+        memory.copy_(h.detach())
+        loss = h.square().mean()
+        loss.backward(retain_graph=True)
+        if i >= CHANGE and i % 2:
+            former[0].backward()
+        former[:] = [loss] if i >= CHANGE - 1 else []
+        for p in model.parameters() if i % 4 == 0 else ():  # by hand: no optimizer ever steps
+            assert p.grad is not None
+            p.data.sub_(p.grad, alpha=0.01)
+        return loss.detach()
+
+    return zoo.Job(step, [model], [optimizer])
+
+
+JOBS = {f.__name__: f for f in (written_in_place, written_by_one_operator, written_by_numpy, written_by_another_forward)}
+
+GROWING = {"written_by_another_forward"}
+"""Jobs that take more, and are planned at all, once they hold on to graphs."""
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("share", [0.8, 0.7])
+@pytest.mark.parametrize("name", JOBS)
+def test_bits_hold_where_a_retained_graph_is_gone_over_again(name: str, share: float, offload: bool) -> None:
+    reference = plain_of(JOBS[name], STEPS)
+    run = budgeted(JOBS[name], above_of(reference, share), STEPS, offload=offload)
+    assert run.bits == reference.bits
+    planned = [s.recomputed_ops + s.offloaded_bytes > 0 for s in run.outcome.steps[2:] if s.policy == "planned"]
+    assert any(planned)
+    if name not in GROWING:
+        assert len(planned) == STEPS - 2
+
+
+def retained_for_nothing() -> zoo.Job:
+    """Nobody goes backward again."""
+    return _again_after(lambda *_: None, update_first=True, again=False)
+
+
+def test_a_graph_that_is_retained_for_nothing_costs_no_memory() -> None:
+    """What an optimizer writes does not bring back what was made from it."""
+    reference = plain_of(retained_for_nothing, STEPS)
+    run = budgeted(retained_for_nothing, above_of(reference, 0.6), STEPS, offload=False)
+    assert run.bits == reference.bits
+    assert kept(run), run.over
+    assert all(s.policy == "planned" and s.recomputed_ops for s in run.outcome.steps[2:])
+
+
+class Quietly(torch.optim.Optimizer):
+    """Updates through ``.data``: no version counter moves."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update."""
+        for p in self.param_groups[0]["params"]:
+            p.data.add_(p.grad, alpha=-0.1)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Quietly])
+def test_what_was_made_from_parameters_that_were_updated_meanwhile_stops_the_run(kind: type[torch.optim.Optimizer]) -> None:
+    """Autograd did not save them, so that plain backward goes on; what it needs cannot be made again."""
+    shifts = nn.ParameterList(torch.full((WIDTH,), 0.5) for _ in range(2 * BLOCKS))
+    optimizer = kind(shifts.parameters())
+
+    def step(*, again: bool) -> None:
+        h = torch.randn(ROWS, WIDTH)
+        for shift in shifts:
+            h = ((h + shift).sin() + shift).cos() + h
+        loss = h.square().mean()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        if again:
+            loss.backward()
+
+    counter = heap()
+    gc.collect()
+    counter.tensor_peak = live = counter.tensor_live
+    step(again=False)
+    with lowtide.budget(live + int(0.8 * (counter.tensor_peak - live)), offload=False) as run:
+        for _ in range(STEPS):
+            step(again=False)
+        assert any(s.recomputed_ops for s in run.outcome.steps[2:])
+        with pytest.raises(ReplayError, match="changed in place"):
+            step(again=True)
+
+
+def test_no_interception_is_left_over_where_an_optimizer_steps_within_a_planned_backward() -> None:
+    """Updates in hooks: what looks on in the backward is gone once it is over."""
+    model = Cells()
+    optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in model.parameters()}
+    for p, optimizer in optimizers.items():
+
+        def update(p: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        p.register_post_accumulate_grad_hook(update)
+    counter = heap()
+    gc.collect()
+    counter.tensor_peak = live = counter.tensor_live
+    model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+    with lowtide.budget(live + int(0.7 * (counter.tensor_peak - live)), offload=False) as run:
+        for _ in range(STEPS):
+            model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+    assert any(s.policy == "planned" and s.recomputed_ops for s in run.outcome.steps)
+    assert _get_current_dispatch_mode() is None

@@ -1,0 +1,33 @@
+"""Law: the budgets of a curve share its time, and what the easy ones leave is the hard ones'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lowtide.pebble.graph import Graph, from_json
+from lowtide.pebble.solve import Answer, Solver
+
+POINTS, SECONDS = 6, 12.0
+
+
+def _chain(length: int) -> Graph:
+    nodes = [{"id": i, "bytes": 100, "seconds": 1.0} for i in range(length)]
+    links = [{"source": i, "target": i + 1} for i in range(length - 1)]
+    links += [{"source": i, "target": length - 1} for i in range(length - 2)]
+    return from_json({"directed": True, "nodes": nodes, "links": links})
+
+
+def test_what_easy_budgets_leave_is_given_to_those_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    original = Solver.at
+
+    def at(solver: Solver, budget_bytes: int, **options: Any) -> Answer:
+        given.append(options["seconds"])
+        return original(solver, budget_bytes, **options)
+
+    monkeypatch.setattr(Solver, "at", at)
+    Solver(_chain(8)).curve(POINTS, seconds=SECONDS)  # so small that each is looked at whole, at once
+    assert given[0] == pytest.approx(SECONDS / POINTS, rel=0.1)
+    assert given[-1] > SECONDS / 2
+    assert given == sorted(given)
