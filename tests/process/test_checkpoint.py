@@ -444,7 +444,7 @@ if os.environ.get("LOWTIDE_FULL"):
     STOPS += [(0, "plain", "8 14"), (2, "plain", "4 14"), (0, "generator", "8"), (2, "generator", "3"), (0, "weighted", "3")]
 
 
-@pytest.mark.long("0-plain-3 5")
+@pytest.mark.long("0-plain-3 5", "2-generator-8")
 @pytest.mark.parametrize(("workers", "kind", "stops"), STOPS)
 def test_torch_stopped_anywhere_in_an_epoch_ends_with_the_same_bits(tmp_path, workers, kind, stops):
     path = script(tmp_path, TORCH)
@@ -707,7 +707,8 @@ SHARDED = r"""
 """
 
 
-@pytest.mark.parametrize("mesh", ["flat", pytest.param("copies", marks=pytest.mark.long)])
+@pytest.mark.long("copies")
+@pytest.mark.parametrize("mesh", ["flat", "copies"])
 def test_sharded_parameters_and_states_come_back_on_each_rank(tmp_path, mesh):
     path = script(tmp_path, SHARDED)
     whole, done = torchrun(path, tmp_path / "whole", 6, mesh)
@@ -718,6 +719,7 @@ def test_sharded_parameters_and_states_come_back_on_each_rank(tmp_path, mesh):
     assert [line.split()[3:] for line in again] == [line.split()[3:] for line in whole]
 
 
+@pytest.mark.long
 def test_sharded_tensors_without_a_process_group_are_one_clear_error(tmp_path):
     path = script(tmp_path, SHARDED)
     torchrun(path, tmp_path / "c", 3, "flat")

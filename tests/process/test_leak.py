@@ -192,6 +192,7 @@ def test_the_line_that_allocates_and_the_list_that_holds_are_named(tmp_path):
     assert not any("ring" in h for h in holders)
 
 
+@pytest.mark.long
 def test_a_process_with_a_million_objects_has_the_time_to_look_through_them(tmp_path, monkeypatch):
     path = script(tmp_path, """
         import lowtide

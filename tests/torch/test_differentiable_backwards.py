@@ -10,7 +10,7 @@ STEPS = 7
 SHARE = 0.75
 
 
-@pytest.mark.long("meta_learning-False")
+@pytest.mark.long("meta_learning")
 @pytest.mark.parametrize("offload", [True, False])
 @pytest.mark.parametrize("make", [situations.double_backward, situations.meta_learning])
 def test_saved_tensors_of_a_backward_are_planned(make: situations.Callable[[], situations.Job], *, offload: bool) -> None:

@@ -94,6 +94,7 @@ def test_memory_falls_by_reference_count_alone() -> None:
     assert run.bits[: len(reference.bits) - 1] == plain_of(make, 6).bits[: len(reference.bits) - 1]
 
 
+@pytest.mark.long("gru_seq2seq-True")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("name", ["gpt_eager", "cnn", "gru_seq2seq"])
 def test_seconds_are_monotone_in_the_budget(name: str, offload: bool) -> None:
@@ -418,6 +419,7 @@ def test_a_warm_steps_seconds_take_the_place_of_the_recorded_ones(
     assert run.outcome.plan.extra_seconds == pytest.approx(run.outcome.steps[-1].recomputed_ops)
 
 
+@pytest.mark.long
 def test_once_a_plan_is_followed_no_step_works_on_plans_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a bound is made of was gathered anew in every step (25 to 45 ms), and a plan was written out that nobody read."""
     counts = {"gathered": 0, "written": 0}

@@ -37,6 +37,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "pebble.bound",
         "pebble.windows",
         "pebble.lazy",
+        "pebble.descent",
         "pebble.classics",
         "pebble.exact",
         "pebble.solve",

@@ -17,6 +17,7 @@ from operator import itemgetter
 from typing import Any, Protocol, final
 
 import torch
+from lowtide.errors import ReplayError
 from lowtide.live.bits import digest
 from lowtide.live.board import FileBoard, PinnedBoard
 from lowtide.live.guard import Tally, held_alone
@@ -473,8 +474,14 @@ class LeanMode(Mode):
         return any(ref() is not None for ref in self._readers.get(address, ()))
 
     def spoil(self, tensor: torch.Tensor) -> None:
-        """A tensor is written: replays that would read it fail from here on."""
-        for ref in self._readers.get(tensor.untyped_storage()._cdata, ()) if on_storage(tensor) else ():
+        """A tensor is written: replays that would read it fail from here on; what operators of the unit made is kept."""
+        if not on_storage(tensor):
+            return
+        address = tensor.untyped_storage()._cdata
+        if not self._is_read(address):
+            self.will_write(tensor)
+            return
+        for ref in self._readers[address]:
             if (anchor := ref()) is not None:
                 anchor.stale = True
 
@@ -505,13 +512,12 @@ class LeanMode(Mode):
         asked = [v for v in self.values.values() if v.saves and not v.superseded]
         written = [v for v in asked if _lies_at(v, address)]
         made_from = [v for v in asked if v.ticket is None and _reads(v, address)]
-        for value in (*written, *made_from):
-            if value.tensor is None:
-                self._hold(value)
-        for value in written:
-            value.record = value.ticket = None
-        for value in made_from:
+        held = [value for value in (*written, *made_from) if self._hold(value)]
+        for value in held:
             value.record = None
+        for value in written:
+            if value.tensor is not None:
+                value.ticket = None
 
     def _strays(self, act: Act | None, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether an operator writes to other bytes of ours than it did when it was recorded."""
@@ -533,11 +539,22 @@ class LeanMode(Mode):
                 return True
         return False
 
-    def _hold(self, value: Value) -> None:
-        storage = value.storage()
-        if storage is None:
-            storage = remake(value, _Replayer(frozenset(), self.run))
-        value.tensor = whole(storage)
+    def hold_all(self) -> None:
+        """Nobody looks on any more: what may still be asked for is made now."""
+        for value in [v for v in self.values.values() if v.saves and not v.superseded]:
+            self._hold(value)
+
+    def _hold(self, value: Value) -> bool:
+        """Keep a value from here on, made again if need be; False where it cannot be: whoever asks for it is told."""
+        if value.tensor is None:
+            storage = value.storage()
+            if storage is None:
+                try:
+                    storage = remake(value, _Replayer(frozenset(), self.run))
+                except ReplayError:
+                    return False
+            value.tensor = whole(storage)
+        return True
 
     def _act(self, act: Act, func: Any, args: Any, kwargs: Any) -> Any:
         for number in act.moves:
@@ -652,6 +669,7 @@ class LeanMode(Mode):
                 before.superseded, before.weak, before.tensor = True, None, None
             if new < 0:
                 if before is not None:
+                    before.record = None if before.saves else before.record  # nobody gets the bits from before the write
                     self._guards.pop(tensor.untyped_storage()._cdata, None)
                 continue
             storage = tensor.untyped_storage()
@@ -667,7 +685,7 @@ class LeanMode(Mode):
         self, value: Value, held: torch.Tensor | None, storage: torch.UntypedStorage, handles: list[weakref.ref[LeanHandle]]
     ) -> None:
         """A version has the saved tensors of the one before it: what was written is not theirs, or autograd will say so."""
-        alive = [handle for ref in handles if (handle := ref()) is not None]
+        alive = [handle for ref in handles if (handle := ref()) is not None and handle.instead is None]
         value.saves = len(alive)
         value.tensor = whole(storage) if alive and held is None and value.number in self.script.held else held
         for handle in alive:
@@ -749,6 +767,11 @@ class Owed:
         """A unit ended."""
         if unit.owes():
             self._units.append(unit)
+
+    def hold_all(self) -> None:
+        """Nobody looks on any more."""
+        for unit in self._units:
+            unit.hold_all()
 
     def left(self) -> bool:
         """Whether there are any; those that owe nothing any more are forgotten."""

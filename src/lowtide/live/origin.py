@@ -7,8 +7,13 @@ place of either does as they do.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
+from collections.abc import Iterator
 from typing import Any, Protocol, final
+
+from torch.utils import checkpoint
 
 import torch
 from lowtide.live.tensors import node_of
@@ -22,33 +27,61 @@ class Keeper(Protocol):
         """The tensor shows other data from now on."""
 
 
+_nodes = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+_functions: list[int] = []
+"""Of each custom function that is being applied, innermost last, the number of its node."""
+_as_inputs = 0
+"""How many calls are under way that save tensors as inputs of no node."""
+
+
+@contextlib.contextmanager
+def applying() -> Iterator[None]:
+    """A custom function is applied: its own node is made first, then what its forward makes."""
+    _functions.append(_nodes())
+    try:
+        yield
+    finally:
+        _functions.pop()
+
+
+def _is_result(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is being saved is what the node that saves it made: the newest node, or a custom function's."""
+    node = node_of(tensor)
+    if node is None or _as_inputs:
+        return False
+    number = node._sequence_nr()
+    return bool(number + 1 == _nodes() or (_functions and number == _functions[-1]))
+
+
 @final
 class Origin(weakref.ref):  # type: ignore[type-arg]
     """Leads from a tensor (by ``weakref.getweakrefs``) to what autograd has in its place."""
 
-    __slots__ = ("_keeper", "_nodes")
+    __slots__ = ("_keeper",)
 
     _keeper: weakref.ref[Keeper]
-    _nodes: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, keeper: Keeper) -> Origin:
-        """Of a tensor that is being saved."""
+    def of(cls, tensor: torch.Tensor, keeper: Keeper) -> Origin | None:
+        """Of a tensor that is being saved; None where no exchange reaches what is saved."""
+        if _is_result(tensor):
+            return None
         origin = cls(tensor)
         origin._keeper = weakref.ref(keeper)
-        origin._nodes = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         return origin
 
     def exchanged(self, tensor: torch.Tensor) -> None:
-        """The tensor shows other data: tell, unless it was saved as what an operator made, by the node that was the newest."""
-        keeper, node = self._keeper(), node_of(tensor)
-        if keeper is not None and (node is None or node._sequence_nr() + 1 != self._nodes):
+        """The tensor shows other data."""
+        keeper = self._keeper()
+        if keeper is not None:
             keeper.exchanged(tensor)
 
 
 def watch_exchanges(wraps: Wraps) -> None:
     """Have those told whose tensor's data is exchanged."""
     wraps.put(torch.Tensor, "data", _telling)
+    if hasattr(checkpoint, "_make_saved_tensor"):
+        wraps.put(checkpoint, "_make_saved_tensor", _saving)
 
 
 def _telling(original: Any) -> Any:
@@ -62,3 +95,16 @@ def _telling(original: Any) -> Any:
                 ref.exchanged(tensor)
 
     return property(data, exchange, doc=original.__doc__)
+
+
+def _saving(original: Any) -> Any:
+    @functools.wraps(original)
+    def save(tensor: torch.Tensor, is_output: bool) -> Any:
+        global _as_inputs  # noqa: PLW0603 - torch's hooks are told no more than the tensor
+        _as_inputs += not is_output
+        try:
+            return original(tensor, is_output)
+        finally:
+            _as_inputs -= not is_output
+
+    return save

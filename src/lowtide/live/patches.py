@@ -20,6 +20,7 @@ import torch.utils.dlpack
 
 import torch
 from lowtide.live import numerics
+from lowtide.live.origin import applying
 from lowtide.live.tensors import on_storage
 from lowtide.live.wraps import Wraps
 
@@ -120,6 +121,7 @@ class Patches:
         def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
             if not getattr(kind, "of_lowtide", False):
                 runtime.script_code_in_backward = True
-            return function(kind, *args, **kwargs)
+            with applying():
+                return function(kind, *args, **kwargs)
 
         return classmethod(apply)

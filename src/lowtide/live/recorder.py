@@ -121,6 +121,7 @@ class Recorder:
         if life.saves:
             heir = self.lives[new.number]
             heir.saves, life.saves = life.saves, 0
+            life.released = -1  # what autograd let go of before is not the last that it has of these bytes
             self.pending = [v for v in self.pending if v is not old] + [new]
 
     def back(self, value: Value) -> None:

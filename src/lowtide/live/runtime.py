@@ -337,6 +337,8 @@ class Runtime:
             return
         if self.unit is not None:
             self._end_unit()
+        if not over:
+            self._let_go()
         self._active = False
         self.full.passive = True
         self.updates.remove()
@@ -355,6 +357,13 @@ class Runtime:
         self.evictor.limit_bytes = 0
         if not over:
             self.updates.check_left()
+
+    def _let_go(self) -> None:
+        """Nobody looks on from here: what the script may still ask for is made now, where there is memory for it."""
+        with contextlib.suppress(RuntimeError, MemoryError):
+            self.evictor.limit_bytes = 0
+            self.evictor.before_unseen_writes()
+            self._owed.hold_all()
 
     @property
     def plan(self) -> Plan | None:
@@ -567,7 +576,7 @@ class Runtime:
             self.stack.take()
             lean.let_go()
             if own_code:
-                self.stack.put(GuardMode(lean, self._owed), self.saver.pack, _unpack)
+                self.stack.put(GuardMode(lean, self._owed), self.saver.pack, _unpack, within=True)
         else:
             lean.leave()
 
@@ -639,11 +648,16 @@ class Runtime:
             if self.clock.differentiable:
                 lean.prune()
             else:
-                self.stack.put(lean, lean.pack, _unpack)
+                self._follow_again(lean)
             return
         owes = self.saver.outstanding > 0 or (lean is not None and lean.lost and lean.owes())
         if not owes or unit.consumed >= BACKWARDS:
             self._end_unit()
+
+    def _follow_again(self, lean: LeanMode) -> None:
+        """A planned unit goes on after something that was none of its operators."""
+        if self.stack.mode is not lean and not self.stack.put(lean, lean.pack, _unpack):
+            lean.hold_all()
 
     def optimizer_begins(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
@@ -651,13 +665,21 @@ class Runtime:
         self._last_optimizer = id(optimizer)
         self.updates.optimizer_begins(optimizer, closure=self.clock.closure)
         if self.clock.phase is not Phase.BACKWARD:  # a mode that is taken off within the engine is on again at its next node
-            if self.unit is not None and self.unit.lean is not None and not self.unit.lean.lost:
-                self.stack.take()
             self._owed.updating = not self.clock.closure
             self.full.updating = not (self.clock.closure or self.saver.awaited)
-        if self.stack.mode is None:
+            self._guard_update()
+        if not isinstance(self.stack.mode, FullMode):
             self._writes_unseen()
-            self._tell_owed(p for group in optimizer.param_groups for p in group["params"] if grad_of(p) is not None)
+
+    def _guard_update(self) -> None:
+        """An optimizer steps beside a plan: its operators are no unit's, but may write to what replays read."""
+        lean = None if self.unit is None else self.unit.lean
+        following = lean is not None and not lean.lost
+        if following or isinstance(self.stack.mode, GuardMode):
+            self.stack.take()
+            guards = (lean, self._owed) if lean is not None and following else (self._owed,)
+            if self.stack.mode is None and (following or self._owed.left()):
+                self.stack.put_mode(GuardMode(*guards), within=True)
 
     def _tell_owed(self, written: Iterable[torch.Tensor]) -> None:
         """Tensors are about to be written where no mode sees it."""
@@ -675,11 +697,13 @@ class Runtime:
         self._owed.updating = self.full.updating = False
         if unit is not None:
             unit.stepped = True
+        if isinstance(self.stack.mode, GuardMode):
+            self.stack.take()
         following = unit is not None and unit.lean is not None and not unit.lean.lost
         if unit is not None and unit.consumed and not unit.kind.call and not following and self._is_retained(unit):
             self._end_unit()  # no module is called that would tell where the next one begins
-        elif unit is not None and unit.lean is not None and following and self.stack.mode is None:
-            self.stack.put(unit.lean, unit.lean.pack, _unpack)
+        elif unit is not None and unit.lean is not None and following:
+            self._follow_again(unit.lean)
         else:
             self._watch_owed()
 
@@ -895,8 +919,8 @@ class Runtime:
     def _watch_owed(self) -> None:
         """Where nothing else is on: look on while graphs of former planned units are retained."""
         owed = self._owed.left()
-        if self.stack.mode is None and owed:
-            self.stack.put_mode(GuardMode(self._owed))
+        if self.stack.mode is None and owed and not self.stack.put_mode(GuardMode(self._owed)):
+            self._owed.hold_all()
         elif isinstance(self.stack.mode, GuardMode) and not owed:
             self.stack.take()
 

@@ -21,19 +21,31 @@ class Stack:
         self.mode: TorchDispatchMode | None = None
         self._hooks: tuple[Any, Any] | None = None
 
-    def put(self, mode: TorchDispatchMode, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any]) -> bool:
-        """Put a mode and hooks on, the hooks beneath the script's own; False if the script covers our former mode."""
-        if not self.put_mode(mode):
+    def put(
+        self, mode: TorchDispatchMode, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any], *,
+        within: bool = False,
+    ) -> bool:
+        """Put a mode and hooks on, the hooks beneath the script's own; False if the script has a mode on.
+
+        A script's mode takes off what is on top when it ends, which would be ours.
+
+        Args:
+            mode: what is put on.
+            pack: of the hooks.
+            unpack: of the hooks.
+            within: whether ours is taken off before the script goes on, so that a mode of its own does not matter.
+        """
+        if not self.put_mode(mode, within=within):
             return False
         above = _pop_until(None)
         _push([(pack, unpack), *above])
         self._hooks = (pack, unpack)
         return True
 
-    def put_mode(self, mode: TorchDispatchMode) -> bool:
-        """Put a mode on, and no hooks; False if the script covers our former mode."""
+    def put_mode(self, mode: TorchDispatchMode, *, within: bool = False) -> bool:
+        """Put a mode on, and no hooks; False if the script has a mode on."""
         self.take()
-        if self.mode is not None:
+        if self.mode is not None or (self.mode_covered() and not within):
             return False
         mode.__enter__()
         self.mode = mode

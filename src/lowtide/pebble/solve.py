@@ -28,6 +28,7 @@ from lowtide.pebble import bound, classics, exact
 from lowtide.pebble.anneal import Annealer, Found, library
 from lowtide.pebble.before import Instant, Precedence
 from lowtide.pebble.bound import PeakBound, TimeBound
+from lowtide.pebble.descent import Descent
 from lowtide.pebble.game import Game, game_of, profile
 from lowtide.pebble.graph import Graph
 from lowtide.pebble.lazy import row_without
@@ -45,6 +46,10 @@ _STAGES = (25, 60)
 """Instants that the program over several of them looks at: first so many, then, if time is left, so many."""
 _SEED_SHARE = 0.7
 """Share of the time limit that programs may take from which half of the search begins."""
+_DESCENT_SHARE = 0.8
+"""Share of what is left then in which a row that fits may be looked for by greed, where no program has led to one."""
+_CURVE_DESCENT_SHARE = 0.25
+"""Share of a curve's time for the way down to its lowest budgets."""
 _SEED_INSTANTS = 12
 """Instants that such a program looks at, at most."""
 _ROOMS = 6
@@ -140,6 +145,11 @@ class Solver:
         """The peak that no plan goes below."""
         return bound.floor(self.game, self.precedence, self.instants)
 
+    @cached_property
+    def descent(self) -> Descent:
+        """Rows on the way down to the floor."""
+        return Descent(self.game, self.floor.bytes)
+
     def lowest(self, *, seconds: float = SECONDS) -> Answer:
         """The order of the lowest peak, every operator once."""
         began = time.monotonic()
@@ -197,9 +207,14 @@ class Solver:
         top, low = self.given.peak_bytes, self.floor.bytes
         budgets = [top - (top - low) * k // max(1, points - 1) for k in range(points)]
         found: list[Answer] = []
-        deadline = time.monotonic() + seconds
+        began = time.monotonic()
+        deadline = began + seconds
+        if not exact.small(self.graph):
+            self.descent.below(low, deadline=began + _CURVE_DESCENT_SHARE * seconds)
         for k, budget in enumerate(budgets):
             seeds = [a.row for a in found[-1:]]
+            if not exact.small(self.graph):
+                seeds.append(self.game.row(self.descent.below(budget, deadline=0.0)))
             share = max((deadline - time.monotonic()) / (points - k), _LEAST_SHARE * seconds / points)
             found.append(self.at(budget, seconds=share, seeds=seeds))
             if progress is not None:
@@ -284,6 +299,11 @@ class Solver:
         several: Chain | None = None
         if row and not any(self._fits(row, budget) for row in rows):
             rows += self._with_room(budget, found, row, until)
+        if not any(self._fits(row, budget) for row in rows):
+            now = time.monotonic()
+            lower = self.descent.below(budget, deadline=now + _DESCENT_SHARE * (hunt.deadline - now))
+            hunt.suggest([lower])
+            rows.append(lower)
         took = 0.0
         while row and not hunt.over:
             left = until - time.monotonic()

@@ -1,0 +1,140 @@
+"""Down to a budget by greed: lower the highest place by the cheapest bytes, again and again.
+
+Near the floor annealing finds no row that fits: what brings one value back needs others that have gone, and these rows are
+chains of chains. Here a row is what :func:`row_without` makes of values that are absent, so that it can always run, and each
+step takes away what stands highest.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from lowtide.pebble.game import Game, profile
+from lowtide.pebble.lazy import row_without
+
+_STEP_SHARE = 0.01
+"""Share of what the given order has above the floor by which one step lowers the highest place at least, if it can."""
+_IDLE = 60
+"""Steps that bring no new lowest peak after which nothing lower is looked for."""
+
+
+class Descent:
+    """The way down from the given order, the same for every budget: it goes on where it stood.
+
+    Attributes:
+        rows: those of ever lower peaks: (peak, row).
+    """
+
+    def __init__(self, game: Game, floor_bytes: int) -> None:
+        """Stand at the given order."""
+        row = row_without(game, {})
+        peak = int(profile(game, row).max())
+        self.rows = [(peak, row)]
+        self._game = game
+        self._step = max(1, int(_STEP_SHARE * (peak - floor_bytes)))
+        self._absent: dict[int, set[int]] = {}
+        self._row, self._idle = row, 0
+
+    def below(self, budget: int, *, deadline: float) -> tuple[int, ...]:
+        """The first row that fits a budget; the lowest where none does, or the time (of :func:`time.monotonic`) is over."""
+        while self.rows[-1][0] > budget and self._idle < _IDLE and time.monotonic() < deadline:
+            place = int(profile(self._game, self._row).argmax())
+            if not _lower(self._game, self._row, place, self._absent, self._step):
+                self._idle = _IDLE
+                break
+            self._row = row_without(self._game, self._absent)
+            peak = int(profile(self._game, self._row).max())
+            self._idle += 1
+            if peak < self.rows[-1][0]:
+                self.rows.append((peak, self._row))
+                self._idle = 0
+        return next((row for peak, row in self.rows if peak <= budget), self.rows[-1][1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """One stay of a value on the board: places in the row."""
+
+    value: int
+    placed: int
+
+
+def _lower(game: Game, row: tuple[int, ...], place: int, absent: dict[int, set[int]], step: int) -> bool:
+    """Take away the cheapest bytes that stand at a place; whether there were any."""
+    lives = _alive(game, row, place)
+    there = {life.value for life in lives}
+    firsts = _first_runs(game, row)
+    following = next(t for t in range(place, len(row)) if firsts[t])
+    begins = next((t for t in range(following - 1, -1, -1) if firsts[t]), -1)  # what lies between brings values back
+    o = row[following]
+    busy = {*game.inputs[row[place]], *game.outputs[row[place]]}
+    offers = []
+    for life in lives:
+        v = life.value
+        if v in busy or not game.returns[v] or not game.bytes[v]:
+            continue
+        at = o if life.placed <= begins else _next_first(row, firsts, following)
+        if at < 0 or (life.placed <= begins and v in game.inputs[o]) or v in absent.get(at, ()) or _is_held(game, v, at):
+            continue
+        offers.append((_seconds(game, v, there) / int(game.bytes[v]), v, at))
+    freed = 0
+    for _, v, at in sorted(offers):
+        absent.setdefault(at, set()).add(v)
+        freed += int(game.bytes[v])
+        if freed >= step:
+            break
+    return freed > 0
+
+
+def _is_held(game: Game, v: int, at: int) -> bool:
+    """Whether a value, or one that comes back with it, may not leave yet."""
+    return any(int(game.pin[u]) >= at for u in game.outputs[int(game.producer[v])])
+
+
+def _first_runs(game: Game, row: tuple[int, ...]) -> list[bool]:
+    seen: set[int] = set()
+    found = []
+    for o in row:
+        found.append(o < game.plain and o not in seen)
+        seen.add(o)
+    return found
+
+
+def _next_first(row: tuple[int, ...], firsts: list[bool], after: int) -> int:
+    return next((row[t] for t in range(after + 1, len(row)) if firsts[t]), -1)
+
+
+def _alive(game: Game, row: tuple[int, ...], place: int) -> list[_Life]:
+    """Values that stand on the board at a place and are used later."""
+    placed: dict[int, int] = {}
+    for t in range(place + 1):
+        for v in game.outputs[row[t]]:
+            placed[v] = t
+    found: list[_Life] = []
+    open_ = dict(placed)
+    for t in range(place + 1, len(row)):
+        for v in game.inputs[row[t]]:
+            if v in open_:
+                found.append(_Life(v, open_.pop(v)))
+        for v in game.outputs[row[t]]:
+            open_.pop(v, None)
+    return found
+
+
+def _seconds(game: Game, v: int, there: set[int]) -> float:
+    """What it takes to bring a value back, by what stands on the board now."""
+    total, seen, stack = 0.0, {v}, [v]
+    while stack:
+        u = stack.pop()
+        q = int(game.producer[u])
+        if not game.again[q]:
+            f = int(game.fetcher[u])
+            total += float(game.seconds[f]) if f >= 0 else float("inf")
+            continue
+        total += float(game.seconds[q])
+        for w in game.inputs[q]:
+            if w not in seen and w not in there:
+                seen.add(w)
+                stack.append(w)
+    return total

@@ -1,0 +1,57 @@
+"""Laws: the way down by greed gives rows that can run, whose peaks fall; and it comes near the floor of networks."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lowtide.pebble.descent import Descent
+from lowtide.pebble.graph import Graph
+from lowtide.pebble.referee import play
+from lowtide.pebble.schedule import unfold
+from lowtide.pebble.solve import Solver
+from property.graphs import full_graphs
+from property.test_long_graphs import blocks
+
+KINDS = [(2, 1.0), (8, 20.0), (3, 2.0), (8, 1.0), (2, 20.0)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(graph=full_graphs(most=12, states=True))
+def test_every_row_can_run_and_is_lower_than_the_one_before(graph: Graph) -> None:
+    solver = Solver(graph)
+    way = Descent(solver.game, solver.floor.bytes)
+    way.below(solver.floor.bytes, deadline=time.monotonic() + 5)
+    peaks = [play(graph, unfold(graph, solver.game.row(row))).peak_bytes for _, row in way.rows]
+    assert peaks == [peak for peak, _ in way.rows]
+    assert peaks == sorted(set(peaks), reverse=True)
+    assert peaks[-1] >= solver.floor.bytes
+
+
+@pytest.mark.parametrize("depth", [12, 40])
+def test_networks_of_blocks_come_near_their_floor(depth: int) -> None:
+    solver = Solver(blocks(KINDS, depth))
+    low, top = solver.floor.bytes, solver.given.peak_bytes
+    way = Descent(solver.game, low)
+    way.below(low, deadline=time.monotonic() + 20)
+    assert way.rows[-1][0] - low < 0.12 * (top - low)
+
+
+@settings(max_examples=20, deadline=None)
+@given(share=st.floats(0.2, 0.9))
+def test_it_goes_on_where_it_stood_whatever_was_asked_before(share: float) -> None:
+    solver = Solver(blocks(KINDS, 12))
+    low, top = solver.floor.bytes, solver.given.peak_bytes
+    budget = int(low + share * (top - low))
+    once, twice = Descent(solver.game, low), Descent(solver.game, low)
+    far = time.monotonic() + 20
+    twice.below((budget + top) // 2, deadline=far)
+    assert twice.below(budget, deadline=far) == once.below(budget, deadline=far)
+    assert twice.rows == once.rows
+
+
+def test_a_curve_has_a_plan_for_every_budget_above_the_floor_itself() -> None:
+    answers = Solver(blocks(KINDS, 12)).curve(13, seconds=6)
+    assert all(answer.status.has_plan for answer in answers[:-1])
