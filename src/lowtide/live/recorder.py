@@ -40,11 +40,12 @@ class _Life:
 
 @dataclass(slots=True)
 class _Asked:
-    """A need while its node still runs."""
+    """A need while its node still runs, in one of autograd's graph tasks; a backward within a node is a task of its own."""
 
     event: int
     value: int
     node: Any
+    task: int
     pinned_until: int | None = None
 
 
@@ -205,7 +206,7 @@ class Recorder:
     def need(self, value: Value) -> None:
         """Backward asks for a value."""
         self._look()
-        asked = _Asked(len(self.events), self.number(value), _node())
+        asked = _Asked(len(self.events), self.number(value), _node(), _task())
         self.asked.append(asked)
         self.events.append(asked)
 
@@ -213,11 +214,8 @@ class Recorder:
         """An operator begins."""
         self._look()
         if self.asked:
-            node = _node()
-            for asked in self.asked:
-                if asked.node is not node and asked.pinned_until is None:
-                    asked.pinned_until, asked.node = len(self.events) - 1, None
-            self.asked = [a for a in self.asked if a.pinned_until is None]
+            node, task = _node(), _task()
+            self._let_go([a for a in self.asked if a.node is not node and a.task >= task])
 
     def collective(self, values: Iterable[int], inside_bytes: int) -> None:
         """An operator that is about to be noted is a collective: what it took counts until as many others have begun as
@@ -276,9 +274,16 @@ class Recorder:
             pending[self._polled - 1] = pending[-1]
             pending.pop()
 
-    def begin_backward(self) -> None:
-        """A backward begins in which no plan is followed."""
-        if self.backward_event is None:
+    def _let_go(self, asked: list[_Asked]) -> None:
+        """Nodes have run that asked for values."""
+        for a in asked:
+            a.pinned_until, a.node = len(self.events) - 1, None
+        self.asked = [a for a in self.asked if a.pinned_until is None]
+
+    def begin_backward(self, *, followed: bool) -> None:
+        """A backward begins, in which a plan is followed or not, and not within another one's node."""
+        self._let_go(self.asked)
+        if self.backward_event is None and not followed:
             self.backward_event = len(self.events)
 
     @property
@@ -361,4 +366,9 @@ def _held_until(life: _Life, end: int, *, kept: bool) -> int:
 
 def _node() -> Any:
     return torch._C._current_autograd_node()  # type: ignore[attr-defined]
+
+
+def _task() -> int:
+    """The graph task that runs: later ones have higher numbers; -1 for none."""
+    return int(torch._C._current_graph_task_id())  # type: ignore[attr-defined]
 

@@ -553,8 +553,7 @@ class Runtime:
         if unit is None:
             return
         if unit.recorder is not None:
-            if not followed:
-                unit.recorder.begin_backward()
+            unit.recorder.begin_backward(followed=followed)
             unit.starts.append(len(unit.recorder.events))
         if unit.lean is not None and not unit.lean.lost:
             self._check_lean(unit, unit.lean, followed=followed, own_code=own_code)
