@@ -89,6 +89,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "live.stopwatch",
         "live.rises",
         "live.lean",
+        "live.owed",
         "live.agree",
         "live.verdict",
         "live.slices",

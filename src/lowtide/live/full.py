@@ -32,8 +32,8 @@ from lowtide.trace import Op, Site
 
 if TYPE_CHECKING:
     from lowtide.live.guard import Evictor
-    from lowtide.live.lean import Guard
     from lowtide.live.ledger import Ledger
+    from lowtide.live.owed import Guard
     from lowtide.live.recorder import Recorder
     from lowtide.live.steps import Clock
 

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from lowtide.errors import ReplayError
@@ -49,7 +49,6 @@ from lowtide.live.value import (
     view_on,
     watch,
     whole,
-    written_by,
 )
 from lowtide.pebble.eager.ahead import fetches_ahead
 from lowtide.pebble.eager.problem import Action, Problem
@@ -741,78 +740,6 @@ class LeanMode(Mode):
         kept = Kept(tensor)
         self.keeps.append(weakref.ref(kept))
         return kept
-
-
-class Guard(Protocol):
-    """Who must know of writes beforehand."""
-
-    def will_write(self, tensor: torch.Tensor) -> None:
-        """Somebody is about to write to a tensor."""
-
-
-@final
-class Owed:
-    """Planned units that ended while autograd may still ask for what they saved: graphs that a script retains.
-
-    Attributes:
-        updating: whether it is an optimizer that writes.
-    """
-
-    def __init__(self) -> None:
-        """None is left."""
-        self.updating = False
-        self._units: list[LeanMode] = []
-
-    def add(self, unit: LeanMode) -> None:
-        """A unit ended."""
-        if unit.owes():
-            self._units.append(unit)
-
-    def hold_all(self) -> None:
-        """Nobody looks on any more."""
-        for unit in self._units:
-            unit.hold_all()
-
-    def left(self) -> bool:
-        """Whether there are any; those that owe nothing any more are forgotten."""
-        self._units = [unit for unit in self._units if unit.owes()]
-        return bool(self._units)
-
-    def will_write(self, tensor: torch.Tensor) -> None:
-        """Somebody is about to write to a tensor: what is made from it is made now.
-
-        An optimizer's parameters apart: to keep what is made from those would hold whole graphs that hardly anybody asks for
-        again. Nothing is made from them any more.
-        """
-        for unit in self._units:
-            if self.updating:
-                unit.spoil(tensor)
-            else:
-                unit.will_write(tensor)
-
-
-@final
-class GuardMode(Mode):
-    """Looks on where no unit is followed but replays may still come: may what runs there write to what they read?
-
-    In a planned backward in which code of the script may run (hooks, custom functions), and beside retained graphs.
-    """
-
-    def __init__(self, *guards: Guard) -> None:
-        """Tell these of writes."""
-        super().__init__()
-        self._guards = guards
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One operator."""
-        if types and not PLAIN_TYPES.issuperset(types):
-            return make_way(func, types, args, kwargs)
-        info = info_of(func)
-        if info.writes_at:
-            for tensor, _ in written_by(info, args, kwargs or {}):
-                for guard in self._guards:
-                    guard.will_write(tensor)
-        return func(*args, **(kwargs or {}))
 
 
 def _lies_at(value: Value, address: int) -> bool:

@@ -29,12 +29,13 @@ from lowtide.live.full import FullMode
 from lowtide.live.guard import LIBRARY_BYTES, SLACK_BYTES, Evictor, Exempt, Tally
 from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
 from lowtide.live.kind import Kind, is_smaller, kind_of
-from lowtide.live.lean import GuardMode, LeanMode, LeanRun, Owed, Script, compile_script
+from lowtide.live.lean import LeanMode, LeanRun, Script, compile_script
 from lowtide.live.ledger import Ledger
 from lowtide.live.logits import Logits
 from lowtide.live.mode import tell_of_forks
 from lowtide.live.ops import OpInfo
 from lowtide.live.outcome import Outcome, PlanFigures, StepFigures
+from lowtide.live.owed import GuardMode, Owed
 from lowtide.live.patches import Patches
 from lowtide.live.pieces import Pieces
 from lowtide.live.recorder import Bystander, Recorder
