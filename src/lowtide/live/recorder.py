@@ -7,8 +7,9 @@ storages. What is noted are the lifetimes that the plain run would have had, wha
 from __future__ import annotations
 
 import operator
+import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
@@ -21,6 +22,10 @@ _POLLED = 64
 """Saved values looked at per operator, to learn when the script lets go of them."""
 _BACKEND_THREADS = 2
 """Threads of a collective backend (gloo's default): each may be late to let go of what one collective took."""
+
+
+def _nobody() -> None:
+    return None
 
 
 @dataclass(slots=True)
@@ -36,6 +41,13 @@ class _Life:
     saves: int = 0
     watched: bool = False
     gone_from_base: bool = False
+    value: Callable[[], Value | None] = _nobody
+
+    def is_held(self) -> bool:
+        """Whether anybody but autograd and us holds its bytes, now that autograd was their only holder once."""
+        value = self.value()
+        storage = None if value is None or value.superseded or self.held_until is None else value.storage()
+        return value is not None and storage is not None and not sole_owner(storage, value.own_aliases())
 
 
 @dataclass(slots=True)
@@ -103,7 +115,7 @@ class Recorder:
 
     def _add(self, value: Value, *, born: int, slot: int, counted: bool) -> None:
         value.unit, value.number = self, len(self.lives)
-        self.lives.append(_Life(value.bytes, born, slot, counted))
+        self.lives.append(_Life(value.bytes, born, slot, counted, value=weakref.ref(value)))
         if counted:
             self.tracked += value.bytes
 
@@ -275,9 +287,11 @@ class Recorder:
             pending.pop()
 
     def _let_go(self, asked: list[_Asked]) -> None:
-        """Nodes have run that asked for values."""
+        """Nodes have run that asked for values; what one of them handed to somebody stays for as long as that holds it."""
         for a in asked:
-            a.pinned_until, a.node = len(self.events) - 1, None
+            a.node = None
+            if not self.lives[a.value].is_held():
+                a.pinned_until = len(self.events) - 1
         self.asked = [a for a in self.asked if a.pinned_until is None]
 
     def begin_backward(self, *, followed: bool) -> None:
@@ -316,7 +330,7 @@ class Recorder:
                 born=life.born,
                 slot=life.slot,
                 held_until=_held_until(life, end, kept=number in self.kept),
-                released=end if life.saves > 0 else life.released,
+                released=end if life.saves > 0 or (life.released >= 0 and life.is_held()) else life.released,
                 counted=life.counted,
                 movable=movable and life.counted,
             )

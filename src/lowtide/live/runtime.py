@@ -264,6 +264,7 @@ class Runtime:
         self.steps: list[StepFigures] = []
         self.figures: PlanFigures | None = None
         self._told: tuple[Any, ...] = ()
+        self._found: PlanFigures | None = None
         self._solved: tuple[Problem, Solution] | None = None
         self.refused: BudgetError | None = None
         self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -281,8 +282,7 @@ class Runtime:
         self._active = False
         self._functional = False
         self.script_code_in_backward = False
-        self._surprises: dict[Kind, int] = {}
-        self._misses: dict[Kind, int] = {}
+        self._surprises, self._misses = dict[Kind, int](), dict[Kind, int]()
 
     # --- on and off --------------------------------------------------------------------------------------------------
 
@@ -751,7 +751,8 @@ class Runtime:
         known = bool(self.entries.get(kind))
         crossed = sum(s.overrun or s.peak_bytes > self.budget_bytes for s in self.steps[1:])
         refused = bool(self.budget_bytes) and solution.state is None and crossed > (CROSSED if entry.left.bytes else 0)
-        proven = bool(self.budget_bytes) and self._cannot_be_held(figures, warm=self.recordings.get(kind, 0) >= SEEN_TWICE)
+        warm = self.recordings.get(kind, 0) >= SEEN_TWICE or entry.followed > 0
+        proven = bool(self.budget_bytes) and self._cannot_be_held(figures, warm=warm)
         if (refused or proven) and self.updates.can_engage(self._roots):
             self.updates.engage()
             unit.kind = replace(kind, engaged=True)
@@ -771,15 +772,17 @@ class Runtime:
 
     def _tell_figures(self, unit: Unit, entry: Entry, solution: Solution, shift: int) -> PlanFigures:
         told = (solution.state, solution.status, entry, shift, unit.base_bytes, self._between_bytes)
-        if self.figures is not None and solution.state is not None and _same(told, self._told):
-            return self.figures
-        self._told = told
-        grown = sum(size for state, size in self._states().items() if state not in entry.states)
-        self.figures = found = figures_of(
-            entry.problem, solution, between_bytes=self._between_bytes, resident_bytes=self.resident_bytes(),
-            shift_bytes=shift, certain_bytes=min(unit.base_bytes - entry.trace.base_bytes, grown - entry.left.bytes),
-        )
-        return found
+        if self._found is None or solution.state is None or not _same(told, self._told):
+            self._told = told
+            grown = sum(size for state, size in self._states().items() if state not in entry.states)
+            self._found = figures_of(
+                entry.problem, solution, between_bytes=self._between_bytes, resident_bytes=self.resident_bytes(),
+                shift_bytes=shift, certain_bytes=min(unit.base_bytes - entry.trace.base_bytes, grown - entry.left.bytes),
+            )
+        higher = (self.figures and self.figures.predicted_peak_bytes) or 0
+        if self._step_units == 1 or (self._found.predicted_peak_bytes or self.budget_bytes) >= higher:
+            self.figures = self._found  # of a step's units, those of the highest
+        return self._found
 
     def _left(self) -> Left:
         """What graphs of former units still hold."""
