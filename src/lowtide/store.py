@@ -324,8 +324,8 @@ def _tell_of_set_aside(path: Path) -> None:
             tell(f"lowtide: {found} is what was at {path.name} before a recording that was killed: rename it, or remove it")
 
 
-FEW_LOOKS: Final = 5
-"""Rows of the process, a second each, of a script that failed while it was still importing."""
+FEW_LOOKS: Final = 30
+"""Rows of the process, a second each, of a script that failed while it was still importing (ten, on a busy machine)."""
 
 
 @final
