@@ -179,7 +179,9 @@ def written_by_another_forward() -> zoo.Job:
     return zoo.Job(step, [model], [optimizer])
 
 
-JOBS = {f.__name__: f for f in (written_in_place, written_by_one_operator, written_by_numpy, written_by_another_forward)}
+JOBS = {f.__name__: f for f in (
+    written_in_place, written_by_one_operator, written_by_numpy, clipped_after_the_update, shown_after_the_update,
+    written_by_another_forward)}
 
 GROWING = {"written_by_another_forward"}
 """Jobs that take more, and are planned at all, once they hold on to graphs."""
@@ -196,6 +198,14 @@ def test_bits_hold_where_a_retained_graph_is_gone_over_again(name: str, share: f
     assert any(planned)
     if name not in GROWING:
         assert len(planned) == STEPS - 2
+
+
+def test_bits_hold_where_an_optimizers_hook_writes_beside_a_plan() -> None:
+    """In the first step in which it does; from then on nothing can be made again, and without moving such a budget is refused."""
+    reference = plain_of(an_optimizers_hook_that_writes, CHANGE + 1)
+    run = budgeted(an_optimizers_hook_that_writes, above_of(reference, 0.85), CHANGE + 1, offload=False)
+    assert run.bits == reference.bits
+    assert all(s.policy == "planned" and s.recomputed_ops for s in run.outcome.steps[2:CHANGE])
 
 
 def retained_for_nothing() -> zoo.Job:

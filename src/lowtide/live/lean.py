@@ -508,7 +508,7 @@ class LeanMode(Mode):
         if not self.guards(tensor):
             return
         address = tensor.untyped_storage()._cdata
-        asked = [v for v in self.values.values() if v.saves and not v.superseded]
+        asked = self._asked()
         written = [v for v in asked if _lies_at(v, address)]
         made_from = [v for v in asked if v.ticket is None and _reads(v, address)]
         held = [value for value in (*written, *made_from) if self._hold(value)]
@@ -540,8 +540,12 @@ class LeanMode(Mode):
 
     def hold_all(self) -> None:
         """Nobody looks on any more: what may still be asked for is made now."""
-        for value in [v for v in self.values.values() if v.saves and not v.superseded]:
+        for value in self._asked():
             self._hold(value)
+
+    def _asked(self) -> list[Value]:
+        """Values that autograd may still ask for."""
+        return [v for v in self.values.values() if v.saves and not v.superseded]
 
     def _hold(self, value: Value) -> bool:
         """Keep a value from here on, made again if need be; False where it cannot be: whoever asks for it is told."""

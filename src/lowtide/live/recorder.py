@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
@@ -24,10 +24,6 @@ _BACKEND_THREADS = 2
 """Threads of a collective backend (gloo's default): each may be late to let go of what one collective took."""
 
 
-def _nobody() -> None:
-    return None
-
-
 @dataclass(slots=True)
 class _Life:
     """A buffer while it is being recorded."""
@@ -36,12 +32,12 @@ class _Life:
     born: int
     slot: int
     counted: bool
+    value: weakref.ref[Value]
     held_until: int | None = None
     released: int = -1
     saves: int = 0
     watched: bool = False
     gone_from_base: bool = False
-    value: Callable[[], Value | None] = _nobody
 
     def is_held(self) -> bool:
         """Whether anybody but autograd and us holds its bytes, now that autograd was their only holder once."""
@@ -115,7 +111,7 @@ class Recorder:
 
     def _add(self, value: Value, *, born: int, slot: int, counted: bool) -> None:
         value.unit, value.number = self, len(self.lives)
-        self.lives.append(_Life(value.bytes, born, slot, counted, value=weakref.ref(value)))
+        self.lives.append(_Life(value.bytes, born, slot, counted, weakref.ref(value)))
         if counted:
             self.tracked += value.bytes
 
