@@ -263,3 +263,11 @@ def test_the_package_itself_does_not_load_torch() -> None:
     code = f"import sys, lowtide\n{lines}\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_command_line_starts_without_what_only_some_verbs_need() -> None:
+    """Statistics, solvers and tables take longer to import than most verbs take for themselves."""
+    heavy = ("torch", "scipy", "ruptures", "rich", "jinja2", "pandas", "matplotlib")
+    code = f"import sys, lowtide.cli.main\nprint([m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

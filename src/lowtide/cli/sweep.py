@@ -12,7 +12,6 @@ import click
 from lowtide.cli.launch import check_folder, write_json
 from lowtide.errors import UsageError
 from lowtide.leak.watch import end_on_sigterm
-from lowtide.sweep.cell import last_words
 
 
 @click.command()
@@ -114,6 +113,8 @@ class _Told:
 
     def finished(self, result: dict[str, Any]) -> None:
         """A cell has run."""
+        from lowtide.sweep.cell import last_words
+
         if self._bar is not None:
             why = last_words(result)
             if why and why not in self._said:  # once: what is wrong with one is often wrong with all
