@@ -87,17 +87,27 @@ class Given(torch.autograd.Function):
         return grad.expand(ROWS, WIDTH) / (ROWS * WIDTH), ctx.saved_tensors[0]
 
 
+class Scaled(Given):
+    """Multiplies in place what it saved, before it hands it over."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        """By the gradient of the loss."""
+        return grad.expand(ROWS, WIDTH) / (ROWS * WIDTH), ctx.saved_tensors[0].mul_(grad)
+
+
 class Fused(nn.Module):
     """Cells, and such a function at their end."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: type[Given]) -> None:
         super().__init__()
         self.cells = Plain()
         self.w = nn.Parameter(torch.randn(4 * ROWS, WIDTH))
+        self.function = function
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         """A loss."""
-        return Given.apply(self.cells(h), self.w)
+        return self.function.apply(self.cells(h), self.w)
 
 
 class Plain(Cells):
@@ -137,7 +147,12 @@ class Keeping(Cells):
 
 def fused() -> zoo.Job:
     """A saved tensor that becomes a gradient."""
-    return zoo.simple(Fused(), lambda m, _: m(torch.randn(ROWS, WIDTH)).square())
+    return zoo.simple(Fused(Given), lambda m, _: m(torch.randn(ROWS, WIDTH)).square())
+
+
+def scaled() -> zoo.Job:
+    """The same, multiplied in place."""
+    return zoo.simple(Fused(Scaled), lambda m, _: m(torch.randn(ROWS, WIDTH)).square())
 
 
 def keeping() -> zoo.Job:
@@ -162,7 +177,8 @@ def custom() -> zoo.Job:
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize(("make", "share"), [
-    (reentrant, 0.85), (reentrant, 0.75), (custom, 0.85), (custom, 0.75), (fused, 0.7), (fused, 0.6), (keeping, 0.85), (keeping, 0.75)])
+    (reentrant, 0.85), (reentrant, 0.75), (custom, 0.85), (custom, 0.75), (fused, 0.7), (fused, 0.6), (scaled, 0.7), (scaled, 0.6),
+    (keeping, 0.85), (keeping, 0.75)])
 def test_budget_and_prediction_hold(make: Any, share: float, offload: bool) -> None:
     reference = plain_of(make, STEPS)
     run = budgeted(make, above_of(reference, share), STEPS, offload=offload)
@@ -171,6 +187,7 @@ def test_budget_and_prediction_hold(make: Any, share: float, offload: bool) -> N
     plan = run.outcome.plan
     assert plan is not None
     assert any(s.recomputed_ops or s.offloaded_bytes for s in run.outcome.steps[2:])
+    assert run.outcome.steps[-1].policy == "planned"
     assert {s.peak_bytes for s in run.outcome.steps[-2:]} == {plan.predicted_peak_bytes}
 
 

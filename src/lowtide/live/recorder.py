@@ -125,13 +125,14 @@ class Recorder:
         self._add(new, born=len(self.events), slot=slot, counted=life.counted)
         if life.counted:
             self.tracked -= old.bytes
-        if life.held_until is None:
-            life.held_until = len(self.events)
         if life.saves:
             heir = self.lives[new.number]
             heir.saves, life.saves = life.saves, 0
-            life.released = -1  # what autograd let go of before is not the last that it has of these bytes
+            # what autograd let go of before is not the last that it has of these bytes; where it alone had them, it did until now
+            life.released = -1 if life.held_until is None else len(self.events)
             self.pending = [v for v in self.pending if v is not old] + [new]
+        if life.held_until is None:
+            life.held_until = len(self.events)
 
     def back(self, value: Value) -> None:
         """A dropped value's bytes are resident again."""
