@@ -108,7 +108,8 @@ if os.environ.get("LOWTIDE_FULL"):
 @pytest.mark.parametrize(("text", "rule", "generations", "more"), CASES.values(), ids=CASES)
 def test_recycled_weights_are_the_uninterrupted_ones(tmp_path, text, rule, generations, more):
     path = script(tmp_path, text)
-    plain = subprocess.run([sys.executable, path, tmp_path / "a", *more], capture_output=True, text=True, timeout=200, check=True, env=ENVIRONMENT)
+    plain = subprocess.run([sys.executable, path, tmp_path / "a", *more], capture_output=True, text=True, timeout=200, check=False, env=ENVIRONMENT)
+    assert plain.returncode == 0, plain.stderr[-3000:]
     done, figures = guarded(tmp_path, "--recycle", rule, path, tmp_path / "b", *more)
     assert done.returncode == 0, done.stderr[-3000:]
     assert last(done.stdout) == last(plain.stdout)
@@ -149,7 +150,8 @@ TORCHRUN = ["--", sys.executable, "-m", "torch.distributed.run", "--standalone",
 @pytest.mark.long
 def test_one_leaking_rank_recycles_all_and_nothing_changes(tmp_path):
     path = script(tmp_path, RANKS)
-    plain = subprocess.run([*TORCHRUN[1:], path, tmp_path / "a", "plain"], capture_output=True, text=True, timeout=100, check=True, env=ENVIRONMENT)
+    plain = subprocess.run([*TORCHRUN[1:], path, tmp_path / "a", "plain"], capture_output=True, text=True, timeout=100, check=False, env=ENVIRONMENT)
+    assert plain.returncode == 0, plain.stderr[-3000:]
     done, figures = guarded(tmp_path, "--memory", "1300MiB", "--enforce", "watch", *TORCHRUN, path, tmp_path / "b", "leak")
     assert done.returncode == 0, done.stderr[-3000:]
     assert [x for x in done.stdout.splitlines() if x.startswith("sum")] == [x for x in plain.stdout.splitlines() if x.startswith("sum")]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import situations
+import torch
+import zoo
 from harness import above_of, budgeted, close, kept, plain_of
 
 STEPS = 7
@@ -23,3 +27,39 @@ def test_saved_tensors_of_a_backward_are_planned(make: situations.Callable[[], s
     assert last.recomputed_ops or (offload and last.offloaded_bytes)
     assert run.outcome.plan is not None
     assert close(run.outcome.plan.predicted_peak_bytes, last.peak_bytes)
+
+
+@cache
+def now_and_then(every: int) -> situations.Callable[[], zoo.Job]:
+    """A penalty on the gradient, in some steps only (lazy regularisation): nothing tells before the backward."""
+
+    def make() -> zoo.Job:
+        model = torch.nn.Sequential(*(part for _ in range(4) for part in (torch.nn.Linear(96, 96), torch.nn.Tanh(), torch.nn.GELU())))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(i: int) -> torch.Tensor:
+            x = torch.randn(384, 96, requires_grad=True)
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            if i % every == every - 1:
+                (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+                loss = loss + slope.square().sum()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return zoo.Job(step, [model], [optimizer])
+
+    return make
+
+
+@pytest.mark.parametrize("share", [0.85, 0.6])
+@pytest.mark.parametrize("every", [4, 7])
+def test_a_backward_that_builds_a_graph_where_none_did_is_a_surprise_once(every: int, share: float) -> None:
+    """Whether the steps before followed a plan, or were left alone for long."""
+    steps = 3 * every
+    reference = plain_of(now_and_then(every), steps)
+    run = budgeted(now_and_then(every), above_of(reference, share), steps, offload=False)
+    assert run.bits == reference.bits
+    crossed = [s.index for s in run.outcome.steps if s.peak_bytes > run.budget_bytes]
+    assert crossed in ([], [every - 1])

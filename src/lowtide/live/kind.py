@@ -32,13 +32,18 @@ class Kind:
         return (other, replace(self, after=0), replace(other, after=0)) if self.after else (other,)
 
 
-def kind_of(module: torch.nn.Module, args: Any, kwargs: Any, *, engaged: bool, after: int) -> Kind:
-    """What kind of unit a root call begins."""
+def kind_of(module: torch.nn.Module, args: Any, kwargs: Any, *, engaged: bool, after: int, turn: int) -> Kind:
+    """What kind of unit a root call begins.
+
+    Where a module is called with tensors that take its parameters' places (the inner steps of meta-learning) and are others
+    each time, it is told by itself, and by its turn: how many units came before in the step.
+    """
     shapes: list[Any] = []
     _shapes((args, kwargs), shapes, 0)
     modules = modules_of(module)
     parameters = [p for m in modules for p in m._parameters.values() if p is not None]
-    who = id(parameters[0] if parameters else module)
+    own = parameters and isinstance(parameters[0], torch.nn.Parameter)
+    who = id(parameters[0]) if own else (id(module), turn if parameters else 0)
     modes = hash(tuple(m.training for m in modules))
     frozen = hash(tuple(p.requires_grad for p in parameters))
     call = (type(module), who, modes, frozen, torch.is_autocast_enabled("cpu"), tuple(shapes))

@@ -425,11 +425,11 @@ class LeanMode(Mode):
         return self._delegate.__torch_dispatch__(func, types, args, kwargs)
 
     def let_go(self) -> None:
-        """A backward begins: values live as long as their handles do, and no longer."""
+        """The unit is over: values live as long as their handles do, and no longer."""
         self._pins.clear()
 
     def prune(self) -> None:
-        """A backward that is followed begins or ended: what is not looked up again lives as long as its handles."""
+        """A backward begins, or one that is followed ended: what is not looked up again lives as long as its handles."""
         last = self.script.last_use
         self._pins = {n: v for n, v in self._pins.items() if last.get(n, -1) >= self.at}
 

@@ -44,6 +44,11 @@ def applying() -> Iterator[None]:
         _functions.pop()
 
 
+def is_applying() -> bool:
+    """Whether a custom function's forward runs: a backward within it is over a graph of its own."""
+    return bool(_functions)
+
+
 def _is_result(tensor: torch.Tensor) -> bool:
     """Whether a tensor that is being saved is what the node that saves it made: the newest node, or a custom function's."""
     node = node_of(tensor)

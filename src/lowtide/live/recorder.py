@@ -128,7 +128,7 @@ class Recorder:
         if life.saves:
             heir = self.lives[new.number]
             heir.saves, life.saves = life.saves, 0
-            # what autograd let go of before is not the last that it has of these bytes; where it alone had them, it did until now
+            # What autograd let go of before is not the last that it has of them. Where it alone had them, it did until now.
             life.released = -1 if life.held_until is None else len(self.events)
             self.pending = [v for v in self.pending if v is not old] + [new]
         if life.held_until is None:

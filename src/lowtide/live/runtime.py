@@ -34,6 +34,7 @@ from lowtide.live.ledger import Ledger
 from lowtide.live.logits import Logits
 from lowtide.live.mode import tell_of_forks
 from lowtide.live.ops import OpInfo
+from lowtide.live.origin import is_applying
 from lowtide.live.outcome import Outcome, PlanFigures, StepFigures
 from lowtide.live.owed import GuardMode, Owed
 from lowtide.live.patches import Patches
@@ -71,13 +72,16 @@ CLOCKED = 1
 TRUSTED = 4
 """Units that must have followed their recording before one that needs nothing is not even watched."""
 SURPRISES = 2
-"""Units that left their plan half-way after which this kind of unit is always run with the full interception."""
+"""Units that left their plan half-way (one, if it crossed the budget) after which this kind of unit is always run with the
+full interception."""
 RECORDINGS = 5
 """Recordings at most of a kind of unit whose predictions keep being off."""
 CROSSED = 2
 """Steps over the budget after which a recording that began with graphs left over is believed where it finds no plan."""
 BACKWARDS = 3
 """Backwards (that build no graph of their own) after which a unit ends although handles are left."""
+BACKWARDS_WITHIN = 64
+"""The same, where they run within one call of a module."""
 KINDS = 64
 """Kinds of units whose plans are kept."""
 AGREED_UNITS = range(2, 10)
@@ -439,7 +443,8 @@ class Runtime:
             device = next((p.device for p in module.parameters() if p.is_cuda), None)
             if device is not None:
                 self._use_cuda(device)
-        kind = kind_of(module, args, kwargs, engaged=self.updates.engaged, after=self._after())
+        turn = 0 if self._step_done else self._step_units
+        kind = kind_of(module, args, kwargs, engaged=self.updates.engaged, after=self._after(), turn=turn)
         if self.unit is not None:
             if self._is_over(self.unit, kind):
                 self._end_unit()
@@ -553,13 +558,17 @@ class Runtime:
         unit = self.unit
         if unit is None:
             return
+        if followed and unit.lean is None and unit.recorder is None and self.settings.budget is not None:
+            self._surprises[unit.kind] = SURPRISES  # it was left alone because nothing like this came before
+            unit.roomy = False
+            self._run_fully(unit, None, record=False)
         if unit.recorder is not None:
             unit.recorder.begin_backward(followed=followed)
             unit.starts.append(len(unit.recorder.events))
         if unit.lean is not None and not unit.lean.lost:
             self._check_lean(unit, unit.lean, followed=followed, own_code=own_code)
         unit.backwards += 1
-        unit.consumed += not followed
+        unit.consumed += not (followed or is_applying())
 
     def _check_lean(self, unit: Unit, lean: LeanMode, *, followed: bool, own_code: bool) -> None:
         """Before a planned backward: is memory where the plan says it is?"""
@@ -570,11 +579,10 @@ class Runtime:
         assert unit.entry is not None
         above = self.meter.live() - unit.base_bytes - unit.entry.left_besides(unit)
         if lean.at == expected[0] and not lean.grown and above <= expected[1] + TOLERANCE_BYTES:
+            lean.prune()
             if followed:
-                lean.prune()
                 return
             self.stack.take()
-            lean.let_go()
             if own_code:
                 self.stack.put(GuardMode(lean, self._owed), self.saver.pack, _unpack, within=True)
         else:
@@ -650,9 +658,14 @@ class Runtime:
             else:
                 self._follow_again(lean)
             return
+        if is_applying():
+            return
         owes = self.saver.outstanding > 0 or (lean is not None and lean.lost and lean.owes())
-        if not owes or unit.consumed >= BACKWARDS:
+        within = self.clock.open > 0 and not unit.stepped  # of a module: its own graph, too, is still to be asked for
+        if not owes or unit.consumed >= (BACKWARDS_WITHIN if within else BACKWARDS):
             self._end_unit()
+            if self.clock.depth:
+                self.clock.begin_anew()
 
     def _follow_again(self, lean: LeanMode) -> None:
         """A planned unit goes on after something that was none of its operators."""
@@ -717,6 +730,7 @@ class Runtime:
                 raise Enough
         self._step_units += 1
         self._units += 1
+        self._owed.updating = self.full.updating = False  # an optimizer may have raised
         if isinstance(self.meter, LedgerMeter):
             self._meet_long_lived()
         left = self._left()
@@ -1037,6 +1051,8 @@ class Runtime:
             entry.followed += 1
             return
         lost = unit.lean is not None and unit.lean.lost
+        if lost and max(measured, self.meter.step_peak()) > self.budget_bytes:
+            self._surprises[unit.kind] = SURPRISES
         if unit.smaller:
             if lost or (measured > predicted and not self._near(measured, predicted, predicted)):
                 self.rises.strayed(unit.kind)

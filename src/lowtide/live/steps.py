@@ -57,7 +57,7 @@ class Clock:
     """The current phase and module path.
 
     Attributes:
-        depth: how many module calls are open.
+        open: how many module calls are open.
         detailed: whether every module call is followed (for paths), or only calls of known root modules.
         differentiable: whether the backward that runs builds a graph of its own (``create_graph``): its operators are
             then a forward for the backward to come.
@@ -69,7 +69,8 @@ class Clock:
         """Install nothing yet."""
         self.listener = listener
         self._phase = Phase.DATA
-        self.depth = 0
+        self.open = 0
+        self._floor = 0
         self.detailed = False
         self.differentiable = False
         self.closure = False
@@ -96,6 +97,15 @@ class Clock:
         before one came, or after very many backwards.
         """
         return self._stepped or (self._made and self._waited < MOST_ACCUMULATED)
+
+    @property
+    def depth(self) -> int:
+        """How many of the open module calls what runs now is a part of."""
+        return self.open - self._floor
+
+    def begin_anew(self) -> None:
+        """What the open module calls began is over within them (a whole step may be one call): from here it is as outside."""
+        self._floor = self.open
 
     def expect_optimizer(self) -> None:
         """There is an optimizer."""
@@ -201,13 +211,14 @@ class Clock:
                 self._name(module)
             self.phase = self._kind_of(module, args)
             self.listener.root_begins(module, args, kwargs)
-        self.depth += 1
+        self.open += 1
         self._stack.append(self._names.get(id(module), type(module).__name__))
         try:
             result = original(module, *args, **kwargs)
         finally:
             self._stack.pop()
-            self.depth -= 1
+            self.open -= 1
+            self._floor = min(self._floor, self.open)
             if root:
                 self.phase = Phase.LOSS if torch.is_grad_enabled() else self._rest
         if root:
@@ -259,7 +270,7 @@ class Clock:
                 self._in_backward -= 1
                 self._waited += 1
                 self.listener.backward_ends()
-                self.phase = before if before is Phase.FORWARD else self._rest
+                self.phase = before if before is Phase.FORWARD and self.depth else self._rest
                 self.differentiable = False
 
         return run_backward

@@ -1,0 +1,173 @@
+"""Law: a backward within a call (of a custom function, of a module) neither ends what the call began nor hides what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from harness import above_of, budgeted, kept, plain_of
+from torch import nn
+
+STEPS, WIDTH, ROWS, BLOCKS, TURNS = 6, 96, 384, 4, 3
+
+
+def slope(x: torch.Tensor) -> torch.Tensor:
+    """A derivative, by a graph of its own."""
+    with torch.enable_grad():
+        again = x.detach().requires_grad_()
+        out = ((again * 1.3).sin() * 1.2).cos().sum()
+        (found,) = torch.autograd.grad(out, again)
+    return found
+
+
+class Cells(nn.Module):
+    """Blocks in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        """Rows (rows, width) to rows of the same width."""
+        for gate in self.gates:
+            h = self.cell(gate(h) * 1.1) + h
+        return h
+
+    def cell(self, y: torch.Tensor) -> torch.Tensor:
+        """Three operators."""
+        return ((y * 1.3).sin() * (y * 1.3).sigmoid()).cos()
+
+
+class Fused(torch.autograd.Function):
+    """Differentiates in its forward, as losses over chunks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Saves a derivative."""
+        ctx.save_for_backward(slope(x))
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Hands it on."""
+        return grad * ctx.saved_tensors[0]
+
+
+class Functions(Cells):
+    """More of them than backwards usually belong to one graph."""
+
+    def cell(self, y: torch.Tensor) -> torch.Tensor:
+        """One in each block."""
+        return Fused.apply(y.tanh()).sin()
+
+
+class Slopes(Cells):
+    """Each block derives."""
+
+    def cell(self, y: torch.Tensor) -> torch.Tensor:
+        """Without a custom function."""
+        return (y * slope(y)).sin() * y.cos()
+
+
+class First(Cells):
+    """Derives when nothing was saved yet."""
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        """Rows (rows, width) to rows of the same width."""
+        return super().forward(slope(h))
+
+
+class Learner(nn.Module):
+    """Whole steps in one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = Cells()
+        self.optimizer = torch.optim.SGD(self.cells.parameters(), lr=0.1, momentum=0.9)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        """Rows (rows, width) to a loss."""
+        for _ in range(TURNS):
+            self.optimizer.zero_grad()
+            loss = self.cells(h).square().mean()
+            loss.backward()
+            self.optimizer.step()
+        return loss.detach()
+
+
+def adapted(cells: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    """A loss after inner steps whose own derivatives are left out (first-order MAML)."""
+    fast: dict[str, torch.Tensor] = dict(cells.named_parameters())
+    for _ in range(TURNS):
+        loss = torch.func.functional_call(cells, fast, h).square().mean()
+        grads = torch.autograd.grad(loss, list(fast.values()))
+        fast = {name: p - 0.1 * g for (name, p), g in zip(fast.items(), grads, strict=True)}
+    return torch.func.functional_call(cells, fast, h).square().mean()
+
+
+class Meta(nn.Module):
+    """Inner steps in one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = Cells()
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        """Rows (rows, width) to a loss."""
+        return adapted(self.cells, h)
+
+
+def functions() -> zoo.Job:
+    """Custom functions."""
+    return zoo.simple(Functions(), lambda m, _: m(torch.randn(ROWS, WIDTH)).square().mean())
+
+
+def slopes() -> zoo.Job:
+    """Derivatives in a forward."""
+    return zoo.simple(Slopes(), lambda m, _: m(torch.randn(ROWS, WIDTH)).square().mean())
+
+
+def first() -> zoo.Job:
+    """A derivative before all else."""
+    return zoo.simple(First(), lambda m, _: m(torch.randn(ROWS, WIDTH)).square().mean())
+
+
+def learner() -> zoo.Job:
+    """Steps in a call."""
+    model = Learner()
+    return zoo.Job(lambda _: model(torch.randn(ROWS, WIDTH)), [model], [model.optimizer])
+
+
+def meta() -> zoo.Job:
+    """Inner steps in a call."""
+    return zoo.simple(Meta(), lambda m, _: m(torch.randn(ROWS, WIDTH)))
+
+
+def inner() -> zoo.Job:
+    """Inner steps in the script."""
+    return zoo.simple(Cells(), lambda m, _: adapted(m, torch.randn(ROWS, WIDTH)))
+
+
+@pytest.mark.parametrize("share", [0.9, 0.75])
+@pytest.mark.parametrize("make", [functions, slopes, first, learner, meta, inner])
+def test_bits_budget_and_plan_hold(make: Callable[[], zoo.Job], share: float) -> None:
+    reference = plain_of(make, STEPS)
+    run = budgeted(make, above_of(reference, share), STEPS, offload=False)
+    assert run.bits == reference.bits
+    assert kept(run), run.over
+    plan, steps = run.outcome.plan, run.outcome.steps
+    assert plan is not None
+    assert steps[-1].policy == "planned"
+    assert steps[-1].recomputed_ops > 0
+    if make is slopes:  # its second unit begins beside a tensor that the first one leaves for a moment
+        assert 0 <= (plan.predicted_peak_bytes or 0) - steps[-1].peak_bytes <= ROWS * WIDTH * 4
+    else:
+        assert steps[-1].peak_bytes == plan.predicted_peak_bytes
+
+
+def test_each_step_of_a_loop_in_one_call_is_one() -> None:
+    run = budgeted(learner, above_of(plain_of(learner, STEPS), 0.75), STEPS, offload=False)
+    assert len(run.outcome.steps) == STEPS * TURNS
