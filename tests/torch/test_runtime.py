@@ -102,7 +102,7 @@ def test_seconds_are_monotone_in_the_budget(name: str, offload: bool) -> None:
     make = zoo.MODELS[name]
     with lowtide.budget(heap().tensor_live + 4 * plain_of(make).above_bytes, offload=offload) as run:
         zoo.run(make, 3)
-    (front, *_) = [entry.front for entries in run._runtime.entries.values() for entry in entries]
+    (front, *_) = [entry.front for entry in run._runtime.recordings]
     lowest, plain = front.bound.peak_bytes, front.problem.plain_peak
     budgets = [lowest + (plain - lowest) * i // 9 for i in range(11)]
     for asked in (budgets, budgets[::-1]):

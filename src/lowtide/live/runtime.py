@@ -15,7 +15,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -29,7 +29,7 @@ from lowtide.live.full import FullMode
 from lowtide.live.guard import LIBRARY_BYTES, SLACK_BYTES, Evictor, Exempt, Tally
 from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
 from lowtide.live.kind import Kind, is_smaller, kind_of
-from lowtide.live.lean import LeanMode, LeanRun, Script, compile_script
+from lowtide.live.lean import LeanMode, LeanRun, compile_script
 from lowtide.live.ledger import Ledger
 from lowtide.live.logits import Logits
 from lowtide.live.mode import tell_of_forks
@@ -40,6 +40,8 @@ from lowtide.live.owed import GuardMode, Owed
 from lowtide.live.patches import Patches
 from lowtide.live.pieces import Pieces
 from lowtide.live.recorder import Bystander, Recorder
+from lowtide.live.recordings import Recordings
+from lowtide.live.resident import Resident
 from lowtide.live.rises import TOLERANCE_SHARE as SMALLER_SHARE
 from lowtide.live.rises import Rises
 from lowtide.live.saver import Saver
@@ -47,10 +49,11 @@ from lowtide.live.slices import Slices
 from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
 from lowtide.live.stopwatch import MATTERS_SHARE, Stopwatch
-from lowtide.live.tensors import grad_of, modules_of, node_of, own_tensors, storages_of, tensors_in, with_gradients
+from lowtide.live.tensors import node_of, storages_of, tensors_in, with_gradients
+from lowtide.live.unit import TOLERANCE_BYTES, TOLERANCE_SHARE, Entry, Left, Unit, near
 from lowtide.live.unreached import TRANSFORM, Unreached
 from lowtide.live.update import Updates
-from lowtide.live.value import PLAIN_TYPES, bytes_of, written_by
+from lowtide.live.value import PLAIN_TYPES, written_by
 from lowtide.live.verdict import figures_of, refusal, resident_figures
 from lowtide.pebble.eager.play import play
 from lowtide.pebble.eager.problem import Problem
@@ -58,153 +61,23 @@ from lowtide.pebble.eager.solve import Front, Solution
 from lowtide.pebble.eager.walk import State
 from lowtide.planner import Plan, dropped_sites, plan_of
 from lowtide.tell import tell
-from lowtide.trace import Phase, Trace
+from lowtide.trace import Phase
 from lowtide.units import Auto, Share, Size
 
-TOLERANCE_BYTES = 64 << 10
-"""Two bases, or a prediction and a measurement, agree within so much ..."""
-TOLERANCE_SHARE = 0.005
-"""... or within this share of the peak."""
-SEEN_TWICE = 2
-"""Recordings of a kind of unit after which the nearest one is trusted on another base: its shift is then only an offset."""
 CLOCKED = 1
 """Units that must have followed their recording before the next one is timed: the second board's pages are warm then."""
 TRUSTED = 4
 """Units that must have followed their recording before one that needs nothing is not even watched."""
-SURPRISES = 2
-"""Units that left their plan half-way (one, if it crossed the budget) after which this kind of unit is always run with the
-full interception."""
-RECORDINGS = 5
-"""Recordings at most of a kind of unit whose predictions keep being off."""
 CROSSED = 2
 """Steps over the budget after which a recording that began with graphs left over is believed where it finds no plan."""
 BACKWARDS = 3
 """Backwards (that build no graph of their own) after which a unit ends although handles are left."""
 BACKWARDS_WITHIN = 64
 """The same, where they run within one call of a module."""
-KINDS = 64
-"""Kinds of units whose plans are kept."""
 AGREED_UNITS = range(2, 10)
 """Units, counted from 1, at whose beginning ranks agree on one plan: every rank reaches them."""
 AUTO_MARGIN = 0.05
 """Share of a CUDA device's free memory that ``auto`` leaves to fragmentation."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Left:
-    """What graphs of former units hold when a unit begins.
-
-    Attributes:
-        there_bytes: what is there.
-        away_bytes: what was let go.
-        dropped: whether some of it was dropped; that comes back where writes pass unseen, as they do while a plan is followed.
-    """
-
-    there_bytes: int
-    away_bytes: int = 0
-    dropped: bool = False
-
-    @property
-    def bytes(self) -> int:
-        """What they would hold if nothing had been let go."""
-        return self.there_bytes + self.away_bytes
-
-    @property
-    def followed_bytes(self) -> int:
-        """What they may hold while a plan is followed: what was moved comes back with what is made from it."""
-        return self.bytes if self.dropped else self.there_bytes
-
-
-@dataclass(eq=False)
-class Entry:
-    """One recording of a kind of unit, and what was made of it.
-
-    Attributes:
-        left: what graphs of former units held when it began.
-        gradient_bytes: gradients that were there when it began.
-        states: optimizer states' storages at its end.
-        calls: its root calls.
-        leaving_bytes: how much of what was there before it went within it.
-        collective: whether other ranks took part: what their collectives took may go earlier than it is counted.
-        compiled: the plan for it that was followed last, and what it is compiled to.
-        for_smaller: the plan that smaller units follow: bases differ a little from one to the next, and solving takes time.
-    """
-
-    funcs: list[tuple[int, Any]]
-    packs: list[int]
-    backward_starts: list[int]
-    front: Front
-    left: Left
-    gradient_bytes: int
-    states: frozenset[int]
-    calls: tuple[Kind, ...]
-    leaving_bytes: int
-    collective: bool
-    compiled: tuple[State, Script] | None = None
-    agreed: State | None = None
-    for_smaller: Solution | None = None
-    followed: int = 0
-
-    @property
-    def problem(self) -> Problem:
-        """What was solved."""
-        return self.front.problem
-
-    @property
-    def trace(self) -> Trace:
-        """The recorded unit."""
-        return self.front.problem.trace
-
-    def shift(self, unit: Unit) -> int:
-        """How much higher than the recorded unit another of its kind lies, at most.
-
-        Gradients that only the recorded one found there are made anew within the other. Of what else is not there this time,
-        as much may be of what would have gone before the peak as went in the recorded one. Graphs of former units are there
-        as they were when it was recorded; of what was let go of them then, the plan knows nothing.
-        """
-        higher = unit.base_bytes - self.trace.base_bytes + max(0, self.gradient_bytes - unit.gradient_bytes)
-        low = higher if higher >= 0 else min(0, higher + self.leaving_bytes)
-        return low + self.left_besides(unit)
-
-    def left_besides(self, unit: Unit) -> int:
-        """How much more than in the recorded unit graphs of former units may hold while its plan is followed."""
-        return max(0, unit.left.followed_bytes - self.left.there_bytes)
-
-
-@dataclass(eq=False)
-class Unit:
-    """The unit that runs now.
-
-    Attributes:
-        left: what graphs of former units hold when it begins.
-        gradient_bytes: gradients that were there when it began.
-        predicted_bytes: what its peak is to be; at most that, if it is not ``certain``.
-        calls: its root calls so far.
-        roomy: whether it is run without any interception, as smaller than one that fits.
-        smaller: whether it follows the plan of a larger one.
-    """
-
-    kind: Kind
-    base_bytes: int
-    left: Left
-    gradient_bytes: int
-    policy: str
-    recorder: Recorder | None = None
-    keep: bool = False
-    lean: LeanMode | None = None
-    entry: Entry | None = None
-    state: State | None = None
-    predicted_bytes: int | None = None
-    certain: bool = True
-    backwards: int = 0
-    consumed: int = 0
-    roomy: bool = False
-    smaller: bool = False
-    calls: list[Kind] = field(default_factory=list)
-    stepped: bool = False
-    starts: list[int] = field(default_factory=list)
-    outputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,8 +134,7 @@ class Runtime:
         self.logits = Logits()
         self.pieces = Pieces()
         self.unit: Unit | None = None
-        self.entries: dict[Kind, list[Entry]] = {}
-        self.recordings: dict[Kind, int] = {}
+        self.recordings = Recordings()
         self.rises = Rises()
         self.budget_bytes = 0
         self.steps: list[StepFigures] = []
@@ -271,8 +143,7 @@ class Runtime:
         self._found: PlanFigures | None = None
         self._solved: tuple[Problem, Solution] | None = None
         self.refused: BudgetError | None = None
-        self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.resident = Resident()
         self._last_optimizer = 0
         self._last_lean: LeanMode | None = None
         self._owed = Owed()
@@ -286,7 +157,6 @@ class Runtime:
         self._active = False
         self._functional = False
         self.script_code_in_backward = False
-        self._surprises, self._misses = dict[Kind, int](), dict[Kind, int]()
 
     # --- on and off --------------------------------------------------------------------------------------------------
 
@@ -437,7 +307,7 @@ class Runtime:
             self.unreached.note(TRANSFORM)
             return
         self.unreached.look(args, kwargs)
-        self._roots.add(module)
+        self.resident.roots.add(module)
         self.updates.root_begins()
         if isinstance(self.meter, (HeapMeter, LedgerMeter)) and torch.cuda.is_initialized():
             device = next((p.device for p in module.parameters() if p.is_cuda), None)
@@ -479,7 +349,7 @@ class Runtime:
         return most is not None and unit.base_bytes + unit.left.bytes + most <= self.budget_bytes
 
     def _after(self) -> int:
-        return self._last_optimizer if len(self._optimizers) > 1 else 0
+        return self._last_optimizer if len(self.resident.optimizers) > 1 else 0
 
     def root_ends(self, result: Any) -> None:
         """A root call returned."""
@@ -515,7 +385,7 @@ class Runtime:
         if kind == unit.kind:
             return True
         unwatched = unit.lean is None and unit.recorder is None and self.meter.exact
-        if unwatched and not self._near(self.meter.live(), unit.base_bytes + unit.left.bytes, unit.base_bytes):
+        if unwatched and not near(self.meter.live(), unit.base_bytes + unit.left.bytes, unit.base_bytes):
             return False  # its graph is there, though what the model returned is not
         return not any(output() is not None for output in unit.outputs)
 
@@ -545,7 +415,7 @@ class Runtime:
         """Autograd's engine is about to run."""
         if not self._active:
             return
-        own_code = self.script_code_in_backward or self._has_hooks()
+        own_code = self.script_code_in_backward or self.resident.has_hooks(self.updates.is_ours)
         with self.updates.aside():
             self._backward_begins(own_code=own_code)
         lean = None if self.unit is None else self.unit.lean
@@ -559,7 +429,7 @@ class Runtime:
         if unit is None:
             return
         if followed and unit.lean is None and unit.recorder is None and self.settings.budget is not None:
-            self._surprises[unit.kind] = SURPRISES  # it was left alone because nothing like this came before
+            self.recordings.surprised(unit.kind, decidedly=True)  # it was left alone because nothing like this came before
             unit.roomy = False
             self._run_fully(unit, None, record=False)
         if unit.recorder is not None:
@@ -613,21 +483,9 @@ class Runtime:
                 lean.will_write(tensor)
                 lean.expose(tensor)
 
-    def _has_hooks(self) -> bool:
-        """Whether a parameter or module of the script has a hook that runs in backward."""
-        return any(
-            m._backward_hooks or m._backward_pre_hooks
-            or any(p is not None and self._is_hooked(p) for p in m._parameters.values())
-            for root in self._roots for m in modules_of(root)
-        )
-
-    def _is_hooked(self, parameter: torch.Tensor) -> bool:
-        after = parameter._post_accumulate_grad_hooks
-        return bool(parameter._backward_hooks) or any(not self.updates.is_ours(hook) for hook in (after or {}).values())
-
     def _before_update(self, optimizer: Any, parameter: torch.Tensor) -> None:
         """A parameter is about to be updated within the backward."""
-        self._optimizers.add(optimizer)  # its states are born here, before its own step was seen
+        self.resident.optimizers.add(optimizer)  # its states are born here, before its own step was seen
         unit = self.unit
         if unit is not None and unit.lean is not None and not unit.lean.lost:
             unit.lean.will_write(parameter)
@@ -674,7 +532,7 @@ class Runtime:
 
     def optimizer_begins(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
-        self._optimizers.add(optimizer)
+        self.resident.optimizers.add(optimizer)
         self._last_optimizer = id(optimizer)
         self.updates.optimizer_begins(optimizer, closure=self.clock.closure)
         if self.clock.phase is not Phase.BACKWARD:  # a mode that is taken off within the engine is on again at its next node
@@ -738,12 +596,12 @@ class Runtime:
         between = base if self._owing else max(self.meter.op_peak(), base)  # else bytes of our making
         self._between_bytes = between if self._units > 1 else 0
         self.meter.reset_op_peak()
-        self.unit = unit = Unit(kind, base, left, self._gradient_bytes(), "online", calls=[kind])
+        self.unit = unit = Unit(kind, base, left, self.resident.gradient_bytes(), "online", calls=[kind])
         self._resolve_share(unit)
         if not self.budget_bytes and self.settings.budget is None:
             self._run_fully(unit, None, record=False)
             return
-        entry = self._entry(kind, base)
+        entry = self.recordings.nearest(kind, base)
         if self._units in AGREED_UNITS and agree.wanted():
             self._agree(entry, unit)
         if entry is None:
@@ -762,12 +620,12 @@ class Runtime:
         if doubtful:  # if nothing of what is missing would have gone, there may be a plan
             shift, solution = exactly, self._solve(entry, exactly)
         figures = self._tell_figures(unit, entry, solution, shift)
-        known = bool(self.entries.get(kind))
         crossed = sum(s.overrun or s.peak_bytes > self.budget_bytes for s in self.steps[1:])
         refused = bool(self.budget_bytes) and solution.state is None and crossed > (CROSSED if entry.left.bytes else 0)
-        warm = self.recordings.get(kind, 0) >= SEEN_TWICE or entry.followed > 0
+        worn = self.recordings.is_worn(kind)
+        warm = worn or entry.followed > 0
         proven = bool(self.budget_bytes) and self._cannot_be_held(figures, warm=warm)
-        if (refused or proven) and self.updates.can_engage(self._roots):
+        if (refused or proven) and self.updates.can_engage(self.resident.roots):
             self.updates.engage()
             unit.kind = replace(kind, engaged=True)
             self._run_fully(unit, None)
@@ -775,11 +633,11 @@ class Runtime:
         if refused or proven:
             self._refuse(figures, proven=proven and not refused)
         self._solved = entry.problem, solution
-        exact = known and not doubtful and self._near(entry.trace.base_bytes, base, entry.problem.plain_peak)
-        worn = self.recordings.get(kind, 0) >= SEEN_TWICE
+        known = self.recordings.has(kind) and not doubtful
+        exact = known and near(entry.trace.base_bytes, base, entry.problem.plain_peak)
         if solution.state is None:
             self._run_fully(unit, None, record=not exact and not worn)
-        elif (exact or worn) and not doubtful and self._surprises.get(kind, 0) < SURPRISES:
+        elif (exact or worn) and not (doubtful or self.recordings.is_wild(kind)):
             self._run_lean(unit, entry, solution)
         else:
             self._run_fully(unit, entry, record=not worn or doubtful)
@@ -788,9 +646,9 @@ class Runtime:
         told = (solution.state, solution.status, entry, shift, unit.base_bytes, self._between_bytes)
         if self._found is None or solution.state is None or not _same(told, self._told):
             self._told = told
-            grown = sum(size for state, size in self._states().items() if state not in entry.states)
+            grown = sum(size for state, size in self.resident.states().items() if state not in entry.states)
             self._found = figures_of(
-                entry.problem, solution, between_bytes=self._between_bytes, resident_bytes=self.resident_bytes(),
+                entry.problem, solution, between_bytes=self._between_bytes, resident_bytes=self.resident.bytes(),
                 shift_bytes=shift, certain_bytes=min(unit.base_bytes - entry.trace.base_bytes, grown - entry.left.bytes),
             )
         higher = (self.figures and self.figures.predicted_peak_bytes) or 0
@@ -804,14 +662,6 @@ class Runtime:
         if self.saver.outstanding <= 0:
             return Left(planned)
         return Left(planned + self.ledger.saved_bytes(), self.evictor.away_bytes(), self.evictor.has_dropped())
-
-    def _entry(self, kind: Kind, base: int) -> Entry | None:
-        """The recording of this kind of unit whose base is nearest."""
-        found = next((e for k in (kind, *kind.siblings()) if (e := self.entries.get(k))), None)
-        return min(found, key=lambda e: abs(e.trace.base_bytes - base)) if found else None
-
-    def _near(self, a: int, b: int, peak: int) -> bool:
-        return abs(a - b) <= max(TOLERANCE_BYTES, TOLERANCE_SHARE * peak)
 
     def _solve(self, entry: Entry, shift: int) -> Solution:
         solution = self._within(entry, self._room_for(entry, shift))
@@ -866,12 +716,9 @@ class Runtime:
 
     def _larger(self, unit: Unit) -> tuple[Entry, Solution] | None:
         """The recording of the least of all larger units, on no lower base, whose plan holds this one's bytes, too."""
-        known = (e for kind, entries in self.entries.items() if is_smaller(unit.kind, kind) for e in entries)
-        base = unit.base_bytes
-        fit = [e for e in known if base <= (its := e.trace.base_bytes) or self._near(base, its, e.problem.plain_peak)]
-        if not fit:
+        entry = self.recordings.larger(unit.kind, unit.base_bytes)
+        if entry is None:
             return None
-        entry = min(fit, key=lambda e: e.problem.plain_peak)
         room = self._room_for(entry, entry.shift(unit)) - int(SMALLER_SHARE * max(0, self.budget_bytes - unit.base_bytes))
         solution = entry.for_smaller
         if solution is None or solution.state is None or solution.state.timeline.peak_bytes > room:
@@ -893,7 +740,7 @@ class Runtime:
         self.clock.detailed = False
         self.stack.take()
         trusted = entry.followed >= TRUSTED and not unit.smaller
-        if not solution.state.decisions and trusted and not self._surprises.get(unit.kind):
+        if not solution.state.decisions and trusted and not self.recordings.is_surprising(unit.kind):
             self._watch_nothing()
             return
         if entry.compiled is not None and entry.compiled[0] is solution.state:
@@ -950,7 +797,7 @@ class Runtime:
         """A planned forward left its recording: hold the budget on line for the rest of the unit."""
         self._note_policy("online")
         assert self.unit is not None
-        self._surprises[self.unit.kind] = self._surprises.get(self.unit.kind, 0) + 1
+        self.recordings.surprised(self.unit.kind)
         assert self.unit.lean is not None
         self.evictor.keeps = self.unit.lean.keeps
         self.clock.detailed = True
@@ -1014,9 +861,7 @@ class Runtime:
         self.meter.reset_op_peak()
 
     def _keep_recording(self, unit: Unit, recorder: Recorder) -> None:
-        trace = recorder.finish(self.resident_bytes(), movable=True)
-        if len(self.entries) >= KINDS and unit.kind not in self.entries:
-            self.entries.pop(next(iter(self.entries)))
+        trace = recorder.finish(self.resident.bytes(), movable=True)
         problem = Problem(
             trace=trace,
             base_bytes=trace.base_bytes,
@@ -1025,15 +870,12 @@ class Runtime:
         )
         if self._units > 1:  # the first unit of all is a cold one
             self.rises.note(unit.calls, problem.plain_peak - problem.base_bytes, unit.gradient_bytes)
-        states = frozenset(self._states())
+        states = frozenset(self.resident.states())
         entry = Entry(
             recorder.funcs, recorder.packs, unit.starts, Front(problem), unit.left, unit.gradient_bytes, states,
             tuple(unit.calls), recorder.leaving_bytes, bool(recorder.flights),
         )
-        kept = [e for e in self.entries.get(unit.kind, ()) if not self._near(
-            e.trace.base_bytes, trace.base_bytes, problem.plain_peak)]
-        self.entries[unit.kind] = [*kept[-(RECORDINGS - 1):], entry]
-        self.recordings[unit.kind] = self.recordings.get(unit.kind, 0) + 1
+        self.recordings.keep(unit.kind, entry)
 
     def _note_rise(self, unit: Unit) -> None:
         """A unit ran without any interception."""
@@ -1052,22 +894,19 @@ class Runtime:
             return
         lost = unit.lean is not None and unit.lean.lost
         if lost and max(measured, self.meter.step_peak()) > self.budget_bytes:
-            self._surprises[unit.kind] = SURPRISES
+            self.recordings.surprised(unit.kind, decidedly=True)
         if unit.smaller:
-            if lost or (measured > predicted and not self._near(measured, predicted, predicted)):
+            if lost or (measured > predicted and not near(measured, predicted, predicted)):
                 self.rises.strayed(unit.kind)
             return
         # A graph left over from a planned unit is smaller; what was not there at the beginning may never have come.
         less = (bool(entry.left.bytes) or entry.collective or not unit.certain) and measured < predicted
-        if not lost and (less or self._near(measured, predicted, predicted)):
+        if not lost and (less or near(measured, predicted, predicted)):
             entry.followed += 1
             if unit.state is not None and unit.lean is not None and unit.lean.run.stopwatch is not None:
                 self._retime(entry, unit.state, unit.lean.run.stopwatch)
             return
-        misses = self._misses[unit.kind] = self._misses.get(unit.kind, 0) + 1
-        if misses < RECORDINGS:
-            self.entries[unit.kind] = [e for e in self.entries[unit.kind] if e is not entry]
-            self.recordings[unit.kind] = min(self.recordings[unit.kind], SEEN_TWICE - 1)
+        self.recordings.missed(unit.kind, entry)
 
     def _retime(self, entry: Entry, state: State, stopwatch: Stopwatch) -> None:
         """Plan with the seconds of a warm step, where they say something else than those that were recorded."""
@@ -1083,41 +922,17 @@ class Runtime:
     def _resolve_share(self, unit: Unit) -> None:
         """Turn a share into bytes once the plain peak is known."""
         budget = self.settings.budget
-        if not isinstance(budget, Share) or not self.entries or (self.budget_bytes and len(self.steps) != 1):
+        if not isinstance(budget, Share) or not self.recordings.entries or (self.budget_bytes and len(self.steps) != 1):
             return
-        entry = self._entry(unit.kind, unit.base_bytes) or next(iter(self.entries.values()))[-1]
-        resident = self.resident_bytes()
+        entry = self.recordings.nearest(unit.kind, unit.base_bytes) or next(iter(self.recordings))
+        resident = self.resident.bytes()
         peak = max(entry.problem.plain_peak + entry.shift(unit), self._between_bytes)
         self.budget_bytes = int(resident + budget.fraction * max(0, peak - resident))
         self.evictor.limit_bytes = self.budget_bytes
 
-    def resident_bytes(self) -> int:
-        """Parameters, buffers and optimizer states."""
-        return sum(s.nbytes() for s in storages_of(self._resident()).values())
-
-    def _resident(self) -> list[torch.Tensor]:
-        tensors: list[torch.Tensor] = []
-        for root in self._roots:
-            tensors += own_tensors(modules_of(root))
-        for optimizer in self._optimizers:
-            tensors += [p for group in optimizer.param_groups for p in group["params"]]
-            tensors += tensors_in(list(optimizer.state.values()))
-        return tensors
-
-    def _gradient_bytes(self) -> int:
-        """Gradients that are there."""
-        optimized = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
-        parameters = {id(p): p for p in optimized or own_tensors(m for root in self._roots for m in modules_of(root))}
-        return sum(bytes_of(g) for p in parameters.values() if (g := grad_of(p)) is not None)
-
-    def _states(self) -> dict[int, int]:
-        """Storages of optimizer states: bytes of each."""
-        states = (t for optimizer in self._optimizers for t in tensors_in(list(optimizer.state.values())))
-        return {where: storage.nbytes() for where, storage in storages_of(states).items()}
-
     def _meet_long_lived(self) -> None:
         """Enter what planned steps left behind unseen: their gradients, the first states."""
-        for storage in storages_of(with_gradients(self._resident())).values():
+        for storage in storages_of(with_gradients(self.resident.tensors())).values():
             with contextlib.suppress(RuntimeError):  # a wrapper's storage has no address
                 if storage.device.type == "cpu" and self.ledger.find(storage) is None:
                     self.ledger.enter(storage, None)
@@ -1131,7 +946,7 @@ class Runtime:
         """Refuse what no plan can hold although no unit like this one was recorded (another shape every step)."""
         if not self.budget_bytes or not self.steps:
             return
-        resident = sum(s.nbytes() for s in storages_of(self._resident()).values() if self.meter.counts(s))
+        resident = self.resident.bytes(self.meter.counts)
         if resident > self.budget_bytes:
             last = self.steps[-1]
             self.figures = resident_figures(resident, max(s.peak_bytes for s in self.steps), last.seconds)

@@ -62,7 +62,7 @@ class Trial:
         if self._runtime is not None:
             self._runtime.stop(over=True)
             found |= self._runtime.outcome().to_json(code)
-            found["resident_bytes"] = self._runtime.resident_bytes()
+            found["resident_bytes"] = self._runtime.resident.bytes()
         elif self._plain is not None:
             found |= self._plain.finish()
         if self._refused is not None:

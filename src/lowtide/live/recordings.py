@@ -1,0 +1,83 @@
+"""What was recorded of each kind of unit, and how far plans that were made from it are to be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, final
+
+from lowtide.live.kind import Kind, is_smaller
+from lowtide.live.unit import Entry, near
+
+SEEN_TWICE: Final = 2
+"""Recordings of a kind of unit after which the nearest one is trusted on another base: its shift is then only an offset."""
+SURPRISES: Final = 2
+"""Units that left their plan half-way (one, if it crossed the budget) after which this kind of unit is always run with the
+full interception."""
+RECORDINGS: Final = 5
+"""Recordings at most of a kind of unit whose predictions keep being off."""
+KINDS: Final = 64
+"""Kinds of units whose plans are kept."""
+
+
+@final
+class Recordings:
+    """Of one run."""
+
+    def __init__(self) -> None:
+        """There are none."""
+        self.entries: dict[Kind, list[Entry]] = {}
+        self._recorded: dict[Kind, int] = {}
+        self._surprises: dict[Kind, int] = {}
+        self._misses: dict[Kind, int] = {}
+
+    def __iter__(self) -> Iterator[Entry]:
+        """All of them."""
+        return (entry for entries in self.entries.values() for entry in entries)
+
+    def has(self, kind: Kind) -> bool:
+        """Whether a unit of exactly this kind was recorded."""
+        return bool(self.entries.get(kind))
+
+    def nearest(self, kind: Kind, base_bytes: int) -> Entry | None:
+        """The recording of this kind of unit, or of nearly this kind, whose base is nearest."""
+        found = next((e for k in (kind, *kind.siblings()) if (e := self.entries.get(k))), None)
+        return min(found, key=lambda e: abs(e.trace.base_bytes - base_bytes)) if found else None
+
+    def larger(self, kind: Kind, base_bytes: int) -> Entry | None:
+        """The recording of the least of all larger units, on no lower base."""
+        known = (e for other, entries in self.entries.items() if is_smaller(kind, other) for e in entries)
+        fit = [e for e in known
+               if base_bytes <= (its := e.trace.base_bytes) or near(base_bytes, its, e.problem.plain_peak)]
+        return min(fit, key=lambda e: e.problem.plain_peak, default=None)
+
+    def keep(self, kind: Kind, entry: Entry) -> None:
+        """A unit was recorded: it takes the place of those on the same base."""
+        if len(self.entries) >= KINDS and kind not in self.entries:
+            self.entries.pop(next(iter(self.entries)))
+        base, peak = entry.trace.base_bytes, entry.problem.plain_peak
+        others = [e for e in self.entries.get(kind, ()) if not near(e.trace.base_bytes, base, peak)]
+        self.entries[kind] = [*others[-(RECORDINGS - 1):], entry]
+        self._recorded[kind] = self._recorded.get(kind, 0) + 1
+
+    def is_worn(self, kind: Kind) -> bool:
+        """Whether a kind was recorded often enough for another base to be only an offset."""
+        return self._recorded.get(kind, 0) >= SEEN_TWICE
+
+    def missed(self, kind: Kind, entry: Entry) -> None:
+        """A plan's prediction was off: its recording is made again, unless that happened too often."""
+        misses = self._misses[kind] = self._misses.get(kind, 0) + 1
+        if misses < RECORDINGS:
+            self.entries[kind] = [e for e in self.entries[kind] if e is not entry]
+            self._recorded[kind] = min(self._recorded[kind], SEEN_TWICE - 1)
+
+    def surprised(self, kind: Kind, *, decidedly: bool = False) -> None:
+        """A unit did what the recordings of its kind have not."""
+        self._surprises[kind] = SURPRISES if decidedly else self._surprises.get(kind, 0) + 1
+
+    def is_surprising(self, kind: Kind) -> bool:
+        """Whether a unit of this kind ever did."""
+        return kind in self._surprises
+
+    def is_wild(self, kind: Kind) -> bool:
+        """Whether units of this kind did so too often for plans to be followed."""
+        return self._surprises.get(kind, 0) >= SURPRISES

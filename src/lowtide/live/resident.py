@@ -1,0 +1,65 @@
+"""What outlives steps: the script's models and optimizers, their parameters, gradients and states."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from lowtide.live.tensors import grad_of, modules_of, own_tensors, storages_of, tensors_in
+from lowtide.live.value import bytes_of
+
+
+@final
+class Resident:
+    """What was seen of them.
+
+    Attributes:
+        roots: modules that were called from outside any module.
+        optimizers: those that have stepped.
+    """
+
+    def __init__(self) -> None:
+        """Nothing was seen."""
+        self.roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Parameters, buffers and optimizer states."""
+        found: list[torch.Tensor] = []
+        for root in self.roots:
+            found += own_tensors(modules_of(root))
+        for optimizer in self.optimizers:
+            found += [p for group in optimizer.param_groups for p in group["params"]]
+            found += tensors_in(list(optimizer.state.values()))
+        return found
+
+    def bytes(self, counts: Callable[[torch.UntypedStorage], bool] | None = None) -> int:
+        """Bytes of their storages; of those that count, if that is asked."""
+        storages = storages_of(self.tensors()).values()
+        return sum(s.nbytes() for s in storages if counts is None or counts(s))
+
+    def gradient_bytes(self) -> int:
+        """Gradients that are there."""
+        optimized = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        parameters = {id(p): p for p in optimized or own_tensors(m for root in self.roots for m in modules_of(root))}
+        return sum(bytes_of(g) for p in parameters.values() if (g := grad_of(p)) is not None)
+
+    def states(self) -> dict[int, int]:
+        """Storages of optimizer states: bytes of each."""
+        states = (t for optimizer in self.optimizers for t in tensors_in(list(optimizer.state.values())))
+        return {where: storage.nbytes() for where, storage in storages_of(states).items()}
+
+    def has_hooks(self, is_ours: Callable[[Any], bool]) -> bool:
+        """Whether a parameter or module has a hook that runs in backward, other than ours."""
+        return any(
+            m._backward_hooks or m._backward_pre_hooks
+            or any(p is not None and _is_hooked(p, is_ours) for p in m._parameters.values())
+            for root in self.roots for m in modules_of(root)
+        )
+
+
+def _is_hooked(parameter: torch.Tensor, is_ours: Callable[[Any], bool]) -> bool:
+    after = parameter._post_accumulate_grad_hooks
+    return bool(parameter._backward_hooks) or any(not is_ours(hook) for hook in (after or {}).values())

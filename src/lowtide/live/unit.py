@@ -1,0 +1,143 @@
+"""One unit, from its beginning to its end, and what is kept of a recorded one."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from lowtide.live.kind import Kind
+from lowtide.live.lean import LeanMode, Script
+from lowtide.live.recorder import Recorder
+from lowtide.pebble.eager.problem import Problem
+from lowtide.pebble.eager.solve import Front, Solution
+from lowtide.pebble.eager.walk import State
+from lowtide.trace import Trace
+
+TOLERANCE_BYTES = 64 << 10
+"""Two bases, or a prediction and a measurement, agree within so much ..."""
+TOLERANCE_SHARE = 0.005
+"""... or within this share of the peak."""
+
+
+def near(a: int, b: int, peak: int) -> bool:
+    """Whether two numbers of bytes agree, at such a peak."""
+    return abs(a - b) <= max(TOLERANCE_BYTES, TOLERANCE_SHARE * peak)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What graphs of former units hold when a unit begins.
+
+    Attributes:
+        there_bytes: what is there.
+        away_bytes: what was let go.
+        dropped: whether some of it was dropped; that comes back where writes pass unseen, as they do while a plan is followed.
+    """
+
+    there_bytes: int
+    away_bytes: int = 0
+    dropped: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """What they would hold if nothing had been let go."""
+        return self.there_bytes + self.away_bytes
+
+    @property
+    def followed_bytes(self) -> int:
+        """What they may hold while a plan is followed: what was moved comes back with what is made from it."""
+        return self.bytes if self.dropped else self.there_bytes
+
+
+@dataclass(eq=False)
+class Entry:
+    """One recording of a kind of unit, and what was made of it.
+
+    Attributes:
+        left: what graphs of former units held when it began.
+        gradient_bytes: gradients that were there when it began.
+        states: optimizer states' storages at its end.
+        calls: its root calls.
+        leaving_bytes: how much of what was there before it went within it.
+        collective: whether other ranks took part: what their collectives took may go earlier than it is counted.
+        compiled: the plan for it that was followed last, and what it is compiled to.
+        for_smaller: the plan that smaller units follow: bases differ a little from one to the next, and solving takes time.
+    """
+
+    funcs: list[tuple[int, Any]]
+    packs: list[int]
+    backward_starts: list[int]
+    front: Front
+    left: Left
+    gradient_bytes: int
+    states: frozenset[int]
+    calls: tuple[Kind, ...]
+    leaving_bytes: int
+    collective: bool
+    compiled: tuple[State, Script] | None = None
+    agreed: State | None = None
+    for_smaller: Solution | None = None
+    followed: int = 0
+
+    @property
+    def problem(self) -> Problem:
+        """What was solved."""
+        return self.front.problem
+
+    @property
+    def trace(self) -> Trace:
+        """The recorded unit."""
+        return self.front.problem.trace
+
+    def shift(self, unit: Unit) -> int:
+        """How much higher than the recorded unit another of its kind lies, at most.
+
+        Gradients that only the recorded one found there are made anew within the other. Of what else is not there this time,
+        as much may be of what would have gone before the peak as went in the recorded one. Graphs of former units are there
+        as they were when it was recorded; of what was let go of them then, the plan knows nothing.
+        """
+        higher = unit.base_bytes - self.trace.base_bytes + max(0, self.gradient_bytes - unit.gradient_bytes)
+        low = higher if higher >= 0 else min(0, higher + self.leaving_bytes)
+        return low + self.left_besides(unit)
+
+    def left_besides(self, unit: Unit) -> int:
+        """How much more than in the recorded unit graphs of former units may hold while its plan is followed."""
+        return max(0, unit.left.followed_bytes - self.left.there_bytes)
+
+
+@dataclass(eq=False)
+class Unit:
+    """The unit that runs now.
+
+    Attributes:
+        left: what graphs of former units hold when it begins.
+        gradient_bytes: gradients that were there when it began.
+        predicted_bytes: what its peak is to be; at most that, if it is not ``certain``.
+        calls: its root calls so far.
+        roomy: whether it is run without any interception, as smaller than one that fits.
+        smaller: whether it follows the plan of a larger one.
+    """
+
+    kind: Kind
+    base_bytes: int
+    left: Left
+    gradient_bytes: int
+    policy: str
+    recorder: Recorder | None = None
+    keep: bool = False
+    lean: LeanMode | None = None
+    entry: Entry | None = None
+    state: State | None = None
+    predicted_bytes: int | None = None
+    certain: bool = True
+    backwards: int = 0
+    consumed: int = 0
+    roomy: bool = False
+    smaller: bool = False
+    calls: list[Kind] = field(default_factory=list)
+    stepped: bool = False
+    starts: list[int] = field(default_factory=list)
+    outputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
