@@ -23,6 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from steps import Step, image, language
 
 import lowtide
 import torch
@@ -36,42 +37,11 @@ SETTLING = 5
 """Steps under a budget before those that are timed: by then the plan is in force."""
 TIMED = 5
 
-Step = Callable[[], None]
-
-
-def _language(model: nn.Module, vocabulary: int, batch: int, length: int) -> Step:
-    model.train()
-
-    def loss() -> torch.Tensor:
-        ids = torch.randint(0, vocabulary, (batch, length))
-        return model(input_ids=ids, labels=ids).loss
-
-    return _step(model, loss)
-
-
-def _image(model: nn.Module, batch: int, size: int) -> Step:
-    model.train()
-    return _step(
-        model, lambda: model(pixel_values=torch.randn(batch, 3, size, size), labels=torch.randint(0, 10, (batch,))).loss
-    )
-
-
-def _step(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> Step:
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step() -> None:
-        loss_of().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
 def gpt2() -> Step:
     """GPT-2, 6 layers of 512."""
     import transformers as hf
 
-    return _language(hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=8192, n_embd=512, n_layer=6, n_head=8)), 8192, 4, 256)
+    return language(hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=8192, n_embd=512, n_layer=6, n_head=8)), 8192, 4, 256)
 
 
 def bert() -> Step:
@@ -82,7 +52,7 @@ def bert() -> Step:
         vocab_size=8192, hidden_size=512, num_hidden_layers=6, num_attention_heads=8, intermediate_size=2048,
         attn_implementation="eager",
     )
-    return _language(hf.BertForMaskedLM(config), 8192, 4, 256)
+    return language(hf.BertForMaskedLM(config), 8192, 4, 256)
 
 
 def llama() -> Step:
@@ -92,7 +62,7 @@ def llama() -> Step:
     config = hf.LlamaConfig(
         vocab_size=8192, hidden_size=512, intermediate_size=1408, num_hidden_layers=6, num_attention_heads=8
     )
-    return _language(hf.LlamaForCausalLM(config), 8192, 4, 256)
+    return language(hf.LlamaForCausalLM(config), 8192, 4, 256)
 
 
 def vit() -> Step:
@@ -102,14 +72,14 @@ def vit() -> Step:
     config = hf.ViTConfig(
         hidden_size=384, num_hidden_layers=6, num_attention_heads=6, intermediate_size=1536, num_labels=10
     )
-    return _image(hf.ViTForImageClassification(config), 8, 224)
+    return image(hf.ViTForImageClassification(config), 8, 224)
 
 
 def resnet() -> Step:
     """ResNet-50 as it is."""
     import transformers as hf
 
-    return _image(hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=10)), 8, 160)
+    return image(hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=10)), 8, 160)
 
 
 class Layers(nn.Module):
@@ -127,7 +97,7 @@ class Layers(nn.Module):
 def lstm() -> Step:
     """Two-layer LSTM: its values are whole layers."""
     model = Layers()
-    return _step(model, lambda: nn.functional.mse_loss(model(torch.randn(64, 100, 64)), torch.randn(64, 100, 1)))
+    return Step(model, lambda: nn.functional.mse_loss(model(torch.randn(64, 100, 64)), torch.randn(64, 100, 1)))
 
 
 MODELS = {f.__name__: f for f in (gpt2, bert, llama, vit, resnet, lstm)}

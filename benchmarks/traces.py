@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from budget import MODELS, Step, _step
+from budget import MODELS
+from steps import Step
 from torch.nn import functional
 
 import torch
@@ -44,7 +45,7 @@ class Unet(nn.Module):
 def unet() -> Step:
     """A U-Net of four levels."""
     model = Unet()
-    return _step(model, lambda: functional.cross_entropy(model(torch.randn(4, 3, 96, 96)), torch.randint(2, (4, 96, 96))))
+    return Step(model, lambda: functional.cross_entropy(model(torch.randn(4, 3, 96, 96)), torch.randint(2, (4, 96, 96))))
 
 
 class Unrolled(nn.Module):
@@ -67,7 +68,7 @@ class Unrolled(nn.Module):
 def unrolled() -> Step:
     """A recurrent network unrolled over 60 positions."""
     model = Unrolled()
-    return _step(
+    return Step(
         model, lambda: functional.cross_entropy(model(torch.randn(60, 64, 64)).flatten(0, 1), torch.randint(32, (60 * 64,)))
     )
 

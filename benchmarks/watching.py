@@ -22,6 +22,7 @@ import budget
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from steps import Step, language
 
 import lowtide
 import torch
@@ -32,19 +33,19 @@ SETTLING = 4
 """Steps before those that are timed: the first ones are kept whole in a recording."""
 
 
-def small_gpt2() -> budget.Step:
+def small_gpt2() -> Step:
     """GPT-2, 6 layers of 256, 2 x 64 words: a step of some tens of milliseconds, of nearly 2,000 operators."""
     import transformers as hf
 
     config = hf.GPT2Config(vocab_size=2048, n_embd=256, n_layer=6, n_head=4)
-    return budget._language(hf.GPT2LMHeadModel(config), 2048, 2, 64)
+    return language(hf.GPT2LMHeadModel(config), 2048, 2, 64)
 
 
 MODELS = {"GPT-2, 6 x 512": (budget.gpt2, 4), "BERT, 6 x 512": (budget.bert, 4), "GPT-2, 6 x 256, 128 words": (small_gpt2, 40)}
 """Per name: what makes the step, and how many are timed in a round."""
 
 
-def timed(step: budget.Step, steps: int) -> dict[str, float]:
+def timed(step: Step, steps: int) -> dict[str, float]:
     """Medians of a step's seconds."""
     for _ in range(SETTLING):
         step()
