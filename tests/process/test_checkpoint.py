@@ -707,7 +707,7 @@ SHARDED = r"""
 """
 
 
-@pytest.mark.long("copies")
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["flat", "copies"])
 def test_sharded_parameters_and_states_come_back_on_each_rank(tmp_path, mesh):
     path = script(tmp_path, SHARDED)

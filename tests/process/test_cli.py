@@ -280,6 +280,7 @@ def sights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str
     return {kind: (_seen(_lowtide(home, *run, *a)), _seen(_call(home, *a))) for kind, a in both.items()}
 
 
+@pytest.mark.xdist_group("sights")
 @pytest.mark.parametrize("seen", SEEN)
 @pytest.mark.parametrize("kind", ["script", "module"])
 def test_it_sees_what_plain_python_shows_it(
@@ -293,6 +294,7 @@ def test_it_sees_what_plain_python_shows_it(
     assert ours[seen] == plain[seen]
 
 
+@pytest.mark.xdist_group("sights")
 def test_its_folder_is_first_on_the_path(sights: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
     """sys.path[0] is the script's folder; for a module the working directory."""
     for ours, plain in sights.values():

@@ -201,6 +201,7 @@ for step in range(150):
 """
 
 
+@pytest.mark.long
 def test_a_run_that_grows_slowly_keeps_its_highest_step(tmp_path: Path) -> None:
     """Law: the step whose bytes are told peaks within 2 % of the highest, and what is held is told with it."""
     (tmp_path / "slow.py").write_text(SLOW)
@@ -214,6 +215,7 @@ def test_a_run_that_grows_slowly_keeps_its_highest_step(tmp_path: Path) -> None:
     assert held > 0.8 * (highest - first)
 
 
+@pytest.mark.long
 def test_what_onednn_keeps_is_told_apart(tmp_path: Path) -> None:
     """Law: under autocast, where it keeps some hundred kilobytes a shape, not a hundredth of the peak is unknown."""
     (tmp_path / "bf16.py").write_text("""
@@ -309,7 +311,7 @@ sys.exit(3)
 """
 
 
-@pytest.mark.long("-2")
+@pytest.mark.long("-2", "record")
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("verb", ["record", "run"])
 def test_children_that_the_script_forks_train_unwatched_and_the_parents_steps_are_all_there(
@@ -325,6 +327,7 @@ def test_children_that_the_script_forks_train_unwatched_and_the_parents_steps_ar
     assert len(_json(tmp_path / "f.json")["steps"]) == before + 4
 
 
+@pytest.mark.long("stdout")
 @pytest.mark.parametrize("closed", ["stdout", "both"])
 @pytest.mark.parametrize("verb", ["record", "run"])
 def test_the_exit_code_is_the_scripts_where_nobody_listens(verb: str, closed: str, tmp_path: Path) -> None:
@@ -461,6 +464,7 @@ def _highest(events: list[dict[str, Any]]) -> int:
     return highest
 
 
+@pytest.mark.long
 @pytest.mark.skipif(library_path() is None, reason="the heap counter was not built")
 def test_workspaces_of_lapack_stand_on_a_line_of_their_own(home: Path) -> None:
     (home / "svd.py").write_text(

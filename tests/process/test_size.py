@@ -78,6 +78,7 @@ def test_sizes_reach_the_script_by_option_variable_and_constant() -> None:
 # --- trials ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_trial_ends_the_script_after_its_steps_and_a_cap_is_the_end_of_memory() -> None:
     whole = run(TARGET, Set(arguments=("--batch-size", "32")), Asked(steps=4))
     assert whole.ended == "ok"
@@ -212,7 +213,7 @@ def test_largest_is_the_last_that_fits() -> None:
 # --- predictions -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long("sequence")
+@pytest.mark.long
 @pytest.mark.parametrize(("small", "large"), [
     (["batch-size=2", "batch-size=3", "batch-size=4"], "batch-size=32"),
     (["length=8", "length=16", "length=24", "length=32"], "length=256"),

@@ -76,6 +76,7 @@ def test_growth_rate_trends_and_recommendation_are_those_of_the_planted_cells(tm
     assert again.stdout == done.stdout
 
 
+@pytest.mark.long
 def test_a_recommendation_that_does_not_hold_on_the_second_command_is_withdrawn(tmp_path):
     write(tmp_path, """
         command = "python job.py"
@@ -258,6 +259,7 @@ def test_ctrl_c_ends_the_cell_and_keeps_the_results(tmp_path):
     assert rows == (1,)
 
 
+@pytest.mark.long
 def test_dask_runs_the_cells_of_a_lost_worker_again(tmp_path):
     """A cluster of two workers on this machine, one of which dies midway."""
     pytest.importorskip("distributed")
@@ -315,6 +317,7 @@ def test_a_bad_file_is_one_line_before_anything_runs(tmp_path, toml, said):
     assert not (tmp_path / "s.results").exists()
 
 
+@pytest.mark.long
 def test_results_of_another_definition_are_not_mixed(tmp_path):
     write(tmp_path, 'command = "python job.py"\nsteps = 3\n[axes]\narenas = [1]\n', "import lowtide\nfor _ in range(9): lowtide.step()\n")
     assert sweep("s.toml", "--quiet", cwd=tmp_path).returncode == 0

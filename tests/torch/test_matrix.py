@@ -28,7 +28,7 @@ LIKE_OTHERS = ("hf_llama", "hf_mamba")
 """At their floor these take long and did what the others did: `make test-slow` runs them there."""
 
 
-@pytest.mark.long("hf_t5-0.35", "gru_seq2seq-0.35", "hf_mamba-0.35")
+@pytest.mark.long("hf_t5-0.35", "gru_seq2seq-0.35", "gru_seq2seq-0.5-True", "hf_mamba-0.35")
 @pytest.mark.parametrize(("share", "offload"), [*CELLS, *(REST if FULL else ())])
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_bits_budget_and_prediction_hold_at_share(name: str, share: float, offload: bool) -> None:
@@ -40,7 +40,7 @@ def test_bits_budget_and_prediction_hold_at_share(name: str, share: float, offlo
         assert max(refusal.bound_bytes, refusal.lowest_bytes) > refusal.budget_bytes
 
 
-@pytest.mark.long("hf_", "gru_seq2seq-False", "gpt_sdpa-False")
+@pytest.mark.long("hf_", "gru_seq2seq-False", "gpt_eager-False", "gpt_sdpa-False")
 @pytest.mark.parametrize("offload", [False, True] if FULL else [False])
 @pytest.mark.parametrize("name", [n for n in zoo.MODELS if FULL or n not in LIKE_OTHERS])
 def test_bits_and_budget_hold_at_smallest_feasible_budget(name: str, offload: bool) -> None:

@@ -177,6 +177,7 @@ def test_bits_hold_where_saved_storages_are_written_and_let_go(name: str, share:
         assert kept(run), run.over
 
 
+@pytest.mark.long
 def test_the_lowest_plan_of_a_packed_seq2seq_is_its_bound() -> None:
     plan = budgeted(zoo.gru_seq2seq, above_of(plain_of(zoo.gru_seq2seq), 0.5)).outcome.plan
     assert plan is not None
