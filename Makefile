@@ -68,6 +68,7 @@ bench-sizes: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/budget.py --json benchmarks/results/budget.json
 	$(BIN)/python benchmarks/lengths.py --json benchmarks/results/lengths.json
+	$(BIN)/python benchmarks/floors.py --json benchmarks/results/floors.json
 	$(BIN)/python benchmarks/rivals.py --json benchmarks/results/rivals.json
 
 # torch comes first, by itself: the package only asks for a lower bound and never replaces the torch that is there.
