@@ -26,9 +26,9 @@ def slope(x: torch.Tensor) -> torch.Tensor:
 class Cells(nn.Module):
     """Blocks in a row."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = BLOCKS) -> None:
         super().__init__()
-        self.gates = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+        self.gates = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(blocks))
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         """Rows (rows, width) to rows of the same width."""
@@ -120,6 +120,39 @@ class Meta(nn.Module):
         return adapted(self.cells, h)
 
 
+class Walk(nn.Module):
+    """A walk down an energy beside an open graph: tensors come to lie where others have died."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.energy = Cells(), Cells(1)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        """Rows (rows, width) to a loss."""
+        h = self.cells(h)
+        z = h.detach()
+        for _ in range(10):
+            z = z.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.energy(z).sum(), z)
+            z = z - 0.1 * slope
+        return (h - z.detach()).square().mean() + self.energy(h).mean()
+
+
+def walk() -> zoo.Job:
+    """Langevin's steps, without noise."""
+    model = Walk()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(_: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.randn(ROWS, WIDTH))
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return zoo.Job(step, [model], [optimizer])
+
+
 def functions() -> zoo.Job:
     """Custom functions."""
     return zoo.simple(Functions(), lambda m, _: m(torch.randn(ROWS, WIDTH)).square().mean())
@@ -166,6 +199,13 @@ def test_bits_budget_and_plan_hold(make: Callable[[], zoo.Job], share: float) ->
         assert 0 <= (plan.predicted_peak_bytes or 0) - steps[-1].peak_bytes <= ROWS * WIDTH * 4
     else:
         assert steps[-1].peak_bytes == plan.predicted_peak_bytes
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6])
+def test_what_was_read_is_not_mistaken_for_what_lies_there_now(share: float) -> None:
+    run = budgeted(walk, above_of(plain_of(walk, STEPS), share), STEPS, offload=False)
+    assert run.bits == plain_of(walk, STEPS).bits
+    assert run.outcome.steps[-1].policy == "planned"
 
 
 def test_each_step_of_a_loop_in_one_call_is_one() -> None:

@@ -14,6 +14,8 @@ import pytest
 import torch
 import zoo
 from harness import above_of, budgeted, plain_of
+from lowtide.live.bits import digest
+from lowtide.live.lean import LeanMode
 import torch.utils.dlpack
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
@@ -198,3 +200,15 @@ def test_bits_hold_when_writes_change_under_a_plan(name: str, share: float, offl
         return
     assert run.bits == reference.bits
     assert any(s.recomputed_ops or s.offloaded_bytes for s in run.outcome.steps)
+
+
+def test_what_tells_of_late_writes_is_of_the_tensor_that_is_there_not_of_one_that_lay_there_before() -> None:
+    mode = LeanMode.__new__(LeanMode)
+    mode._witnessed = {}
+    places = set()
+    for i in range(20):
+        tensor = torch.full((4096,), float(i))
+        places.add(tensor.data_ptr())
+        assert mode._witness(tensor) == digest(tensor)
+        del tensor
+    assert len(places) < 20

@@ -373,7 +373,7 @@ class LeanMode(Mode):
         self._guards: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._readers: dict[int, list[weakref.ref[Anchor]]] = {}
         self._exposed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._witnessed: dict[tuple[Any, ...], int | None] = {}
+        self._witnessed: dict[tuple[Any, ...], tuple[Callable[[], Any], int | None]] = {}
         self._writes = script.writes
         self._clocked = None if run.stopwatch is None else run.stopwatch.forward
         self._funcs = script.funcs
@@ -638,10 +638,13 @@ class LeanMode(Mode):
             return None
         if not on_storage(tensor):
             return None
-        key = (tensor.data_ptr(), tensor._version, *meta_of(tensor))
-        if key not in self._witnessed:
-            self._witnessed[key] = digest(tensor)
-        return self._witnessed[key]
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, tensor._version, *meta_of(tensor))
+        known, found = self._witnessed.get(key, (_gone, None))
+        if known() is not storage:  # another tensor may come to lie where one has died
+            found = digest(tensor)
+            self._witnessed[key] = weakref.ref(storage), found
+        return found
 
     def _note_outputs(self, act: Act, record: Record | None, args: Any, kwargs: Any, out: Any) -> None:
         if not act.outs:

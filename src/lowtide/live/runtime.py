@@ -146,6 +146,7 @@ class Runtime:
         self.resident = Resident()
         self._last_optimizer = 0
         self._last_lean: LeanMode | None = None
+        self._last_kind: Kind | None = None
         self._owed = Owed()
         self._owing = False
         self._between_bytes = 0
@@ -435,6 +436,7 @@ class Runtime:
         if unit.recorder is not None:
             unit.recorder.begin_backward(followed=followed)
             unit.starts.append(len(unit.recorder.events))
+            unit.retains.append(self.clock.retains)
         if unit.lean is not None and not unit.lean.lost:
             self._check_lean(unit, unit.lean, followed=followed, own_code=own_code)
         unit.backwards += 1
@@ -448,7 +450,8 @@ class Runtime:
         expected = script.backwards[unit.backwards] if unit.backwards < len(script.backwards) else (-1, 0)
         assert unit.entry is not None
         above = self.meter.live() - unit.base_bytes - unit.entry.left_besides(unit)
-        if lean.at == expected[0] and not lean.grown and above <= expected[1] + TOLERANCE_BYTES:
+        stays = self.clock.retains and not (*unit.entry.retains[unit.backwards:], False)[0]  # what is not in the plan
+        if lean.at == expected[0] and not (lean.grown or stays) and above <= expected[1] + TOLERANCE_BYTES:
             lean.prune()
             if followed:
                 return
@@ -507,6 +510,8 @@ class Runtime:
         self.saver.keep_only = False
         unit = self.unit
         if unit is None:
+            if self._last_kind is not None and self.meter.exact:  # perhaps once more over a graph that was retained
+                self._learn_crossing(self._last_kind, self.meter.op_peak())
             self._watch_owed()
             return
         lean = unit.lean
@@ -847,6 +852,7 @@ class Runtime:
             unit.lean.let_go()
             self._owed.add(unit.lean)
         self._last_lean, unit.lean = unit.lean, None
+        self._last_kind = unit.kind
         self._owing = self._left().bytes > 0
         self.full.begin(None, remember=False)
         watched, self.saver.recorder = self.saver.recorder, None
@@ -873,7 +879,7 @@ class Runtime:
         states = frozenset(self.resident.states())
         entry = Entry(
             recorder.funcs, recorder.packs, unit.starts, Front(problem), unit.left, unit.gradient_bytes, states,
-            tuple(unit.calls), recorder.leaving_bytes, bool(recorder.flights),
+            tuple(unit.calls), tuple(unit.retains), recorder.leaving_bytes, bool(recorder.flights),
         )
         self.recordings.keep(unit.kind, entry)
 
@@ -893,8 +899,7 @@ class Runtime:
             entry.followed += 1
             return
         lost = unit.lean is not None and unit.lean.lost
-        if lost and max(measured, self.meter.step_peak()) > self.budget_bytes:
-            self.recordings.surprised(unit.kind, decidedly=True)
+        self._learn_crossing(unit.kind, max(measured, self.meter.step_peak()) if lost else measured)
         if unit.smaller:
             if lost or (measured > predicted and not near(measured, predicted, predicted)):
                 self.rises.strayed(unit.kind)
@@ -907,6 +912,11 @@ class Runtime:
                 self._retime(entry, unit.state, unit.lean.run.stopwatch)
             return
         self.recordings.missed(unit.kind, entry)
+
+    def _learn_crossing(self, kind: Kind, peak: int) -> None:
+        """A planned unit reached so far: above the budget its like do not go again, or not often."""
+        if self.budget_bytes and peak > self.budget_bytes:
+            self.recordings.surprised(kind, decidedly=not near(peak, self.budget_bytes, peak))
 
     def _retime(self, entry: Entry, state: State, stopwatch: Stopwatch) -> None:
         """Plan with the seconds of a warm step, where they say something else than those that were recorded."""

@@ -61,6 +61,7 @@ class Clock:
         detailed: whether every module call is followed (for paths), or only calls of known root modules.
         differentiable: whether the backward that runs builds a graph of its own (``create_graph``): its operators are
             then a forward for the backward to come.
+        retains: whether the graph stays after it.
         closure: whether the optimizer that steps was given one.
         on_optimizer: told of each optimizer that is made.
     """
@@ -73,6 +74,7 @@ class Clock:
         self._floor = 0
         self.detailed = False
         self.differentiable = False
+        self.retains = False
         self.closure = False
         self.on_optimizer: Callable[[Any], None] | None = None
         self._stepped = False
@@ -262,7 +264,7 @@ class Clock:
                 return engine(*args, **kwargs)
             before, self.phase = self.phase, Phase.BACKWARD
             self._in_backward += 1
-            self.differentiable = bool(create_graph)
+            self.differentiable, self.retains = bool(create_graph), bool(retain_graph)
             self.listener.backward_begins()
             try:
                 return engine(*args, **kwargs)

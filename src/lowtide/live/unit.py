@@ -61,6 +61,7 @@ class Entry:
         gradient_bytes: gradients that were there when it began.
         states: optimizer states' storages at its end.
         calls: its root calls.
+        retains: per backward, whether the graph stayed after it.
         leaving_bytes: how much of what was there before it went within it.
         collective: whether other ranks took part: what their collectives took may go earlier than it is counted.
         compiled: the plan for it that was followed last, and what it is compiled to.
@@ -75,6 +76,7 @@ class Entry:
     gradient_bytes: int
     states: frozenset[int]
     calls: tuple[Kind, ...]
+    retains: tuple[bool, ...]
     leaving_bytes: int
     collective: bool
     compiled: tuple[State, Script] | None = None
@@ -140,4 +142,5 @@ class Unit:
     calls: list[Kind] = field(default_factory=list)
     stepped: bool = False
     starts: list[int] = field(default_factory=list)
+    retains: list[bool] = field(default_factory=list)
     outputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
