@@ -382,6 +382,16 @@ def _check_figures(figures: dict[str, Any]) -> None:
     assert figures["steps"][-1]["peak_bytes"] <= figures["budget_bytes"]
 
 
+def test_a_share_is_not_said_to_be_crossed_by_the_step_that_it_is_a_share_of(tmp_path: Path) -> None:
+    done = _lowtide(tmp_path, "run", "--budget", "60%", "--json", "f.json", _script(tmp_path, MLP))
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert figures["steps"][0]["peak_bytes"] > figures["budget_bytes"] >= max(s["peak_bytes"] for s in figures["steps"][1:])
+    assert "within the budget" in done.stderr
+    assert "over the budget" not in done.stderr
+    assert "ran without the budget" in done.stderr
+
+
 def test_quiet_says_nothing(tmp_path: Path) -> None:
     """With --quiet a good run leaves standard error empty; without it, the summary is there and not on stdout."""
     script = _script(tmp_path, MLP)

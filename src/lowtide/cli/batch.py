@@ -16,7 +16,7 @@ from lowtide.cli.script import takes_script
 from lowtide.errors import UsageError
 from lowtide.live.constants import with_constants
 from lowtide.size.trial import MOST_SECONDS
-from lowtide.size.vary import LARGEST
+from lowtide.size.vary import ENVIRONMENT, LARGEST
 from lowtide.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -270,4 +270,4 @@ def _assignments(texts: Iterable[str]) -> Iterable[tuple[str, Any]]:
             number = -1.0
         if not equals or not name or not 0 < number < LARGEST:
             raise UsageError(f"--set {text}: write NAME=VALUE, a number above zero")
-        yield name.lstrip("-"), number
+        yield name.removeprefix(ENVIRONMENT).lstrip("-"), number

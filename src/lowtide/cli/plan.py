@@ -140,10 +140,10 @@ def _load(path: Path, step: int | None) -> tuple[Graph, int, list[Lever]]:
     steps = [s for s in steps_of(read(path)) if s.row.complete]
     found = highest(steps) if step is None else next((s for s in steps if s.row.step == step), None)
     if found is None:
-        known = ", ".join(str(s.row.step) for s in steps) or "none"
-        raise UsageError(
-            f"{path} has no complete step with operators{'' if step is None else f' {step}'} (there are: {known})"
-        )
+        known = ", ".join(str(s.row.step) for s in steps if s.row.step >= 0)
+        if not known:
+            raise UsageError(f"{path} has no complete step whose operators were kept: record without --level phases")
+        raise UsageError(f"the operators of step {step} were not kept in {path} (those of the first and highest are): {known}")
     report = peak_report(found)
     roles = report.by_role if report is not None else {}
     resident = sum(roles.get(r, 0) for r in ("parameter", "buffer", "optimizer_state"))

@@ -84,6 +84,7 @@ class Outcome:
     Attributes:
         budget_bytes: the budget; 0 where there was none, or where a share never came to be known.
         asked: whether a budget was asked for.
+        of_first: whether it is a share of the first step's peak, which therefore ran without it.
         unreached: what the script does that the interception does not reach.
         unmet: modules to be kept (``--keep``) of which none was called.
     """
@@ -94,6 +95,7 @@ class Outcome:
     exact: bool
     levers: tuple[LeverFigures, ...] = ()
     asked: bool = False
+    of_first: bool = False
     unreached: tuple[str, ...] = ()
     unmet: tuple[str, ...] = ()
 
@@ -101,6 +103,12 @@ class Outcome:
     def in_force(self) -> bool:
         """Whether a budget that was asked for could be held at all."""
         return bool(self.budget_bytes) or not self.asked
+
+    @property
+    def over(self) -> tuple[StepFigures, ...]:
+        """Steps that crossed the budget, if it was known when they ran."""
+        known = self.steps[1:] if self.of_first else self.steps
+        return tuple(s for s in known if self.budget_bytes and s.peak_bytes > self.budget_bytes)
 
     @property
     def peak_bytes(self) -> int:

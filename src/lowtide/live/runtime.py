@@ -254,6 +254,7 @@ class Runtime:
             plan=self.figures,
             exact=self.meter.exact,
             asked=self.settings.budget is not None,
+            of_first=isinstance(self.settings.budget, Share),
             unreached=self.unreached.reasons,
             unmet=self.evictor.exempt.unmet,
             levers=(

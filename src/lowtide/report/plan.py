@@ -63,8 +63,8 @@ def show_plan(answer: Answer, why: Decides | None, *, strategy: str, reserved: i
             table.add_row("lowest peak found", format_bytes(timeline.peak_bytes), "")
     meaning = {
         "stuck": "no recomputing and moving goes below",
-        "forced": "no order goes below",
-        "cut": "no order goes below (minimum cut)",
+        "forced": "no order goes below in which every operator runs once",
+        "cut": "no order goes below in which every operator runs once (minimum cut)",
     }
     table.add_row(
         "floor",

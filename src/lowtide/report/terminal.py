@@ -44,11 +44,7 @@ def show_outcome(outcome: Outcome) -> None:
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_column()
-    over = [s for s in outcome.steps if outcome.budget_bytes and s.peak_bytes > outcome.budget_bytes]
-    verdict = "" if not outcome.budget_bytes else "[red]over the budget[/]" if over else "[green]within the budget[/]"
-    unset = "none" if outcome.in_force else "[red]not in force[/]"
-    table.add_row("budget", format_bytes(outcome.budget_bytes) if outcome.budget_bytes else unset, "")
-    table.add_row("peak", format_bytes(outcome.peak_bytes), verdict + ("" if outcome.exact else " (tensors seen only)"))
+    _add_peaks(table, outcome)
     plan = outcome.plan
     if plan is not None:
         engaged = any(lever.used for lever in outcome.levers)
@@ -85,6 +81,24 @@ def show_outcome(outcome: Outcome) -> None:
     for lever in outcome.levers:
         table.add_row("lever", lever.name, lever.text if lever.used else f"not used: {lever.text}")
     out.print(table)
+    _remark(out, outcome, reasons)
+
+
+def _add_peaks(table: Table, outcome: Outcome) -> None:
+    verdict = "" if not outcome.budget_bytes else "[red]over the budget[/]" if outcome.over else "[green]within the budget[/]"
+    unset = "none" if outcome.in_force else "[red]not in force[/]"
+    table.add_row("budget", format_bytes(outcome.budget_bytes) if outcome.budget_bytes else unset, "")
+    held = outcome.steps[1:] if outcome.of_first and len(outcome.steps) > 1 else outcome.steps
+    seen = "" if outcome.exact else " (tensors seen only)"
+    table.add_row("peak", format_bytes(max(s.peak_bytes for s in held)), verdict + seen)
+    if outcome.of_first and outcome.budget_bytes:
+        first = format_bytes(outcome.steps[0].peak_bytes)
+        table.add_row("first step", first, "ran without the budget, which is a share of its peak")
+
+
+def _remark(out: Console, outcome: Outcome, reasons: str) -> None:
+    """What somebody should know who reads no table."""
+    over = outcome.over
     for step in over[:3]:
         out.print(
             f"[red]lowtide: step {step.index} peaked at {format_bytes(step.peak_bytes)}, "
@@ -97,3 +111,10 @@ def show_outcome(outcome: Outcome) -> None:
         out.print(f"[red]lowtide: the budget was never in force: {why}[/]")
     elif reasons and any(s.index >= SETTLED for s in over):
         out.print(f"[red]lowtide: what Lowtide does not reach in this script: {reasons}[/]")
+    settled = outcome.steps[SETTLED:]
+    online = sum(1 for s in settled if s.policy == "online")
+    if outcome.plan is not None and 2 * online > len(settled):
+        out.print(
+            f"lowtide: {online} of {len(settled)} later steps followed no plan (other operators or sizes than before): every "
+            "operator of theirs was looked at, which takes time"
+        )

@@ -103,9 +103,10 @@ def sizes_of(recording: Recording, names: Sequence[str]) -> dict[str, float]:
     for name in names:
         value = told.get(name, option_of(arguments, name))
         if value is None:
+            known = f" (it says: {', '.join(sorted(told))})" if told else ""
             raise UsageError(
-                f"a recording does not say what {name} was: make recordings by `lowtide batch --predict`, or give the script "
-                f"an option --{name}"
+                f"a recording does not say what {name} was{known}: make recordings by "
+                f"`lowtide batch --predict --vary {name}=...`"
             )
         found[name] = float(value)
     return found
