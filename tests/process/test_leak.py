@@ -206,6 +206,28 @@ def test_a_process_with_a_million_objects_has_the_time_to_look_through_them(tmp_
     assert any(line["source"] == f"{path}:5" for line in lines)
 
 
+@pytest.mark.parametrize("known", [None, Kind.SCRIPT])
+def test_what_grows_while_imports_take_long_is_not_what_grows_with_the_steps(tmp_path, known):
+    """Ticks of the clock are steps only where nothing else marks any; on a slow machine imports alone take many."""
+    path = script(tmp_path, """
+        import time
+        import lowtide
+        imported = []
+        for _ in range(300):
+            imported.append({"module": object()})  # imports
+            time.sleep(0.005)
+        kept = []
+        for _ in range(400):
+            kept.append({"step": object()})  # steps
+            lowtide.step()
+    """)
+    looks = watched(path, census=True, census_kind=known, every_seconds=0.01, steps=60).census
+    assert len(looks) == 1
+    sources = {line["source"] for line in looks[0]["lines"]}
+    assert f"{path}:{line_of(path, '# steps')}" in sources
+    assert f"{path}:{line_of(path, '# imports')}" not in sources
+
+
 @pytest.mark.long
 def test_tensors_are_named_by_line_and_module_and_a_growing_graph_by_its_holder(tmp_path):
     path = script(tmp_path, """

@@ -122,7 +122,7 @@ def leak(
     if deep:
         _check_memray()
     from lowtide.leak.findings import suspects_of, to_json
-    from lowtide.leak.study import study
+    from lowtide.leak.study import audits_of, study
     from lowtide.leak.verdict import Verdict
     from lowtide.report.leak import page, show
 
@@ -134,9 +134,10 @@ def leak(
         if (who or deep) and (found.verdict.verdict is Verdict.LEAK or deep):
             told.began("looking for what grows")
             rate = 0.0 if found.verdict.culprit is None else found.verdict.culprit.trend.rate
-            suspects = suspects_of(_looked(command, watch, told, deep=False), rate)
+            looking = replace(watch, census=True, census_kind=last.kind, audits=audits_of(watch.steps))
+            suspects = suspects_of(_looked(command, looking, told), rate)
             if deep:
-                native = suspects_of(_looked(command, watch, told, deep=True), rate)
+                native = suspects_of(_looked(command, replace(looking, deep=True), told), rate)
                 suspects = (*suspects, *(s for s in native if s.kind == "native"))
         parts = _ablated(command, watch, allowed, told) if ablate and last.steps and not last.code else None
     if json_file is not None:
@@ -152,11 +153,8 @@ def leak(
     return int(fail and found.verdict.verdict is Verdict.LEAK)
 
 
-def _looked(command: list[str], watch: Watch, told: Told, *, deep: bool) -> Any:
-    from lowtide.leak.study import audits_of
-
-    steps = watch.steps
-    with Watched(command, replace(watch, census=True, deep=deep, audits=audits_of(steps)), quiet=True) as process:
+def _looked(command: list[str], watch: Watch, told: Told) -> Any:
+    with Watched(command, watch, quiet=True) as process:
         return process.wait(told)
 
 

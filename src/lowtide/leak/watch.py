@@ -56,6 +56,7 @@ class Watch:
         every_seconds: a step, where nothing marks any; 0 for none.
         least_seconds: unmarked processes are not ended before.
         census: whether the process also looks for what grows in it (costs time and memory).
+        census_kind: who marks the steps between which it looks; None for whoever does.
         deep: whether native stacks are noted too, where memray is installed.
         collect_every: steps after which garbage in cycles is collected; 0 to leave it to Python.
         arm: of an ablation (``probe.arms.Arm``); None for the program as it is.
@@ -69,6 +70,7 @@ class Watch:
     every_seconds: float = 0.1
     least_seconds: float = 60.0
     census: bool = False
+    census_kind: Kind | None = None
     deep: bool = False
     collect_every: int = 0
     arm: Mapping[str, Any] | None = None
@@ -216,6 +218,7 @@ class Watched:
             "every_seconds": w.every_seconds,
             "least_seconds": w.least_seconds,
             "census": w.census,
+            "census_kind": w.census_kind,
             "deep": w.deep,
             "arm": w.arm,
             "collect_every": w.collect_every,

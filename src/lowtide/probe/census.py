@@ -63,13 +63,18 @@ class Census:
         self._tracker: Any = None
         self._mode: Any = None
 
-    def look(self, step: int, *, last: bool) -> None:
-        """Look now."""
+    def forget(self) -> None:
+        """What was seen so far was between other marks: looking begins anew."""
+        self._looks, self._before = 0, {}
+
+    def look(self, step: int, *, kind: int, last: bool) -> None:
+        """Look now, after a step that somebody of a kind marked."""
         self._looks += 1
         if self._looks == 1 and not last:
             if not self._deep:
                 tracemalloc.start(FRAMES)
-                self._tag_tensors()
+                if self._mode is None:
+                    self._tag_tensors()
             return
         if last and self._tracker is not None:
             self._tracker.__exit__(None, None, None)
@@ -82,7 +87,8 @@ class Census:
         if last:
             if self._mode is not None:
                 self._mode.__exit__(None, None, None)
-            found = self._grown(self._before, now)
+                self._mode = None
+            found = {"kind": kind, **self._grown(self._before, now)}
             tracemalloc.stop()
             with open(f"{self._folder}/census-{os.getpid()}", "a", encoding="utf-8") as file:
                 file.write(json.dumps(found) + "\n")

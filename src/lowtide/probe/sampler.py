@@ -74,6 +74,7 @@ class Sampler:
             task: ``folder``; ``steps`` after which to end (0: never); ``audits``, steps at which books are closed;
                 ``lines``, a regular expression of lines that mark steps; ``every_seconds`` of the clock's marks (0: none);
                 ``least_seconds`` of the clock's marks before the end; ``census``, whether to look for what grows;
+                ``census_kind``, who marks the steps between which it looks (None: whoever does);
                 ``deep``, whether natively too;
                 ``collect_every``, steps after which garbage is collected (0: it is left to Python);
                 ``arm``, of an ablation (``probe.arms``).
@@ -133,6 +134,8 @@ class Sampler:
         with self._lock:
             if kind < self._kind:  # someone who knows better has begun to mark
                 self._kind, self._count = kind, 0
+                if self._census is not None:
+                    self._census.forget()
             if self._collect and not (self._count + 1) % self._collect and gc.isenabled():
                 self._collected()
             self._row(kind)
@@ -225,7 +228,7 @@ class Sampler:
         collected = gc.collect() if gc.isenabled() else 0
         after = self._held()
         self._flush(began)
-        if self._task["census"]:
+        if self._task["census"] and self._task["census_kind"] in (None, int(self._kind)):
             self._look()
         entry = {
             "step": self._count,
@@ -274,7 +277,7 @@ class Sampler:
             from lowtide.probe.census import Census
 
             self._census = Census(self._task["folder"], deep=self._task["deep"])
-        self._census.look(self._count, last=self._count == max(self._audits))
+        self._census.look(self._count, kind=int(self._kind), last=self._count == max(self._audits))
 
     def _end(self, kind: Kind) -> None:
         """Enough was seen: the script ends here. If it carries on regardless, the process does."""
