@@ -647,3 +647,14 @@ def test_a_unit_that_finds_less_than_the_recorded_one_did_is_not_taken_to_end_up
     assert run.bits == reference.bits
     assert max(over for _, over in run.over[2:]) <= 0, run.over  # by then gradients are consumed as they come
     assert len(ballast)
+
+
+def test_what_a_script_computes_after_its_last_step_is_none() -> None:
+    """Norms of the weights, with a graph that nobody goes back over."""
+    job = zoo.MODELS["mlp"]()
+    with lowtide.budget("1 GiB") as run:
+        for i in range(2):
+            job.step(i)
+        total = sum(p.double().abs().sum() for p in job.modules[0].parameters())
+    assert float(total) > 0
+    assert len(run.outcome.steps) == 2

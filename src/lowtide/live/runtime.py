@@ -153,7 +153,7 @@ class Runtime:
         self._unseen_peak = 0
         self._units = 0
         self._step_started = 0.0
-        self._step_policy, self._step_units, self._step_done = "plain", 0, False
+        self._step_policy, self._step_units, self._step_done, self._step_trains = "plain", 0, False, False
         self._pid = os.getpid()
         self._active = False
         self._functional = False
@@ -228,7 +228,7 @@ class Runtime:
         self.asides.remove()
         if self._step_units and not self.clock.optimizers_seen:
             self._step_done = True
-        if self._step_done or self._step_units:
+        if self._step_done or self._step_trains or (self._step_units and not self.steps):  # else no backward followed
             self._close_step()
         self.evictor.limit_bytes = 0
         if not over:
@@ -427,6 +427,7 @@ class Runtime:
     def _backward_begins(self, *, own_code: bool) -> None:
         followed = self.clock.differentiable
         self.saver.keep_only = not followed
+        self._step_trains = True
         unit = self.unit
         if unit is None:
             return
@@ -981,7 +982,7 @@ class Runtime:
         self._unseen_peak = 0
         self.evictor.tally = Tally()
         self._step_started = time.perf_counter()
-        self._step_policy, self._step_units, self._step_done = "plain", 0, False
+        self._step_policy, self._step_units, self._step_done, self._step_trains = "plain", 0, False, False
 
     def _close_step(self) -> None:
         tally = self.evictor.tally
