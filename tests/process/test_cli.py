@@ -209,6 +209,7 @@ def test_an_infeasible_budget_is_code_1_with_its_proof(tmp_path: Path) -> None:
     done = _lowtide(tmp_path, "run", "--budget", "1MiB", "--quiet", "--json", "f.json", script)
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines()[-1].startswith("lowtide: error: ")
+    assert "leave some room above the lowest plan found" in done.stderr
     assert "Traceback" not in done.stderr
     figures = json.loads((tmp_path / "f.json").read_text())
     assert figures["exit_code"] == 1

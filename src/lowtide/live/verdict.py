@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from lowtide.errors import BudgetError
 from lowtide.live.outcome import PlanFigures
@@ -10,6 +11,9 @@ from lowtide.pebble.eager.problem import Problem
 from lowtide.pebble.eager.solve import Solution
 from lowtide.pebble.status import Status
 from lowtide.units import format_bytes
+
+ROOM: Final = 1.1
+"""Of the lowest plan's peak, what a refusal names as a budget: libraries' workspaces and what a script adds come and go."""
 
 
 def figures_of(
@@ -79,11 +83,13 @@ def refusal(
         advice = "a plain (foreach=False) or stateless optimizer, or smaller parameters"
     else:
         what = "one operator and what it works on"
-        advice = "a smaller batch or sequence, a loss computed in chunks, or bfloat16"
+        advice = "a smaller batch or sequence, bfloat16, or a lever (`lowtide run --levers list` tries them)"
     why = (
         f"{what} needs {format_bytes(bound)} ({bound} bytes) whatever is recomputed or moved" if proven
         else f"the lowest plan found needs {format_bytes(lowest)} ({lowest} bytes; the proven floor is {bound})"
     )
+    if lowest > figures.resident_bytes:
+        advice += f"; {format_bytes(ROOM * lowest)} leave some room above the lowest plan found"
     if declined:
         advice += f"; gradients could not be consumed as they come: {declined}"
     if unreached:
