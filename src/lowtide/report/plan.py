@@ -60,7 +60,8 @@ def show_plan(answer: Answer, why: Decides | None, *, strategy: str, reserved: i
     else:
         table.add_row("peak without a plan", format_bytes(answer.given_peak_bytes), "")
         if answer.status is Status.UNKNOWN:
-            table.add_row("lowest peak found", format_bytes(timeline.peak_bytes), "")
+            moving = "" if graph.offload is not None else "; --offload SPEED lets values move, as `lowtide run` does unasked"
+            table.add_row("lowest peak found", format_bytes(timeline.peak_bytes), f"--seconds searches longer{moving}")
     meaning = {
         "stuck": "no recomputing and moving goes below",
         "forced": "no order goes below in which every operator runs once",

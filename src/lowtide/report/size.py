@@ -408,4 +408,5 @@ def show_fit(answer: Fit) -> None:
         out.print(f"too close to {memory} to tell: {answer.why_no_plan or 'no plan was found that makes sure'}", markup=False)
     else:
         floor = "" if answer.floor_bytes is None else f": no recomputing goes below {format_bytes(answer.floor_bytes)}"
-        out.print(f"does not fit in {memory}{floor}{answer.why_no_plan and f': {answer.why_no_plan}'}", markup=False)
+        moving = " (moving, which `lowtide run` does too, is not reckoned with)" if floor else ""
+        out.print(f"does not fit in {memory}{floor}{moving}{answer.why_no_plan and f': {answer.why_no_plan}'}", markup=False)
