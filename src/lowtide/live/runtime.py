@@ -69,7 +69,8 @@ CLOCKED = 1
 TRUSTED = 4
 """Units that must have followed their recording before one that needs nothing is not even watched."""
 CROSSED = 2
-"""Steps over the budget after which a recording that began with graphs left over is believed where it finds no plan."""
+"""Steps over the budget, more than within it, after which a recording that began with graphs left over is believed where it
+finds no plan."""
 BACKWARDS = 3
 """Backwards (that build no graph of their own) after which a unit ends although handles are left."""
 BACKWARDS_WITHIN = 64
@@ -628,7 +629,8 @@ class Runtime:
             shift, solution = exactly, self._solve(entry, exactly)
         figures = self._tell_figures(unit, entry, solution, shift)
         crossed = sum(s.overrun or s.peak_bytes > self.budget_bytes for s in self.steps[1:])
-        refused = bool(self.budget_bytes) and solution.state is None and crossed > (CROSSED if entry.left.bytes else 0)
+        mostly = crossed > max(CROSSED if entry.left.bytes else 0, len(self.steps) - 1 - crossed)
+        refused = bool(self.budget_bytes) and solution.state is None and mostly
         worn = self.recordings.is_worn(kind)
         warm = worn or entry.followed > 0
         proven = bool(self.budget_bytes) and self._cannot_be_held(figures, warm=warm)
