@@ -105,10 +105,14 @@ class Outcome:
         return bool(self.budget_bytes) or not self.asked
 
     @property
+    def bound(self) -> tuple[StepFigures, ...]:
+        """Steps that ran with the budget known."""
+        return self.steps[1:] if self.of_first else self.steps
+
+    @property
     def over(self) -> tuple[StepFigures, ...]:
         """Steps that crossed the budget, if it was known when they ran."""
-        known = self.steps[1:] if self.of_first else self.steps
-        return tuple(s for s in known if self.budget_bytes and s.peak_bytes > self.budget_bytes)
+        return tuple(s for s in self.bound if self.budget_bytes and s.peak_bytes > self.budget_bytes)
 
     @property
     def peak_bytes(self) -> int:

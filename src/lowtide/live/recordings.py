@@ -25,38 +25,38 @@ class Recordings:
 
     def __init__(self) -> None:
         """There are none."""
-        self.entries: dict[Kind, list[Entry]] = {}
+        self._entries: dict[Kind, list[Entry]] = {}
         self._recorded: dict[Kind, int] = {}
         self._surprises: dict[Kind, int] = {}
         self._misses: dict[Kind, int] = {}
 
     def __iter__(self) -> Iterator[Entry]:
         """All of them."""
-        return (entry for entries in self.entries.values() for entry in entries)
+        return (entry for entries in self._entries.values() for entry in entries)
 
     def has(self, kind: Kind) -> bool:
         """Whether a unit of exactly this kind was recorded."""
-        return bool(self.entries.get(kind))
+        return bool(self._entries.get(kind))
 
     def nearest(self, kind: Kind, base_bytes: int) -> Entry | None:
         """The recording of this kind of unit, or of nearly this kind, whose base is nearest."""
-        found = next((e for k in (kind, *kind.siblings()) if (e := self.entries.get(k))), None)
+        found = next((e for k in (kind, *kind.siblings()) if (e := self._entries.get(k))), None)
         return min(found, key=lambda e: abs(e.trace.base_bytes - base_bytes)) if found else None
 
     def larger(self, kind: Kind, base_bytes: int) -> Entry | None:
         """The recording of the least of all larger units, on no lower base."""
-        known = (e for other, entries in self.entries.items() if is_smaller(kind, other) for e in entries)
+        known = (e for other, entries in self._entries.items() if is_smaller(kind, other) for e in entries)
         fit = [e for e in known
                if base_bytes <= (its := e.trace.base_bytes) or near(base_bytes, its, e.problem.plain_peak)]
         return min(fit, key=lambda e: e.problem.plain_peak, default=None)
 
     def keep(self, kind: Kind, entry: Entry) -> None:
         """A unit was recorded: it takes the place of those on the same base."""
-        if len(self.entries) >= KINDS and kind not in self.entries:
-            self.entries.pop(next(iter(self.entries)))
+        if len(self._entries) >= KINDS and kind not in self._entries:
+            self._entries.pop(next(iter(self._entries)))
         base, peak = entry.trace.base_bytes, entry.problem.plain_peak
-        others = [e for e in self.entries.get(kind, ()) if not near(e.trace.base_bytes, base, peak)]
-        self.entries[kind] = [*others[-(RECORDINGS - 1):], entry]
+        others = [e for e in self._entries.get(kind, ()) if not near(e.trace.base_bytes, base, peak)]
+        self._entries[kind] = [*others[-(RECORDINGS - 1):], entry]
         self._recorded[kind] = self._recorded.get(kind, 0) + 1
 
     def is_worn(self, kind: Kind) -> bool:
@@ -67,7 +67,7 @@ class Recordings:
         """A plan's prediction was off: its recording is made again, unless that happened too often."""
         misses = self._misses[kind] = self._misses.get(kind, 0) + 1
         if misses < RECORDINGS:
-            self.entries[kind] = [e for e in self.entries[kind] if e is not entry]
+            self._entries[kind] = [e for e in self._entries[kind] if e is not entry]
             self._recorded[kind] = min(self._recorded[kind], SEEN_TWICE - 1)
 
     def surprised(self, kind: Kind, *, decidedly: bool = False) -> None:

@@ -936,9 +936,11 @@ class Runtime:
     def _resolve_share(self, unit: Unit) -> None:
         """Turn a share into bytes once the plain peak is known."""
         budget = self.settings.budget
-        if not isinstance(budget, Share) or not self.recordings.entries or (self.budget_bytes and len(self.steps) != 1):
+        if not isinstance(budget, Share) or (self.budget_bytes and len(self.steps) != 1):
             return
-        entry = self.recordings.nearest(unit.kind, unit.base_bytes) or next(iter(self.recordings))
+        entry = self.recordings.nearest(unit.kind, unit.base_bytes) or next(iter(self.recordings), None)
+        if entry is None:
+            return
         resident = self.resident.bytes()
         peak = max(entry.problem.plain_peak + entry.shift(unit), self._between_bytes)
         self.budget_bytes = int(resident + budget.fraction * max(0, peak - resident))

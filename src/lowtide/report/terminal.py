@@ -88,9 +88,8 @@ def _add_peaks(table: Table, outcome: Outcome) -> None:
     verdict = "" if not outcome.budget_bytes else "[red]over the budget[/]" if outcome.over else "[green]within the budget[/]"
     unset = "none" if outcome.in_force else "[red]not in force[/]"
     table.add_row("budget", format_bytes(outcome.budget_bytes) if outcome.budget_bytes else unset, "")
-    held = outcome.steps[1:] if outcome.of_first and len(outcome.steps) > 1 else outcome.steps
     seen = "" if outcome.exact else " (tensors seen only)"
-    table.add_row("peak", format_bytes(max(s.peak_bytes for s in held)), verdict + seen)
+    table.add_row("peak", format_bytes(max(s.peak_bytes for s in outcome.bound or outcome.steps)), verdict + seen)
     if outcome.of_first and outcome.budget_bytes:
         first = format_bytes(outcome.steps[0].peak_bytes)
         table.add_row("first step", first, "ran without the budget, which is a share of its peak")
