@@ -134,6 +134,9 @@ def test_diff_names_what_changed(home: Path) -> None:
     assert activations["after_bytes"] > 1.9 * activations["before_bytes"]
     assert found["by_role"]["parameter"]["after_bytes"] == found["by_role"]["parameter"]["before_bytes"]
     assert any(t["what"].startswith("activation Net.body") for t in found["top"])
+    assert not any(t["what"].endswith(".default") for t in found["top"])
+    assert found["scripts"] == {"before": "train.py 512", "after": "train.py 1024"}
+    assert "aten.addmm" in done.stderr
 
 
 def test_a_killed_run_leaves_its_last_step(home: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lowtide.errors import StructureError
 from lowtide.pebble.eager.ahead import fetches_ahead
 from lowtide.pebble.eager.bound import TimeBound, forced_live, peak_bound
-from lowtide.pebble.eager.walk import State, pareto, walk
+from lowtide.pebble.eager.walk import State, lightened, pareto, walk
 from lowtide.pebble.eager.problem import Action, Away, Bandwidth, Key, Problem
 from lowtide.pebble.eager.play import play
 from lowtide.pebble.eager.relax import Relaxed
@@ -168,6 +168,21 @@ def test_the_front_is_monotone(problem: Problem) -> None:
     assert front[0].timeline.peak_bytes <= problem.plain_peak
     assert front[0].timeline.extra_seconds == 0
     assert pareto(front) == front
+
+
+@FEW
+@given(problems(), st.floats(0, 1))
+def test_what_is_made_lighter_holds_the_budget_and_costs_no_more(problem: Problem, share: float) -> None:
+    """lightened: within the budget, no dearer than the cheapest state that fits, as the referee says, too."""
+    front = walk(problem, seconds=WALK_SECONDS)
+    lowest = front[-1].timeline.peak_bytes
+    budget = lowest + int(share * (problem.plain_peak - lowest))
+    cheapest = min((s for s in front if s.timeline.peak_bytes <= budget), key=lambda s: s.cost)
+    found = lightened(problem, front, budget, seconds=WALK_SECONDS)
+    assert all(s.timeline.peak_bytes <= budget for s in found)
+    best = min(found, key=lambda s: s.cost)
+    assert best.timeline.extra_seconds <= cheapest.timeline.extra_seconds
+    assert play(problem, best.decisions).extra_seconds == best.timeline.extra_seconds
 
 
 @FEW

@@ -123,15 +123,18 @@ def _phase_table(steps: list[StepRow], width: int) -> Table:
     shown = steps if len(steps) <= _STEPS_SHOWN else [*steps[: _STEPS_SHOWN - 1], max(steps, key=lambda s: s.peak_bytes)]
     present = {p.name for row in shown for p in row.phases if not _is_idle(p)}
     names = [n for n in _ORDER if n in present]
+    rows = dict.fromkeys(row.step for row in shown)
     both = width >= _STEP_WIDTH + _PHASE_WIDTH * len(names)
     what = "end of phase / highest in it" if both else "highest in each"
-    table = Table(title=f"phases: {what} (MiB)", title_justify="left", header_style="bold")
+    of_all = f", {len(rows)} of {len(steps)} steps: the first ones and the highest" if len(rows) < len(steps) else ""
+    table = Table(title=f"phases: {what} (MiB){of_all}", title_justify="left", header_style="bold", box=SIMPLE_HEAD,
+                  pad_edge=False)
     table.add_column("step", justify="right", no_wrap=True)
     for name in names:
-        table.add_column(name, justify="right")
+        table.add_column(name.replace("_", "\n"), justify="right")
     table.add_column("peak", justify="right", style="bold")
     table.add_column("time", justify="right", no_wrap=True)
-    for row in dict.fromkeys(row.step for row in shown):
+    for row in rows:
         figures = next(r for r in shown if r.step == row)
         cells = []
         for name in names:
@@ -269,6 +272,7 @@ def difference(a: Recording, b: Recording) -> dict[str, Any]:
     rows = {key: {"before_bytes": sides[0]["top"].get(key, 0), "after_bytes": sides[1]["top"].get(key, 0)} for key in tops}
     changed = sorted(rows, key=lambda k: -abs(rows[k]["after_bytes"] - rows[k]["before_bytes"]))
     return {
+        "scripts": {"before": _command(a), "after": _command(b)},
         "peak": {"before_bytes": sides[0]["peak"], "after_bytes": sides[1]["peak"]},
         "by_role": {r: {"before_bytes": sides[0]["by_role"].get(r, 0), "after_bytes": sides[1]["by_role"].get(r, 0)}
                     for r in roles},
@@ -276,6 +280,10 @@ def difference(a: Recording, b: Recording) -> dict[str, Any]:
                    for n in names},
         "top": [{"what": key, **rows[key]} for key in changed if rows[key]["after_bytes"] != rows[key]["before_bytes"]][:20],
     }
+
+
+def _command(recording: Recording) -> str:
+    return " ".join([str(recording.meta.get("script") or "?"), *map(str, recording.meta.get("arguments") or ())])
 
 
 def _side(recording: Recording) -> dict[str, Any]:
@@ -290,7 +298,8 @@ def _side(recording: Recording) -> dict[str, Any]:
         entry = int(step.ops[step.peak_op])
         for b in step.blocks:
             if b.counted and b.born <= entry < b.died:
-                key = " ".join(x for x in (b.role_at(entry).name.lower(), b.module, b.name or b.op) if x)
+                role = b.role_at(entry).name.lower().replace("_", " ")
+                key = " ".join(x for x in (role, b.module, b.name or b.op.removesuffix(".default")) if x)
                 top[key] = top.get(key, 0) + b.bytes
     return {
         "peak": max((r.peak_bytes for r in rows), default=0),
@@ -303,10 +312,12 @@ def _side(recording: Recording) -> dict[str, Any]:
 def show_difference(found: dict[str, Any], out: Console | None = None) -> None:
     """``lowtide diff``."""
     out = out or console()
+    for name, command in found["scripts"].items():
+        out.print(f"{name}: {escape(command)}")
     parts = {
         "peak": {"high-water mark": found["peak"]},
-        "by role at the peak": found["by_role"],
-        "highest in each phase": found["phases"],
+        "by role at the peak": {name.replace("_", " "): row for name, row in found["by_role"].items()},
+        "highest in each phase": {name.replace("_", " "): row for name, row in found["phases"].items()},
         "what changed most": {r["what"]: r for r in found["top"]},
     }
     for title, rows in parts.items():
@@ -318,6 +329,6 @@ def show_difference(found: dict[str, Any], out: Console | None = None) -> None:
             change = row["after_bytes"] - row["before_bytes"]
             colour = "red" if change > 0 else "green" if change < 0 else "dim"
             sign = "+" if change > 0 else "-" if change < 0 else ""
-            table.add_row(escape(name.replace("_", " ")), format_bytes(row["before_bytes"]), format_bytes(row["after_bytes"]),
+            table.add_row(escape(name), format_bytes(row["before_bytes"]), format_bytes(row["after_bytes"]),
                           f"[{colour}]{sign}{format_bytes(abs(change))}[/]")
         out.print(table)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from lowtide.pebble.eager.bound import Bound, TimeBound, peak_bound
 from lowtide.pebble.eager.play import play
 from lowtide.pebble.eager.problem import Problem
-from lowtide.pebble.eager.walk import State, pareto, walk
+from lowtide.pebble.eager.walk import State, lightened, pareto, walk
 from lowtide.pebble.status import Status
 
 if TYPE_CHECKING:
@@ -30,8 +30,10 @@ PROGRAM_SECONDS = 3.0
 """How long the programs for one budget may take at most."""
 PROGRAM_UNITS = 3.0
 """And how many runs of the unit they may take: a plan for short steps must be worth its making."""
+LIGHTER_SECONDS = 1.0
+"""How long the plans for one budget are made lighter at most."""
 _NEAR = 0.01
-"""Budgets apart by less than this share of (plain peak - base) share a program."""
+"""Budgets apart by less than this share of (plain peak - base) share a program, and what was made lighter."""
 _SAME = 1e-9
 """Share of the unit's seconds within which plan and bound are one."""
 
@@ -104,15 +106,22 @@ class Front:
         return Relaxed(self.problem)
 
     def _ask(self, budget_bytes: int) -> None:
-        """Set up a program, unless one for nearly as much was."""
+        """Search for one budget, unless it was done for nearly as much."""
         near = _NEAR * max(0, self.problem.plain_peak - self.problem.base_bytes)
-        if self.program_seconds <= 0 or any(budget_bytes - near <= asked <= budget_bytes for asked in self._proven):
+        if any(budget_bytes - near <= asked <= budget_bytes for asked in self._proven):
             return
+        self._proven[budget_bytes] = 0.0
+        if self.program_seconds > 0:
+            start = time.perf_counter()
+            states, proven = self._relaxed.at(budget_bytes, seconds=self.program_seconds)
+            self._found = list(pareto([*self._found, *states]))
+            self._proven[budget_bytes] = proven.seconds
+            self.solve_seconds += time.perf_counter() - start
+        front = (*self.states, *self._found)
         start = time.perf_counter()
-        states, proven = self._relaxed.at(budget_bytes, seconds=self.program_seconds)
+        lighter = lightened(self.problem, front, budget_bytes, seconds=LIGHTER_SECONDS)
+        self._found = list(pareto([*self._found, *lighter]))
         self.solve_seconds += time.perf_counter() - start
-        self._found = list(pareto([*self._found, *states]))
-        self._proven[budget_bytes] = proven.seconds
 
     def at(self, budget_bytes: int) -> Solution:
         """The cheapest state within a budget."""

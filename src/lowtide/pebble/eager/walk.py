@@ -7,7 +7,7 @@ cheapest offer that fits. So less budget never gives a faster plan than more bud
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lowtide.pebble.eager.play import Timeline, play
@@ -20,8 +20,10 @@ _MEND = 0.3
 """Steps that mend a plan which is nearly right are this share of the walk's."""
 _TRIES = 400
 """Moves at most that bring no new lowest peak before the walk gives up."""
+_LIGHTENED = 3
+"""States, the cheapest within a budget, of which decisions are tried for undoing."""
 _PRUNED = 24
-"""Decisions at most that are tried for undoing in one state."""
+"""Decisions of each that are tried, before all of the best one are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,7 @@ def walk(problem: Problem, *, seconds: float, progress: Callable[[float], None] 
         lowest = min(lowest, peak)
         if progress is not None:
             progress(1 - (lowest - problem.base_bytes) / max(1, problem.plain_peak - problem.base_bytes))
-    front = pareto(states)
-    return pareto([*front, *_pruned(problem, front, deadline)])
+    return pareto(states)
 
 
 def lowered(problem: Problem, state: State, budget_bytes: int, *, moves: int, deadline: float) -> list[State]:
@@ -195,22 +196,35 @@ class _Chains:
         return buffer.released >= 0 or not self.problem.remakeable[r] or buffer.held_until >= need
 
 
-def _pruned(problem: Problem, front: tuple[State, ...], deadline: float) -> list[State]:
-    """Cheaper states at the same peaks: decisions whose undoing does not lift the peak are undone."""
-    found: list[State] = []
-    for state in front:
-        costly = _costliest(problem, state)
-        decisions, best = dict(state.decisions), state
-        for key in costly:
-            if time.perf_counter() > deadline:
-                return found
-            trial = _without(decisions, key)
-            timeline = play(problem, trial)
-            if timeline.peak_bytes <= state.timeline.peak_bytes and timeline.extra_seconds < best.cost[0]:
-                decisions, best = trial, State(trial, timeline)
-        if best is not state:
-            found.append(best)
+def lightened(problem: Problem, front: Sequence[State], budget_bytes: int, *, seconds: float) -> list[State]:
+    """Cheaper states within a budget: decisions that it does not need are undone, the dearest first.
+
+    Args:
+        problem: what is asked.
+        front: states, of which the cheapest within the budget are tried.
+        budget_bytes: what they may peak at.
+        seconds: how long it may take.
+    """
+    deadline = time.perf_counter() + seconds
+    fitting = sorted((s for s in front if s.timeline.peak_bytes <= budget_bytes), key=lambda s: s.cost)[:_LIGHTENED]
+    found = [_lighter(problem, s, budget_bytes, _PRUNED, deadline) for s in fitting]
+    if found:
+        best = min(found, key=lambda s: s.cost)
+        found.append(_lighter(problem, best, budget_bytes, len(best.decisions), deadline))
     return found
+
+
+def _lighter(problem: Problem, state: State, budget_bytes: int, tries: int, deadline: float) -> State:
+    for key in _dearest(problem, state)[:tries]:
+        if time.perf_counter() > deadline:
+            break
+        if key not in state.decisions:
+            continue
+        decisions = _without(state.decisions, key)
+        timeline = play(problem, decisions)
+        if timeline.peak_bytes <= budget_bytes and timeline.extra_seconds < state.timeline.extra_seconds:
+            state = State(decisions, timeline)
+    return state
 
 
 def _without(decisions: dict[Key, Away], key: Key) -> dict[Key, Away]:
@@ -219,8 +233,8 @@ def _without(decisions: dict[Key, Away], key: Key) -> dict[Key, Away]:
     return {k: a for k, a in decisions.items() if k != key and not (moved and k[0] == key[0] and a.action is Action.MOVE)}
 
 
-def _costliest(problem: Problem, state: State) -> list[Key]:
-    """Keys of the decisions that cost most, dearest first."""
+def _dearest(problem: Problem, state: State) -> list[Key]:
+    """Keys of a state's decisions, by what making their values again costs, dearest first."""
     spent: dict[int, float] = {}
     for remake in state.timeline.remakes:
         for e in remake.ops:
@@ -228,4 +242,4 @@ def _costliest(problem: Problem, state: State) -> list[Key]:
             assert isinstance(op, Op)
             for v in op.writes:
                 spent[v] = spent.get(v, 0.0) + op.seconds
-    return sorted(state.decisions, key=lambda k: -spent.get(k[0], 0.0))[:_PRUNED]
+    return sorted(state.decisions, key=lambda k: -spent.get(k[0], 0.0))
