@@ -49,6 +49,7 @@ def plain(make: Callable[[], zoo.Job], steps: int = STEPS) -> Plain:
     torch.use_deterministic_algorithms(mode=True)
     zoo.run(make, 1)
     gc.collect()
+    gc.freeze()  # what models' libraries brought is not gone through at every collection of every test
     counter = heap()
     base = counter.tensor_live
     counter.tensor_peak = base

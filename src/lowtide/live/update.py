@@ -647,7 +647,10 @@ def _shares_memory(optimizer: Any) -> bool:
     """Whether another tensor of the script has a parameter's memory: NumPy may show it, which nobody sees being read."""
     plain = [p for p in _parameters(optimizer) if on_storage(p)]
     shared = {p.untyped_storage()._cdata for p in plain if not sole_owner(p.untyped_storage(), 1)}
-    return bool(shared) and any(
+    if not shared:
+        return False
+    hidden = gc.get_freeze_count() > 0  # frozen objects are not listed
+    return hidden or any(
         type(o) is torch.Tensor and on_storage(o) and o.untyped_storage()._cdata in shared for o in gc.get_objects()
     )
 
