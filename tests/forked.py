@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -13,19 +15,32 @@ def forked(*words: str | Path, cwd: Path) -> CompletedProcess[str]:
     """``lowtide WORDS`` in a folder: its exit code, and what it wrote."""
     from lowtide.cli.main import main
 
+    def body() -> None:
+        os.chdir(cwd)
+        main([str(w) for w in words])
+
+    return forked_call(body)
+
+
+def forked_call(body: Callable[[], None]) -> CompletedProcess[str]:
+    """A function in a fork: its exit code, and what it wrote."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         child = os.fork()
         if child == 0:  # nothing of the test's may run in here, whatever happens
             code = 70
             try:
-                os.chdir(cwd)
                 os.dup2(out.fileno(), 1)
                 os.dup2(err.fileno(), 2)
                 sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-                main([str(w) for w in words])
+                body()
                 code = 0
             except SystemExit as end:
+                if isinstance(end.code, str):
+                    sys.stderr.write(end.code)
                 code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            except BaseException:
+                traceback.print_exc()
+                raise
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -33,4 +48,4 @@ def forked(*words: str | Path, cwd: Path) -> CompletedProcess[str]:
         _, status = os.waitpid(child, 0)
         out.seek(0)
         err.seek(0)
-        return CompletedProcess(words, os.waitstatus_to_exitcode(status), out.read(), err.read())
+        return CompletedProcess([], os.waitstatus_to_exitcode(status), out.read(), err.read())

@@ -126,7 +126,7 @@ def _assert_equal(one: Ran, other: Ran, ranks: int) -> None:
             assert torch.equal(weight, theirs["weights"][key]), key
 
 
-@pytest.mark.long("fsdp2", "trainer", "lightning")
+@pytest.mark.long
 @_grouped(RANKS)
 def test_roomy_budget_changes_nothing(name: str, trio_of: Callable[[str], Trio]) -> None:
     """Law: with room to spare the script ends as it does plain, with the same bits, and its needs are known."""
@@ -138,7 +138,7 @@ def test_roomy_budget_changes_nothing(name: str, trio_of: Callable[[str], Trio])
     _assert_equal(trio.plain, trio.roomy, RANKS[name])
 
 
-@pytest.mark.long("fsdp2", "trainer", "lightning")
+@pytest.mark.long
 @_grouped(RANKS)
 def test_tight_budget_same_bits(name: str, trio_of: Callable[[str], Trio]) -> None:
     """Law: under a budget the exit code is 0, and every rank's losses and weights are bit-equal to the plain run's."""
@@ -148,7 +148,7 @@ def test_tight_budget_same_bits(name: str, trio_of: Callable[[str], Trio]) -> No
     _assert_equal(trio.plain, trio.tight, RANKS[name])
 
 
-@pytest.mark.long("fsdp2", "trainer", "lightning")
+@pytest.mark.long
 @_grouped(RANKS)
 def test_tight_budget_held(name: str, trio_of: Callable[[str], Trio]) -> None:
     """Law: no step of any rank rises above the budget, and the budget was below what the script takes plain."""
@@ -164,7 +164,7 @@ def test_tight_budget_held(name: str, trio_of: Callable[[str], Trio]) -> None:
         assert not any(step["overrun"] for step in tight["steps"])
 
 
-@pytest.mark.long("fsdp2")
+@pytest.mark.long
 @_grouped(("ddp", "fsdp2"))
 def test_ranks_share_one_plan(name: str, trio_of: Callable[[str], Trio]) -> None:
     """Law: all ranks run the same decisions."""

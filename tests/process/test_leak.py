@@ -53,6 +53,7 @@ def watched(path, *arguments, steps=300, **options):
 # --- verdicts -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long("shared", "files", "maps")
 @pytest.mark.parametrize(("name", "kind"), [
     ("objects_in_a_list", "python"), ("native_blocks", "heap"), ("anonymous_maps", "maps"), ("shared_segments", "shared"),
     ("mapped_files", "files"), ("arrays_kept_beside_batches_of_many_sizes", "heap"),
@@ -65,6 +66,7 @@ def test_a_leak_of_twice_the_tolerance_is_found_and_its_kind_named(tmp_path, nam
     assert 1024 < low <= found["bytes_per_step"] <= high
 
 
+@pytest.mark.long("mapped_file", "late_first")
 @pytest.mark.parametrize("name", ["arrays_of_many_sizes", "mapped_file", "cache_per_epoch", "late_first_validation"])
 def test_what_does_not_leak_is_clean(tmp_path, name):
     assert judged(tmp_path, PROGRAMS, name, 101)["verdict"] == "clean"

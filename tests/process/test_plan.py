@@ -15,6 +15,8 @@ TIMEOUT = 120
 
 
 def _lowtide(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    if arguments[0] == "plan":
+        return forked(*arguments, cwd=cwd)
     return subprocess.run(
         [sys.executable, "-m", "lowtide", *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT, check=False
     )

@@ -66,6 +66,7 @@ def test_limits_are_kept_to_the_byte_and_repeat(tmp_path: Path) -> None:
     assert "FAILED test_it.py::test_all" in _pytest(tmp_path, str(peaks[0] - 1))
 
 
+@pytest.mark.long("-1", "None", "True", "backward")
 @pytest.mark.parametrize("wrong", ["'lots'", "-1", "None", "True", "'1 MiB', phase='optimizr'", "'1 MiB', 'backward', 3"])
 def test_wrong_marks_are_refused_before_anything_runs_whatever_the_test_is_expected_to_do(wrong: str, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(

@@ -110,6 +110,7 @@ def test_child_processes_count_by_their_share(tmp_path: Path) -> None:
     assert rows[1]["children_bytes"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="Keras is not installed")
 def test_batches_of_keras_are_steps_with_their_losses(tmp_path: Path) -> None:
     rows = _recorded(tmp_path, KERAS)["process"]

@@ -14,7 +14,7 @@ import recorded_jobs
 from lowtide.live.heap import library_path
 
 HERE = Path(__file__).parent
-GROUPS = 6
+GROUPS = 12
 UNKNOWN = 0.01
 ATTRIBUTED = 0.95
 COMPILER = shutil.which("cc") or shutil.which("gcc")
@@ -38,7 +38,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.long("1", "2", "3", "4", "5")
+@pytest.mark.long(*map(str, range(1, GROUPS)))
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_peaks_by_phase_are_exact_and_roles_are_known(group: int, judge: Path) -> None:
     names = sorted(recorded_jobs.JOBS)[group::GROUPS]

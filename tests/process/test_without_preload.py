@@ -130,7 +130,7 @@ print(json.dumps({
 """
 
 
-@pytest.mark.long("gpt_eager", "lstm")
+@pytest.mark.long
 @pytest.mark.parametrize("name", LIBRARY_BYTES)
 def test_without_any_counter_the_profiler_sees_into_operators_and_planned_steps_keep_the_budget(name: str) -> None:
     """Judged by a counter that Lowtide is not shown: bits, and the peaks of all steps but the first two, workspace included."""

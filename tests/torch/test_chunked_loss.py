@@ -207,7 +207,7 @@ def _train(make: Callable[[], nn.Module], steps: int = 4) -> tuple[list[torch.Te
     return [*found, *(p.detach().clone() for p in model.parameters())], peak
 
 
-@pytest.mark.long("t5", "gpt2", "llama")
+@pytest.mark.long
 @pytest.mark.parametrize("make", [_llama, _gpt2, _bert, _t5], ids=lambda m: m.__name__[1:])
 def test_transformers_models_train_alike_in_less_memory_and_a_budget_changes_no_bit(make: Callable[[], nn.Module]) -> None:
     torch.use_deterministic_algorithms(mode=True)

@@ -94,7 +94,7 @@ def test_memory_falls_by_reference_count_alone() -> None:
     assert run.bits[: len(reference.bits) - 1] == plain_of(make, 6).bits[: len(reference.bits) - 1]
 
 
-@pytest.mark.long("gru_seq2seq-True")
+@pytest.mark.long("gru_seq2seq")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("name", ["gpt_eager", "cnn", "gru_seq2seq"])
 def test_seconds_are_monotone_in_the_budget(name: str, offload: bool) -> None:

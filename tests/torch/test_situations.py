@@ -19,7 +19,8 @@ OUT_OF_REACH = {"gradients_by_transform", "nested_tensors"}
 """What is made under a transform, or by a tensor of another kind, is kept as it is: such a step is over the budget and says so."""
 
 
-@pytest.mark.long("meta_learning", "compiled_part")
+@pytest.mark.long("meta_learning", "compiled_part", "compiled_function-0.55-True", "autocast_attention-0.55-True", "-pinned-0.55-True",
+                  "loader_workers-0.55-False")
 @pytest.mark.parametrize(("share", "offload"), [(0.55, False), (0.55, True), *([(0.8, True)] if FULL else [])])
 @pytest.mark.parametrize("name", situations.SITUATIONS)
 def test_bits_and_budget_hold(name: str, share: float, offload: bool) -> None:
