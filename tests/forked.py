@@ -11,12 +11,14 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 
-def forked(*words: str | Path, cwd: Path) -> CompletedProcess[str]:
-    """``lowtide WORDS`` in a folder: its exit code, and what it wrote."""
+def forked(*words: str | Path, cwd: Path, columns: int | None = None) -> CompletedProcess[str]:
+    """``lowtide WORDS`` in a folder, on a terminal of so many columns: its exit code, and what it wrote."""
     from lowtide.cli.main import main
 
     def body() -> None:
         os.chdir(cwd)
+        if columns is not None:
+            os.environ["COLUMNS"] = str(columns)
         main([str(w) for w in words])
 
     return forked_call(body)

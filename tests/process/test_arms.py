@@ -67,6 +67,7 @@ def test_a_layer_can_be_switched_off(tmp_path, monkeypatch):
     assert seen(tmp_path, monkeypatch, stub=["1"])["calls"] == 1
 
 
+@pytest.mark.long
 def test_a_layers_work_can_be_doubled(tmp_path, monkeypatch):
     found = seen(tmp_path, monkeypatch, twice=["Counting"])
     assert found["calls"] == 60

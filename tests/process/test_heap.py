@@ -37,6 +37,11 @@ def _python(code: str, *, preload: str | None = None) -> str:
     """Run code under the counter, in a fork where this process is under it already; its standard output."""
     if preload is None and counters() is not None:
         return _in_a_fork(PRELUDE + textwrap.dedent(code))
+    return _alone(code, preload=preload)
+
+
+def _alone(code: str, *, preload: str | None = None) -> str:
+    """Run code in a process of its own."""
     environment = {**os.environ, "LD_PRELOAD": preload or str(LIBRARY)}
     done = subprocess.run(
         [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
@@ -166,7 +171,7 @@ def test_a_capped_operator_fails_as_a_whole() -> None:
 
 def test_fork_while_threads_allocate_does_not_deadlock() -> None:
     """Both sides of 60 forks keep allocating and counting exactly while six threads allocate."""
-    _python("""
+    _alone("""
         import signal, time, warnings
         warnings.simplefilter("ignore")
         stop = False

@@ -72,6 +72,7 @@ def test_what_does_not_leak_is_clean(tmp_path, name):
     assert judged(tmp_path, PROGRAMS, name, 101)["verdict"] == "clean"
 
 
+@pytest.mark.long
 def test_segments_that_are_closed_but_not_unlinked_are_told_though_they_may_be_anothers(tmp_path):
     path = script(tmp_path, """
         import multiprocessing.shared_memory as shared, multiprocessing.resource_tracker as tracker, lowtide
@@ -110,6 +111,7 @@ def test_what_is_held_is_known_of_a_script_that_ends_after_its_second_collection
     assert np.flatnonzero(np.isfinite(held)).tolist() == [9, 19]
 
 
+@pytest.mark.long("enable")
 @pytest.mark.parametrize(("switch", "verdict"), [("enable", "clean"), ("disable", "leak")])
 def test_garbage_in_cycles_that_waits_for_a_rare_collection_is_no_leak_unless_none_comes(tmp_path, switch, verdict):
     """Many objects live, so the collector looks at old ones ever more rarely; what waits grew for hundreds of steps."""
@@ -256,6 +258,7 @@ def test_tensors_are_named_by_line_and_module_and_a_growing_graph_by_its_holder(
     assert graph["count_per_step"] >= 3
 
 
+@pytest.mark.long
 def test_an_unbounded_memo_is_named(tmp_path):
     found = judged(tmp_path, PROGRAMS, "memo_on_a_method", 101)
     assert any(s["holder"].endswith("Model.features") for s in found["suspects"])

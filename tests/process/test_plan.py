@@ -111,7 +111,7 @@ def test_classics_are_played_by_name(graph: Path, tmp_path: Path, strategy: str)
         ("net.json", "--check", "none.json"), ("net.json", "--host", "5MiB"), ("net.json", "--budget", "auto"),
         ("cut.json",), ("net.json", "--json", "no/such/folder.json"), ("net.json", "--seconds", "nan"),
         ("net.json", "--seconds", "inf"), ("net.json", "--rounding", "9" * 20), ("deep.json",), ("long.json",),
-        ("net.json", "--check", "deep.json"),
+        ("net.json", "--check", "deep.json"), ("net.json", "--check", "net.json"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_exit_two(graph: Path, tmp_path: Path, arguments: tuple[str, ...]) -> None:

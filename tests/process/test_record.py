@@ -59,6 +59,8 @@ for step in range(4):
 
 
 def _lowtide(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    if arguments[0] in ("report", "diff"):
+        return forked(*arguments, cwd=cwd, columns=140)
     return subprocess.run(
         [sys.executable, "-m", "lowtide", *arguments], cwd=cwd, capture_output=True, text=True, timeout=TIMEOUT, check=False,
         env={**os.environ, "COLUMNS": "140"},

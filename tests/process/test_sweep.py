@@ -136,6 +136,7 @@ def test_a_cell_may_not_take_more_memory_than_it_was_given(tmp_path):
     assert cell["tail"].rstrip().endswith("MemoryError")
 
 
+@pytest.mark.long("False")
 @pytest.mark.parametrize("active", [True, False])
 def test_python_is_that_of_the_active_environment_or_else_lowtides_own(tmp_path, active):
     folder = tmp_path / "env" / "bin"

@@ -79,6 +79,7 @@ def test_a_row_costs_what_the_program_that_it_comes_from_says(graph, percent):
 
 
 @pytest.mark.skipif(library() is None, reason="the search was not compiled")
+@pytest.mark.long("50")
 @pytest.mark.parametrize("percent", [50, 70])
 def test_three_thousand_operators_are_planned_next_to_the_proof(percent):
     solver = Solver(blocks([(3, 1.0), (1, 2.0), (8, 1.0), (5, 20.0), (2, 1.0)], 300))

@@ -353,7 +353,9 @@ def test_views_of_a_storage_that_was_moved_come_back_as_one() -> None:
 
 
 @pytest.mark.parametrize("path", ["1", "Sequential.1", ("1", "3.0")])
-def test_what_a_kept_module_saves_is_never_dropped_and_a_path_of_no_module_is_told(path: str | tuple[str, ...]) -> None:
+def test_what_a_kept_module_saves_is_never_dropped_and_a_path_of_no_module_is_told(
+    path: str | tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU()) for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
@@ -374,8 +376,12 @@ def test_what_a_kept_module_saves_is_never_dropped_and_a_path_of_no_module_is_to
     without = dropped(())
     assert any(m.startswith(f"Sequential.{k}") for m in without for k in kept), "else the law says nothing here"
     assert not any(m.startswith(f"Sequential.{k}") for m in dropped(path) for k in kept)
+    capsys.readouterr()
     with lowtide.budget("1GiB", keep=("nowhere", "1")) as run:
         model(torch.randn(8, 128)).sum().backward()
+        torch.optim.SGD(model.parameters()).step()
+        model(torch.randn(8, 128))
+        assert "has the path nowhere;" in capsys.readouterr().err  # at once, not when the run is over
     assert run.outcome.unmet == ("nowhere",)
 
 
@@ -472,6 +478,7 @@ def _packed(steps: int) -> list[bytes]:
     return bits
 
 
+@pytest.mark.long("0.92")
 @pytest.mark.parametrize("share", [0.92, 0.7])
 def test_memory_falls_by_reference_count_where_values_are_overwritten_and_plans_are_left(share: float) -> None:
     """Law: with the collector off, nothing of a step outlives it: not a value whose later version was made from it in place,
@@ -494,6 +501,7 @@ def test_memory_falls_by_reference_count_where_values_are_overwritten_and_plans_
     assert sum(s.rescued_ops for s in run.outcome.steps) > 0
 
 
+@pytest.mark.long("0.92")
 @pytest.mark.parametrize("share", [0.92, 3.0])
 def test_lengths_that_change_in_every_step_keep_the_budget_and_are_left_alone_where_it_is_roomy(share: float) -> None:
     torch.use_deterministic_algorithms(mode=True)

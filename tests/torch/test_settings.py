@@ -58,6 +58,7 @@ SETTINGS: dict[str, tuple[Callable[[], object], Callable[[nn.Module], torch.Tens
 }
 
 
+@pytest.mark.long("threads-0.7")
 @pytest.mark.parametrize("share", [0.7, 0.5])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_that_change_between_forward_and_backward(name: str, share: float) -> None:

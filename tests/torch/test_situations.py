@@ -38,6 +38,7 @@ def test_bits_and_budget_hold(name: str, share: float, offload: bool) -> None:
         assert run.peak_bytes <= run.budget_bytes + FIRST_CALLS_BYTES, run.over
 
 
+@pytest.mark.long("0.75-None")
 @pytest.mark.parametrize(("share", "speed"), [(0.75, None), (0.75, 1.9e9), (0.55, 1e9)])
 @pytest.mark.parametrize("name", ["retained_heads", "generator_twice"])
 def test_graphs_left_over_from_the_step_before_are_reckoned_with(
@@ -69,7 +70,7 @@ ROUNDS = {"generator_twice": 2}
 """Updates in one call of a job's step, where each is a step of its own: a graph begins and ends with it."""
 
 
-@pytest.mark.long("retained_heads")
+@pytest.mark.long("retained_heads", "gan", "hidden_state_carried")
 @pytest.mark.parametrize("name", ["retained_heads", "generator_twice", "gan", "hidden_state_carried", "accumulation"])
 def test_each_step_is_a_step_of_its_own_and_no_floor_is_above_a_peak_that_was_reached(name: str) -> None:
     """Whatever graphs a script still holds when its next step begins."""

@@ -185,11 +185,13 @@ def _budget(text: str | None, solver: Solver, resident: int) -> int | None:
 def _check(graph: Graph, path: Path) -> int:
     from rich.progress import Progress
 
-    from lowtide.pebble.check import check
+    from lowtide.pebble.check import check, is_solution
     from lowtide.pebble.graph import read_json
     from lowtide.report.terminal import console
 
     found = read_json(path, "solution")
+    if not is_solution(found):
+        raise UsageError(f"{path} is no solution: give a file that `lowtide plan --json` wrote")
     with Progress(console=console(), transient=True) as bar:
         task = bar.add_task("checking")
         wrong = check(graph, found, progress=lambda done, of: bar.update(task, completed=done, total=of))

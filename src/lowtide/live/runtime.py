@@ -880,6 +880,9 @@ class Runtime:
         )
         if self._units > 1:  # the first unit of all is a cold one
             self.rises.note(unit.calls, problem.plain_peak - problem.base_bytes, unit.gradient_bytes)
+        elif self.evictor.exempt.unmet:
+            names = ", ".join(self.evictor.exempt.unmet)
+            tell(f"lowtide: --keep: no module of the first step has the path {names}; paths are like blocks.0")
         states = frozenset(self.resident.states())
         entry = Entry(
             recorder.funcs, recorder.packs, unit.starts, Front(problem), unit.left, unit.gradient_bytes, states,

@@ -44,11 +44,11 @@ def check(graph: Graph, solution: object, *, progress: Callable[[int, int], obje
         solution: the file's content.
         progress: called with how many solutions were looked at, and how many there are.
     """
-    if not _is_solution(solution):
+    if not is_solution(solution):
         return ["it is no solution written by `lowtide plan --json`"]
     assert isinstance(solution, Mapping)
     curve = solution.get("curve", [])
-    if not isinstance(curve, list) or not all(_is_solution(p) and type(p.get("budget_bytes")) is int for p in curve):
+    if not isinstance(curve, list) or not all(is_solution(p) and type(p.get("budget_bytes")) is int for p in curve):
         return ["its curve is no list of solutions for budgets"]
     wrong = _wrong(graph, solution)
     for done, point in enumerate(curve, 1):
@@ -59,7 +59,8 @@ def check(graph: Graph, solution: object, *, progress: Callable[[int, int], obje
     return wrong or _rises(curve)
 
 
-def _is_solution(found: object) -> bool:
+def is_solution(found: object) -> bool:
+    """Whether a file's content is what ``lowtide plan --json`` writes, true or not."""
     return isinstance(found, Mapping) and "status" in found and isinstance(found.get("bound"), Mapping)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -147,7 +148,15 @@ class Shown:
         """A process has ended."""
         self._number = generation.number
         size = format_bytes(generation.peak_bytes)
-        self.said(f"{generation.cause.value} after {clock(generation.seconds)}, peak {size}, exit {generation.exit}")
+        self.said(f"{generation.cause.value} after {clock(generation.seconds)}, peak {size}, exit {_exit(generation.exit)}")
+
+
+def _exit(code: int) -> str:
+    """An exit code, or the signal's name."""
+    try:
+        return str(code) if code >= 0 else signal.Signals(-code).name
+    except ValueError:  # a real-time signal has none
+        return str(code)
 
 
 def show(outcome: Outcome) -> None:
@@ -155,7 +164,7 @@ def show(outcome: Outcome) -> None:
     columns: dict[str, Callable[[Generation], str]] = {  # blank: the process told nothing
         "": lambda g: str(g.number + 1),
         "ended by": lambda g: g.cause.value,
-        "exit": lambda g: str(g.exit),
+        "exit": lambda g: _exit(g.exit),
         "took": lambda g: clock(g.seconds),
         "start-up": lambda g: format_seconds(g.start_seconds) if g.start_seconds else "",
         "load": lambda g: format_seconds(g.load_seconds) if g.load_seconds else "",

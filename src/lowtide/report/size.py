@@ -222,6 +222,7 @@ def show_levers(plain: Ran, found: Mapping[str, Ran]) -> None:
     table = _table(title, "lever", "off the plain peak", "off the lowest plan", "bits", "here")
     for column in table.columns[3:]:
         column.justify = "left"
+    table.columns[0].no_wrap = True
     for name, ran in found.items():
         if name:
             saved = [_saved(found, name, key) for key in ("baseline_peak_bytes", "lowest_peak_bytes")]
