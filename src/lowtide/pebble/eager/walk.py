@@ -1,7 +1,8 @@
 """Recompute and move by greed: lower the highest point by the cheapest byte, again and again, down to the floor.
 
 The walk does not depend on the budget: every state on it is an offer (peak, extra seconds), and a budget takes the
-cheapest offer that fits. So less budget never gives a faster plan than more budget does.
+cheapest offer that fits. So less budget never gives a faster plan than more budget does. What is taken for a budget is then
+made lighter: what that budget does not need is undone.
 """
 
 from __future__ import annotations
