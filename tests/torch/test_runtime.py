@@ -19,6 +19,7 @@ from lowtide.live.trial import Plain
 from lowtide.pebble.eager import bound
 from lowtide.pebble.eager.problem import Bandwidth, Problem
 from lowtide.planner import dropped_sites
+from lowtide.pebble.eager.solve import Front
 from lowtide.report.terminal import show_outcome
 from torch import nn
 from torch.nn import functional as F
@@ -383,6 +384,34 @@ def test_what_a_kept_module_saves_is_never_dropped_and_a_path_of_no_module_is_to
         model(torch.randn(8, 128))
         assert "has the path nowhere;" in capsys.readouterr().err  # at once, not when the run is over
     assert run.outcome.unmet == ("nowhere",)
+
+
+def test_a_script_that_keeps_a_little_of_each_step_is_not_planned_anew_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left for a step falls by some bytes every time: one more search serves for all that is nearly as much."""
+    asked, search = [], Front._search
+    monkeypatch.setattr(Front, "_search", lambda front, budget: (asked.append(budget), search(front, budget)))
+    held: list[torch.Tensor] = []
+
+    def make() -> zoo.Job:
+        job = zoo.gpt_eager()
+        inner = job.step
+
+        def step(i: int) -> torch.Tensor:
+            loss = inner(i)
+            held.append(loss.detach().repeat(300))
+            return loss
+
+        job.step = step
+        return job
+
+    steps = 14
+    reference = plain_of(make, steps)
+    held.clear()
+    run = budgeted(make, above_of(reference, 0.5), steps)
+    assert run.bits == reference.bits
+    assert kept(run), run.over
+    assert sum(s.policy == "planned" for s in run.outcome.steps) >= steps - 2
+    assert len(asked) <= 5, asked
 
 
 STEPS = 6

@@ -106,10 +106,21 @@ class Front:
         return Relaxed(self.problem)
 
     def _ask(self, budget_bytes: int) -> None:
-        """Search for one budget, unless it was done for nearly as much."""
-        near = _NEAR * max(0, self.problem.plain_peak - self.problem.base_bytes)
+        """Search for one budget, unless it was done for nearly as much.
+
+        What is left for a unit falls a little from step to step where the script keeps something of each: the second time, the
+        search is for the least that is nearly as much, and serves for all of these.
+        """
+        near = int(_NEAR * max(0, self.problem.plain_peak - self.problem.base_bytes))
         if any(budget_bytes - near <= asked <= budget_bytes for asked in self._proven):
             return
+        if any(budget_bytes < asked <= budget_bytes + near for asked in self._proven):
+            self._search(max(budget_bytes - near, self.bound.peak_bytes))
+            if any(s.timeline.peak_bytes <= budget_bytes for s in (*self.states, *self._found)):
+                return
+        self._search(budget_bytes)
+
+    def _search(self, budget_bytes: int) -> None:
         self._proven[budget_bytes] = 0.0
         if self.program_seconds > 0:
             start = time.perf_counter()
