@@ -6,7 +6,7 @@ import gc
 import io
 import random
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -412,6 +412,28 @@ def test_a_script_that_keeps_a_little_of_each_step_is_not_planned_anew_in_each(m
     assert kept(run), run.over
     assert sum(s.policy == "planned" for s in run.outcome.steps) >= steps - 2
     assert len(asked) <= 5, asked
+
+
+class Unread(list[Any]):
+    """Figures of many steps, which nobody may go through while a script trains."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("gone through")
+
+    def __getitem__(self, at: Any) -> Any:
+        assert isinstance(at, int), "gone through"
+        return super().__getitem__(at)
+
+
+def test_a_step_takes_no_longer_the_more_were_before_it() -> None:
+    reference = plain_of(zoo.mlp)
+    job = zoo.mlp()
+    with lowtide.budget(heap().tensor_live + above_of(reference, 0.5)) as run:
+        run._runtime.steps = steps = Unread()
+        for i in range(6):
+            job.step(i)
+        run._runtime.steps = [steps[i] for i in range(len(steps))]
+    assert sum(s.policy == "planned" for s in run.outcome.steps) >= 3
 
 
 STEPS = 6

@@ -139,6 +139,7 @@ class Runtime:
         self.rises = Rises()
         self.budget_bytes = 0
         self.steps: list[StepFigures] = []
+        self._crossed = 0
         self.figures: PlanFigures | None = None
         self._told: tuple[Any, ...] = ()
         self._found: PlanFigures | None = None
@@ -628,8 +629,7 @@ class Runtime:
         if doubtful:  # if nothing of what is missing would have gone, there may be a plan
             shift, solution = exactly, self._solve(entry, exactly)
         figures = self._tell_figures(unit, entry, solution, shift)
-        crossed = sum(s.overrun or s.peak_bytes > self.budget_bytes for s in self.steps[1:])
-        mostly = crossed > max(CROSSED if entry.left.bytes else 0, len(self.steps) - 1 - crossed)
+        mostly = self._crossed > max(CROSSED if entry.left.bytes else 0, len(self.steps) - 1 - self._crossed)
         refused = bool(self.budget_bytes) and solution.state is None and mostly
         worn = self.recordings.is_worn(kind)
         warm = worn or entry.followed > 0
@@ -994,6 +994,7 @@ class Runtime:
     def _close_step(self) -> None:
         tally = self.evictor.tally
         peak = max(self.meter.step_peak(), self._unseen_peak)
+        self._crossed += bool(self.steps and self.budget_bytes) and peak > self.budget_bytes  # the first is not yet known
         self.steps.append(
             StepFigures(
                 index=len(self.steps),
