@@ -1,9 +1,11 @@
-"""Law: the summary of a run says what its figures mean, and nothing else."""
+"""Law: figures of a run are few bytes a step and come back as they were; its summary says what they mean."""
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
-from lowtide.live.outcome import LeverFigures, Outcome, StepFigures
+from lowtide.live.outcome import POLICIES, LeverFigures, Outcome, StepFigures, Steps
 from lowtide.report.terminal import show_outcome
 
 
@@ -12,6 +14,28 @@ def _step(index: int, policy: str, peak: int) -> StepFigures:
         index=index, seconds=0.1, peak_bytes=peak, policy=policy, recomputed_ops=0, recompute_seconds=0.0, offloaded_bytes=0,
         offload_seconds=0.0, rescued_ops=0, overrun=False,
     )
+
+
+def test_figures_of_steps_come_back_as_they_were_and_are_few_bytes_each() -> None:
+    steps = [
+        StepFigures(
+            index=i, seconds=0.1 * i, peak_bytes=(i << 32) + 1, policy=POLICIES[i % 3], recomputed_ops=i, recompute_seconds=i / 7,
+            offloaded_bytes=i << 33, offload_seconds=i / 3, rescued_ops=i % 2, overrun=i % 5 == 0,
+        )
+        for i in range(3000)
+    ]
+    tracemalloc.start()
+    book = Steps()
+    for step in steps:
+        book.append(step)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken <= 80 * len(steps)
+    assert list(book) == steps
+    assert book[-1] == steps[-1]
+    assert book[1:5] == tuple(steps[1:5])
+    with pytest.raises(IndexError):
+        book[3000]
 
 
 @pytest.mark.parametrize(

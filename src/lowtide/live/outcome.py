@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, final, overload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,47 @@ class StepFigures:
     offload_seconds: float
     rescued_ops: int
     overrun: bool
+
+
+POLICIES: Final = ("plain", "planned", "online")
+"""How a step may have run; of its units' the last of these is told."""
+_COLUMNS: Final = {
+    "seconds": "d", "peak_bytes": "q", "policy": "B", "recomputed_ops": "q", "recompute_seconds": "d", "offloaded_bytes": "q",
+    "offload_seconds": "d", "rescued_ops": "q", "overrun": "B",
+}  # fmt: skip
+
+
+@final
+class Steps(Sequence[StepFigures]):
+    """Figures of steps in columns: a run may have millions, and nothing of Lowtide's may grow with it by much."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._columns: dict[str, array[Any]] = {name: array(code) for name, code in _COLUMNS.items()}
+
+    def append(self, step: StepFigures) -> None:
+        """The next step's; its index is its place."""
+        for name, column in self._columns.items():
+            value = getattr(step, name)
+            column.append(POLICIES.index(value) if name == "policy" else value)
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self._columns["seconds"])
+
+    @overload
+    def __getitem__(self, at: int) -> StepFigures: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[StepFigures, ...]: ...
+    def __getitem__(self, at: int | slice) -> StepFigures | tuple[StepFigures, ...]:
+        """One step's, or those of several."""
+        places = range(len(self))[at]
+        return self._figures(places) if isinstance(places, int) else tuple(map(self._figures, places))
+
+    def _figures(self, at: int) -> StepFigures:
+        found: dict[str, Any] = {name: column[at] for name, column in self._columns.items()}
+        found |= {"policy": POLICIES[found["policy"]], "overrun": bool(found["overrun"])}
+        return StepFigures(index=at, **found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ from lowtide.live.logits import Logits
 from lowtide.live.mode import tell_of_forks
 from lowtide.live.ops import OpInfo
 from lowtide.live.origin import is_applying
-from lowtide.live.outcome import Outcome, PlanFigures, StepFigures
+from lowtide.live.outcome import POLICIES, Outcome, PlanFigures, StepFigures, Steps
 from lowtide.live.owed import GuardMode, Owed
 from lowtide.live.patches import Patches
 from lowtide.live.pieces import Pieces
@@ -138,7 +138,7 @@ class Runtime:
         self.recordings = Recordings()
         self.rises = Rises()
         self.budget_bytes = 0
-        self.steps: list[StepFigures] = []
+        self.steps = Steps()
         self._crossed = 0
         self.figures: PlanFigures | None = None
         self._told: tuple[Any, ...] = ()
@@ -1011,8 +1011,7 @@ class Runtime:
         )
 
     def _note_policy(self, policy: str) -> None:
-        rank = ("plain", "planned", "online")
-        self._step_policy = max(self._step_policy, policy, key=rank.index)
+        self._step_policy = max(self._step_policy, policy, key=POLICIES.index)
 
     # --- small wires -------------------------------------------------------------------------------------------------
 
