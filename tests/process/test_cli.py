@@ -390,6 +390,18 @@ def _check_figures(figures: dict[str, Any]) -> None:
     assert figures["steps"][-1]["peak_bytes"] <= figures["budget_bytes"]
 
 
+@pytest.mark.long
+def test_quiet_says_nothing(tmp_path: Path) -> None:
+    """With --quiet a good run leaves standard error empty; without it, the summary is there and not on stdout."""
+    script = _script(tmp_path, MLP)
+    quiet = _lowtide(tmp_path, "run", "--budget", "1GiB", "--quiet", script)
+    loud = _lowtide(tmp_path, "run", "--budget", "1GiB", script)
+    assert (quiet.returncode, quiet.stderr) == (0, "")
+    assert loud.returncode == 0
+    assert loud.stderr.strip()
+    assert quiet.stdout == loud.stdout
+
+
 def test_help_and_version(tmp_path: Path) -> None:
     """``--help`` and ``--version`` print on standard output and exit with 0."""
     for arguments in (("--help",), ("run", "--help"), ("-h",), ("--version",)):

@@ -259,7 +259,7 @@ _LIES: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(full_graphs(most=5), st.booleans(), st.booleans(), st.data())
 def test_no_false_claim_passes_the_check(graph: Graph, fixed: bool, budgeted: bool, data: st.DataObject) -> None:
     """Solutions of every status, each with one lie."""
@@ -302,7 +302,7 @@ _LIES_BESIDES: tuple[Callable[[dict[str, Any]], dict[str, Any] | None], ...] = (
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(full_graphs(most=5), st.booleans(), st.data())
 def test_no_false_claim_beside_a_plan_passes_the_check(graph: Graph, fixed: bool, data: st.DataObject) -> None:
     """What decides, what each module does, what moves and waits, and every point of a curve."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 import zoo
-from harness import above_of, budgeted, close, heap, kept, plain_of
+from harness import above_of, budgeted, heap, kept, plain_of
 from lowtide.errors import ReplayError
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -364,12 +364,10 @@ def asked_again_sometimes() -> zoo.Job:
 @pytest.mark.parametrize("share", [0.8, 0.6])
 @pytest.mark.parametrize("make", [retained_sometimes, asked_again_sometimes])
 def test_what_only_some_steps_retain_is_held_or_learned_of(make: Callable[[], zoo.Job], share: float, offload: bool) -> None:
-    """It may cross the budget once by much or twice by little, and the step after it while that graph is there."""
+    """It may cross the budget once, and the step after it while that graph is there."""
     steps = 15
     reference = plain_of(make, steps)
     run = budgeted(make, above_of(reference, share), steps, offload=offload)
     assert run.bits == reference.bits
-    crossed = {s.index: s.peak_bytes for s in run.outcome.steps if s.peak_bytes > run.budget_bytes}
-    first = min(crossed, default=0)
-    little = [i for i, peak in crossed.items() if close(peak, run.budget_bytes)]
-    assert set(crossed) <= {first + k for k in range(2 + (first in little))}, run.over
+    crossed = [s.index for s in run.outcome.steps if s.peak_bytes > run.budget_bytes]
+    assert not crossed or crossed in ([crossed[0]], [crossed[0], crossed[0] + 1]), run.over
