@@ -44,6 +44,12 @@ def heap() -> Counters:
     return found
 
 
+def live_now() -> int:
+    """Bytes of tensors that something can reach: other tests' garbage would be room once it is collected."""
+    gc.collect()
+    return heap().tensor_live
+
+
 def plain(make: Callable[[], zoo.Job], steps: int = STEPS) -> Plain:
     """Run without Lowtide, once to warm libraries up and once to measure."""
     torch.use_deterministic_algorithms(mode=True)
@@ -89,10 +95,9 @@ def budgeted(
 ) -> Budgeted:
     """Run under a budget of what is live now plus ``above_bytes``."""
     torch.use_deterministic_algorithms(mode=True)
-    gc.collect()
+    budget = live_now() + above_bytes
     counter = heap()
     counter.tensor_peak = counter.tensor_live
-    budget = counter.tensor_live + above_bytes
     with lowtide.budget(budget, offload=offload) as run:
         bits = zoo.run(make, steps)
     return Budgeted(bits, budget, counter.tensor_peak, run.outcome)

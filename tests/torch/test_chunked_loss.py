@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from harness import heap
+from harness import heap, live_now
 from lowtide.errors import LeverError
 from lowtide.live.outcome import Outcome
 from torch import nn
@@ -221,7 +221,7 @@ def test_transformers_models_train_alike_in_less_memory_and_a_budget_changes_no_
     for a, b in zip(ours[:4], plain[:4], strict=True):
         assert torch.allclose(a, b, rtol=1e-5)
     gc.collect()
-    with lowtide.budget(heap().tensor_live + int(0.9 * after), allow=ALLOW) as run:
+    with lowtide.budget(live_now() + int(0.9 * after), allow=ALLOW) as run:
         held, peak = _train(make)
         outcome = run.outcome
     assert all(torch.equal(a, b) for a, b in zip(held, ours, strict=True))

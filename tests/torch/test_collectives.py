@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import heap
+from harness import heap, live_now
 from torch import nn
 
 import lowtide
@@ -84,7 +84,7 @@ def _train(*, late: bool) -> tuple[list[torch.Tensor], list[int]]:
 def test_what_a_backend_lets_go_of_late_has_room_in_a_plan(share: float) -> None:
     """Law: a plan holds its budget, with the same bits, though each collective's tensors stay until two more have begun."""
     plain, peaks = _train(late=False)
-    budget = heap().tensor_live + int(share * max(peaks))
+    budget = live_now() + int(share * max(peaks))
     with lowtide.budget(budget) as run:
         bits, _ = _train(late=True)
     assert all(map(torch.equal, plain, bits))
@@ -96,6 +96,6 @@ def test_what_a_backend_lets_go_of_late_has_room_in_a_plan(share: float) -> None
 def test_what_went_at_once_again_is_no_reason_to_leave_a_plan() -> None:
     """Law: where no thread was late the same plan is followed in every step."""
     _, peaks = _train(late=False)
-    with lowtide.budget(heap().tensor_live + int(0.6 * max(peaks))) as run:
+    with lowtide.budget(live_now() + int(0.6 * max(peaks))) as run:
         _train(late=False)
     assert {s.policy for s in run.outcome.steps[RECORDED:]} == {"planned"}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from harness import heap
+from harness import heap, live_now
 from lowtide.errors import LeverError
 from lowtide.live import update
 from lowtide.live.outcome import Outcome
@@ -105,13 +105,13 @@ def test_what_is_made_from_a_weight_is_made_again_as_long_as_the_weight_is_not_u
 
     least = {}
     for lever in ((), ("update-in-backward",)):
-        with lowtide.budget(heap().tensor_live + (12 << 20), offload=False, allow=lever) as run:
+        with lowtide.budget(live_now() + (12 << 20), offload=False, allow=lever) as run:
             _train(net, OPTIMIZERS["sgd"], loss)
             assert run.outcome.plan is not None
             least[bool(lever)] = run.outcome.plan.lowest_peak_bytes - heap().tensor_live
     gradients = sum(4 * p.numel() for p in net().parameters())
     assert least[True] <= least[False] - 0.7 * gradients
-    outcome, _, after = _both(net, OPTIMIZERS["sgd"], loss, budget=heap().tensor_live + (7 << 20), offload=False,
+    outcome, _, after = _both(net, OPTIMIZERS["sgd"], loss, budget=live_now() + (7 << 20), offload=False,
                               allow=("update-in-backward",))
     assert outcome.steps[-1].recomputed_ops
     assert not outcome.steps[-1].offloaded_bytes
@@ -122,8 +122,7 @@ def test_states_that_are_born_within_the_backward_are_not_counted_twice_in_the_f
     """The budget that the lever's own steps take is held: it was refused, with a proven floor above what was reached."""
     allow = ("update-in-backward",)
     _, _, after = _both(_net, OPTIMIZERS["adamw"], _loss, allow=allow)
-    gc.collect()
-    budget = heap().tensor_live + max(after) + (64 << 10)
+    budget = live_now() + max(after) + (64 << 10)
     outcome, _, held = _both(_net, OPTIMIZERS["adamw"], _loss, budget=budget, allow=allow)
     assert outcome.plan is not None
     assert outcome.plan.bound_peak_bytes <= outcome.steps[-1].peak_bytes
@@ -171,7 +170,7 @@ def test_update_in_backward_on_transformers_models_also_under_a_budget(job: str)
     assert before[-1] - after[-1] > 0.7 * gradients
     gc.collect()
     above = after[-1] + gradients // 5
-    outcome, _, held = _both(make, OPTIMIZERS["adamw"], loss_of, budget=heap().tensor_live + above)
+    outcome, _, held = _both(make, OPTIMIZERS["adamw"], loss_of, budget=live_now() + above)
     assert [x.name for x in outcome.levers if x.used] == ["update-in-backward"]
     assert max(held[-2:]) <= above + (64 << 10)
 
@@ -396,7 +395,7 @@ def test_update_in_backward_is_declined_for_a_script_that(body: Callable[..., No
     """Under a budget that nothing can hold: the lever would be pulled if it were not declined, and says why it is."""
     plain, _ = _loop(body)
     try:
-        bits, outcome = _loop(body, size=heap().tensor_live + 30_000)
+        bits, outcome = _loop(body, size=live_now() + 30_000)
     except lowtide.BudgetError as refusal:
         assert "could not be consumed" in str(refusal)
         return
@@ -465,7 +464,7 @@ def test_a_mode_of_the_script_around_its_step_leaves_none_of_ours_behind() -> No
             opt.step()
 
     plain, _ = _loop(body, steps=8)
-    bits, _ = _loop(body, steps=8, size=heap().tensor_live + (1 << 30))
+    bits, _ = _loop(body, steps=8, size=live_now() + (1 << 30))
     assert bits == plain
     assert not _get_current_dispatch_mode_stack()
 
@@ -484,7 +483,7 @@ def test_a_backward_is_looked_at_only_until_enough_was_seen(monkeypatch: pytest.
         per_step.append(seen[0])
 
     monkeypatch.setattr(update.Updates, "look_at", look_at)
-    _loop(body, steps=8, size=heap().tensor_live + (1 << 30))
+    _loop(body, steps=8, size=live_now() + (1 << 30))
     assert per_step[0] > 0
     assert per_step[update.ENOUGH] == per_step[-1]
     seen[0] = 0
@@ -525,7 +524,7 @@ def test_once_enough_was_seen_one_backward_in_some_is_watched_and_the_lever_stil
     plain = train(steps)
     gc.collect()
     seen.clear()
-    with lowtide.budget(heap().tensor_live + (7 << 20), offload=False) as run:
+    with lowtide.budget(live_now() + (7 << 20), offload=False) as run:
         assert train(steps) == plain
         outcome = run.outcome
     many = max(seen)
@@ -582,7 +581,7 @@ def test_a_planned_backward_that_nobody_looks_at_updates_no_weight_that_another_
     plain = train(9)
     monkeypatch.setattr(update.Updates, "look_at", look_at)
     per_step.clear()
-    with lowtide.budget(heap().tensor_live + (14 << 20), allow=("update-in-backward",)) as run:
+    with lowtide.budget(live_now() + (14 << 20), allow=("update-in-backward",)) as run:
         assert train(9) == plain
         assert run.outcome.steps[-1].policy == "planned"
         assert run.outcome.steps[-1].recomputed_ops or run.outcome.steps[-1].offloaded_bytes
@@ -590,7 +589,7 @@ def test_a_planned_backward_that_nobody_looks_at_updates_no_weight_that_another_
     assert per_step[-1] == few, "in step 8 nobody looked at the operators of the backward"
     assert per_step[0] > 5 * few
     with pytest.raises(LeverError, match="used after their gradients are whole"):
-        with lowtide.budget(heap().tensor_live + (14 << 20), allow=("update-in-backward",)):
+        with lowtide.budget(live_now() + (14 << 20), allow=("update-in-backward",)):
             train(10)
 
 
@@ -647,7 +646,7 @@ def test_foreach_update_in_slices_gives_the_same_bits_within_the_room(kind: str)
     _, before, _ = _both(_net, made, _loss, without=("update-in-backward", "sliced-update"))
     gc.collect()
     outcome, _, after = _both(
-        _net, made, _loss, budget=heap().tensor_live + before[-1] - gradients // 2, without=("update-in-backward",)
+        _net, made, _loss, budget=live_now() + before[-1] - gradients // 2, without=("update-in-backward",)
     )
     assert [x.name for x in outcome.levers] == ["sliced-update"]
     assert after[-1] <= before[-1] - gradients // 2 + (64 << 10)
