@@ -337,6 +337,7 @@ class LeanMode(Mode):
     Attributes:
         at: how many operators have passed.
         lost: whether the forward left the recording.
+        forced: whether values were made again before anybody asked for them, since what they are made from was to be written.
         delegate: takes every operator once lost.
     """
 
@@ -364,6 +365,7 @@ class LeanMode(Mode):
         self.packed = 0
         self.lost = False
         self.grown = False
+        self.forced = False
         self.values: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()
         run.values = self.values
         self._pins: dict[int, Value] = {}
@@ -556,6 +558,7 @@ class LeanMode(Mode):
                     storage = remake(value, _Replayer(frozenset(), self.run))
                 except ReplayError:
                     return False
+                self.forced = True
             value.tensor = whole(storage)
         return True
 
