@@ -16,7 +16,7 @@ from lowtide.trace import Op
 
 LEAST_BYTES = 1 << 20
 """Fewer bytes moved say nothing of a board's speed."""
-MATTERS_SHARE = 0.02
+MATTERS_SHARE = 0.005
 """Plans are made anew where the extra time of the one in force changes by more than this share of the unit's."""
 
 
@@ -67,5 +67,13 @@ class Stopwatch:
 
 
 def _speed(transfers: Sequence[tuple[int, float]], probed: float) -> float:
-    total, seconds = (sum(t[i] for t in transfers) for i in (0, 1))
-    return total / seconds if total >= LEAST_BYTES and seconds > 0 else probed
+    """Bytes per second at which half of the bytes went as fast or faster: one transfer may have waited for a busy core."""
+    total = sum(size for size, _ in transfers)
+    if total < LEAST_BYTES:
+        return probed
+    passed = 0
+    for size, seconds in sorted((t for t in transfers if t[0]), key=lambda t: t[1] / t[0]):
+        passed += size
+        if 2 * passed >= total:
+            return size / seconds if seconds > 0 else probed
+    return probed
