@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import accumulate
+from itertools import accumulate, groupby, pairwise
 from typing import Final
 
 import numpy as np
@@ -13,7 +13,7 @@ from lowtide.errors import RecordingError
 from lowtide.explain import Block, Step, steps_of, telling
 from lowtide.finding import Case, Change, Finding
 from lowtide.leastpeak import blocks_at, floor_of, grows_with_the_batch
-from lowtide.store import PHASES, Recording, Role
+from lowtide.store import PHASES, Kind, Recording, Role
 from lowtide.trace import Phase
 from lowtide.units import format_bytes
 
@@ -31,6 +31,7 @@ _TEMPORARIES: Final = {"SGD": 0, "ASGD": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "
 """Temporaries of a parameter's size that an optimizer's loop (``foreach=False``) holds at once, measured; else 1."""
 _RECTIFIED: Final = 5
 """Step, counted from 0, from which on RAdam takes as many; before, as Adam does."""
+_ZEROS: Final = ("aten.zero_", "aten._foreach_zero_")
 _LOSS_OPS: Final = ("_log_softmax", "nll_loss", "binary_cross_entropy", "mse_loss", "ctc_loss", "kl_div")
 _SLICES: Final = ("aten.slice", "aten.select", "aten.index", "aten.narrow", "aten.split", "aten.unbind", "aten.as_strided")
 
@@ -43,7 +44,11 @@ def findings(recording: Recording) -> list[Finding]:
     if step is None:
         return []
     last = step.row.step == recording.steps[-1].step
-    case = Case(steps, step, int(recording.meta.get("cap_bytes") or 0), recording.meta.get("allocator") or {}, last=last)
+    case = Case(
+        steps, step, int(recording.meta.get("cap_bytes") or 0), recording.meta.get("allocator") or {}, last=last,
+        later_use={n: (read, written) for n, read, written in recording.meta.get("later") or ()},
+        whole=bool(recording.meta.get("whole")),
+    )
     found = [f for finder in FINDERS for f in finder(case)]
     return sorted(found, key=lambda f: (f.id in LEVERS, -f.saving_bytes) if f.saving_bytes else (True, 1))
 
@@ -54,9 +59,8 @@ def findings(recording: Recording) -> list[Finding]:
 def zeroed_gradients(case: Case) -> Iterator[Finding]:
     """Gradients that are zeroed but not freed lie there through the forward."""
     step = case.step
-    phases = step.entries["phase"]
-    zeroed = [(i, b) for i, b in enumerate(step.blocks) if b.role is Role.GRADIENT and b.born < 0
-              and any(phases[w] == PHASES.index(Phase.ZERO_GRAD) for w in b.writes)]
+    zeroed = [(i, b) for i, b in enumerate(step.blocks)
+              if b.role is Role.GRADIENT and b.born < 0 and any(_zeroes(step, w) for w in b.writes)]
     total = sum(b.bytes for _, b in zeroed)
     if total < NOTABLE * case.peak:
         return
@@ -67,9 +71,9 @@ def zeroed_gradients(case: Case) -> Iterator[Finding]:
             readers.setdefault(r, []).append(i)
     end = len(step.ops)
     for i, b in zeroed:
-        last_zero = max(w for w in b.writes if phases[w] == PHASES.index(Phase.ZERO_GRAD))
-        change.until[i] = step.op_at(last_zero)
-        added = next((w for w in b.writes if w > last_zero), None)
+        added = next((w for w in b.writes if not _zeroes(step, w)), None)
+        zero = max((w for w in b.writes if _zeroes(step, w) and (added is None or w < added)), default=-1)
+        change.until[i] = step.op_at(zero)  # or it was zeroed when the step before ended
         if added is None:
             continue
         incoming = next((j for j in readers[added] if j != i and step.blocks[j].bytes == b.bytes
@@ -86,14 +90,26 @@ def zeroed_gradients(case: Case) -> Iterator[Finding]:
     )
 
 
+def _zeroes(step: Step, write: int) -> bool:
+    """Whether it is an operator that fills with zeros, or one of ``zero_grad``, that wrote."""
+    entry = step.entries[write]
+    return bool(entry["phase"] == PHASES.index(Phase.ZERO_GRAD)) or step.names[entry["a"]].startswith(_ZEROS)
+
+
 def held_results(case: Case) -> Iterator[Finding]:
     """Results that a variable of the script still refers to after their last use."""
     groups: dict[tuple[str, str], list[tuple[int, Block]]] = {}
     _, copied = _copies(case)  # told of as such
+    listed = [b for b in case.step.blocks if b.held and "[" in b.held[-1]]
+    in_use = {_root(b) for b in listed if _is_kept_for_more(b) or case.is_used_later(b)}
     for i, b, role in case.there():
-        if b.held and i not in copied and (role is Role.OUTPUT or (role is Role.INPUT and not b.reads and b.born < 0)):
-            name, _, place = b.held[-1].rpartition(" (")
-            groups.setdefault((name.split("[", 1)[0], place), []).append((i, b))
+        if b.held and i not in copied and _is_past_use(b, role, case) and _root(b) not in in_use:
+            groups.setdefault(_root(b), []).append((i, b))
+    others: dict[tuple[str, str], list[int]] = {}  # that its variable referred to at other times of the step
+    for i, b in enumerate(case.step.blocks):
+        result = b.held and b.counted and b.role is None and b.phase is not Phase.DATA
+        if result and _root(b) in groups and _is_past_use(b, Role.OUTPUT, case):
+            others.setdefault(_root(b), []).append(i)
     for (root, place), members in groups.items():
         total = sum(b.bytes for _, b in members)
         if total < NOTABLE * case.peak:
@@ -104,9 +120,35 @@ def held_results(case: Case) -> Iterator[Finding]:
         yield case.found(
             "held-result",
             f"{format_bytes(total)} ({members[0][1].label}{many}) are held by the variable {alone} ({place} after their last "
-            f"use: {way} before the backward",
-            Change(until={i: case.step.op_at(b.last_read) for i, b in members}),
+            f"use: {way} once it is used",
+            Change(until={i: case.step.op_at(_last_use(case.step.blocks[i]))
+                          for i in {*(i for i, _ in members), *others.get((root, place), ())}}),
         )
+
+
+def _last_use(block: Block) -> int:
+    """The last entry at which an operator read a block, or autograd had it."""
+    return max(block.last_read, *(end for _, end in block.saved), -1)
+
+
+def _root(block: Block) -> tuple[str, str]:
+    """The variable by which a block is held, without what follows in brackets, and where that is."""
+    name, _, place = block.held[-1].rpartition(" (")
+    return name.split("[", 1)[0], place
+
+
+def _is_kept_for_more(block: Block) -> bool:
+    """Whether it was there before the step, and is read within: then it is likely to be read in the next one, too."""
+    return block.born < 0 and bool(block.reads)
+
+
+def _is_past_use(block: Block, role: Role, case: Case) -> bool:
+    """Whether nothing asks for a block any more, as far as is known: in doubt, somebody does."""
+    if _is_kept_for_more(block) or case.is_used_later(block):
+        return False
+    if role is Role.INPUT:
+        return block.born < 0 and case.whole
+    return role is Role.OUTPUT and (block.born >= 0 or case.step.row.complete)
 
 
 def double_precision(case: Case) -> Iterator[Finding]:
@@ -145,8 +187,8 @@ def graph_kept(case: Case) -> Iterator[Finding]:
         return
     yield case.found(
         "graph-kept",
-        f"{format_bytes(total)} of activations of earlier steps are still held, because a tensor of theirs is (a loss that is "
-        "summed up with its graph): accumulate loss.item() or loss.detach()",
+        f"{format_bytes(total)} of activations of earlier steps are still held, because something computed from them is "
+        "(a loss that is summed up with its graph, an output in a variable?): keep loss.item(), or what is detached",
         Change(until={i: -1 for i, _ in kept}),
     )
 
@@ -160,7 +202,7 @@ def model_copies(case: Case) -> Iterator[Finding]:
     yield case.found(
         "model-copies",
         f"{format_bytes(total)} are {copies} more {'copy' if copies == 1 else 'copies'} of the parameters (deepcopy of best "
-        "models?): keep one state_dict, on disk, or the best values only",
+        f"models{'' if case.whole else ', or an average of them'}?): keep one state_dict, on disk, or the best values only",
         Change(bytes=dict.fromkeys(members, 0)),
     )
 
@@ -171,7 +213,8 @@ def _copies(case: Case) -> tuple[int, frozenset[int]]:
     sizes = {b.label: b.bytes for b in case.step.blocks if b.role is Role.PARAMETER}
     others: dict[str, list[int]] = {}
     for i, b, role in case.there():
-        if role in (Role.INPUT, Role.OUTPUT, Role.UNKNOWN) and b.label in own and not (b.saved or b.reads):
+        alive = b.saved or b.reads or case.is_written_later(b)  # an average of the parameters
+        if role in (Role.INPUT, Role.OUTPUT, Role.UNKNOWN) and b.label in own and not alive:
             others.setdefault(b.label, []).append(i)
     large = [label for label in own if sizes[label] * own[label] >= NOTABLE * sum(sizes[x] * own[x] for x in own)]
     copies = min((len(others.get(label, ())) // own[label] for label in large), default=0)
@@ -181,19 +224,66 @@ def _copies(case: Case) -> tuple[int, frozenset[int]]:
 def evaluation_graph(case: Case) -> Iterator[Finding]:
     """A forward that recorded a graph which no backward used."""
     step = case.step
-    unused = []
+    unused, inputs = [], []
     for i, b in enumerate(step.blocks):
-        made = b.role is None and b.counted and b.saved and b.born >= 0 and b.phase in (Phase.FORWARD, Phase.LOSS, Phase.DATA)
-        if made and not b.held and not _is_used(b, step) and not (_is_saved_still(b, step) and _may_be_used(b, case)):
-            unused.append((i, b))
+        made = b.counted and b.saved and b.phase in (Phase.FORWARD, Phase.LOSS, Phase.DATA)
+        if made and not _is_used(b, step) and not (_is_saved_still(b, step) and _may_be_used(b, case)):
+            if _is_batch(b):
+                inputs.append((i, b))
+            elif b.role is None and b.born >= 0 and not b.held:
+                unused.append((i, b))
+    if step.denied.any():
+        yield from _evaluation_that_failed(case)
+        return
     total = _at_once([b for _, b in unused])
-    if total < LARGE * case.peak or step.denied.any():
+    if total < LARGE * case.peak:
         return
     yield case.found(
         "evaluation-graph",
         f"{format_bytes(total)} were saved for a backward that never came (first: {unused[0][1].title}{_at(unused[0][1])}): "
         "evaluate under torch.no_grad()",
-        Change(until={i: step.op_at(b.last_read) for i, b in unused}),
+        Change(until={i: step.op_at(b.last_read) for i, b in unused} | _until_the_next(inputs, step)),
+    )
+
+
+def _is_batch(block: Block) -> bool:
+    """Whether it is an input, or what a plain variable referred to when a model was called."""
+    return block.role is Role.INPUT or (block.role is None and bool(block.held) and _root(block)[0].isidentifier()
+                                        and "[" not in block.held[-1])
+
+
+def _until_the_next(inputs: list[tuple[int, Block]], step: Step) -> dict[int, int]:
+    """A batch that no graph holds is there until its variable is given the next one."""
+    ends: dict[int, int] = {}
+    for _, same in groupby(sorted(inputs, key=lambda x: (x[1].label, x[1].born)), key=lambda x: x[1].label):
+        ends |= {i: step.op_at(max(b.last_read, after.born)) for (i, b), (_, after) in pairwise(same) if after.born >= 0}
+    return ends
+
+
+def _evaluation_that_failed(case: Case) -> Iterator[Finding]:
+    """Memory ran out in calls of a model that evaluates, whose graphs are recorded; no backward has come since.
+
+    What was read last before the failure is taken to be needed no more: a plain evaluation would have let go of it.
+    """
+    step = case.step
+    calls = np.flatnonzero(step.entries["kind"] == Kind.CALL)
+    trains = np.flatnonzero((step.entries["kind"] == Kind.CALL) & (step.entries["flags"] == 0))
+    backwards = np.flatnonzero(step.entries["phase"] == PHASES.index(Phase.BACKWARD))
+    after = max((int(x[-1]) for x in (trains, backwards) if len(x)), default=-1)
+    first = next((int(c) for c in calls if c > after), None)
+    if first is None:
+        return
+    saved = [(i, b) for i, b in enumerate(step.blocks) if b.counted and b.saved and b.reads]
+    unused = [(i, b) for i, b in saved if b.role is None and b.born >= first and not b.held]
+    inputs = [(i, b) for i, b in saved if _is_batch(b) and b.last_read >= first]
+    total = _at_once([b for _, b in unused])
+    if total < LARGE * case.peak:
+        return
+    yield case.found(
+        "evaluation-graph",
+        f"{format_bytes(total)} are saved for a backward by a model that evaluates (first: {unused[0][1].title}"
+        f"{_at(unused[0][1])}): evaluate under torch.no_grad()",
+        Change(until={i: step.op_at(b.reads[-1]) for i, b in unused} | _until_the_next(inputs, step)),
     )
 
 
@@ -422,7 +512,13 @@ def backward_extra(case: Case) -> Iterator[Finding]:
         return
     largest = max(backward, key=lambda p: p.peak_bytes)
     extra = largest.peak_bytes - largest.start_bytes
-    inside = np.flatnonzero(step.entries["phase"][step.ops] == PHASES.index(Phase.BACKWARD))
+    begins = np.flatnonzero((step.entries["kind"] == Kind.PHASE) & (step.entries["phase"] == PHASES.index(Phase.BACKWARD)))
+    first = begins[backward.index(largest)] if len(begins) == len(backward) else 0
+    ends = np.flatnonzero((step.entries["kind"] == Kind.PHASE) & (np.arange(len(step.entries)) > first))
+    until = ends[0] if len(ends) else len(step.entries)
+    inside = np.flatnonzero(
+        (step.entries["phase"][step.ops] == PHASES.index(Phase.BACKWARD)) & (step.ops >= first) & (step.ops < until)
+    )
     if extra < NOTABLE * case.peak or not len(inside):
         return
     k = int(inside[step.peaks[inside].argmax()])

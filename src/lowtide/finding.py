@@ -87,6 +87,9 @@ class Case:
 
     Attributes:
         last: whether no other step came after it.
+        later_use: per block that was used again after the step in which it appeared, the last step in which it was read, and
+            the last in which it was written.
+        whole: whether the recording goes to the script's end, so that all uses are known.
     """
 
     steps: list[Step]
@@ -94,6 +97,8 @@ class Case:
     cap_bytes: int = 0
     allocator: Mapping[str, Any] = field(default_factory=dict)
     last: bool = False
+    later_use: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    whole: bool = False
 
     @cached_property
     def following(self) -> Step | None:
@@ -109,6 +114,14 @@ class Case:
     def peak(self) -> int:
         """The step's peak, as the referee plays it."""
         return peak_of(self.step.trace)
+
+    def is_used_later(self, block: Block) -> bool:
+        """Whether a later step reads a block."""
+        return self.later_use.get(block.number, (-1, -1))[0] > self.step.row.step
+
+    def is_written_later(self, block: Block) -> bool:
+        """Whether a later step writes a block in place."""
+        return self.later_use.get(block.number, (-1, -1))[1] > self.step.row.step
 
     def inside(self, k: int) -> int:
         """How far memory rises inside an operator."""

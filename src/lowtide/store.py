@@ -36,7 +36,7 @@ from lowtide.errors import RecordingError
 from lowtide.tell import tell
 from lowtide.trace import Phase
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Version of the file."""
 APPLICATION: Final = 0x4C6F7774
 _APPLICATION_AT: Final = 68
@@ -69,6 +69,8 @@ class Kind(IntEnum):
     """Another phase begins: live; of the phase before: peak = highest point, size = most heap bytes that are not torch's."""
     DENIED = 10
     """An operator failed for want of memory: a, b, c as for OP; size = bytes asked for, live, peak."""
+    CALL = 11
+    """A model was called from outside any module: flags = 1 where it evaluates (``eval()``) while autograd records."""
 
 
 class Flag(IntEnum):

@@ -210,7 +210,7 @@ class _Record:
         if self._watcher is not None:
             from lowtide.live import watch
 
-            watch.end(self._watcher, complete=error is None)
+            watch.end(self._watcher, complete=error is None, whole=True)
         self._coarse.stop()
         from lowtide.probe.catalogue import out_of_memory
 

@@ -62,6 +62,7 @@ class Clock:
         differentiable: whether the backward that runs builds a graph of its own (``create_graph``): its operators are
             then a forward for the backward to come.
         retains: whether the graph stays after it.
+        outputs: the tensors that it began at.
         closure: whether the optimizer that steps was given one.
         on_optimizer: told of each optimizer that is made.
     """
@@ -74,6 +75,7 @@ class Clock:
         self._floor = 0
         self.detailed = False
         self.differentiable = False
+        self.outputs: tuple[Any, ...] = ()
         self.retains = False
         self.closure = False
         self.on_optimizer: Callable[[Any], None] | None = None
@@ -265,12 +267,14 @@ class Clock:
             before, self.phase = self.phase, Phase.BACKWARD
             self._in_backward += 1
             self.differentiable, self.retains = bool(create_graph), bool(retain_graph)
+            self.outputs = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
             self.listener.backward_begins()
             try:
                 return engine(*args, **kwargs)
             finally:
                 self._in_backward -= 1
                 self._waited += 1
+                self.outputs = ()
                 self.listener.backward_ends()
                 self.phase = before if before is Phase.FORWARD and self.depth else self._rest
                 self.differentiable = False

@@ -42,13 +42,15 @@ FIRST_STEPS: Final = 3
 MOST_STEPS: Final = 16
 """Steps at most whose entries are kept, the unfinished one apart."""
 HIGHER: Final = 1.005
-"""Beyond the first steps, one that peaks so much higher than all that are kept is kept, too."""
+"""Beyond the first steps, one that peaks so much higher than all that are kept is kept, too, and the one after it."""
 HIGHER_STILL: Final = 1.02
 """So much higher, where that many are kept already: it takes the place of the oldest beyond the first steps."""
 MOST_LABELS: Final = 50_000
 """Shapes that are told apart by name: lengths that change at every step must not fill the memory."""
 HELD_BYTES: Final = 64 << 10
 """Blocks from this size on are looked up among the script's variables."""
+MOST_LATER: Final = 10_000
+"""Blocks at most of which it is noted in which step they were used last."""
 
 _CODE: Final = {phase: code for code, phase in enumerate(PHASES)}
 _ADD: Final = torch.ops.aten.add.Tensor
@@ -63,15 +65,21 @@ class Block:
         number: its id in the recording.
         role: what it was recognised as; -1 so far.
         saves: saved tensors of it that autograd has.
+        made, read, written: the steps in which it appeared, was read and was written in place last.
+        root: whether a backward began at it.
+        looked: whether it was looked up among the script's variables when a model was called.
         op, module, source, label, name: ids of names.
     """
 
-    __slots__ = ("bytes", "counted", "label", "module", "name", "number", "op", "phase", "role", "saves", "source")
+    __slots__ = ("bytes", "counted", "label", "looked", "made", "module", "name", "number", "op", "phase", "read", "role",
+                 "root", "saves", "source", "written")
 
-    def __init__(self, number: int, size: int, *, counted: bool) -> None:
+    def __init__(self, number: int, size: int, step: int, *, counted: bool) -> None:
         """A block that nothing is known of."""
         self.number, self.bytes, self.counted = number, size, counted
         self.role, self.saves = -1, 0
+        self.made = self.read = self.written = step
+        self.root = self.looked = False
         self.name = self.op = self.module = self.source = self.label = self.phase = 0
 
 
@@ -145,7 +153,12 @@ class _Names:
 
 @final
 class Watcher:
-    """One per process while a recording is made; listens to the clock."""
+    """One per process while a recording is made; listens to the clock.
+
+    Attributes:
+        later: blocks that were used again after the step in which they appeared: number, and the last steps in which it was
+            read, and written.
+    """
 
     def __init__(self, writer: Writer, *, operators: bool, steps: int = 0) -> None:
         """Watch phases, and with ``operators`` all that happens in them; end the script after ``steps``."""
@@ -174,6 +187,8 @@ class Watcher:
         self._phase_peak = 0
         self._high = 0
         self._best = 0
+        self._best_step = -1
+        self.later: list[tuple[int, int, int]] = []
         self._kept: list[int] = []
         self._step_start = 0.0
         self._step_bytes = 0
@@ -237,8 +252,21 @@ class Watcher:
         if self.step < 0 or not complete or self._forwards or self._backwards or self._stepped:
             self._close_step(complete=complete)
         for ref in list(self._blocks.values()):
+            if ref.value is not None:
+                self._note_last_use(ref.value)
             ref.value = None
         self._blocks = {}
+
+    @property
+    def knows_all_uses(self) -> bool:
+        """Whether the script was not ended early, and not too many blocks were used again."""
+        return not (self._most and self.step >= self._most) and len(self.later) < MOST_LATER
+
+    def _note_last_use(self, block: Block) -> None:
+        """A large block that was used again in a step after the one in which it appeared: in which last?"""
+        asked = block.bytes >= HELD_BYTES and block.role not in (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE)
+        if asked and block.read > block.made and len(self.later) < MOST_LATER:
+            self.later.append((block.number, block.read, block.written))
 
     def forked(self) -> None:
         """A child (a loader's worker) inherits the interpreter: it is not to be watched."""
@@ -321,10 +349,11 @@ class Watcher:
         self._high = max(self._high, row.high_water_bytes)
         full = len(self._kept) + FIRST_STEPS >= MOST_STEPS
         higher = self.step >= FIRST_STEPS and row.peak_bytes > (HIGHER_STILL if full else HIGHER) * self._best
-        keeps = self.operators and (not complete or self.step < FIRST_STEPS or higher)
-        if keeps:
-            self._best = max(self._best, row.peak_bytes)
-        if keeps and higher:
+        follows = self.step == self._best_step + 1  # it tells what became of what the highest one left
+        keeps = self.operators and (not complete or self.step < FIRST_STEPS or higher or follows)
+        if keeps and self.step >= 0 and row.peak_bytes > self._best:  # a setup may stand above every step
+            self._best, self._best_step = row.peak_bytes, self.step
+        if keeps and complete and self.step >= FIRST_STEPS:
             if full:
                 self.writer.forget(self._kept.pop(0))
             self._kept.append(self.step)
@@ -345,6 +374,9 @@ class Watcher:
             for tensor in tensors_in([list(args), kwargs]):
                 if tensor.grad_fn is None:
                     self._recognise(tensor, Role.INPUT, "")
+            self._look_for_holders(called=True)
+            if isinstance(module, torch.nn.Module) and next(module.parameters(), None) is not None:
+                self.write(Kind.CALL, flags=int(torch.is_grad_enabled() and not module.training))
 
     def _meet(self, root: torch.nn.Module) -> None:
         self._roots.add(root)
@@ -389,6 +421,9 @@ class Watcher:
     def backward_begins(self) -> None:
         """Autograd's engine is about to run."""
         if self.operators and self._active:
+            for part in (part for tensor in tensors_in(list(self.clock.outputs)) for part in _parts(tensor)):
+                if (block := self._find(part.untyped_storage())) is not None:
+                    block.root = True
             self._look_for_holders()
 
     def backward_ends(self) -> None:
@@ -486,7 +521,7 @@ class Watcher:
         more = live_bytes - self._library_bytes
         if more <= 0:
             return
-        block = Block(self._numbers(), more, counted=True)
+        block = Block(self._numbers(), more, self.step, counted=True)
         block.op, block.module, block.source = origin
         block.phase, block.role = _CODE[self._phase], Role.CACHE
         block.label = block.name = self.writer.name("kept by oneDNN")
@@ -504,7 +539,9 @@ class Watcher:
             for part in _parts(tensor):
                 storage = part.untyped_storage()
                 block = self._find(storage) or self._enter(storage, part, (0, 0, 0), met=True)
-                flags = Flag.WRITTEN if storage._cdata in written else 0
+                block.read = self.step
+                if flags := Flag.WRITTEN if storage._cdata in written else 0:
+                    block.written = self.step
                 self.write(Kind.READ, block.number, flags=flags, size=min(block.bytes, part.numel() * part.element_size()))
 
     def _where(self) -> tuple[int, int]:
@@ -549,7 +586,7 @@ class Watcher:
         self, storage: torch.UntypedStorage, tensor: torch.Tensor, origin: tuple[int, int, int], *, met: bool
     ) -> Block:
         size, counted = storage.nbytes(), self.meter.counts(storage)
-        block = Block(self._numbers(), size, counted=counted)
+        block = Block(self._numbers(), size, self.step, counted=counted)
         block.op, block.module, block.source = origin
         block.phase = _CODE[self._phase]
         key = (tensor.dtype, tensor.size())
@@ -573,6 +610,7 @@ class Watcher:
         block = ref.value
         if block is not None:
             self._seen_bytes -= block.bytes
+            self._note_last_use(block)
             self.write(Kind.DIED, block.number)
 
     def _recognise(self, tensor: torch.Tensor, role: Role, name: str) -> None:
@@ -602,13 +640,20 @@ class Watcher:
         ]
         return np.array(rows, dtype=CARRIED)
 
-    def _look_for_holders(self) -> None:
-        """Which variables of the script refer to large blocks now."""
+    def _look_for_holders(self, *, called: bool = False) -> None:
+        """Which variables of the script refer to large blocks now; when a model is ``called``, to those of the call before."""
         sizes: dict[int, Block] = {}
         for ref in list(self._blocks.values()):
             block = ref.value
-            if block is not None and block.bytes >= HELD_BYTES and block.role < 0:
-                sizes[ref.cdata] = block
+            if block is None or block.bytes < HELD_BYTES or block.role >= 0:
+                continue
+            if called:
+                if block.looked or block.saves:
+                    continue
+                block.looked = True
+            elif block.root:  # it is needed for the very backward, and its variable often after it
+                continue
+            sizes[ref.cdata] = block
         if not sizes:
             return
         for tensor, where in holders(sys._getframe(2)):
@@ -631,9 +676,10 @@ def begin(writer: Writer, *, operators: bool, steps: int = 0) -> Watcher:
     return watcher
 
 
-def end(watcher: Watcher, *, complete: bool) -> None:
-    """Record torch no more."""
+def end(watcher: Watcher, *, complete: bool, whole: bool = False) -> None:
+    """Record torch no more; ``whole``: the script is over, nothing is used later."""
     watcher.stop(complete=complete)
+    watcher.writer.put_meta({"later": watcher.later, "whole": whole and complete and watcher.knows_all_uses})
     meter = watcher.meter
     if isinstance(meter, CudaMeter):
         watcher.writer.put_meta({"device": str(meter.device), "allocator": meter.cache()})

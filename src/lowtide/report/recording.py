@@ -18,7 +18,7 @@ from lowtide.finding import Finding
 from lowtide.report.terminal import console
 from lowtide.store import PhaseFigures, ProcessRow, Recording, StepRow
 from lowtide.trace import Phase
-from lowtide.units import format_bytes, format_seconds
+from lowtide.units import KIB, MIB, format_bytes, format_seconds
 
 COLOURS: Final = {
     "parameter": "#4e79a7", "buffer": "#76b7b2", "gradient": "#f28e2b", "optimizer_state": "#59a14f", "input": "#9c755f",
@@ -127,7 +127,9 @@ def _phase_table(steps: list[StepRow], width: int) -> Table:
     both = width >= _STEP_WIDTH + _PHASE_WIDTH * len(names)
     what = "end of phase / highest in it" if both else "highest in each"
     of_all = f", {len(rows)} of {len(steps)} steps: the first ones and the highest" if len(rows) < len(steps) else ""
-    table = Table(title=f"phases: {what} (MiB){of_all}", title_justify="left", header_style="bold", box=SIMPLE_HEAD,
+    small = max((row.peak_bytes for row in shown), default=0) < MIB
+    factor, unit = (KIB, "KiB") if small else (MIB, "MiB")
+    table = Table(title=f"phases: {what} ({unit}){of_all}", title_justify="left", header_style="bold", box=SIMPLE_HEAD,
                   pad_edge=False)
     table.add_column("step", justify="right", no_wrap=True)
     for name in names:
@@ -140,9 +142,10 @@ def _phase_table(steps: list[StepRow], width: int) -> Table:
         for name in names:
             of_name = [p for p in figures.phases if p.name == name]
             end, highest_ = (of_name[-1].end_bytes, max(p.peak_bytes for p in of_name)) if of_name else (0, 0)
-            cells.append("" if not of_name else f"{_mib(end)} / {_mib(highest_)}" if both else _mib(highest_))
+            ending, highest_in = f"{end / factor:,.1f}", f"{highest_ / factor:,.1f}"
+            cells.append("" if not of_name else f"{ending} / {highest_in}" if both else highest_in)
         label = str(row) + ("" if figures.complete else " (unfinished)")
-        table.add_row(label, *cells, _mib(figures.peak_bytes), format_seconds(figures.seconds))
+        table.add_row(label, *cells, f"{figures.peak_bytes / factor:,.1f}", format_seconds(figures.seconds))
     return table
 
 
@@ -191,10 +194,6 @@ def _process_table(recording: Recording) -> Group:
 
 def _signed(size: int) -> str:
     return f"{'+' if size > 0 else '-' if size < 0 else ''}{format_bytes(abs(size))}"
-
-
-def _mib(size: int) -> str:
-    return f"{size / (1 << 20):,.1f}"
 
 
 def bar(by_role: dict[str, int], total: int) -> Text:
@@ -254,7 +253,9 @@ def _peak_block(recording: Recording, peak: PeakReport) -> Group:
 def _findings_block(found: list[Finding], recording: Recording) -> Table:
     cap = int(recording.meta.get("cap_bytes") or 0)
     fits = {id(f) for f in would_fit(found, cap)} if cap else set()
-    table = Table(title="findings", title_justify="left", header_style="bold", show_lines=False)
+    saving = next((f.step for f in found if f.saving_bytes), None)
+    of_step = "" if saving is None else f" (savings are of the peak of step {saving})"
+    table = Table(title=f"findings{of_step}", title_justify="left", header_style="bold", show_lines=False)
     table.add_column("saves", justify="right")
     table.add_column("what", overflow="fold")
     for f in found:

@@ -1,0 +1,308 @@
+"""Law: in everyday loops no finding tells to let go of what is used again, and what could be let go of is found with its saving."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from harness import heap, live_now
+from lowtide.advise import findings, would_fit
+from lowtide.finding import Finding
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import lowtide
+from lowtide import store
+
+SHARE = 0.02
+"""A saving may be off by so much of itself."""
+BYTES = 4096
+"""Or by so much: generator states, counters."""
+WIDTH = 256
+
+Script = Callable[[bool], None]
+
+
+def _net(out: int = 10) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, out))
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.01)
+
+
+def _update(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int = 64) -> None:
+    optimizer.zero_grad()
+    F.cross_entropy(model(torch.randn(rows, WIDTH)), torch.randint(0, 10, (rows,))).backward()
+    optimizer.step()
+
+
+def _recorded(script: Script, file: Path, *, mended: bool = False, whole: bool = True) -> store.Recording:
+    """As a script that was recorded to its end, if ``whole``."""
+    torch.manual_seed(0)
+    gc.collect()
+    with lowtide.record(file):
+        script(mended)
+    recording = store.read(file)
+    return replace(recording, meta={**recording.meta, "whole": whole})
+
+
+def _told(recording: store.Recording, kind: str) -> list[Finding]:
+    return [f for f in findings(recording) if f.id == kind]
+
+
+def held_out_data(mended: bool) -> None:  # noqa: FBT001
+    """It is evaluated on in the last steps, or (mended) never."""
+    held_out = torch.randn(4000, WIDTH)
+    model = _net()
+    optimizer = _sgd(model)
+    for i in range(6):
+        _update(model, optimizer)
+        if i >= 4 and not mended:
+            with torch.no_grad():
+                model(held_out[:100])
+    assert len(held_out)
+
+
+def test_data_that_a_later_step_reads_is_not_called_unused(tmp_path: Path) -> None:
+    """Only of what nobody reads to the script's end is it told."""
+    assert not _told(_recorded(held_out_data, tmp_path / "a"), "held-result")
+    assert not _told(_recorded(held_out_data, tmp_path / "b", mended=True, whole=False), "held-result")
+    unused = _told(_recorded(held_out_data, tmp_path / "c", mended=True), "held-result")
+    assert ["held_out" in f.text for f in unused] == [True]
+
+
+def large_scalar(mended: bool) -> None:  # noqa: FBT001, ARG001
+    """On the CPU the mean of a loss shares a storage as large as what it is the mean of."""
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = _sgd(model)
+    for _ in range(4):
+        x = torch.randn(1024, WIDTH)
+        loss = F.mse_loss(model(x), x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def test_a_loss_is_not_to_be_deleted_before_its_own_backward(tmp_path: Path) -> None:
+    """What is told of its variable is of the step after: it holds the former loss until there is a new one."""
+    recording = _recorded(large_scalar, tmp_path / "a")
+    step = next(s for s in recording.steps if s.step == 2)
+    assert step.entries is not None
+    held = step.entries[step.entries["kind"] == store.Kind.HELD]
+    names = [(recording.names[e["b"]].split(" ")[0], store.PHASES[e["phase"]]) for e in held]
+    assert not {("loss", "backward"), ("loss", "optimizer")}.intersection(names)
+
+
+def sampled_buffer(mended: bool) -> None:  # noqa: FBT001
+    """Some of what a list keeps is read again, some is not; or (mended) nothing is."""
+    model = _net()
+    optimizer = _sgd(model)
+    seen: list[torch.Tensor] = []
+    for i in range(8):
+        seen.append(torch.randn(100, WIDTH))
+        if not mended and i % 2:
+            with torch.no_grad():
+                model(torch.cat(seen[::3]))
+        _update(model, optimizer)
+
+
+def mask_of_a_layer(mended: bool) -> None:  # noqa: FBT001, ARG001
+    """Made before training, an attribute of the script's own, read in each step: also in the last, which is the highest."""
+    model = _net()
+    optimizer = _sgd(model)
+    keep = (torch.rand(400, WIDTH) > 0.5).float()
+    for i in range(5):
+        rows = 400 if i == 4 else 300
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randn(rows, WIDTH) * keep[:rows]), torch.randint(0, 10, (rows,))).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("script", [sampled_buffer, mask_of_a_layer])
+def test_what_is_read_now_and_then_is_not_held_past_its_use(script: Script, whole: bool, tmp_path: Path) -> None:
+    """A buffer that is sampled from is in use as a whole."""
+    assert not _told(_recorded(script, tmp_path / "a", whole=whole), "held-result")
+
+
+def test_a_list_that_nobody_reads_is_held_past_its_use(tmp_path: Path) -> None:
+    found = _told(_recorded(sampled_buffer, tmp_path / "a", mended=True), "held-result")
+    assert ["seen[...]" in f.text for f in found] == [True]
+
+
+def averaged(mended: bool) -> None:  # noqa: FBT001
+    """An average of the parameters, written every third step, or (mended) no more."""
+    model = _net()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+    optimizer = _sgd(model)
+    for i in range(8):
+        _update(model, optimizer)
+        if i % 3 == 2 and not mended:
+            average.update_parameters(model)
+
+
+def test_an_average_that_a_later_step_writes_is_no_forgotten_copy(tmp_path: Path) -> None:
+    """One that is never written is."""
+    assert not _told(_recorded(averaged, tmp_path / "a"), "model-copies")
+    assert not _told(_recorded(averaged, tmp_path / "b"), "held-result")
+    assert len(_told(_recorded(averaged, tmp_path / "c", mended=True), "model-copies")) == 1
+
+
+def summed_validation(mended: bool) -> None:  # noqa: FBT001
+    """The validation's loss is summed up with its graphs."""
+    model = _net()
+    optimizer = _sgd(model)
+    for _ in range(3):
+        for _ in range(2):
+            _update(model, optimizer, 256)
+        model.eval()
+        total = torch.zeros(())
+        with torch.set_grad_enabled(not mended):
+            for _ in range(5):
+                x = torch.randn(1024, WIDTH)
+                total = total + F.cross_entropy(model(x), torch.randint(0, 10, (1024,)))
+        model.train()
+
+
+def outputs_of_the_batch_before(mended: bool) -> None:  # noqa: FBT001
+    """The logits stay in a variable until the next ones are there, through the backward and the next forward."""
+    model = _net(4000)
+    optimizer = _sgd(model)
+    for _ in range(4):
+        x = torch.randn(512, WIDTH)
+        logits = model(x)
+        loss = F.cross_entropy(logits, torch.randint(0, 4000, (512,)))
+        if mended:
+            del logits
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def outputs_of_the_evaluated_batch_before(mended: bool) -> None:  # noqa: FBT001
+    """So do an evaluation's."""
+    model = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, 2000))
+    optimizer = _sgd(model)
+    for _ in range(3):
+        _update(model, optimizer)
+        with torch.no_grad():
+            for _ in range(3):
+                out = model(torch.randn(1024, WIDTH))
+                assert out.argmax(1).sum().item() >= 0
+                if mended:
+                    del out
+
+
+def zeroed_by_hand(mended: bool) -> None:  # noqa: FBT001
+    """Without an optimizer."""
+    model = nn.Sequential(nn.Linear(WIDTH, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1000))
+    for _ in range(5):
+        loss = F.cross_entropy(model(torch.randn(1024, WIDTH)), torch.randint(0, 1000, (1024,)))
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                assert p.grad is not None
+                p -= 0.01 * p.grad
+                if mended:
+                    p.grad = None
+                else:
+                    p.grad.zero_()
+        del loss
+
+
+def graph_after_a_high_setup(mended: bool) -> None:  # noqa: FBT001
+    """The setup stands above every step; the evaluation of a late one records a graph."""
+    data = torch.randn(20_000, WIDTH, dtype=torch.float64).float()[:2000].clone()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 10))
+    optimizer = _sgd(model)
+    for i in range(8):
+        _update(model, optimizer)
+        if i == 5:
+            with torch.set_grad_enabled(not mended):
+                model(data).argmax(1)
+
+
+CASES: dict[str, tuple[Script, str]] = {
+    "summed validation": (summed_validation, "evaluation-graph"),
+    "outputs of the batch before": (outputs_of_the_batch_before, "held-result"),
+    "outputs of the evaluated batch before": (outputs_of_the_evaluated_batch_before, "held-result"),
+    "zeroed by hand": (zeroed_by_hand, "zeroed-gradients"),
+    "graph after a high setup": (graph_after_a_high_setup, "evaluation-graph"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_everyday_loops_could_let_go_of_is_found_with_what_it_saves(name: str, tmp_path: Path) -> None:
+    """The change made for real. An evaluation that records a graph counts as the next step's: there the runs are compared."""
+    script, kind = CASES[name]
+    _recorded(script, tmp_path / "warm")
+    flawed, mended = _recorded(script, tmp_path / "a"), _recorded(script, tmp_path / "b", mended=True)
+    found = _told(flawed, kind)
+    assert len(found) == 1, [(f.id, f.text) for f in findings(flawed)]
+    assert not _told(mended, kind)
+
+    def above(recording: store.Recording) -> int:
+        peaks = {r.step: r.peak_bytes for r in recording.steps if r.step >= 0}
+        highest = max(peaks.values()) if kind == "evaluation-graph" else peaks[found[0].step]
+        return highest - recording.steps[0].start_bytes
+
+    saved = above(flawed) - above(mended)
+    assert saved > 0
+    assert abs(found[0].saving_bytes - saved) <= max(SHARE * saved, BYTES), (found[0], saved)
+
+
+def failing_validation(mended: bool) -> None:  # noqa: FBT001
+    """Memory runs out in the first validation, whose graphs are recorded."""
+    model = _net()
+    optimizer = _sgd(model)
+    for _ in range(4):
+        _update(model, optimizer)
+    model.eval()
+    total = torch.zeros(())
+    with torch.set_grad_enabled(not mended):
+        for _ in range(5):
+            total = total + F.cross_entropy(model(torch.randn(1024, WIDTH)), torch.randint(0, 10, (1024,)))
+
+
+def test_memory_that_ran_out_in_a_validation_is_laid_to_the_graph_that_it_records(tmp_path: Path) -> None:
+    """It is the first of those that alone would let it fit."""
+    peaks = []
+    for mended in (True, False, True, False):  # the first two make libraries warm
+        live = live_now()
+        heap().tensor_peak = live
+        failing_validation(mended)
+        peaks.append(heap().tensor_peak - live)
+    cap = live_now() + sum(peaks[2:]) // 2
+    heap().cap = cap
+    try:
+        with pytest.raises(RuntimeError, match="allocate memory"), lowtide.record(tmp_path / "oom"):
+            failing_validation(mended=False)
+    finally:
+        heap().cap = 0
+    fitting = would_fit(findings(store.read(tmp_path / "oom")), cap)
+    assert fitting[0].id == "evaluation-graph", [(f.id, f.text) for f in fitting]
+
+
+def two_backwards(mended: bool) -> None:  # noqa: FBT001, ARG001
+    """The second is the higher one."""
+    small, large = nn.Linear(64, 8), nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+    optimizer = torch.optim.SGD([*small.parameters(), *large.parameters()], 0.01)
+    for _ in range(4):
+        optimizer.zero_grad()
+        small(torch.randn(64, 64)).square().mean().backward()
+        large(torch.randn(2048, WIDTH)).square().mean().backward()
+        optimizer.step()
+
+
+def test_what_a_backward_gains_is_told_from_its_own_beginning(tmp_path: Path) -> None:
+    """The activations of the second forward are nothing that its backward has gained."""
+    found = _told(_recorded(two_backwards, tmp_path / "a"), "backward-extra")
+    assert len(found) == 1
+    assert not re.search(r"gained .*(activation|input)", found[0].text), found[0].text
