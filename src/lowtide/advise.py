@@ -60,7 +60,7 @@ def zeroed_gradients(case: Case) -> Iterator[Finding]:
     """Gradients that are zeroed but not freed lie there through the forward."""
     step = case.step
     zeroed = [(i, b) for i, b in enumerate(step.blocks)
-              if b.role is Role.GRADIENT and b.born < 0 and any(_zeroes(step, w) for w in b.writes)]
+              if b.role is Role.GRADIENT and b.born < 0 and (any(_zeroes(step, w) for w in b.writes) or _left_zeroed(b, case))]
     total = sum(b.bytes for _, b in zeroed)
     if total < NOTABLE * case.peak:
         return
@@ -88,6 +88,14 @@ def zeroed_gradients(case: Case) -> Iterator[Finding]:
         "zero_grad(set_to_none=True), torch's default",
         change,
     )
+
+
+def _left_zeroed(block: Block, case: Case) -> bool:
+    """Whether the step before ended with a block zeroed, and nothing was added to it since."""
+    if block.writes or block.number not in case.earlier:
+        return False
+    step, before = case.earlier[block.number]
+    return bool(before.writes) and _zeroes(step, before.writes[-1])
 
 
 def _zeroes(step: Step, write: int) -> bool:

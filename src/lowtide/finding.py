@@ -106,6 +106,12 @@ class Case:
         return next((s for s in self.steps if s.row.step == self.step.row.step + 1), None)
 
     @cached_property
+    def earlier(self) -> Mapping[int, tuple[Step, Block]]:
+        """Blocks of the step before it, by number, if its operators were kept."""
+        before = next((s for s in self.steps if s.row.step == self.step.row.step - 1), None)
+        return {} if before is None else {b.number: (before, b) for b in before.blocks}
+
+    @cached_property
     def later(self) -> Mapping[int, Block]:
         """Its blocks, by number."""
         return {} if self.following is None else {b.number: b for b in self.following.blocks}

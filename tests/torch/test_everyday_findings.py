@@ -146,6 +146,8 @@ def averaged(mended: bool) -> None:  # noqa: FBT001
         _update(model, optimizer)
         if i % 3 == 2 and not mended:
             average.update_parameters(model)
+            with torch.no_grad():
+                average(torch.randn(8, WIDTH))
 
 
 def test_an_average_that_a_later_step_writes_is_no_forgotten_copy(tmp_path: Path) -> None:
@@ -271,23 +273,32 @@ def failing_validation(mended: bool) -> None:  # noqa: FBT001
             total = total + F.cross_entropy(model(torch.randn(1024, WIDTH)), torch.randint(0, 10, (1024,)))
 
 
-def test_memory_that_ran_out_in_a_validation_is_laid_to_the_graph_that_it_records(tmp_path: Path) -> None:
+FAILING: dict[str, tuple[Script, str]] = {
+    "validation": (failing_validation, "evaluation-graph"),
+    "zeroed by hand": (zeroed_by_hand, "zeroed-gradients"),
+    "outputs of the evaluated batch before": (outputs_of_the_evaluated_batch_before, "held-result"),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_memory_that_ran_out_is_laid_to_what_could_have_been_let_go(name: str, tmp_path: Path) -> None:
     """It is the first of those that alone would let it fit."""
+    script, kind = FAILING[name]
     peaks = []
     for mended in (True, False, True, False):  # the first two make libraries warm
         live = live_now()
         heap().tensor_peak = live
-        failing_validation(mended)
+        script(mended)
         peaks.append(heap().tensor_peak - live)
     cap = live_now() + sum(peaks[2:]) // 2
     heap().cap = cap
     try:
         with pytest.raises(RuntimeError, match="allocate memory"), lowtide.record(tmp_path / "oom"):
-            failing_validation(mended=False)
+            script(False)  # noqa: FBT003
     finally:
         heap().cap = 0
     fitting = would_fit(findings(store.read(tmp_path / "oom")), cap)
-    assert fitting[0].id == "evaluation-graph", [(f.id, f.text) for f in fitting]
+    assert fitting[0].id == kind, [(f.id, f.text) for f in fitting]
 
 
 def two_backwards(mended: bool) -> None:  # noqa: FBT001, ARG001

@@ -264,7 +264,7 @@ class Watcher:
 
     def _note_last_use(self, block: Block) -> None:
         """A large block that was used again in a step after the one in which it appeared: in which last?"""
-        asked = block.bytes >= HELD_BYTES and block.role not in (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE)
+        asked = block.bytes >= HELD_BYTES and block.role not in (Role.GRADIENT, Role.OPTIMIZER_STATE)
         if asked and block.read > block.made and len(self.later) < MOST_LATER:
             self.later.append((block.number, block.read, block.written))
 
