@@ -46,11 +46,18 @@ def findings(recording: Recording) -> list[Finding]:
     last = step.row.step == recording.steps[-1].step
     case = Case(
         steps, step, int(recording.meta.get("cap_bytes") or 0), recording.meta.get("allocator") or {}, last=last,
-        later_use={n: (read, written) for n, read, written in recording.meta.get("later") or ()},
+        later_use=_later_use(recording.meta.get("later")),
         whole=bool(recording.meta.get("whole")),
     )
     found = [f for finder in FINDERS for f in finder(case)]
     return sorted(found, key=lambda f: (f.id in LEVERS, -f.saving_bytes) if f.saving_bytes else (True, 1))
+
+
+def _later_use(found: object) -> dict[int, tuple[int, int]]:
+    """Rows of (block, last step that read it, last that wrote it), out of a file that may have been changed."""
+    rows = found if isinstance(found, list) else []
+    sound = (r for r in rows if isinstance(r, list) and len(r) == 3 and all(isinstance(x, int) for x in r))
+    return {number: (read, written) for number, read, written in sound}
 
 
 # --- changes --------------------------------------------------------------------------------------------------------------

@@ -100,6 +100,12 @@ def test_a_loss_is_not_to_be_deleted_before_its_own_backward(tmp_path: Path) -> 
     assert not {("loss", "backward"), ("loss", "optimizer")}.intersection(names)
 
 
+@pytest.mark.parametrize("later", [None, 5, "x", [1], [[1, 2]], [[1, 2, None]], {"a": 1}])
+def test_uses_that_a_changed_file_tells_of_are_left_out(later: object, tmp_path: Path) -> None:
+    recording = _recorded(large_scalar, tmp_path / "a")
+    assert findings(replace(recording, meta={**recording.meta, "later": later}))
+
+
 def sampled_buffer(mended: bool) -> None:  # noqa: FBT001
     """Some of what a list keeps is read again, some is not; or (mended) nothing is."""
     model = _net()
