@@ -239,8 +239,13 @@ def _copies(case: Case) -> tuple[int, frozenset[int]]:
 def evaluation_graph(case: Case) -> Iterator[Finding]:
     """A forward that recorded a graph which no backward used."""
     step = case.step
+    calls = np.flatnonzero(step.entries["kind"] == Kind.CALL)
+    within = [b for b in step.blocks if b.role is None and b.saved and b.phase is Phase.FORWARD]
+    trained = {int(np.searchsorted(calls, b.born)) for b in within if _is_used(b, step)} - {0}
     unused, inputs = [], []
     for i, b in enumerate(step.blocks):
+        if int(np.searchsorted(calls, b.born)) in trained:  # an output that no loss was made of, but no evaluation
+            continue
         made = b.counted and b.saved and b.phase in (Phase.FORWARD, Phase.LOSS, Phase.DATA)
         if made and not _is_used(b, step) and not (_is_saved_still(b, step) and _may_be_used(b, case)):
             if _is_batch(b):

@@ -266,6 +266,32 @@ def test_what_everyday_loops_could_let_go_of_is_found_with_what_it_saves(name: s
     assert abs(found[0].saving_bytes - saved) <= max(SHARE * saved, BYTES), (found[0], saved)
 
 
+class _TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
+        self.second = nn.Sequential(nn.Linear(WIDTH, 512), nn.ReLU(), nn.Linear(512, 512))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.body(x).relu()
+        return self.first(h), self.second(h)
+
+
+def head_without_a_loss(mended: bool) -> None:  # noqa: FBT001, ARG001
+    """This task trains one of two heads."""
+    model = _TwoHeads()
+    optimizer = _sgd(model)
+    for _ in range(5):
+        optimizer.zero_grad()
+        out, _unused = model(torch.randn(2048, WIDTH))
+        F.cross_entropy(out, torch.randint(0, 10, (2048,))).backward()
+        optimizer.step()
+
+
+def test_a_head_that_no_loss_asks_is_no_evaluation(tmp_path: Path) -> None:
+    assert not _told(_recorded(head_without_a_loss, tmp_path / "a"), "evaluation-graph")
+
+
 def failing_validation(mended: bool) -> None:  # noqa: FBT001
     """Memory runs out in the first validation, whose graphs are recorded."""
     model = _net()
