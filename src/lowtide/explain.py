@@ -39,6 +39,7 @@ class Block:
         writes: those among them that wrote it in place.
         shown: of each of them, bytes of the tensors on it that it was given; 0 where the recording does not say.
         held: variables of the script seen to refer to it.
+        holder: the one that referred to it when memory ran out: it may be just in use.
         role: as it was recognised; None where its life tells.
         met: whether it was there before it was seen.
         open: whether the step was cut short while it lived, so that later uses of it are not known.
@@ -62,6 +63,7 @@ class Block:
     held: list[str]
     met: bool = False
     open: bool = False
+    holder: str = ""
     shown: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -129,9 +131,10 @@ class Step:
                 open_saves[number] = (int(row["saves"]), 0)
         op = (0, 0, 0)
         at = -1
+        failed = False
         for i, (_, kind, phase, flags, a, b, c, size, _, _) in enumerate(self.entries.tolist()):
             if kind in (Kind.OP, Kind.DENIED):
-                op, at = (a, b, c), i
+                op, at, failed = (a, b, c), i, kind == Kind.DENIED
                 continue
             if kind == Kind.BORN:
                 met = bool(flags & Flag.MET)
@@ -163,6 +166,8 @@ class Step:
                     block.saved.append((since, i))
             elif kind == Kind.ROLE:
                 block.role, block.name = Role(flags), self._name(b)
+            elif kind == Kind.HELD and failed:
+                block.holder = self._name(b)
             elif kind == Kind.HELD:
                 block.held.append(self._name(b))
         for number, (_, since) in open_saves.items():
@@ -341,7 +346,7 @@ def _moment(step: Step, k: int, *, denied: bool) -> PeakReport:
 
 def _top_row(block: Block, role: Role) -> dict[str, Any]:
     return {"bytes": block.bytes, "role": role.name.lower(), "name": block.title, "module": block.module,
-            "source": block.source, "held_by": block.held[-1] if block.held else ""}
+            "source": block.source, "held_by": block.holder or (block.held[-1] if block.held else "")}
 
 
 _laid_out: WeakKeyDictionary[Recording, list[Step]] = WeakKeyDictionary()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from harness import heap, live_now
 from lowtide.advise import findings, would_fit
+from lowtide.explain import peak_report, steps_of
 from lowtide.finding import Finding
 from torch import nn
 from torch.nn import functional as F
@@ -331,6 +332,38 @@ def test_memory_that_ran_out_is_laid_to_what_could_have_been_let_go(name: str, t
         heap().cap = 0
     fitting = would_fit(findings(store.read(tmp_path / "oom")), cap)
     assert fitting[0].id == kind, [(f.id, f.text) for f in fitting]
+
+
+class _Distances(nn.Module):
+    """A local variable of its forward outlives its use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points, self.out = nn.Parameter(torch.randn(500, 32)), nn.Linear(500, 2000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        distances = torch.cdist(x, self.points.detach())
+        near = (distances < 8).float()
+        return self.out(near)
+
+
+def test_the_variable_that_holds_what_was_there_when_memory_ran_out_is_named(tmp_path: Path) -> None:
+    """It may be in use: no finding tells to let go of it."""
+    model = _Distances()
+    x = torch.randn(1000, 32)
+    model(x)
+    heap().cap = live_now() + (10 << 20)
+    try:
+        with pytest.raises(RuntimeError, match="allocate memory"), lowtide.record(tmp_path / "oom"):
+            model(x)
+    finally:
+        heap().cap = 0
+    recording = store.read(tmp_path / "oom")
+    report = peak_report(next(s for s in steps_of(recording) if s.denied.any()))
+    assert report is not None
+    named = {str(row["held_by"]).split(" ")[0] for row in report.top}
+    assert {"distances", "near"} & named, (report.op, report.top)
+    assert not _told(recording, "held-result")
 
 
 def two_backwards(mended: bool) -> None:  # noqa: FBT001, ARG001

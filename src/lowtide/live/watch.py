@@ -487,6 +487,8 @@ class Watcher:
             if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or meter.denied() > denied:
                 self.write(Kind.DENIED, op, module, source, size=meter.denied_bytes(), live=meter.live(), peak=meter.op_peak())
                 self._note_reads(info_of(func), args, kwargs)
+                with contextlib.suppress(MemoryError):
+                    self._look_for_holders()
             raise
         info = info_of(func)
         peak, after = meter.op_peak(), meter.live()
