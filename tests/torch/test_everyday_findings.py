@@ -101,6 +101,28 @@ def test_a_loss_is_not_to_be_deleted_before_its_own_backward(tmp_path: Path) -> 
     assert not {("loss", "backward"), ("loss", "optimizer")}.intersection(names)
 
 
+def carried_state(mended: bool) -> None:  # noqa: FBT001, ARG001
+    """What each of many steps hands on to the next."""
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = _sgd(model)
+    state = torch.zeros(128, WIDTH)
+    for _ in range(60):
+        optimizer.zero_grad()
+        state = model(state).tanh()
+        state.square().mean().backward()
+        state = state.detach()
+        optimizer.step()
+
+
+def test_later_uses_are_noted_of_what_a_kept_step_shows_alone(tmp_path: Path) -> None:
+    """A long run's notes do not grow with its steps."""
+    recording = _recorded(carried_state, tmp_path / "a")
+    kept = [row.step for row in recording.steps if row.entries is not None]
+    assert len(recording.steps) > 50
+    assert 0 < len(recording.meta["later"]) <= 3 * len(kept)
+    assert not _told(recording, "held-result")
+
+
 @pytest.mark.parametrize("later", [None, 5, "x", [1], [[1, 2]], [[1, 2, None]], {"a": 1}])
 def test_uses_that_a_changed_file_tells_of_are_left_out(later: object, tmp_path: Path) -> None:
     recording = _recorded(large_scalar, tmp_path / "a")

@@ -263,9 +263,10 @@ class Watcher:
         return not (self._most and self.step >= self._most) and len(self.later) < MOST_LATER
 
     def _note_last_use(self, block: Block) -> None:
-        """A large block that was used again in a step after the one in which it appeared: in which last?"""
-        asked = block.bytes >= HELD_BYTES and block.role not in (Role.GRADIENT, Role.OPTIMIZER_STATE)
-        if asked and block.read > block.made and len(self.later) < MOST_LATER:
+        """A large block that was used again after a step that is kept, in which it was there: in which last?"""
+        if block.bytes < HELD_BYTES or block.role in (Role.GRADIENT, Role.OPTIMIZER_STATE) or len(self.later) >= MOST_LATER:
+            return
+        if any(block.made <= step < block.read for step in (*range(-1, FIRST_STEPS), *self._kept)):
             self.later.append((block.number, block.read, block.written))
 
     def forked(self) -> None:
