@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from harness import above_of, budgeted, kept, plain_of
+from harness import FIRST_CALLS_BYTES, above_of, budgeted, kept, plain_of
 from torch import nn
 
 STEPS, WIDTH, ROWS, BLOCKS, TURNS = 6, 96, 384, 4, 3
@@ -153,6 +153,29 @@ def walk() -> zoo.Job:
     return zoo.Job(step, [model], [optimizer])
 
 
+class Attacked(nn.Module):
+    """Looks for the worst input near the one it gets, beside an open graph: each turn's gradient makes the next one's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.net = Cells(1), Cells(1)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        """Rows (rows, width) to rows of the same width."""
+        h = self.cells(h)
+        shift = torch.zeros_like(h)
+        for _ in range(20):
+            shift = shift.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.net(h.detach() + shift).square().mean(), shift)
+            shift = shift + 0.01 * slope.sign()
+        return self.net(h + shift.detach())
+
+
+def attacked() -> zoo.Job:
+    """Adversarial training."""
+    return zoo.simple(Attacked(), lambda m, _: m(torch.randn(ROWS, WIDTH)).square().mean())
+
+
 def functions() -> zoo.Job:
     """Custom functions."""
     return zoo.simple(Functions(), lambda m, _: m(torch.randn(ROWS, WIDTH)).square().mean())
@@ -205,7 +228,19 @@ def test_bits_budget_and_plan_hold(make: Callable[[], zoo.Job], share: float) ->
 def test_what_was_read_is_not_mistaken_for_what_lies_there_now(share: float) -> None:
     run = budgeted(walk, above_of(plain_of(walk, STEPS), share), STEPS, offload=False)
     assert run.bits == plain_of(walk, STEPS).bits
+    assert kept(run), run.over
     assert run.outcome.steps[-1].policy == "planned"
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("share", "policy"), [(1.02, "plain"), (0.8, "planned")])
+def test_what_only_records_hold_goes_before_the_budget_is_crossed(share: float, policy: str, *, offload: bool) -> None:
+    """Twenty turns' gradients, any of which would make the last one again, are as much as the step itself."""
+    reference = plain_of(attacked, 8)
+    run = budgeted(attacked, above_of(reference, share), 8, offload=offload)
+    assert run.bits == reference.bits
+    assert run.peak_bytes <= run.budget_bytes + FIRST_CALLS_BYTES, run.over
+    assert [s.policy for s in run.outcome.steps[2:]] == [policy] * 6  # none is recorded anew
 
 
 def test_each_step_of_a_loop_in_one_call_is_one() -> None:

@@ -175,8 +175,10 @@ class FullMode(Mode):
         known = value is not None and value.record is not None and not value.tainted
         anchored = loose or value is None or not (known or owned)
         argument = Argument(None if loose else value, tensor, anchored=anchored)
-        if anchored and value is not None and self.recorder is not None and not _is_parameter(tensor):
-            self.recorder.anchored(value)
+        if argument.anchor is not None and value is not None and not _is_parameter(tensor):
+            self.evictor.anchors.add(argument.anchor)
+            if self.recorder is not None:
+                self.recorder.anchored(value)
         return argument
 
     def _writes_can_be_replayed(self, info: OpInfo, args: Any, kwargs: Any) -> bool:

@@ -7,6 +7,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -22,6 +23,8 @@ from lowtide.live.replay import remake
 from lowtide.live.tensors import beneath_autograd, on_storage
 from lowtide.live.value import (
     PLAIN_TYPES,
+    Anchor,
+    Argument,
     Record,
     Value,
     bytes_of,
@@ -117,6 +120,7 @@ class Evictor:
         self.kept: dict[Value, None] = {}
         self.away: weakref.WeakSet[Value] = weakref.WeakSet()
         self.weakly: weakref.WeakSet[Value] = weakref.WeakSet()
+        self.anchors: weakref.WeakSet[Anchor] = weakref.WeakSet()
         self.tally = Tally()
         self.on_unheld: Callable[[Value], None] | None = None
         self.on_back: Callable[[Value], None] | None = None
@@ -326,6 +330,8 @@ class Evictor:
 
     def make_room(self, needed: int) -> int:
         """Let go of at least so many bytes, the cheapest per byte and time to next use first; the bytes freed."""
+        alone = self._alone()
+        wanted: set[int] = set()
         offers = []
         for value in self.kept:
             if value.bytes < SMALLEST_BYTES or value.tensor is None or value.busy or value in self.barred:
@@ -334,6 +340,12 @@ class Evictor:
             if not sole_owner(value.tensor.untyped_storage(), aliases):
                 continue
             drop = self._chain_seconds(value) if aliases == 1 and self._can_drop(value) else math.inf
+            if alone and drop < math.inf:
+                behind = _anchors_behind((value,)) & alone.keys()
+                if sum(alone[key] for key in behind) >= value.bytes:
+                    drop = math.inf  # what it is made from would have to stay, and is larger
+                else:
+                    wanted |= behind
             move = self._move_seconds(value)
             if min(drop, move) == math.inf:
                 continue
@@ -341,12 +353,14 @@ class Evictor:
             offers.append((min(drop, move) / (value.bytes * idle), drop <= move, value))
         offers.sort(key=lambda o: o[0])
         target = needed + (self.limit_bytes >> 6)
-        freed = 0
+        freed = self._forget(alone.keys() - wanted)
         for _, dropped, value in offers:
             if freed >= target:
                 break
             if self._let_go(value, dropped=dropped):
                 freed += value.bytes
+        if freed < needed:
+            freed += self._forget(alone.keys() & wanted)
         return freed if freed >= needed else freed + self._move_kept(target - freed)
 
     def _move_seconds(self, value: Value) -> float:
@@ -354,6 +368,27 @@ class Evictor:
         if speed is None:
             return math.inf
         return speed.read_seconds(value.bytes) + (0.0 if value.ticket is not None else value.bytes / speed.write)
+
+    def _alone(self) -> dict[int, int]:
+        """Anchors (their ids) that nothing but records hold, and that no value needs to come back; their bytes."""
+        found = {
+            id(anchor): storage.nbytes()
+            for storage, group in held_alone(self.anchors) if storage.nbytes() >= SMALLEST_BYTES
+            for anchor in group
+        }
+        for key in _anchors_behind((*self._dropped(), *self.weakly)) if found else ():
+            found.pop(key, None)
+        return found
+
+    def _forget(self, anchors: AbstractSet[int]) -> int:
+        """Let go of anchors: what would be made again from them stays from here on; the bytes freed."""
+        if not anchors:
+            return 0
+        before = self.meter.live()
+        needed = _anchors_behind((*self._dropped(), *self.weakly))  # more was dropped since they were alone
+        for value in _readers_of(anchors - needed, (*self.ledger.values(), *self.kept, *self.away, *self.weakly)):
+            value.record = None
+        return before - self.meter.live()
 
     def _move_kept(self, needed: int) -> int:
         """Move what a planned forward holds that left its plan: saved tensors and inputs of replays; the bytes freed."""
@@ -597,6 +632,32 @@ def _made_from(source: Value, values: Iterable[Value]) -> set[Value]:
             known[id(record)] = any(v is source or bool(settled(v.record)) for v in read)
             stack.pop()
     return {v for v in values if v is not source and settled(v.record)}
+
+
+def _anchors_behind(values: Iterable[Value]) -> set[int]:
+    """The anchors (their ids) that chains may read which make values again."""
+
+    def is_remade(argument: Argument) -> bool:
+        value = argument.value
+        return argument.anchor is None and value is not None and value.tensor is None and value.ticket is None
+
+    return {id(a.anchor) for value in values for record in records_behind(value, is_remade) for a in record.inputs}
+
+
+def _readers_of(anchors: AbstractSet[int], values: Iterable[Value]) -> list[Value]:
+    """What is made from anchors (their ids) at once, among values and all that they were made from."""
+    found: list[Value] = []
+    seen: set[int] = set()
+    stack = list(values)
+    while stack:
+        value = stack.pop()
+        if id(value) in seen or value.record is None:
+            continue
+        seen.add(id(value))
+        stack += (a.value for a in value.record.inputs if a.value is not None)
+        if any(id(a.anchor) in anchors for a in value.record.inputs):
+            found.append(value)
+    return found
 
 
 def _depends(value: Value, on: Value) -> bool:

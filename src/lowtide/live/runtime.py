@@ -529,6 +529,8 @@ class Runtime:
             return
         owes = self.saver.outstanding > 0 or (lean is not None and lean.lost and lean.owes())
         within = self.clock.open > 0 and not unit.stepped  # of a module: its own graph, too, is still to be asked for
+        if lean is None and unit.recorder is None:  # nobody counts what it still has
+            owes = within if unit.entry is None else unit.backwards < len(unit.entry.backward_starts)
         if not owes or unit.consumed >= (BACKWARDS_WITHIN if within else BACKWARDS):
             self._end_unit()
             if self.clock.depth:
