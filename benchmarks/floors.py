@@ -3,7 +3,7 @@
 Each model trains plainly for some steps; then under nine tenths of what a step adds, from which its unit's proven floor and
 the lowest plan are read; then under that lowest plan's peak, to see it held. Shares are of the plain peak above what is
 resident (parameters, buffers, optimizer states). Gradients are shown apart: no plan moves them, and the smaller the batch, the
-more they weigh.
+more they weigh. The last column is the lowest plan where layers may run in pieces.
 
 Prints a table and, with ``--json FILE``, writes every figure with the machine's name.
 """
@@ -24,7 +24,7 @@ from steps import Step, image, language
 
 import lowtide
 import torch
-from lowtide.allowed import SLICES, UPDATE
+from lowtide.allowed import PIECES, SLICES, UPDATE
 from lowtide.live.heap import counters
 from lowtide.units import format_bytes
 from process import machine, with_counter
@@ -143,18 +143,20 @@ def measure(name: str) -> dict[str, Any]:
     step()
     plain = counter.tensor_peak - outside
 
-    def budgeted(budget: int) -> tuple[int, Any]:
-        with lowtide.budget(outside + budget, without=(UPDATE, SLICES)) as run:
+    def budgeted(budget: int, allow: tuple[str, ...] = ()) -> tuple[int, Any]:
+        with lowtide.budget(outside + budget, allow=allow, without=(UPDATE, SLICES)) as run:
             for _ in range(SETTLING):
                 step()
         return run.outcome.steps[-1].peak_bytes - outside, run.outcome.plan
 
     _, plan = budgeted(resident + int(0.9 * (plain - resident)))
     lowest, bound = plan.lowest_peak_bytes - outside, plan.bound_peak_bytes - outside
-    held, plan = budgeted(lowest + (64 << 10))
+    held, _ = budgeted(lowest + (64 << 10))
+    _, pieces = budgeted(resident + int(0.9 * (plain - resident)), (PIECES,))
     return {
         "model": name, "what": (MODELS[name].__doc__ or "").rstrip("."), "plain_peak_bytes": plain, "resident_bytes": resident,
         "gradient_bytes": step.gradient_bytes, "bound_bytes": bound, "lowest_bytes": lowest, "held_bytes": held,
+        "pieces_bytes": pieces.lowest_peak_bytes - outside,
     }
 
 
@@ -167,7 +169,7 @@ def row(found: dict[str, Any]) -> tuple[str, ...]:
 
     return (
         found["what"], format_bytes(added), f"{found['gradient_bytes'] / added:.0%}",
-        share("bound_bytes"), share("lowest_bytes"), share("held_bytes"),
+        share("bound_bytes"), share("lowest_bytes"), share("held_bytes"), share("pieces_bytes"),
     )
 
 
@@ -182,7 +184,7 @@ def main() -> None:
     with Progress(transient=True) as progress:
         results = [measure(name) for name in progress.track(names, description="measuring")]
     table = Table(title="How low recompute and offload alone go")
-    for column in ("model", "a step adds", "gradients", "proven floor", "lowest plan", "held"):
+    for column in ("model", "a step adds", "gradients", "proven floor", "lowest plan", "held", "with split-ops"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for result in results:
         table.add_row(*row(result))

@@ -55,7 +55,7 @@ LEVERS: Final[dict[str, Allowed]] = {
         Allowed(
             name=PIECES,
             exact=False,
-            text="recurrent layers run over pieces of the sequence, attention over samples",
+            text="recurrent layers over pieces of the sequence, attention and convolutions' backwards over samples",
             bits="the sums of weights' gradients are rounded in another order",
         ),
     )

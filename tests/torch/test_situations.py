@@ -33,7 +33,8 @@ def test_bits_and_budget_hold(name: str, share: float, offload: bool) -> None:
         return
     assert run.bits == reference.bits
     if name in OUT_OF_REACH:
-        assert all(s.peak_bytes > run.budget_bytes for s in run.outcome.steps)
+        assert any(s.peak_bytes > run.budget_bytes for s in run.outcome.steps)
+        assert run.outcome.unreached
     elif (name, offload) not in NOT_HELD_AT_ONCE:
         assert run.peak_bytes <= run.budget_bytes + FIRST_CALLS_BYTES, run.over
 

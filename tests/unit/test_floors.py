@@ -99,6 +99,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "live.update",
         "live.loss",
         "live.logits",
+        "live.samples",
         "live.pieces",
         "live.runtime",
         "live.trial",

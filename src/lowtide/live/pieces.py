@@ -1,4 +1,5 @@
-"""One layer in pieces, so that no operator works on all of it: recurrent layers over time, attention over samples.
+"""One layer in pieces, so that no operator works on all of it: recurrent layers over time, attention over samples, backwards
+of convolutions and batch norms over samples and channels (``live/samples``).
 
 oneDNN and cuDNN run a recurrent layer over the whole sequence as one operator, whose workspace and whose backward are as large
 as the sequence. In pieces the state is carried from one to the next; each piece's saved values can be let go and made again
@@ -17,12 +18,15 @@ from torch.nn import functional
 import torch
 from lowtide.allowed import PIECES
 from lowtide.live.outcome import LeverFigures
+from lowtide.live.samples import Convolution, Norm, pieces_of
 from lowtide.live.wraps import Wraps
 
 COUNT: Final = 10
 """Pieces of a sequence ..."""
 SHORTEST: Final = 4
 """... of so many time steps at least."""
+SMALLEST_BYTES: Final = 1 << 20
+"""Input of a convolution or a batch norm whose backward runs in pieces, at least."""
 MATH: Final = 0
 """``torch._fused_sdp_choice``: attention scores are whole in memory (``SDPBackend.MATH``)."""
 
@@ -34,20 +38,29 @@ class Pieces:
     Attributes:
         layers: how many recurrent layers ran in pieces.
         attentions: how many attentions did.
+        convolutions: how many convolutions have a backward in pieces.
+        norms: how many batch norms have.
     """
 
     def __init__(self) -> None:
         """Wrap nothing yet."""
         self.layers = 0
         self.attentions = 0
+        self.convolutions = 0
+        self.norms = 0
         self._on = False
         self._wraps = Wraps()
 
     def install(self) -> None:
-        """Wrap torch's recurrent layers and its attention."""
+        """Wrap torch's recurrent layers, its attention, its convolutions and its batch norm."""
         for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
             self._wraps.put(torch._VF, name, self._recurrent)
         self._wraps.put(functional, "scaled_dot_product_attention", self._attention)
+        for sides in (1, 2, 3):
+            for owner in (torch, functional):
+                self._wraps.put(owner, f"conv{sides}d", functools.partial(self._convolution, sides))
+                self._wraps.put(owner, f"conv_transpose{sides}d", functools.partial(self._transposed, sides))
+        self._wraps.put(torch, "batch_norm", self._norm)
         self._on = True
 
     def remove(self) -> None:
@@ -57,7 +70,10 @@ class Pieces:
 
     def figures(self) -> list[LeverFigures]:
         """What became of the lever."""
-        counts = ((self.layers, "recurrent layers"), (self.attentions, "attentions"))
+        counts = (
+            (self.layers, "recurrent layers"), (self.attentions, "attentions"),
+            (self.convolutions, "backwards of convolutions"), (self.norms, "backwards of batch norms"),
+        )
         told = [f"{n} {what} ran in pieces" for n, what in counts if n]
         return [LeverFigures(name=PIECES, used=bool(told), text=", ".join(told) or "nothing was found to cut into pieces")]
 
@@ -123,6 +139,88 @@ class Pieces:
             return torch.cat(parts)
 
         return attention
+
+    # --- convolutions and batch norms --------------------------------------------------------------------------------
+
+    def _convolution(self, sides: int, original: Any) -> Any:
+        @functools.wraps(original)
+        def convolution(
+            input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1  # noqa: A002
+        ) -> Any:
+            if not self._on or isinstance(padding, str) or not _is_cut(input, sides, weight, bias):
+                return original(input, weight, bias, stride, padding, dilation, groups)
+            how = (_each(stride, sides), _each(padding, sides), _each(dilation, sides), False, [0] * sides, groups)
+            return self._convolved(input, weight, bias, how)
+
+        return convolution
+
+    def _transposed(self, sides: int, original: Any) -> Any:
+        @functools.wraps(original)
+        def convolution(
+            input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0,  # noqa: A002
+            groups: int = 1, dilation: Any = 1,
+        ) -> Any:
+            if not self._on or not _is_cut(input, sides, weight, bias):
+                return original(input, weight, bias, stride, padding, output_padding, groups, dilation)
+            last = _each(output_padding, sides)
+            how = (_each(stride, sides), _each(padding, sides), _each(dilation, sides), True, last, groups)
+            return self._convolved(input, weight, bias, how)
+
+        return convolution
+
+    def _convolved(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: tuple[Any, ...]) -> Any:
+        self.convolutions += 1
+        given = (_as_cast(x), _as_cast(weight), None if bias is None else _as_cast(bias))
+        with torch.autocast(x.device.type, enabled=False):
+            return Convolution.apply(*given, how)  # type: ignore[no-untyped-call]
+
+    def _norm(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def norm(
+            input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float,  # noqa: A002
+            eps: float, cudnn_enabled: bool,
+        ) -> Any:
+            plain = self._on and _is_plain_layer(input, input.dim() - 2, weight, bias) and input.device.type == "cpu"
+            if not plain or not input.is_contiguous():
+                return original(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
+            self.norms += 1
+            return Norm.apply(input, weight, bias, running_mean, running_var, (training, momentum, eps))  # type: ignore[no-untyped-call]
+
+        return norm
+
+
+def _is_cut(x: Any, sides: int, weight: Any, bias: Any) -> bool:
+    """Whether a convolution's backward runs in pieces."""
+    return _is_plain_layer(x, sides, weight, bias) and pieces_of(x) > 1
+
+
+def _is_plain_layer(x: Any, sides: int, weight: Any, bias: Any) -> bool:
+    """Whether a call is over a batch of samples, in autograd's sight and in no transform's, and large enough to be cut."""
+    types = (torch.Tensor, torch.nn.Parameter)
+    given = [t for t in (x, weight, bias) if t is not None]
+    if type(x) is not torch.Tensor or any(type(t) not in types for t in given):
+        return False
+    if x.dim() != sides + 2 or x.layout is not torch.strided or x.nbytes < SMALLEST_BYTES:
+        return False
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in given) or not x.is_floating_point():
+        return False
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or torch.autograd.forward_ad._current_level >= 0:
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None
+
+
+def _each(item: Any, sides: int) -> list[int]:
+    """One number per side."""
+    found = list(item) if isinstance(item, (tuple, list)) else [item]
+    return found * sides if len(found) == 1 else found
+
+
+def _as_cast(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in the type that autocast gives to convolutions."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or tensor.dtype is torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
 
 
 def _is_plain_sequence(args: Any) -> bool:
