@@ -176,6 +176,27 @@ def attacked() -> zoo.Job:
     return zoo.simple(Attacked(), lambda m, _: m(torch.randn(ROWS, WIDTH)).square().mean())
 
 
+def searched() -> zoo.Job:
+    """The same by the script itself, outside any module."""
+    model = nn.ModuleList([Cells(2), Cells(2)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(_: int) -> torch.Tensor:
+        optimizer.zero_grad()
+        h = model[0](torch.randn(ROWS, WIDTH))
+        shift = torch.zeros_like(h)
+        for _ in range(8):
+            shift = shift.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(model[1](h.detach() + shift).square().mean(), shift)
+            shift = shift + 0.01 * slope.sign()
+        loss: torch.Tensor = model[1](h + shift.detach()).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return zoo.Job(step, [model], [optimizer])
+
+
 def functions() -> zoo.Job:
     """Custom functions."""
     return zoo.simple(Functions(), lambda m, _: m(torch.randn(ROWS, WIDTH)).square().mean())
@@ -233,7 +254,7 @@ def test_what_was_read_is_not_mistaken_for_what_lies_there_now(share: float) -> 
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize(("share", "policy"), [(1.02, "plain"), (0.8, "planned")])
+@pytest.mark.parametrize(("share", "policy"), [(1.02, "plain"), (0.9, "planned")])
 def test_what_only_records_hold_goes_before_the_budget_is_crossed(share: float, policy: str, *, offload: bool) -> None:
     """Twenty turns' gradients, any of which would make the last one again, are as much as the step itself."""
     reference = plain_of(attacked, 8)
@@ -241,6 +262,15 @@ def test_what_only_records_hold_goes_before_the_budget_is_crossed(share: float, 
     assert run.bits == reference.bits
     assert run.peak_bytes <= run.budget_bytes + FIRST_CALLS_BYTES, run.over
     assert [s.policy for s in run.outcome.steps[2:]] == [policy] * 6  # none is recorded anew
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_an_inner_loop_of_the_script_beside_an_open_graph_is_one_step_with_a_plan(*, offload: bool) -> None:
+    reference = plain_of(searched, STEPS)
+    run = budgeted(searched, above_of(reference, 0.8), STEPS, offload=offload)
+    assert run.bits == reference.bits
+    assert kept(run), run.over
+    assert [s.policy for s in run.outcome.steps[2:]] == ["planned"] * (STEPS - 2)
 
 
 def test_each_step_of_a_loop_in_one_call_is_one() -> None:

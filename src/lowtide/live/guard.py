@@ -124,6 +124,7 @@ class Evictor:
         self.tally = Tally()
         self.on_unheld: Callable[[Value], None] | None = None
         self.on_back: Callable[[Value], None] | None = None
+        self.on_anchored: Callable[[Value], None] | None = None
         self.clock = 0
         self.attempt_live_bytes = 0
         self.keeps: Iterable[weakref.ref[Any]] = ()
@@ -381,14 +382,36 @@ class Evictor:
         return found
 
     def _forget(self, anchors: AbstractSet[int]) -> int:
-        """Let go of anchors: what would be made again from them stays from here on; the bytes freed."""
-        if not anchors:
-            return 0
+        """Let go of anchors; the bytes freed.
+
+        What is made from them is not made again any more. What of it is there is an anchor of its own from here on, for all
+        that was made from it; what is not takes along what was made from it.
+        """
         before = self.meter.live()
-        needed = _anchors_behind((*self._dropped(), *self.weakly))  # more was dropped since they were alone
-        for value in _readers_of(anchors - needed, (*self.ledger.values(), *self.kept, *self.away, *self.weakly)):
-            value.record = None
+        if anchors:
+            self._cut(anchors)  # whose frame holds what goes
         return before - self.meter.live()
+
+    def _cut(self, anchors: AbstractSet[int]) -> None:
+        needed = _anchors_behind((*self._dropped(), *self.weakly))  # more was dropped since they were alone
+        first, readers = _made_from_anchors(
+            anchors - needed, (*self.ledger.values(), *self.kept, *self.away, *self.weakly)
+        )
+        cut: set[int] = set()
+        while first:
+            value = first.pop()
+            if id(value) in cut:
+                continue
+            cut.add(id(value))
+            value.record = None
+            stands = value.storage()
+            for reader, argument in readers.pop(id(value), ()):
+                if stands is None:
+                    first.append(reader)
+                elif argument.anchor is None:
+                    self.anchors.add(argument.hold())
+                    if self.on_anchored is not None:
+                        self.on_anchored(value)
 
     def _move_kept(self, needed: int) -> int:
         """Move what a planned forward holds that left its plan: saved tensors and inputs of replays; the bytes freed."""
@@ -638,15 +661,17 @@ def _anchors_behind(values: Iterable[Value]) -> set[int]:
     """The anchors (their ids) that chains may read which make values again."""
 
     def is_remade(argument: Argument) -> bool:
-        value = argument.value
-        return argument.anchor is None and value is not None and value.tensor is None and value.ticket is None
+        return argument.anchor is None and argument.value is not None and argument.value.tensor is None
 
     return {id(a.anchor) for value in values for record in records_behind(value, is_remade) for a in record.inputs}
 
 
-def _readers_of(anchors: AbstractSet[int], values: Iterable[Value]) -> list[Value]:
-    """What is made from anchors (their ids) at once, among values and all that they were made from."""
+def _made_from_anchors(
+    anchors: AbstractSet[int], values: Iterable[Value]
+) -> tuple[list[Value], dict[int, list[tuple[Value, Argument]]]]:
+    """Among values and all that they were made from: what is made from anchors (their ids) at once; who reads which value."""
     found: list[Value] = []
+    readers: dict[int, list[tuple[Value, Argument]]] = {}
     seen: set[int] = set()
     stack = list(values)
     while stack:
@@ -654,10 +679,13 @@ def _readers_of(anchors: AbstractSet[int], values: Iterable[Value]) -> list[Valu
         if id(value) in seen or value.record is None:
             continue
         seen.add(id(value))
-        stack += (a.value for a in value.record.inputs if a.value is not None)
+        for argument in value.record.inputs:
+            if argument.value is not None:
+                stack.append(argument.value)
+                readers.setdefault(id(argument.value), []).append((value, argument))
         if any(id(a.anchor) in anchors for a in value.record.inputs):
             found.append(value)
-    return found
+    return found, readers
 
 
 def _depends(value: Value, on: Value) -> bool:

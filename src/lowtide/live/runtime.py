@@ -73,8 +73,8 @@ CROSSED = 2
 finds no plan."""
 BACKWARDS = 3
 """Backwards (that build no graph of their own) after which a unit ends although handles are left."""
-BACKWARDS_WITHIN = 64
-"""The same, where they run within one call of a module."""
+BACKWARDS_BEFORE_STEP = 64
+"""The same, until an optimizer steps: an inner loop may go round many times beside a graph that is open."""
 AGREED_UNITS = range(2, 10)
 """Units, counted from 1, at whose beginning ranks agree on one plan: every rank reaches them."""
 AUTO_MARGIN = 0.05
@@ -121,6 +121,7 @@ class Runtime:
         self.evictor.moves = settings.offload
         self.evictor.on_unheld = self._unheld
         self.evictor.on_back = self._back
+        self.evictor.on_anchored = self._anchored
         self.saver = Saver(self.ledger, self.evictor)
         self.clock = Clock(self)
         self.full = FullMode(self.clock, self.ledger, self.evictor)
@@ -531,7 +532,8 @@ class Runtime:
         within = self.clock.open > 0 and not unit.stepped  # of a module: its own graph, too, is still to be asked for
         if lean is None and unit.recorder is None:  # nobody counts what it still has
             owes = within if unit.entry is None else unit.backwards < len(unit.entry.backward_starts)
-        if not owes or unit.consumed >= (BACKWARDS_WITHIN if within else BACKWARDS):
+        before_step = not unit.stepped and (self.clock.open > 0 or self.clock.optimizers_seen)
+        if not owes or unit.consumed >= (BACKWARDS_BEFORE_STEP if before_step else BACKWARDS):
             self._end_unit()
             if self.clock.depth:
                 self.clock.begin_anew()
@@ -1026,6 +1028,10 @@ class Runtime:
     def _unheld(self, value: Any) -> None:
         if self.saver.recorder is not None:
             self.saver.recorder.unheld(value)
+
+    def _anchored(self, value: Any) -> None:
+        if self.saver.recorder is not None:
+            self.saver.recorder.anchored(value)
 
     def _back(self, value: Any) -> None:
         if self.saver.recorder is not None:

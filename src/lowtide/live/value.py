@@ -276,6 +276,18 @@ class Argument:
         self.version = 0 if leaf is None else leaf._version
         self.witness: int | None = None
 
+    def hold(self) -> Anchor:
+        """Hold the value, which is there and will not be made again, for the operator's replays."""
+        assert self.value is not None
+        storage = self.value.storage()
+        assert storage is not None
+        found = self.value.anchored()
+        if found is None:
+            found = Anchor(whole(storage))
+            self.value.anchor = weakref.ref(found)
+        self.anchor = found
+        return found
+
     def tensor(self) -> torch.Tensor:
         """The tensor, with the bits that the operator saw.
 
