@@ -661,6 +661,37 @@ def frozen_part() -> Job:
     return zoo.simple(model, lambda m, _: _loss(m))
 
 
+class _Centred(nn.Module):
+    """Subtracts a mean that it moves in every forward, before the next layer saves what was made from it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.mean: torch.Tensor
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows (rows, width) to rows of the same width."""
+        x = self.linear(x)
+        out = torch.tanh(x - self.mean)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(0.1 * x.mean(0))
+        return out
+
+
+def running_means() -> Job:
+    """Buffers that the forward writes after it has read them."""
+    model = nn.Sequential(*[_Centred(128) for _ in range(5)], nn.Linear(128, 10))
+    return zoo.simple(model, lambda m, _: _loss(m, 512), lr=0.1)
+
+
+def lazy_layers() -> Job:
+    """Parameters that come to be in the first forward."""
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.LazyLinear(128), nn.GELU())], nn.LazyLinear(10))
+    model(torch.zeros(1, 128))
+    return zoo.simple(model, lambda m, _: _loss(m))
+
+
 class _Spectral(nn.Module):
     """Products with conjugates, and parts with the other sign, that torch leaves to whoever reads them."""
 
@@ -689,5 +720,6 @@ SITUATIONS: dict[str, Callable[[], Job]] = {
         custom_function, in_place_between, compiled_part, compiled_function, loader_workers, loader_pinned,
         saving_in_the_middle, plain_functions, hidden_state_carried, foreach_and_fused, optimizer_in_backward, tensor_hooks,
         functional_transform, forward_mode, gradients_by_transform, nested_tensors, failed_backward, frozen_part, complex_layers,
+        running_means, lazy_layers,
     )
 }

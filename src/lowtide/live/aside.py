@@ -1,6 +1,8 @@
 """What runs beside our interception, in a budgeted run and in a recorded one.
 
 * ``torch.compile``: compilers trace and run below our interception; compiled regions run without it.
+* ``torch.jit.trace``: what runs under it is written down as it runs, ours with it.
+* ``FakeTensorMode``: its tensors have no bytes, and take ours for theirs.
 * ``torch.autograd.graph.disable_saved_tensors_hooks`` and the nesting of ``torch.func``'s transforms: they refuse to run
   under saved-tensor hooks, so ours are put aside meanwhile.
 * ``tensor.data = other``: what is kept in place of a saved tensor is told.
@@ -16,6 +18,7 @@ from contextlib import AbstractContextManager
 from typing import Any, final
 
 from torch._functorch import eager_transforms
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch
 from lowtide.live.origin import watch_exchanges
@@ -46,6 +49,7 @@ class Asides:
         self._wraps = Wraps()
         self._depth = 0
         self._aside = contextlib.ExitStack()
+        self._fakes: list[contextlib.ExitStack] = []
 
     @property
     def transforming(self) -> bool:
@@ -59,6 +63,10 @@ class Asides:
         for name, wrapper in (("_grad_increment_nesting", self._nesting), ("_grad_decrement_nesting", self._unnesting)):
             if hasattr(eager_transforms, name):
                 self._wraps.put(eager_transforms, name, wrapper)
+        for name in ("trace", "trace_module"):
+            self._wraps.put(torch.jit, name, self._outside)
+        self._wraps.put(FakeTensorMode, "__enter__", self._faking)
+        self._wraps.put(FakeTensorMode, "__exit__", self._faked)
         watch_exchanges(self._wraps)
 
     def remove(self) -> None:
@@ -108,6 +116,36 @@ class Asides:
                 return original(*args, **kwargs)
 
         return compiled
+
+    def _outside(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            with self.stack.aside(), self.clock.deaf():
+                return original(*args, **kwargs)
+
+        return traced
+
+    def _faking(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def enter(mode: Any) -> Any:
+            found = contextlib.ExitStack()
+            found.enter_context(self.stack.aside())
+            found.enter_context(self.clock.deaf())
+            self._fakes.append(found)
+            return original(mode)
+
+        return enter
+
+    def _faked(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def leave(mode: Any, *how: Any) -> Any:
+            try:
+                return original(mode, *how)
+            finally:
+                if self._fakes:  # one may have been entered before ours began
+                    self._fakes.pop().close()
+
+        return leave
 
     def _nesting(self, original: Any) -> Any:
         @functools.wraps(original)

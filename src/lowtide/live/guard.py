@@ -167,6 +167,8 @@ class Evictor:
     def saved(self, value: Value, storage: torch.UntypedStorage) -> None:
         """Autograd saves a tensor of a value: hold it, unless the plan drops it."""
         value.saves += 1
+        if value.record is None:  # the plan drops it, but what it was made from has been written since
+            self.weakly.discard(value)
         if value.tensor is None and value not in self.weakly:
             value.tensor = whole(storage)
             self.kept[value] = None
@@ -545,7 +547,7 @@ class Evictor:
 
     def exposed(self, value: Value) -> None:
         """A value may be overwritten at any time from here on: nothing that depends on it is made again any more."""
-        for v in (*self._dropped(), *self.kept):
+        for v in (*self._dropped(), *self.kept, *self.weakly):
             if v is not value and v.record is not None and _depends(v, value):
                 if v.tensor is None and v.ticket is None:
                     self._bring_back(v)

@@ -7,6 +7,7 @@ import weakref
 from typing import Any, Protocol
 
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -31,10 +32,12 @@ class Mode(TorchDispatchMode):
 
 
 def make_way(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """What a mode does where a tensor is of a type that dispatches itself: a compiler's trial run is not the script's, and
-    other types take themselves apart first.
+    """What a mode does where a tensor is of a type of its own: a compiler's trial run is not the script's, parameters that are
+    not there yet have no bytes, and other types take themselves apart first.
     """
-    return func(*args, **(kwargs or {})) if FakeTensor in types else NotImplemented
+    if FakeTensor in types or any(issubclass(t, UninitializedTensorMixin) for t in types):
+        return func(*args, **(kwargs or {}))
+    return NotImplemented
 
 
 class Forked(Protocol):

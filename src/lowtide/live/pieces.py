@@ -55,12 +55,12 @@ class Pieces:
         """Wrap torch's recurrent layers, its attention, its convolutions and its batch norm."""
         for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
             self._wraps.put(torch._VF, name, self._recurrent)
-        self._wraps.put(functional, "scaled_dot_product_attention", self._attention)
+        self._wraps.put_operator(functional, "scaled_dot_product_attention", self._attention)
         for sides in (1, 2, 3):
             for owner in (torch, functional):
-                self._wraps.put(owner, f"conv{sides}d", functools.partial(self._convolution, sides))
-                self._wraps.put(owner, f"conv_transpose{sides}d", functools.partial(self._transposed, sides))
-        self._wraps.put(torch, "batch_norm", self._norm)
+                self._wraps.put_operator(owner, f"conv{sides}d", functools.partial(self._convolution, sides))
+                self._wraps.put_operator(owner, f"conv_transpose{sides}d", functools.partial(self._transposed, sides))
+        self._wraps.put_operator(torch, "batch_norm", self._norm)
         self._on = True
 
     def remove(self) -> None:
@@ -180,8 +180,8 @@ class Pieces:
             input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float,  # noqa: A002
             eps: float, cudnn_enabled: bool,
         ) -> Any:
-            plain = self._on and _is_plain_layer(input, input.dim() - 2, weight, bias) and input.device.type == "cpu"
-            if not plain or not input.is_contiguous():
+            plain = self._on and _is_plain_layer(input, input.dim() - 2, weight, bias)
+            if not plain or input.device.type != "cpu" or not input.is_contiguous():
                 return original(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
             self.norms += 1
             return Norm.apply(input, weight, bias, running_mean, running_var, (training, momentum, eps))  # type: ignore[no-untyped-call]
@@ -196,15 +196,17 @@ def _is_cut(x: Any, sides: int, weight: Any, bias: Any) -> bool:
 
 def _is_plain_layer(x: Any, sides: int, weight: Any, bias: Any) -> bool:
     """Whether a call is over a batch of samples, in autograd's sight and in no transform's, and large enough to be cut."""
+    if torch.compiler.is_compiling():
+        return False
     types = (torch.Tensor, torch.nn.Parameter)
     given = [t for t in (x, weight, bias) if t is not None]
-    if type(x) is not torch.Tensor or any(type(t) not in types for t in given):
+    if type(x) is not torch.Tensor or any(type(t) not in types for t in given) or x.device.type not in ("cpu", "cuda"):
         return False
     if x.dim() != sides + 2 or x.layout is not torch.strided or x.nbytes < SMALLEST_BYTES:
         return False
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in given) or not x.is_floating_point():
         return False
-    if torch.compiler.is_compiling() or torch._C._is_tracing() or torch.autograd.forward_ad._current_level >= 0:
+    if torch._C._is_tracing() or torch.autograd.forward_ad._current_level >= 0:
         return False
     return torch._C._functorch.peek_interpreter_stack() is None
 

@@ -15,6 +15,9 @@ SURPRISES: Final = 2
 full interception."""
 RECORDINGS: Final = 5
 """Recordings at most of a kind of unit whose predictions keep being off."""
+CROSSED: Final = 2
+"""Steps over the budget, more than within it, after which a recording that began with graphs left over, or one of several
+kinds of units in turn, is believed where it finds no plan."""
 KINDS: Final = 64
 """Kinds of units whose plans are kept."""
 
@@ -81,3 +84,32 @@ class Recordings:
     def is_wild(self, kind: Kind) -> bool:
         """Whether units of this kind did so too often for plans to be followed."""
         return self._surprises.get(kind, 0) >= SURPRISES
+
+
+@final
+class Crossings:
+    """Steps that crossed the budget: all of them, and those with a kind of unit for which no plan was found."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._all = self._steps = 0
+        self._without_plan: set[Kind] = set()
+        self._of: dict[Kind, tuple[int, int]] = {}
+
+    def without_plan(self, kind: Kind) -> None:
+        """In the step that runs no plan was found for such a unit."""
+        self._without_plan.add(kind)
+
+    def step_ends(self, *, crossed: bool) -> None:
+        """A step is over; the first one is not yet known, and does not count."""
+        self._all += crossed
+        self._steps += 1
+        for kind in self._without_plan:
+            over, steps = self._of.get(kind, (0, 0))
+            self._of[kind] = over + crossed, steps + 1
+        self._without_plan = set()
+
+    def mostly(self, kind: Kind, *, at_least: int) -> bool:
+        """Whether steps cross more often than not, more than so many times; or those with such a unit do."""
+        over, steps = self._of.get(kind, (0, 0))
+        return self._all > max(at_least, self._steps - 1 - self._all) or over > max(CROSSED, steps - over)

@@ -40,7 +40,7 @@ from lowtide.live.owed import GuardMode, Owed
 from lowtide.live.patches import Patches
 from lowtide.live.pieces import Pieces
 from lowtide.live.recorder import Bystander, Recorder
-from lowtide.live.recordings import Recordings
+from lowtide.live.recordings import CROSSED, Crossings, Recordings
 from lowtide.live.resident import Resident
 from lowtide.live.rises import TOLERANCE_SHARE as SMALLER_SHARE
 from lowtide.live.rises import Rises
@@ -68,9 +68,6 @@ CLOCKED = 1
 """Units that must have followed their recording before the next one is timed: the second board's pages are warm then."""
 TRUSTED = 4
 """Units that must have followed their recording before one that needs nothing is not even watched."""
-CROSSED = 2
-"""Steps over the budget, more than within it, after which a recording that began with graphs left over is believed where it
-finds no plan."""
 BACKWARDS = 3
 """Backwards (that build no graph of their own) after which a unit ends although handles are left."""
 BACKWARDS_BEFORE_STEP = 64
@@ -140,7 +137,7 @@ class Runtime:
         self.rises = Rises()
         self.budget_bytes = 0
         self.steps = Steps()
-        self._crossed = 0
+        self._crossings = Crossings()
         self.figures: PlanFigures | None = None
         self._told: tuple[Any, ...] = ()
         self._found: PlanFigures | None = None
@@ -634,8 +631,9 @@ class Runtime:
         if doubtful:  # if nothing of what is missing would have gone, there may be a plan
             shift, solution = exactly, self._solve(entry, exactly)
         figures = self._tell_figures(unit, entry, solution, shift)
-        mostly = self._crossed > max(CROSSED if entry.left.bytes else 0, len(self.steps) - 1 - self._crossed)
-        refused = bool(self.budget_bytes) and solution.state is None and mostly
+        refused = bool(self.budget_bytes) and solution.state is None and self._crossings.mostly(
+            kind, at_least=CROSSED if entry.left.bytes else 0
+        )
         worn = self.recordings.is_worn(kind)
         warm = worn or entry.followed > 0
         proven = bool(self.budget_bytes) and self._cannot_be_held(figures, warm=warm)
@@ -650,6 +648,7 @@ class Runtime:
         known = self.recordings.has(kind) and not doubtful
         exact = known and near(entry.trace.base_bytes, base, entry.problem.plain_peak)
         if solution.state is None:
+            self._crossings.without_plan(kind)
             self._run_fully(unit, None, record=not exact and not worn)
         elif (exact or worn) and not (doubtful or self.recordings.is_wild(kind)):
             self._run_lean(unit, entry, solution)
@@ -1004,7 +1003,7 @@ class Runtime:
     def _close_step(self) -> None:
         tally = self.evictor.tally
         peak = max(self.meter.step_peak(), self._unseen_peak)
-        self._crossed += bool(self.steps and self.budget_bytes) and peak > self.budget_bytes  # the first is not yet known
+        self._crossings.step_ends(crossed=bool(self.steps and self.budget_bytes) and peak > self.budget_bytes)
         self.steps.append(
             StepFigures(
                 index=len(self.steps),

@@ -20,6 +20,7 @@ from typing import Any, Final, final
 
 import numpy as np
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 import torch
 from lowtide.live.aside import Asides
@@ -380,7 +381,8 @@ class Watcher:
                 self.write(Kind.CALL, flags=int(torch.is_grad_enabled() and not module.training))
 
     def _meet(self, root: torch.nn.Module) -> None:
-        self._roots.add(root)
+        if not any(isinstance(t, UninitializedTensorMixin) for t in (*root.parameters(), *root.buffers())):
+            self._roots.add(root)  # else it is met again, once they have bytes
         if not self._optimizers:
             self._optimizers.update(o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer))
         device = next((p.device for p in root.parameters() if p.is_cuda), None)
@@ -690,7 +692,9 @@ def end(watcher: Watcher, *, complete: bool, whole: bool = False) -> None:
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Strided tensors that hold a tensor's bytes; none for what has no storage of its own."""
-    if type(tensor).__torch_dispatch__ is not NO_DISPATCH or tensor.device.type == "meta":
+    if type(tensor).__torch_dispatch__ is not NO_DISPATCH or isinstance(tensor, UninitializedTensorMixin):
+        return []
+    if tensor.device.type == "meta":
         return []
     if is_functorch_wrapped_tensor(tensor) or tensor.is_nested or tensor._is_zerotensor():
         return []

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
+from torch.jit import _builtins
+
 
 @final
 class Wraps:
@@ -12,7 +14,7 @@ class Wraps:
 
     def __init__(self) -> None:
         """Nothing is replaced."""
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
 
     def put(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         """Replace ``owner.name`` by what ``wrapper`` makes of it."""
@@ -20,7 +22,17 @@ class Wraps:
         setattr(owner, name, wrapper(getattr(owner, name)))
         self.also(lambda: delattr(owner, name) if former is None else setattr(owner, name, former))
 
-    def also(self, undo: Callable[[], None]) -> None:
+    def put_operator(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+        """The same of an operator of torch, which ``torch.jit.script`` is to take for itself."""
+        original = getattr(owner, name)
+        self.put(owner, name, wrapper)
+        table = getattr(_builtins, "_get_builtin_table", dict[int, str])()
+        wrapped = getattr(owner, name)
+        if id(original) in table:
+            table[id(wrapped)] = table[id(original)]
+            self.also(lambda: table.pop(id(wrapped), None))
+
+    def also(self, undo: Callable[[], object]) -> None:
         """Something else that is to be undone."""
         self._undo.append(undo)
 
