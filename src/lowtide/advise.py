@@ -228,7 +228,8 @@ def _copies(case: Case) -> tuple[int, frozenset[int]]:
     sizes = {b.label: b.bytes for b in case.step.blocks if b.role is Role.PARAMETER}
     others: dict[str, list[int]] = {}
     for i, b, role in case.there():
-        alive = b.saved or b.reads or case.is_written_later(b)  # an average of the parameters
+        # an average of the parameters; the first ones, to begin anew from
+        alive = b.saved or b.reads or case.is_written_later(b) or case.is_used_later(b)
         if role in (Role.INPUT, Role.OUTPUT, Role.UNKNOWN) and b.label in own and not alive:
             others.setdefault(b.label, []).append(i)
     large = [label for label in own if sizes[label] * own[label] >= NOTABLE * sum(sizes[x] * own[x] for x in own)]

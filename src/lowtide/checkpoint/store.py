@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import math
+import operator
 import os
 import shutil
 import threading
@@ -90,10 +91,12 @@ class Store:
 
         Raises:
             CheckpointError: if the folder cannot be written.
-            ValueError: if nothing would be kept.
+            ValueError: if nothing would be kept, or `best` is neither of the two.
         """
-        if keep_last < 1 or keep_best < 0:
+        if operator.index(keep_last) < 1 or operator.index(keep_best) < 0:
             raise ValueError("keep_last is at least 1, keep_best at least 0")
+        if best not in ("min", "max"):
+            raise ValueError(f"best={best!r}: it is 'min' or 'max'")
         self.folder = Path(folder)
         self._last, self._best, self._sign = keep_last, keep_best, 1 if best == "min" else -1
         self._asynchronous = asynchronous

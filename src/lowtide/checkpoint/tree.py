@@ -83,7 +83,10 @@ def pack(value: Any) -> tuple[Any, Arrays]:
             )
         return found
 
-    return walk(value, "state"), arrays
+    try:
+        return walk(value, "state"), arrays
+    except RecursionError:
+        raise StateError("state contains itself, or goes too deep: make it a tree") from None
 
 
 _MAPPINGS: Final[Mapping[str, type]] = {

@@ -12,7 +12,7 @@ import click
 
 from lowtide.allowed import parse_levers
 from lowtide.cli.launch import check_alone, check_folder, check_target, write_json
-from lowtide.cli.script import takes_script
+from lowtide.cli.script import Finite, takes_script
 from lowtide.errors import UsageError
 from lowtide.live.constants import with_constants
 from lowtide.size.trial import MOST_SECONDS
@@ -39,13 +39,16 @@ RECORDED_STEPS = 3
 @click.option("--budget", metavar="SIZE", help="Where the plain run does not fit, run under this budget.")
 @click.option("--memory", metavar="SIZE", help="What a run may take; 90 % of what is available by default (CUDA: all).")
 @click.option("--allow", multiple=True, metavar="NAME,...", help="Levers that may be used under the budget.")
-@click.option("--samples", type=float, help="Of one step; by default the value of the axis whose name has `batch` in it.")
+@click.option(
+    "--samples", type=Finite(min=0, min_open=True),
+    help="Of one step; by default the value of the axis whose name has `batch` in it.",
+)
 @click.option("--steps", type=click.IntRange(min=3), help="Of one run.  [default: 10, two to warm up; 3 with --predict]")
 @click.option("--predict", is_flag=True, help="Record the three smallest values above 1, and predict the others.")
 @click.option("-o", "--output", metavar="FILE", help="With --predict: keep the recordings, for `lowtide predict`.")
 @click.option("--results", metavar="FILE", help="Where points are kept, and gone on from.  [default: SCRIPT.batch]")
 @click.option("--fresh", is_flag=True, help="Throw earlier points away.")
-@click.option("--timeout", type=click.FloatRange(min=1), default=MOST_SECONDS, show_default=True, help="Seconds of a run.")
+@click.option("--timeout", type=Finite(min=1), default=MOST_SECONDS, show_default=True, help="Seconds of a run.")
 @click.option("--json", "json_file", metavar="FILE", help="Write everything.")
 @click.option("--html", "html_file", metavar="FILE", help="Write a page with pictures.")
 @takes_script

@@ -10,7 +10,7 @@ from typing import Any, cast
 import click
 
 from lowtide.cli.launch import check_alone, check_folder, write_json
-from lowtide.cli.script import ScriptOrCommand, command_of, takes_script
+from lowtide.cli.script import Finite, ScriptOrCommand, command_of, takes_script
 from lowtide.errors import UsageError
 from lowtide.units import parse_bytes
 
@@ -34,7 +34,7 @@ from lowtide.units import parse_bytes
 )
 @click.option(
     "--patience",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=60.0,
     show_default=True,
     metavar="SECONDS",

@@ -13,7 +13,7 @@ from typing import Any, Final
 import click
 
 from lowtide.cli.launch import check_alone, check_folder, write_json
-from lowtide.cli.script import ScriptOrCommand, command_of, takes_script
+from lowtide.cli.script import Finite, ScriptOrCommand, command_of, takes_script
 from lowtide.errors import UsageError
 from lowtide.leak.watch import Progress, Watch, Watched, end_on_sigterm
 from lowtide.units import parse_bytes
@@ -54,14 +54,14 @@ def tolerance_of(tolerance: str | None, memory_left: str | None, planned_steps: 
 @click.option("--step-line", metavar="REGEX", help="A line of standard output that matches ends a step.")
 @click.option(
     "--every",
-    type=click.FloatRange(min=0.001),
+    type=Finite(min=0.001),
     default=0.1,
     show_default=True,
     metavar="SECONDS",
     help="A step, where nothing else marks any.",
 )
 @click.option(
-    "--samples-per-step", type=click.FloatRange(min=0, min_open=True), default=1.0, help="For the rate: the batch size."
+    "--samples-per-step", type=Finite(min=0, min_open=True), default=1.0, help="For the rate: the batch size."
 )
 @click.option(
     "--who/--no-who", default=True, help="Whether a leak's lines, types and tensors are looked for, in a process more."
@@ -73,7 +73,7 @@ def tolerance_of(tolerance: str | None, memory_left: str | None, planned_steps: 
     help="Which part grows, by experiment: a torch script with parts and layers switched off, in some twenty processes more.",
 )
 @click.option(
-    "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Kill a process that runs longer."
+    "--timeout", type=Finite(min=0, min_open=True), metavar="SECONDS", help="Kill a process that runs longer."
 )
 @click.option("--fail", is_flag=True, help="Exit with 1 if it leaks.")
 @click.option("--json", "json_file", metavar="FILE", help="Write every figure.")

@@ -9,7 +9,7 @@ import click
 
 from lowtide.allowed import UPDATE, check_levers
 from lowtide.cli.launch import check_alone, check_folder, check_target, write_json
-from lowtide.cli.script import takes_script
+from lowtide.cli.script import Finite, takes_script
 from lowtide.errors import LowtideError
 from lowtide.size.minimum import PROBE, STEPS, SURVIVES, lever_sets, search
 from lowtide.size.trial import MOST_SECONDS, Asked, Ran, Target, run
@@ -21,7 +21,7 @@ from lowtide.size.trial import MOST_SECONDS, Asked, Ran, Target, run
 @click.option("--steps", type=click.IntRange(min=4), default=STEPS, show_default=True, help="Steps of one run.")
 @click.option("--survive", type=click.IntRange(min=0), default=SURVIVES, show_default=True, help="Steps at the minimum.")
 @click.option("--offload/--no-offload", default=True, help="Whether values may be moved to a file (CUDA: to the host).")
-@click.option("--timeout", type=click.FloatRange(min=1), default=MOST_SECONDS, show_default=True, help="Seconds of a run.")
+@click.option("--timeout", type=Finite(min=1), default=MOST_SECONDS, show_default=True, help="Seconds of a run.")
 @click.option("--json", "json_file", metavar="FILE", help="Write everything.")
 @click.option("--html", "html_file", metavar="FILE", help="Write a page with the curve of memory against time.")
 @takes_script

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowtide.cli.launch import check_folder, write_json
+from lowtide.cli.script import Finite
 from lowtide.errors import GraphError, UsageError
 from lowtide.units import Auto, Share, parse_budget, parse_bytes
 
@@ -29,12 +29,6 @@ _LARGEST_BLOCK = 1 << 30
 """No allocator gives out larger blocks."""
 
 
-def _finite(_: click.Context, __: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not math.isfinite(value):
-        raise UsageError("--seconds is how long may be searched: a number")
-    return value
-
-
 @click.command()
 @click.argument("graph", metavar="GRAPH.json|F.lowtide", type=click.Path(path_type=Path))
 @click.option("--budget", metavar="SIZE", help="Bytes, a size such as 6GiB, or a share such as 50%.")
@@ -50,7 +44,7 @@ def _finite(_: click.Context, __: click.Parameter, value: float | None) -> float
     help="search, or a classic: keep-all, keep-none, sqrt-n, revolve, greedy, best-order, worst-order.",
 )
 @click.option(
-    "--seconds", type=click.FloatRange(min=0.05), default=None, callback=_finite,
+    "--seconds", type=Finite(min=0.05), default=None,
     help="How long may be searched.  [default: 8]",
 )
 @click.option("--offload", "speed", metavar="SIZE", help="Allow a second board, at so many bytes a second each way.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,17 @@ def takes_script(verb: Callable[..., Any]) -> Callable[..., Any]:
     ):
         verb = parameter(verb)
     return verb
+
+
+class Finite(click.FloatRange):
+    """A number in a range: neither infinite, nor none at all (which no range refuses)."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        found = float(super().convert(value, param, ctx))
+        if not math.isfinite(found):
+            self.fail(f"{value!r} is no finite number", param, ctx)
+        return found
 
 
 class ScriptOrCommand(click.Command):

@@ -82,8 +82,15 @@ def open_source(path: str | os.PathLike[str], name: str | Sequence[str] | None =
         raise ReaderError(f"{file}: a .npy file holds one array, without a name")
     if kind in {_Hdf5, _Parquet} and name is None:
         raise ReaderError(f"{file}: say which {'data set' if kind is _Hdf5 else 'column'}: {', '.join(_names(file, kind))}")
-    found = kind(file, name, None if dtype is None else np.dtype(dtype))
-    len(found)  # what is wrong is said now
+    try:
+        wanted = None if dtype is None else np.dtype(dtype)
+    except TypeError:
+        raise ReaderError(f"dtype {dtype!r} is none that NumPy knows: float32, for example") from None
+    found = kind(file, name, wanted)
+    try:
+        len(found)  # what is wrong is said now
+    except (AttributeError, IndexError):
+        raise ReaderError(f"{file}: what {name or 'it'} names is no array with samples along its first dimension") from None
     return found  # type: ignore[no-any-return]
 
 
@@ -106,7 +113,7 @@ class _File:
                 self._handle, self._owner = self._opened(), os.getpid()
             except ImportError as error:
                 raise ReaderError(f"{self._path}: reading it needs {error.name}: pip install {error.name}") from None
-            except (OSError, KeyError, ValueError) as error:
+            except (OSError, EOFError, KeyError, ValueError) as error:
                 raise ReaderError(f"{self._path}: cannot be read: {error}") from error
         return self._handle
 

@@ -21,7 +21,7 @@ import torch
 _HIDDEN: Final = (str(Path(torch.__file__).parent), str(Path(__file__).resolve().parent.parent), "<frozen", "<string>")
 _LIBRARY: Final = sysconfig.get_path("stdlib") + os.sep
 """Python's own library, in whose folder (``site-packages``) others may be installed."""
-_DEPTH: Final = 2
+_DEPTH: Final = 3
 """Containers within containers that are looked into."""
 _WIDTH: Final = 256
 """Elements of one container that are looked at."""

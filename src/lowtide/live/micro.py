@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Literal, final, get_args
 
 import numpy as np
 
@@ -93,7 +93,15 @@ class MicroBatched:
         batch_norm: str,
         dim: int,
     ) -> None:
-        """Nothing was tried yet."""
+        """Nothing was tried yet.
+
+        Raises:
+            ValueError: if a choice is none of those that there are.
+        """
+        if reduction not in get_args(Reduction):
+            raise ValueError(f"reduction={reduction!r}: the loss is a 'mean' over the samples, or their 'sum'")
+        if batch_norm not in ("refuse", "warn", "allow"):
+            raise ValueError(f"batch_norm={batch_norm!r}: it is 'refuse', 'warn' or 'allow'")
         self._function, self._modules, self._reduction, self._count = function, modules, reduction, count
         self._batch_norm, self._dim = batch_norm, dim
         self.size: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import os
 import random
 import re
@@ -144,8 +145,9 @@ def define(file: File) -> Definition:
     for name, least in (("steps", 2), ("repeats", 1)):
         if getattr(file, name) < least:
             raise UsageError(f"{name} = {getattr(file, name)}: at least {least} is needed")
-    if file.samples_per_step <= 0 or file.timeout_seconds < 0:
-        raise UsageError("samples_per_step must be above zero, and timeout_seconds not below it")
+    if not (0 < file.samples_per_step < math.inf and 0 <= file.timeout_seconds < math.inf):
+        raise UsageError("samples_per_step must be a number above zero, and timeout_seconds not below it")
+    _check_environment(file.environment)
     try:
         re.compile(file.step_line)
     except re.error as error:
@@ -174,7 +176,7 @@ def define(file: File) -> Definition:
         raise UsageError("no cell is left: exclude leaves out all that the axes make")
     for config in configs:
         for axis, value in config:
-            _setting(file, axis, value)
+            _check_environment(_setting(file, axis, value).environment)
     decides = msgspec.json.encode([file, command], order="sorted")
     return Definition(
         file=file,
@@ -185,6 +187,13 @@ def define(file: File) -> Definition:
         cap_bytes=parse_bytes(file.memory) if file.memory else 0,
         digest=hashlib.sha256(decides).hexdigest(),
     )
+
+
+def _check_environment(variables: Mapping[str, str | None]) -> None:
+    """Refuse what no process can be given."""
+    for name, value in variables.items():
+        if not name or "=" in name or "\0" in f"{name}{value}":
+            raise UsageError(f"environment variable {name!r} = {value!r}: a name without =, and no null bytes")
 
 
 def _words(command: str | Sequence[str]) -> tuple[str, ...]:

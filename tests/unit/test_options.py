@@ -1,0 +1,86 @@
+"""Laws: what counts or measures is a finite number, in every verb, sweep, store and decorator; else one line says so at once."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import numpy as np
+import pytest
+import torch
+from lowtide.cli.main import main
+from lowtide.cli.script import Finite
+from lowtide.errors import ReaderError, StateError, UsageError
+from lowtide.sweep.definition import File, define
+
+import lowtide
+
+NUMBERS = [
+    (name, option)
+    for name in main.list_commands(click.Context(main))
+    for command in [main.get_command(click.Context(main), name)]
+    if command is not None
+    for option in command.params
+    if isinstance(option.type, (click.types.FloatParamType, click.FloatRange))
+]
+
+
+@pytest.mark.parametrize(("verb", "option"), NUMBERS, ids=[f"{v} {o.name}" for v, o in NUMBERS])
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf"])
+def test_no_option_takes_what_is_no_finite_number(verb: str, option: click.Parameter, text: str) -> None:
+    assert isinstance(option.type, Finite), verb
+    with pytest.raises(click.BadParameter):
+        option.type.convert(text, option, None)
+
+
+def test_there_are_such_options() -> None:
+    assert {verb for verb, _ in NUMBERS} >= {"leak", "min", "batch", "guard", "plan"}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"timeout_seconds": math.nan}, {"samples_per_step": math.nan}, {"samples_per_step": math.inf},
+        {"environment": {"A=B": "1"}}, {"environment": {"A": "1\0"}}, {"environment": {"": "1"}},
+        {"axes": {"own": {"env": "A=B", "values": [1]}}}, {"axes": {"own": {"env": "A", "values": ["a\0b"]}}},
+    ],
+)
+def test_a_sweep_refuses_what_no_cell_can_be_given(said: dict[str, Any]) -> None:
+    file = {"command": "python -c pass", "axes": {"own": {"env": "A", "values": ["1", "2"]}}}
+    define(msgspec.convert(file, File))
+    with pytest.raises(UsageError):
+        define(msgspec.convert({**file, **said}, File))
+
+
+@pytest.mark.parametrize("said", [{"best": "minimum"}, {"best": "MIN"}, {"keep_last": 0}, {"keep_best": -1}])
+def test_a_store_refuses_a_choice_that_is_none(said: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="best|keep"):
+        lowtide.checkpoint.Store(tmp_path, **said)
+
+
+def test_a_state_that_contains_itself_is_refused_and_what_was_saved_stays(tmp_path: Path) -> None:
+    store = lowtide.checkpoint.Store(tmp_path)
+    number = store.save({"a": 1})
+    ring: list[Any] = [1]
+    ring.append(ring)
+    with pytest.raises(StateError, match="contains itself"):
+        store.save({"ring": ring})
+    assert [saved.number for saved in store.saved()] == [number]
+
+
+@pytest.mark.parametrize("said", [{"reduction": "avg"}, {"reduction": "none"}, {"batch_norm": "ignore"}])
+def test_micro_batches_refuse_a_choice_that_is_none(said: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="reduction|batch_norm"):
+        lowtide.micro_batched(lambda x: x.sum(), model=torch.nn.Linear(1, 1), **said)
+
+
+def test_data_that_is_no_array_of_samples_is_told_in_a_line(tmp_path: Path) -> None:
+    np.save(tmp_path / "scalar.npy", np.float32(1))
+    (tmp_path / "empty.npy").touch()
+    np.save(tmp_path / "good.npy", np.zeros(3))
+    for name, how in (("scalar.npy", {}), ("empty.npy", {}), ("good.npy", {"dtype": "foo"})):
+        with pytest.raises(ReaderError):
+            lowtide.data.open(tmp_path / name, **how)
