@@ -509,6 +509,7 @@ def read(path: Path) -> Recording:
             base.close()
         if tail_path(path).is_file() and names_path(path).is_file():
             names = max(names, _names_of(names_path(path)), key=len)  # the file has what came since the last step, too
+        _check_meta(meta)
         _check(names, steps)
     except (sqlite3.Error, zlib.error, ValueError, TypeError, OverflowError) as error:
         raise RecordingError(f"{path} is damaged or no recording of Lowtide: {' '.join(str(error).split())}") from None
@@ -518,6 +519,21 @@ def read(path: Path) -> Recording:
             steps = [*(s for s in steps if s.step != last.step), last]
             meta.setdefault("died", True)
     return Recording(path=path, meta=meta, names=tuple(names), steps=tuple(steps), process=process)
+
+
+def _check_meta(meta: Mapping[str, Any]) -> None:
+    """Facts about the run are what this Lowtide writes: a file may be anybody's.
+
+    Raises:
+        ValueError: naming what is none.
+    """
+    kinds: dict[str, tuple[type, ...]] = {
+        "format": (int,), "cap_bytes": (int, float, type(None)), "allocator": (dict, type(None)),
+        "arguments": (list, type(None)), "script": (str, type(None)), "torch": (str, type(None)),
+    }
+    wrong = [key for key, kind in kinds.items() if not isinstance(meta.get(key), kind)]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is {meta.get(wrong[0])!r}")
 
 
 def _check(names: Sequence[str], steps: Iterable[StepRow]) -> None:

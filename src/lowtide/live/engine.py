@@ -6,16 +6,46 @@ parameter's where nobody else holds it or its parts (``torch/csrc/autograd/funct
 Python has seen of them counts as a holder, so that under a mode it is copied. What a recording shows is the plain run's
 memory, so such sums and copies are recognised, by the same counts of references that the engine looks at, and counted as
 taking nothing.
+
+Some derivatives fill a tensor of zeros in place where the plain run is on, and out of place where a dispatch mode is
+(``areAnyTensorSubclassLike`` in ``torch/csrc/autograd/FunctionsManual.cpp`` and ``aten/src/ATen/native``), which takes twice
+the bytes: those are run in place as the plain run does.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any, final
+from typing import Any, Final, final
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch
+from lowtide.live.value import sole_owner
+
+_ATEN: Final = torch.ops.aten
+_SELECTING: Final = frozenset({"Max", "Min", "Kthvalue", "Median", "Nanmedian", "Mode", "Topk", "Sort"})
+_IN_PLACE: Final[dict[Any, tuple[Any, frozenset[str]]]] = {
+    _ATEN.scatter_add.default: (_ATEN.scatter_add_.default, frozenset({"Gather", "Cummax", "Cummin"})),
+    _ATEN.scatter.src: (_ATEN.scatter_.src, _SELECTING),
+    _ATEN.index_add.default: (_ATEN.index_add_.default, frozenset({"IndexSelect"})),
+    _ATEN.put.default: (_ATEN.put_.default, frozenset({"Take"})),
+    _ATEN.masked_scatter.default: (_ATEN.masked_scatter_.default, frozenset({"MaskedSelect"})),
+    _ATEN.index_put.default: (_ATEN.index_put_.default, frozenset({"Index"})),
+}
+"""What derivatives run out of place under a mode: what the plain run has instead, and in which nodes (without "Backward0")."""
+
+
+def in_place(func: Any, args: Any) -> Any:
+    """The operator that the plain run has in place of another: the same, or, in a derivative, that in place."""
+    found = _IN_PLACE.get(func)
+    if found is None:
+        return func
+    node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    if node is None or node.name().partition("Backward")[0] not in found[1]:
+        return func
+    target = args[0]
+    alone = not target.requires_grad and target._base is None and sole_owner(target.untyped_storage(), 1)
+    return found[0] if alone else func
 
 
 class _Probe(TorchDispatchMode):

@@ -12,6 +12,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from lowtide.live.engine import in_place
 from lowtide.live.mode import Mode, make_way
 from lowtide.live.ops import OpInfo, info_of
 from lowtide.live.tensors import on_storage
@@ -82,6 +83,7 @@ class FullMode(Mode):
             return func(*args, **kwargs)
         self.passive = True
         try:
+            func = in_place(func, args)
             return self._observe(func, info_of(func), args, kwargs)
         finally:
             self.passive = False

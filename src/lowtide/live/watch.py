@@ -24,7 +24,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 import torch
 from lowtide.live.aside import Asides
-from lowtide.live.engine import Engine
+from lowtide.live.engine import Engine, in_place
 from lowtide.live.enough import Enough
 from lowtide.live.frames import holders, user_line
 from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
@@ -128,7 +128,7 @@ class _WatchMode(Mode):
             return func(*args, **kwargs)
         self.passive = True
         try:
-            return self._watcher.observe(func, args, kwargs)
+            return self._watcher.observe(in_place(func, args), args, kwargs)
         finally:
             self.passive = False
 
@@ -229,9 +229,13 @@ class Watcher:
             self.stack.put(self.mode, self._pack, _unpack)
 
     def _meet_what_is_there(self) -> None:
-        """Tensors that the script made before: in a notebook, all that it has; a plain script has none yet."""
+        """Tensors that the script made before: in a notebook, all that it has; a plain script has none yet.
+
+        The collector lists them in an order of its own; two recordings of one script are to number them alike.
+        """
         plain = (t for t in tensors_so_far() if type(t) in PLAIN_TYPES)
-        for part in (part for tensor in plain for part in _parts(tensor)):
+        parts = sorted((p for t in plain for p in _parts(t)), key=lambda p: (p.nbytes, str(p.dtype), tuple(p.shape)))
+        for part in parts:
             storage = part.untyped_storage()
             if self._find(storage) is None and self.meter.counts(storage):
                 self._enter(storage, part, (0, 0, 0), met=True)
@@ -336,8 +340,8 @@ class Watcher:
             return True
         if not self._stepped:
             return self._backwards > 0 and not self._optimizers
-        cycle = self._cycle & {id(o) for o in self._optimizers}  # of those that there are still
-        return (cycle or {id(o) for o in self._optimizers if self._trains(o)}) <= self._stepped
+        cycle = self._cycle & {_place(o) for o in self._optimizers}  # of those that there are still
+        return (cycle or {_place(o) for o in self._optimizers if self._trains(o)}) <= self._stepped
 
     def _trains(self, optimizer: Any) -> bool:
         """Whether an optimizer has parameters of a model that was called."""
@@ -440,7 +444,7 @@ class Watcher:
     def optimizer_begins(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
         self._optimizers.add(optimizer)
-        if id(optimizer) in self._stepped and not self._step_is_over():
+        if _place(optimizer) in self._stepped and not self._step_is_over():
             self._cycle = set(self._stepped)  # there are others, but they do not take part, or no more
         if self.operators and self._active:
             self._look_for_holders()
@@ -453,8 +457,8 @@ class Watcher:
     def optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer stepped (perhaps from a hook within the backward)."""
         self._optimizers.add(optimizer)
-        if id(optimizer) not in self._stepped:
-            self._stepped.add(id(optimizer))
+        if _place(optimizer) not in self._stepped:
+            self._stepped.add(_place(optimizer))
             if self.operators and self._active:
                 self._recognise_states(optimizer)
 
@@ -666,6 +670,11 @@ class Watcher:
                 held = sizes.get(part.untyped_storage()._cdata)
                 if held is not None:
                     self.write(Kind.HELD, held.number, self.writer.name(where))
+
+
+def _place(optimizer: Any) -> int:
+    """An optimizer's groups, which one that wraps it (accelerate's) shares: it is the same."""
+    return id(getattr(optimizer, "param_groups", optimizer))
 
 
 def _shapes_of(module: torch.nn.Module) -> tuple[Any, ...]:

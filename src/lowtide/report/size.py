@@ -394,8 +394,9 @@ def show_fit(answer: Fit) -> None:
     """The answer in a few lines."""
     p, out = answer.prediction, console()
     sizes = ", ".join(f"{k} {v:g}" for k, v in p.sizes.items())
+    roughly = "very roughly" if p.far else "about"
     out.print(f"{sizes}: peak {format_bytes(p.peak_bytes)}, at most {format_bytes(p.at_most_bytes)}"
-              f"{f', in {p.op}' if p.op else ''}; a step takes about {format_seconds(p.step_seconds)}", markup=False)
+              f"{f', in {p.op}' if p.op else ''}; a step takes {roughly} {format_seconds(p.step_seconds)}", markup=False)
     if answer.memory_bytes is None:
         return
     memory = format_bytes(answer.memory_bytes)

@@ -43,6 +43,8 @@ LIBRARY_DOUBT: Final = 0.15
 """... share that a peak beyond the recorded sizes may be off for that (12 % were seen: a ResNet between batches 12 and 16)."""
 HOPELESS: Final = 1.0
 """A doubt from which on nothing is said to fit."""
+FAR: Final = 8.0
+"""Times the largest recorded size (all sizes multiplied) beyond which a step's time is a guess."""
 LEAST_DOUBT: Final = 0.003
 """Share of a prediction that it may be off, at the least: rounding of blocks, workspaces of libraries."""
 NOISE_BYTES: Final = 1.0
@@ -65,6 +67,7 @@ class Prediction:
         peak_bytes: of all.
         doubt: share of these that they may be off.
         step_seconds: of a warm step, roughly.
+        far: whether the sizes lie so far beyond the recorded ones that its time is little more than a guess.
         op: where the peak is: operator and module.
         checked: whether recordings were left over to check the degree with.
     """
@@ -74,6 +77,7 @@ class Prediction:
     peak_bytes: int
     doubt: float
     step_seconds: float
+    far: bool
     op: str
     checked: bool
 
@@ -323,16 +327,20 @@ class Model:
             peak_bytes=round(peaks[where]),
             doubt=float(doubt),
             step_seconds=self._seconds(at),
+            far=reach > FAR,
             op="" if entry is None else f"{step.names[entry['a']]} ({step.names[entry['b']] or 'outside modules'})",
             checked=self.checked and self.aligned,
         )
 
     def _seconds(self, at: NDArray[np.float64]) -> float:
-        """Of a warm step: no part of which takes less as a size grows, however noisy the recordings were."""
+        """Of a warm step: no part of which takes less as a size grows, however noisy the recordings were.
+
+        Of a few steps' seconds no more can be told of a batch than what each sample takes: a higher power would be noise.
+        """
+        degrees = [min(d, 1) if _is_batch(n) else d for n, d in zip(self.names, self.degrees, strict=True)]
         seconds = np.array([[float(s.row.seconds) for s in steps[1:]] for steps in self._columns]).min(axis=1)
-        terms = self._terms(self.degrees, self._at)
-        parts, _ = nnls(terms / seconds[:, None], np.ones(len(seconds)))
-        return float((self._terms(self.degrees, at) @ parts)[0])
+        parts, _ = nnls(self._terms(degrees, self._at) / seconds[:, None], np.ones(len(seconds)))
+        return float((self._terms(degrees, at) @ parts)[0])
 
     def _unseen(self, at: NDArray[np.float64], tops: Sequence[NDArray[np.float64]]) -> float:
         """The peak if what a held-out recording was off by grows as fast as any tensor does.
