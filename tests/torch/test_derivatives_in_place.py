@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import heap
+import zoo
+from harness import above_of, budgeted, heap, kept, plain_of
+from torch import nn
 
 import lowtide
 
@@ -47,6 +49,29 @@ def _backward(select: Callable[[torch.Tensor], torch.Tensor], around: AbstractCo
         rise = heap().tensor_peak - base
     assert leaf.grad is not None
     return leaf.grad, rise
+
+
+def penalised() -> zoo.Job:
+    """A backward that builds a graph goes through derivatives of selections, and is planned like a forward."""
+    model = nn.Sequential(nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 128))
+    at = torch.arange(128).repeat(256, 1).flip(1)
+
+    def loss_of(m: nn.Module, _: int) -> torch.Tensor:
+        x = torch.randn(256, 128, requires_grad=True)
+        out = m(x).gather(1, at).topk(16, 1)[0][::2].square().sum(1)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return (slope.norm(dim=1) - 1).square().mean() + out.mean()
+
+    return zoo.simple(model, loss_of)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_planned_backward_that_builds_a_graph_follows_them(*, offload: bool) -> None:
+    reference = plain_of(penalised, 6)
+    run = budgeted(penalised, above_of(reference, 0.8), 6, offload=offload)
+    assert run.bits == reference.bits
+    assert kept(run), run.over
+    assert [s.policy for s in run.outcome.steps[2:]] == ["planned"] * 4
 
 
 @pytest.mark.parametrize("how", ["recording", "budget"])

@@ -20,6 +20,7 @@ import torch
 from lowtide.errors import ReplayError
 from lowtide.live.bits import digest
 from lowtide.live.board import FileBoard, PinnedBoard
+from lowtide.live.engine import in_place
 from lowtide.live.guard import Tally, held_alone
 from lowtide.live.mode import Mode, make_way
 from lowtide.live.ops import info_of
@@ -397,6 +398,8 @@ class LeanMode(Mode):
             if types and not PLAIN_TYPES.issuperset(types):
                 return make_way(func, types, args, kwargs)
             act = self._acts[at]
+            if func is not self._funcs[at]:
+                func = in_place(func, args)
             follows = func is self._funcs[at] and not (self._writes[at] and self._strays(act, func, args, kwargs or {}))
             if follows and self._exposed and act is not None and act.recorded:
                 follows = not self._reads_exposed(args, kwargs or {})
