@@ -17,11 +17,15 @@ from torch import nn
 import lowtide
 
 SIDE = 512
-AT = torch.arange(SIDE).repeat(SIDE, 1).flip(1)
-FEW = torch.arange(0, SIDE, 7)
+
+
+def _few() -> torch.Tensor:
+    """Some rows; made anew, as tensors of a test's module would lie in every other test's memory."""
+    return torch.arange(0, SIDE, 7)
+
 
 SELECTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gather": lambda h: h.gather(0, AT),
+    "gather": lambda h: h.gather(0, torch.arange(SIDE).repeat(SIDE, 1).flip(1)),
     "max": lambda h: h.max(0)[0],
     "min": lambda h: h.min(1)[0],
     "kthvalue": lambda h: h.kthvalue(3, 0)[0],
@@ -29,11 +33,11 @@ SELECTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "topk": lambda h: h.topk(8, 0)[0],
     "sort": lambda h: h.sort(0)[0],
     "cummax": lambda h: h.cummax(0)[0],
-    "index_select": lambda h: h.index_select(0, FEW),
-    "indexed": lambda h: h[FEW],
+    "index_select": lambda h: h.index_select(0, _few()),
+    "indexed": lambda h: h[_few()],
     "masked": lambda h: h[h > 0],
     "masked_select": lambda h: h.masked_select(h > 0),
-    "take": lambda h: h.take(FEW),
+    "take": lambda h: h.take(_few()),
 }
 
 

@@ -71,6 +71,11 @@ def check_folder(file: str | None, remedy: str = "give another file") -> None:
         raise UsageError(f"{file} cannot be written: {remedy}")
 
 
+def absolute(file: str | None) -> str | None:
+    """Where a file lies, wherever the script goes before it is written."""
+    return None if file is None else str(Path(file).resolve())
+
+
 def become(task: Task) -> NoReturn:
     """Replace this process by the agent: its id, its terminal and its exit code stay."""
     for stream in (sys.stdout, sys.stderr):

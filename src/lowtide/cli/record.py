@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import click
 
-from lowtide.cli.launch import become, check_alone, check_folder, check_target
+from lowtide.cli.launch import absolute, become, check_alone, check_folder, check_target
 from lowtide.cli.script import takes_script
 from lowtide.errors import UsageError
 from lowtide.live.task import PRELOAD, RecordOptions, Task
@@ -57,7 +57,8 @@ def record(
             arguments=arguments,
             preload=os.environ.get(PRELOAD),
             options=RecordOptions(
-                output=str(Path(name).resolve()), operators=level == "ops", cap_bytes=cap_bytes, json=json_file, quiet=quiet
+                output=str(Path(name).resolve()), operators=level == "ops", cap_bytes=cap_bytes, json=absolute(json_file),
+                quiet=quiet,
             ),
         )
     )

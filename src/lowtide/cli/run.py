@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from lowtide.allowed import check_levers
-from lowtide.cli.launch import become, check_alone, check_folder, check_target, write_json
+from lowtide.cli.launch import absolute, become, check_alone, check_folder, check_target, write_json
 from lowtide.cli.script import takes_script
 from lowtide.errors import UsageError
 from lowtide.live.task import PRELOAD, RunOptions, Task
@@ -73,8 +73,8 @@ def run(
                 allow=tuple(sorted(allowed)),
                 without=tuple(sorted(excluded)),
                 plan=plan,
-                save_plan=save_plan,
-                json=json_file,
+                save_plan=absolute(save_plan),
+                json=absolute(json_file),
                 quiet=quiet,
             ),
         )
