@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import zoo
@@ -101,6 +102,17 @@ def budgeted(
     with lowtide.budget(budget, offload=offload) as run:
         bits = zoo.run(make, steps)
     return Budgeted(bits, budget, counter.tensor_peak, run.outcome)
+
+
+def trained_under(
+    train: Callable[[], list[torch.Tensor]], above_bytes: int, **how: Any
+) -> tuple[list[torch.Tensor], Outcome, int, int]:
+    """Train under a budget above what is live: weights, outcome, bytes live before, and the heap's peak above them."""
+    gc.collect()
+    heap().tensor_peak = base = heap().tensor_live
+    with lowtide.budget(base + above_bytes, **how) as run:
+        found = train()
+        return found, run.outcome, base, heap().tensor_peak - base
 
 
 FIRST_CALLS_BYTES = 64 << 10

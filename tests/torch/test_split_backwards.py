@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from harness import heap
+from harness import heap, trained_under
 from lowtide.live.outcome import Outcome
 from torch import nn
 from torch.nn import functional as F
@@ -186,15 +186,6 @@ def _train(steps: int = 5) -> list[torch.Tensor]:
     return [*found, *(t.detach().clone() for t in (*model.parameters(), *model.buffers()))]
 
 
-def _under(above: int, **how: Any) -> tuple[list[torch.Tensor], Outcome, int, int]:
-    """Weights, outcome, bytes live before, and the heap's peak above them."""
-    gc.collect()
-    heap().tensor_peak = base = heap().tensor_live
-    with lowtide.budget(base + above, **how) as run:
-        found = _train()
-        return found, run.outcome, base, heap().tensor_peak - base
-
-
 @pytest.mark.parametrize("offload", [False, True])
 def test_floor_of_a_cnn_falls_and_a_budget_below_the_former_one_is_held(*, offload: bool) -> None:
     torch.use_deterministic_algorithms(mode=True)
@@ -208,13 +199,13 @@ def test_floor_of_a_cnn_falls_and_a_budget_below_the_former_one_is_held(*, offlo
         assert outcome.plan is not None
         return (outcome.plan.lowest_peak_bytes - base) / plain
 
-    _, outcome, at, _ = _under(int(0.97 * plain), offload=offload)
+    _, outcome, at, _ = trained_under(_train, int(0.97 * plain), offload=offload)
     before = lowest(outcome, at)
-    free, outcome, at, _ = _under(int(0.97 * plain), offload=offload, allow=ALLOW)
+    free, outcome, at, _ = trained_under(_train, int(0.97 * plain), offload=offload, allow=ALLOW)
     after = lowest(outcome, at)
     assert after < 0.85 * before
     above = int((after + 0.02) * plain)
-    held, outcome, _, peak = _under(above, offload=offload, allow=ALLOW)
+    held, outcome, _, peak = trained_under(_train, above, offload=offload, allow=ALLOW)
     assert all(torch.equal(a, b) for a, b in zip(held, free, strict=True))
     assert [s.policy for s in outcome.steps[2:]] == ["planned"] * 2  # the last step is not over yet
     assert peak <= above + (64 << 10)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from harness import heap
+from harness import heap, trained_under
 from lowtide.live.outcome import Outcome
 from torch import nn
 from torch.nn import functional as F
@@ -145,15 +145,6 @@ def _train(steps: int = 5) -> list[torch.Tensor]:
     return [*found, *(p.detach().clone() for p in model.parameters())]
 
 
-def _under(above: int, **how: Any) -> tuple[list[torch.Tensor], Outcome, int, int]:
-    """Weights, outcome, bytes live before, and the heap's peak above them."""
-    gc.collect()
-    heap().tensor_peak = base = heap().tensor_live
-    with lowtide.budget(base + above, offload=False, **how) as run:
-        found = _train()
-        return found, run.outcome, base, heap().tensor_peak - base
-
-
 def test_floor_of_a_two_layer_lstm_falls_below_30_percent_and_that_budget_is_held() -> None:
     torch.use_deterministic_algorithms(mode=True)
     _train(1)
@@ -167,14 +158,14 @@ def test_floor_of_a_two_layer_lstm_falls_below_30_percent_and_that_budget_is_hel
         resident = outcome.plan.resident_bytes
         return (outcome.plan.lowest_peak_bytes - base - resident) / (plain - resident)
 
-    _, outcome, at, _ = _under(int(0.95 * plain))
+    _, outcome, at, _ = trained_under(_train, int(0.95 * plain), offload=False)
     assert floor(outcome, at) > 0.5
-    free, outcome, at, _ = _under(int(0.95 * plain), allow=ALLOW)
+    free, outcome, at, _ = trained_under(_train, int(0.95 * plain), offload=False, allow=ALLOW)
     assert floor(outcome, at) < 0.3
     assert outcome.plan is not None
     resident = outcome.plan.resident_bytes
     above = resident + int(0.3 * (plain - resident))
-    held, outcome, _, peak = _under(above, allow=ALLOW)
+    held, outcome, _, peak = trained_under(_train, above, offload=False, allow=ALLOW)
     assert all(torch.equal(a, b) for a, b in zip(held, free, strict=True))
     assert outcome.steps[-1].policy == "planned"
     assert peak <= above + (64 << 10)

@@ -196,7 +196,7 @@ def _is_cut(x: Any, sides: int, weight: Any, bias: Any) -> bool:
 
 def _is_plain_layer(x: Any, sides: int, weight: Any, bias: Any) -> bool:
     """Whether a call is over a batch of samples, in autograd's sight and in no transform's, and large enough to be cut."""
-    if torch.compiler.is_compiling():
+    if _is_traced() or torch.autograd.forward_ad._current_level >= 0:
         return False
     types = (torch.Tensor, torch.nn.Parameter)
     given = [t for t in (x, weight, bias) if t is not None]
@@ -204,11 +204,14 @@ def _is_plain_layer(x: Any, sides: int, weight: Any, bias: Any) -> bool:
         return False
     if x.dim() != sides + 2 or x.layout is not torch.strided or x.nbytes < SMALLEST_BYTES:
         return False
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in given) or not x.is_floating_point():
-        return False
-    if torch._C._is_tracing() or torch.autograd.forward_ad._current_level >= 0:
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is None
+    return torch.is_grad_enabled() and any(t.requires_grad for t in given) and x.is_floating_point()
+
+
+def _is_traced() -> bool:
+    """Whether a compiler, a tracer or a transform looks on: it gets torch's own operators."""
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _each(item: Any, sides: int) -> list[int]:
@@ -240,10 +243,9 @@ def _is_plain_sequence(args: Any) -> bool:
 def _is_plain_attention(q: Any, k: Any, v: Any, mask: Any) -> bool:
     """Whether a call is over several samples, each with its own queries, keys and values."""
     plain = all(type(t) is torch.Tensor and not t.is_nested and t.dim() == 4 and t.size(0) == q.size(0) for t in (q, k, v))
-    if not plain or q.size(0) < 2 or torch.compiler.is_compiling() or torch._C._is_tracing():
+    if not plain or q.size(0) < 2 or _is_traced():
         return False
-    fits = mask is None or (mask.dim() <= 4 and (mask.dim() < 4 or mask.size(0) in (1, q.size(0))))
-    return fits and torch._C._functorch.peek_interpreter_stack() is None
+    return mask is None or (mask.dim() <= 4 and (mask.dim() < 4 or mask.size(0) in (1, q.size(0))))
 
 
 def _over_time(
