@@ -13,7 +13,7 @@ from lowtide.errors import RecordingError
 from lowtide.explain import Block, Step, steps_of, telling
 from lowtide.finding import Case, Change, Finding
 from lowtide.leastpeak import blocks_at, floor_of, grows_with_the_batch
-from lowtide.store import PHASES, Kind, Recording, Role
+from lowtide.store import HELD_BYTES, PHASES, Kind, Recording, Role
 from lowtide.trace import Phase
 from lowtide.units import format_bytes
 
@@ -116,15 +116,15 @@ def held_results(case: Case) -> Iterator[Finding]:
     groups: dict[tuple[str, str], list[tuple[int, Block]]] = {}
     _, copied = _copies(case)  # told of as such
     listed = [b for b in case.step.blocks if b.held and "[" in b.held[-1]]
-    in_use = {_root(b) for b in listed if _is_kept_for_more(b) or case.is_used_later(b)}
+    in_use = {b.variable for b in listed if _is_kept_for_more(b) or case.is_used_later(b)}
     for i, b, role in case.there():
-        if b.held and i not in copied and _is_past_use(b, role, case) and _root(b) not in in_use:
-            groups.setdefault(_root(b), []).append((i, b))
+        if b.held and i not in copied and _is_past_use(b, role, case) and b.variable not in in_use:
+            groups.setdefault(b.variable, []).append((i, b))
     others: dict[tuple[str, str], list[int]] = {}  # that its variable referred to at other times of the step
     for i, b in enumerate(case.step.blocks):
         result = b.held and b.counted and b.role is None and b.phase is not Phase.DATA
-        if result and _root(b) in groups and _is_past_use(b, Role.OUTPUT, case):
-            others.setdefault(_root(b), []).append(i)
+        if result and b.variable in groups and _is_past_use(b, Role.OUTPUT, case):
+            others.setdefault(b.variable, []).append(i)
     for (root, place), members in groups.items():
         total = sum(b.bytes for _, b in members)
         if total < NOTABLE * case.peak:
@@ -146,12 +146,6 @@ def _last_use(block: Block) -> int:
     return max(block.last_read, *(end for _, end in block.saved), -1)
 
 
-def _root(block: Block) -> tuple[str, str]:
-    """The variable by which a block is held, without what follows in brackets, and where that is."""
-    name, _, place = block.held[-1].rpartition(" (")
-    return name.split("[", 1)[0], place
-
-
 def _is_kept_for_more(block: Block) -> bool:
     """Whether it was there before the step, and is read within: then it is likely to be read in the next one, too."""
     return block.born < 0 and bool(block.reads)
@@ -163,7 +157,8 @@ def _is_past_use(block: Block, role: Role, case: Case) -> bool:
         return False
     if role is Role.INPUT:
         return block.born < 0 and case.whole
-    return role is Role.OUTPUT and (block.born >= 0 or case.step.row.complete)
+    known = block.born >= 0 or case.step.row.complete or block.variable in case.idle_variables
+    return role is Role.OUTPUT and known
 
 
 def double_precision(case: Case) -> Iterator[Finding]:
@@ -223,18 +218,41 @@ def model_copies(case: Case) -> Iterator[Finding]:
 
 
 def _copies(case: Case) -> tuple[int, frozenset[int]]:
-    """How many whole copies of the parameters are there that nobody reads, and their blocks."""
-    own = Counter(b.label for b in case.step.blocks if b.role is Role.PARAMETER)
-    sizes = {b.label: b.bytes for b in case.step.blocks if b.role is Role.PARAMETER}
-    others: dict[str, list[int]] = {}
-    for i, b, role in case.there():
-        # an average of the parameters; the first ones, to begin anew from
-        alive = b.saved or b.reads or case.is_written_later(b) or case.is_used_later(b)
-        if role in (Role.INPUT, Role.OUTPUT, Role.UNKNOWN) and b.label in own and not alive:
-            others.setdefault(b.label, []).append(i)
-    large = [label for label in own if sizes[label] * own[label] >= NOTABLE * sum(sizes[x] * own[x] for x in own)]
-    copies = min((len(others.get(label, ())) // own[label] for label in large), default=0)
-    return copies, frozenset(i for label in others for i in others[label][: copies * own[label]])
+    """How many whole copies of the parameters are there that nobody reads, and their blocks.
+
+    The values of one state_dict may be kept, as is advised: it is no copy, but they are told.
+    """
+    idle = {i: b for i, b, role in case.there()
+            if role in (Role.INPUT, Role.OUTPUT, Role.UNKNOWN, Role.PARAMETER) and _is_idle(b, case)}
+    parameters = [b for i, b in enumerate(case.step.blocks) if b.role is Role.PARAMETER and i not in idle]
+    trained = {b.label for b in parameters if b.writes}  # of which others may be read, too: those of a copy that is evaluated
+    parameters = [b for b in parameters if b.writes or b.label not in trained]
+    sizes = {b.bytes for b in parameters}
+    raw = any(b.label.startswith("uint8") and b.bytes in sizes for b in idle.values())  # a storage was copied, not a tensor
+
+    def alike(b: Block) -> str | int:
+        return b.bytes if raw else b.label
+
+    own = Counter(map(alike, parameters))
+    total: Counter[str | int] = Counter()
+    for b in parameters:
+        total[alike(b)] += b.bytes
+    others: dict[str | int, list[int]] = {}
+    for i, b in idle.items():
+        if alike(b) in own:
+            others.setdefault(alike(b), []).append(i)
+    large = [key for key in own if total[key] >= NOTABLE * total.total()]
+    copies = min((len(others.get(key, ())) // own[key] for key in large), default=0)
+    found = [i for key in others for i in others[key][: copies * own[key]]]
+    named = [b for b in (idle[i] for i in found) if b.bytes >= HELD_BYTES]
+    if copies == 1 and all(b.held and "['" in b.held[-1] for b in named) and len({b.variable for b in named}) == 1:
+        copies = 0
+    return copies, frozenset(found)
+
+
+def _is_idle(block: Block, case: Case) -> bool:
+    """Whether nothing reads a block, now or later: no average of the parameters, nor the first ones, to begin anew from."""
+    return not (block.saved or block.reads or case.is_written_later(block) or case.is_used_later(block))
 
 
 def evaluation_graph(case: Case) -> Iterator[Finding]:
@@ -269,7 +287,7 @@ def evaluation_graph(case: Case) -> Iterator[Finding]:
 
 def _is_batch(block: Block) -> bool:
     """Whether it is an input, or what a plain variable referred to when a model was called."""
-    return block.role is Role.INPUT or (block.role is None and bool(block.held) and _root(block)[0].isidentifier()
+    return block.role is Role.INPUT or (block.role is None and bool(block.held) and block.variable[0].isidentifier()
                                         and "[" not in block.held[-1])
 
 
@@ -327,6 +345,8 @@ def _is_saved_still(block: Block, step: Step) -> bool:
 
 def _may_be_used(block: Block, case: Case) -> bool:
     """Whether a backward of a later step uses what is still saved when this one ends, as far as the recording tells."""
+    if case.whole and block.bytes >= HELD_BYTES:
+        return case.is_used_later(block)
     after = case.following
     if after is None:
         return not (case.last and case.step.row.complete)

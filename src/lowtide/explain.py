@@ -73,6 +73,12 @@ class Block:
             return self.died
         return max(self.reads[-1] if self.reads else -1, self.born)
 
+    @property
+    def variable(self) -> tuple[str, str]:
+        """The variable by which it is held, without what follows in brackets, and where that is."""
+        name, _, place = self.held[-1].rpartition(" (")
+        return name.split("[", 1)[0], place
+
     def role_at(self, entry: int) -> Role:
         """What it is for just after an entry."""
         if self.role is not None:

@@ -117,6 +117,14 @@ class Case:
         return {} if self.following is None else {b.number: b for b in self.following.blocks}
 
     @cached_property
+    def idle_variables(self) -> frozenset[tuple[str, str]]:
+        """Variables through whose results a whole step went by without reading them: one that was cut short would not have."""
+        return frozenset(
+            b.variable for s in self.steps if s.row.complete and s is not self.step
+            for b in s.blocks if b.held and b.born < 0 and b.died == len(s.entries) and not b.reads
+        )
+
+    @cached_property
     def peak(self) -> int:
         """The step's peak, as the referee plays it."""
         return peak_of(self.step.trace)

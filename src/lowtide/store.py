@@ -81,6 +81,8 @@ class Flag(IntEnum):
     WRITTEN = 4
 
 
+HELD_BYTES: Final = 64 << 10
+"""Blocks from this size on are looked up among the script's variables, and when they were used last is noted."""
 _SECONDS_STEPS: Final = 256
 _SECONDS_LEAST: Final = 24
 _SECONDS_MOST: Final = (1 << 14) - 1

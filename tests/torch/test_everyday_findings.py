@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 from collections.abc import Callable
@@ -202,6 +203,18 @@ def summed_validation(mended: bool) -> None:  # noqa: FBT001
         model.train()
 
 
+def validation_whose_loss_is_kept(mended: bool) -> None:  # noqa: FBT001
+    """Its loss is kept to the end, with its graph; training goes on."""
+    model = _net()
+    optimizer = _sgd(model)
+    kept = []
+    for i in range(4):
+        _update(model, optimizer, 256)
+        if i == 1:
+            with torch.set_grad_enabled(not mended):
+                kept.append(F.cross_entropy(model(torch.randn(4096, WIDTH)), torch.randint(0, 10, (4096,))))
+
+
 def outputs_of_the_batch_before(mended: bool) -> None:  # noqa: FBT001
     """The logits stay in a variable until the next ones are there, through the backward and the next forward."""
     model = _net(4000)
@@ -262,6 +275,7 @@ def graph_after_a_high_setup(mended: bool) -> None:  # noqa: FBT001
 
 CASES: dict[str, tuple[Script, str]] = {
     "summed validation": (summed_validation, "evaluation-graph"),
+    "validation whose loss is kept": (validation_whose_loss_is_kept, "evaluation-graph"),
     "outputs of the batch before": (outputs_of_the_batch_before, "held-result"),
     "outputs of the evaluated batch before": (outputs_of_the_evaluated_batch_before, "held-result"),
     "zeroed by hand": (zeroed_by_hand, "zeroed-gradients"),
@@ -328,10 +342,78 @@ def failing_validation(mended: bool) -> None:  # noqa: FBT001
             total = total + F.cross_entropy(model(torch.randn(1024, WIDTH)), torch.randint(0, 10, (1024,)))
 
 
+def outputs_in_a_list(mended: bool) -> None:  # noqa: FBT001
+    """Every batch's outputs are kept, without their graphs."""
+    model = _net(512)
+    optimizer = _sgd(model)
+    kept = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        out = model(torch.randn(512, WIDTH))
+        out.square().mean().backward()
+        optimizer.step()
+        if not mended:
+            kept.append(out.detach())
+        del out
+
+
+def outputs_that_are_read(mended: bool) -> None:  # noqa: FBT001, ARG001
+    """The outputs of the last batches are compared with each new one."""
+    model = _net(512)
+    optimizer = _sgd(model)
+    kept: list[torch.Tensor] = []
+    for i in range(12):
+        optimizer.zero_grad()
+        out = model(torch.randn(512 if i < 10 else 1024, WIDTH))
+        sum((out[:512] - other).square().mean() for other in [*kept[-8:], torch.zeros(512, 512)]).backward()
+        optimizer.step()
+        kept = [*kept[-7:], out.detach()[:512]]
+        del out
+
+
+def states_of_the_best(mended: bool) -> None:  # noqa: FBT001
+    """The values of every better model are kept, or (mended) of the best one: memory runs out as one is copied, or trained."""
+    model = nn.Sequential(nn.Linear(WIDTH, 1024), nn.ReLU(), nn.Linear(1024, 10))
+    optimizer = _sgd(model)
+    kept: list[dict[str, torch.Tensor]] = []
+    for _ in range(8):
+        _update(model, optimizer, 8)
+        kept = [*([] if mended else kept), copy.deepcopy(model.state_dict())]
+
+
+def evaluated_copies(mended: bool) -> None:  # noqa: FBT001, ARG001
+    """Five copies of the model, each of which was evaluated once."""
+    model = _net()
+    optimizer = _sgd(model)
+    kept = []
+    for _ in range(5):
+        _update(model, optimizer)
+        kept.append(copy.deepcopy(model))
+        with torch.no_grad():
+            kept[-1](torch.randn(4, WIDTH))
+    _update(model, optimizer)
+
+
+def test_the_values_of_one_model_that_are_kept_are_not_accused(tmp_path: Path) -> None:
+    """That is what the finding advises."""
+    recording = _recorded(states_of_the_best, tmp_path / "a", mended=True)
+    assert not {f.id for f in findings(recording)} & {"model-copies", "held-result"}
+    assert len(_told(_recorded(states_of_the_best, tmp_path / "b"), "model-copies")) == 1
+
+
+def test_copies_that_were_called_are_counted(tmp_path: Path) -> None:
+    [found] = _told(_recorded(evaluated_copies, tmp_path / "a"), "model-copies")
+    weights = sum(p.nbytes for p in _net().parameters())
+    assert " are 5 more copies" in found.text
+    assert abs(found.saving_bytes - 5 * weights) <= SHARE * 5 * weights
+
+
 FAILING: dict[str, tuple[Script, str]] = {
     "validation": (failing_validation, "evaluation-graph"),
     "zeroed by hand": (zeroed_by_hand, "zeroed-gradients"),
     "outputs of the evaluated batch before": (outputs_of_the_evaluated_batch_before, "held-result"),
+    "outputs in a list": (outputs_in_a_list, "held-result"),
+    "states of the best": (states_of_the_best, "model-copies"),
 }
 
 
@@ -354,6 +436,20 @@ def test_memory_that_ran_out_is_laid_to_what_could_have_been_let_go(name: str, t
         heap().cap = 0
     fitting = would_fit(findings(store.read(tmp_path / "oom")), cap)
     assert fitting[0].id == kind, [(f.id, f.text) for f in fitting]
+
+
+def test_outputs_that_every_step_reads_are_not_blamed_for_a_step_that_was_cut_short(tmp_path: Path) -> None:
+    heap().tensor_peak = live = live_now()
+    outputs_that_are_read(False)  # noqa: FBT003
+    heap().cap = live + (heap().tensor_peak - live) * 9 // 10
+    try:
+        with pytest.raises(RuntimeError, match="allocate memory"), lowtide.record(tmp_path / "oom"):
+            outputs_that_are_read(False)  # noqa: FBT003
+    finally:
+        heap().cap = 0
+    torch.ones((), requires_grad=True).backward()  # after an error the engine's queue holds the graph until it runs again
+    recording = store.read(tmp_path / "oom")
+    assert not [f for f in _told(recording, "held-result") if "kept" in f.text]
 
 
 class _Distances(nn.Module):

@@ -35,7 +35,7 @@ from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
 from lowtide.live.tensors import grad_of, on_storage, tensors_in, tensors_so_far
 from lowtide.live.value import NO_DISPATCH, PLAIN_TYPES, StorageRef, written_by
-from lowtide.store import CARRIED, PHASES, Flag, Kind, Role, Writer, encode_run, summed
+from lowtide.store import CARRIED, HELD_BYTES, PHASES, Flag, Kind, Role, Writer, encode_run, summed
 from lowtide.trace import Phase
 
 FIRST_STEPS: Final = 3
@@ -48,8 +48,6 @@ HIGHER_STILL: Final = 1.02
 """So much higher, where that many are kept already: it takes the place of the oldest beyond the first steps."""
 MOST_LABELS: Final = 50_000
 """Shapes that are told apart by name: lengths that change at every step must not fill the memory."""
-HELD_BYTES: Final = 64 << 10
-"""Blocks from this size on are looked up among the script's variables."""
 MOST_LATER: Final = 10_000
 """Blocks at most of which it is noted in which step they were used last."""
 
