@@ -20,6 +20,11 @@ Every message says what, where, and what to do about it.
 
 from __future__ import annotations
 
+from typing import Final
+
+INTERRUPTED: Final = 130
+"""What the command line exits with after Ctrl-C, as shells count it: 128 and the signal's number."""
+
 
 class LowtideError(Exception):
     """Root of all errors raised by Lowtide itself."""

@@ -16,6 +16,7 @@ from forked import forked
 import torch
 
 import lowtide
+from lowtide.errors import INTERRUPTED
 
 PACKAGE = str(Path(lowtide.__file__).parent)
 TIMEOUT = 60
@@ -226,7 +227,7 @@ def test_ctrl_c_interrupts_the_script(tmp_path: Path) -> None:
     wait = "import pathlib, time\npathlib.Path('ready').touch()\nwhile True: time.sleep(0.05)\n"
     script = _script(tmp_path, wait)
     process = subprocess.Popen(
-        [sys.executable, "-m", "lowtide", "run", "--budget", "1GiB", "--quiet", script],
+        [sys.executable, "-m", "lowtide", "run", "--budget", "1GiB", "--quiet", "--json", "told.json", script],
         cwd=tmp_path, env=_environment(), stderr=subprocess.PIPE, text=True,
         preexec_fn=_hears_interrupts,  # noqa: PLW1509 - no threads between fork and exec here
     )  # fmt: skip
@@ -235,9 +236,10 @@ def test_ctrl_c_interrupts_the_script(tmp_path: Path) -> None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=TIMEOUT)
-    assert process.returncode in (-signal.SIGINT, 130)
+    assert process.returncode in (-signal.SIGINT, INTERRUPTED)
     assert errors.splitlines()[-1] == "KeyboardInterrupt"
     assert PACKAGE not in errors
+    assert json.loads((tmp_path / "told.json").read_text())["exit_code"] == INTERRUPTED
 
 
 def test_os_exit_is_left_alone(tmp_path: Path) -> None:

@@ -97,16 +97,16 @@ def test_the_peaks_are_the_highest_point_of_their_window() -> None:
     """tensor_peak never falls; the operator's and the step's peaks begin anew when they are reset."""
     _python("""
         m = HeapMeter(c)
-        m.reset_op_peak(); m.reset_step_peak()
+        m.reset_op_peak(); m.begin_span()
         live = c.tensor_live
         a = torch.empty(MIB); b = torch.empty(MIB)
         del a
         m.reset_op_peak()
         assert m.op_peak() == c.tensor_live == live + 4 * MIB
-        assert m.step_peak() == live + 8 * MIB <= c.tensor_peak
+        assert m.span_peak() == live + 8 * MIB <= c.tensor_peak
         del b
-        m.reset_step_peak()
-        assert m.step_peak() == m.live() == live
+        m.begin_span()
+        assert m.span_peak() == m.live() == live
         assert c.tensor_peak >= live + 8 * MIB
     """)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from harness import heap, live_now
+from harness import heap, live_now, trained_under
 from lowtide.errors import LeverError
 from lowtide.live import update
 from lowtide.live.outcome import Outcome
@@ -417,6 +417,47 @@ def test_update_in_backward_stops_a_script_that_later(body: Callable[..., None])
     plain, _ = _loop(changes, steps=6)
     again, _ = _loop(changes, steps=6, size=None)
     assert again == plain
+
+
+def test_the_lever_gives_way_where_it_was_pulled_after_one_step_and_the_second_is_another() -> None:
+    """The second step finds gradients that it has zeroed in place: the budget is refused, and the script gets no error else."""
+    torch.use_deterministic_algorithms(mode=True)
+    model = _net(128, 3)
+    opt = torch.optim.Adam(model.parameters())
+    base = live_now()
+    with pytest.raises(lowtide.BudgetError, match="could not be consumed as they come: gradients are summed"), \
+            lowtide.budget(base + 100_000):
+        for _ in range(6):
+            opt.zero_grad(set_to_none=False)
+            F.cross_entropy(model(torch.randn(64, 128)), torch.randint(8, (64,))).backward()
+            opt.step()
+
+
+def test_an_evaluation_that_crosses_the_budget_beside_gradients_is_known_after_the_steps_that_are_watched() -> None:
+    """The highest point between two units that are looked at counts, too: one step more went over the budget before."""
+    torch.use_deterministic_algorithms(mode=True)
+
+    def train() -> list[torch.Tensor]:
+        zoo.seed(0)
+        model = _net()
+        opt = torch.optim.Adam(model.parameters(), foreach=False)
+        for _ in range(6):
+            opt.zero_grad()
+            _loss(model).backward()
+            opt.step()
+            with torch.no_grad():
+                model(torch.randn(1024, 256)).argmax(1)
+        return list(model.parameters())
+
+    train()
+    base = live_now()
+    heap().tensor_peak = base
+    plain = train()
+    above = heap().tensor_peak - base
+    found, outcome, _, _ = trained_under(train, above - 20_000)
+    assert all(map(torch.equal, plain, found))
+    assert outcome.levers[0].used
+    assert [s.index for s in outcome.over] == [0, 1]
 
 
 @pytest.mark.parametrize("what", ["reads", "writes"])

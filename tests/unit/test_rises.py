@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lowtide.live.kind import Kind
-from lowtide.live.rises import CONFIRMED, PROFILES, REMEMBERED, STRANGERS, Rises
+from lowtide.live.rises import CONFIRMED, PROFILES, REMEMBERED, STRANGERS, UNSTEADY, Rises
 
 
 def _kind(*shapes: tuple[int, ...], who: int = 0) -> Kind:
@@ -101,3 +101,18 @@ def test_gradients_that_known_units_found_and_this_one_does_not_are_added() -> N
     assert there is not None
     assert (half, none) == (there + 25_000, there + 50_000)
     assert rises.most([_kind((4, 100))], 70_000) == there
+
+
+def test_of_units_that_differ_though_their_sizes_do_not_the_highest_tells_and_only_after_some() -> None:
+    """Packed sequences: their lengths are values, no sizes."""
+    rises = Rises()
+    rose = [900_000, 1_500_000, 1_000_000, 700_000, 1_200_000]
+    for seen in rose:
+        assert rises.most([_kind((4, 50))], 0, unsteady=True) is None
+        rises.note([_kind((4, 50))], seen, 0)
+    most = rises.most([_kind((4, 50))], 0, unsteady=True)
+    assert most is not None
+    assert most >= UNSTEADY * max(rose)
+    assert rises.most([_kind((4, 50))], 0) is None, "units of one size say nothing of others"
+    rises.broke([_kind((4, 50))])
+    assert rises.most([_kind((4, 50))], 0, unsteady=True) is None

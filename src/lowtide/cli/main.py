@@ -17,7 +17,7 @@ from lowtide.cli.record import record
 from lowtide.cli.report import diff, report
 from lowtide.cli.run import run
 from lowtide.cli.sweep import sweep
-from lowtide.errors import LowtideError, UsageError
+from lowtide.errors import INTERRUPTED, LowtideError, UsageError
 
 
 class _Lowtide(click.Group):
@@ -33,7 +33,7 @@ class _Lowtide(click.Group):
         except click.ClickException as error:
             fail(error.format_message())
         except click.Abort:
-            fail("interrupted", code=130)
+            fail("interrupted", code=INTERRUPTED)
         except UsageError as error:
             fail(str(error))
         except LowtideError as error:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import msgspec
 
 from lowtide.cli.launch import write_json
-from lowtide.errors import BudgetError, LowtideError, UsageError
+from lowtide.errors import INTERRUPTED, BudgetError, LowtideError, UsageError
 from lowtide.live.constants import with_constants
 from lowtide.live.enough import Enough
 from lowtide.live.task import ACTIVE, PRELOAD, TASK, RecordOptions, RunOptions, Task
@@ -91,7 +91,7 @@ def _run(task: Task) -> int:
         finish(code if isinstance(code, int) else int(code is not None))
         raise
     except BaseException as error:
-        finish(1, error)
+        finish(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1, error)
         sys.excepthook = _without_our_frames(sys.excepthook)
         raise
     finish(0)

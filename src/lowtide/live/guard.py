@@ -105,6 +105,7 @@ class Evictor:
         exempt: modules whose values stay.
         moves: whether values may go to the second board, which has room.
         planned: tells, for an operator's site and the slot of its output, whether the plan drops that value.
+        times: how often it let go of something.
     """
 
     def __init__(self, meter: Meter, ledger: Ledger, board: FileBoard | PinnedBoard) -> None:
@@ -122,6 +123,7 @@ class Evictor:
         self.weakly: weakref.WeakSet[Value] = weakref.WeakSet()
         self.anchors: weakref.WeakSet[Anchor] = weakref.WeakSet()
         self.tally = Tally()
+        self.times = 0
         self.on_unheld: Callable[[Value], None] | None = None
         self.on_back: Callable[[Value], None] | None = None
         self.on_anchored: Callable[[Value], None] | None = None
@@ -391,6 +393,7 @@ class Evictor:
         """
         before = self.meter.live()
         if anchors:
+            self.times += 1
             self._cut(anchors)  # whose frame holds what goes
         return before - self.meter.live()
 
@@ -433,6 +436,7 @@ class Evictor:
                 for kept in group:
                     kept.leave(ticket)
                 self.tally.offloaded_bytes += size
+                self.times += 1
                 freed += size
         return freed
 
@@ -454,6 +458,7 @@ class Evictor:
             self.on_unheld(value)
         self.kept.pop(value, None)
         self.away.add(value)
+        self.times += 1
         return True
 
     @property

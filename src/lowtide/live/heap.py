@@ -101,11 +101,11 @@ class Meter(Protocol):
     def reset_op_peak(self) -> None:
         """Begin a new window for :meth:`op_peak`."""
 
-    def step_peak(self) -> int:
-        """Highest point since :meth:`reset_step_peak`."""
+    def span_peak(self) -> int:
+        """Highest point since :meth:`begin_span`."""
 
-    def reset_step_peak(self) -> None:
-        """Begin a new window for :meth:`step_peak`."""
+    def begin_span(self) -> None:
+        """Begin a new window for :meth:`span_peak`."""
 
     def begin_operator(self) -> None:
         """An operator begins that is observed, in a window of its own for :meth:`op_peak`."""
@@ -149,7 +149,7 @@ class HeapMeter:
         cell = {n: ctypes.c_int64.from_address(base + getattr(Counters, n).offset) for n in FIELDS}
         self._live = cell["tensor_live"]
         self._op_peak = cell["tensor_op_peak"]
-        self._step_peak = cell["tensor_step_peak"]
+        self._span_peak = cell["tensor_step_peak"]
         self._denied = cell["denied"]
         self._denied_bytes = cell["denied_bytes"]
         self._library_live = cell["library_live"]
@@ -176,13 +176,13 @@ class HeapMeter:
         """Begin a new window for :meth:`op_peak`."""
         self._op_peak.value = self._live.value
 
-    def step_peak(self) -> int:
-        """Highest point since :meth:`reset_step_peak`."""
-        return self._step_peak.value
+    def span_peak(self) -> int:
+        """Highest point since :meth:`begin_span`."""
+        return self._span_peak.value
 
-    def reset_step_peak(self) -> None:
-        """Begin a new window for :meth:`step_peak`."""
-        self._step_peak.value = self._live.value
+    def begin_span(self) -> None:
+        """Begin a new window for :meth:`span_peak`."""
+        self._span_peak.value = self._live.value
 
     def begin_operator(self) -> None:
         """Begin a new window for :meth:`op_peak`."""
@@ -242,7 +242,7 @@ class LedgerMeter:
         """Read live bytes from the ledger."""
         self._tracked = tracked
         self._op_peak = 0
-        self._step_peak = 0
+        self._span_peak = 0
         self._profiler: _Profiler | None = None
         with contextlib.suppress(AttributeError, TypeError):
             self._profiler = _Profiler()
@@ -266,13 +266,13 @@ class LedgerMeter:
         start, self._open_at = self._open_at, None
         if self._profiler is not None and start is not None:
             self._op_peak = max(self._op_peak, start + self._profiler.end())
-            self._step_peak = max(self._step_peak, self._op_peak)
+            self._span_peak = max(self._span_peak, self._op_peak)
 
     def live(self) -> int:
         """Bytes live now."""
         live = self._tracked()
         self._op_peak = max(self._op_peak, live)
-        self._step_peak = max(self._step_peak, live)
+        self._span_peak = max(self._span_peak, live)
         return live
 
     def op_peak(self) -> int:
@@ -284,14 +284,14 @@ class LedgerMeter:
         """Begin a new window for :meth:`op_peak`."""
         self._op_peak = self._tracked()
 
-    def step_peak(self) -> int:
-        """Highest point since :meth:`reset_step_peak`."""
+    def span_peak(self) -> int:
+        """Highest point since :meth:`begin_span`."""
         self.live()
-        return self._step_peak
+        return self._span_peak
 
-    def reset_step_peak(self) -> None:
-        """Begin a new window for :meth:`step_peak`."""
-        self._step_peak = self._tracked()
+    def begin_span(self) -> None:
+        """Begin a new window for :meth:`span_peak`."""
+        self._span_peak = self._tracked()
 
     def cap(self, limit_bytes: int) -> None:
         """Nothing can be capped here."""
@@ -330,7 +330,7 @@ class CudaMeter:
     def __init__(self, device: torch.device) -> None:
         """Read the allocator of one device."""
         self.device = device
-        self._step_peak = 0
+        self._span_peak = 0
 
     def live(self) -> int:
         """Bytes allocated now."""
@@ -342,17 +342,17 @@ class CudaMeter:
 
     def reset_op_peak(self) -> None:
         """Begin a new window; the step's own peak is carried over."""
-        self._step_peak = max(self._step_peak, self.op_peak())
+        self._span_peak = max(self._span_peak, self.op_peak())
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    def step_peak(self) -> int:
-        """Highest point since :meth:`reset_step_peak`."""
-        return max(self._step_peak, self.op_peak())
+    def span_peak(self) -> int:
+        """Highest point since :meth:`begin_span`."""
+        return max(self._span_peak, self.op_peak())
 
-    def reset_step_peak(self) -> None:
-        """Begin a new window for :meth:`step_peak`."""
+    def begin_span(self) -> None:
+        """Begin a new window for :meth:`span_peak`."""
         torch.cuda.reset_peak_memory_stats(self.device)
-        self._step_peak = 0
+        self._span_peak = 0
 
     def begin_operator(self) -> None:
         """Begin a new window for :meth:`op_peak`."""

@@ -14,6 +14,8 @@ from lowtide.live.kind import Kind, sizes_of
 
 CONFIRMED = 4
 """Units that must have been compared with others before there is a rule."""
+UNSTEADY = 2.0
+"""Units of the same sizes that do not always run the same operators: the next may rise so many times as high as any did."""
 TOLERANCE_SHARE = 0.05
 """A smaller unit may rise higher by this share, ..."""
 TOLERANCE_BYTES = 64 << 10
@@ -50,6 +52,7 @@ class Rises:
         """Nothing is known."""
         self._known: dict[Any, dict[Calls, _Rise]] = {}
         self._confirmed: dict[Any, int] = {}
+        self._again: dict[Any, int] = {}
         self._slack: dict[Any, float] = {}
         self._broken: set[Any] = set()
         self._strayed: dict[Any, int] = {}
@@ -70,23 +73,34 @@ class Rises:
         if over:
             self._confirmed[key] = self._confirmed.get(key, 0) + 1
             self._slack[key] = max(self._slack.get(key, 1.0), *over)
+        self._again[key] = self._again.get(key, 0) + (calls in known)
         former = known.get(calls, _Rise(0, 0))
         known[calls] = _Rise(max(rise_bytes, former.bytes), max(gradient_bytes, former.gradient_bytes))
         if len(known) > PROFILES:
             known.pop(next(iter(known)))
 
-    def most(self, kinds: Sequence[Kind], gradient_bytes: int) -> int | None:
+    def most(self, kinds: Sequence[Kind], gradient_bytes: int, *, unsteady: bool = False) -> int | None:
         """Bytes that a unit which begins with these root calls rises by at most; None where no rule says.
 
         Gradients that are not there, though they were when another unit began, are made within it.
+
+        Args:
+            kinds: the root calls.
+            gradient_bytes: what gradients hold when it begins.
+            unsteady: whether such units differ though their sizes do not: what they are given decides (packed sequences).
         """
         calls = _calls(kinds)
-        if calls is None or calls[0][0] in self._broken or self._confirmed.get(calls[0][0], 0) < CONFIRMED:
+        key = None if calls is None else calls[0][0]
+        seen = (self._again if unsteady else self._confirmed).get(key, 0)
+        if calls is None or key in self._broken or seen < CONFIRMED:
             return None
-        slack = self._slack[calls[0][0]]
-        known = self._known[calls[0][0]].items()
+        slack = self._slack.get(key, 1.0) * (UNSTEADY if unsteady else 1.0)
+        known = self._known[key].items()
         found = ((_limit(rise.bytes, calls, other), max(0, rise.gradient_bytes - gradient_bytes)) for other, rise in known)
-        return min((int(slack * limit) + missing for limit, missing in found if limit is not None), default=None)
+        limits = [int(slack * limit) + missing for limit, missing in found if limit is not None]
+        if unsteady:
+            return max(limits, default=None)
+        return min(limits, default=None)
 
     def worth_recording(self, kind: Kind) -> bool:
         """Whether a unit of a kind that has no recording is to get one, which takes time."""

@@ -150,7 +150,7 @@ class Runtime:
         self._owed = Owed()
         self._owing = False
         self._between_bytes = 0
-        self._unseen_peak = 0
+        self._unseen_peak = self._step_peak = 0
         self._units = 0
         self._step_started = 0.0
         self._step_policy, self._step_units, self._step_done, self._step_trains = "plain", 0, False, False
@@ -347,7 +347,8 @@ class Runtime:
     def _has_room(self, unit: Unit) -> bool:
         """Whether no unit with such root calls rises above the budget, by all that is known."""
         known = self.budget_bytes and self.meter.exact
-        most = self.rises.most(unit.calls, unit.gradient_bytes) if known else None
+        unsteady = self.recordings.is_wild(unit.kind)
+        most = self.rises.most(unit.calls, unit.gradient_bytes, unsteady=unsteady) if known else None
         return most is not None and unit.base_bytes + unit.left.bytes + most <= self.budget_bytes
 
     def _after(self) -> int:
@@ -433,6 +434,8 @@ class Runtime:
             return
         if followed and unit.lean is None and unit.recorder is None and self.settings.budget is not None:
             self.recordings.surprised(unit.kind, decidedly=True)  # it was left alone because nothing like this came before
+            if unit.roomy:
+                self.rises.broke(unit.calls)
             unit.roomy = False
             self._run_fully(unit, None, record=False)
         if unit.recorder is not None:
@@ -591,6 +594,7 @@ class Runtime:
     # --- units -------------------------------------------------------------------------------------------------------
 
     def _begin_unit(self, kind: Kind) -> None:
+        highest = self._end_span()
         if self._step_done or (self._step_units and not self.clock.optimizers_seen):
             self._close_step()
             self._open_step()
@@ -604,10 +608,11 @@ class Runtime:
         self._learn_of_retained()
         left = self._left()
         base = self.meter.live() - left.there_bytes  # it goes when the script lets go of it, at the latest within the unit
-        between = base if self._owing else max(self.meter.op_peak(), base)  # else bytes of our making
+        between = base if self._owing else max(highest, base)  # else bytes of our making
         self._between_bytes = between if self._units > 1 else 0
         self.meter.reset_op_peak()
-        self.unit = unit = Unit(kind, base, left, self.resident.gradient_bytes(), "online", calls=[kind])
+        gradients, times = self.resident.gradient_bytes(), self.evictor.times
+        self.unit = unit = Unit(kind, base, left, gradients, "online", calls=[kind], times=times)
         self._resolve_share(unit)
         if not self.budget_bytes and self.settings.budget is None:
             self._run_fully(unit, None, record=False)
@@ -647,7 +652,9 @@ class Runtime:
         self._solved = entry.problem, solution
         known = self.recordings.has(kind) and not doubtful
         exact = known and near(entry.trace.base_bytes, base, entry.problem.plain_peak)
-        if solution.state is None:
+        if self.recordings.is_wild(kind) and self._has_room(unit):
+            self._run_roomy(unit)
+        elif solution.state is None:
             self._crossings.without_plan(kind)
             self._run_fully(unit, None, record=not exact and not worn)
         elif (exact or worn) and not (doubtful or self.recordings.is_wild(kind)):
@@ -714,10 +721,7 @@ class Runtime:
     def _run_unknown(self, unit: Unit) -> None:
         """No unit of this kind was recorded: one that is smaller than what fits runs as it is."""
         if self._has_room(unit):
-            unit.roomy = True
-            self._note_policy("plain")
-            self.clock.detailed = False
-            self._watch_nothing()
+            self._run_roomy(unit)
             return
         follows = self.evictor.moves and self.meter.capped and self.rises.may_follow(unit.kind)
         larger = self._larger(unit) if follows else None
@@ -726,6 +730,13 @@ class Runtime:
             self._run_lean(unit, *larger)
         else:
             self._run_fully(unit, None, record=self.rises.worth_recording(unit.kind) or follows)
+
+    def _run_roomy(self, unit: Unit) -> None:
+        """No plan is needed to hold the budget, nor any interception."""
+        unit.roomy = True
+        self._note_policy("plain")
+        self.clock.detailed = False
+        self._watch_nothing()
 
     def _larger(self, unit: Unit) -> tuple[Entry, Solution] | None:
         """The recording of the least of all larger units, on no lower base, whose plan holds this one's bytes, too."""
@@ -843,6 +854,7 @@ class Runtime:
             self._owed.add(unit.lean)
         if self.saver.recorder is not None:
             self.saver.recorder.close()
+        self._end_span()
 
     def _end_unit(self) -> None:
         unit, self.unit = self.unit, None
@@ -851,6 +863,8 @@ class Runtime:
         if recorder is not None:
             if unit.keep and recorder.backward_event is not None and recorder.saves:
                 self._keep_recording(unit, recorder)
+            elif self.meter.exact and self.evictor.times == unit.times and self.recordings.is_wild(unit.kind):
+                self._note_rise(unit)
         elif unit.predicted_bytes is not None and unit.entry is not None:
             self._verify(unit, unit.entry)
         elif unit.roomy:
@@ -873,6 +887,7 @@ class Runtime:
         else:
             self._watch_owed()
         self.meter.reset_op_peak()
+        self._end_span()
 
     def _keep_recording(self, unit: Unit, recorder: Recorder) -> None:
         trace = recorder.finish(self.resident.bytes(), movable=True)
@@ -895,10 +910,10 @@ class Runtime:
         self.recordings.keep(unit.kind, entry)
 
     def _note_rise(self, unit: Unit) -> None:
-        """A unit ran without any interception."""
-        peak = self.meter.op_peak()
+        """Nothing of a unit was let go."""
+        peak = max(self.meter.op_peak(), self.meter.span_peak())  # where operators are looked at, one by one, and all of them
         self.rises.note(unit.calls, peak - unit.base_bytes - unit.left.bytes, unit.gradient_bytes)
-        if peak > self.budget_bytes:
+        if unit.roomy and peak > self.budget_bytes:
             self.rises.broke(unit.calls)
 
     def _verify(self, unit: Unit, entry: Entry) -> None:
@@ -910,7 +925,7 @@ class Runtime:
             entry.followed += 1
             return
         lost = unit.lean is not None and unit.lean.lost
-        self._learn_crossing(unit.kind, max(measured, self.meter.step_peak()) if lost else measured)
+        self._learn_crossing(unit.kind, max(measured, self.meter.span_peak()) if lost else measured)
         if unit.smaller:
             if lost or (measured > predicted and not near(measured, predicted, predicted)):
                 self.rises.strayed(unit.kind)
@@ -993,16 +1008,23 @@ class Runtime:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
+    def _end_span(self) -> int:
+        """The highest point since the last unit ended, or the one that runs began; the next span begins."""
+        peak = self.meter.span_peak()
+        self._step_peak = max(self._step_peak, peak)
+        self.meter.begin_span()
+        return peak
+
     def _open_step(self) -> None:
-        self.meter.reset_step_peak()
-        self._unseen_peak = 0
+        self.meter.begin_span()
+        self._unseen_peak = self._step_peak = 0
         self.evictor.tally = Tally()
         self._step_started = time.perf_counter()
         self._step_policy, self._step_units, self._step_done, self._step_trains = "plain", 0, False, False
 
     def _close_step(self) -> None:
         tally = self.evictor.tally
-        peak = max(self.meter.step_peak(), self._unseen_peak)
+        peak = max(self.meter.span_peak(), self._step_peak, self._unseen_peak)
         self._crossings.step_ends(crossed=bool(self.steps and self.budget_bytes) and peak > self.budget_bytes)
         self.steps.append(
             StepFigures(

@@ -154,7 +154,7 @@ class Plain:
         self._started = time.perf_counter()
         if self._meter is None or (not isinstance(self._meter, CudaMeter) and torch.cuda.is_initialized()):
             self._meter = _meter()
-        self._meter.reset_step_peak()
+        self._meter.begin_span()
 
     def _close(self) -> None:
         assert self._meter is not None
@@ -163,7 +163,7 @@ class Plain:
         self._steps.append({
             "index": len(self._steps),
             "seconds": time.perf_counter() - self._started,
-            "peak_bytes": self._meter.step_peak(),
+            "peak_bytes": self._meter.span_peak(),
         })
 
 

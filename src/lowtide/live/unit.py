@@ -121,6 +121,7 @@ class Unit:
         calls: its root calls so far.
         roomy: whether it is run without any interception, as smaller than one that fits.
         smaller: whether it follows the plan of a larger one.
+        times: how often something had been let go before it began.
     """
 
     kind: Kind
@@ -139,6 +140,7 @@ class Unit:
     consumed: int = 0
     roomy: bool = False
     smaller: bool = False
+    times: int = 0
     calls: list[Kind] = field(default_factory=list)
     stepped: bool = False
     starts: list[int] = field(default_factory=list)

@@ -128,6 +128,7 @@ class Updates:
         self._alone = False
         self._blind = False
         self._rests = 0
+        self._asked = False
 
     # --- on and off --------------------------------------------------------------------------------------------------
 
@@ -138,7 +139,7 @@ class Updates:
             optimizers: that are there already.
             engaged: whether to act at once.
         """
-        self.stage = Stage.ENGAGED if engaged else Stage.WATCHING
+        self.stage, self._asked = Stage.ENGAGED if engaged else Stage.WATCHING, engaged
         self._optimizers.update(optimizers)
         self._shared.update(optimizer for optimizer in self._optimizers if _shares_memory(optimizer))
         self._wraps.put(optim.Optimizer, "zero_grad", self._zeroing)
@@ -565,6 +566,8 @@ class Updates:
     def _against(self, reason: str) -> None:
         """Something that would not be the same: decline, or raise once gradients were consumed."""
         where = _where()
+        if self.stage is Stage.ENGAGED and not (self.consumed or self._asked):
+            self.stage = Stage.WATCHING  # one step was seen before, and it was another one
         if self.stage is Stage.ENGAGED:
             self._broken = (
                 f"{UPDATE}: {reason}{where}, which it did not do before; a gradient that was consumed cannot be given back: "
