@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lowtide.pebble.eager.play import play
 from lowtide.pebble.eager.problem import Problem
-from lowtide.store import PHASES, Flag, Kind, Recording, Role, StepRow
+from lowtide.store import COMPILED, PHASES, Flag, Kind, Recording, Role, StepRow
 from lowtide.trace import Buffer, Op, Phase, Site, Trace
 
 ROLES: Final = tuple(Role)
@@ -156,6 +156,8 @@ class Step:
                 continue
             if kind == Kind.DIED:
                 block.died = i
+                if a in open_saves:  # of a compiled region, of whose letting go nobody tells
+                    block.saved.append((open_saves.pop(a)[1], i))
             elif kind == Kind.READ:
                 block.reads.append(at)
                 block.shown[at] = block.shown.get(at, 0) + size
@@ -199,8 +201,16 @@ class Step:
         if not inner.all():
             shifted[~inner] = self._carried_by_role()
         measured = np.where(self.denied, self.entries["live"][self.ops], self.entries["size"][self.ops])
-        shifted[:, Role.UNKNOWN] += measured - shifted.sum(axis=1)
+        unseen = measured - shifted.sum(axis=1)
+        within = (unseen > 0) & np.isin(self.entries["a"][self.ops], self._compiled)
+        shifted[:, Role.WORKSPACE] += np.where(within, unseen, 0)
+        shifted[:, Role.UNKNOWN] += np.where(within, 0, unseen)
         return shifted
+
+    @cached_property
+    def _compiled(self) -> list[int]:
+        """Names of operators that are parts of what ``torch.compile`` made, whose other parts are not seen."""
+        return [i for i, name in enumerate(self.names) if name.startswith(f"{COMPILED}: ")]
 
     @cached_property
     def denied(self) -> NDArray[np.bool_]:

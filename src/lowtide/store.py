@@ -81,6 +81,8 @@ class Flag(IntEnum):
     WRITTEN = 4
 
 
+COMPILED: Final = "compiled region"
+"""What ``torch.compile`` made, as the name of an operator, and before the names of operators that its backward calls."""
 HELD_BYTES: Final = 64 << 10
 """Blocks from this size on are looked up among the script's variables, and when they were used last is noted."""
 _SECONDS_STEPS: Final = 256

@@ -14,7 +14,6 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, final
 
 from torch._functorch import eager_transforms
@@ -26,11 +25,12 @@ from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
 from lowtide.live.wraps import Wraps
 
-Around = Callable[[Any, Any], AbstractContextManager[None]]
+Around = Callable[[Any, Callable[..., Any], Any, Any], Any]
+"""What runs a compiled region: given what is known of it (a module or a function), what calls it, and its arguments."""
 
 
-def _nothing_around(_region: Any, _given: Any) -> AbstractContextManager[None]:
-    return contextlib.nullcontext()
+def _nothing_around(_region: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return run(*args, **kwargs)
 
 
 @final
@@ -38,7 +38,7 @@ class Asides:
     """Puts the mode and the hooks of a stack aside where they must not be.
 
     Attributes:
-        around: what is done around a compiled region, given it (a module or a function) and its arguments.
+        around: what runs a compiled region.
     """
 
     def __init__(self, stack: Stack, clock: Clock, around: Around = _nothing_around) -> None:
@@ -112,8 +112,12 @@ class Asides:
             if asides is None:
                 return original(*args, **kwargs)
             region = args[0] if args and isinstance(args[0], torch.nn.Module) else original
-            with asides.around(region, (args, kwargs)), asides.stack.aside(), asides.clock.deaf():
-                return original(*args, **kwargs)
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                with asides.stack.aside(), asides.clock.deaf():
+                    return original(*args, **kwargs)
+
+            return asides.around(region, run, args, kwargs)
 
         return compiled
 

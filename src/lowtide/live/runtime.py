@@ -14,7 +14,7 @@ import gc
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -125,7 +125,7 @@ class Runtime:
         self.saver.on_first = self._functional_begins
         self.stack = Stack()
         self.patches = Patches(self)
-        self.asides = Asides(self.stack, self.clock, self._around_region)
+        self.asides = Asides(self.stack, self.clock, self._run_region)
         self.unreached = Unreached(self.stack)
         self.updates = Updates(lambda: self.clock.phase, self._before_update)
         self.clock.on_optimizer = self.updates.optimizer_made
@@ -403,16 +403,14 @@ class Runtime:
         unit: Unit | None = self.unit
         return None if unit is None or unit.lean is None else unit.lean.pack
 
-    @contextlib.contextmanager
-    def _around_region(self, region: Any, given: Any) -> Iterator[None]:
+    def _run_region(self, region: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A compiled region runs, whose operators are not seen: while the policy on line holds the budget, it makes room."""
         if not self._active or not self.budget_bytes or self.stack.mode is not self.full or self.full.passive:
-            yield
-            return
-        with self.evictor.around_unseen(region, sum(t.nbytes for t in tensors_in(given))):
+            return run(*args, **kwargs)
+        with self.evictor.around_unseen(region, sum(t.nbytes for t in tensors_in((args, kwargs)))):
             if self.saver.recorder is not None:
                 self.saver.recorder.begin_window()  # what was let go for it is not the plain run's
-            yield
+            return run(*args, **kwargs)
 
     def backward_begins(self) -> None:
         """Autograd's engine is about to run."""

@@ -107,6 +107,11 @@ class Clock:
         """How many of the open module calls what runs now is a part of."""
         return self.open - self._floor
 
+    @property
+    def ours(self) -> bool:
+        """Whether the thread that is listened to asks."""
+        return threading.get_ident() == self._owner
+
     def begin_anew(self) -> None:
         """What the open module calls began is over within them (a whole step may be one call): from here it is as outside."""
         self._floor = self.open
@@ -201,14 +206,15 @@ class Clock:
         def called(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self.depth and not self.detailed:
                 return original(module, *args, **kwargs)
-            if threading.get_ident() != self._owner:
+            if not self.ours:
                 self.listener.called_elsewhere(module)
                 return original(module, *args, **kwargs)
-            return self._follow(original, module, args, kwargs)
+            return self.follow(original, module, args, kwargs)
 
         return called
 
-    def _follow(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    def follow(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a module's call, and tell of it."""
         root = self.depth == 0 and not self._in_backward
         if root:
             if self.detailed:
@@ -239,7 +245,7 @@ class Clock:
     def _zeroing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def zero_grad(*args: Any, **kwargs: Any) -> Any:
-            if self.depth or self._in_backward or threading.get_ident() != self._owner:
+            if self.depth or self._in_backward or not self.ours:
                 return original(*args, **kwargs)
             if self._waited:
                 self._made = False
@@ -261,7 +267,7 @@ class Clock:
             outputs: Any, grads: Any = None, retain_graph: Any = None, create_graph: Any = None, *args: Any, **kwargs: Any
         ) -> Any:
             args = (outputs, grads, retain_graph, create_graph, *args)
-            ours = threading.get_ident() == self._owner and torch._C._functorch.peek_interpreter_stack() is None
+            ours = self.ours and torch._C._functorch.peek_interpreter_stack() is None
             if self._in_backward or not ours or _traced(outputs):
                 return engine(*args, **kwargs)
             before, self.phase = self.phase, Phase.BACKWARD
@@ -283,7 +289,7 @@ class Clock:
 
     def _optimizer_pre(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.closure = any(a is not None for a in (*args[1:], *kwargs.values()))
-        if threading.get_ident() != self._owner:
+        if not self.ours:
             return
         self._stepped = True
         if not self._in_backward:
@@ -291,7 +297,7 @@ class Clock:
             self.listener.optimizer_begins(optimizer)
 
     def _optimizer_post(self, optimizer: Any, *_: Any) -> None:
-        if threading.get_ident() != self._owner:
+        if not self.ours:
             return
         self._waited = 0
         if not self._in_backward:

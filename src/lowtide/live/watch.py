@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType
@@ -35,7 +36,7 @@ from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
 from lowtide.live.tensors import grad_of, on_storage, tensors_in, tensors_so_far
 from lowtide.live.value import NO_DISPATCH, PLAIN_TYPES, StorageRef, written_by
-from lowtide.store import CARRIED, HELD_BYTES, PHASES, Flag, Kind, Role, Writer, encode_run, summed
+from lowtide.store import CARRIED, COMPILED, HELD_BYTES, PHASES, Flag, Kind, Role, Writer, encode_run, summed
 from lowtide.trace import Phase
 
 FIRST_STEPS: Final = 3
@@ -48,9 +49,14 @@ HIGHER_STILL: Final = 1.02
 """So much higher, where that many are kept already: it takes the place of the oldest beyond the first steps."""
 MOST_LABELS: Final = 50_000
 """Shapes that are told apart by name: lengths that change at every step must not fill the memory."""
+COMPILED_NODE: Final = "CompiledFunctionBackward"
+"""The type of the node that ``torch.compile`` puts into a graph for a region (``torch/_functorch/_aot_autograd``)."""
 MOST_LATER: Final = 10_000
 """Blocks at most of which it is noted in which step they were used last."""
 
+REGION: Final = OpInfo(name=COMPILED, writes_at=frozenset(), secret_at=frozenset(), seeded=True, replayable=False,
+                       uninitialised=False, overwrites_fully=False)
+"""What ``torch.compile`` made, as one operator: what runs in it is not seen."""
 _CODE: Final = {phase: code for code, phase in enumerate(PHASES)}
 _ADD: Final = torch.ops.aten.add.Tensor
 _CLONE: Final = torch.ops.aten.clone.default
@@ -172,7 +178,7 @@ class Watcher:
         self.clock = Clock(self)
         self.clock.detailed = operators
         self.stack = Stack()
-        self.asides = Asides(self.stack, self.clock)
+        self.asides = Asides(self.stack, self.clock, self._run_region)
         self.mode = _WatchMode(self)
         self.step = -1
         self._blocks: dict[int, StorageRef] = {}
@@ -205,7 +211,8 @@ class Watcher:
         self._parameters = _Names()
         self._sequence = 0
         self._origin: dict[int, tuple[int, int]] = {}
-        self._last_origin = (0, 0)
+        self._last_origin, self._latest = (0, 0), (0, 0, 0)
+        self._compiled = False
         self._engine = Engine()
         self._summed = False
         writer.name("")
@@ -470,16 +477,60 @@ class Watcher:
 
     # --- operators ---------------------------------------------------------------------------------------------------
 
-    def observe(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run one operator, and note what it did."""
+    def _run_region(self, region: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a compiled region, whose operators are not seen: it counts as one; a model that is compiled is called."""
+        model = getattr(region, "_orig_mod", None)
+        if not (self._active and self.clock.ours):
+            return run(*args, **kwargs)
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            if not self.operators or self.mode.passive:
+                return run(*args, **kwargs)
+            self.mode.passive = True  # a region within it is a part of it
+            try:
+                out = self.observe(run, args, kwargs, REGION)
+            finally:
+                self.mode.passive = False
+            self._note_saved(out)
+            return out
+
+        if not isinstance(model, torch.nn.Module):
+            return observed(*args, **kwargs)
+        return self.clock.follow(lambda _, *rest: observed(args[0], *rest, **kwargs), model, args[1:], kwargs)
+
+    def _note_saved(self, out: Any) -> None:
+        """What a compiled region has saved for its backward: no hook is told of it."""
+        nodes: set[Any] = {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}
+        for node in nodes:
+            if type(node).__name__ != COMPILED_NODE:
+                continue
+            self._compiled = True
+            for tensor in (*node.saved_tensors, *getattr(node, "_tensors_no_vc_check", ())):
+                for part in _parts(tensor):
+                    storage = part.untyped_storage()
+                    block = self._find(storage) or self._enter(storage, part, self._latest, met=False)
+                    self.write(Kind.SAVED, a=block.number)
+
+    def _name_of(self, func: Any) -> int:
+        """An operator's name; one that the backward of a compiled region calls is a part of it."""
+        key = func
+        if self._compiled and self._phase is Phase.BACKWARD:
+            node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+            if node is not None and type(node).__name__ == COMPILED_NODE:
+                key = COMPILED, func
+        op = self._names.get(key)
+        if op is None:
+            op = self._names[key] = self.writer.name(str(func) if key is func else f"{COMPILED}: {func}")
+        return op
+
+    def observe(self, func: Any, args: Any, kwargs: Any, info: OpInfo | None = None) -> Any:
+        """Run one operator, or what counts as one, and note what it did."""
         meter = self.meter
         if not self._summed:  # after such a sum the window begins with bytes that the plain run would not have
             self._phase_peak = max(self._phase_peak, meter.op_peak())
         before, denied = meter.live(), meter.denied()
         module, source = self._where()
-        op = self._names.get(func)
-        if op is None:
-            op = self._names[func] = self.writer.name(str(func))
+        op = self._name_of(func) if info is None else self.writer.name(info.name)
         meter.begin_operator()
         began = time.perf_counter()
         try:
@@ -491,11 +542,11 @@ class Watcher:
         except (RuntimeError, MemoryError) as error:
             if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or meter.denied() > denied:
                 self.write(Kind.DENIED, op, module, source, size=meter.denied_bytes(), live=meter.live(), peak=meter.op_peak())
-                self._note_reads(info_of(func), args, kwargs)
+                self._note_reads(info or info_of(func), args, kwargs)
                 with contextlib.suppress(MemoryError):
                     self._look_for_holders()
             raise
-        info = info_of(func)
+        info = info or info_of(func)
         peak, after = meter.op_peak(), meter.live()
         plain = self._phase is Phase.BACKWARD and not self.clock.differentiable
         if plain and ((func is _ADD and self._engine.adds(args)) or (func is _CLONE and self._engine.takes_over(args))):
@@ -505,7 +556,8 @@ class Watcher:
         self._phase_peak = max(self._phase_peak, peak)
         run = encode_run(took, replayable=info.replayable, seeded=info.seeded)
         self.write(Kind.OP, op, module, source, flags=run, size=before, live=after, peak=peak)
-        self._note_tensors(info, args, kwargs, out, (op, module, source))
+        self._latest = op, module, source
+        self._note_tensors(info, args, kwargs, out, self._latest)
         if meter.library_live() != self._library_bytes:
             self._note_library(meter.library_live(), (op, module, source))
         meter.reset_op_peak()
