@@ -220,6 +220,18 @@ SAVING = """
 """
 
 
+def test_where_all_are_damaged_the_run_does_not_begin_anew(tmp_path):
+    """It would be as if nothing had been saved, and the next saves would remove what can perhaps be mended."""
+    store = Store(tmp_path / "c")
+    for k in range(2):
+        store.save({"w": np.full(1000, k)})
+    for file in (tmp_path / "c").glob("0*/rank-0/n-*"):
+        file.write_bytes(b"x" + file.read_bytes()[1:])
+    with pytest.warns(UserWarning, match="damaged"), pytest.raises(CheckpointError, match="every checkpoint in .* is damaged"):
+        resume(tmp_path / "c", {"w": np.zeros(3)})
+    assert len(list((tmp_path / "c").glob("0*"))) == 2
+
+
 @pytest.mark.long
 def test_kills_at_random_moments_never_leave_a_corrupt_or_an_old_state(tmp_path):
     """What was reported as saved is there; what is loaded is of one step."""
@@ -377,6 +389,59 @@ def test_a_script_that_ends_waits_for_its_last_save(tmp_path):
     """)
     run(path, tmp_path / "store")
     assert Store(tmp_path / "store").load()["x"].sum() == 5_000_000
+
+
+def test_a_last_save_that_fails_when_nobody_waits_any_more_is_said_and_no_success(tmp_path):
+    path = script(tmp_path, """
+        import logging, resource, signal, sys
+        import numpy as np
+        import lowtide
+        store = lowtide.checkpoint.Store(sys.argv[1], asynchronous=True)
+        state = {"w": np.random.default_rng(0).standard_normal(200_000)}
+        lowtide.checkpoint(store, state, save=True)
+        store.wait()
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+        lowtide.checkpoint(store, state, save=True)
+        print("trained")
+    """)
+    done = subprocess.run([sys.executable, path, tmp_path / "c"], capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stdout) == (1, "trained\n")
+    assert "lowtide: error: the last checkpoint was not saved" in done.stderr
+    assert [s.number for s in Store(tmp_path / "c").saved()] == [1]
+
+
+def test_two_processes_that_save_in_one_folder_leave_each_other_s_saves_alone(tmp_path):
+    path = script(tmp_path, """
+        import sys
+        import numpy as np
+        from lowtide.checkpoint import Store
+        store = Store(sys.argv[1])
+        print(*(store.save({"w": np.full(300_000, k)}) for k in range(30)))
+    """)
+    both = [subprocess.Popen([sys.executable, path, tmp_path / "c"], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    numbers = [int(n) for process in both for n in process.communicate(timeout=200)[0].split()]
+    assert [process.returncode for process in both] == [0, 0]
+    assert sorted(numbers) == list(range(1, 61))
+    assert not list((tmp_path / "c").glob(".undone-*"))
+
+
+def test_a_child_that_was_forked_ends_at_sigterm_as_without_us(tmp_path):
+    """Readers of a pool that is shut down, and daemons at the script's end: they never ended, nor did the script."""
+    path = script(tmp_path, """
+        import multiprocessing, sys, time
+        import numpy as np
+        import lowtide
+        lowtide.checkpoint.resume(sys.argv[1], {"w": np.zeros(4)})
+        fork = multiprocessing.get_context("fork")
+        ended = fork.Process(target=time.sleep, args=(100,))
+        ended.start()
+        ended.terminate()
+        ended.join(20)
+        print(ended.exitcode)
+        fork.Process(target=time.sleep, args=(100,), daemon=True).start()
+    """)
+    assert run(path, tmp_path / "c") == f"{-signal.SIGTERM}\n"
 
 
 def test_saving_holds_no_second_copy_of_the_state(tmp_path):

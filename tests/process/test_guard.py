@@ -210,6 +210,20 @@ def test_what_is_not_about_memory_is_not_hidden_by_restarting(tmp_path, text, co
     assert (found, len(figures["generations"]), figures["generations"][0]["reason"]) == (code, 1, reason)
 
 
+@pytest.mark.parametrize("code", ["raise MemoryError('probe')", "import torch; raise torch.OutOfMemoryError('probe')"])
+def test_a_child_s_shortage_that_its_parent_survived_is_not_the_reason(tmp_path, code):
+    """A probe that is to fail: the script's own bug ended it, and would again."""
+    path = script(tmp_path, f"""
+        import subprocess, sys
+        subprocess.run([sys.executable, "-c", {code!r}], capture_output=True)
+        raise ValueError("a bug")
+    """)
+    found, _, _, figures = guard(tmp_path, "--memory", "1GiB", path)
+    assert found == 1
+    assert [g["reason"] for g in figures["generations"]] == ["error"]
+    assert "a bug" in figures["generations"][0]["error"]
+
+
 def test_a_fresh_process_that_is_near_the_cap_is_given_up(tmp_path):
     path = script(tmp_path, """
         import sys, time, lowtide

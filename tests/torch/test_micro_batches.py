@@ -249,7 +249,8 @@ def test_larger_is_tried_only_when_asked():
     assert step.pieces == 1
 
 
-@pytest.mark.parametrize("batch", [(torch.ones(3), torch.ones(4)), (3, "x"), (), (torch.ones(3), np.ones(3)), (torch.ones(3), [1.0, 2.0, 3.0]), (torch.ones(0),)])
+@pytest.mark.parametrize("batch", [(torch.ones(3), torch.ones(4)), (3, "x"), (), (torch.ones(3), np.ones(3)), (torch.ones(3), [1.0, 2.0, 3.0]), (torch.ones(0),),
+    (torch.ones(3), ["a", "b", "c"]), ({"x": torch.ones(3), "name": ("a", "b", "c")},)])
 def test_what_cannot_be_cut_is_said(batch):
     with pytest.raises(MicroBatchError, match="dimension"):
         lowtide.micro_batched(lambda *_: torch.zeros(()), model=net())(*batch)

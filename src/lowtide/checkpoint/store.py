@@ -7,14 +7,17 @@ safetensors files, everything else in the manifest as JSON.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import hashlib
 import json
+import logging
 import math
 import operator
 import os
 import shutil
+import sys
 import threading
 import time
 import warnings
@@ -25,10 +28,12 @@ from typing import Any, Final, Literal, final
 
 import filelock
 import numpy as np
+import psutil
 
 from lowtide.checkpoint import ranks
 from lowtide.checkpoint.tree import Arrays, loaded_torch, pack, torch, unpack
 from lowtide.errors import CheckpointError
+from lowtide.tell import tell
 from lowtide.units import MIB, format_bytes
 
 FORMAT: Final = 1
@@ -39,6 +44,34 @@ LOCK_SECONDS: Final = 60.0
 _MANIFEST: Final = "manifest.json"
 _UNDONE: Final = ".undone-"
 """Beginning of the names of folders that are not checkpoints yet, or not any more."""
+
+
+_awaited: set[Store] = set()
+"""Stores that write, or have written, what nobody has waited for."""
+
+
+def _finish() -> None:
+    """At the process's end: a save that failed is neither silent nor a success."""
+    failed = []
+    for store in list(_awaited):
+        try:
+            store.wait()
+        except Exception as error:
+            failed.append(str(error))
+    if not failed:
+        return
+    for said in failed:
+        tell(f"lowtide: error: the last checkpoint was not saved: {said}")
+    logging.shutdown()  # with what Python would still have done: the code can only be changed by leaving
+    if "multiprocessing.util" in sys.modules:
+        sys.modules["multiprocessing.util"]._exit_function()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(1)
+
+
+atexit.register(_finish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +137,19 @@ class Store:
         self._failed: BaseException | None = None
         with _explained(f"cannot write checkpoints in {self.folder}", self):
             self.folder.mkdir(parents=True, exist_ok=True)
-            probe = self.folder / f"{_UNDONE}{os.getpid()}-probe"
-            probe.touch()
-            probe.unlink()
+            if not self._folders():  # else there is something to load, whether it can be written or not
+                probe = self.folder / f"{_UNDONE}{os.getpid()}-probe"
+                probe.touch()
+                probe.unlink()
         self._lock = filelock.FileLock(self.folder / ".lock", timeout=LOCK_SECONDS)
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def save(self, state: Any, *, metric: float | None = None) -> int:
         """Write a checkpoint; its number. Whatever fails, those before it stay whole.
+
+        Where saves are asynchronous and the last one fails when nobody waits for it any more, the process says so at its end,
+        and its exit code is 1.
 
         Args:
             state: a tree of dicts, lists, numbers, strings, tensors and arrays.
@@ -138,10 +175,10 @@ class Store:
         if self._asynchronous:
             arrays = {name: _on_host(array) for name, array in arrays.items()}
         if not self._asynchronous or ranks.world() > 1:  # ranks decide together: not from threads
-            self._write(number[0], tree, arrays, metric)
-        else:
-            self._thread = threading.Thread(target=self._aside, args=(number[0], tree, arrays, metric), name="lowtide-save")
-            self._thread.start()
+            return self._write(number[0], tree, arrays, metric)
+        _awaited.add(self)
+        self._thread = threading.Thread(target=self._aside, args=(number[0], tree, arrays, metric), name="lowtide-save")
+        self._thread.start()
         return int(number[0])
 
     def wait(self) -> None:
@@ -153,6 +190,7 @@ class Store:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        _awaited.discard(self)
         failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
@@ -175,8 +213,8 @@ class Store:
                 f"{self._what_is_left()}: make room, or keep fewer (keep_last, keep_best)"
             )
 
-    def _write(self, number: int, tree: Any, arrays: Arrays, metric: float | None) -> None:
-        """Write this rank's part; the first rank then makes the whole a checkpoint."""
+    def _write(self, number: int, tree: Any, arrays: Arrays, metric: float | None) -> int:
+        """Write this rank's part; the first rank then makes the whole a checkpoint. Its number."""
         undone = self.folder / f"{_UNDONE}{number:010d}-{ranks.first(os.getpid())}"
         problem: CheckpointError | None = None
         part: dict[str, Any] = {}
@@ -189,19 +227,21 @@ class Store:
         if problem is None and all(said is None for said, _ in parts) and ranks.rank() == 0:
             try:
                 with _explained(f"cannot write checkpoint {number} in {self.folder}", self), self._lock:
-                    self._publish(undone, number, [part for _, part in parts], metric)
+                    number = self._publish(undone, number, [part for _, part in parts], metric)
             except CheckpointError as error:
                 problem = error
             except filelock.Timeout:
                 problem = CheckpointError(f"another process has been saving in {self.folder} for {LOCK_SECONDS:.0f} s")
         said = [said for said, _ in parts if said is not None]
-        published = ranks.first(None if problem is None else str(problem))
+        published, number = ranks.first((None if problem is None else str(problem), number))
         if said or published is not None:
             if ranks.rank() == 0:
                 shutil.rmtree(undone, ignore_errors=True)
             raise problem or CheckpointError(f"another rank could not save: {(said or [published])[0]}")
+        return int(number)
 
-    def _publish(self, undone: Path, number: int, parts: list[Any], metric: float | None) -> None:
+    def _publish(self, undone: Path, number: int, parts: list[Any], metric: float | None) -> int:
+        number = max(number, self._following())  # another process may have saved here meanwhile
         size = sum(entry["bytes"] for part in parts for entry in part["files"].values())
         body = {
             "format": FORMAT, "number": number, "seconds": time.time(), "metric": metric, "bytes": size, "parts": parts,
@@ -211,6 +251,7 @@ class Store:
         undone.rename(self.folder / f"{number:010d}")
         sync(self.folder)
         self._prune()
+        return number
 
     def _prune(self) -> None:
         """Remove what need not be kept, and what processes that are gone left behind."""
@@ -224,7 +265,8 @@ class Store:
                 with contextlib.suppress(OSError):
                     s.path.rename(gone)
         for left in self.folder.glob(f"{_UNDONE}*"):
-            shutil.rmtree(left, ignore_errors=True)
+            if not _is_written(left):
+                shutil.rmtree(left, ignore_errors=True)
 
     def _what_is_left(self) -> str:
         with contextlib.suppress(OSError):
@@ -286,9 +328,13 @@ class Store:
         """The state of a checkpoint, of the newest whole one where none is given; None where there is none.
 
         Raises:
-            CheckpointError: if the one that is asked for is damaged, or was saved by another number of ranks.
+            CheckpointError: if the one that is asked for is damaged, or all are; or was saved by another number of ranks.
         """
         chosen = self.newest() if saved is None else saved
+        if chosen is None and any(ranks.gather(bool(self._folders()))):
+            raise CheckpointError(
+                f"every checkpoint in {self.folder} is damaged: put a whole one back, or move the folder away to begin anew"
+            )
         if chosen is None:
             return None
         if saved is not None:
@@ -318,6 +364,12 @@ class _Arrays:
             found = file.get_tensor(name)
         # aligned memory of its own: kernels give other bits at other alignments, and the file may go
         return found.clone() if kind == "pt" else found.copy()
+
+
+def _is_written(undone: Path) -> bool:
+    """Whether another process of this machine is at work on a folder that is no checkpoint yet."""
+    owner = undone.name.rpartition("-")[2]
+    return owner.isdigit() and int(owner) != os.getpid() and psutil.pid_exists(int(owner))
 
 
 def _write_part(folder: Path, tree: Any, arrays: Arrays) -> dict[str, Any]:

@@ -119,9 +119,11 @@ def guard(
             write_json(json_file, {"command": command, **to_json(outcome)})
         except OSError as error:  # after hours of work this is no reason to lose the rest
             click.echo(f"lowtide: error: cannot write {json_file}: {error.strerror}", err=True)
-    if not quiet:
-        with contextlib.suppress(OSError):  # nobody reads any more
+    with contextlib.suppress(OSError):  # nobody reads any more
+        if not quiet:
             show(outcome)
+        elif outcome.exit_code:
+            click.echo(f"lowtide: guard: {outcome.text}", err=True)
     return outcome.exit_code
 
 

@@ -170,7 +170,7 @@ class Keeper:
                 code = self._watch(watched)
                 beats = process.beats()
                 self._fraction = max([self._fraction, *(b.fraction for b in beats.values())])
-                errors = [e for e in process.endings() if e["error"]]
+                errors = process.errors(beats)
                 stopped = any(b.stopped for b in beats.values())  # launchers, pipes and shells have codes of their own
                 ending = Ending(
                     code=STOPPED if stopped else code,
@@ -299,7 +299,8 @@ class _Watched:
     def live(self, done: tuple[Generation, ...]) -> Live:
         """What was seen."""
         b, now = self._beat, self._reading.seconds
-        rate = (b.steps - 1) / (b.last_step - b.first_step) if b.last_step > b.first_step else 0.0
+        marks = (b.steps, b.first_step, b.last_step) if b.steps else (b.points, b.first_point, b.last_point)
+        rate = (marks[0] - 1) / (marks[2] - marks[1]) if marks[2] > marks[1] else 0.0
         return Live(
             generation=len(done),
             seconds=now - self.process.began,

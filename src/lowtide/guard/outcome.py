@@ -100,7 +100,7 @@ class Live:
         growth: of its memory; None where it is too early.
         left_seconds: until the cap is reached; None where it does not grow for certain.
         beat: what it told; of the furthest of its processes.
-        steps_per_second: since its first step; 0 where it marked none.
+        steps_per_second: since its first step; safe points where it marked no steps.
         asked: why it was asked to stop; empty where it was not.
         done: generations before it.
     """

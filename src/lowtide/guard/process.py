@@ -27,6 +27,10 @@ from lowtide.probe.lend import lend
 _LIBC: Final = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
+OF_A_CHILD: Final = (
+    "ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException", "BrokenProcessPool",
+)
+"""Errors of launchers and pools whose child has failed: what that child says is the reason."""
 LEAVE_SECONDS: Final = 5.0
 """What processes get between SIGTERM and SIGKILL."""
 
@@ -159,6 +163,15 @@ class Guarded:
             with contextlib.suppress(OSError, ValueError):
                 found.append({"pid": int(path.name.rpartition("-")[2]), **json.loads(path.read_text())})
         return found
+
+    def errors(self, beats: Mapping[int, Beat]) -> list[dict[str, Any]]:
+        """Of the endings those by an error that counts: of processes that trained; else the command's own, unless it only says
+        that a child of its failed; else anybody's.
+        """
+        found = [ending for ending in self.endings() if ending["error"]]
+        trained = [e for e in found if beats.get(e["pid"], Beat()).points or beats.get(e["pid"], Beat()).steps]
+        own = [e for e in found if e["pid"] == self._process.pid and not e["error"].startswith(OF_A_CHILD)]
+        return trained or own or found
 
     def rank_lost(self, beats: Mapping[int, Beat]) -> int:
         """The rank that was first seen to have gone without a word; -1 for none."""

@@ -120,7 +120,7 @@ class MicroBatched:
         Raises:
             MicroBatchError: if one sample does not fit, if the batch cannot be cut, or on batch normalisation.
         """
-        total = _length((args, kwargs), self._dim)
+        total = _length((*args, *kwargs.values()), self._dim)
         # ranks may have batches of different lengths: the number of pieces is what they share
         pieces = ranks.highest(1 if self._limit is None else math.ceil(total / self._limit))
         before = self._before((args, kwargs))
@@ -313,13 +313,14 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _length(tree: Any, dim: int) -> int:
+def _length(arguments: Sequence[Any], dim: int) -> int:
     """Samples of a batch.
 
     Raises:
         MicroBatchError: if its tensors differ.
     """
-    lengths = {t.shape[dim] if t.dim() > dim else -1 for t in _tensors(tree) if t.dim()} | _others(tree)
+    lengths = {t.shape[dim] if t.dim() > dim else -1 for t in _tensors(arguments) if t.dim()}
+    lengths = lengths.union(*map(_others, arguments))
     if len(lengths) != 1:
         raise MicroBatchError(
             f"the batch has {sorted(lengths) or 'no'} lengths along dimension {dim} (-1: what is no tensor, or has no such "
@@ -336,14 +337,14 @@ def _others(tree: Any) -> set[int]:
     """Lengths of what is per sample but no tensor; -1 where it could not be cut.
 
     Arrays could be broadcast against a piece of one sample and give a wrong loss without an error, and so could lists that a
-    loss function makes tensors of.
+    loss function makes tensors of; the names in a list would be taken for those of other samples.
     """
     if isinstance(tree, np.ndarray):
         return {-1} if tree.ndim else set()
     if isinstance(tree, Mapping):
         return set().union(*map(_others, tree.values())) if tree else set()
     if isinstance(tree, (list, tuple)):
-        plain = len(tree) > 0 and all(isinstance(x, (bool, int, float)) for x in tree)
+        plain = len(tree) > 0 and not any(isinstance(x, (torch.Tensor, np.ndarray, Mapping, list, tuple)) for x in tree)
         return {-1} if plain else set().union(*map(_others, tree))
     return set()
 

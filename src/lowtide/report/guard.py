@@ -55,7 +55,9 @@ def panel(live: Live) -> Panel:
     generation = f"{live.generation + 1}, for {clock(live.seconds)}, {live.reading.processes} processes"
     table.add_row("generation", generation + (f"; asked to stop: {live.asked}" if live.asked else ""))
     rate = f", {live.steps_per_second:.1f} a second" if live.steps_per_second else ""
-    table.add_row("steps", f"{live.beat.steps:.0f}{rate}; {live.beat.points:.0f} safe points, {live.beat.saves:.0f} saved")
+    steps = f"{live.beat.steps:.0f}{rate}; {live.beat.points:.0f} safe points" if live.beat.steps else (
+        f"{live.beat.points:.0f} safe points{rate}")
+    table.add_row("steps", f"{steps}, {live.beat.saves:.0f} saved")
     if live.whole_seconds is not None:
         spent = sum(g.overhead_seconds for g in live.done)
         restarts = f", {format_seconds(spent / live.beat.fraction)} of it for restarts" if spent else ""
@@ -341,7 +343,8 @@ class Exported(Sparse):
         self._left = gauge("seconds_to_cap", "Forecast; NaN where memory does not grow.")
         self._generation = gauge("generation", "Processes before this one.")
         self._steps = gauge("steps", "Of this process.")
-        self._rate = gauge("steps_per_second", "Of this process.")
+        self._points = gauge("safe_points", "Passed by this process.")
+        self._rate = gauge("steps_per_second", "Of this process; safe points where it marks no steps.")
         self._saves = gauge("saves", "Checkpoints of this process.")
         self._pressure = gauge("pressure_percent", "Share of the last 10 s in which some process waited for memory.")
         self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=registry)
@@ -356,6 +359,7 @@ class Exported(Sparse):
         self._left.set(float("nan") if live.left_seconds is None else live.left_seconds)
         self._generation.set(live.generation)
         self._steps.set(live.beat.steps)
+        self._points.set(live.beat.points)
         self._rate.set(live.steps_per_second)
         self._saves.set(live.beat.saves)
         self._pressure.set(live.reading.pressure)
