@@ -92,7 +92,7 @@ def test_numpy_recycled_is_numpy_uninterrupted(tmp_path, rule):
 
 
 @pytest.mark.long("cgroup")
-@pytest.mark.parametrize("fence", FENCES)
+@pytest.mark.parametrize("fence", [*FENCES, "rlimit"])
 def test_a_leaking_run_stays_under_the_cap_and_loses_nothing(tmp_path, fence):
     path = script(tmp_path, "import numpy as np\nnp.random.seed(3)\n" + textwrap.dedent(NUMPY))
     plain = subprocess.run([sys.executable, path, tmp_path / "a", "1", "600", "0"], capture_output=True, text=True, check=True)

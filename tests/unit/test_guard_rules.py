@@ -152,13 +152,13 @@ def test_a_cgroup_of_version_2_is_made_read_and_removed(tmp_path, monkeypatch):
     (made.folder / "memory.current").write_text("1000\n")
     (made.folder / "memory.stat").write_text("anon 600\ninactive_file 150\nactive_file 50\n")
     (made.folder / "memory.events").write_text("oom 3\noom_kill 2\n")
-    assert made.used() == 800
+    assert made.used(()) == 800
     assert made.kills() == 2
 
 
 def test_where_no_cgroup_can_be_made_there_is_none(tmp_path):
     assert cgroup(MIB, "lowtide-1", roots=[tmp_path]) is None
-    assert Watching().used() is None
+    assert Watching().used(()) is None
 
 
 # --- errors that mean that memory ran out ---------------------------------------------------------------------------------

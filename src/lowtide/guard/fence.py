@@ -13,7 +13,7 @@ from typing import Final, Protocol, final
 
 import psutil
 
-from lowtide.units import LARGEST
+from lowtide.units import KIB, LARGEST
 
 CGROUPS: Final = Path("/sys/fs/cgroup")
 
@@ -68,8 +68,8 @@ class Fence(Protocol):
     def enter(self) -> None:
         """In the new process, before its program begins."""
 
-    def used(self) -> int | None:
-        """Bytes that count against the limit; None where the fence does not tell."""
+    def used(self, pids: Sequence[int]) -> int | None:
+        """Bytes that count against the limit, of these processes within; None where the fence does not tell."""
 
     def kills(self) -> int | None:
         """Processes that the kernel killed for want of memory so far; None where nobody counts."""
@@ -90,7 +90,7 @@ class Watching:
     def enter(self) -> None:
         """Nothing to do."""
 
-    def used(self) -> int | None:
+    def used(self, pids: Sequence[int]) -> int | None:  # noqa: ARG002 - of whatever processes
         """Unknown."""
         return None
 
@@ -119,6 +119,17 @@ class DataLimit(Watching):
     def enter(self) -> None:
         """Set it; it goes with the process."""
         resource.setrlimit(resource.RLIMIT_DATA, (self._size, self._size))
+
+    def used(self, pids: Sequence[int]) -> int | None:
+        """Of the process that is nearest to it, what was asked for, touched or not: `VmData` of ``/proc/PID/status``."""
+        found = [size for pid in pids if (size := _data_bytes(pid)) is not None]
+        return max(found, default=None)
+
+
+def _data_bytes(pid: int) -> int | None:
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        return int(Path(f"/proc/{pid}/status").read_text().split("VmData:")[1].split()[0]) * KIB
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +168,7 @@ class Cgroup:
         with open(self.folder / "cgroup.procs", "w") as file:  # noqa: PTH123 - between fork and exec
             file.write("0")
 
-    def used(self) -> int | None:
+    def used(self, pids: Sequence[int]) -> int | None:  # noqa: ARG002 - of all that were put in
         """What is charged, less pages of files that can be dropped."""
         usage = _number(self.folder / self.words.usage)
         if usage is None:

@@ -24,8 +24,8 @@ class Reading:
 
     Attributes:
         seconds: of the machine's monotonic clock.
-        bytes: what counts against the cap: the cgroup's usage without pages that can be dropped, where one was made; the sum
-            of proportional set sizes otherwise.
+        bytes: what counts against the cap: the cgroup's usage without pages that can be dropped, where one was made; the
+            largest process's data, where that is limited; the sum of proportional set sizes otherwise.
         unique_bytes: pages that no other process has.
         resident_bytes: sum of resident set sizes; pages that several share are counted several times.
         device_bytes: taken on CUDA devices, where NVML tells.
@@ -79,7 +79,7 @@ class Tree:
             self._found = self.pids()
             self._next_list = time.monotonic() + SHARES_COST * (time.monotonic() - now)
         unique, proportional, resident = self._shares.read(self._found, exactly=exactly)
-        used = fence.used()
+        used = fence.used(self._found)
         return Reading(
             seconds=time.monotonic(),
             bytes=proportional if used is None else used,
