@@ -314,6 +314,31 @@ def test_without_marks_the_clock_ticks(tmp_path):
     assert 20 <= run.steps <= 42
 
 
+def test_a_leak_in_a_child_process_is_not_clean(tmp_path):
+    """It is looked at now and then only: where that is too seldom to tell, that is said."""
+    found = judged(tmp_path, "--no-who", script(tmp_path, """
+        import multiprocessing, time
+        import lowtide
+
+        def work(pipe):
+            kept = []
+            while True:
+                pipe.recv()
+                kept.append(b"x" * 102400)
+                pipe.send(1)
+
+        if __name__ == "__main__":
+            ours, theirs = multiprocessing.Pipe()
+            multiprocessing.Process(target=work, args=(theirs,), daemon=True).start()
+            for _ in range(400):
+                ours.send(1)
+                ours.recv()
+                time.sleep(0.01)
+                lowtide.step()
+    """))
+    assert found["verdict"] != "clean" or any("looked at too few times" in note for note in found["notes"])
+
+
 def test_forked_workers_take_no_samples(tmp_path):
     path = script(tmp_path, """
         import multiprocessing, lowtide

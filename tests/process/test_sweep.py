@@ -310,6 +310,7 @@ def test_dask_runs_the_cells_of_a_lost_worker_again(tmp_path):
 ])
 def test_a_bad_file_is_one_line_before_anything_runs(tmp_path, toml, said):
     (tmp_path / "s.toml").write_text(toml)
+    (tmp_path / "job.py").touch()
     done = forked("sweep", "s.toml", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

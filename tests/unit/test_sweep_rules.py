@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from lowtide.errors import UsageError
 from lowtide.sweep.definition import Config, Definition, File, OwnAxis, define
-from lowtide.sweep.trends import Row, recommended
+from lowtide.sweep.results import Cell
+from lowtide.sweep.trends import Row, effects_of, front_of, recommended
 
 
 def _definition() -> Definition:
-    return define(File(command="python t.py", axes={"a": OwnAxis(values=[1, 2], env="A"), "b": OwnAxis(values=[0, 1], env="B")}))
+    return define(File(command="python -c 0", axes={"a": OwnAxis(values=[1, 2], env="A"), "b": OwnAxis(values=[0, 1], env="B")}))
 
 
 def _row(config: Config, growth: float, rate: float) -> Row:
@@ -34,4 +37,56 @@ def test_without_repeats_growth_that_is_no_leak_does_not_outweigh_the_rate(growt
 
 def test_an_option_of_the_scripts_is_not_taken_for_one_of_pythons() -> None:
     with pytest.raises(UsageError, match=r"by argument = '--hold'"):
-        define(File(command="python t.py", axes={"hold": OwnAxis(values=[0, 1], option="--hold")}))
+        define(File(command="python -c 0", axes={"hold": OwnAxis(values=[0, 1], option="--hold")}))
+
+
+def test_a_configuration_that_leaks_is_not_recommended_where_another_does_not() -> None:
+    """Whatever its resident growth: what was freed before may have taken the leak in."""
+    found = _definition()
+    rows = [_row(config, 700.0, rate) for config, rate in zip(found.configs, (400.0, 300.0, 200.0, 100.0), strict=True)]
+    rows[0] = replace(rows[0], verdicts=("clean", "leak"))
+    chosen = recommended(found, rows)
+    assert chosen is rows[1]
+    leaking = [replace(row, verdicts=("leak",)) for row in rows]
+    assert recommended(found, leaking) is leaking[0]
+
+
+def test_what_is_recommended_lies_on_the_front_of_growth_against_speed() -> None:
+    found = _definition()
+    figures = [(900.0, 100.0), (800.0, 101.0), (2_000_000.0, 500.0), (2_000_000.0, 400.0)]
+    rows = [_row(config, growth, rate) for config, (growth, rate) in zip(found.configs, figures, strict=True)]
+    chosen = recommended(found, rows)
+    assert chosen is rows[1]
+    assert any(chosen is row for row in front_of(rows))
+
+
+def test_a_value_that_always_fails_hides_no_other_s_effect() -> None:
+    found = define(File(command="python -c 0", repeats=2, axes={
+        "a": OwnAxis(values=[1, 2], env="A"), "mode": OwnAxis(values=["bad", "good"], env="MODE"),
+    }))
+    cells = []
+    for config in found.configs:
+        for repeat in range(2):
+            good = dict(config)["mode"] == "good"
+            rate = 100.0 * int(dict(config)["a"]) + repeat
+            result = {"ended": "ok" if good else "exit code 1", "growth_bytes": 0.0, "samples_per_second": rate}
+            cells.append(Cell(id=len(cells), part="sweep", config=config, repeat=repeat, result=result))
+    told = [e for e in effects_of(found, cells) if e.response == "samples_per_second"]
+    assert [(e.axes, e.values) for e in told] == [(("a",), (2,))]
+    assert told[0].certain
+    assert told[0].change == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize(("values", "said"), [
+    ([1, True], "twice"), ([1, "1"], "twice"), ([math.nan, 1.0], "finite"), ([math.inf], "finite"), (["a\0b"], "null"),
+])
+@pytest.mark.parametrize("how", ["env", "argument"])
+def test_values_that_no_two_cells_could_be_told_apart_by_are_refused(how: str, values: list[Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        define(File(command="python -c 0", axes={"a": OwnAxis(values=values, **{how: "A"})}))
+
+
+@pytest.mark.parametrize(("command", "said"), [("python nosuch.py", "no such file: nosuch.py"), ("", "empty"), (["python", "a\0"], "null")])
+def test_a_command_that_every_cell_would_fail_with_is_refused(command: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        define(File(command=command, axes={"a": OwnAxis(values=[1], env="A")}))

@@ -29,8 +29,10 @@ MEANING: Final = {
     "workers": "child processes",
     "cuda_allocated": "CUDA memory in use",
     "cuda_reserved": "CUDA memory kept by torch's allocator",
-    "resident": "pages kept though nothing held grows",
+    "resident": "pages that are kept: nothing held grows",
 }
+SINGULAR: Final = ("held", "shared", "cuda_allocated", "cuda_reserved")
+"""Of these, what is one thing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -135,6 +135,8 @@ def garbage_rate(run: Run) -> float:
     return sum(a["cycles_bytes"] for a in audits[1:]) / steps if steps else 0.0
 
 
+WORKERS_DOUBT: Final = 4.0
+"""Child processes that grew by so many times what is let pass, in the later of too few looks at them, are a doubt."""
 _BLOCK: Final = 64
 """Bytes of a block of Python's small-object allocator where CPython does not tell."""
 
@@ -171,10 +173,11 @@ def judge(run: Run, tolerance: float, *, half: bool = False, collected_every: in
     series = series_of(run, collected_every=collected_every)
     counters = tuple(_judged(name, values, tolerance, len(series)) for name, values in series.items())
     by = {c.name: c for c in counters}
+    grown = _late_growth(series["workers"]) if "workers" in series else 0.0
     leaks = [c for c in counters if c.verdict is Verdict.LEAK and _counts(c, by, tolerance)]
     held = [c for c in leaks if c.name not in ("resident", "cuda_reserved")]
     retained = [c for c in leaks if c not in held]
-    doubtful = [c for c in counters if c.verdict is not Verdict.CLEAN and c not in leaks and _decides(c, by, tolerance)]
+    doubtful = [c for c in counters if c.verdict is not Verdict.CLEAN and c not in leaks and _decides(c, by, tolerance, grown)]
     notes, bounded = _notes(run, by, tolerance)
     culprit: Counter | None
     if held:
@@ -251,7 +254,7 @@ def _counts(counter: Counter, by: dict[str, Counter], tolerance: float) -> bool:
     return True
 
 
-def _decides(counter: Counter, by: dict[str, Counter], tolerance: float) -> bool:
+def _decides(counter: Counter, by: dict[str, Counter], tolerance: float, grown: float) -> bool:
     """Whether doubt about a counter is doubt about the program."""
     if counter.name in _PAGES:
         pages = by.get(_PAGES[counter.name])
@@ -263,13 +266,24 @@ def _decides(counter: Counter, by: dict[str, Counter], tolerance: float) -> bool
     if counter.name == "segments":
         return counter.verdict is Verdict.LEAK
     if counter.name == "workers":
-        return counter.trend.steady_rate > tolerance
+        return counter.trend.steady_rate > tolerance or grown > WORKERS_DOUBT * tolerance
     return True
+
+
+def _late_growth(values: Series) -> float:
+    """Bytes per step that child processes grew by in the later half of the looks at them; 0 where it was not all upwards."""
+    known = np.flatnonzero(np.isfinite(values))
+    late = known[len(known) // 2 :]
+    if len(late) < 2 or (np.diff(values[late]) < 0).any():
+        return 0.0
+    return float(values[late[-1]] - values[late[0]]) / int(late[-1] - late[0])
 
 
 def _notes(run: Run, by: dict[str, Counter], tolerance: float) -> tuple[list[str], bool]:
     """What else a user should know: bounds reached, jumps, garbage in cycles, clocked steps."""
     notes, bounded = [], False
+    if len(run.children) and run.children[:, 1].any() and "workers" not in by:
+        notes.append("child processes were looked at too few times to say whether they grow: give more --steps")
     held = by.get("held")
     if held is not None and held.verdict is Verdict.CLEAN and held.trend.before_bytes > tolerance * held.trend.steps / 2:
         bounded = True

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lowtide.leak.ablate import Ablation
-from lowtide.leak.findings import MEANING, Suspect, books_of, spread_of
+from lowtide.leak.findings import MEANING, SINGULAR, Suspect, books_of, spread_of
 from lowtide.leak.study import Study
 from lowtide.leak.verdict import Verdict, series_of
 from lowtide.leak.watch import Run
@@ -53,15 +53,17 @@ def sentence(study: Study) -> str:
         format_bytes(culprit.high) if np.isfinite(culprit.high) else "-",
     )
     what = MEANING[culprit.name].partition(":")[0]
+    grows = "grows" if culprit.name in SINGULAR else "grow"
     rate = f"{format_bytes(culprit.trend.rate)} a step ({low} to {high})"
     if verdict.verdict is Verdict.LEAK:
-        return f"leak: {what} grows by {rate}, above the {limit} let pass"
+        return f"leak: {what} {grows} by {rate}, above the {limit} let pass"
     if verdict.verdict is Verdict.CLEAN:
-        return f"clean: {what} grows by {rate}, below the {limit} let pass"
+        return f"clean: {what} {grows} by {rate}, below the {limit} let pass"
     if not np.isfinite(culprit.low):
         return f"inconclusive: {verdict.steps} steps are too few to tell; {_longer(study.run, verdict.more_steps)}"
     enough = f"about {verdict.more_steps} steps would tell (--steps {verdict.more_steps})"
-    return f"inconclusive: {what} grows by {rate}, and {limit} lies within; {enough}"
+    within = f"and {limit} lies within" if culprit.low <= study.tolerance_bytes else f"above {limit}, but not steadily"
+    return f"inconclusive: {what} {grows} by {rate}, {within}; {enough}"
 
 
 def show(study: Study, suspects: tuple[Suspect, ...], parts: Ablation | None = None, *, samples_per_step: float) -> None:

@@ -17,7 +17,7 @@ from lowtide.sweep.axes import pasted
 from lowtide.sweep.cell import last_words
 from lowtide.sweep.definition import Definition, named
 from lowtide.sweep.results import Cell
-from lowtide.sweep.trends import Effect, Row, confirmed, effects_of, front_of, recommended, rows_of
+from lowtide.sweep.trends import LEAK, Effect, Row, confirmed, effects_of, front_of, recommended, rows_of
 
 _COLUMNS: Final = ("min (KB)", "Q1 (KB)", "median (KB)", "Q3 (KB)", "max (KB)", "mean (KB)", "rate (/s)", "verdict")
 _KB: Final = 1000.0
@@ -57,7 +57,9 @@ def report_of(definition: Definition, cells: Sequence[Cell], second: Sequence[Ce
     chosen = recommended(definition, rows) if complete else None
     reason = "no configuration ran well" if complete else "the sweep is not complete"
     if chosen is not None:
-        reason = "none grows less and none is faster for certain"
+        reason = "none grows less for certain, and of those that grow as little none is faster for certain"
+        if LEAK in chosen.verdicts:
+            reason = f"every configuration that ran well leaks; of these {reason}"
     if chosen is not None and definition.confirm:
         again = {row.config: row for row in rows_of(definition, second)}
         holds, why = confirmed(again.get(chosen.config), again.get(definition.baseline))

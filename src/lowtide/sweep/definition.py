@@ -176,7 +176,9 @@ def define(file: File) -> Definition:
         raise UsageError("no cell is left: exclude leaves out all that the axes make")
     for config in configs:
         for axis, value in config:
-            _check_environment(_setting(file, axis, value).environment)
+            setting = _setting(file, axis, value)
+            _check_environment(setting.environment)
+            _check_words((*setting.arguments, *setting.options))
     decides = msgspec.json.encode([file, command], order="sorted")
     return Definition(
         file=file,
@@ -196,6 +198,18 @@ def _check_environment(variables: Mapping[str, str | None]) -> None:
             raise UsageError(f"environment variable {name!r} = {value!r}: a name without =, and no null bytes")
 
 
+def _check_words(words: Sequence[str]) -> None:
+    if any("\0" in word for word in words):
+        raise UsageError(f"{' '.join(words)!r}: no process can be given null bytes")
+
+
+def _check_script(words: Sequence[str]) -> None:
+    """Refuse a script of Python's that is not there: every cell would end so."""
+    script = words[1] if len(words) > 1 and Path(words[0]).name.startswith("python") else ""
+    if script.endswith(".py") and not Path(script).is_file():
+        raise UsageError(f"no such file: {script}")
+
+
 def _words(command: str | Sequence[str]) -> tuple[str, ...]:
     try:
         words = shlex.split(command) if isinstance(command, str) else list(command)
@@ -204,7 +218,11 @@ def _words(command: str | Sequence[str]) -> tuple[str, ...]:
     active = Path(os.environ.get("VIRTUAL_ENV", sys.prefix)).resolve()
     if words and words[0] in ("python", "python3") and active == Path(sys.prefix).resolve():
         words[0] = sys.executable  # where another environment is active, its own is meant
+    if not words:
+        raise UsageError('the command is empty: give one, as in command = "python train.py"')
+    _check_words(words)
     check_command(words)
+    _check_script(words)
     return tuple(words)
 
 
@@ -216,8 +234,10 @@ def _values(file: File) -> dict[str, tuple[Value, ...]]:
         values = axis.values if isinstance(axis, OwnAxis) else axis
         if not values:
             raise UsageError(f"axis {name} has no values, so that there are no cells")
-        if len({(type(v), v) for v in values}) < len(values):
-            raise UsageError(f"axis {name} has a value twice")
+        if any(isinstance(v, float) and not math.isfinite(v) for v in values):
+            raise UsageError(f"axis {name} has a value that is no finite number")
+        if len(set(values)) < len(values) or len({_given(v) for v in values}) < len(values):
+            raise UsageError(f"axis {name} has a value twice, as the command is given it")
         if isinstance(axis, OwnAxis) and (bool(axis.env) + (axis.argument is not None) + bool(axis.option)) != 1:
             raise UsageError(f"axis {name} needs exactly one of env, argument and option")
         if isinstance(axis, OwnAxis) and axis.option.startswith("-"):
@@ -229,13 +249,18 @@ def _values(file: File) -> dict[str, tuple[Value, ...]]:
     return found
 
 
+def _given(value: Value) -> str:
+    """As a command is given a value."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _setting(file: File, name: str, value: Value) -> Setting:
     axis = file.axes[name]
     if not isinstance(axis, OwnAxis):
         return setting_of(name, value, file.framework)
     if value == DEFAULT:
         return Setting()
-    text = str(value).lower() if isinstance(value, bool) else str(value)
+    text = _given(value)
     if axis.env:
         return Setting(environment={axis.env: text})
     if axis.argument is not None:

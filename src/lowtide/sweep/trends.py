@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from lowtide.leak.verdict import TOLERANCE
+from lowtide.leak.verdict import TOLERANCE, Verdict
 from lowtide.sweep.axes import Value
 from lowtide.sweep.definition import Config, Definition, named
 from lowtide.sweep.results import Cell
 from lowtide.units import format_bytes
 
+LEAK: Final = Verdict.LEAK.value
 CONFIDENCE: Final = 0.95
 """Of intervals; effects are tested together (Bonferroni)."""
 NEAR: Final = 0.98
@@ -122,34 +123,42 @@ def effects_of(definition: Definition, cells: Sequence[Cell]) -> list[Effect]:
 
 
 Term = tuple[tuple[str, Value], ...]
+Values = Mapping[str, tuple[Value, ...]]
 
 
 def _fitted(definition: Definition, cells: Sequence[Cell], response: str) -> list[Effect]:
-    levels = [(axis, value) for axis, values in definition.values.items() for value in values[1:]]
+    values = _seen(definition, cells)
+    levels = [(axis, value) for axis, found in values.items() for value in found[1:]]
     single: list[Term] = [(level,) for level in levels]
     pairs: list[Term] = [(a, b) for a, b in itertools.combinations(levels, 2) if a[0] != b[0]]
     y = np.array([float((c.result or {})[response]) for c in cells])
     for terms in ([*single, *pairs], single):
-        x = _design(definition, cells, terms)
+        x = _design(values, cells, terms)
         if len(cells) > 0 and np.linalg.matrix_rank(x) == x.shape[1] <= len(cells):
-            return _effects(definition, terms, x, y, response)
+            return _effects(values, terms, x, y, response)
     return []
 
 
-def _design(definition: Definition, cells: Sequence[Cell], terms: Sequence[Term]) -> NDArray[np.float64]:
+def _seen(definition: Definition, cells: Sequence[Cell]) -> Values:
+    """Values of axes with which something was measured: what always failed has no effect, and hides no other's."""
+    configs = [dict(cell.config) for cell in cells]
+    return {axis: tuple(v for v in values if any(c[axis] == v for c in configs)) for axis, values in definition.values.items()}
+
+
+def _design(values: Values, cells: Sequence[Cell], terms: Sequence[Term]) -> NDArray[np.float64]:
     """One column per term, centred so that a main effect is the mean over the other axes."""
     columns = [np.ones(len(cells))]
     for term in terms:
         column = np.ones(len(cells))
         for axis, value in term:
-            share = 1 / len(definition.values[axis])
+            share = 1 / len(values[axis])
             column = column * np.array([float(dict(c.config)[axis] == value) - share for c in cells])
         columns.append(column)
     return np.stack(columns, axis=1)
 
 
 def _effects(
-    definition: Definition, terms: Sequence[Term], x: NDArray[np.float64], y: NDArray[np.float64], response: str
+    values: Values, terms: Sequence[Term], x: NDArray[np.float64], y: NDArray[np.float64], response: str
 ) -> list[Effect]:
     solved, *_ = np.linalg.lstsq(x, y, rcond=None)
     freedom = len(y) - x.shape[1]
@@ -162,18 +171,18 @@ def _effects(
     found = []
     for k, term in enumerate(terms, 1):
         change, reach = float(solved[k]), float(errors[k]) * margin
-        found.append(_effect(definition, term, response, change, change - reach, change + reach))
+        found.append(_effect(values, term, response, change, change - reach, change + reach))
     return found
 
 
-def _effect(definition: Definition, term: Term, response: str, change: float, low: float, high: float) -> Effect:
+def _effect(values: Values, term: Term, response: str, change: float, low: float, high: float) -> Effect:
     """An effect, in a sentence that says no more than its interval allows."""
 
     def size(value: float) -> str:
         return format_bytes(value) if response == "growth_bytes" else f"{value:,.3g}/s"
 
     what = "growth per step" if response == "growth_bytes" else "the rate"
-    plain = {axis: values[0] for axis, values in definition.values.items()}
+    plain = {axis: found[0] for axis, found in values.items() if found}
     name = named(term)
     against = named(tuple((axis, plain[axis]) for axis, _ in term))
     interval = f"{size(low)} to {size(high)}" if math.isfinite(low) else "no interval: nothing was repeated"
@@ -208,10 +217,11 @@ def front_of(rows: Sequence[Row]) -> list[Row]:
 
 
 def recommended(definition: Definition, rows: Sequence[Row]) -> Row | None:
-    """The fastest of those whose growth is not above the least for certain, nor by what a leak is let pass; of those that
-    are not slower for certain, the one that changes the fewest axes.
+    """Of those that do not leak, where there are any, the fastest whose growth is not above the least for certain, nor by what
+    a leak is let pass; of those that are not slower for certain, the one on the front that changes the fewest axes.
     """
     good = [row for row in rows if row.good]
+    good = [row for row in good if LEAK not in row.verdicts] or good
     if not good:
         return None
     least = min(good, key=lambda r: r.growth_bytes)
@@ -224,7 +234,9 @@ def recommended(definition: Definition, rows: Sequence[Row]) -> Row | None:
         if r.samples_per_second
         >= min(NEAR * fastest.samples_per_second, fastest.samples_per_second - _reach(r.rate_error, fastest.rate_error))
     ]
-    return min(equal, key=lambda r: (_changes(definition, r.config), -r.samples_per_second))
+    front = front_of(good)
+    on_front = [r for r in equal if any(r is other for other in front)]
+    return min(on_front or equal, key=lambda r: (_changes(definition, r.config), -r.samples_per_second))
 
 
 def _reach(*errors: float) -> float:
