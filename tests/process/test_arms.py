@@ -27,8 +27,9 @@ SCRIPT = """
         optimizer.zero_grad()
         loss = model(torch.randn(8, 4)).square().mean()
         loss.backward()
-        graded += model[0].weight.grad is not None
+        graded += bool(model[0].weight.grad.any())
         optimizer.step()
+        norm = model[0].weight.grad.norm()
         torch.save(model.state_dict(), "saved")
         print("step", step)
     moved = not torch.equal(before, model[0].weight)

@@ -1,8 +1,8 @@
 """One arm of an ablation: a script with some of its parts switched off, or a layer's work doubled. Standard library only.
 
 Here for torch; for Keras in ``keras_arms``. What is switched off gives what it gave at first: a module its first output for
-arguments of these shapes, the backward nothing, the optimizer no step (it finds no gradients), saving and logging nothing. So
-the loop goes on, whatever it is, and what still grows grows without that part.
+arguments of these shapes, the backward gradients of zeros, the optimizer no step (it finds no gradients), saving and logging
+nothing. So the loop goes on, whatever it is, and what still grows grows without that part.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, Final, final
 
@@ -43,7 +44,9 @@ class Arm:
         self._depth = 0
         self._paths: dict[int, str] = {}
         self._roots: set[int] = set()
+        self._models: list[weakref.ref[Any]] = []
         self._templates: dict[Any, Any] = {}
+        self._aside: list[tuple[Any, Any]] = []
 
     def install(self) -> None:
         """Switch off what is not part of the arm, as soon as it is there."""
@@ -63,19 +66,47 @@ class Arm:
         if "checkpointing" not in self._parts:
             torch.save = _nothing
         if "backward" not in self._parts:
-            torch.autograd.backward = torch.Tensor.backward = _nothing
+            torch.autograd.backward = torch.Tensor.backward = lambda *_, **__: self._no_backward(torch)
             torch.autograd.grad = _zeros
-        original = torch.nn.Module.__call__
+        elif self._stub or "forward" not in self._parts:
+            original = torch.Tensor.backward
 
-        @functools.wraps(original)
+            @functools.wraps(original)
+            def backward(*args: Any, **kwargs: Any) -> None:
+                original(*args, **kwargs)
+                self._no_backward(torch)  # nothing comes to what lies before a module that is switched off
+
+            torch.Tensor.backward = backward
+        call_module = torch.nn.Module.__call__
+
+        @functools.wraps(call_module)
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._call(torch, original, module, args, kwargs)
+            return self._call(torch, call_module, module, args, kwargs)
 
         torch.nn.Module.__call__ = call
 
     def _optimizers(self, module: Any) -> None:
         if "optimizer" not in self._parts:
-            module.register_optimizer_step_pre_hook(_without_gradients)
+            module.register_optimizer_step_pre_hook(self._without_gradients)
+            module.register_optimizer_step_post_hook(self._with_gradients)
+
+    def _no_backward(self, torch: Any) -> None:
+        """Zeros where no gradient was made: a script may look at it."""
+        for model in (found for ref in self._models if (found := ref()) is not None):
+            for parameter in model.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
+    def _without_gradients(self, optimizer: Any, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._aside = [(p, p.grad) for p in parameters if p.grad is not None]
+        for parameter, _grad in self._aside:
+            parameter.grad = None
+
+    def _with_gradients(self, *_: Any) -> None:
+        for parameter, grad in self._aside:
+            parameter.grad = grad
+        self._aside = []
 
     @staticmethod
     def _tensorboard(module: Any) -> None:
@@ -103,6 +134,7 @@ class Arm:
     def _enter(self, root: Any) -> None:
         """A model is seen for the first time: its layers get their paths, which the parent reads."""
         self._roots.add(id(root))
+        self._models.append(weakref.ref(root))
         prefix = f"{len(self._roots) - 1}:" if len(self._roots) > 1 else ""
         leaves = [(prefix + path, m) for path, m in root.named_modules() if not any(True for _ in m.children())]
         self._paths.update({id(m): path for path, m in leaves})
@@ -130,12 +162,6 @@ def _mapped(torch: Any, change: Callable[[Any, Any], Any], first: Any, second: A
     right, _ = tree.tree_flatten(second)
     made = [change(a, b) if isinstance(a, torch.Tensor) else a for a, b in zip(left, right, strict=False)]
     return tree.tree_unflatten(made, shape)
-
-
-def _without_gradients(optimizer: Any, *_: Any) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
 
 
 def _zeros(_: Any, inputs: Any, *__: Any, **___: Any) -> Any:
