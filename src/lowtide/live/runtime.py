@@ -603,7 +603,7 @@ class Runtime:
         self._owed.updating = self.full.updating = False  # an optimizer may have raised
         if isinstance(self.meter, LedgerMeter):
             self._meet_long_lived()
-        self._learn_of_retained()
+        self._learn_of_retained(highest)
         left = self._left()
         base = self.meter.live() - left.there_bytes  # it goes when the script lets go of it, at the latest within the unit
         between = base if self._owing else max(highest, base)  # else bytes of our making
@@ -942,10 +942,10 @@ class Runtime:
         if self.budget_bytes and peak > self.budget_bytes:
             self.recordings.surprised(kind, decidedly=not near(peak, self.budget_bytes, peak))
 
-    def _learn_of_retained(self) -> None:
+    def _learn_of_retained(self, peak: int) -> None:
         """Between two units: what the former one let go was made again beside its graph, as the script was to write it."""
         if self._last_kind is not None and self._last_lean is not None and self._last_lean.forced and self.meter.exact:
-            self._learn_crossing(self._last_kind, self.meter.op_peak())
+            self._learn_crossing(self._last_kind, peak)
 
     def _retime(self, entry: Entry, state: State, stopwatch: Stopwatch) -> None:
         """Plan with the seconds of a warm step, where they say something else than those that were recorded."""
