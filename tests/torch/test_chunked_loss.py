@@ -223,7 +223,7 @@ def test_transformers_models_train_alike_in_less_memory_and_a_budget_changes_no_
     gc.collect()
     with lowtide.budget(live_now() + int(0.9 * after), allow=ALLOW) as run:
         held, peak = _train(make)
-        outcome = run.outcome
+    outcome = run.outcome
     assert all(torch.equal(a, b) for a, b in zip(held, ours, strict=True))
     assert outcome.steps[-1].policy == "planned"
     assert peak <= int(0.9 * after)
