@@ -36,11 +36,12 @@ class Requests:
                 continue  # the script has an answer of its own
             self._before[number] = before
             signal.signal(number, self._signalled)
-        os.register_at_fork(
-            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
-            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}),
-            after_in_child=self._leave_children_alone,
-        )
+        if signal.SIGTERM in self._before:
+            os.register_at_fork(
+                before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
+                after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}),
+                after_in_child=self._leave_children_alone,
+            )
         if self._folder is not None and os.path.isdir(self._folder):  # noqa: PTH112
             with open(os.path.join(self._folder, f"ready-{os.getpid()}"), "w") as file:  # noqa: PTH118, PTH123
                 file.write("SIGUSR1\n")
@@ -48,7 +49,7 @@ class Requests:
 
     def _leave_children_alone(self) -> None:
         """A child that was forked (a reader, a pool's worker) passes no safe point: SIGTERM ends it, as its parent expects."""
-        if signal.SIGTERM in self._before and signal.getsignal(signal.SIGTERM) == self._signalled:
+        if signal.getsignal(signal.SIGTERM) == self._signalled:
             signal.signal(signal.SIGTERM, self._before[signal.SIGTERM])
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # one that came meanwhile
 
