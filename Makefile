@@ -23,7 +23,7 @@ test-long: $(STAMP)
 	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --durations=25 -m takes_long $(SUITE)
 
 test-slow: $(STAMP)
-	LOWTIDE_FULL=1 $(PYTEST) -n 2 tests/slow tests/torch/test_matrix.py tests/torch/test_situations.py \
+	LOWTIDE_FULL=1 $(PYTEST) -n 2 --timeout 1200 tests/slow tests/torch/test_matrix.py tests/torch/test_situations.py \
 		tests/process/test_checkpoint.py tests/process/test_recycled_frameworks.py
 
 test-cuda: $(STAMP)

@@ -17,8 +17,8 @@ from lowtide.leak.ablate import Failed, ablate
 from lowtide.leak.watch import Watch, python
 
 HERE = Path(__file__).parent
-PARTS = ("loop", "backward", "optimizer", "checkpointing", "logging")
-LAYERS = ("layer:1", "layer:8", "layer:11", "layer:18")
+PARTS = ("loop", "forward", "backward", "optimizer", "checkpointing", "logging")
+MODULES = ("module:0.1", "module:1.3", "module:2.1", "module:3.3", "module:1", "module:3")
 CLEAN = 4
 """Clean runs per seed."""
 
@@ -32,7 +32,7 @@ def once(leak: str, seed: int) -> dict[str, Any]:
         culprit, text = found.culprit, found.text
     except Failed as error:
         culprit, text = "failed", str(error)
-    expected = "" if leak == "none" else leak.removeprefix("layer:")
+    expected = "" if leak == "none" else leak.removeprefix("module:")
     return {
         "leak": leak,
         "seed": seed,
@@ -53,7 +53,7 @@ def main() -> None:
     journal = args.json.with_suffix(".lines")
     lines = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
     done = {(x["leak"], x["seed"]) for x in lines}
-    todo = [(leak, seed) for seed in range(args.seeds) for leak in (*PARTS, *LAYERS)]
+    todo = [(leak, seed) for seed in range(args.seeds) for leak in (*PARTS, *MODULES)]
     todo += [("none", 1000 + k) for k in range(args.seeds * CLEAN)]
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         for future in concurrent.futures.as_completed([pool.submit(once, *x) for x in todo if x not in done]):

@@ -1,7 +1,7 @@
 """A training script of ten components, one of which may leak: ``python planted.py COMPONENT SEED`` (``none`` for a clean one).
 
-Components: ``loop``, ``forward`` (through one of the layers: ``layer:PATH``), ``backward``, ``optimizer``,
-``checkpointing``, ``logging``.
+Components: ``loop``, ``forward`` (the model's own, or that of one of its modules: ``module:PATH``), ``backward``,
+``optimizer``, ``checkpointing``, ``logging``.
 """
 
 from __future__ import annotations
@@ -43,6 +43,18 @@ class Shift(Scale):
         if self.leaks:
             self.kept.append(torch.ones(KIB))
         return x + self.weight
+
+
+class Block(nn.Sequential):
+    """Layers one after another; keeps something itself if it leaks."""
+
+    leaks = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The same shape."""
+        if self.leaks:
+            self.kept = [*getattr(self, "kept", []), torch.ones(KIB)]
+        return super().forward(x)
 
 
 class Keeping(logging.Handler):
@@ -102,10 +114,11 @@ def main() -> None:
     width = r.choice((16, 32, 48))
     layers: list[nn.Module] = []
     for _ in range(4):
-        layers += [nn.Linear(width, width), Scale(width), nn.ReLU(), Shift(width), nn.LayerNorm(width)]
-    model = nn.Sequential(*layers, nn.Tanh(), nn.Linear(width, 4))
-    if leak.startswith("layer:"):
+        layers.append(Block(nn.Linear(width, width), Scale(width), nn.ReLU(), Shift(width), nn.LayerNorm(width)))
+    model = Block(*layers, nn.Tanh(), nn.Linear(width, 4))
+    if leak.startswith("module:"):
         model.get_submodule(leak.partition(":")[2]).leaks = True
+    model.leaks = leak == "forward"
     Through.leaks = leak == "backward"
     optimizer = Descent(model.parameters(), lr=0.01)
     optimizer.leaks = leak == "optimizer"

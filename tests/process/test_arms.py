@@ -46,7 +46,8 @@ def seen(tmp_path, monkeypatch, **task):
         run = process.wait(Progress())
     assert run.code == 0, run.tail
     assert (run.kind, run.steps) == (Kind.OPTIMIZER, 30)
-    assert [m for m in run.modules] == [("0", "Linear"), ("1", "Counting"), ("2", "Linear")]
+    assert [(m.path, m.type) for m in run.modules] == [("", "Sequential"), ("0", "Linear"), ("1", "Counting"), ("2", "Linear")]
+    assert [m.holds for m in run.modules] == [True, False, False, False]
     found = json.loads((tmp_path / "seen").read_text())
     return {**found, "saved": (tmp_path / "saved").exists(), "printed": "step 29" in run.tail}
 

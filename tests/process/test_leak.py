@@ -474,6 +474,15 @@ def test_fail_makes_a_leak_the_exit_code(tmp_path):
     assert leak("--fail", "--no-who", PROGRAMS, "arrays", 5).returncode == 0
 
 
+def test_a_page_that_cannot_be_written_loses_nothing_else(tmp_path):
+    """The verdict is told all the same, and what is wrong in one line."""
+    done = leak("--no-who", "--html", "/dev/full", "--json", tmp_path / "found.json", PROGRAMS, "arrays_in_a_list", 5)
+    assert done.returncode == 2
+    assert "leak: malloc's blocks in use" in " ".join(done.stderr.split())
+    assert done.stderr.splitlines()[-1] == "lowtide: error: /dev/full: No space left on device"
+    assert json.loads((tmp_path / "found.json").read_text())["verdict"] == "leak"
+
+
 def test_a_script_that_crashes_has_no_verdict_and_keeps_its_exit_code(tmp_path):
     path = script(tmp_path, "import lowtide\nlowtide.step()\nraise SystemExit(7)\n")
     done = leak(path)

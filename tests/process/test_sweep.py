@@ -129,7 +129,7 @@ def test_a_cell_may_not_take_more_memory_than_it_was_given(tmp_path):
         arenas = ["default"]
     """, "import lowtide\nx = bytearray(2 << 30)\nlowtide.step()\n")
     done = sweep("s.toml", "--json", "s.json", cwd=tmp_path)
-    assert done.returncode == 0
+    assert done.returncode == 1, "no configuration ran well"
     assert "exit code 1: MemoryError" in done.stderr, "what the cell printed last is told"
     cell = json.loads((tmp_path / "s.json").read_text())["cells"][0]
     assert cell["ended"] == "exit code 1"

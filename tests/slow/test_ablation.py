@@ -13,7 +13,9 @@ PLANTED = Path(__file__).parents[2] / "benchmarks" / "leaks" / "planted.py"
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("leak", "culprit"), [("none", ""), ("loop", "loop"), ("optimizer", "optimizer"), ("layer:8", "8")])
+@pytest.mark.parametrize(("leak", "culprit"), [
+    ("none", ""), ("loop", "loop"), ("optimizer", "optimizer"), ("module:1.3", "1.3"), ("module:2", "2"), ("forward", "forward"),
+])
 def test_the_component_that_leaks_is_accused_and_no_other(leak, culprit):
     found = ablate(python(str(PLANTED), module=False, arguments=(leak, "5")), Watch(steps=150), tolerance=1024, repeats=1)
     assert found.culprit == culprit, found.text

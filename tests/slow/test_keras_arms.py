@@ -66,7 +66,7 @@ def test_the_planted_part_is_named(where: str, python: Path, tmp_path: Path) -> 
                str(python), "train.py", where]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False,
                           env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"})
-    assert done.returncode == 1, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads((tmp_path / "leak.json").read_text())
     assert found["verdict"] == "leak"
     assert where in found["ablation"]["culprit"], found["ablation"]["text"]

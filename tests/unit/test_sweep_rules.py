@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from lowtide.errors import UsageError
+from lowtide.report.sweep import markdown, report_of
 from lowtide.sweep.definition import Config, Definition, File, OwnAxis, define
-from lowtide.sweep.results import Cell
+from lowtide.sweep.results import MAIN, Cell
 from lowtide.sweep.trends import Row, effects_of, front_of, recommended
 
 
@@ -20,7 +21,7 @@ def _definition() -> Definition:
 def _row(config: Config, growth: float, rate: float) -> Row:
     """One run: nothing tells noise."""
     return Row(
-        config=config, change_bytes=(growth,) * 5, growth_bytes=growth, growth_error=math.nan, samples_per_second=rate,
+        config=config, change_bytes=(growth,) * 5, change_errors=(math.nan,) * 5, growth_bytes=growth, growth_error=math.nan, samples_per_second=rate,
         rate_error=math.nan, verdicts=("clean",), ended=(),
     )
 
@@ -90,3 +91,19 @@ def test_values_that_no_two_cells_could_be_told_apart_by_are_refused(how: str, v
 def test_a_command_that_every_cell_would_fail_with_is_refused(command: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         define(File(command=command, axes={"a": OwnAxis(values=[1], env="A")}))
+
+
+def test_every_figure_of_the_table_stands_with_its_interval_over_the_repeats() -> None:
+    """Of two repeats, 1 and 3: the mean is 2, and 95 % of t with one degree of freedom reach 12.706 standard errors of 1."""
+    found = define(File(command="python -c 0", repeats=2, axes={"a": OwnAxis(values=[1], env="A")}))
+    cells = [
+        Cell(id=k, part=MAIN, config=found.configs[0], repeat=k, result={
+            "ended": "ok", "verdict": "clean", "growth_bytes": 1000.0 * rate, "samples_per_second": rate,
+            "change_bytes": dict.fromkeys(("min", "q1", "median", "q3", "max"), 1000.0 * rate),
+        })
+        for k, rate in enumerate((1.0, 3.0))
+    ]
+    line = markdown(report_of(found, cells, [])).splitlines()[-1]
+    assert line == "| 1 |" + " 2.0 ± 12.7 |" * 6 + " 2.00 ± 12.71 | clean |"
+    alone = markdown(report_of(found, cells[:1], [])).splitlines()[-1]
+    assert alone == "| 1 |" + " 1.0 |" * 6 + " 1.00 | clean |"

@@ -82,10 +82,11 @@ def test_a_lone_jump_is_told_and_is_no_growth(at, size):
     assert found.jump_bytes == pytest.approx(size, rel=0.02) or found.start >= at - 10
 
 
-@pytest.mark.parametrize("every", [40, 60])
-def test_jumps_that_come_again_are_growth_or_doubt_never_clean(every):
-    """Something kept every so many steps, of 4 KiB a step over all."""
-    values = 5e6 + 4 * KIB * every * (np.arange(STEPS) // every)
+@pytest.mark.parametrize("every", [40, 60, 70, 80])
+@pytest.mark.parametrize("first", range(0, 80, 10))
+def test_jumps_that_come_again_are_growth_or_doubt_never_clean(every, first):
+    """Something kept every so many steps, once per epoch say, of 4 KiB a step over all."""
+    values = 5e6 + 4 * KIB * every * ((np.arange(STEPS) + first) // every)
     _, high = trend(values, KIB).interval(0.02)
     assert high > KIB
 
@@ -118,11 +119,47 @@ def test_too_few_steps_say_nothing(steps):
     assert high == math.inf
 
 
-def test_more_steps_are_asked_for_where_noise_hides_the_answer():
-    rng = np.random.default_rng(1)
-    found = trend(line(0.0) + rng.normal(0, 2e6, STEPS), KIB)
-    assert found.steps_to_tell(KIB, 0.01) > STEPS
-    assert trend(line(0.0), KIB).steps_to_tell(KIB, 0.01) <= 1.2 * STEPS
+@pytest.mark.parametrize("rate", [0, 2 * KIB, 8 * KIB])
+@pytest.mark.parametrize("seed", range(8))
+def test_as_many_steps_as_are_asked_for_tell_soon(rate, seed):
+    """A program that holds arrays of random sizes, made anew at each step: asked again and again, the number converges."""
+    rng = np.random.default_rng(seed)
+
+    def judged(steps):
+        held = rng.uniform(0, 1.5e6, (steps, 8)).sum(axis=1) / 2 + line(rate, steps=steps)
+        return trend(held, KIB)
+
+    def tells(found):
+        low, high = found.interval(0.001)
+        return (low > KIB and found.steady_rate > KIB) or high < KIB
+
+    steps, rounds = STEPS, 0
+    while not tells(found := judged(steps)):
+        more, rounds = found.steps_to_tell(KIB, 0.001, 0.001), rounds + 1
+        assert 1.3 * steps < more < 20 * STEPS
+        steps = more
+    assert rounds <= 3
+    assert (found.rate > KIB) == (rate > KIB)
+
+
+def test_a_rate_that_is_known_asks_for_a_longer_look_only():
+    assert STEPS < trend(line(0.0), KIB).steps_to_tell(KIB, 0.01, 0.02) <= 1.6 * STEPS
+
+
+def test_growth_that_comes_in_noise_is_as_steady_as_its_rate():
+    """What tells growth from jumps is not pulled down by noise: as many of the smallest increments are left out."""
+    rng = np.random.default_rng(3)
+    found = [trend(line(2 * KIB) + rng.uniform(0, 1.5e6, STEPS), KIB) for _ in range(20)]
+    assert np.mean([t.steady_rate for t in found]) == pytest.approx(2 * KIB, rel=0.2)
+    jumps = np.where(np.arange(STEPS) > 100, 4e6, 0.0) + np.where(np.arange(STEPS) > 200, 4e6, 0.0)
+    assert trend(jumps, KIB).steady_rate < KIB
+
+
+@pytest.mark.parametrize("end", [150, 180, 200])
+def test_growth_that_ends_by_two_thirds_of_the_steps_is_bounded(end):
+    found = trend(20.0 * KIB * np.minimum(np.arange(STEPS), end), KIB)
+    assert found.interval(0.02)[1] < KIB
+    assert found.before_bytes > 10 * KIB * end
 
 
 def test_sizes_of_batches_are_taken_off_by_what_a_step_took():

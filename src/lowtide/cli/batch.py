@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowtide.allowed import parse_levers
-from lowtide.cli.launch import check_alone, check_folder, check_target, write_json
+from lowtide.cli.launch import check_alone, check_folder, check_target, write, write_json
 from lowtide.cli.script import Finite, takes_script
 from lowtide.errors import UsageError
 from lowtide.live.constants import with_constants
@@ -160,7 +160,7 @@ def _measure(
     if json_file is not None:
         write_json(json_file, batch_json(vary, points))
     if html_file is not None:
-        Path(html_file).write_text(batch_page(target.script, vary, points, per_sample=per_sample))
+        write(html_file, batch_page(target.script, vary, points, per_sample=per_sample))
     return 0 if any(p.fits for p in points) else 1
 
 

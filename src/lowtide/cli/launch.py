@@ -21,7 +21,19 @@ def write_json(file: str, found: Any) -> None:
         text = msgspec.json.format(msgspec.json.encode(found), indent=1)
     except UnicodeEncodeError:  # bytes of a command line or a message that are no text
         text = json.dumps(msgspec.to_builtins(found), indent=1).encode()
-    Path(file).write_bytes(text)
+    write(file, text)
+
+
+def write(file: str, text: str | bytes) -> None:
+    """Write what a user asked for.
+
+    Raises:
+        OSError: naming the file, which one of a full disk does not by itself.
+    """
+    try:
+        Path(file).write_bytes(text.encode() if isinstance(text, str) else text)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, file) from None
 
 
 def check_target(target: str, *, module: bool) -> None:

@@ -7,12 +7,11 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import click
 
-from lowtide.cli.launch import check_alone, check_folder, write_json
+from lowtide.cli.launch import check_alone, check_folder, write, write_json
 from lowtide.cli.script import Finite, ScriptOrCommand, command_of, takes_script
 from lowtide.errors import UsageError
 from lowtide.leak.watch import Progress, Watch, Watched, end_on_sigterm
@@ -140,17 +139,18 @@ def leak(
                 native = suspects_of(_looked(command, replace(looking, deep=True), told), rate)
                 suspects = (*suspects, *(s for s in native if s.kind == "native"))
         parts = _ablated(command, watch, allowed, told) if ablate and last.steps and not last.code else None
+    code = int(fail and found.verdict.verdict is Verdict.LEAK)
+    if last.code or last.ended == "timeout" or not last.steps:
+        code = _failed(last, command)
+    elif not quiet:
+        show(found, suspects, parts, samples_per_step=samples_per_step)
     if json_file is not None:
         figures = to_json(found, suspects, samples_per_step=samples_per_step)
         write_json(json_file, {"command": command, **figures, "ablation": None if parts is None else parts.to_json()})
     if html_file is not None:
         told_as = shlex.join(command)
-        Path(html_file).write_text(page(found, suspects, parts, command=told_as, samples_per_step=samples_per_step))
-    if last.code or last.ended == "timeout" or not last.steps:
-        return _failed(last, command)
-    if not quiet:
-        show(found, suspects, parts, samples_per_step=samples_per_step)
-    return int(fail and found.verdict.verdict is Verdict.LEAK)
+        write(html_file, page(found, suspects, parts, command=told_as, samples_per_step=samples_per_step))
+    return code
 
 
 def _looked(command: list[str], watch: Watch, told: Told) -> Any:

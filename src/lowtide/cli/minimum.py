@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import click
 
 from lowtide.allowed import UPDATE, check_levers
-from lowtide.cli.launch import check_alone, check_folder, check_target, write_json
+from lowtide.cli.launch import check_alone, check_folder, check_target, write, write_json
 from lowtide.cli.script import Finite, takes_script
 from lowtide.errors import LowtideError
 from lowtide.size.minimum import PROBE, STEPS, SURVIVES, lever_sets, search
@@ -85,7 +84,7 @@ def minimum(
     if json_file is not None:
         write_json(json_file, minimum_json(plain, found, declined))
     if html_file is not None:
-        Path(html_file).write_text(minimum_page(script, plain, found))
+        write(html_file, minimum_page(script, plain, found))
     return 0 if any(f.minimum_bytes is not None for f in found) else 1
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowtide.cli.launch import check_folder, write_json
+from lowtide.cli.launch import check_folder, write, write_json
 from lowtide.cli.script import Finite
 from lowtide.errors import GraphError, UsageError
 from lowtide.units import Auto, Share, parse_budget, parse_bytes
@@ -271,7 +271,7 @@ def _tell(solver: Solver, answer: Answer, points: list[Answer], beyond: list[Lev
         write_json(told.json_file, found)
     reserved = None if told.held is None else told.held.peak_bytes
     if told.html_file is not None:
-        Path(told.html_file).write_text(page(solver, answer, why, points, strategy=told.strategy, reserved=reserved))
+        write(told.html_file, page(solver, answer, why, points, strategy=told.strategy, reserved=reserved))
     show_plan(answer, why, strategy=told.strategy, reserved=reserved)
     for lever in beyond:
         console().print(f"besides: {lever.text}", markup=False)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lowtide.cli.launch import check_folder, write_json
+from lowtide.cli.launch import check_folder, write, write_json
 
 if TYPE_CHECKING:
     from lowtide.store import Recording
@@ -35,7 +35,7 @@ def report(
     if html_file is not None:
         from lowtide.report.html import page
 
-        Path(html_file).write_text(page(found))
+        write(html_file, page(found))
     if json_file is not None:
         write_json(json_file, to_json(found))
     show_recording(found)
@@ -69,7 +69,7 @@ def diff(*, before: Path, after: Path, json_file: str | None, html_file: str | N
     if html_file is not None:
         from lowtide.report.html import page
 
-        Path(html_file).write_text(page(sides[1], sides[0]))
+        write(html_file, page(sides[1], sides[0]))
     if json_file is not None:
         write_json(json_file, found)
     show_difference(found)

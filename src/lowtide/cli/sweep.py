@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from lowtide.cli.launch import check_folder, write_json
+from lowtide.cli.launch import check_folder, write, write_json
 from lowtide.errors import UsageError
 from lowtide.leak.watch import end_on_sigterm
 
@@ -86,16 +86,16 @@ def sweep(
     finally:
         found = report_of(definition, store.cells(MAIN), store.cells(CONFIRM))
         store.close()
+        if not quiet:
+            click.echo(markdown(found), nl=False)
+            show(found)
         if csv_file is not None:
-            Path(csv_file).write_text(as_csv(found))
+            write(csv_file, as_csv(found))
         if json_file is not None:
             write_json(json_file, to_json(found))
         if html_file is not None:
-            Path(html_file).write_text(page(found))
-    if not quiet:
-        click.echo(markdown(found), nl=False)
-        show(found)
-    return 0
+            write(html_file, page(found))
+    return int(found.complete and not any(row.verdicts for row in found.rows))
 
 
 class _Told:

@@ -2,13 +2,15 @@
 
 Arms are cumulative: the loop alone, then with the forward, the backward, the optimizer, checkpointing, logging; what an
 arm grows more than the one before it is that part's. Where the forward or the backward grows, layers are looked at: by
-type, with none, one and two of the work of each (dose and response), and one by one, by bisection.
+type, with none, one and two of the work of each (dose and response), and one by one, by bisection; where no layer does,
+the modules that hold them are, from the innermost outwards.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -19,7 +21,7 @@ from scipy import stats
 from lowtide.leak.study import audits_of, collecting
 from lowtide.leak.trend import Series, finite, trend
 from lowtide.leak.verdict import series_of
-from lowtide.leak.watch import Progress, Run, Watch, Watched
+from lowtide.leak.watch import Module, Progress, Run, Watch, Watched
 from lowtide.probe.arms import PARTS
 
 RISK: Final = 0.01
@@ -54,8 +56,8 @@ class Contrast:
     """What one component adds to the growth.
 
     Attributes:
-        component: a part, or a type of layer.
-        kind: ``part``, ``layers``.
+        component: a part, or a type of module.
+        kind: ``part``, ``layers``, or ``modules`` for those that hold others.
         change: bytes per step.
         low, high: bounds that hold for all contrasts together.
     """
@@ -132,7 +134,7 @@ def ablate(
     arms = [bench.arm(PARTS[k], parts=PARTS[: k + 1]) for k in range(len(PARTS))]
     if not bench.modules:
         raise Failed("the script calls no module of torch, no model of Keras on TensorFlow: there are no parts to switch off")
-    whole, kinds = arms[-1], _kinds(bench.modules)
+    whole, kinds = arms[-1], _kinds([m for m in bench.modules if not m.holds])
     count = len(PARTS) + 2 * len(kinds)
     contrasts = [_contrast(arms[0].name, "part", None, arms[0], count)]
     contrasts += [_contrast(b.name, "part", a, b, count) for a, b in itertools.pairwise(arms)]
@@ -154,11 +156,9 @@ def ablate(
     return Ablation(arms=tuple(arms), contrasts=tuple(contrasts), culprit=culprit, text=text)
 
 
-def _kinds(modules: Sequence[tuple[str, str]]) -> list[str]:
-    counts: dict[str, int] = {}
-    for _, kind in modules:
-        counts[kind] = counts.get(kind, 0) + 1
-    return sorted(counts, key=lambda k: -counts[k])[:KINDS]
+def _kinds(modules: Sequence[Module]) -> list[str]:
+    """Types of modules, the most frequent first."""
+    return [kind for kind, _ in Counter(m.type for m in modules).most_common(KINDS)]
 
 
 def _layers(
@@ -167,36 +167,63 @@ def _layers(
     """Which layers the growth of a forward or backward is of, by type, then one by one: contrasts, culprit and sentence."""
     found = []
     for kind in kinds:
-        paths = [path for path, k in bench.modules if k == kind]
+        paths = [m.path for m in bench.modules if m.type == kind and not m.holds]
         none = bench.arm(f"no {kind}", stub=paths)
         double = bench.arm(f"{kind} twice", twice=[kind])
         arms += [none, double]
         found.append(_dose(kind, none, double, count))
-    guilty = [c for c in found if c.low > bench.tolerance / 2 and c.change > worst.change * (1 - MOST)]
+    guilty = [c for c in found if _has(c, worst, bench.tolerance)]
     if not guilty:
-        return found, (
-            worst.component,
-            f"the {worst.component} grows, and no type of layer does: it is in code around them",
-        )
+        more, told = _holders(bench, whole, worst, count, arms)
+        return found + more, told
     best = max(guilty, key=lambda c: c.change)
     if len(guilty) > 1 and sorted(c.change for c in guilty)[-2] > MOST * best.change:
         names = " and ".join(c.component for c in sorted(guilty, key=lambda c: -c.change)[:3])
         return found, ("interaction", f"the {worst.component} grows with {names} together: what they make is kept elsewhere")
-    paths = [path for path, kind in bench.modules if kind == best.component]
-    share = best.change
+    paths = [m.path for m in bench.modules if m.type == best.component and not m.holds]
+    return found, _one_of(bench, whole, best, paths, arms, "layer")
+
+
+def _has(contrast: Contrast, worst: Contrast, tolerance: float) -> bool:
+    """Whether modules of a type have the growth of the part that is looked into."""
+    return contrast.low > tolerance / 2 and contrast.change > worst.change * (1 - MOST)
+
+
+def _holders(
+    bench: _Bench, whole: Arm, worst: Contrast, count: int, arms: list[Arm]
+) -> tuple[list[Contrast], tuple[str, str]]:
+    """Where no layer grows: which module that holds others does, in its own code; the innermost are looked at first."""
+    inner = sorted((m for m in bench.modules if m.holds and m.name), key=lambda m: -m.depth)
+    kinds = list(dict.fromkeys(m.type for m in inner))[:KINDS]
+    found = []
+    for kind in kinds:
+        paths = [m.path for m in inner if m.type == kind]
+        none = bench.arm(f"no {kind}", stub=paths)
+        arms.append(none)
+        found.append(_contrast(kind, "modules", none, whole, count + len(kinds)))
+        if _has(found[-1], worst, bench.tolerance):
+            return found, _one_of(bench, whole, found[-1], paths, arms, "module")
+    models = " or ".join(dict.fromkeys(m.type for m in bench.modules if m.holds and not m.name))
+    where = f"the forward of {models} itself" if models and worst.component == "forward" else "code around them"
+    return found, (worst.component, f"the {worst.component} grows, and no module within the model does: it is in {where}")
+
+
+def _one_of(
+    bench: _Bench, whole: Arm, best: Contrast, paths: Sequence[str], arms: list[Arm], what: str
+) -> tuple[str, str]:
+    """Which of the modules of a type has its growth, by bisection; those within others come before these."""
     while len(paths) > 1:
         half = paths[: len(paths) // 2]
         arm = bench.arm(f"without {half[0]} .. {half[-1]}" if len(half) > 1 else f"without {half[0]}", stub=half, repeats=1)
         arms.append(arm)
         gone = whole.rate - arm.rate
-        if gone > MOST * share:
+        if gone > MOST * best.change:
             paths = half
-        elif gone < (1 - MOST) * share:
+        elif gone < (1 - MOST) * best.change:
             paths = paths[len(half) :]
         else:
-            return found, (best.component, f"{best.component} layers grow by {share / 1024:.1f} KiB a step, several of them")
-    path = paths[0]
-    return found, (path, f"layer {path} ({best.component}) grows by {share / 1024:.1f} KiB a step")
+            return best.component, f"{best.component} {what}s grow by {best.change / 1024:.1f} KiB a step, several of them"
+    return paths[0], f"{what} {paths[0]} ({best.component}) grows by {best.change / 1024:.1f} KiB a step"
 
 
 def _contrast(component: str, kind: str, before: Arm | None, after: Arm, count: int) -> Contrast:
@@ -232,7 +259,7 @@ class _Bench:
         self._command, self._repeats, self._environment, self._progress = command, repeats, environment, progress
         self._watch = collecting(replace(watch, audits=watch.audits or audits_of(watch.steps)))
         self.tolerance = tolerance
-        self.modules: tuple[tuple[str, str], ...] = ()
+        self.modules: tuple[Module, ...] = ()
 
     def arm(
         self, name: str, *, parts: Sequence[str] = PARTS, stub: Sequence[str] = (), twice: Sequence[str] = (), repeats: int = 0

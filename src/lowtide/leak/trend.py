@@ -22,8 +22,11 @@ Series = NDArray[np.float64]
 
 FIRST: Final = 0.1
 """Share of the steps that is always taken for warm-up."""
-LATEST: Final = 0.6
+LATEST: Final = 0.7
 """Share of the steps by which a counter must have settled."""
+ALONE: Final = 0.6
+"""Share of the steps by which a counter must have settled for a jump after it to be taken out as one that stands alone: in a
+shorter rest, jumps that come again are seen once."""
 BLOCKS: Final = (24, 16, 12, 8)
 """Into how many blocks the settled part is cut: what comes and goes within a block does not count, so longer ones see through
 a collector's saw, shorter ones have more levels; the narrowest interval is taken."""
@@ -39,6 +42,8 @@ PENALTY: Final = 4.0
 """Of a change-point, in units of the noise's variance times the logarithm of the blocks."""
 OUTLIER: Final = 8.0
 """An increment so many deviations off the others is a jump."""
+ALIKE: Final = 0.6
+"""A jump of this share of another is one like it."""
 DROPS: Final = 5
 """Drops that make a series one that rises and falls."""
 WANDERS: Final = 0.5
@@ -47,6 +52,12 @@ LEFT: Final = 0.7
 """Share of the noise that may remain for steps' sizes to count as its cause."""
 SMALL: Final = 256.0
 """Bytes per step below which increments count as equal."""
+CHANCE: Final = 0.9
+"""Of a clear answer after as many steps as are asked for, where what steps hold does not depend on the steps before."""
+SPARE: Final = 1.1
+"""So many times what noise asks for is asked for."""
+LONGER: Final = 1.5
+"""So many times the steps are asked for at least: what is not clear for another reason than noise needs a longer look."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +70,8 @@ class Trend:
         rate: bytes per step from there on.
         error: standard error of the rate; infinite where too little was seen.
         freedom: its degrees of freedom.
-        steady_rate: the rate without the two largest increments: near ``rate`` where growth goes on, far below it where
-            it came in jumps.
+        steady_rate: the rate without the two largest and the two smallest increments: near ``rate`` where growth goes on,
+            far below it where it came in jumps.
         late_rate: the rate of the last third; below ``rate`` where growth slows down.
         jump_bytes: a single jump that was taken out; 0 for none.
         jump_step: where.
@@ -89,18 +100,25 @@ class Trend:
         margin = float(stats.t.ppf(1 - risk, self.freedom)) * self.error
         return self.rate - margin, self.rate + margin
 
-    def steps_to_tell(self, tolerance: float, risk: float) -> int:
-        """How many steps in all would make the interval narrow enough, if the noise stays what it is.
+    def steps_to_tell(self, threshold: float, risk: float, doubt: float) -> int:
+        """How many steps in all would tell, if growth and noise stay what they are.
 
-        The variance of a slope over n levels falls with n cubed.
+        The variance of a slope over n levels falls with n cubed. The rate itself is uncertain, so it is not trusted to be
+        far from the threshold, and memory does not shrink for ever, so a rate below zero is taken for none.
+
+        Args:
+            threshold: bytes per step that the rate must be known to lie above, or below.
+            risk: of wrongly saying that it lies above.
+            doubt: of wrongly saying that it lies below.
         """
-        width = abs(self.rate - tolerance) or tolerance
-        low, high = self.interval(risk)
-        if not math.isfinite(low):
+        if not math.isfinite(self.error):
             return 2 * max(self.steps, FEWEST * SHORTEST * 2)
-        have = self.steps - self.start
-        factor = max(1.0, (high - low) / 2 / width) ** (2 / 3)
-        return int(self.start + math.ceil(have * factor * 1.1))
+        above = self.rate > threshold
+        reach = float(stats.t.ppf(1 - (risk if above else doubt), self.freedom)) + float(stats.norm.ppf(CHANCE))
+        room = max(self.rate - 2 * self.error - threshold, threshold)
+        factor = SPARE * (reach * self.error / room) ** (2 / 3)
+        more: int = self.start + math.ceil((self.steps - self.start) * factor)
+        return max(more, math.ceil(self.steps * LONGER))
 
 
 def finite(value: float) -> float | None:
@@ -215,10 +233,14 @@ def _trend(values: Series, tolerance: float, begin: int, blocks: int) -> Trend |
     if len(levels) < FEWEST:
         return None
     increments = np.diff(levels) / np.diff(steps)
-    plain, jump_bytes, jump_step = _without_jump(increments, np.diff(steps), tolerance)
+    plain, jump_bytes, jump_step = increments, 0.0, 0
+    if begin <= ALONE * len(values):
+        plain, jump_bytes, jump_step = _without_jump(increments, np.diff(steps), tolerance)
+    if jump_bytes and _comes_again(values, jump_bytes):
+        plain, jump_bytes, jump_step = increments, 0.0, 0
     line = np.concatenate([[levels[0]], levels[0] + np.cumsum(plain * np.diff(steps))])
     rate, error, noise, freedom = _fit(steps, line, lost=1 if jump_bytes else 0)
-    kept = np.sort(plain)[:-2]
+    kept = np.sort(plain)[2:-2]
     third = max(FEWEST // 2, len(line) // 3)
     return Trend(
         start=begin,
@@ -249,6 +271,14 @@ def _without_jump(increments: Series, gaps: Series, tolerance: float) -> tuple[S
     plain = increments.copy()
     plain[up] = middle
     return plain, float(((increments[up] - middle) * gaps[up]).sum()), int(up[0]) + 1
+
+
+def _comes_again(values: Series, jump_bytes: float) -> bool:
+    """Whether a counter jumped by about as much before, or after, what is looked at: something kept once per epoch, say."""
+    rest = values[max(1, round(len(values) * FIRST)) :]
+    _, levels = levels_of(rest, min(SETTLING, max(2, len(rest) // SHORTEST)))
+    runs = itertools.groupby(np.diff(levels) > ALIKE * jump_bytes)
+    return len([up for up, run in runs if up and len(list(run)) <= 2]) > 1
 
 
 def _fit(steps: Series, levels: Series, *, lost: int) -> tuple[float, float, float, float]:

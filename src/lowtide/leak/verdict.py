@@ -201,10 +201,9 @@ def judge(run: Run, tolerance: float, *, half: bool = False, collected_every: in
     else:
         culprit, verdict = by.get("held"), Verdict.CLEAN
     more = 0
-    if verdict is Verdict.INCONCLUSIVE and culprit is not None:
-        more = culprit.trend.steps_to_tell(tolerance, RISK)
-        if run.steps:
-            more = max(more, run.steps + 1)
+    if verdict is Verdict.INCONCLUSIVE and culprit is not None and culprit.name != "segments":
+        risk = RISK / LOOKS / len(counters)
+        more = culprit.trend.steps_to_tell(threshold_of(culprit.name, tolerance), risk, DOUBT)
     return Judgement(
         verdict=verdict,
         counters=counters,
@@ -214,6 +213,11 @@ def judge(run: Run, tolerance: float, *, half: bool = False, collected_every: in
         bounded=bounded,
         more_steps=more,
     )
+
+
+def threshold_of(name: str, tolerance: float) -> float:
+    """Bytes per step from which on a counter's growth is a leak."""
+    return RETAINED * tolerance if name in ("resident", "cuda_reserved") else tolerance
 
 
 def _judged(name: str, values: Series, tolerance: float, counters: int) -> Counter:
@@ -250,7 +254,7 @@ def _counts(counter: Counter, by: dict[str, Counter], tolerance: float) -> bool:
     if counter.name in ("file_pages", "segments"):  # the kernel takes the ones back; the others are of all programs
         return False
     if counter.name in ("resident", "cuda_reserved"):
-        return counter.low > RETAINED * tolerance and counter.trend.late_rate > SLOWING * counter.trend.rate
+        return counter.low > threshold_of(counter.name, tolerance) and counter.trend.late_rate > SLOWING * counter.trend.rate
     return True
 
 
@@ -262,7 +266,7 @@ def _decides(counter: Counter, by: dict[str, Counter], tolerance: float, grown: 
     if counter.name == "file_pages":
         return False
     if counter.name in ("resident", "cuda_reserved"):
-        return counter.trend.steady_rate > RETAINED * tolerance
+        return counter.trend.steady_rate > threshold_of(counter.name, tolerance)
     if counter.name == "segments":
         return counter.verdict is Verdict.LEAK
     if counter.name == "workers":

@@ -78,6 +78,31 @@ class Watch:
     cap_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module of the watched model.
+
+    Attributes:
+        path: its name within the model; the second model's begin with ``1:``. The model itself has none.
+        type: its class.
+        holds: whether it holds other modules.
+    """
+
+    path: str
+    type: str
+    holds: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its path without the number of the model."""
+        return self.path.rpartition(":")[2]
+
+    @property
+    def depth(self) -> int:
+        """In how many modules it lies."""
+        return self.path.count(".") + self.path.count("/")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """What was seen of one process.
@@ -88,7 +113,7 @@ class Run:
         children: float [look, 2]: seconds of the clock of the rows, unique bytes of all child processes together.
         audits: closed books, in order of their steps.
         census: what grew, as ``probe.census`` wrote it; empty where it was not asked for.
-        modules: layers of the model, path and type, where an arm was run.
+        modules: those of the model, where an arm was run.
         native: stacks that memray found, largest first; empty where it was not asked for.
         code: exit code, negative for a signal; 0 where it was ended because enough was seen.
         ended: why: ``enough`` (it was ended), ``itself``, ``timeout``.
@@ -102,7 +127,7 @@ class Run:
     audits: tuple[dict[str, Any], ...]
     census: tuple[dict[str, Any], ...]
     native: tuple[dict[str, Any], ...] = ()
-    modules: tuple[tuple[str, str], ...] = ()
+    modules: tuple[Module, ...] = ()
     code: int
     ended: str
     seconds: float
@@ -317,7 +342,7 @@ class Watched:
             children=np.array(self._children, dtype=np.float64).reshape(-1, 2),
             audits=self._entries(f"audits-{pid}", kind),
             census=self._entries(f"census-{pid}", kind),
-            modules=tuple((m["path"], m["type"]) for m in self._entries(f"modules-{pid}", kind)),
+            modules=tuple(Module(m["path"], m["type"], m["holds"]) for m in self._entries(f"modules-{pid}", kind)),
             native=native_stacks(self._folder / f"native-{pid}"),
             code=0 if ended == "enough" else self._process.returncode,
             ended=ended,

@@ -43,6 +43,7 @@ class Arm:
         self._folder = folder
         self._depth = 0
         self._paths: dict[int, str] = {}
+        self._leaves: set[int] = set()
         self._roots: set[int] = set()
         self._models: list[weakref.ref[Any]] = []
         self._templates: dict[Any, Any] = {}
@@ -51,7 +52,7 @@ class Arm:
     def install(self) -> None:
         """Switch off what is not part of the arm, as soon as it is there."""
         WhenImported("torch", self._torch)
-        WhenImported("keras", KerasArm(self._parts, self._stub, self._twice, self._folder).install)
+        WhenImported("keras", KerasArm(self._parts, self._stub, self._twice, self._folder, note_modules).install)
         WhenImported("torch.optim.optimizer", self._optimizers)
         if "checkpointing" not in self._parts:
             WhenImported("safetensors.torch", functools.partial(_silence, "save_file"))
@@ -124,7 +125,7 @@ class Arm:
             if off or self._paths.get(id(module)) in self._stub:
                 return self._template(torch, original, module, args, kwargs)
             result = original(module, *args, **kwargs)
-            if type(module).__name__ in self._twice and id(module) in self._paths:
+            if type(module).__name__ in self._twice and id(module) in self._leaves:
                 again = original(module, *args, **kwargs)
                 result = _mapped(torch, lambda a, b: (a + b) / 2 if a.is_floating_point() else a, result, again)
             return result
@@ -132,14 +133,14 @@ class Arm:
             self._depth -= 1
 
     def _enter(self, root: Any) -> None:
-        """A model is seen for the first time: its layers get their paths, which the parent reads."""
+        """A model is seen for the first time: its modules get their paths, which the parent reads."""
         self._roots.add(id(root))
         self._models.append(weakref.ref(root))
         prefix = f"{len(self._roots) - 1}:" if len(self._roots) > 1 else ""
-        leaves = [(prefix + path, m) for path, m in root.named_modules() if not any(True for _ in m.children())]
-        self._paths.update({id(m): path for path, m in leaves})
-        with open(f"{self._folder}/modules-{os.getpid()}", "a", encoding="utf-8") as file:
-            file.writelines(json.dumps({"path": path, "type": type(m).__name__}) + "\n" for path, m in leaves)
+        found = [(path, m, any(True for _ in m.children())) for path, m in root.named_modules()]
+        self._paths.update({id(m): prefix + path for path, m, holds in found if path or not holds})
+        self._leaves.update(id(m) for _, m, holds in found if not holds)
+        note_modules(self._folder, [(prefix + path, type(m).__name__, holds) for path, m, holds in found])
 
     def _template(self, torch: Any, original: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
         shapes: list[Any] = []
@@ -153,6 +154,12 @@ class Arm:
         if len(self._templates) < TEMPLATES:
             self._templates[key] = found
         return found
+
+
+def note_modules(folder: str, modules: list[tuple[str, str, bool]]) -> None:
+    """Write down a model's modules for the parent: path, type, whether it holds others; the model itself has no path."""
+    with open(f"{folder}/modules-{os.getpid()}", "a", encoding="utf-8") as file:
+        file.writelines(json.dumps({"path": p, "type": kind, "holds": holds}) + "\n" for p, kind, holds in modules)
 
 
 def _mapped(torch: Any, change: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
-import os
 from collections.abc import Callable
 from typing import Any, final
 
@@ -19,11 +17,12 @@ from typing import Any, final
 class KerasArm:
     """Switches parts of Keras off."""
 
-    def __init__(self, parts: set[str], stub: set[str], twice: set[str], folder: str) -> None:
-        """As :class:`lowtide.probe.arms.Arm` has it."""
-        self._parts, self._stub, self._twice, self._folder = parts, stub, twice, folder
+    def __init__(self, parts: set[str], stub: set[str], twice: set[str], folder: str, note: Callable[..., None]) -> None:
+        """As :class:`lowtide.probe.arms.Arm` has it; ``note`` writes a model's layers down."""
+        self._parts, self._stub, self._twice, self._folder, self._note = parts, stub, twice, folder, note
         self._depth = 0
         self._paths: dict[int, str] = {}
+        self._leaves: set[int] = set()
         self._roots: set[int] = set()
 
     def install(self, keras: Any) -> None:
@@ -65,7 +64,7 @@ class KerasArm:
             if (root and "forward" not in self._parts) or self._paths.get(id(layer)) in self._stub:
                 return _zeros(keras, original, layer, args, kwargs)
             result = original(layer, *args, **kwargs)
-            if type(layer).__name__ in self._twice and id(layer) in self._paths:
+            if type(layer).__name__ in self._twice and id(layer) in self._leaves:
                 again = original(layer, *args, **kwargs)
                 result = keras.tree.map_structure(lambda a, b: (a + b) / 2 if a.dtype.is_floating else a, result, again)
             return result
@@ -76,16 +75,20 @@ class KerasArm:
         """A model is called for the first time: its layers get their paths, which the parent reads."""
         self._roots.add(id(root))
         prefix = f"{len(self._roots) - 1}:" if len(self._roots) > 1 else ""
-        leaves = [layer for layer in _leaves(keras, root) if type(layer).__name__ != "InputLayer"]
-        self._paths.update({id(layer): prefix + (layer.path or layer.name) for layer in leaves})
-        with open(f"{self._folder}/modules-{os.getpid()}", "a", encoding="utf-8") as file:
-            file.writelines(json.dumps({"path": self._paths[id(x)], "type": type(x).__name__}) + "\n" for x in leaves)
+        found = [(x, holds) for x, holds in _layers(keras, root) if type(x).__name__ != "InputLayer"]
+        self._paths.update({id(x): prefix + (x.path or x.name) for x, _ in found})
+        self._leaves.update(id(x) for x, holds in found if not holds)
+        self._note(self._folder, [(self._paths[id(x)], type(x).__name__, holds) for x, holds in found])
+        self._note(self._folder, [(prefix, type(root).__name__, True)])
 
 
-def _leaves(keras: Any, layer: Any) -> list[Any]:
-    """Layers that hold no others; a recurrent one is whole, though it has its cell."""
-    inner = [] if isinstance(layer, keras.layers.RNN) else layer._layers
-    return [leaf for one in inner for leaf in _leaves(keras, one)] if inner else [layer]
+def _layers(keras: Any, layer: Any) -> list[tuple[Any, bool]]:
+    """All layers within, and whether each holds others; a recurrent one is whole, though it has its cell."""
+    found = []
+    for one in layer._layers:
+        inner = [] if isinstance(one, keras.layers.RNN) else _layers(keras, one)
+        found += [(one, bool(inner)), *inner]
+    return found
 
 
 def _zeros(keras: Any, original: Callable[..., Any], layer: Any, args: Any, kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from rich.table import Table
 from lowtide.leak.ablate import Ablation
 from lowtide.leak.findings import MEANING, SINGULAR, Suspect, books_of, spread_of
 from lowtide.leak.study import Study
-from lowtide.leak.verdict import Verdict, series_of
+from lowtide.leak.verdict import Verdict, series_of, threshold_of
 from lowtide.leak.watch import Run
 from lowtide.probe.marks import Kind
 from lowtide.report.pages import render
@@ -61,9 +61,16 @@ def sentence(study: Study) -> str:
         return f"clean: {what} {grows} by {rate}, below the {limit} let pass"
     if not np.isfinite(culprit.low):
         return f"inconclusive: {verdict.steps} steps are too few to tell; {_longer(study.run, verdict.more_steps)}"
-    enough = f"about {verdict.more_steps} steps would tell (--steps {verdict.more_steps})"
-    within = f"and {limit} lies within" if culprit.low <= study.tolerance_bytes else f"above {limit}, but not steadily"
-    return f"inconclusive: {what} {grows} by {rate}, {within}; {enough}"
+    threshold = threshold_of(culprit.name, study.tolerance_bytes)
+    least = limit if threshold == study.tolerance_bytes else f"{format_bytes(threshold)} a step, from which on that is a leak,"
+    if culprit.low <= threshold:
+        why = f"and {least} lies within"
+    elif culprit.verdict is Verdict.LEAK and culprit.name in ("maps", "files"):
+        why = "but it is address space, of which far less is touched"
+    else:
+        why = f"above {least.rstrip(',')}, but not steadily"
+    enough = f"; about {verdict.more_steps} steps would tell (--steps {verdict.more_steps})" if verdict.more_steps else ""
+    return f"inconclusive: {what} {grows} by {rate}, {why}{enough}"
 
 
 def show(study: Study, suspects: tuple[Suspect, ...], parts: Ablation | None = None, *, samples_per_step: float) -> None:

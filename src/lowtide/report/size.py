@@ -219,16 +219,18 @@ def show_levers(plain: Ran, found: Mapping[str, Ran]) -> None:
     lowest = _planned(found[""], "lowest_peak_bytes")
     title = f"levers, each alone: plain peak {format_bytes(plain.warm_peak_bytes)}"
     title += "" if lowest is None else f", lowest plan {format_bytes(lowest)}"
-    table = _table(title, "lever", "off the plain peak", "off the lowest plan", "bits", "here")
-    for column in table.columns[3:]:
-        column.justify = "left"
+    table = _table(title, "lever", "off the plain peak", "off the lowest plan", "bits")
+    table.columns[3].justify = "left"
     table.columns[0].no_wrap = True
-    for name, ran in found.items():
+    for name in found:
         if name:
             saved = [_saved(found, name, key) for key in ("baseline_peak_bytes", "lowest_peak_bytes")]
             told = ["" if s is None else format_bytes(s) for s in saved]
-            table.add_row(name, *told, LEVERS[name].bits, _lever_text(name, ran))
+            table.add_row(name, *told, LEVERS[name].bits)
     out.print(table)
+    for name, ran in found.items():
+        if name:
+            out.print(f"{name}: {_lever_text(name, ran)}", markup=False)
     out.print("exact levers are used without being asked for where a budget needs them; others by --allow NAME", markup=False)
 
 

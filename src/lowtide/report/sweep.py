@@ -82,17 +82,23 @@ def report_of(definition: Definition, cells: Sequence[Cell], second: Sequence[Ce
 def _figures(row: Row) -> list[str]:
     if not math.isfinite(row.growth_bytes):
         return [*["-"] * 7, "; ".join(sorted(set(row.ended)))]
-    mean = f"{row.growth_bytes / _KB:,.1f}"
-    if math.isfinite(row.growth_error):
-        mean += f" ± {2 * row.growth_error / _KB:,.1f}"
+    growth = [*zip(row.change_bytes, row.change_errors, strict=True), (row.growth_bytes, row.growth_error)]
+    figures = [_figure(size / _KB, row.margin(error) / _KB, 1) for size, error in growth]
+    figures.append(_figure(row.samples_per_second, row.margin(row.rate_error), 2))
     verdicts = sorted(set(row.verdicts)) + [
         f"{n} of {len(row.verdicts) + len(row.ended)} {e}" for e in sorted(set(row.ended)) for n in (row.ended.count(e),)
     ]
-    return [*(f"{c / _KB:,.1f}" for c in row.change_bytes), mean, f"{row.samples_per_second:,.2f}", "; ".join(verdicts)]
+    return [*figures, "; ".join(verdicts)]
+
+
+def _figure(value: float, margin: float, digits: int) -> str:
+    return f"{value:,.{digits}f}" + (f" ± {margin:,.{digits}f}" if math.isfinite(margin) else "")
 
 
 def markdown(report: Report) -> str:
-    """The table: growth of resident memory per step, and the rate, by configuration."""
+    """The table: growth of resident memory per step, and the rate, by configuration; means over repeats, and half of their
+    95 % intervals.
+    """
     axes = list(report.definition.values)
     lines = ["| " + " | ".join([*axes, *_COLUMNS]) + " |", "|" + "---|" * len(axes) + "---:|" * (len(_COLUMNS) - 1) + "---|"]
     for row in report.rows:
@@ -162,6 +168,8 @@ def _plain(found: dict[str, Any]) -> dict[str, Any]:
 def show(report: Report) -> None:
     """The summary: what is certain, what is recommended. The table itself goes to standard output."""
     out = console()
+    if report.definition.file.repeats > 1:
+        out.print("[dim]means over the repeats; ± is half of their 95 % interval[/]")
     if report.effects:
         certain = [e for e in report.effects if e.certain]
         out.print("[bold]trends[/]" if certain else "[bold]trends[/]: none is certain")

@@ -27,10 +27,11 @@ NEAR: Final = 0.98
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One configuration: medians over its repeats.
+    """One configuration: means over its repeats.
 
     Attributes:
         change_bytes: min, Q1, median, Q3, max of growth per step; NaN where nothing was measured.
+        change_errors: their standard errors over the repeats; NaN for one repeat.
         growth_bytes: mean growth of resident memory per step, over repeats.
         growth_error: its standard error; NaN for one repeat.
         samples_per_second: mean rate.
@@ -40,13 +41,19 @@ class Row:
     """
 
     config: Config
-    change_bytes: tuple[float, float, float, float, float]
+    change_bytes: tuple[float, ...]
+    change_errors: tuple[float, ...]
     growth_bytes: float
     growth_error: float
     samples_per_second: float
     rate_error: float
     verdicts: tuple[str, ...]
     ended: tuple[str, ...]
+
+    def margin(self, error: float) -> float:
+        """Half the interval of a mean over the repeats with this standard error; NaN where nothing was repeated."""
+        repeats = len(self.verdicts)
+        return float(stats.t.ppf((1 + CONFIDENCE) / 2, repeats - 1)) * error if repeats > 1 else math.nan
 
     @property
     def good(self) -> bool:
@@ -96,17 +103,27 @@ def _row(config: Config, results: Sequence[Mapping[str, Any]]) -> Row:
     growth = np.array([r["growth_bytes"] for r in measured])
     rates = np.array([r["samples_per_second"] for r in measured if r["samples_per_second"]])
     names = ("min", "q1", "median", "q3", "max")
-    changes = [float(np.median([r["change_bytes"][n] for r in measured])) if measured else math.nan for n in names]
+    changes = np.array([[r["change_bytes"][n] for n in names] for r in measured]).reshape(-1, len(names)).T
     return Row(
         config=config,
-        change_bytes=(changes[0], changes[1], changes[2], changes[3], changes[4]),
-        growth_bytes=float(growth.mean()) if len(growth) else math.nan,
-        growth_error=float(growth.std(ddof=1) / math.sqrt(len(growth))) if len(growth) > 1 else math.nan,
-        samples_per_second=float(rates.mean()) if len(rates) else math.nan,
-        rate_error=float(rates.std(ddof=1) / math.sqrt(len(rates))) if len(rates) > 1 else math.nan,
+        change_bytes=tuple(_mean(change) for change in changes),
+        change_errors=tuple(_error(change) for change in changes),
+        growth_bytes=_mean(growth),
+        growth_error=_error(growth),
+        samples_per_second=_mean(rates),
+        rate_error=_error(rates),
         verdicts=tuple(r["verdict"] for r in measured),
         ended=tuple(r["ended"] for r in results if r["ended"] != "ok"),
     )
+
+
+def _mean(values: NDArray[np.float64]) -> float:
+    return float(values.mean()) if len(values) else math.nan
+
+
+def _error(values: NDArray[np.float64]) -> float:
+    """Standard error of a mean; NaN where nothing was repeated."""
+    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
 def effects_of(definition: Definition, cells: Sequence[Cell]) -> list[Effect]:
@@ -164,7 +181,7 @@ def _effects(
     freedom = len(y) - x.shape[1]
     errors = np.full(len(solved), math.nan)
     margin = math.nan
-    if freedom > 0:
+    if freedom > 0 and terms:
         variance = float(((y - x @ solved) ** 2).sum()) / freedom
         errors = np.sqrt(np.maximum(0.0, np.diag(np.linalg.inv(x.T @ x)) * variance))
         margin = float(stats.t.ppf(1 - (1 - CONFIDENCE) / 2 / len(terms), freedom))
