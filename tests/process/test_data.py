@@ -623,6 +623,20 @@ def test_a_bound_that_a_fresh_process_is_past_is_said():
         isolate(Leaky(), memory="4MiB")[0]
 
 
+def test_a_bound_that_leaves_a_fresh_process_no_room_is_said():
+    """Replaced after a few samples again and again, it goes on, slowly, and says why."""
+    roomy = isolate(Leaky(), memory="200MiB")
+    assert len(roomy[0]) == 2
+    fresh = roomy.highest_bytes
+    roomy.close()
+    data = isolate(Leaky(leak=MIB), memory=fresh + 3 * MIB)
+    with pytest.warns(RuntimeWarning, match=r"replaced after every \d+ answers or so: a fresh one takes") as said:
+        assert [int(data[i][0][0]) for i in range(40)] == list(range(40))
+    assert len(said) == 1
+    assert data.started > 4
+    data.close()
+
+
 def test_what_could_not_go_on_elsewhere_is_refused():
     with pytest.raises(ReaderError, match="position cannot be saved"):
         isolate(iter([1, 2, 3]))

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,8 @@ LENT: Final = 5
 """Items that the script may have as they lie in shared memory, without a copy; of more it gets copies."""
 SPARE: Final = 0.8
 """Share of the bound from which on the next process is started, so that nobody waits for it."""
+SOON, AGAIN = 10, 3
+"""A process replaced after so few answers, so many times in a row, is told of: its bound leaves it no room."""
 TRIES: Final = 2
 """Processes that may die of one request."""
 
@@ -66,7 +69,7 @@ class _Process:
         self._turn = 0
         self._ready = False
         self._asked: deque[int] = deque()
-        self.unique = 0
+        self.unique = self.answers = 0
         send(self.connection, None, sys.path)
         send(self.connection, self.slots[0], dataset)
 
@@ -130,6 +133,7 @@ class _Process:
         at = self._asked[0]
         found = fetch(self.connection, self.slots[at], lent=at > AHEAD)
         self._asked.popleft()
+        self.answers += 1
         return found
 
     def gone(self) -> bool:
@@ -161,6 +165,7 @@ class _Readers:
         self.started = 0
         self.highest = 0
         self.dropped = 0
+        self._soon = 0
         self._spare: _Process | None = None
         self.now = self._next(state)
 
@@ -227,7 +232,15 @@ class _Readers:
         self.now.ask("random")
         state = self.now.answer()
         self.now.close()
-        self.now = self._next(state)
+        self._soon = self._soon + 1 if self.now.answers <= SOON else 0
+        before, self.now = self.now, self._next(state)
+        if self._soon == AGAIN and self.now.unique <= self._bound:
+            warnings.warn(
+                f"the process that reads is replaced after every {before.answers} answers or so: a fresh one takes "
+                f"{format_bytes(self.now.unique)} of the {format_bytes(self._bound)} it may take: give isolate more memory",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         if self.now.unique > self._bound:
             raise ReaderError(
                 f"a process that has read nothing yet takes {format_bytes(self.now.unique)}, more than the "
