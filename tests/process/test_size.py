@@ -267,5 +267,7 @@ def test_recordings_say_their_sizes_by_the_scripts_own_options(tmp_path: Path) -
         lowtide("record", "-o", files[-1], "--quiet", str(SCRIPT), "--batch-size", size, "--length", "8", "--steps", "4")
     assert "batch-size 64: peak" in lowtide("predict", *files, "--set", "batch-size=64")
     assert "one recording shows one size" in lowtide("predict", files[0], "--set", "batch-size=64", code=2)
+    assert "whole numbers only" in lowtide("predict", *files, "--set", "batch-size=2.5", code=2)
+    assert "given twice" in lowtide("predict", *files, "--set", "batch-size=64", "--set", "batch-size=32", code=2)
     assert "same length" in lowtide("predict", *files, "--set", "batch-size=64", "--set", "length=9", code=2)
     assert "does not say what width was" in lowtide("predict", *files, "--set", "width=64", code=2)

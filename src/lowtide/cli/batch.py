@@ -249,9 +249,17 @@ def predict(
 
     for file in (plan_file, json_file):
         check_folder(file)
-    sizes = dict(_assignments(wanted))
+    sizes: dict[str, float] = {}
+    for name, value in _assignments(wanted):
+        if name in sizes:
+            raise UsageError(f"--set {name} is given twice: one prediction is for one size")
+        sizes[name] = value
     recordings = [r for file in files for r in bundle.load(file)]
-    model: Model = Model([(sizes_of(r, list(sizes)), r) for r in recordings])
+    found = [(sizes_of(r, list(sizes)), r) for r in recordings]
+    for name, value in sizes.items():
+        if value != int(value) and all(s[name] == int(s[name]) for s, _ in found):
+            raise UsageError(f"--set {name}={value:g}: it was recorded at whole numbers only, so give one")
+    model: Model = Model(found)
     limit = None if memory is None else parse_bytes(memory)
     answer = fit(model, sizes, limit)
     show_fit(answer)
