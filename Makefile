@@ -14,7 +14,7 @@ SUITE = tests/unit tests/property tests/torch tests/process
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-# Two processes share the cores here: one thread each. `test-slow` repeats what matters with torch's own number of threads.
+# Two processes share the cores here: one thread each. `test-slow` repeats what matters with as many as torch takes by itself.
 test: $(STAMP) lint
 	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --durations=25 -m "not takes_long" $(SUITE)
 
@@ -22,9 +22,11 @@ test: $(STAMP) lint
 test-long: $(STAMP)
 	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --durations=25 -m takes_long $(SUITE)
 
+# The matrix with torch's own number of threads, one case at a time: two at once would wait for each other's threads.
 test-slow: $(STAMP)
-	LOWTIDE_FULL=1 $(PYTEST) -n 2 --timeout 1200 tests/slow tests/torch/test_matrix.py tests/torch/test_situations.py \
-		tests/process/test_checkpoint.py tests/process/test_recycled_frameworks.py
+	LOWTIDE_FULL=1 $(PYTEST) -n 0 tests/torch/test_matrix.py tests/torch/test_situations.py
+	LOWTIDE_FULL=1 OMP_NUM_THREADS=1 $(PYTEST) -n 2 --timeout 1800 tests/slow tests/process/test_checkpoint.py \
+		tests/process/test_recycled_frameworks.py
 
 test-cuda: $(STAMP)
 	$(BIN)/python -m pytest tests/cuda -m cuda
