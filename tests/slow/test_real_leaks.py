@@ -59,3 +59,14 @@ def test_the_casino_in_keras_is_clean_after_its_warm_up(tmp_path):
     found = judged(tmp_path, "--no-who", *script, KERAS_BACKEND="torch")
     assert found["steps_marked_by"] == "keras"
     assert found["verdict"] == "clean"
+
+
+@pytest.mark.timeout(900)
+def test_the_casino_in_torch_is_clean_in_every_arm(tmp_path):
+    """The same network; no part of it, and no layer, is accused."""
+    script = (str(EXAMPLES.parent / "casino_lstm.py"), "--steps", "160", "--batch", "8", "--length", "12")
+    found = judged(tmp_path, "--no-who", "--ablate", "--steps", "150", *script)
+    assert found["steps_marked_by"] == "optimizer"
+    assert found["verdict"] == "clean"
+    assert found["ablation"]["culprit"] == ""
+    assert {a["name"] for a in found["ablation"]["arms"]} >= {"loop", "forward", "backward", "optimizer"}
