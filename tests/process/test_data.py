@@ -307,58 +307,6 @@ def test_an_isolated_stream_gives_each_batch_once_through_replacements_and_kills
     data.close()
 
 
-class Unmapped:
-    """A source of whose file nothing is known."""
-
-    def __init__(self, source):
-        self.read, self.sample_bytes, self.length = source.read, source.sample_bytes, len(source)
-
-    def __len__(self):
-        return self.length
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_samples_drawn_out_of_a_mapped_file_are_those_of_the_buffer_in_the_same_order(files, several):
-    def source():
-        found = lowtide.data.open(files / "x.npy")
-        return Arrays(found, lowtide.data.open(files / "x.npy")) if several else found
-
-    kinds = {"batch_size": 7, "block": 5, "shuffle": True, "seed": 3, "buffer": 20 * 48 * 8 * (2 if several else 1)}
-    mapped, read = Blocks(source(), **kinds), Blocks(Unmapped(source()), **kinds)
-    for _ in range(2):
-        for a, b in zip(mapped, read, strict=True):
-            assert np.array_equal(a, b)
-            assert not several or np.array_equal(a[0], a[1])
-    left = iter(mapped)
-    next(left)
-    mapped.load_state_dict({"epoch": 0, "given": 9})
-    read.load_state_dict({"epoch": 0, "given": 9})
-    assert all(np.array_equal(a, b) for a, b in zip(mapped, read, strict=True))
-
-
-def test_what_was_drawn_out_of_a_mapped_file_does_not_stay_resident(tmp_path):
-    """A file eight times the buffer: resident memory rises by no more than the buffer, and some."""
-    np.save(tmp_path / "large.npy", np.zeros((8192, 2048)))  # 128 MiB
-    blocks = Blocks(lowtide.data.open(tmp_path / "large.npy"), batch_size=64, shuffle=True, buffer=16 * MIB, block=64)
-    process, highest = psutil.Process(), 0
-    before = process.memory_info().rss
-    for batch in blocks:
-        assert not batch.any()
-        highest = max(highest, process.memory_info().rss)
-    assert highest - before < 24 * MIB
-    assert process.memory_info().rss - before < 8 * MIB
-
-
-def test_a_mapped_file_that_has_become_shorter_is_an_error_not_a_crash(tmp_path):
-    np.save(tmp_path / "x.npy", np.zeros((4096, 512)))
-    blocks = Blocks(lowtide.data.open(tmp_path / "x.npy"), batch_size=64, shuffle=True, buffer="2MiB", block=64)
-    it = iter(blocks)
-    next(it)
-    os.truncate(tmp_path / "x.npy", 1 << 20)
-    with pytest.raises(ReaderError, match="has become shorter"):
-        next(iter(blocks))
-
-
 def _lies_on(array):
     """What an array's memory belongs to, at last."""
     while isinstance(array, np.ndarray):

@@ -8,7 +8,7 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.data.sources import Source, mapped_of, read_into
+from lowtide.data.sources import Source, read_into
 from lowtide.errors import ReaderError
 from lowtide.units import MIB, parse_bytes
 
@@ -154,47 +154,26 @@ class Blocks:
             size = sum(stop - start for start, stop in bounds)
             order = random.permutation(size)
             if passed + size > first:
+                if room is None:
+                    room = _room(self._source.read(0, 1), self._held * self._block, np.empty)
+                self._fill(room, bounds)
                 wanted = order[max(0, first - passed) :]
-                mapped = mapped_of(self._source)
-                if mapped is None:
-                    room = self._filled(room, bounds)
-                    yield from self._drawn(room, wanted)
-                else:
-                    yield from self._drawn_where_they_lie(mapped, bounds, wanted)
+                step = max(self._batch, self._block)
+                for start in range(0, len(wanted), step):
+                    yield _pick(room, wanted[start : start + step], self.allocate if self._apart else np.empty)
             passed += size
-
-    def _drawn(self, samples: Any, order: NDArray[np.int64]) -> Iterator[Any]:
-        """Samples in this order, a few at a time."""
-        step = max(self._batch, self._block)
-        for start in range(0, len(order), step):
-            yield _pick(samples, order[start : start + step], self.allocate if self._apart else np.empty)
-
-    def _drawn_where_they_lie(
-        self, mapped: Any, bounds: list[tuple[int, int]], order: NDArray[np.int64]
-    ) -> Iterator[Any]:
-        """Samples of some blocks in this order, out of the mapped file: the kernel's memory is the buffer."""
-        source: Any = self._source
-        for bound in bounds:
-            source.expect(*bound)
-        try:
-            yield from self._drawn(mapped, np.concatenate([np.arange(*bound) for bound in bounds])[order])
-        finally:
-            source.forget()
 
     @property
     def _apart(self) -> bool:
         """Whether each batch is read by itself, not cut out of what several have in common."""
         return self._block == self._batch
 
-    def _filled(self, room: Any, bounds: list[tuple[int, int]]) -> Any:
-        """Some blocks, read one behind the other into the room, which is made where there is none yet."""
-        if room is None:
-            room = _room(self._source.read(0, 1), self._held * self._block, np.empty)
+    def _fill(self, room: Any, bounds: list[tuple[int, int]]) -> None:
+        """Read some blocks, one behind the other."""
         at = 0
         for start, stop in bounds:
             read_into(self._source, _part(room, slice(at, at + stop - start)), start, stop)
             at += stop - start
-        return room
 
 
 def _pick(samples: Any, which: NDArray[np.int64], allocate: Callable[..., Any]) -> Any:

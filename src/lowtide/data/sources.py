@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,29 +36,6 @@ def read_into(source: Any, room: Any, start: int, stop: int) -> None:
         direct(room, start, stop)
     else:
         fill(room, source.read(start, stop))
-
-
-class Mapped(Protocol):
-    """What a source offers besides whose samples lie in a mapped file: they can be picked where they are."""
-
-    def mapped(self) -> Any:
-        """All samples, or a tuple of such; None where they do not lie in the file as they are wanted.
-
-        Raises:
-            ReaderError: if the file has become shorter: to look there would end the process.
-        """
-
-    def expect(self, start: int, stop: int) -> None:
-        """Have the kernel read samples that will be picked soon."""
-
-    def forget(self) -> None:
-        """Have the process's share of what was picked go; the kernel may keep it."""
-
-
-def mapped_of(source: Any) -> Any:
-    """All samples of a source, where they lie mapped as they are wanted; else None."""
-    ask = getattr(source, "mapped", None)
-    return None if ask is None else ask()
 
 
 def _within(start: int, stop: int, length: int) -> None:
@@ -196,29 +172,6 @@ class _Npy(_File):
                 view = view[got:]
         if not straight:
             room[...] = raw
-
-
-    def mapped(self) -> Array | None:
-        """All samples, where they lie one behind the other and as they are wanted."""
-        header = self._open()
-        as_wanted = header.flags.c_contiguous and header.dtype == (self._dtype or header.dtype) and header.size > 0
-        if not as_wanted or not isinstance(header.base, mmap.mmap):
-            return None
-        if self._path.stat().st_size < header.offset + header.nbytes:
-            raise ReaderError(f"{self._path}: has become shorter than its header says")
-        return header  # type: ignore[no-any-return]
-
-    def expect(self, start: int, stop: int) -> None:
-        """Have the kernel read samples that will be picked soon."""
-        header = self._open()
-        row = header.nbytes // len(header)
-        at = header.offset % mmap.ALLOCATIONGRANULARITY + start * row
-        before = at % mmap.PAGESIZE
-        header.base.madvise(mmap.MADV_WILLNEED, at - before, before + (stop - start) * row)
-
-    def forget(self) -> None:
-        """Have the process's share of what was picked go."""
-        self._open().base.madvise(mmap.MADV_DONTNEED)
 
 
 @final
@@ -384,18 +337,3 @@ class Arrays:
     def read(self, start: int, stop: int) -> tuple[Array, ...]:
         """Samples of a slice, of each source."""
         return tuple(s.read(start, stop) for s in self._sources)
-
-    def mapped(self) -> tuple[Any, ...] | None:
-        """All samples of each source, where all of them are mapped."""
-        found = tuple(mapped_of(s) for s in self._sources)
-        return None if any(part is None for part in found) else found
-
-    def expect(self, start: int, stop: int) -> None:
-        """Have the kernel read samples that will be picked soon."""
-        for source in self._sources:
-            source.expect(start, stop)  # type: ignore[attr-defined]  # asked where all are mapped
-
-    def forget(self) -> None:
-        """Have the process's share of what was picked go."""
-        for source in self._sources:
-            source.forget()  # type: ignore[attr-defined]
