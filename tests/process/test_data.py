@@ -630,7 +630,7 @@ def test_a_bound_that_leaves_a_fresh_process_no_room_is_said():
     fresh = roomy.highest_bytes
     roomy.close()
     data = isolate(Leaky(leak=MIB), memory=fresh + 3 * MIB)
-    with pytest.warns(RuntimeWarning, match=r"replaced after every \d+ answers or so: a fresh one takes") as said:
+    with pytest.warns(RuntimeWarning, match=r"replaced after every \d items or so: from") as said:
         assert [int(data[i][0][0]) for i in range(40)] == list(range(40))
     assert len(said) == 1
     assert data.started > 4

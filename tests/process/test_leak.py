@@ -483,6 +483,14 @@ def test_a_page_that_cannot_be_written_loses_nothing_else(tmp_path):
     assert json.loads((tmp_path / "found.json").read_text())["verdict"] == "leak"
 
 
+def test_what_was_asked_for_is_written_though_the_program_timed_out(tmp_path):
+    path = script(tmp_path, "import time, lowtide\nlowtide.step()\ntime.sleep(60)\n")
+    done = leak("--timeout", "3", "--json", tmp_path / "x.json", "--html", tmp_path / "x.html", path)
+    assert done.returncode == 2
+    assert json.loads((tmp_path / "x.json").read_text())["verdict"] == "inconclusive"
+    assert (tmp_path / "x.html").exists()
+
+
 def test_a_script_that_crashes_has_no_verdict_and_keeps_its_exit_code(tmp_path):
     path = script(tmp_path, "import lowtide\nlowtide.step()\nraise SystemExit(7)\n")
     done = leak(path)

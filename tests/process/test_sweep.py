@@ -120,6 +120,25 @@ def test_cells_that_crash_hang_or_are_killed_are_results(tmp_path):
     assert found["recommended"] == {"fate": "well"}
 
 
+def test_files_are_written_though_nobody_takes_the_table(tmp_path):
+    write(tmp_path, """
+        command = "python job.py"
+        steps = 20
+        [axes]
+        arenas = ["default"]
+    """, "import lowtide\nfor _ in range(25):\n    lowtide.step()\n")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "lowtide", "sweep", "s.toml", "--csv", "/dev/full", "--json", "s.json", "--html", "s.html"],
+            cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "lowtide: error: /dev/full: No space left on device"
+    assert "Traceback" not in done.stderr
+    assert json.loads((tmp_path / "s.json").read_text())["complete"]
+    assert (tmp_path / "s.html").exists()
+
+
 def test_a_cell_may_not_take_more_memory_than_it_was_given(tmp_path):
     write(tmp_path, """
         command = "python job.py"

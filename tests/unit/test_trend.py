@@ -155,6 +155,22 @@ def test_growth_that_comes_in_noise_is_as_steady_as_its_rate():
     assert trend(jumps, KIB).steady_rate < KIB
 
 
+def test_growth_near_the_tolerance_asks_for_more_steps_than_none_at_all():
+    """A tenth above it, in noise that is small beside the tolerance."""
+    rng = np.random.default_rng(0)
+    noise = rng.normal(0, 6e4, STEPS)
+    near, none = (trend(line(rate) + noise, KIB).steps_to_tell(KIB, 0.001, 0.02) for rate in (1.1 * KIB, 0.0))
+    assert near > none
+
+
+@pytest.mark.parametrize("steps", [50, 100])
+def test_a_late_change_of_a_short_run_leaves_enough_of_it_to_tell_a_rate(steps):
+    at = np.arange(steps)
+    values = 40_000.0 * np.minimum(at, 0.65 * steps) + 5_000.0 * np.maximum(0, at - 0.65 * steps)
+    assert math.isfinite(trend(values, KIB).error)
+    assert trend(values, KIB).rate > 4_000
+
+
 @pytest.mark.parametrize("end", [150, 180, 200])
 def test_growth_that_ends_by_two_thirds_of_the_steps_is_bounded(end):
     found = trend(20.0 * KIB * np.minimum(np.arange(STEPS), end), KIB)

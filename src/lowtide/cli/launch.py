@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,6 +35,30 @@ def write(file: str, text: str | bytes) -> None:
         Path(file).write_bytes(text.encode() if isinstance(text, str) else text)
     except OSError as error:
         raise OSError(error.errno, error.strerror, file) from None
+
+
+class Written:
+    """Several files that a user asked for: one that cannot be written does not keep the others from it."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._failed: OSError | None = None
+
+    def attempt(self, writes: Callable[..., object], *arguments: Any, **options: Any) -> None:
+        """Write one of them."""
+        try:
+            writes(*arguments, **options)
+        except OSError as error:
+            self._failed = self._failed or OSError(error.errno, error.strerror, error.filename or "standard output")
+
+    def check(self) -> None:
+        """When all is done.
+
+        Raises:
+            OSError: naming the first that could not be written.
+        """
+        if self._failed is not None:
+            raise self._failed
 
 
 def check_target(target: str, *, module: bool) -> None:

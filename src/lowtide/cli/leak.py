@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import click
 
-from lowtide.cli.launch import check_alone, check_folder, write, write_json
+from lowtide.cli.launch import Written, check_alone, check_folder, write, write_json
 from lowtide.cli.script import Finite, ScriptOrCommand, command_of, takes_script
 from lowtide.errors import UsageError
 from lowtide.leak.watch import Progress, Watch, Watched, end_on_sigterm
@@ -139,18 +139,20 @@ def leak(
                 native = suspects_of(_looked(command, replace(looking, deep=True), told), rate)
                 suspects = (*suspects, *(s for s in native if s.kind == "native"))
         parts = _ablated(command, watch, allowed, told) if ablate and last.steps and not last.code else None
-    code = int(fail and found.verdict.verdict is Verdict.LEAK)
-    if last.code or last.ended == "timeout" or not last.steps:
-        code = _failed(last, command)
-    elif not quiet:
-        show(found, suspects, parts, samples_per_step=samples_per_step)
+    written = Written()
     if json_file is not None:
         figures = to_json(found, suspects, samples_per_step=samples_per_step)
-        write_json(json_file, {"command": command, **figures, "ablation": None if parts is None else parts.to_json()})
+        ablation = None if parts is None else parts.to_json()
+        written.attempt(write_json, json_file, {"command": command, **figures, "ablation": ablation})
     if html_file is not None:
         told_as = shlex.join(command)
-        write(html_file, page(found, suspects, parts, command=told_as, samples_per_step=samples_per_step))
-    return code
+        written.attempt(write, html_file, page(found, suspects, parts, command=told_as, samples_per_step=samples_per_step))
+    if last.code or last.ended == "timeout" or not last.steps:
+        return _failed(last, command)
+    if not quiet:
+        show(found, suspects, parts, samples_per_step=samples_per_step)
+    written.check()
+    return int(fail and found.verdict.verdict is Verdict.LEAK)
 
 
 def _looked(command: list[str], watch: Watch, told: Told) -> Any:

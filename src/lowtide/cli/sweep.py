@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from lowtide.cli.launch import check_folder, write, write_json
+from lowtide.cli.launch import Written, check_folder, write, write_json
 from lowtide.errors import UsageError
 from lowtide.leak.watch import end_on_sigterm
 
@@ -86,15 +86,17 @@ def sweep(
     finally:
         found = report_of(definition, store.cells(MAIN), store.cells(CONFIRM))
         store.close()
-        if not quiet:
-            click.echo(markdown(found), nl=False)
-            show(found)
+        written = Written()
         if csv_file is not None:
-            write(csv_file, as_csv(found))
+            written.attempt(write, csv_file, as_csv(found))
         if json_file is not None:
-            write_json(json_file, to_json(found))
+            written.attempt(write_json, json_file, to_json(found))
         if html_file is not None:
-            write(html_file, page(found))
+            written.attempt(write, html_file, page(found))
+        if not quiet:
+            written.attempt(click.echo, markdown(found), nl=False)
+            show(found)
+    written.check()
     return int(found.complete and not any(row.verdicts for row in found.rows))
 
 

@@ -27,7 +27,9 @@ LENT: Final = 5
 SPARE: Final = 0.8
 """Share of the bound from which on the next process is started, so that nobody waits for it."""
 SOON, AGAIN = 10, 3
-"""A process replaced after so few answers, so many times in a row, is told of: its bound leaves it no room."""
+"""A process replaced after so few items, so many times in a row, is told of."""
+ITEMS: Final = ("item", "items", "read", "following")
+"""Requests that are for something of the data."""
 TRIES: Final = 2
 """Processes that may die of one request."""
 
@@ -69,7 +71,7 @@ class _Process:
         self._turn = 0
         self._ready = False
         self._asked: deque[int] = deque()
-        self.unique = self.answers = 0
+        self.unique = self.items = 0
         send(self.connection, None, sys.path)
         send(self.connection, self.slots[0], dataset)
 
@@ -89,6 +91,7 @@ class _Process:
         at = self._place()
         send(self.connection, None, (name, arguments, at))
         self._asked.append(at)
+        self.items += name in ITEMS
 
     @property
     def waiting(self) -> int:
@@ -133,7 +136,6 @@ class _Process:
         at = self._asked[0]
         found = fetch(self.connection, self.slots[at], lent=at > AHEAD)
         self._asked.popleft()
-        self.answers += 1
         return found
 
     def gone(self) -> bool:
@@ -232,12 +234,13 @@ class _Readers:
         self.now.ask("random")
         state = self.now.answer()
         self.now.close()
-        self._soon = self._soon + 1 if self.now.answers <= SOON else 0
+        self._soon = self._soon + 1 if self.now.items <= SOON else 0
         before, self.now = self.now, self._next(state)
         if self._soon == AGAIN and self.now.unique <= self._bound:
             warnings.warn(
-                f"the process that reads is replaced after every {before.answers} answers or so: a fresh one takes "
-                f"{format_bytes(self.now.unique)} of the {format_bytes(self._bound)} it may take: give isolate more memory",
+                f"the process that reads is replaced after every {before.items} items or so: from "
+                f"{format_bytes(self.now.unique)} it grows past the {format_bytes(self._bound)} it may take: "
+                "give isolate more memory",
                 RuntimeWarning,
                 stacklevel=2,
             )

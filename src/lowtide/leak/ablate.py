@@ -30,6 +30,8 @@ REPEATS: Final = 2
 """Processes per arm."""
 KINDS: Final = 10
 """Types of layers looked at; the most frequent."""
+HOLDERS: Final = 16
+"""Types of modules that hold others looked at, each at its depth."""
 MOST: Final = 0.6
 """A group of layers that takes away this share of the growth has it; one that takes away less than the rest of it has none."""
 
@@ -165,14 +167,16 @@ def _layers(
     bench: _Bench, whole: Arm, kinds: Sequence[str], worst: Contrast, count: int, arms: list[Arm]
 ) -> tuple[list[Contrast], tuple[str, str]]:
     """Which layers the growth of a forward or backward is of, by type, then one by one: contrasts, culprit and sentence."""
-    found = []
+    found, guilty = [], []
     for kind in kinds:
         paths = [m.path for m in bench.modules if m.type == kind and not m.holds]
         none = bench.arm(f"no {kind}", stub=paths)
         double = bench.arm(f"{kind} twice", twice=[kind])
         arms += [none, double]
         found.append(_dose(kind, none, double, count))
-    guilty = [c for c in found if _has(c, worst, bench.tolerance)]
+        responds = double.rate - whole.rate > found[-1].change / 2  # or others keep what it makes, once
+        if responds and _has(found[-1], worst, bench.tolerance):
+            guilty.append(found[-1])
     if not guilty:
         more, told = _holders(bench, whole, worst, count, arms)
         return found + more, told
@@ -192,15 +196,17 @@ def _has(contrast: Contrast, worst: Contrast, tolerance: float) -> bool:
 def _holders(
     bench: _Bench, whole: Arm, worst: Contrast, count: int, arms: list[Arm]
 ) -> tuple[list[Contrast], tuple[str, str]]:
-    """Where no layer grows: which module that holds others does, in its own code; the innermost are looked at first."""
-    inner = sorted((m for m in bench.modules if m.holds and m.name), key=lambda m: -m.depth)
-    kinds = list(dict.fromkeys(m.type for m in inner))[:KINDS]
+    """Where no layer grows: which module that holds others does, in its own code. Types are looked at depth by depth, from the
+    innermost: what takes the growth away with what lies within it does so after that.
+    """
+    groups: dict[tuple[int, str], list[str]] = {}
+    for m in sorted((m for m in bench.modules if m.holds and m.name), key=lambda m: -m.depth):
+        groups.setdefault((m.depth, m.type), []).append(m.path)
     found = []
-    for kind in kinds:
-        paths = [m.path for m in inner if m.type == kind]
-        none = bench.arm(f"no {kind}", stub=paths)
+    for (_, kind), paths in itertools.islice(groups.items(), HOLDERS):
+        none = bench.arm(f"no {kind}, {len(paths)} of them" if len(paths) > 1 else f"no {paths[0]}", stub=paths)
         arms.append(none)
-        found.append(_contrast(kind, "modules", none, whole, count + len(kinds)))
+        found.append(_contrast(kind, "modules", none, whole, count + min(HOLDERS, len(groups))))
         if _has(found[-1], worst, bench.tolerance):
             return found, _one_of(bench, whole, found[-1], paths, arms, "module")
     models = " or ".join(dict.fromkeys(m.type for m in bench.modules if m.holds and not m.name))

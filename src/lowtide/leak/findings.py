@@ -189,6 +189,7 @@ def to_json(study: Study, suspects: tuple[Suspect, ...], *, samples_per_step: fl
         "bounded": verdict.bounded,
         "notes": list(verdict.notes),
         "more_steps": verdict.more_steps,
+        "disagree": verdict.disagree,
         "steps": run.steps,
         "steps_marked_by": None if run.kind is None else run.kind.name.lower(),
         "change_bytes": None if spread is None else spread.to_json(),

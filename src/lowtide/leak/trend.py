@@ -104,7 +104,7 @@ class Trend:
         """How many steps in all would tell, if growth and noise stay what they are.
 
         The variance of a slope over n levels falls with n cubed. The rate itself is uncertain, so it is not trusted to be
-        far from the threshold, and memory does not shrink for ever, so a rate below zero is taken for none.
+        far from the threshold, nor near to it, and memory does not shrink for ever, so a rate below zero is taken for none.
 
         Args:
             threshold: bytes per step that the rate must be known to lie above, or below.
@@ -115,7 +115,8 @@ class Trend:
             return 2 * max(self.steps, FEWEST * SHORTEST * 2)
         above = self.rate > threshold
         reach = float(stats.t.ppf(1 - (risk if above else doubt), self.freedom)) + float(stats.norm.ppf(CHANCE))
-        room = max(self.rate - 2 * self.error - threshold, threshold)
+        apart = abs(max(self.rate, 0.0) - threshold)
+        room = max(apart - 2 * self.error, min(threshold, apart + 2 * self.error))
         factor = SPARE * (reach * self.error / room) ** (2 / 3)
         more: int = self.start + math.ceil((self.steps - self.start) * factor)
         return max(more, math.ceil(self.steps * LONGER))
@@ -199,7 +200,7 @@ def settled(values: Series, tolerance: float) -> int:
     for a, c, b in zip([0, *found], found[:-1], found[1:], strict=False):
         at = round(float(steps[c]))
         slows = float(np.mean(rates[a:c])) > float(np.mean(rates[c:b])) + tolerance / 4
-        if slows and at <= LATEST * len(values):
+        if slows and at <= LATEST * len(values) and len(values) - at >= FEWEST * SHORTEST:
             start = max(start, at)
     return int(start)
 

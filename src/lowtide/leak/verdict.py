@@ -74,7 +74,8 @@ class Judgement:
         steps: steps seen.
         notes: sentences a user should read.
         bounded: whether growth was seen that has flattened, or is flattening.
-        more_steps: how many steps in all would tell; 0 where the verdict is clear.
+        more_steps: how many steps in all would tell; 0 where the verdict is clear, or where more would not help.
+        disagree: whether it is open because processes of the program, each clear by itself, disagree.
     """
 
     verdict: Verdict
@@ -84,6 +85,7 @@ class Judgement:
     notes: tuple[str, ...]
     bounded: bool
     more_steps: int
+    disagree: bool = False
 
     def counter(self, name: str) -> Counter | None:
         """A counter by name."""
@@ -332,7 +334,8 @@ def together(judgements: Sequence[Judgement], full_steps: int) -> Judgement:
         counters=best.counters,
         culprit=best.culprit,
         steps=best.steps,
-        notes=(*best.notes, "processes of the same program disagree"),
+        notes=best.notes,
         bounded=best.bounded,
         more_steps=2 * best.steps,
+        disagree=True,
     )

@@ -63,14 +63,20 @@ def sentence(study: Study) -> str:
         return f"inconclusive: {verdict.steps} steps are too few to tell; {_longer(study.run, verdict.more_steps)}"
     threshold = threshold_of(culprit.name, study.tolerance_bytes)
     least = limit if threshold == study.tolerance_bytes else f"{format_bytes(threshold)} a step, from which on that is a leak,"
-    if culprit.low <= threshold:
+    if verdict.disagree:
+        why = "but processes of the program disagree"
+    elif culprit.name == "segments":
+        why = "but they are of all programs on this machine"
+    elif culprit.low <= threshold:
         why = f"and {least} lies within"
     elif culprit.verdict is Verdict.LEAK and culprit.name in ("maps", "files"):
         why = "but it is address space, of which far less is touched"
     else:
         why = f"above {least.rstrip(',')}, but not steadily"
-    enough = f"; about {verdict.more_steps} steps would tell (--steps {verdict.more_steps})" if verdict.more_steps else ""
-    return f"inconclusive: {what} {grows} by {rate}, {why}{enough}"
+    if not verdict.more_steps:
+        return f"inconclusive: {what} {grows} by {rate}, {why}"
+    enough = f"about {verdict.more_steps} steps would tell; {_longer(study.run, verdict.more_steps)}"
+    return f"inconclusive: {what} {grows} by {rate}, {why}; {enough}"
 
 
 def show(study: Study, suspects: tuple[Suspect, ...], parts: Ablation | None = None, *, samples_per_step: float) -> None:

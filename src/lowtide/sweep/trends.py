@@ -111,7 +111,7 @@ def _row(config: Config, results: Sequence[Mapping[str, Any]]) -> Row:
         growth_bytes=_mean(growth),
         growth_error=_error(growth),
         samples_per_second=_mean(rates),
-        rate_error=_error(rates),
+        rate_error=_error(rates) if len(rates) == len(measured) else math.nan,
         verdicts=tuple(r["verdict"] for r in measured),
         ended=tuple(r["ended"] for r in results if r["ended"] != "ok"),
     )

@@ -1,0 +1,63 @@
+"""Law: an ablation accuses the module whose own code grows, not one around it, nor one within it whose output is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from lowtide.leak.ablate import Arm, Contrast, _layers
+from lowtide.leak.watch import Module
+
+RATE = 16_384.0
+RESNET = [
+    Module("", "Net", True),
+    Module("0", "Sequential", True),
+    *(m for k in range(3) for m in (
+        Module(f"0.{k}", "Block", True), Module(f"0.{k}.conv", "Conv2d"), Module(f"0.{k}.down", "Sequential", True),
+        Module(f"0.{k}.down.0", "Conv2d"), Module(f"0.{k}.down.1", "BatchNorm2d"),
+    )),
+    Module("1", "Linear"),
+]
+
+
+class Bench:
+    """Arms of a model that grows as a function says, without noise."""
+
+    def __init__(self, grows: Callable[[set[str], set[str]], float]) -> None:
+        self.modules, self.tolerance, self._grows = RESNET, 1024.0, grows
+
+    def arm(self, name: str, *, stub: Sequence[str] = (), twice: Sequence[str] = (), repeats: int = 0) -> Arm:
+        """What still runs, and which types of layers run twice."""
+        off = {m.path for m in self.modules for s in stub if m.path == s or m.path.startswith(f"{s}.")}
+        running = {m.path for m in self.modules} - off
+        return Arm(name=name, rate=self._grows(running, set(twice)), error=16.0, curve=np.zeros(2))
+
+
+def _accused(grows: Callable[[set[str], set[str]], float]) -> tuple[str, str]:
+    bench = Bench(grows)
+    whole = bench.arm("all")
+    worst = Contrast(component="forward", kind="part", change=whole.rate, low=whole.rate - 50, high=whole.rate + 50)
+    return _layers(bench, whole, ["Conv2d", "BatchNorm2d", "Linear"], worst, 20, [])[1]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", ["0", "0.1", "0.1.down"])
+def test_a_module_that_holds_others_is_named_whatever_lies_around_it_and_within(path: str) -> None:
+    culprit, text = _accused(lambda running, _: RATE * (path in running))
+    assert culprit == path
+    assert "16.0 KiB a step" in text
+
+
+def test_a_layer_that_grows_by_itself_is_named() -> None:
+    assert _accused(lambda running, twice: RATE * ("0.2.down.1" in running) * (1 + ("BatchNorm2d" in twice)))[0] == "0.2.down.1"
+
+
+def test_a_layer_whose_output_another_module_keeps_is_not_accused() -> None:
+    """Switched off, it gives one output for ever, so that keeping it costs nothing; its work doubled, one output is kept."""
+    assert _accused(lambda running, _: RATE * ({"0.1", "0.1.conv"} <= running))[0] == "0.1"
+
+
+def test_growth_of_the_models_own_forward_is_its_own() -> None:
+    culprit, text = _accused(lambda _, __: RATE)
+    assert culprit == "forward"
+    assert "the forward of Net itself" in text
