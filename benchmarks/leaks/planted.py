@@ -1,4 +1,4 @@
-"""A training script of ten components, one of which may leak: ``python planted.py COMPONENT SEED`` (``none`` for a clean one).
+"""A training script of components, one of which may leak: ``python planted.py COMPONENT SEED`` (``none`` for a clean one).
 
 Components: ``loop``, ``forward`` (the model's own, or that of one of its modules: ``module:PATH``), ``backward``,
 ``optimizer``, ``checkpointing``, ``logging``.

@@ -236,9 +236,9 @@ def _trend(values: Series, tolerance: float, begin: int, blocks: int) -> Trend |
     increments = np.diff(levels) / np.diff(steps)
     plain, jump_bytes, jump_step = increments, 0.0, 0
     if begin <= ALONE * len(values):
-        plain, jump_bytes, jump_step = _without_jump(increments, np.diff(steps), tolerance)
-    if jump_bytes and _comes_again(values, jump_bytes):
-        plain, jump_bytes, jump_step = increments, 0.0, 0
+        without = _without_jump(increments, np.diff(steps), tolerance)
+        if not _comes_again(values, without[1]):
+            plain, jump_bytes, jump_step = without
     line = np.concatenate([[levels[0]], levels[0] + np.cumsum(plain * np.diff(steps))])
     rate, error, noise, freedom = _fit(steps, line, lost=1 if jump_bytes else 0)
     kept = np.sort(plain)[2:-2]
@@ -276,6 +276,8 @@ def _without_jump(increments: Series, gaps: Series, tolerance: float) -> tuple[S
 
 def _comes_again(values: Series, jump_bytes: float) -> bool:
     """Whether a counter jumped by about as much before, or after, what is looked at: something kept once per epoch, say."""
+    if not jump_bytes:
+        return False
     rest = values[max(1, round(len(values) * FIRST)) :]
     _, levels = levels_of(rest, min(SETTLING, max(2, len(rest) // SHORTEST)))
     runs = itertools.groupby(np.diff(levels) > ALIKE * jump_bytes)

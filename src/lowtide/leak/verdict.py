@@ -35,6 +35,8 @@ MOST: Final = 0.75
 """A part that grows by this share of the sum is what the sum grows by."""
 RETAINED: Final = 4.0
 """Resident growth that nothing held explains is a leak from so many times the tolerance on."""
+_KEPT: Final = ("resident", "cuda_reserved")
+"""Counters of what an allocator keeps, whether it is held or not."""
 
 
 class Verdict(enum.Enum):
@@ -177,7 +179,7 @@ def judge(run: Run, tolerance: float, *, half: bool = False, collected_every: in
     by = {c.name: c for c in counters}
     grown = _late_growth(series["workers"]) if "workers" in series else 0.0
     leaks = [c for c in counters if c.verdict is Verdict.LEAK and _counts(c, by, tolerance)]
-    held = [c for c in leaks if c.name not in ("resident", "cuda_reserved")]
+    held = [c for c in leaks if c.name not in _KEPT]
     retained = [c for c in leaks if c not in held]
     doubtful = [c for c in counters if c.verdict is not Verdict.CLEAN and c not in leaks and _decides(c, by, tolerance, grown)]
     notes, bounded = _notes(run, by, tolerance)
@@ -219,7 +221,7 @@ def judge(run: Run, tolerance: float, *, half: bool = False, collected_every: in
 
 def threshold_of(name: str, tolerance: float) -> float:
     """Bytes per step from which on a counter's growth is a leak."""
-    return RETAINED * tolerance if name in ("resident", "cuda_reserved") else tolerance
+    return RETAINED * tolerance if name in _KEPT else tolerance
 
 
 def _judged(name: str, values: Series, tolerance: float, counters: int) -> Counter:
@@ -255,7 +257,7 @@ def _counts(counter: Counter, by: dict[str, Counter], tolerance: float) -> bool:
         return pages is None or pages.trend.rate > max(tolerance / 2, counter.trend.rate / 4)
     if counter.name in ("file_pages", "segments"):  # the kernel takes the ones back; the others are of all programs
         return False
-    if counter.name in ("resident", "cuda_reserved"):
+    if counter.name in _KEPT:
         return counter.low > threshold_of(counter.name, tolerance) and counter.trend.late_rate > SLOWING * counter.trend.rate
     return True
 
@@ -267,7 +269,7 @@ def _decides(counter: Counter, by: dict[str, Counter], tolerance: float, grown: 
         return pages is None or pages.trend.rate > tolerance
     if counter.name == "file_pages":
         return False
-    if counter.name in ("resident", "cuda_reserved"):
+    if counter.name in _KEPT:
         return counter.trend.steady_rate > threshold_of(counter.name, tolerance)
     if counter.name == "segments":
         return counter.verdict is Verdict.LEAK
