@@ -68,6 +68,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "live.heap",
         "live.board",
         "live.steps",
+        "live.derivatives",
         "live.stack",
         "live.wraps",
         "live.origin",

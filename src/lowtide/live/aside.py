@@ -39,13 +39,15 @@ class Asides:
 
     Attributes:
         around: what runs a compiled region.
+        only_hooks: whether the mode stays on where only the hooks are refused: it changes nothing then (a recording's).
     """
 
-    def __init__(self, stack: Stack, clock: Clock, around: Around = _nothing_around) -> None:
+    def __init__(self, stack: Stack, clock: Clock, around: Around = _nothing_around, *, only_hooks: bool = False) -> None:
         """Patch nothing yet."""
         self.stack = stack
         self.clock = clock
         self.around = around
+        self.only_hooks = only_hooks
         self._wraps = Wraps()
         self._depth = 0
         self._aside = contextlib.ExitStack()
@@ -156,7 +158,7 @@ class Asides:
         def increment() -> Any:
             if not self._depth:
                 self._aside = contextlib.ExitStack()
-                self._aside.enter_context(self.stack.aside())
+                self._aside.enter_context(self._unhooked())
             self._depth += 1
             return original()
 
@@ -173,13 +175,16 @@ class Asides:
 
         return decrement
 
+    def _unhooked(self) -> contextlib.AbstractContextManager[None]:
+        return self.stack.hooks_aside() if self.only_hooks else self.stack.aside()
+
     def _disabling(self, original: Any) -> Any:
         asides = self
 
         @functools.wraps(original)
         @contextlib.contextmanager
         def disabled(*args: Any, **kwargs: Any) -> Iterator[None]:
-            with asides.stack.aside(), original(*args, **kwargs):
+            with asides._unhooked(), original(*args, **kwargs):
                 yield
 
         return disabled

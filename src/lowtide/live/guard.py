@@ -333,6 +333,17 @@ class Evictor:
             if known is None or rise > known[1]:
                 self._regions[region] = (given_bytes, rise)
 
+    @contextlib.contextmanager
+    def leaving(self, size: int) -> Iterator[None]:
+        """Leave so many bytes of the limit to what is not seen: whatever is brought back meanwhile stays below."""
+        limit = self.limit_bytes
+        self.room_for(size)
+        self.limit_bytes = max(1, limit - size)
+        try:
+            yield
+        finally:
+            self.limit_bytes = limit
+
     def make_room(self, needed: int) -> int:
         """Let go of at least so many bytes, the cheapest per byte and time to next use first; the bytes freed."""
         alone = self._alone()

@@ -14,7 +14,7 @@ import gc
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -24,6 +24,7 @@ from lowtide.errors import BudgetError, SizeError
 from lowtide.live import agree
 from lowtide.live.aside import Asides
 from lowtide.live.board import FileBoard, PinnedBoard
+from lowtide.live.derivatives import Derivatives, most_bytes
 from lowtide.live.enough import Enough
 from lowtide.live.full import FullMode
 from lowtide.live.guard import LIBRARY_BYTES, SLACK_BYTES, Evictor, Exempt, Tally
@@ -120,7 +121,7 @@ class Runtime:
         self.evictor.on_back = self._back
         self.evictor.on_anchored = self._anchored
         self.saver = Saver(self.ledger, self.evictor)
-        self.clock = Clock(self)
+        self.clock = Clock(self, Derivatives(self).around)
         self.full = FullMode(self.clock, self.ledger, self.evictor)
         self.saver.on_first = self._functional_begins
         self.stack = Stack()
@@ -405,12 +406,26 @@ class Runtime:
 
     def _run_region(self, region: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A compiled region runs, whose operators are not seen: while the policy on line holds the budget, it makes room."""
-        if not self._active or not self.budget_bytes or self.stack.mode is not self.full or self.full.passive:
+        if not self._holds_on_line():
             return run(*args, **kwargs)
         with self.evictor.around_unseen(region, sum(t.nbytes for t in tensors_in((args, kwargs)))):
             if self.saver.recorder is not None:
                 self.saver.recorder.begin_window()  # what was let go for it is not the plain run's
             return run(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def unseen(self, node: Any, given: tuple[Any, ...], _made: list[Any], /) -> Iterator[None]:
+        """A derivative runs without the mode: room is made for it, too."""
+        if not self._holds_on_line():
+            yield
+            return
+        with self.evictor.leaving(most_bytes(node, given)):
+            if self.saver.recorder is not None:
+                self.saver.recorder.begin_window()
+            yield
+
+    def _holds_on_line(self) -> bool:
+        return self._active and bool(self.budget_bytes) and self.stack.mode is self.full and not self.full.passive
 
     def backward_begins(self) -> None:
         """Autograd's engine is about to run."""

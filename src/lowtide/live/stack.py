@@ -95,6 +95,19 @@ class Stack:
                 mode.__enter__()
                 self.mode = mode
 
+    @contextlib.contextmanager
+    def hooks_aside(self) -> Iterator[None]:
+        """Run something without the hooks; the mode stays on."""
+        hooks = self._hooks
+        self.take_hooks()
+        try:
+            yield
+        finally:
+            if hooks is not None and self._hooks is None:
+                above = _pop_until(None)
+                _push([hooks, *above])
+                self._hooks = hooks
+
 
 def _pop_until(hooks: tuple[Any, Any] | None) -> list[tuple[Any, Any]]:
     """Pop hooks until a pair of ours (None: all); those popped, lowest first."""

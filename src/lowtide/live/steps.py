@@ -52,6 +52,9 @@ class Listener(Protocol):
         """An optimizer stepped."""
 
 
+AroundEngine = Callable[[tuple[Any, ...]], contextlib.AbstractContextManager[None]]
+
+
 @final
 class Clock:
     """The current phase and module path.
@@ -65,11 +68,13 @@ class Clock:
         outputs: the tensors that it began at.
         closure: whether the optimizer that steps was given one.
         on_optimizer: told of each optimizer that is made.
+        around: within what autograd's engine runs, given the tensors or edges that it begins at.
     """
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Listener, around: AroundEngine = lambda _: contextlib.nullcontext()) -> None:
         """Install nothing yet."""
         self.listener = listener
+        self.around = around
         self._phase = Phase.DATA
         self.open = 0
         self._floor = 0
@@ -267,16 +272,20 @@ class Clock:
             outputs: Any, grads: Any = None, retain_graph: Any = None, create_graph: Any = None, *args: Any, **kwargs: Any
         ) -> Any:
             args = (outputs, grads, retain_graph, create_graph, *args)
-            ours = self.ours and torch._C._functorch.peek_interpreter_stack() is None
-            if self._in_backward or not ours or _traced(outputs):
+            if not self.ours or torch._C._functorch.peek_interpreter_stack() is not None or _traced(outputs):
                 return engine(*args, **kwargs)
+            roots = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+            if self._in_backward:
+                with self.around(roots):
+                    return engine(*args, **kwargs)
             before, self.phase = self.phase, Phase.BACKWARD
             self._in_backward += 1
             self.differentiable, self.retains = bool(create_graph), bool(retain_graph)
-            self.outputs = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+            self.outputs = roots
             self.listener.backward_begins()
             try:
-                return engine(*args, **kwargs)
+                with self.around(roots):
+                    return engine(*args, **kwargs)
             finally:
                 self._in_backward -= 1
                 self._waited += 1

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FrameType
@@ -25,6 +25,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 import torch
 from lowtide.live.aside import Asides
+from lowtide.live.derivatives import Derivatives
 from lowtide.live.engine import Engine, in_place
 from lowtide.live.enough import Enough
 from lowtide.live.frames import holders, user_line
@@ -54,9 +55,11 @@ COMPILED_NODE: Final = "CompiledFunctionBackward"
 MOST_LATER: Final = 10_000
 """Blocks at most of which it is noted in which step they were used last."""
 
-REGION: Final = OpInfo(name=COMPILED, writes_at=frozenset(), secret_at=frozenset(), seeded=True, replayable=False,
+UNSEEN: Final = OpInfo(name="", writes_at=frozenset(), secret_at=frozenset(), seeded=True, replayable=False,
                        uninitialised=False, overwrites_fully=False)
-"""What ``torch.compile`` made, as one operator: what runs in it is not seen."""
+"""What counts as one operator, and what runs in it is not seen."""
+REGION: Final = replace(UNSEEN, name=COMPILED)
+"""What ``torch.compile`` made."""
 _CODE: Final = {phase: code for code, phase in enumerate(PHASES)}
 _ADD: Final = torch.ops.aten.add.Tensor
 _CLONE: Final = torch.ops.aten.clone.default
@@ -132,7 +135,9 @@ class _WatchMode(Mode):
             return func(*args, **kwargs)
         self.passive = True
         try:
-            return self._watcher.observe(in_place(func, args), args, kwargs)
+            if not self._watcher.asides.transforming:  # plain transforms run derivatives out of place themselves
+                func = in_place(func, args)
+            return self._watcher.observe(func, args, kwargs)
         finally:
             self.passive = False
 
@@ -175,10 +180,10 @@ class Watcher:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self.meter = CudaMeter(torch.device("cuda", torch.cuda.current_device()))
         self._heap = found
-        self.clock = Clock(self)
+        self.clock = Clock(self, Derivatives(self).around)
         self.clock.detailed = operators
         self.stack = Stack()
-        self.asides = Asides(self.stack, self.clock, self._run_region)
+        self.asides = Asides(self.stack, self.clock, self._run_region, only_hooks=True)
         self.mode = _WatchMode(self)
         self.step = -1
         self._blocks: dict[int, StorageRef] = {}
@@ -526,8 +531,7 @@ class Watcher:
     def observe(self, func: Any, args: Any, kwargs: Any, info: OpInfo | None = None) -> Any:
         """Run one operator, or what counts as one, and note what it did."""
         meter = self.meter
-        if not self._summed:  # after such a sum the window begins with bytes that the plain run would not have
-            self._phase_peak = max(self._phase_peak, meter.op_peak())
+        self._note_peak()
         before, denied = meter.live(), meter.denied()
         module, source = self._where()
         op = self._name_of(func) if info is None else self.writer.name(info.name)
@@ -540,28 +544,79 @@ class Watcher:
                 took = time.perf_counter() - began
                 meter.end_operator()
         except (RuntimeError, MemoryError) as error:
-            if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or meter.denied() > denied:
-                self.write(Kind.DENIED, op, module, source, size=meter.denied_bytes(), live=meter.live(), peak=meter.op_peak())
-                self._note_reads(info or info_of(func), args, kwargs)
-                with contextlib.suppress(MemoryError):
-                    self._look_for_holders()
+            self._note_denial(error, denied, (op, module, source), info or info_of(func), args, kwargs)
             raise
         info = info or info_of(func)
-        peak, after = meter.op_peak(), meter.live()
-        plain = self._phase is Phase.BACKWARD and not self.clock.differentiable
-        if plain and ((func is _ADD and self._engine.adds(args)) or (func is _CLONE and self._engine.takes_over(args))):
-            peak, after, self._summed = before, before, True
-        else:
-            self._summed = False
+        self._latest = op, module, source
+        summed = self._sums(func, args)
+        self._note_run(info, took, before, summed=summed)
+        self._note_tensors(info, args, kwargs, out, self._latest)
+        self._note_rest()
+        return out
+
+    @contextlib.contextmanager
+    def unseen(self, node: Any, given: tuple[Any, ...], made: list[Any], /) -> Iterator[None]:
+        """A derivative runs that is not seen: it counts as one operator."""
+        if not self.operators or self.mode.passive:
+            yield
+            return
+        meter = self.meter
+        self._note_peak()
+        before, denied = meter.live(), meter.denied()
+        origin = self.writer.name(type(node).__name__), *self._where(node)
+        meter.begin_operator()
+        began = time.perf_counter()
+        try:
+            try:
+                yield
+            finally:
+                took = time.perf_counter() - began
+                meter.end_operator()
+        except (RuntimeError, MemoryError) as error:
+            self._note_denial(error, denied, origin, UNSEEN, given, {})
+            raise
+        self._latest = origin
+        self._note_run(UNSEEN, took, before, summed=False)
+        self._note_tensors(UNSEEN, given, {}, made, origin)
+        self._note_rest()
+
+    def _note_peak(self) -> None:
+        """Up to an operator that is about to run."""
+        if not self._summed:  # after such a sum the window begins with bytes that the plain run would not have
+            self._phase_peak = max(self._phase_peak, self.meter.op_peak())
+
+    def _sums(self, func: Any, args: Any) -> bool:
+        """Whether it is the engine's sum, or copy, that the plain run has not."""
+        if self._phase is not Phase.BACKWARD or self.clock.differentiable:
+            return False
+        return bool((func is _ADD and self._engine.adds(args)) or (func is _CLONE and self._engine.takes_over(args)))
+
+    def _note_run(self, info: OpInfo, took: float, before: int, *, summed: bool) -> None:
+        """The latest operator ran."""
+        peak, after = (before, before) if summed else (self.meter.op_peak(), self.meter.live())
+        self._summed = summed
         self._phase_peak = max(self._phase_peak, peak)
         run = encode_run(took, replayable=info.replayable, seeded=info.seeded)
-        self.write(Kind.OP, op, module, source, flags=run, size=before, live=after, peak=peak)
-        self._latest = op, module, source
-        self._note_tensors(info, args, kwargs, out, self._latest)
-        if meter.library_live() != self._library_bytes:
-            self._note_library(meter.library_live(), (op, module, source))
-        meter.reset_op_peak()
-        return out
+        self.write(Kind.OP, *self._latest, flags=run, size=before, live=after, peak=peak)
+
+    def _note_rest(self) -> None:
+        """What the latest operator left in a library; from here on, it is the next one's."""
+        kept = self.meter.library_live()
+        if kept != self._library_bytes:
+            self._note_library(kept, self._latest)
+        self.meter.reset_op_peak()
+
+    def _note_denial(
+        self, error: BaseException, denied: int, origin: tuple[int, int, int], info: OpInfo, args: Any, kwargs: Any
+    ) -> None:
+        """Whether an operator failed for memory, and what there was of it."""
+        meter = self.meter
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and meter.denied() <= denied:
+            return
+        self.write(Kind.DENIED, *origin, size=meter.denied_bytes(), live=meter.live(), peak=meter.op_peak())
+        self._note_reads(info, args, kwargs)
+        with contextlib.suppress(MemoryError):
+            self._look_for_holders()
 
     def _note_tensors(self, info: OpInfo, args: Any, kwargs: Any, out: Any, origin: tuple[int, int, int]) -> None:
         self._note_reads(info, args, kwargs)
@@ -603,11 +658,10 @@ class Watcher:
                     block.written = self.step
                 self.write(Kind.READ, block.number, flags=flags, size=min(block.bytes, part.numel() * part.element_size()))
 
-    def _where(self) -> tuple[int, int]:
+    def _where(self, node: Any = None) -> tuple[int, int]:
         """Module and source line of the operator that is about to run: in backward, of the one whose gradient it makes."""
         path = self.clock.path()
-        node = None
-        if self._phase is Phase.BACKWARD and not path:
+        if node is None and self._phase is Phase.BACKWARD and not path:
             node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
         if node is not None:
             parameter = getattr(node, "variable", None)

@@ -1,0 +1,165 @@
+"""Law: where torch computes a derivative another way under a dispatch mode, gradients and peaks are still the plain run's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from harness import above_of, budgeted, heap, kept, plain_of
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
+from lowtide import store
+
+ROWS, COLUMNS = 512, 256
+
+
+def _mask(h: torch.Tensor) -> torch.Tensor:
+    return torch.arange(h.numel()).view_as(h) % 3 == 0
+
+
+def _with_zeros(h: torch.Tensor) -> torch.Tensor:
+    return h * (torch.arange(h.numel()).view_as(h) % 97 != 0)
+
+
+def _small(h: torch.Tensor) -> torch.Tensor:
+    return 1 + h / 64
+
+
+OTHERWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "prod": lambda h: _small(h[0]).prod(),
+    "prod of rows": lambda h: _small(h).prod(1),
+    "prod of rows with zeros": lambda h: _with_zeros(_small(h)).prod(1, keepdim=True),
+    "cumprod": lambda h: _small(h).cumprod(1),
+    "filled by a tensor": lambda h: h.masked_fill(_mask(h), h.mean()),
+    "weighed entropy": lambda h: F.binary_cross_entropy_with_logits(h, torch.rand_like(h), pos_weight=h.detach()[0].exp()),
+    "in a checkpoint": lambda h: checkpoint(lambda x: _small(x).prod(1).cumprod(0), h, use_reentrant=False),
+    "in a reentrant checkpoint": lambda h: checkpoint(lambda x: _small(x).prod(1).cumprod(0), h, use_reentrant=True),
+}
+
+
+def _backward(make: Callable[[torch.Tensor], torch.Tensor], around: AbstractContextManager[Any]) -> tuple[torch.Tensor, int]:
+    """The gradient, and how far memory rose in the backward."""
+    torch.manual_seed(0)
+    leaf = torch.randn(ROWS, COLUMNS, requires_grad=True)
+    with around:
+        out = make(leaf * 1.5)
+        given = torch.ones_like(out)
+        heap().tensor_peak = base = heap().tensor_live
+        out.backward(given)
+        rise = heap().tensor_peak - base
+    assert leaf.grad is not None
+    return leaf.grad, rise
+
+
+def _twice(make: Callable[[torch.Tensor], torch.Tensor], around: AbstractContextManager[Any]) -> torch.Tensor:
+    """The gradient of a gradient's square."""
+    torch.manual_seed(0)
+    leaf = torch.randn(32, 16, requires_grad=True)
+    with around:
+        (slope,) = torch.autograd.grad(make(leaf * 1.5).square().sum(), leaf, create_graph=True)
+        (found,) = torch.autograd.grad(slope.square().sum(), leaf)
+    return found
+
+
+def _around(how: str, where: Path) -> AbstractContextManager[Any]:
+    return lowtide.budget("4GiB") if how == "budget" else lowtide.record(where / "run.lowtide")
+
+
+@pytest.mark.parametrize("how", ["recording", "budget"])
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_the_same_bits_in_as_many_bytes(name: str, how: str, tmp_path: Path) -> None:
+    _backward(OTHERWISE[name], nullcontext())
+    plain, before = _backward(OTHERWISE[name], nullcontext())
+    watched, after = _backward(OTHERWISE[name], _around(how, tmp_path))
+    assert torch.equal(watched, plain)
+    assert abs(after - before) <= 64 << 10
+
+
+@pytest.mark.parametrize("how", ["recording", "budget"])
+@pytest.mark.parametrize("name", [n for n in OTHERWISE if "reentrant" not in n])
+def test_the_same_bits_of_a_second_derivative(name: str, how: str, tmp_path: Path) -> None:
+    plain = _twice(OTHERWISE[name], nullcontext())
+    assert torch.equal(_twice(OTHERWISE[name], _around(how, tmp_path)), plain)
+
+
+def test_a_backward_within_a_backward_and_the_script_s_own_hooks(tmp_path: Path) -> None:
+    class Inner(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return _small(x).prod(1)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            (x,) = ctx.saved_tensors
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                (found,) = torch.autograd.grad(_small(x).prod(1), x, grads[0])
+            return found
+
+    def both(h: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
+            mine = _small(h).prod(1)
+        mine.register_hook(lambda g: g * 1.25)
+        return Inner.apply(h) + mine  # type: ignore[no-untyped-call]
+
+    plain, _ = _backward(both, nullcontext())
+    for how in ("recording", "budget"):
+        assert torch.equal(_backward(both, _around(how, tmp_path))[0], plain)
+
+
+def test_a_node_that_fails_leaves_the_watch_on(tmp_path: Path) -> None:
+    def broken(*_: Any) -> None:
+        raise KeyError("mine")
+
+    with lowtide.record(tmp_path / "run.lowtide"):
+        leaf = torch.randn(64, 32, requires_grad=True)
+        out = _small(leaf).prod(1)
+        out.grad_fn.register_prehook(broken)  # type: ignore[union-attr]
+        with pytest.raises(KeyError, match="mine"):
+            out.sum().backward()
+        model = nn.Linear(32, 32)
+        model(leaf).prod(1).sum().backward()
+    recording = store.read(tmp_path / "run.lowtide")
+    ran = [recording.names[e["a"]] for step in recording.steps if step.entries is not None
+           for e in step.entries if e["kind"] == store.Kind.OP]
+    assert ran.count("ProdBackward1") == 1  # the other never began
+    assert "aten.mm.default" in ran[ran.index("ProdBackward1"):]
+
+
+class Products(nn.Module):
+    """Products of rows between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
+        self.value = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+            x = x.masked_fill(x > 0.9, self.value) * _small(x).prod(1, keepdim=True) + _small(x).cumprod(1)
+        return x
+
+
+def products() -> zoo.Job:
+    """Derivatives that run without the mode, in steps that are recorded, planned and held on line."""
+    return zoo.simple(Products(), lambda m, _: m(torch.randn(1024, 128)).square().mean())
+
+
+@pytest.mark.parametrize(("share", "offload"), itertools.product((0.8, 0.6), (False, True)))
+def test_under_a_budget(share: float, *, offload: bool) -> None:
+    reference = plain_of(products, 6)
+    run = budgeted(products, above_of(reference, share), 6, offload=offload)
+    assert run.bits == reference.bits
+    assert kept(run), run.over
+    assert [s.policy for s in run.outcome.steps[2:]] == ["planned"] * 4
