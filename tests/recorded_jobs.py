@@ -57,6 +57,35 @@ def sparse_bag() -> Job:
     return Job(step, [model], [optimizer])
 
 
+def compressed_rows() -> Job:
+    """Messages along the edges of a graph: a sparse matrix in compressed rows, whose values are trained, too."""
+    layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+    where = torch.rand(1024, 1024, generator=torch.Generator().manual_seed(3)) < 0.02
+    edges = nn.ParameterList([nn.Parameter(torch.ones(int(where.sum())))])
+    model = nn.ModuleList([layers, edges])
+    rows = where.to_sparse_csr()
+
+    def loss_of(_: nn.Module, __: int) -> torch.Tensor:
+        h = torch.randn(1024, 64)
+        for layer in layers:
+            adjacency = torch.sparse_csr_tensor(rows.crow_indices(), rows.col_indices(), edges[0], (1024, 1024))
+            h = layer(adjacency @ h).tanh()
+        return h.square().mean()
+
+    return zoo.simple(model, loss_of)
+
+
+def ragged_batch() -> Job:
+    """Rows of unequal lengths in a nested tensor of torch's own kind, through layers."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+
+    def loss_of(m: nn.Module, _: int) -> torch.Tensor:
+        batch = torch.nested.nested_tensor([torch.randn(n, 64) for n in (100, 300, 700)])
+        return torch.nested.to_padded_tensor(m(batch), 0.0).square().mean()
+
+    return zoo.simple(model, loss_of)
+
+
 def linear_algebra() -> Job:
     """Singular values and a Cholesky factor: LAPACK's workspaces."""
     model = nn.Linear(96, 96)
@@ -114,7 +143,8 @@ def rmsprop() -> Job:
 
 OWN: dict[str, Callable[[], Job]] = {
     f.__name__: f for f in (
-        experts, embedding_bag, sparse_bag, linear_algebra, lbfgs, sgd_momentum, adam_foreach, adamw_fused, rmsprop,
+        experts, embedding_bag, sparse_bag, compressed_rows, ragged_batch, linear_algebra, lbfgs, sgd_momentum, adam_foreach,
+        adamw_fused, rmsprop,
     )
 }
 _UNSTEADY = {"failed_backward", "loader_workers", "loader_pinned", "random_branch"}

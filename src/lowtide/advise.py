@@ -13,7 +13,7 @@ from lowtide.errors import RecordingError
 from lowtide.explain import Block, Step, steps_of, telling
 from lowtide.finding import Case, Change, Finding
 from lowtide.leastpeak import blocks_at, floor_of, grows_with_the_batch
-from lowtide.store import HELD_BYTES, PHASES, Kind, Recording, Role
+from lowtide.store import BY_ZERO, HELD_BYTES, PHASES, Kind, Recording, Role
 from lowtide.trace import Phase
 from lowtide.units import format_bytes
 
@@ -108,7 +108,8 @@ def _left_zeroed(block: Block, case: Case) -> bool:
 def _zeroes(step: Step, write: int) -> bool:
     """Whether it is an operator that fills with zeros, or one of ``zero_grad``, that wrote."""
     entry = step.entries[write]
-    return bool(entry["phase"] == PHASES.index(Phase.ZERO_GRAD)) or step.names[entry["a"]].startswith(_ZEROS)
+    name = step.names[entry["a"]]
+    return bool(entry["phase"] == PHASES.index(Phase.ZERO_GRAD)) or name.startswith(_ZEROS) or name.endswith(BY_ZERO)
 
 
 def held_results(case: Case) -> Iterator[Finding]:

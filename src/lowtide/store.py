@@ -83,6 +83,8 @@ class Flag(IntEnum):
 
 COMPILED: Final = "compiled region"
 """What ``torch.compile`` made, as the name of an operator, and before the names of operators that its backward calls."""
+BY_ZERO: Final = " by zero"
+"""Behind the name of an operator that zeroes without being named for it: a product, or a filling, in place."""
 HELD_BYTES: Final = 64 << 10
 """Blocks from this size on are looked up among the script's variables, and when they were used last is noted."""
 _SECONDS_STEPS: Final = 256

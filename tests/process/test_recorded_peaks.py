@@ -23,8 +23,6 @@ pytestmark = [
     pytest.mark.skipif(COMPILER is None or library_path() is None, reason="no C compiler: no counters"),
     pytest.mark.timeout(240),
 ]
-_UNSEEN = {"functional_transform", "gradients_by_transform"}
-"""Transforms run beside the interception: what they hold is not known by role."""
 _COMPILED = {"compiled_part": 0.015, "compiled_function": 0.015}
 """Besides, the compiler keeps generator states (some 40 KiB of these 5 MB) until its first step is over."""
 _HELD = {("lstm", "forward"), ("hidden_state_carried", "forward")}
@@ -53,9 +51,9 @@ def test_peaks_by_phase_are_exact_and_roles_are_known(group: int, judge: Path) -
     assert set(told) == set(names)
     off = {n: t for n, t in told.items() if any(x > t["allowed"] for k, x in t["off"].items() if (n, k) not in _HELD)}
     assert not off
-    lines = {n: t["lines"] for n, t in told.items() if n not in _UNSEEN and t["lines"] < ATTRIBUTED}
+    lines = {n: t["lines"] for n, t in told.items() if t["lines"] < ATTRIBUTED}
     assert not lines
-    unknown = {n: t["unknown"] for n, t in told.items() if n not in _UNSEEN and any(
+    unknown = {n: t["unknown"] for n, t in told.items() if any(
         x > (_COMPILED.get(n, UNKNOWN) if step == "0" else UNKNOWN) for step, x in t["unknown"].items()
     )}
     assert not unknown

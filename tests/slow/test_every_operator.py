@@ -21,6 +21,8 @@ methods = pytest.importorskip("torch.testing._internal.common_methods_invocation
 SHARDS = 8
 ENOUGH = 300
 """Samples at least per shard, so that an empty list does not pass."""
+REPEATS = 32
+"""Plain runs, with other tensors beside them, after which a sample's bits are taken to be steady."""
 UNSTEADY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 """What these make is whatever lay in memory."""
 
@@ -67,6 +69,16 @@ def _all(op: Any, samples: list[Any], around: Callable[[], AbstractContextManage
         return [_one(op, sample, twice) for sample in samples]
 
 
+def _is_steady(op: Any, sample: Any, twice: bool) -> bool:
+    """Whether the plain run has the same bits wherever its tensors lie (LAPACK's have not, for ``linalg.lstsq``)."""
+    found = set()
+    for i in range(REPEATS):
+        elsewhere = [torch.randn(i * 37 % 101 + 1) for _ in range(i)]
+        found.add(tuple(_one(op, sample, twice) or ()))
+        del elsewhere
+    return len(found) == 1
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_every_operator_of_torch_s_own_list(shard: int, tmp_path: Path) -> None:
@@ -90,7 +102,8 @@ def test_every_operator_of_torch_s_own_list(shard: int, tmp_path: Path) -> None:
                 watched = _all(op, samples, around, twice)
                 otherwise += [
                     (op.name, op.variant_test_name, i, way, twice)
-                    for i, (a, b, c) in enumerate(zip(plain, again, watched, strict=True)) if a == b and a != c
+                    for i, (a, b, c) in enumerate(zip(plain, again, watched, strict=True))
+                    if a == b and a != c and _is_steady(op, samples[i], twice)
                 ]
             seen += sum(bits is not None for bits in plain)
     assert seen > ENOUGH

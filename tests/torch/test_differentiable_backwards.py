@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 import situations
 import torch
 import zoo
 from harness import above_of, budgeted, close, kept, plain_of
+
+import lowtide
+from lowtide import explain, store
 
 STEPS = 7
 SHARE = 0.75
@@ -51,6 +55,15 @@ def now_and_then(every: int) -> situations.Callable[[], zoo.Job]:
         return zoo.Job(step, [model], [optimizer])
 
     return make
+
+
+@pytest.mark.parametrize("make", [situations.double_backward, situations.meta_learning])
+def test_what_the_second_backward_makes_is_of_the_modules_of_the_forward(make: situations.Callable[[], zoo.Job], tmp_path: Path) -> None:
+    with lowtide.record(tmp_path / "a.lowtide"):
+        zoo.run(make, 3)
+    for step in explain.steps_of(store.read(tmp_path / "a.lowtide"))[1:]:
+        made = [b for b in step.blocks if b.phase == "backward" and b.born >= 0 and b.counted]
+        assert sum(b.bytes for b in made if b.module) >= 0.9 * sum(b.bytes for b in made)
 
 
 @pytest.mark.parametrize("share", [0.85, 0.6])

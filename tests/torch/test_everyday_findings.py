@@ -244,7 +244,12 @@ def outputs_of_the_evaluated_batch_before(mended: bool) -> None:  # noqa: FBT001
                     del out
 
 
-def zeroed_by_hand(mended: bool) -> None:  # noqa: FBT001
+def zeroed_by_a_factor(mended: bool) -> None:  # noqa: FBT001
+    """Without an optimizer, and without ``zero_``."""
+    zeroed_by_hand(mended, factor=True)
+
+
+def zeroed_by_hand(mended: bool, *, factor: bool = False) -> None:  # noqa: FBT001
     """Without an optimizer."""
     model = nn.Sequential(nn.Linear(WIDTH, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1000))
     for _ in range(5):
@@ -256,6 +261,8 @@ def zeroed_by_hand(mended: bool) -> None:  # noqa: FBT001
                 p -= 0.01 * p.grad
                 if mended:
                     p.grad = None
+                elif factor:
+                    p.grad *= 0
                 else:
                     p.grad.zero_()
         del loss
@@ -279,6 +286,7 @@ CASES: dict[str, tuple[Script, str]] = {
     "outputs of the batch before": (outputs_of_the_batch_before, "held-result"),
     "outputs of the evaluated batch before": (outputs_of_the_evaluated_batch_before, "held-result"),
     "zeroed by hand": (zeroed_by_hand, "zeroed-gradients"),
+    "zeroed by a factor": (zeroed_by_a_factor, "zeroed-gradients"),
     "graph after a high setup": (graph_after_a_high_setup, "evaluation-graph"),
 }
 

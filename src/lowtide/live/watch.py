@@ -35,9 +35,9 @@ from lowtide.live.ops import OpInfo, info_of
 from lowtide.live.saver import Kept
 from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
-from lowtide.live.tensors import grad_of, on_storage, tensors_in, tensors_so_far
+from lowtide.live.tensors import beneath_autograd, grad_of, on_storage, tensors_in, tensors_so_far
 from lowtide.live.value import NO_DISPATCH, PLAIN_TYPES, StorageRef, written_by
-from lowtide.store import CARRIED, COMPILED, HELD_BYTES, PHASES, Flag, Kind, Role, Writer, encode_run, summed
+from lowtide.store import BY_ZERO, CARRIED, COMPILED, HELD_BYTES, PHASES, Flag, Kind, Role, Writer, encode_run, summed
 from lowtide.trace import Phase
 
 FIRST_STEPS: Final = 3
@@ -61,6 +61,8 @@ UNSEEN: Final = OpInfo(name="", writes_at=frozenset(), secret_at=frozenset(), se
 REGION: Final = replace(UNSEEN, name=COMPILED)
 """What ``torch.compile`` made."""
 _CODE: Final = {phase: code for code, phase in enumerate(PHASES)}
+_TO_ZERO: Final = {torch.ops.aten.mul_.Tensor, torch.ops.aten.fill_.Scalar, torch.ops.aten._foreach_mul_.Scalar}
+"""What zeroes a gradient by hand, given a zero."""
 _ADD: Final = torch.ops.aten.add.Tensor
 _CLONE: Final = torch.ops.aten.clone.default
 
@@ -95,13 +97,14 @@ class Block:
 class Saved:
     """A saved tensor, kept as it is."""
 
-    __slots__ = ("block", "kept", "watcher")
+    __slots__ = ("blocks", "kept", "watcher")
 
-    def __init__(self, watcher: Watcher, block: Block, kept: Kept) -> None:
+    def __init__(self, watcher: Watcher, blocks: list[Block], kept: Kept) -> None:
         """Note that autograd saved it."""
-        self.watcher, self.block, self.kept = watcher, block, kept
-        block.saves += 1
-        watcher.write(Kind.SAVED, a=block.number)
+        self.watcher, self.blocks, self.kept = watcher, blocks, kept
+        for block in blocks:
+            block.saves += 1
+            watcher.write(Kind.SAVED, a=block.number)
 
     def unpack(self) -> torch.Tensor:
         """The tensor."""
@@ -109,8 +112,9 @@ class Saved:
 
     def __del__(self) -> None:
         """Autograd let go."""
-        self.block.saves -= 1
-        self.watcher.write(Kind.RELEASED, a=self.block.number)
+        for block in self.blocks:
+            block.saves -= 1
+            self.watcher.write(Kind.RELEASED, a=block.number)
 
 
 def _unpack(packed: Kept | Saved) -> torch.Tensor:
@@ -516,16 +520,17 @@ class Watcher:
                     block = self._find(storage) or self._enter(storage, part, self._latest, met=False)
                     self.write(Kind.SAVED, a=block.number)
 
-    def _name_of(self, func: Any) -> int:
+    def _name_of(self, func: Any, args: Any) -> int:
         """An operator's name; one that the backward of a compiled region calls is a part of it."""
-        key = func
+        key = (BY_ZERO, func) if func in _TO_ZERO and type(args[1]) in (int, float) and not args[1] else func
         if self._compiled and self._phase is Phase.BACKWARD:
             node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
             if node is not None and type(node).__name__ == COMPILED_NODE:
                 key = COMPILED, func
         op = self._names.get(key)
         if op is None:
-            op = self._names[key] = self.writer.name(str(func) if key is func else f"{COMPILED}: {func}")
+            name = str(func) if key is func else f"{func}{BY_ZERO}" if key[0] is BY_ZERO else f"{COMPILED}: {func}"
+            op = self._names[key] = self.writer.name(name)
         return op
 
     def observe(self, func: Any, args: Any, kwargs: Any, info: OpInfo | None = None) -> Any:
@@ -534,7 +539,7 @@ class Watcher:
         self._note_peak()
         before, denied = meter.live(), meter.denied()
         module, source = self._where()
-        op = self._name_of(func) if info is None else self.writer.name(info.name)
+        op = self._name_of(func, args) if info is None else self.writer.name(info.name)
         meter.begin_operator()
         began = time.perf_counter()
         try:
@@ -667,16 +672,22 @@ class Watcher:
             parameter = getattr(node, "variable", None)
             if parameter is None:
                 self._last_origin = self._origin.get(node._sequence_nr(), self._last_origin)
+                if self.clock.differentiable:
+                    self._note_origin(*self._last_origin)
                 return self._last_origin
             name = self._parameters.get(parameter).rpartition(".")[0]
             return (self.writer.name(name) if name else self._last_origin[0]), self._last_origin[1]
         module, source = self.writer.name(path), self._line()
+        self._note_origin(module, source)
+        return module, source
+
+    def _note_origin(self, module: int, source: int) -> None:
+        """Nodes that autograd has made since this was last called are of the operator that is about to run."""
         sequence = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         if sequence != self._sequence:
             for number in range(max(self._sequence, sequence - 4), sequence):
                 self._origin[number] = module, source
             self._sequence = sequence
-        return module, source
 
     def _line(self) -> int:
         frame: FrameType | None = sys._getframe(4)
@@ -738,11 +749,11 @@ class Watcher:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         kept = Kept(tensor)
-        parts = _parts(tensor)
-        if len(parts) != 1 or self.mode.passive or not self._active:
+        if self.mode.passive or not self._active:
             return kept
-        storage = parts[0].untyped_storage()
-        return Saved(self, self._find(storage) or self._enter(storage, parts[0], (0, 0, 0), met=True), kept)
+        parts = [(part.untyped_storage(), part) for part in _parts(tensor)]
+        blocks = [self._find(storage) or self._enter(storage, part, (0, 0, 0), met=True) for storage, part in parts]
+        return Saved(self, blocks, kept) if blocks else kept
 
     def _live_blocks(self) -> Any:
         live = (ref.value for ref in list(self._blocks.values()) if ref() is not None)
@@ -803,20 +814,27 @@ def end(watcher: Watcher, *, complete: bool, whole: bool = False) -> None:
         watcher.writer.put_meta({"device": str(meter.device), "allocator": meter.cache()})
 
 
+_ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_SPARSE: Final = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _ROWS, torch.sparse_bsr: _ROWS, torch.sparse_csc: _COLUMNS, torch.sparse_bsc: _COLUMNS,
+}
+"""What the parts of sparse tensors are called, by layout."""
+
+
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Strided tensors that hold a tensor's bytes; none for what has no storage of its own."""
     if type(tensor).__torch_dispatch__ is not NO_DISPATCH or isinstance(tensor, UninitializedTensorMixin):
         return []
     if tensor.device.type == "meta":
         return []
-    if is_functorch_wrapped_tensor(tensor) or tensor.is_nested or tensor._is_zerotensor():
+    if is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor():
         return []
-    if tensor.layout is torch.strided:
+    if tensor.layout is torch.strided and not tensor.is_nested:
         return [tensor]
-    if tensor.layout is torch.sparse_coo:
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-            return [tensor._indices(), tensor._values()]
-    return []
+    names = ("values",) if tensor.is_nested else _SPARSE.get(tensor.layout, ())
+    with beneath_autograd():
+        return [getattr(tensor, name)() for name in names]
 
 
 def _short(filename: str) -> str:

@@ -147,7 +147,7 @@ def recorded(make: Callable[[], Any], judge: Judge) -> tuple[dict[str, int], dic
     assert base >= 0
     made = [b for s in steps_of(recording) for b in s.blocks if b.phase == "backward" and b.born >= 0 and b.counted]
     known = sum(b.bytes for b in made if b.source)
-    return found, worst, known / max(1, sum(b.bytes for b in made))
+    return found, worst, known / sum(b.bytes for b in made) if made else 1.0
 
 
 def main() -> None:
