@@ -13,6 +13,7 @@ import torch
 import zoo
 from harness import above_of, budgeted, heap, kept, plain_of
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -115,6 +116,38 @@ def test_a_backward_within_a_backward_and_the_script_s_own_hooks(tmp_path: Path)
     plain, _ = _backward(both, nullcontext())
     for how in ("recording", "budget"):
         assert torch.equal(_backward(both, _around(how, tmp_path))[0], plain)
+
+
+FORWARD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "prod": lambda h: _small(h).prod(1),
+    "layer norm": lambda h: F.layer_norm(h, (COLUMNS,)),
+    "group norm": lambda h: F.group_norm(h, 4),
+    "batch norm": lambda h: F.batch_norm(h, None, None, training=True),
+    "instance norm": lambda h: F.instance_norm(h.view(8, -1, COLUMNS)),
+    "norm of a module": lambda h: nn.Sequential(nn.LayerNorm(COLUMNS), nn.Tanh(), nn.BatchNorm1d(COLUMNS))(h),
+}
+
+
+def _tangent(make: Callable[[torch.Tensor], torch.Tensor], around: AbstractContextManager[Any]) -> list[torch.Tensor]:
+    """Results and tangents, and the gradient of a loss of both: a backward after a level, and another forward after it."""
+    torch.manual_seed(0)
+    leaf, tangent = torch.randn(ROWS, COLUMNS, requires_grad=True), torch.randn(ROWS, COLUMNS)
+    with around:
+        with forward_ad.dual_level():
+            y, slope = forward_ad.unpack_dual(make(forward_ad.make_dual(leaf * 1.5, tangent)))
+        (y.square().sum() + slope.square().sum()).backward()
+        again = (_small(leaf).prod(1) * 2).sum()
+        again.backward()
+    assert leaf.grad is not None
+    return [y.detach(), slope.detach(), leaf.grad]
+
+
+@pytest.mark.parametrize("how", ["recording", "budget"])
+@pytest.mark.parametrize("name", FORWARD)
+def test_the_same_bits_of_dual_numbers(name: str, how: str, tmp_path: Path) -> None:
+    plain = _tangent(FORWARD[name], nullcontext())
+    watched = _tangent(FORWARD[name], _around(how, tmp_path))
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
 
 
 def test_a_node_that_fails_leaves_the_watch_on(tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 
 class Mode(TorchDispatchMode):
@@ -29,6 +31,33 @@ class Mode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         """Keep torch from wrapping each call: compiled regions run outside this mode anyway."""
         return False
+
+
+def ours_alone() -> bool:
+    """Whether modes are on, and all of them are ours: in the plain run there would be none."""
+    modes = _get_current_dispatch_mode_stack()
+    return bool(modes) and all(isinstance(mode, Mode) for mode in modes)
+
+
+def take_all() -> list[Any]:
+    """Take all modes off: the one on top first."""
+    return [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
+
+
+def put_back(taken: list[Any]) -> None:
+    """Put on again what was taken off."""
+    for mode in reversed(taken):
+        _push_mode(mode)
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Run something without any mode."""
+    taken = take_all()
+    try:
+        yield
+    finally:
+        put_back(taken)
 
 
 def make_way(func: Any, types: Any, args: Any, kwargs: Any) -> Any:

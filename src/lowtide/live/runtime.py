@@ -24,7 +24,7 @@ from lowtide.errors import BudgetError, SizeError
 from lowtide.live import agree
 from lowtide.live.aside import Asides
 from lowtide.live.board import FileBoard, PinnedBoard
-from lowtide.live.derivatives import Derivatives, most_bytes
+from lowtide.live.derivatives import Derivatives, Unseen
 from lowtide.live.enough import Enough
 from lowtide.live.full import FullMode
 from lowtide.live.guard import LIBRARY_BYTES, SLACK_BYTES, Evictor, Exempt, Tally
@@ -121,7 +121,7 @@ class Runtime:
         self.evictor.on_back = self._back
         self.evictor.on_anchored = self._anchored
         self.saver = Saver(self.ledger, self.evictor)
-        self.clock = Clock(self, Derivatives(self).around)
+        self.clock = Clock(self, Derivatives(self))
         self.full = FullMode(self.clock, self.ledger, self.evictor)
         self.saver.on_first = self._functional_begins
         self.stack = Stack()
@@ -414,12 +414,12 @@ class Runtime:
             return run(*args, **kwargs)
 
     @contextlib.contextmanager
-    def unseen(self, node: Any, given: tuple[Any, ...], _made: list[Any], /) -> Iterator[None]:
+    def unseen(self, what: Unseen) -> Iterator[None]:
         """A derivative runs without the mode: room is made for it, too."""
         if not self._holds_on_line():
             yield
             return
-        with self.evictor.leaving(most_bytes(node, given)):
+        with self.evictor.leaving(what.most_bytes):
             if self.saver.recorder is not None:
                 self.saver.recorder.begin_window()
             yield

@@ -18,6 +18,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.optim import optimizer as optim
 
 import torch
+from lowtide.live.derivatives import Derivatives
 from lowtide.trace import Phase
 
 MOST_ACCUMULATED = 4096
@@ -52,9 +53,6 @@ class Listener(Protocol):
         """An optimizer stepped."""
 
 
-AroundEngine = Callable[[tuple[Any, ...]], contextlib.AbstractContextManager[None]]
-
-
 @final
 class Clock:
     """The current phase and module path.
@@ -68,13 +66,12 @@ class Clock:
         outputs: the tensors that it began at.
         closure: whether the optimizer that steps was given one.
         on_optimizer: told of each optimizer that is made.
-        around: within what autograd's engine runs, given the tensors or edges that it begins at.
     """
 
-    def __init__(self, listener: Listener, around: AroundEngine = lambda _: contextlib.nullcontext()) -> None:
+    def __init__(self, listener: Listener, derivatives: Derivatives | None = None) -> None:
         """Install nothing yet."""
         self.listener = listener
-        self.around = around
+        self._derivatives = derivatives
         self._phase = Phase.DATA
         self.open = 0
         self._floor = 0
@@ -149,6 +146,8 @@ class Clock:
 
     def install(self) -> None:
         """Begin to listen."""
+        if self._derivatives is not None:
+            self._derivatives.install()
         self._always = [
             optim.register_optimizer_step_pre_hook(self._optimizer_pre),
             optim.register_optimizer_step_post_hook(self._optimizer_post),
@@ -171,6 +170,8 @@ class Clock:
 
     def remove(self) -> None:
         """Stop listening."""
+        if self._derivatives is not None:
+            self._derivatives.remove()
         for hook in self._always:
             hook.remove()
         self._always = []
@@ -276,7 +277,7 @@ class Clock:
                 return engine(*args, **kwargs)
             roots = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
             if self._in_backward:
-                with self.around(roots):
+                with self._around(roots):
                     return engine(*args, **kwargs)
             before, self.phase = self.phase, Phase.BACKWARD
             self._in_backward += 1
@@ -284,7 +285,7 @@ class Clock:
             self.outputs = roots
             self.listener.backward_begins()
             try:
-                with self.around(roots):
+                with self._around(roots):
                     return engine(*args, **kwargs)
             finally:
                 self._in_backward -= 1
@@ -295,6 +296,9 @@ class Clock:
                 self.differentiable = False
 
         return run_backward
+
+    def _around(self, roots: tuple[Any, ...]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._derivatives is None else self._derivatives.around(roots)
 
     def _optimizer_pre(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.closure = any(a is not None for a in (*args[1:], *kwargs.values()))

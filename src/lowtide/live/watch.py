@@ -25,7 +25,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 import torch
 from lowtide.live.aside import Asides
-from lowtide.live.derivatives import Derivatives
+from lowtide.live.derivatives import Derivatives, Unseen
 from lowtide.live.engine import Engine, in_place
 from lowtide.live.enough import Enough
 from lowtide.live.frames import holders, user_line
@@ -184,7 +184,7 @@ class Watcher:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self.meter = CudaMeter(torch.device("cuda", torch.cuda.current_device()))
         self._heap = found
-        self.clock = Clock(self, Derivatives(self).around)
+        self.clock = Clock(self, Derivatives(self))
         self.clock.detailed = operators
         self.stack = Stack()
         self.asides = Asides(self.stack, self.clock, self._run_region, only_hooks=True)
@@ -560,7 +560,7 @@ class Watcher:
         return out
 
     @contextlib.contextmanager
-    def unseen(self, node: Any, given: tuple[Any, ...], made: list[Any], /) -> Iterator[None]:
+    def unseen(self, what: Unseen) -> Iterator[None]:
         """A derivative runs that is not seen: it counts as one operator."""
         if not self.operators or self.mode.passive:
             yield
@@ -568,7 +568,7 @@ class Watcher:
         meter = self.meter
         self._note_peak()
         before, denied = meter.live(), meter.denied()
-        origin = self.writer.name(type(node).__name__), *self._where(node)
+        origin = self.writer.name(what.name), *self._where(what.node)
         meter.begin_operator()
         began = time.perf_counter()
         try:
@@ -578,11 +578,11 @@ class Watcher:
                 took = time.perf_counter() - began
                 meter.end_operator()
         except (RuntimeError, MemoryError) as error:
-            self._note_denial(error, denied, origin, UNSEEN, given, {})
+            self._note_denial(error, denied, origin, UNSEEN, what.given, {})
             raise
         self._latest = origin
         self._note_run(UNSEEN, took, before, summed=False)
-        self._note_tensors(UNSEEN, given, {}, made, origin)
+        self._note_tensors(UNSEEN, what.given, {}, what.made, origin)
         self._note_rest()
 
     def _note_peak(self) -> None:
