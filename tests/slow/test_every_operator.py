@@ -6,13 +6,15 @@ there, nothing is claimed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import lowtide
 
@@ -20,6 +22,8 @@ methods = pytest.importorskip("torch.testing._internal.common_methods_invocation
 
 Bits = tuple[tuple[int, ...], bytes]
 SHARDS = 8
+MOST = 6
+"""Samples of a module."""
 ENOUGH = 300
 """Samples at least per shard, so that an empty list does not pass."""
 REPEATS = 128
@@ -42,46 +46,66 @@ def _given(tensor: torch.Tensor) -> torch.Tensor:
     return torch.randn(tensor.shape, dtype=tensor.dtype)
 
 
-def _one(op: Any, sample: Any, twice: bool) -> list[Bits | None] | None:
-    """Results, gradients, and gradients of those, of one sample; None where it fails, which is to be so in each run."""
+def _backward(op: Any, sample: Any, *, twice: bool = False) -> list[Bits | None]:
+    """Results, gradients, and gradients of those."""
     inputs = [t for t in _leaves((sample.input, sample.args, sample.kwargs)) if t.requires_grad]
-    torch.manual_seed(0)
-    try:
-        out = op(sample.input, *sample.args, **sample.kwargs)
-        if sample.output_process_fn_grad is not None:
-            out = sample.output_process_fn_grad(out)
-        outs = _leaves(out)
-        found: list[Bits | None] = [_bits(t) for t in outs]
-        ends = [t for t in outs if t.requires_grad and (t.is_floating_point() or t.is_complex())]
-        if not ends or not inputs:
-            return found
-        given = [_given(t) for t in ends]
-        grads = torch.autograd.grad(ends, inputs, given, allow_unused=True, create_graph=twice)
-        found += [None if g is None else _bits(g) for g in grads]
-        again = [g for g in grads if g is not None and g.requires_grad]
-        if twice and again:
-            seconds = torch.autograd.grad(again, inputs, [_given(g) for g in again], allow_unused=True)
-            found += [None if g is None else _bits(g) for g in seconds]
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError):
-        return None
+    out = op(sample.input, *sample.args, **sample.kwargs)
+    if sample.output_process_fn_grad is not None:
+        out = sample.output_process_fn_grad(out)
+    outs = _leaves(out)
+    found: list[Bits | None] = [_bits(t) for t in outs]
+    ends = [t for t in outs if t.requires_grad and (t.is_floating_point() or t.is_complex())]
+    if not ends or not inputs:
+        return found
+    grads = torch.autograd.grad(ends, inputs, [_given(t) for t in ends], allow_unused=True, create_graph=twice)
+    found += [None if g is None else _bits(g) for g in grads]
+    again = [g for g in grads if g is not None and g.requires_grad]
+    if twice and again:
+        seconds = torch.autograd.grad(again, inputs, [_given(g) for g in again], allow_unused=True)
+        found += [None if g is None else _bits(g) for g in seconds]
     return found
 
 
-def _all(op: Any, samples: list[Any], around: Callable[[], AbstractContextManager[Any]] | None, twice: bool) -> list[Any]:
-    if around is None:
-        return [_one(op, sample, twice) for sample in samples]
+def _forward(op: Any, sample: Any) -> list[Bits | None]:
+    """Results and tangents of dual numbers."""
+    with forward_ad.dual_level():
+        def dual(item: Any) -> Any:
+            trained = isinstance(item, torch.Tensor) and item.requires_grad
+            return forward_ad.make_dual(item.detach(), _given(item)) if trained else item
+
+        first, args, kwargs = torch.utils._pytree.tree_map(dual, (sample.input, sample.args, sample.kwargs))
+        outs = [t for t in _leaves(op(first, *args, **kwargs)) if t.is_floating_point() or t.is_complex()]
+        parts = [part for t in outs for part in forward_ad.unpack_dual(t)]
+        return [None if part is None or part._is_zerotensor() else _bits(part) for part in parts]
+
+
+HOW: dict[str, Callable[[Any, Any], list[Bits | None]]] = {
+    "once": _backward, "twice": functools.partial(_backward, twice=True), "forward": _forward,
+}
+
+
+def _one(op: Any, sample: Any, how: str) -> list[Bits | None] | None:
+    """All that one sample gives; None where it fails, which is to be so in each run."""
+    torch.manual_seed(0)
+    try:
+        return HOW[how](op, sample)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _all(op: Any, samples: list[Any], around: Callable[[], AbstractContextManager[Any]], how: str) -> list[Any]:
     with around():
-        return [_one(op, sample, twice) for sample in samples]
+        return [_one(op, sample, how) for sample in samples]
 
 
-def _is_steady(op: Any, sample: Any, twice: bool) -> bool:
+def _is_steady(op: Any, sample: Any, how: str) -> bool:
     """Whether the plain run has the same bits wherever its tensors lie (LAPACK's have not, for ``linalg.lstsq``)."""
     found, beside = set(), []
     for i in range(REPEATS):
         beside += [torch.zeros(i * 37 % 101 + 1) for _ in range(i % 16)]
         if i % 8 == 7:
             del beside[::3]
-        found.add(tuple(_one(op, sample, twice) or ()))
+        found.add(tuple(_one(op, sample, how) or ()))
     return len(found) == 1
 
 
@@ -102,16 +126,61 @@ def test_every_operator_of_torch_s_own_list(shard: int, tmp_path: Path) -> None:
             samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd))
         except (RuntimeError, ImportError, AssertionError):
             continue
-        for twice in (False, True) if op.supports_gradgrad else (False,):
-            plain = _all(op, samples, None, twice)
-            again = _all(op, samples, None, twice)
+        able = {"once": True, "twice": op.supports_gradgrad, "forward": op.supports_forward_ad}
+        for how in (how for how in HOW if able[how]):
+            plain = _all(op, samples, nullcontext, how)
+            again = _all(op, samples, nullcontext, how)
             for way, around in ways.items():
-                watched = _all(op, samples, around, twice)
+                watched = _all(op, samples, around, how)
                 otherwise.update(
-                    f"{op.name} {op.variant_test_name}, {way}, {'twice' if twice else 'once'}"
+                    f"{op.name} {op.variant_test_name}, {way}, {how}"
                     for sample, a, b, c in zip(samples, plain, again, watched, strict=True)
-                    if a == b and a != c and _is_steady(op, sample, twice)
+                    if a == b and a != c and _is_steady(op, sample, how)
                 )
             seen += sum(bits is not None for bits in plain)
     assert seen > ENOUGH
     assert not otherwise, "\n".join(sorted(otherwise))
+
+
+def _module(info: Any, given: Any, *, training: bool) -> list[Bits | None] | None:
+    """Two steps of a module: results, gradients of its arguments and parameters, buffers."""
+    torch.manual_seed(0)
+    inputs = [t for t in _leaves((given.forward_input.args, given.forward_input.kwargs)) if t.requires_grad]
+    found: list[Bits | None] = []
+    try:
+        module = info.module_cls(*given.constructor_input.args, **given.constructor_input.kwargs).train(training)
+        for _ in range(2):
+            outs = _leaves(module(*given.forward_input.args, **given.forward_input.kwargs))
+            found += [_bits(t) for t in outs]
+            ends = [t for t in outs if t.requires_grad]
+            trained = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
+            if ends and trained:
+                grads = torch.autograd.grad(ends, trained, [_given(t) for t in ends], allow_unused=True)
+                found += [None if g is None else _bits(g) for g in grads]
+        return found + [_bits(t) for t in module.buffers()]
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError):
+        return None
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("training", [False, True])
+def test_every_module_of_torch_s_own_list(training: bool, tmp_path: Path) -> None:
+    modules = pytest.importorskip("torch.testing._internal.common_modules")
+    ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "plain": nullcontext, "again": nullcontext, "recorded": lambda: lowtide.record(tmp_path / "run.lowtide"),
+        "budgeted": lambda: lowtide.budget("64GiB"),
+    }
+    seen, otherwise = 0, set()
+    for info in modules.module_db:
+        torch.manual_seed(1)
+        samples = info.module_inputs_func(info, "cpu", torch.float32, requires_grad=True, training=training)[:MOST]
+        ran: dict[str, list[Any]] = {}
+        for way, around in ways.items():
+            with around():
+                ran[way] = [_module(info, given, training=training) for given in samples]
+        for a, b, c, d in zip(*ran.values(), strict=True):
+            seen += a is not None
+            if a == b and not a == c == d:
+                otherwise.add(info.module_cls.__name__)
+    assert seen > ENOUGH
+    assert not otherwise

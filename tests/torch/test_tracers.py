@@ -84,6 +84,12 @@ def lazy() -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
+def lazy_in_turn() -> None:
+    """One lazy module after another: the next has no bytes yet where what is resident is looked at."""
+    for _ in range(3):
+        lazy()
+
+
 def under(how: str, folder: Path) -> AbstractContextManager[Any]:
     """What it all runs under."""
     if how == "recording":
@@ -94,7 +100,7 @@ def under(how: str, folder: Path) -> AbstractContextManager[Any]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["budget", "recording", "pieces"])
 @pytest.mark.parametrize(
-    "job", [traced, scripted, exported, symbolic, proxies, fakes, metas, compiled, lazy, hessian], ids=lambda f: f.__name__
+    "job", [traced, scripted, exported, symbolic, proxies, fakes, metas, compiled, lazy, lazy_in_turn, hessian], ids=lambda f: f.__name__
 )
 def test_tracers_work_as_they_do_without_us(job: Callable[[], None], how: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -1,11 +1,12 @@
 """Derivatives that torch computes another way while a dispatch mode is on: they run without ours.
 
 Backward: ``prod`` divides by its factors where none is zero, and does not under a mode; ``masked_fill`` sums the gradient of
-its value over what was filled, or over all: the bits differ. ``cumprod`` and ``binary_cross_entropy_with_logits`` with
-``pos_weight`` take more memory, gradients of Householder products lie in another order. Forward, of dual numbers: ``prod`` and
-the norms (``isTensorSubclassLike`` and ``areAnyTensorSubclassLike`` in ``torch/csrc/autograd/FunctionsManual.cpp``). That no
-other derivative has other bits is held against torch's own list of operators by ``tests/slow/test_every_operator.py``; under
-function transforms the plain run goes the other way itself.
+its value over what was filled, or over all; the second derivative of a determinant is solved otherwise: the bits differ.
+``cumprod`` and ``binary_cross_entropy_with_logits`` with ``pos_weight`` take more memory, gradients of Householder products
+lie in another order. Forward, of dual numbers: ``prod`` and the norms (``isTensorSubclassLike`` and
+``areAnyTensorSubclassLike`` in ``torch/csrc/autograd/FunctionsManual.cpp``). That no other derivative has other bits is held
+against torch's own list of operators by ``tests/slow/test_every_operator.py``; under function transforms the plain run goes
+the other way itself.
 
 Nodes are found before the engine runs; hooks take the mode off before such a node and put it on after it. The engine runs
 every node with the dispatch state that its backward began with, so that a node that fails leaves nothing behind. Functions of
@@ -51,6 +52,7 @@ _BACKWARD: Final = {
     "BinaryCrossEntropyWithLogitsBackward0": _Otherwise(3, "_raw_saved_pos_weight"),
     "OrmqrBackward0": _Otherwise(7),
     "LinalgHouseholderProductBackward0": _Otherwise(7),
+    "LinalgDetBackward0": _Otherwise(7),
 }
 _FORWARD: Final = frozenset({
     "prod", "layer_norm", "group_norm", "instance_norm", "batch_norm", "native_layer_norm", "native_group_norm",

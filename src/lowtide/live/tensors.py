@@ -6,6 +6,8 @@ import gc
 from collections.abc import Iterable, Iterator
 from typing import Any, final
 
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+
 import torch
 
 _GRAD: Any = torch._C.TensorBase.grad
@@ -82,6 +84,8 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStora
             names, _ = wrapper.__tensor_flatten__()
             found |= storages_of(tensors_in([getattr(wrapper, name) for name in names]))  # a mesh may be among them
             continue
+        if isinstance(tensor, UninitializedTensorMixin):
+            continue  # a lazy module's, before it is called: it refuses the question
         try:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):
