@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, final
 
@@ -253,17 +253,27 @@ class _Parquet(_File):
 
     def read(self, start: int, stop: int) -> Array:
         """Rows of a slice."""
-        _within(start, stop, len(self))
-        edges = self._open()[1]
-        first = int(np.searchsorted(edges, start, side="right")) - 1
-        parts = []
-        while start < stop:
-            end = min(stop, int(edges[first + 1]))
-            parts.append(self._group(first)[start - edges[first] : end - edges[first]])
-            start, first = end, first + 1
+        parts = list(self._parts(start, stop))
         if not parts:
             return self._group(0)[:0]
         return np.concatenate(parts) if len(parts) > 1 else parts[0].copy()
+
+    def read_into(self, room: Array, start: int, stop: int) -> None:
+        """Rows of a slice, copied once."""
+        at = 0
+        for part in self._parts(start, stop):
+            room[at : at + len(part)] = part
+            at += len(part)
+
+    def _parts(self, start: int, stop: int) -> Iterator[Array]:
+        """Rows of a slice, of one row group after the other."""
+        _within(start, stop, len(self))
+        edges = self._open()[1]
+        first = int(np.searchsorted(edges, start, side="right")) - 1
+        while start < stop:
+            end = min(stop, int(edges[first + 1]))
+            yield self._group(first)[start - edges[first] : end - edges[first]]
+            start, first = end, first + 1
 
 
 def _column(column: Any, where: str) -> Array:
