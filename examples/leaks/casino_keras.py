@@ -1,6 +1,6 @@
 """The dishonest casino in Keras: sequences of throws, an LSTM, a dense layer per step; resident memory after each batch.
 
-    lowtide leak --steps 60 examples/leaks/casino_keras.py
+    lowtide leak --steps 150 examples/leaks/casino_keras.py --batches 160
     lowtide sweep examples/leaks/casino.toml
 
 The network, the data and the measurement are those of a study of TensorFlow's growth per batch. Needs Keras 3 and a backend.

@@ -35,6 +35,8 @@ MOST: Final = 0.75
 """A part that grows by this share of the sum is what the sum grows by."""
 RETAINED: Final = 4.0
 """Resident growth that nothing held explains is a leak from so many times the tolerance on."""
+SETTLED_STEPS: Final = 150
+"""What an allocator holds free grows in clean programs, too, for some hundred steps: it is no leak in a shorter run."""
 _KEPT: Final = ("resident", "cuda_reserved")
 """Counters of what an allocator keeps, whether it is held or not."""
 
@@ -184,6 +186,7 @@ def judge(run: Run, tolerance: float, *, half: bool = False, collected_every: in
     doubtful = [c for c in counters if c.verdict is not Verdict.CLEAN and c not in leaks and _decides(c, by, tolerance, grown)]
     notes, bounded = _notes(run, by, tolerance)
     culprit: Counter | None
+    more = 0
     if held:
         culprit = max((c for c in held if c.name != "held" or len(held) == 1), key=lambda c: c.trend.rate)
         culprit = part_of(culprit, by)
@@ -200,12 +203,13 @@ def judge(run: Run, tolerance: float, *, half: bool = False, collected_every: in
         if culprit.name == "segments":
             notes.append("files in /dev/shm grow, but they are of all programs on this machine: look when no other runs")
     elif retained:
-        culprit, verdict = max(retained, key=lambda c: c.trend.rate), Verdict.LEAK
-        notes.append("nothing that the program holds grows: what it frees is not given back (retention by the allocator)")
+        culprit, more = max(retained, key=lambda c: c.trend.rate), max(0, SETTLED_STEPS - run.steps)
+        verdict = Verdict.INCONCLUSIVE if more else Verdict.LEAK
+        notes.append("nothing that the program holds grows: what it frees is not given back (retention by the allocator)"
+                     + (", as in the first steps of clean programs" if more else ""))
     else:
         culprit, verdict = by.get("held"), Verdict.CLEAN
-    more = 0
-    if verdict is Verdict.INCONCLUSIVE and culprit is not None and culprit.name != "segments":
+    if verdict is Verdict.INCONCLUSIVE and not more and culprit is not None and culprit.name != "segments":
         risk = RISK / LOOKS / len(counters)
         more = culprit.trend.steps_to_tell(threshold_of(culprit.name, tolerance), risk, DOUBT)
     return Judgement(

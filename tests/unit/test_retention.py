@@ -1,0 +1,32 @@
+"""Law: memory that only an allocator keeps is a leak where it goes on growing, and none in a run too short to tell."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from lowtide.leak.verdict import SETTLED_STEPS, Verdict, judge
+from lowtide.leak.watch import Run
+from lowtide.probe.counters import ABSENT, COLUMNS
+
+KIB = 1024
+
+
+def kept_more_each_step(steps: int) -> Run:
+    """The heap in use stays as it is, resident memory grows by 40 KiB a step."""
+    rows = np.full((steps, len(COLUMNS)), ABSENT, dtype=np.int64)
+    at = np.arange(steps)
+    for name, values in {
+        "time_ns": at * 10_000_000, "heap_bytes": 50_000 * KIB + 0 * at, "peak_bytes": 50_000 * KIB + 0 * at,
+        "anonymous_bytes": 100_000 * KIB + 40 * KIB * at, "shared_bytes": 0 * at,
+    }.items():
+        rows[:, COLUMNS.index(name)] = values
+    return Run(rows=rows, kind=None, children=np.zeros((0, 2)), audits=(), census=(), code=0, ended="enough", seconds=1.0)
+
+
+@pytest.mark.parametrize(("steps", "verdict"), [(60, Verdict.INCONCLUSIVE), (SETTLED_STEPS, Verdict.LEAK), (300, Verdict.LEAK)])
+def test_retention_is_a_leak_only_in_a_run_that_is_long_enough(steps: int, verdict: Verdict) -> None:
+    found = judge(kept_more_each_step(steps), KIB)
+    assert found.verdict is verdict
+    assert found.culprit is not None
+    assert found.culprit.name == "resident"
+    assert found.more_steps == max(0, SETTLED_STEPS - steps)
