@@ -25,6 +25,8 @@ pytestmark = [
 ]
 _COMPILED = {"compiled_part": 0.015, "compiled_function": 0.015}
 """Besides, the compiler keeps generator states (some 40 KiB of these 5 MB) until its first step is over."""
+_DUAL = {"forward_mode": 0.05}
+"""What runs in a level of dual numbers is not seen: under a dispatch mode some of its tangents would have other bits."""
 _HELD = {("lstm", "forward"), ("hidden_state_carried", "forward")}
 """torch's own Python dispatch holds an operator's arguments until it returns: 72 KiB more in an LSTM of 11 MB (0.67 %)."""
 
@@ -54,6 +56,6 @@ def test_peaks_by_phase_are_exact_and_roles_are_known(group: int, judge: Path) -
     lines = {n: t["lines"] for n, t in told.items() if t["lines"] < ATTRIBUTED}
     assert not lines
     unknown = {n: t["unknown"] for n, t in told.items() if any(
-        x > (_COMPILED.get(n, UNKNOWN) if step == "0" else UNKNOWN) for step, x in t["unknown"].items()
+        x > _DUAL.get(n, _COMPILED.get(n, UNKNOWN) if step == "0" else UNKNOWN) for step, x in t["unknown"].items()
     )}
     assert not unknown

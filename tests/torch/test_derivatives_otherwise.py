@@ -15,6 +15,7 @@ from harness import TOLERANCE_BYTES, above_of, budgeted, heap, kept, plain_of
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
@@ -35,6 +36,13 @@ def _small(h: torch.Tensor) -> torch.Tensor:
     return 1 + h / 64
 
 
+def _filled_view(h: torch.Tensor) -> torch.Tensor:
+    out = h.clone()
+    part = out[:, :128]
+    part.masked_fill_(_mask(part), h.mean())
+    return out
+
+
 OTHERWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "prod": lambda h: _small(h[0]).prod(),
     "prod of rows": lambda h: _small(h).prod(1),
@@ -43,6 +51,7 @@ OTHERWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "filled by a tensor": lambda h: h.masked_fill(_mask(h), h.mean()),
     "weighed entropy": lambda h: F.binary_cross_entropy_with_logits(h, torch.rand_like(h), pos_weight=h.detach()[0].exp()),
     "determinants": lambda h: torch.linalg.det(h.view(-1, 16, 16)[::16] / 8 + torch.eye(16)),
+    "a view filled by a tensor": lambda h: _filled_view(h),
     "in a checkpoint": lambda h: checkpoint(lambda x: _small(x).prod(1).cumprod(0), h, use_reentrant=False),
     "in a reentrant checkpoint": lambda h: checkpoint(lambda x: _small(x).prod(1).cumprod(0), h, use_reentrant=True),
 }
@@ -149,6 +158,74 @@ def test_the_same_bits_of_dual_numbers(name: str, how: str, tmp_path: Path) -> N
     plain = _tangent(FORWARD[name], nullcontext())
     watched = _tangent(FORWARD[name], _around(how, tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+
+
+BATCHED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "jacrev": lambda x: torch.func.jacrev(lambda v: _small(v).prod(1))(x),
+    "jacobian": lambda x: torch.autograd.functional.jacobian(lambda v: _small(v).prod(1), x, vectorize=True),
+    "forward jacobian": lambda x: torch.autograd.functional.jacobian(
+        lambda v: _small(v).prod(1), x, vectorize=True, strategy="forward-mode"
+    ),
+    "hessian": lambda x: torch.autograd.functional.hessian(lambda v: _small(v).prod(1).sum(), x, vectorize=True),
+    "several gradients": lambda x: torch.autograd.grad(
+        _small(x.requires_grad_()).prod(1), x, torch.eye(len(x)), is_grads_batched=True
+    )[0],
+}
+
+
+@pytest.mark.parametrize("how", ["recording", "budget"])
+@pytest.mark.parametrize("name", BATCHED)
+def test_the_same_bits_of_many_gradients_at_once(name: str, how: str, tmp_path: Path) -> None:
+    x = torch.randn(16, 24)
+    plain = BATCHED[name](x.clone())
+    with _around(how, tmp_path):
+        watched = BATCHED[name](x.clone())
+    assert torch.equal(watched, plain)
+
+
+def test_levels_of_dual_numbers_in_a_training_loop_under_a_budget() -> None:
+    """Modes come and go between levels: what is on is looked at when one begins."""
+
+    def train() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Tanh(), nn.Linear(64, 64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        found = []
+        for _ in range(8):
+            optimizer.zero_grad()
+            with forward_ad.dual_level():
+                y, slope = forward_ad.unpack_dual(model(forward_ad.make_dual(torch.randn(32, 64), torch.randn(32, 64))))
+            (y.square().mean() + slope.square().mean()).backward()
+            optimizer.step()
+            found += [y.detach(), slope.detach()]
+        return [*found, *(p.detach() for p in model.parameters())]
+
+    plain = train()
+    with lowtide.budget("64GiB"):
+        found = train()
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+
+
+@pytest.mark.parametrize("how", ["recording", "budget"])
+def test_what_begins_within_a_level_changes_no_bits_of_it(how: str, tmp_path: Path) -> None:
+    x, tangent = torch.randn(64, 64), torch.randn(64, 64)
+    with forward_ad.dual_level():
+        plain = forward_ad.unpack_dual(F.layer_norm(forward_ad.make_dual(x, tangent), (64,))).tangent
+    with forward_ad.dual_level():
+        with _around(how, tmp_path):
+            watched = forward_ad.unpack_dual(F.layer_norm(forward_ad.make_dual(x, tangent), (64,))).tangent
+    assert torch.equal(plain, watched)
+    assert not _get_current_dispatch_mode_stack()
+
+
+def test_no_mode_is_left_where_a_recording_ends_within_a_level(tmp_path: Path) -> None:
+    recording = lowtide.record(tmp_path / "b.lowtide")
+    recording.__enter__()
+    level = forward_ad.dual_level()
+    level.__enter__()  # type: ignore[no-untyped-call]
+    recording.__exit__(None, None, None)
+    level.__exit__(None, None, None)
+    assert not _get_current_dispatch_mode_stack()
 
 
 def test_a_node_that_fails_leaves_the_watch_on(tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ class Asides:
 
     @property
     def transforming(self) -> bool:
-        """Whether a transform runs under which neither mode nor hooks may be put on."""
-        return self._depth > 0
+        """Whether a transform runs, or a level of dual numbers, under which neither mode nor hooks may be put on."""
+        return self._depth > 0 or self.clock.dual
 
     def install(self) -> None:
         """Put the wrappers on."""

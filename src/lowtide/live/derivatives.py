@@ -5,12 +5,11 @@ its value over what was filled, or over all; the second derivative of a determin
 ``cumprod`` and ``binary_cross_entropy_with_logits`` with ``pos_weight`` take more memory, gradients of Householder products
 lie in another order. Forward, of dual numbers: ``prod`` and the norms (``isTensorSubclassLike`` and
 ``areAnyTensorSubclassLike`` in ``torch/csrc/autograd/FunctionsManual.cpp``). That no other derivative has other bits is held
-against torch's own list of operators by ``tests/slow/test_every_operator.py``; under function transforms the plain run goes
-the other way itself.
+against torch's own list of operators by ``tests/slow/test_every_operator.py``.
 
 Nodes are found before the engine runs; hooks take the mode off before such a node and put it on after it. The engine runs
-every node with the dispatch state that its backward began with, so that a node that fails leaves nothing behind. Functions of
-dual numbers are met by a function mode, which changes nothing by itself.
+every node with the dispatch state that its backward began with, so that a node that fails leaves nothing behind. In a level
+of dual numbers, but for those of function transforms, which go the other way by themselves, no mode of ours is on.
 """
 
 from __future__ import annotations
@@ -18,16 +17,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple, Protocol, final
 
 from torch._C._functorch import peek_interpreter_stack
+from torch._functorch import predispatch
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
 
 import torch
-from lowtide.live.mode import ours_alone, put_back, take_all, without_modes
-from lowtide.live.tensors import node_of, tensors_in
+from lowtide.live.mode import ours_alone, put_back, take_all
+from lowtide.live.tensors import node_of
 from lowtide.live.wraps import Wraps
 
 
@@ -44,6 +44,8 @@ class _Otherwise(NamedTuple):
     saved: str = ""
 
 
+_SLICES: Final = "CopySlices"
+"""The type of the node of an operator that writes into a view."""
 _BACKWARD: Final = {
     "ProdBackward0": _Otherwise(7),
     "ProdBackward1": _Otherwise(7),
@@ -53,29 +55,20 @@ _BACKWARD: Final = {
     "OrmqrBackward0": _Otherwise(7),
     "LinalgHouseholderProductBackward0": _Otherwise(7),
     "LinalgDetBackward0": _Otherwise(7),
+    _SLICES: _Otherwise(5),
 }
-_FORWARD: Final = frozenset({
-    "prod", "layer_norm", "group_norm", "instance_norm", "batch_norm", "native_layer_norm", "native_group_norm",
-    "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training", "_batch_norm_with_update",
-    "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_impl_index",
-})
-"""Functions whose tangents are computed otherwise, without the overload's name."""
-_FORWARD_TIMES: Final = 8
-"""How far memory rises in one of those at most, in bytes of its arguments."""
 
 
 class Unseen(NamedTuple):
-    """What runs without the mode.
+    """A node that runs without the mode.
 
     Attributes:
-        name: of the function, or of the node's type.
-        node: of autograd's graph; None in a forward.
-        given: its arguments, or gradients.
+        node: of autograd's graph.
+        given: its gradients.
         made: its results, filled in at its end.
         most_bytes: how far memory rises in it at most.
     """
 
-    name: str
     node: Any
     given: tuple[Any, ...]
     made: list[Any]
@@ -91,28 +84,41 @@ class Listener(Protocol):
 
 @final
 class Derivatives:
-    """Around each run of autograd's engine, and in levels of dual numbers."""
+    """Around each run of autograd's engine, and around levels of dual numbers.
+
+    Attributes:
+        dual: whether a level of dual numbers is open, in which nothing is seen.
+    """
 
     def __init__(self, listener: Listener) -> None:
         """Nothing runs."""
+        self.dual = False
         self._listener = listener
         self._open: list[tuple[list[Any], list[Any], contextlib.ExitStack]] = []
-        self._levels: list[_Duals | None] = []
+        self._levels: list[tuple[int, list[Any]]] = []
         self._wraps = Wraps()
 
     def install(self) -> None:
         """Learn of levels of dual numbers."""
-        self._wraps.put(forward_ad, "enter_dual_level", self._entering)
-        self._wraps.put(forward_ad, "exit_dual_level", self._leaving)
+        for name, wrapper in (("_enter_dual_level", self._entering), ("_exit_dual_level", self._leaving)):
+            if hasattr(predispatch, name):
+                self._wraps.put(predispatch, name, wrapper)
 
     def remove(self) -> None:
-        """Learn of them no more."""
+        """Learn of them no more; what was taken off for one that is open stays off."""
         self._wraps.undo()
+        self._levels, self.dual = [], False
+
+    def settle(self) -> None:
+        """A mode was put on: within a level that is open already, it is taken off until its end."""
+        if forward_ad._current_level >= 0 and peek_interpreter_stack() is None and not self._levels and ours_alone():
+            self._levels.append((threading.get_ident(), take_all()))
+            self.dual = True
 
     @contextlib.contextmanager
-    def around(self, outputs: Iterable[Any]) -> Iterator[None]:
-        """Run autograd's engine from some tensors, or edges of the graph."""
-        hooks = [hook for node in _otherwise(outputs) for hook in self._hook(node)] if ours_alone() else []
+    def around(self, outputs: Iterable[Any], *, told: bool) -> Iterator[None]:
+        """Run autograd's engine from some tensors, or edges of the graph; is the listener ``told`` of what runs unseen?"""
+        hooks = [hook for node in _otherwise(outputs) for hook in self._hook(node, told)] if ours_alone() else []
         if not hooks:
             yield
             return
@@ -125,35 +131,35 @@ class Derivatives:
             for hook in hooks:
                 hook.remove()
 
-    def _hook(self, node: Any) -> tuple[Any, Any]:
-        return node.register_prehook(functools.partial(self._before, node)), node.register_hook(self._after)
+    def _hook(self, node: Any, told: bool) -> tuple[Any, Any]:
+        return node.register_prehook(functools.partial(self._before, node, told)), node.register_hook(self._after)
 
-    def _before(self, node: Any, given: tuple[Any, ...]) -> None:
+    def _before(self, node: Any, told: bool, given: tuple[Any, ...]) -> None:
         made: list[Any] = []
-        told = contextlib.ExitStack()
-        told.enter_context(self._listener.unseen(Unseen(type(node).__name__, node, given, made, _most_bytes(node, given))))
-        self._open.append((take_all(), made, told))
+        around = contextlib.ExitStack()
+        if told:
+            around.enter_context(self._listener.unseen(Unseen(node, given, made, _most_bytes(node, given))))
+        self._open.append((take_all(), made, around))
 
     def _after(self, given_back: tuple[Any, ...], _given: tuple[Any, ...]) -> None:
-        modes, made, told = self._open.pop()
+        modes, made, around = self._open.pop()
         put_back(modes)
         made += given_back
-        told.close()
+        around.close()
 
     def _fail(self, depth: int, *error: Any) -> None:
         """The engine ended with an error in a node that is open."""
         while len(self._open) > depth:
-            _, _, told = self._open.pop()
-            told.__exit__(*error)
+            _, _, around = self._open.pop()
+            around.__exit__(*error)
 
     def _entering(self, original: Any) -> Any:
         @functools.wraps(original)
         def enter() -> Any:
             level = original()
-            duals = _Duals(self._listener) if ours_alone() and peek_interpreter_stack() is None else None
-            if duals is not None:
-                duals.__enter__()  # type: ignore[no-untyped-call]
-            self._levels.append(duals)
+            taken = take_all() if ours_alone() and peek_interpreter_stack() is None else []
+            self._levels.append((threading.get_ident(), taken))
+            self.dual = self.dual or peek_interpreter_stack() is None
             return level
 
         return enter
@@ -161,34 +167,14 @@ class Derivatives:
     def _leaving(self, original: Any) -> Any:
         @functools.wraps(original)
         def leave(*args: Any, **kwargs: Any) -> Any:
-            duals = self._levels.pop() if self._levels else None  # one may have been entered before we began
-            if duals is not None:
-                duals.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            return original(*args, **kwargs)
+            left = original(*args, **kwargs)
+            thread, taken = self._levels.pop() if self._levels else (0, [])  # one may have been entered before we began
+            if thread == threading.get_ident():
+                put_back(taken)
+            self.dual = self.dual and bool(self._levels)
+            return left
 
         return leave
-
-
-class _Duals(TorchFunctionMode):
-    """Functions of dual numbers."""
-
-    def __init__(self, listener: Listener) -> None:
-        super().__init__()
-        self._listener = listener
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One function."""
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "").partition(".")[0]
-        if name not in _FORWARD or not ours_alone():
-            return func(*args, **kwargs)
-        given = tuple(tensors_in((args, kwargs)))
-        what = Unseen(name, None, given, [], _FORWARD_TIMES * sum(t.nbytes for t in given))
-        with self._listener.unseen(what), without_modes():
-            out = func(*args, **kwargs)
-            for tensor in tensors_in(out):
-                what.made.extend(t for t in forward_ad.unpack_dual(tensor) if t is not None)
-        return out
 
 
 def _otherwise(outputs: Iterable[Any]) -> list[Any]:
@@ -208,7 +194,10 @@ def _otherwise(outputs: Iterable[Any]) -> list[Any]:
 
 
 def _is_otherwise(node: Any) -> bool:
-    known = _BACKWARD.get(type(node).__name__)
+    kind = type(node).__name__
+    if kind == _SLICES:  # what it holds is not told, but for where its gradients go: a filling's value has no dimension
+        return any(n is not None and not n._input_metadata[at].shape for n, at in node.next_functions[1:])
+    known = _BACKWARD.get(kind)
     if known is None:
         return False
     return not known.saved or getattr(getattr(node, known.saved), "data", True) is not None  # older torch does not show it

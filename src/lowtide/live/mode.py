@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 from torch._subclasses.fake_tensor import FakeTensor
@@ -48,16 +46,6 @@ def put_back(taken: list[Any]) -> None:
     """Put on again what was taken off."""
     for mode in reversed(taken):
         _push_mode(mode)
-
-
-@contextlib.contextmanager
-def without_modes() -> Iterator[None]:
-    """Run something without any mode."""
-    taken = take_all()
-    try:
-        yield
-    finally:
-        put_back(taken)
 
 
 def make_way(func: Any, types: Any, args: Any, kwargs: Any) -> Any:

@@ -200,6 +200,7 @@ class Runtime:
         self.evictor.limit_bytes = self.budget_bytes
         self._open_step()
         self._watch_fully(None)
+        self.clock.settle()
 
     def stop(self, *, over: bool = False) -> None:
         """Watch no more; handles that autograd still has stay good.

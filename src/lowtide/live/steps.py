@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, final
 
+from torch._C._functorch import is_legacy_batchedtensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.optim import optimizer as optim
@@ -273,9 +274,12 @@ class Clock:
             outputs: Any, grads: Any = None, retain_graph: Any = None, create_graph: Any = None, *args: Any, **kwargs: Any
         ) -> Any:
             args = (outputs, grads, retain_graph, create_graph, *args)
-            if not self.ours or torch._C._functorch.peek_interpreter_stack() is not None or _traced(outputs):
+            if not self.ours or self.dual or _traced(outputs):
                 return engine(*args, **kwargs)
             roots = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+            if torch._C._functorch.peek_interpreter_stack() is not None or _batched(grads):
+                with self._around(roots, told=False):
+                    return engine(*args, **kwargs)
             if self._in_backward:
                 with self._around(roots):
                     return engine(*args, **kwargs)
@@ -297,8 +301,18 @@ class Clock:
 
         return run_backward
 
-    def _around(self, roots: tuple[Any, ...]) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._derivatives is None else self._derivatives.around(roots)
+    def _around(self, roots: tuple[Any, ...], *, told: bool = True) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._derivatives is None else self._derivatives.around(roots, told=told)
+
+    def settle(self) -> None:
+        """A mode was put on where a level of dual numbers may be open."""
+        if self._derivatives is not None:
+            self._derivatives.settle()
+
+    @property
+    def dual(self) -> bool:
+        """Whether a level of dual numbers is open, in which no mode of ours is on."""
+        return self._derivatives is not None and self._derivatives.dual
 
     def _optimizer_pre(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.closure = any(a is not None for a in (*args[1:], *kwargs.values()))
@@ -316,6 +330,12 @@ class Clock:
         if not self._in_backward:
             self.phase = self._rest = Phase.DATA
         self.listener.optimizer_ends(optimizer)
+
+
+def _batched(grads: Any) -> bool:
+    """Whether gradients are several at once (``is_grads_batched``): tensors that only torch's older ``vmap`` takes apart."""
+    found = grads if isinstance(grads, (tuple, list)) else (grads,)
+    return any(isinstance(g, torch.Tensor) and is_legacy_batchedtensor(g) for g in found)
 
 
 def _traced(outputs: Any) -> bool:

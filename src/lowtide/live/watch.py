@@ -20,7 +20,7 @@ from types import CodeType, FrameType
 from typing import Any, Final, final
 
 import numpy as np
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 import torch
@@ -55,6 +55,8 @@ COMPILED_NODE: Final = "CompiledFunctionBackward"
 MOST_LATER: Final = 10_000
 """Blocks at most of which it is noted in which step they were used last."""
 
+MOST_NODES: Final = 64
+"""Nodes at most that one operator makes: the gradients of what counts as one are several."""
 UNSEEN: Final = OpInfo(name="", writes_at=frozenset(), secret_at=frozenset(), seeded=True, replayable=False,
                        uninitialised=False, overwrites_fully=False)
 """What counts as one operator, and what runs in it is not seen."""
@@ -241,6 +243,7 @@ class Watcher:
         if self.operators:
             self._meet_what_is_there()
             self.stack.put(self.mode, self._pack, _unpack)
+            self.clock.settle()
 
     def _meet_what_is_there(self) -> None:
         """Tensors that the script made before: in a notebook, all that it has; a plain script has none yet.
@@ -568,7 +571,7 @@ class Watcher:
         meter = self.meter
         self._note_peak()
         before, denied = meter.live(), meter.denied()
-        origin = self.writer.name(what.name), *self._where(what.node)
+        origin = self.writer.name(type(what.node).__name__), *self._where(what.node)
         meter.begin_operator()
         began = time.perf_counter()
         try:
@@ -580,6 +583,8 @@ class Watcher:
         except (RuntimeError, MemoryError) as error:
             self._note_denial(error, denied, origin, UNSEEN, what.given, {})
             raise
+        if self.clock.differentiable:
+            self._note_origin(*origin[1:])
         self._latest = origin
         self._note_run(UNSEEN, took, before, summed=False)
         self._note_tensors(UNSEEN, what.given, {}, what.made, origin)
@@ -685,7 +690,7 @@ class Watcher:
         """Nodes that autograd has made since this was last called are of the operator that is about to run."""
         sequence = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         if sequence != self._sequence:
-            for number in range(max(self._sequence, sequence - 4), sequence):
+            for number in range(max(self._sequence, sequence - MOST_NODES), sequence):
                 self._origin[number] = module, source
             self._sequence = sequence
 
@@ -828,7 +833,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         return []
     if tensor.device.type == "meta":
         return []
-    if is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor():
+    if is_functorch_wrapped_tensor(tensor) or is_legacy_batchedtensor(tensor) or tensor._is_zerotensor():
         return []
     if tensor.layout is torch.strided and not tensor.is_nested:
         return [tensor]

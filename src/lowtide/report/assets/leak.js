@@ -52,7 +52,7 @@
       const all = x.map((s) => a.curve[s - 1] ?? null);
       return each ? all.map((v, i) => i && v != null && all[i - 1] != null ? (v - all[i - 1]) / (x[i] - x[i - 1]) : null) : all;
     });
-    new uPlot({width: Math.min(900, width), height: 320, scales: {x: {time: false}},
+    new uPlot({width: Math.min(900, parts.clientWidth || width), height: 320, scales: {x: {time: false}},
       axes: [{}, {values: (u, ticks) => ticks.map(size), incrs: binary, size: 80}],
       series: [{label: "step"}, ...data.arms.map((a, i) => ({label: a.name, stroke: colour(i), width: i < 6 ? 2 : 1.2, dash: i < 6 ? undefined : [4, 3],
         spanGaps: true, points: {show: false}, value: (u, v) => v == null ? "" : size(v)}))]}, [x, ...columns], parts);
