@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,6 +115,27 @@ def trained_under(
     with lowtide.budget(base + above_bytes, **how) as run:
         found = train()
         return found, run.outcome, base, heap().tensor_peak - base
+
+
+def gradient_of(
+    make: Callable[[torch.Tensor], torch.Tensor], sides: tuple[int, int], around: AbstractContextManager[Any]
+) -> tuple[torch.Tensor, int]:
+    """The gradient of what is made of a matrix, within something that looks on, and how far memory rose in the backward."""
+    torch.manual_seed(0)
+    leaf = torch.randn(sides, requires_grad=True)
+    with around:
+        out = make(leaf)
+        given = torch.ones_like(out)
+        heap().tensor_peak = base = heap().tensor_live
+        out.backward(given)
+        rise = heap().tensor_peak - base
+    assert leaf.grad is not None
+    return leaf.grad, rise
+
+
+def looking_on(how: str, folder: Path) -> AbstractContextManager[Any]:
+    """A recording, or a budget that is never reached."""
+    return lowtide.budget("4GiB") if how == "budget" else lowtide.record(folder / "run.lowtide")
 
 
 FIRST_CALLS_BYTES = 64 << 10

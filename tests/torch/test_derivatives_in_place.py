@@ -4,17 +4,14 @@ gives the same bits."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import zoo
-from harness import above_of, budgeted, heap, kept, plain_of
+from harness import above_of, budgeted, gradient_of, kept, looking_on, plain_of
 from torch import nn
-
-import lowtide
 
 SIDE = 512
 
@@ -39,20 +36,6 @@ SELECTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "masked_select": lambda h: h.masked_select(h > 0),
     "take": lambda h: h.take(_few()),
 }
-
-
-def _backward(select: Callable[[torch.Tensor], torch.Tensor], around: AbstractContextManager[Any]) -> tuple[torch.Tensor, int]:
-    """The gradient, and how far memory rose in the backward."""
-    torch.manual_seed(0)
-    leaf = torch.randn(SIDE, SIDE, requires_grad=True)
-    with around:
-        out = select(leaf)
-        given = torch.ones_like(out)
-        heap().tensor_peak = base = heap().tensor_live
-        out.backward(given)
-        rise = heap().tensor_peak - base
-    assert leaf.grad is not None
-    return leaf.grad, rise
 
 
 def penalised() -> zoo.Job:
@@ -81,9 +64,9 @@ def test_a_planned_backward_that_builds_a_graph_follows_them(*, offload: bool) -
 @pytest.mark.parametrize("how", ["recording", "budget"])
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_as_many_bytes_and_the_same_bits(name: str, how: str, tmp_path: Path) -> None:
-    _backward(SELECTIONS[name], nullcontext())
-    plain, before = _backward(SELECTIONS[name], nullcontext())
-    around: AbstractContextManager[Any] = lowtide.budget("4GiB") if how == "budget" else lowtide.record(tmp_path / "run.lowtide")
-    watched, after = _backward(SELECTIONS[name], around)
+    sides = SIDE, SIDE
+    gradient_of(SELECTIONS[name], sides, nullcontext())
+    plain, before = gradient_of(SELECTIONS[name], sides, nullcontext())
+    watched, after = gradient_of(SELECTIONS[name], sides, looking_on(how, tmp_path))
     assert torch.equal(watched, plain)
     assert abs(after - before) <= 64 << 10

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from harness import TOLERANCE_BYTES, above_of, budgeted, heap, kept, plain_of
+from harness import TOLERANCE_BYTES, above_of, budgeted, gradient_of, kept, looking_on, plain_of
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
@@ -58,17 +58,7 @@ OTHERWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _backward(make: Callable[[torch.Tensor], torch.Tensor], around: AbstractContextManager[Any]) -> tuple[torch.Tensor, int]:
-    """The gradient, and how far memory rose in the backward."""
-    torch.manual_seed(0)
-    leaf = torch.randn(ROWS, COLUMNS, requires_grad=True)
-    with around:
-        out = make(leaf * 1.5)
-        given = torch.ones_like(out)
-        heap().tensor_peak = base = heap().tensor_live
-        out.backward(given)
-        rise = heap().tensor_peak - base
-    assert leaf.grad is not None
-    return leaf.grad, rise
+    return gradient_of(lambda leaf: make(leaf * 1.5), (ROWS, COLUMNS), around)
 
 
 def _twice(make: Callable[[torch.Tensor], torch.Tensor], around: AbstractContextManager[Any]) -> torch.Tensor:
@@ -81,16 +71,12 @@ def _twice(make: Callable[[torch.Tensor], torch.Tensor], around: AbstractContext
     return found
 
 
-def _around(how: str, where: Path) -> AbstractContextManager[Any]:
-    return lowtide.budget("4GiB") if how == "budget" else lowtide.record(where / "run.lowtide")
-
-
 @pytest.mark.parametrize("how", ["recording", "budget"])
 @pytest.mark.parametrize("name", OTHERWISE)
 def test_the_same_bits_in_as_many_bytes(name: str, how: str, tmp_path: Path) -> None:
     _backward(OTHERWISE[name], nullcontext())
     plain, before = _backward(OTHERWISE[name], nullcontext())
-    watched, after = _backward(OTHERWISE[name], _around(how, tmp_path))
+    watched, after = _backward(OTHERWISE[name], looking_on(how, tmp_path))
     assert torch.equal(watched, plain)
     assert abs(after - before) <= TOLERANCE_BYTES
 
@@ -99,7 +85,7 @@ def test_the_same_bits_in_as_many_bytes(name: str, how: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", [n for n in OTHERWISE if "reentrant" not in n])
 def test_the_same_bits_of_a_second_derivative(name: str, how: str, tmp_path: Path) -> None:
     plain = _twice(OTHERWISE[name], nullcontext())
-    assert torch.equal(_twice(OTHERWISE[name], _around(how, tmp_path)), plain)
+    assert torch.equal(_twice(OTHERWISE[name], looking_on(how, tmp_path)), plain)
 
 
 def test_a_backward_within_a_backward_and_the_script_s_own_hooks(tmp_path: Path) -> None:
@@ -125,7 +111,7 @@ def test_a_backward_within_a_backward_and_the_script_s_own_hooks(tmp_path: Path)
 
     plain, _ = _backward(both, nullcontext())
     for how in ("recording", "budget"):
-        assert torch.equal(_backward(both, _around(how, tmp_path))[0], plain)
+        assert torch.equal(_backward(both, looking_on(how, tmp_path))[0], plain)
 
 
 FORWARD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -156,7 +142,7 @@ def _tangent(make: Callable[[torch.Tensor], torch.Tensor], around: AbstractConte
 @pytest.mark.parametrize("name", FORWARD)
 def test_the_same_bits_of_dual_numbers(name: str, how: str, tmp_path: Path) -> None:
     plain = _tangent(FORWARD[name], nullcontext())
-    watched = _tangent(FORWARD[name], _around(how, tmp_path))
+    watched = _tangent(FORWARD[name], looking_on(how, tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
 
 
@@ -178,7 +164,7 @@ BATCHED: dict[str, Callable[[torch.Tensor], Any]] = {
 def test_the_same_bits_of_many_gradients_at_once(name: str, how: str, tmp_path: Path) -> None:
     x = torch.randn(16, 24)
     plain = BATCHED[name](x.clone())
-    with _around(how, tmp_path):
+    with looking_on(how, tmp_path):
         watched = BATCHED[name](x.clone())
     assert torch.equal(watched, plain)
 
@@ -212,7 +198,7 @@ def test_what_begins_within_a_level_changes_no_bits_of_it(how: str, tmp_path: Pa
     with forward_ad.dual_level():
         plain = forward_ad.unpack_dual(F.layer_norm(forward_ad.make_dual(x, tangent), (64,))).tangent
     with forward_ad.dual_level():
-        with _around(how, tmp_path):
+        with looking_on(how, tmp_path):
             watched = forward_ad.unpack_dual(F.layer_norm(forward_ad.make_dual(x, tangent), (64,))).tangent
     assert torch.equal(plain, watched)
     assert not _get_current_dispatch_mode_stack()
