@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lowtide.errors import StructureError
 from lowtide.pebble.eager.ahead import fetches_ahead
 from lowtide.pebble.eager.bound import TimeBound, forced_live, peak_bound
-from lowtide.pebble.eager.walk import State, lightened, pareto, walk
+from lowtide.pebble.eager.walk import State, backtracked, lightened, pareto, walk
 from lowtide.pebble.eager.problem import Action, Away, Bandwidth, Key, Problem
 from lowtide.pebble.eager.play import play
 from lowtide.pebble.eager.relax import Relaxed
@@ -183,6 +183,48 @@ def test_what_is_made_lighter_holds_the_budget_and_costs_no_more(problem: Proble
     best = min(found, key=lambda s: s.cost)
     assert best.timeline.extra_seconds <= cheapest.timeline.extra_seconds
     assert play(problem, best.decisions).extra_seconds == best.timeline.extra_seconds
+
+
+@FEW
+@given(problems(), st.floats(0, 1))
+def test_what_greed_finds_on_its_way_back_is_lower_and_replays_to_itself(problem: Problem, share: float) -> None:
+    """backtracked: each state below the walk and the one before, as the referee says, and none after the budget is met."""
+    front = walk(problem, seconds=WALK_SECONDS)
+    lowest, bound = front[-1].timeline.peak_bytes, peak_bound(problem).peak_bytes
+    budget = bound + int(share * (lowest - bound))
+    found = backtracked(problem, front, budget, seconds=WALK_SECONDS)
+    for state in found:
+        assert lowest > budget
+        assert state.timeline.peak_bytes < lowest
+        lowest = state.timeline.peak_bytes
+        assert play(problem, state.decisions).peak_bytes == lowest
+
+
+def test_greed_goes_back_from_what_holds_more_than_it_frees() -> None:
+    """The cheaper of two values is made of three others, of which none is made again: only the dearer one may go."""
+    size, late = 1 << 20, 12
+
+    def op(write: int, reads: tuple[int, ...], seconds: float, inside: int = size, *, replayable: bool = True) -> Op:
+        return Op(site=Site("net", f"op{write}", 0), phase=Phase.FORWARD, seconds=seconds, inside_bytes=inside, reads=reads,
+                  writes=(write,), replayable=replayable)  # fmt: skip
+
+    drawn = [op(v, (), 1.0, replayable=False) for v in (1, 2, 3)]
+    events: list[Op | Need] = [*drawn, op(4, (1, 2, 3), 0.01), op(5, (0,), 10.0), op(6, (0,), 1.0, 3 * size, replayable=False)]
+    events += [Need(value=4, pinned_until=6), Need(value=5, pinned_until=7)]
+
+    def buffer(born: int, held_until: int, released: int = -1) -> Buffer:
+        return Buffer(bytes=size, born=born, slot=0, held_until=held_until, released=released, counted=born >= 0, movable=False)
+
+    buffers = [buffer(-1, late), *(buffer(v, 3) for v in range(3)), buffer(3, 4, 6), buffer(4, 4, 7), buffer(5, 5)]
+    trace = Trace(base_bytes=BASE_BYTES, resident_bytes=0, events=tuple(events), buffers=tuple(buffers),
+                  saves=(Save(value=4, event=3), Save(value=5, event=4)), other_bytes=(0,) * len(events),
+                  spike_bytes=(0,) * len(events), backward_event=6)  # fmt: skip
+    problem = Problem(trace=trace, base_bytes=BASE_BYTES)
+    budget = problem.plain_peak - size
+    assert walk(problem, seconds=WALK_SECONDS)[-1].timeline.peak_bytes > budget
+    solution = Front(problem, seconds=WALK_SECONDS, program_seconds=0.0).at(budget)
+    assert solution.state is not None
+    assert set(solution.state.decisions) == {(5, 0)}
 
 
 @FEW

@@ -4,7 +4,7 @@
 |---|---|---|
 | the floor is above the budget | ``bound.peak_bound`` | ``infeasible``, with the event that proves it |
 | the plain run fits | none | ``optimal``, no decisions |
-| fixed order | ``walk.walk`` and ``relax.Relaxed`` | ``feasible`` with the gap to the bound; ``optimal`` where it is zero |
+| fixed order | ``walk`` and ``relax.Relaxed`` | ``feasible`` with the gap to the bound; ``optimal`` where it is zero |
 | fixed order, nothing found that fits | | ``unknown``: no plan found, none ruled out |
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from lowtide.pebble.eager.bound import Bound, TimeBound, peak_bound
 from lowtide.pebble.eager.play import play
 from lowtide.pebble.eager.problem import Problem
-from lowtide.pebble.eager.walk import State, lightened, pareto, walk
+from lowtide.pebble.eager.walk import State, backtracked, lightened, pareto, walk
 from lowtide.pebble.status import Status
 
 if TYPE_CHECKING:
@@ -130,6 +130,10 @@ class Front:
             self.solve_seconds += time.perf_counter() - start
         front = (*self.states, *self._found)
         start = time.perf_counter()
+        if min(s.timeline.peak_bytes for s in front) > budget_bytes:
+            lower = backtracked(self.problem, self.states, budget_bytes, seconds=self.seconds)
+            front = (*front, *lower)
+            self._found = list(pareto([*self._found, *lower]))
         lighter = lightened(self.problem, front, budget_bytes, seconds=LIGHTER_SECONDS)
         self._found = list(pareto([*self._found, *lighter]))
         self.solve_seconds += time.perf_counter() - start

@@ -3,12 +3,16 @@
 The walk does not depend on the budget: every state on it is an offer (peak, extra seconds), and a budget takes the
 cheapest offer that fits. So less budget never gives a faster plan than more budget does. What is taken for a budget is then
 made lighter: what that budget does not need is undone.
+
+Greed looks at seconds only, and what a chain is made from may be larger than what it makes: where it ends above the budget, it
+goes back to where it stood lowest and takes another way.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from lowtide.pebble.eager.play import Timeline, play
@@ -21,6 +25,8 @@ _MEND = 0.3
 """Steps that mend a plan which is nearly right are this share of the walk's."""
 _TRIES = 400
 """Moves at most that bring no new lowest peak before the walk gives up."""
+_DETOUR = 40
+"""Moves that bring no new lowest peak before greed goes back."""
 _LIGHTENED = 3
 """States, the cheapest within a budget, of which decisions are tried for undoing."""
 _PRUNED = 24
@@ -60,7 +66,7 @@ def walk(problem: Problem, *, seconds: float, progress: Callable[[float], None] 
     state = State({}, play(problem, {}))
     states = [state]
     lowest, idle = state.timeline.peak_bytes, 0
-    step = int(_STEP_SHARE * max(0, lowest - problem.base_bytes)) + 1
+    step = _step(problem)
     while idle < _TRIES and time.perf_counter() < deadline:
         following = _move(problem, state, step)
         if following is None:
@@ -73,6 +79,50 @@ def walk(problem: Problem, *, seconds: float, progress: Callable[[float], None] 
         if progress is not None:
             progress(1 - (lowest - problem.base_bytes) / max(1, problem.plain_peak - problem.base_bytes))
     return pareto(states)
+
+
+def backtracked(problem: Problem, front: Sequence[State], budget_bytes: int, *, seconds: float) -> list[State]:
+    """States below those of a walk that ended above a budget: what began each way that led no lower is not done again.
+
+    Args:
+        problem: what is asked.
+        front: states of the walk, the highest peak first; each is gone back to when no way is left from the ones below it.
+        budget_bytes: where it ends.
+        seconds: how long it may take.
+    """
+    deadline = time.perf_counter() + seconds
+    stands = list(front)
+    found: list[State] = []
+    barred: set[Key] = set()
+    lowest = stands[-1].timeline.peak_bytes
+    while stands and lowest > budget_bytes and time.perf_counter() < deadline:
+        state, began = stands[-1], frozenset[Key]()
+        for _ in range(_DETOUR):
+            following = _move(problem, state, _step(problem), barred)
+            if following is None or time.perf_counter() > deadline:
+                break
+            began = began or _decided(state, following)
+            state = following
+            if state.timeline.peak_bytes < lowest:
+                lowest = state.timeline.peak_bytes
+                found.append(state)
+                stands.append(state)
+                break
+        else:
+            following = None
+        if following is None:
+            barred |= began
+            if not began:
+                stands.pop()
+    return found
+
+
+def _decided(before: State, after: State) -> frozenset[Key]:
+    return frozenset(key for key, away in after.decisions.items() if before.decisions.get(key) != away)
+
+
+def _step(problem: Problem) -> int:
+    return int(_STEP_SHARE * max(0, problem.plain_peak - problem.base_bytes)) + 1
 
 
 def lowered(problem: Problem, state: State, budget_bytes: int, *, moves: int, deadline: float) -> list[State]:
@@ -97,12 +147,13 @@ def pareto(states: list[State] | tuple[State, ...]) -> tuple[State, ...]:
     return tuple(reversed(best))
 
 
-def _move(problem: Problem, state: State, step: int) -> State | None:
+def _move(problem: Problem, state: State, step: int, barred: AbstractSet[Key] = frozenset()) -> State | None:
     """The next state: enough of the cheapest bytes leave the highest event to lower it by a step."""
     event = state.timeline.peak_event
     decisions = dict(state.decisions)
     freed = 0
-    for offer in sorted(_offers(problem, state, event), key=lambda o: o.seconds / o.freed):
+    offers = (offer for offer in _offers(problem, state, event) if offer.key not in barred)
+    for offer in sorted(offers, key=lambda o: o.seconds / o.freed):
         decisions[offer.key] = offer.away
         freed += offer.freed
         if freed >= step:
