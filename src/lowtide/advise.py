@@ -13,6 +13,7 @@ from lowtide.errors import RecordingError
 from lowtide.explain import Block, Step, steps_of, telling
 from lowtide.finding import Case, Change, Finding
 from lowtide.leastpeak import blocks_at, floor_of, grows_with_the_batch
+from lowtide.precision import WIDE, in_float32
 from lowtide.store import BY_ZERO, HELD_BYTES, PHASES, Kind, Recording, Role
 from lowtide.trace import Phase
 from lowtide.units import format_bytes
@@ -45,7 +46,7 @@ def findings(recording: Recording) -> list[Finding]:
         return []
     last = step.row.step == recording.steps[-1].step
     case = Case(
-        steps, step, int(recording.meta.get("cap_bytes") or 0), recording.meta.get("allocator") or {}, last=last,
+        recorded, step, int(recording.meta.get("cap_bytes") or 0), recording.meta.get("allocator") or {}, last=last,
         later_use=_later_use(recording.meta.get("later")),
         whole=bool(recording.meta.get("whole")),
     )
@@ -163,29 +164,18 @@ def _is_past_use(block: Block, role: Role, case: Case) -> bool:
 
 
 def double_precision(case: Case) -> Iterator[Finding]:
-    """float64 where the model computes in float32."""
-    wide = [(i, b) for i, b, _ in case.there() if b.label.startswith("float64")]
-    total = sum(b.bytes for _, b in wide)
+    """float64 where the model computes in float32; complex128 likewise."""
+    wide = [b for _, b, _ in case.there() if b.label.startswith(WIDE)]
+    total = sum(b.bytes for b in wide)
     if total < NOTABLE * case.peak:
         return
-    first = min(wide, key=lambda x: x[1].born)[1]
-    everywhere = {i: b.bytes // 2 for i, b in enumerate(case.step.blocks) if b.label.startswith("float64")}
-    readers = {r: i for i in everywhere for r in case.step.blocks[i].reads}
-    copies = {i: readers[b.born] for i, b in enumerate(case.step.blocks) if b.op.startswith("aten._to_copy")
-              and b.label.startswith("float32") and b.born in readers}
-    copied, lives = {case.step.blocks[i].born for i in copies}, case.step.trace.buffers
-    until: dict[int, int] = {}
-    for copy, source in copies.items():  # then it is what was to be converted that lives on
-        until[source] = max(until.get(source, 0), lives[source].held_until, lives[copy].held_until)
+    first = min(wide, key=lambda b: b.born)
+    change, others = in_float32(case)
     yield case.found(
         "float64",
         f"{format_bytes(total)} at the peak are float64 (first: {first.title}{_at(first)}): convert to float32 where "
-        "it enters",
-        Change(
-            bytes={**everywhere, **dict.fromkeys(copies, 0)},
-            until=until,
-            inside={k: case.inside(k) // 2 for k in map(case.step.op_at, readers.keys() - copied)},
-        ),
+        f"it enters{f' ({others} run by other kernels in float32: theirs is not in the saving)' if others else ''}",
+        change,
     )
 
 

@@ -137,11 +137,15 @@ class Case:
         """Whether a later step writes a block in place."""
         return self.later_use.get(block.number, (-1, -1))[1] > self.step.row.step
 
-    def inside(self, k: int) -> int:
-        """How far memory rises inside an operator."""
+    def op(self, k: int) -> Op:
+        """One of the step's operators."""
         event = self.step.trace.events[k]
         assert isinstance(event, Op)
-        return event.inside_bytes
+        return event
+
+    def inside(self, k: int) -> int:
+        """How far memory rises inside an operator."""
+        return self.op(k).inside_bytes
 
     def denied(self, *parts: str) -> list[int]:
         """Operators that failed for want of memory and have one of some parts in their names."""

@@ -112,6 +112,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "finding",
         "stepgraph",
         "leastpeak",
+        "precision",
         "advise",
         "levers",
         "size.vary",

@@ -1,0 +1,140 @@
+"""What float64 costs, in the ways in which it gets into scripts: the saving told is what float32 saves when it is made for real."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from lowtide.advise import findings
+from lowtide.finding import Finding
+from torch import nn
+from torch.nn import functional as F
+
+import lowtide
+from lowtide import store
+
+STEPS = 3
+SHARE, BYTES = 0.02, 4096
+ROWS, WIDTH = 1024, 256
+Script = Callable[[torch.dtype], None]
+
+
+def _model(out: int = 10) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, out))
+
+
+def _fit(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), torch.randint(0, 10, (len(x),))).backward()
+    optimizer.step()
+
+
+def _trained(batch: Callable[[int], torch.Tensor]) -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i in range(STEPS):
+        x = batch(i)  # which a variable holds through the step
+        _fit(model, optimizer, x.float())
+
+
+def batch_in_a_variable(kind: torch.dtype) -> None:
+    """It lies beside its copy, which is not made in float32."""
+    _trained(lambda _: torch.randn(2 * ROWS, WIDTH, dtype=kind))
+
+
+def slices_of_the_data(kind: torch.dtype) -> None:
+    """Views are converted: in float32 nothing is copied."""
+    data = torch.randn(STEPS * ROWS, WIDTH, dtype=kind)
+    _trained(lambda i: data[i * ROWS : (i + 1) * ROWS])
+
+
+def batches_of_a_loader(kind: torch.dtype) -> None:
+    """As ``DataLoader`` makes them."""
+    rows = torch.utils.data.TensorDataset(torch.randn(STEPS * ROWS, WIDTH, dtype=kind))
+    batches = iter(torch.utils.data.DataLoader(rows, batch_size=ROWS))
+    _trained(lambda _: next(batches)[0])
+
+
+def targets(kind: torch.dtype) -> None:
+    """The loss converts the model's outputs, and their gradient back."""
+    model = _model(WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH, dtype=kind)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def spectra(kind: torch.dtype) -> None:
+    """complex128 between real numbers."""
+    layer = nn.Linear(513, 513).to(kind)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        layer(torch.fft.rfft(torch.randn(512, 1024, dtype=kind)).abs()).square().mean().backward()
+        optimizer.step()
+
+
+def whole_model(kind: torch.dtype) -> None:
+    """Norms, dropout, another optimizer."""
+    layers = [nn.Linear(WIDTH, 512), nn.LayerNorm(512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 10)]
+    model = nn.Sequential(*layers).to(kind)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(STEPS):
+        _fit(model, optimizer, torch.randn(ROWS, WIDTH, dtype=kind))
+
+
+def convolutions(kind: torch.dtype) -> None:
+    """In float64 they are matrix products of what they unfold."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)).to(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        _fit(model, optimizer, torch.randn(16, 3, 64, 64, dtype=kind))
+
+
+def recurrent(kind: torch.dtype) -> None:
+    """In float32 one kernel with a workspace of its own runs all time steps."""
+    model, head = nn.LSTM(64, 128, batch_first=True).to(kind), nn.Linear(128, 10).to(kind)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        h, _ = model(torch.randn(64, 50, 64, dtype=kind))
+        F.cross_entropy(head(h[:, -1]), torch.randint(0, 10, (64,))).backward()
+        optimizer.step()
+
+
+def _told_and_saved(script: Script, folder: Path) -> tuple[Finding, int]:
+    recorded = []
+    for kind in (torch.float32, torch.float64, torch.float32):  # the first one warms libraries up
+        torch.manual_seed(0)
+        gc.collect()
+        with lowtide.record(folder / "run.lowtide"):
+            script(kind)
+        recorded.append(store.read(folder / "run.lowtide"))
+    _, flawed, mended = recorded
+    (found,) = (f for f in findings(flawed) if f.id == "float64")
+    assert not [f for f in findings(mended) if f.id == "float64"]
+    above = [next(r.peak_bytes for r in made.steps if r.step == found.step) - made.steps[0].start_bytes for made in (flawed, mended)]
+    return found, above[0] - above[1]
+
+
+@pytest.mark.parametrize(
+    "script", [batch_in_a_variable, slices_of_the_data, batches_of_a_loader, targets, spectra, whole_model]
+)
+def test_the_saving_told_is_what_float32_saves(script: Script, tmp_path: Path) -> None:
+    found, saved = _told_and_saved(script, tmp_path)
+    assert abs(found.saving_bytes - saved) <= max(SHARE * saved, BYTES), (found, saved)
+    assert "other kernels" not in found.text
+
+
+@pytest.mark.parametrize(("script", "what"), [(convolutions, "convolutions"), (recurrent, "LSTMs")])
+def test_layers_with_other_kernels_in_float32_are_named_and_no_more_is_told_than_is_saved(
+    script: Script, what: str, tmp_path: Path
+) -> None:
+    found, saved = _told_and_saved(script, tmp_path)
+    assert f"({what} run by other kernels in float32" in found.text
+    assert found.saving_bytes <= saved
