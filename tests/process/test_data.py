@@ -27,6 +27,7 @@ import zarr
 import lowtide
 from lowtide.data import Arrays, Blocks, dataset, isolate, stream
 from lowtide.data.isolate import LENT
+from lowtide.data.sources import gathers
 from lowtide.data.wire import Slot, receive, send
 from lowtide.errors import ReaderError
 from lowtide.units import MIB
@@ -176,26 +177,68 @@ def test_a_buffer_that_is_too_small_is_said(files):
         Blocks(sources(files)["npy"], batch_size=10, shuffle=True, block=100, buffer=48 * 300)
 
 
+WIDE = np.arange(700 * 5000, dtype=np.float64).reshape(700, 5000)
+
+
+@pytest.mark.parametrize("of", ["one", "converted", "two", "one of them buffered"])
+def test_large_samples_are_drawn_from_the_file_as_they_would_be_from_a_buffer(tmp_path, monkeypatch, of):
+    """The same batches in the same order, from wherever an epoch is taken up."""
+    np.save(tmp_path / "x.npy", WIDE)
+    np.save(tmp_path / "y.npy", np.arange(700))
+    np.save(tmp_path / "f.npy", np.asfortranarray(WIDE[:, :2]))
+    x = lowtide.data.open(tmp_path / "x.npy", dtype="float32" if of == "converted" else None)
+    beside = {"two": "y.npy", "one of them buffered": "f.npy"}.get(of)
+    source = x if beside is None else Arrays(x, lowtide.data.open(tmp_path / beside))
+
+    def batches(start):
+        blocks = Blocks(source, batch_size=48, block=20, shuffle=True, seed=3, buffer=20 * source.sample_bytes * 6)
+        blocks.load_state_dict({"epoch": 1, "given": start})
+        return [b if isinstance(b, tuple) else (b,) for b in blocks]
+
+    drawn = {start: batches(start) for start in (0, 5, 14)}
+    assert gathers(source) is (of != "one of them buffered")
+    monkeypatch.setattr("lowtide.data.sources.ONE_BY_ONE_BYTES", 1 << 30)
+    assert not gathers(source)
+    for start, found in drawn.items():
+        buffered = batches(start)
+        assert len(buffered) == len(found) == 15 - start
+        assert all(np.array_equal(a, b) for x, y in zip(buffered, found, strict=True) for a, b in zip(x, y, strict=True))
+        assert [a.dtype for a in found[0]] == [a.dtype for a in buffered[0]] if found else True
+
+
+def test_a_file_that_ends_early_is_said(tmp_path):
+    """Cut off after it was opened: neither a slice nor a sample is made up."""
+    np.save(tmp_path / "x.npy", WIDE)
+    source = lowtide.data.open(tmp_path / "x.npy")
+    os.truncate(tmp_path / "x.npy", 300 * 5000 * 8)
+    for shuffle in (False, True):
+        blocks = Blocks(source, batch_size=10, block=10, shuffle=shuffle, buffer=60 * source.sample_bytes)
+        with pytest.raises(ReaderError, match=r"x\.npy: ends at byte"):
+            list(blocks)
+
+
+@pytest.mark.parametrize("row", [512, 8192])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_memory_stays_within_the_buffer(tmp_path, shuffle):
+def test_memory_stays_within_the_buffer(tmp_path, shuffle, row):
     """A file of 400 MiB, a buffer of 32: the highest resident size above what reading one sample takes."""
     path = tmp_path / "read.py"
     path.write_text(textwrap.dedent("""
         import resource, sys
         import numpy as np
         import lowtide.data
-        whole = np.lib.format.open_memmap(sys.argv[1] + "/x.npy", mode="w+", dtype=np.float64, shape=(100_000, 512))
+        ROW = int(sys.argv[3])
+        whole = np.lib.format.open_memmap(sys.argv[1] + "/x.npy", mode="w+", dtype=np.float64, shape=(100_000 * 512 // ROW, ROW))
         del whole
         source = lowtide.data.open(sys.argv[1] + "/x.npy", dtype="float32")
-        blocks = lowtide.data.Blocks(source, batch_size=256, shuffle=sys.argv[2] == "True", buffer="32MiB")
+        blocks = lowtide.data.Blocks(source, batch_size=256 * 512 // ROW, shuffle=sys.argv[2] == "True", buffer="32MiB")
         source.read(0, 1)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         count = sum(len(b) for b in blocks)
         print(count, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
     """))
-    done = subprocess.run([sys.executable, path, tmp_path, str(shuffle)], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, path, tmp_path, str(shuffle), str(row)], capture_output=True, text=True, check=True)
     count, grown = done.stdout.split()
-    assert int(count) == 100_000
+    assert int(count) == 100_000 * 512 // row
     assert float(grown) < 40
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.data.sources import Source, read_into
+from lowtide.data.sources import Source, gathers, read_into
 from lowtide.errors import ReaderError
 from lowtide.units import MIB, parse_bytes
 
@@ -22,7 +22,8 @@ class Blocks:
 
     Shuffled: blocks come in random order, as many as the buffer holds are read together, and samples are drawn from them at
     random; each sample comes once an epoch. An epoch's order depends on ``seed`` and the number of the epoch alone, so it
-    can go on at any batch (`state_dict`).
+    can go on at any batch (`state_dict`). Large samples of a file that can be read anywhere are not buffered: the system is
+    told of the blocks, and each sample is read from its cache straight into the batch.
 
     Attributes:
         buffer_bytes: the most that is held at once: the buffer, and one batch.
@@ -132,48 +133,67 @@ class Blocks:
 
     def _parts(self, total: int, first: int) -> Iterator[Any]:
         """Samples from the first on, in the order of the epoch, a few blocks at a time."""
-        if not self._shuffle:
-            like = self._source.read(0, 1) if first < total and self._apart else None
-            for start in range(first, total, self._block):
-                stop = min(start + self._block, total)
-                if like is None:
-                    yield self._source.read(start, stop)
-                else:
-                    batch = _room(like, stop - start, self.allocate)
-                    read_into(self._source, batch, start, stop)
-                    yield batch
-                    del batch
-            return
+        if first < total:
+            yield from self._shuffled(total, first) if self._shuffle else self._in_order(total, first)
+
+    def _in_order(self, total: int, first: int) -> Iterator[Any]:
+        like = self._source.read(0, 1) if self._apart else None
+        for start in range(first, total, self._block):
+            stop = min(start + self._block, total)
+            if like is None:
+                yield self._source.read(start, stop)
+            else:
+                batch = _room(like, stop - start, self.allocate)
+                read_into(self._source, batch, start, stop)
+                yield batch
+                del batch
+
+    def _shuffled(self, total: int, first: int) -> Iterator[Any]:
         random = np.random.default_rng((self._seed, self._epoch))
         blocks = random.permutation(-(-total // self._block))
+        like = self._source.read(0, 1)
+        room = None if gathers(self._source) else _room(like, self._held * self._block, np.empty)
+        step = max(self._batch, self._block)
         passed = 0
-        room: Any = None
         for group in range(0, len(blocks), self._held):
             chosen = blocks[group : group + self._held]
             bounds = [(int(b) * self._block, min((int(b) + 1) * self._block, total)) for b in chosen]
             size = sum(stop - start for start, stop in bounds)
             order = random.permutation(size)
             if passed + size > first:
-                if room is None:
-                    room = _room(self._source.read(0, 1), self._held * self._block, np.empty)
-                self._fill(room, bounds)
                 wanted = order[max(0, first - passed) :]
-                step = max(self._batch, self._block)
-                for start in range(0, len(wanted), step):
-                    yield _pick(room, wanted[start : start + step], self.allocate if self._apart else np.empty)
+                draws = [wanted[start : start + step] for start in range(0, len(wanted), step)]
+                yield from self._gathered(like, bounds, draws) if room is None else self._buffered(room, bounds, draws)
             passed += size
+
+    def _gathered(self, like: Any, bounds: list[tuple[int, int]], draws: list[NDArray[np.int64]]) -> Iterator[Any]:
+        """Samples of some blocks, each read by itself."""
+        source: Any = self._source
+        source.expect(bounds)
+        places = np.concatenate([np.arange(*b) for b in bounds])
+        for which in draws:
+            batch = _room(like, len(which), self._allocate)
+            source.gather_into(batch, places[which])
+            yield batch
+            del batch
+
+    def _buffered(self, room: Any, bounds: list[tuple[int, int]], draws: list[NDArray[np.int64]]) -> Iterator[Any]:
+        """Samples of some blocks, which are read one behind the other into room for them."""
+        at = 0
+        for start, stop in bounds:
+            read_into(self._source, _part(room, slice(at, at + stop - start)), start, stop)
+            at += stop - start
+        yield from (_pick(room, which, self._allocate) for which in draws)
+
+    @property
+    def _allocate(self) -> Callable[..., NDArray[Any]]:
+        """What makes the memory of what is drawn at random."""
+        return self.allocate if self._apart else np.empty
 
     @property
     def _apart(self) -> bool:
         """Whether each batch is read by itself, not cut out of what several have in common."""
         return self._block == self._batch
-
-    def _fill(self, room: Any, bounds: list[tuple[int, int]]) -> None:
-        """Read some blocks, one behind the other."""
-        at = 0
-        for start, stop in bounds:
-            read_into(self._source, _part(room, slice(at, at + stop - start)), start, stop)
-            at += stop - start
 
 
 def _pick(samples: Any, which: NDArray[np.int64], allocate: Callable[..., Any]) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, final
 
@@ -13,6 +15,8 @@ from numpy.typing import NDArray
 from lowtide.errors import ReaderError
 
 Array = NDArray[Any]
+ONE_BY_ONE_BYTES: Final = 16 << 10
+"""Samples from this size on are read one by one where that is possible: a call costs a microsecond, a copy of so much two."""
 
 
 class Source(Protocol):
@@ -36,6 +40,12 @@ def read_into(source: Any, room: Any, start: int, stop: int) -> None:
         direct(room, start, stop)
     else:
         fill(room, source.read(start, stop))
+
+
+def gathers(source: Any) -> bool:
+    """Whether samples are large enough, and the file such, that reading one by one costs less than one copy more."""
+    able = getattr(source, "gathers", None)
+    return able is not None and able() and source.sample_bytes >= ONE_BY_ONE_BYTES
 
 
 def _within(start: int, stop: int, length: int) -> None:
@@ -138,12 +148,31 @@ class _File:
         return found if self._dtype is None else found.astype(self._dtype, copy=False)
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where samples lie in a file that is open."""
+
+    file: int
+    offset: int
+    sample_bytes: int
+    count: int
+
+
 @final
 class _Npy(_File):
-    """A .npy file, mapped for as long as a slice takes: pages that were read are not kept as this process's memory."""
+    """A .npy file, read into memory that is given: pages of a map would stay this process's memory."""
+
+    def __init__(self, path: Path, name: Any, dtype: np.dtype[Any] | None) -> None:
+        super().__init__(path, name, dtype)
+        self._layout = _Layout(-1, 0, 0, 0)
 
     def _opened(self) -> Any:
-        return np.load(self._path, mmap_mode="r", allow_pickle=False)
+        header = np.load(self._path, mmap_mode="r", allow_pickle=False)
+        file = os.open(self._path, os.O_RDONLY)
+        weakref.finalize(header, os.close, file)
+        size = int(header.dtype.itemsize * np.prod(header.shape[1:], dtype=np.int64))
+        self._layout = _Layout(file, header.offset, size, len(header))
+        return header
 
     def read(self, start: int, stop: int) -> Array:
         """Samples of a slice, read from the file."""
@@ -154,24 +183,67 @@ class _Npy(_File):
 
     def read_into(self, room: Array, start: int, stop: int) -> None:
         """Samples of a slice, read from the file straight into memory where nothing is to be converted."""
-        header = self._open()
-        _within(start, stop, len(self))
+        header, at = self._open(), self._layout
+        _within(start, stop, at.count)
         if not header.flags.c_contiguous:
             room[...] = header[start:stop]
             return
-        straight = room.flags.c_contiguous and room.dtype == header.dtype
-        raw = room if straight else np.empty((stop - start, *header.shape[1:]), header.dtype)
-        row = int(header.dtype.itemsize * np.prod(header.shape[1:], dtype=np.int64))
-        with self._path.open("rb", buffering=0) as file:
-            file.seek(header.offset + start * row)
-            view = memoryview(raw.reshape(-1).view(np.uint8).data)
-            while view:
-                got = file.readinto(view)
-                if not got:
-                    raise ReaderError(f"{self._path}: ends before sample {stop}")
-                view = view[got:]
-        if not straight:
+        raw = _as_it_lies(room, header.dtype)
+        self._read(_bytes_of(raw), at.offset + start * at.sample_bytes)
+        if raw is not room:
             room[...] = raw
+
+    def gathers(self) -> bool:
+        """Whether samples lie together in the file."""
+        return bool(self._open().flags.c_contiguous)
+
+    def expect(self, bounds: Sequence[tuple[int, int]]) -> None:
+        """Have the system read ahead slices of which samples will be asked for."""
+        self._open()
+        at = self._layout
+        for start, stop in bounds:
+            first, size = at.offset + start * at.sample_bytes, (stop - start) * at.sample_bytes
+            if not (_is_cached(at.file, first) and _is_cached(at.file, first + size - 1)):
+                os.posix_fadvise(at.file, first, size, os.POSIX_FADV_WILLNEED)
+
+    def gather_into(self, room: Array, which: NDArray[np.int64]) -> None:
+        """Samples from anywhere, each read from the file straight into memory where nothing is to be converted."""
+        header, at = self._open(), self._layout
+        _within(int(which.min(initial=at.count)), int(which.max(initial=-1)) + 1, at.count)
+        raw = _as_it_lies(room, header.dtype)
+        view, size = _bytes_of(raw), at.sample_bytes
+        read, file, places = os.preadv, at.file, range(0, len(view), size)
+        for place, offset in zip(places, (at.offset + which * size).tolist(), strict=True):
+            part = view[place : place + size]
+            got = read(file, (part,), offset)
+            if got != size:
+                self._read(part[got:], offset + got)
+        if raw is not room:
+            room[...] = raw
+
+    def _read(self, view: memoryview, offset: int) -> None:
+        while view:
+            got = os.preadv(self._layout.file, (view,), offset)
+            if not got:
+                raise ReaderError(f"{self._path}: ends at byte {offset}, before its last sample")
+            view, offset = view[got:], offset + got
+
+
+def _is_cached(file: int, offset: int) -> bool:
+    """Whether the system can give a byte without waiting for it: cheaper to ask than to have what is there read ahead."""
+    try:
+        return os.preadv(file, (bytearray(1),), offset, os.RWF_NOWAIT) == 1
+    except OSError:
+        return False
+
+
+def _as_it_lies(room: Array, dtype: np.dtype[Any]) -> Array:
+    """Memory to read into what is to be converted to ``room`` afterwards: that itself, where nothing is to be converted."""
+    return room if room.flags.c_contiguous and room.dtype == dtype else np.empty(room.shape, dtype)
+
+
+def _bytes_of(room: Array) -> memoryview:
+    return memoryview(room.reshape(-1).view(np.uint8).data)
 
 
 @final
@@ -347,3 +419,17 @@ class Arrays:
     def read(self, start: int, stop: int) -> tuple[Array, ...]:
         """Samples of a slice, of each source."""
         return tuple(s.read(start, stop) for s in self._sources)
+
+    def gathers(self) -> bool:
+        """Whether samples of each lie together in their files."""
+        return all(hasattr(s, "gathers") and s.gathers() for s in self._sources)
+
+    def expect(self, bounds: Sequence[tuple[int, int]]) -> None:
+        """Have the system read ahead."""
+        for source in self._sources:
+            source.expect(bounds)  # type: ignore[attr-defined]
+
+    def gather_into(self, room: tuple[Array, ...], which: NDArray[np.int64]) -> None:
+        """Samples from anywhere, of each source."""
+        for source, part in zip(self._sources, room, strict=True):
+            source.gather_into(part, which)  # type: ignore[attr-defined]
