@@ -275,6 +275,17 @@ class _Zarr(_File):
         found = zarr.open(str(self._path), mode="r")
         return found if self._name is None else found[self._name]
 
+    def read_into(self, room: Array, start: int, stop: int) -> None:
+        """Samples of a slice; chunks straight into memory where nothing is to be converted."""
+        _within(start, stop, len(self))
+        array = self._open()
+        if room.dtype == array.dtype and room.flags.c_contiguous and stop > start:
+            from zarr.core.buffer.cpu import NDBuffer
+
+            array.get_basic_selection(slice(start, stop), out=NDBuffer.from_numpy_array(room))
+        else:
+            room[...] = self.read(start, stop)
+
 
 @final
 class _Parquet(_File):
