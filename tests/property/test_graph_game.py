@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import random
 import time
@@ -20,6 +21,7 @@ from lowtide.pebble.check import check
 from lowtide.pebble.classics import STRATEGIES
 from lowtide.pebble.game import game_of, profile
 from lowtide.pebble.graph import Graph, from_json, to_json
+from lowtide.pebble.prefetch import faster, with_fetches_ahead
 from lowtide.pebble.referee import play
 from lowtide.pebble.schedule import Act, Move, Row, plain_row, unfold
 from lowtide.pebble.solve import Order, Solver, Status
@@ -48,6 +50,39 @@ def _random_row(graph: Graph, rnd: random.Random) -> Row:
             elif graph.offload is not None and nodes[again].move:
                 row.append(Move(Act.FETCH, again))
     return tuple(row)
+
+
+@_FEW
+@given(full_graphs(states=True, overlap=True), st.integers(0, 2**32), st.floats(0, 1))
+def test_fetches_ahead_of_need_keep_rules_order_and_budget_and_cost_no_time(graph: Graph, seed: int, share: float) -> None:
+    """with_fetches_ahead: the same moves, fetches among themselves and the rest in their order, within the budget; faster: no slower."""
+    row = _random_row(graph, random.Random(seed))
+    try:
+        plain = play(graph, unfold(graph, row))
+    except StructureError:
+        assume(False)
+    assume(graph.offload is not None)
+    budget = plain.peak_bytes + int(share * sum(n.bytes for n in graph.nodes))
+    ahead = with_fetches_ahead(graph, row, plain, budget)
+    for fetches in (True, False):
+        assert [m for m in ahead if (m.act is Act.FETCH) is fetches] == [m for m in row if (m.act is Act.FETCH) is fetches]
+    assert play(graph, unfold(graph, ahead)).peak_bytes <= budget
+    assert faster(graph, row, plain, budget)[1].seconds <= plain.seconds
+
+
+def test_a_fetch_that_is_asked_for_while_others_compute_costs_nothing() -> None:
+    """One large value stands in the way in the middle and is read at the end: there and back is 4 s, beside 10 s of work."""
+    names = [f"op{k}" for k in range(12)]
+    nodes = [{"id": "large", "bytes": 100, "seconds": 5.0}]
+    nodes += [{"id": n, "bytes": 100 if 4 <= k < 7 else 1, "seconds": 1.0} for k, n in enumerate(names)]
+    links = [{"source": "large", "target": names[k]} for k in (0, 2, -1)]
+    links += [{"source": a, "target": b} for a, b in itertools.pairwise(names)]
+    about = {"offload": {"write_bytes_per_second": 50, "read_bytes_per_second": 50, "overlap": True}}
+    graph = from_json({"graph": about, "nodes": nodes, "links": links})
+    answer = Solver(graph).at(210, seconds=0.5)
+    assert [m.act for m in answer.row].count(Act.FETCH) == 1
+    assert answer.status is Status.OPTIMAL
+    assert answer.extra_seconds == 0
 
 
 @_FEW

@@ -38,6 +38,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "pebble.windows",
         "pebble.lazy",
         "pebble.descent",
+        "pebble.prefetch",
         "pebble.classics",
         "pebble.exact",
         "pebble.solve",

@@ -171,7 +171,7 @@ class _Npy(_File):
         file = os.open(self._path, os.O_RDONLY)
         weakref.finalize(header, os.close, file)
         size = int(header.dtype.itemsize * np.prod(header.shape[1:], dtype=np.int64))
-        self._layout = _Layout(file, header.offset, size, len(header))
+        self._layout = _Layout(file, header.offset, size, header.shape[0])
         return header
 
     def read(self, start: int, stop: int) -> Array:

@@ -116,6 +116,15 @@ def _lives(graph: Graph, row: Row) -> tuple[dict[int, list[int]], set[tuple[int,
     return ends, overwritten
 
 
+def life_ends(graph: Graph, row: Row) -> dict[int, list[int]]:
+    """Per value the places in a row at which its lives end, in order."""
+    found: dict[int, list[int]] = {}
+    for t, values in sorted(_lives(graph, row)[0].items()):
+        for v in values:
+            found.setdefault(v, []).append(t)
+    return found
+
+
 def to_json(graph: Graph, schedule: Schedule) -> list[list[Any]]:
     """``[[action, node id], …]``."""
     return [[m.act.value, graph.nodes[m.node].id] for m in schedule]

@@ -32,6 +32,7 @@ from lowtide.pebble.descent import Descent
 from lowtide.pebble.game import Game, game_of, profile
 from lowtide.pebble.graph import Graph
 from lowtide.pebble.lazy import row_without
+from lowtide.pebble.prefetch import faster
 from lowtide.pebble.referee import Timeline, play
 from lowtide.pebble.schedule import Row, Schedule, plain_row, unfold
 from lowtide.pebble.search import Hunt, lowest_order
@@ -64,8 +65,8 @@ _SEED_GROWS = 1.5
 """So many times as long as the one before it a program with more of them is expected to take."""
 _SEED_GAP = 1e-3
 """Relative gap at which it may stop."""
-_OVERLAPPED = 0.25
-"""Share of a transfer's seconds that the search counts where transfers overlap with computing."""
+_OVERLAPPED = {0.25: 0.65, 0.1: 0.35}
+"""Shares of a transfer's seconds that a search counts where transfers overlap with computing, and its share of the time."""
 _LEAST_SHARE = 0.25
 """Share of an even share of the time that each budget of a curve has at least."""
 _STAGE_VARIABLES = 9000
@@ -124,13 +125,22 @@ class Answer:
 class Solver:
     """One graph, asked for one or several budgets."""
 
-    def __init__(self, graph: Graph, *, order: Order = Order.FIXED) -> None:
-        """Nothing is searched yet."""
+    def __init__(self, graph: Graph, *, order: Order = Order.FIXED, transfer_share: float | None = None) -> None:
+        """Nothing is searched yet.
+
+        Args:
+            graph: what is asked.
+            order: whether first runs keep the given order.
+            transfer_share: of a transfer's seconds, what the search counts; by itself all, or where transfers overlap with
+                computing little, in several searches.
+        """
         self.graph = graph
         self.order = order
         self.fixed = order is Order.FIXED
         overlap = graph.offload is not None and graph.offload.overlap
-        self.game = game_of(graph, transfer_share=_OVERLAPPED if overlap else 1.0)
+        self._searches = dict(_OVERLAPPED) if overlap and transfer_share is None else {}
+        share = max(_OVERLAPPED) if overlap else 1.0
+        self.game = game_of(graph, transfer_share=share if transfer_share is None else transfer_share)
         self.precedence = Precedence(self.game, fixed=self.fixed)
         self.row = plain_row(graph)
         self.given = play(graph, unfold(graph, self.row))
@@ -139,6 +149,11 @@ class Solver:
     def instants(self) -> list[Instant]:
         """First runs that the bounds look at."""
         return bound.looked_at(self.game, self.precedence)
+
+    @cached_property
+    def _alike(self) -> list[tuple[Solver, float]]:
+        """Solvers of the same graph that count transfers differently, and the share of the time of each."""
+        return [(Solver(self.graph, order=self.order, transfer_share=s), part) for s, part in self._searches.items()]
 
     @cached_property
     def floor(self) -> PeakBound:
@@ -255,6 +270,16 @@ class Solver:
     ) -> Answer:
         """A plan by annealing, bounds beside it, whatever the graph's size; the budget lies between floor and given peak."""
         began = time.monotonic()
+        if self._searches and library() is not None:
+            answers: list[Answer] = []
+            for solver, share in self._alike:
+                answers.append(solver.searched(budget, seconds=share * seconds, seeds=seeds, progress=progress))
+                if answers[-1].status is Status.OPTIMAL:
+                    break
+            best = min(answers, key=lambda a: (not a.status.has_plan, a.timeline.seconds if a.status.has_plan else 0.0))
+            proof = max((a.time_bound for a in answers), key=lambda b: b.seconds)
+            took, rounds = time.monotonic() - began, sum(a.rounds for a in answers)
+            return self._judged(replace(best, time_bound=proof, solve_seconds=took, rounds=rounds))
         deadline = began + seconds
         if library() is None:
             rows = [self.row, *seeds, *classics.rows(self.game, budget)]
@@ -415,7 +440,8 @@ class Solver:
             except StructureError:
                 continue
             fits = timeline.peak_bytes <= budget
-            played.append(((not fits, timeline.seconds if fits else 0.0, timeline.peak_bytes), row, fits))
+            best, timeline = faster(self.graph, row, timeline, budget) if fits else (row, timeline)
+            played.append(((not fits, timeline.seconds if fits else 0.0, timeline.peak_bytes), best, fits))
         _, row, fits = min(played, key=lambda x: x[0])
         return self._judged(self._answer(Status.FEASIBLE if fits else Status.UNKNOWN, budget, row, proof, began, rounds))
 
