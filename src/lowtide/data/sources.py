@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, final
 
@@ -148,82 +147,76 @@ class _File:
         return found if self._dtype is None else found.astype(self._dtype, copy=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Where samples lie in a file that is open."""
+@final
+class _Opened:
+    """An open .npy file, and where its samples lie; closed with the object."""
 
-    file: int
-    offset: int
-    sample_bytes: int
-    count: int
+    def __init__(self, path: Path) -> None:
+        self.header = np.load(path, mmap_mode="r", allow_pickle=False)
+        self.shape, self.dtype, self.offset = self.header.shape, self.header.dtype, self.header.offset
+        self.sample_bytes = int(self.dtype.itemsize * np.prod(self.shape[1:], dtype=np.int64))
+        self.together = bool(self.header.flags.c_contiguous)
+        self.file = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.file)
 
 
 @final
 class _Npy(_File):
     """A .npy file, read into memory that is given: pages of a map would stay this process's memory."""
 
-    def __init__(self, path: Path, name: Any, dtype: np.dtype[Any] | None) -> None:
-        super().__init__(path, name, dtype)
-        self._layout = _Layout(-1, 0, 0, 0)
-
     def _opened(self) -> Any:
-        header = np.load(self._path, mmap_mode="r", allow_pickle=False)
-        file = os.open(self._path, os.O_RDONLY)
-        weakref.finalize(header, os.close, file)
-        size = int(header.dtype.itemsize * np.prod(header.shape[1:], dtype=np.int64))
-        self._layout = _Layout(file, header.offset, size, header.shape[0])
-        return header
+        return _Opened(self._path)
 
     def read(self, start: int, stop: int) -> Array:
         """Samples of a slice, read from the file."""
         _within(start, stop, len(self))
-        made = np.empty((stop - start, *self._open().shape[1:]), self._dtype or self._open().dtype)
+        opened = self._open()
+        made = np.empty((stop - start, *opened.shape[1:]), self._dtype or opened.dtype)
         self.read_into(made, start, stop)
         return made
 
     def read_into(self, room: Array, start: int, stop: int) -> None:
         """Samples of a slice, read from the file straight into memory where nothing is to be converted."""
-        header, at = self._open(), self._layout
-        _within(start, stop, at.count)
-        if not header.flags.c_contiguous:
-            room[...] = header[start:stop]
+        opened: _Opened = self._open()
+        _within(start, stop, opened.shape[0])
+        if not opened.together:
+            room[...] = opened.header[start:stop]
             return
-        raw = _as_it_lies(room, header.dtype)
-        self._read(_bytes_of(raw), at.offset + start * at.sample_bytes)
+        raw = _as_it_lies(room, opened.dtype)
+        self._read(opened, _bytes_of(raw), opened.offset + start * opened.sample_bytes)
         if raw is not room:
             room[...] = raw
 
     def gathers(self) -> bool:
         """Whether samples lie together in the file."""
-        return bool(self._open().flags.c_contiguous)
+        return bool(self._open().together)
 
     def expect(self, bounds: Sequence[tuple[int, int]]) -> None:
         """Have the system read ahead slices of which samples will be asked for."""
-        self._open()
-        at = self._layout
+        opened: _Opened = self._open()
         for start, stop in bounds:
-            first, size = at.offset + start * at.sample_bytes, (stop - start) * at.sample_bytes
-            if not (_is_cached(at.file, first) and _is_cached(at.file, first + size - 1)):
-                os.posix_fadvise(at.file, first, size, os.POSIX_FADV_WILLNEED)
+            first, size = opened.offset + start * opened.sample_bytes, (stop - start) * opened.sample_bytes
+            if not (_is_cached(opened.file, first) and _is_cached(opened.file, first + size - 1)):
+                os.posix_fadvise(opened.file, first, size, os.POSIX_FADV_WILLNEED)
 
     def gather_into(self, room: Array, which: NDArray[np.int64]) -> None:
         """Samples from anywhere, each read from the file straight into memory where nothing is to be converted."""
-        header, at = self._open(), self._layout
-        _within(int(which.min(initial=at.count)), int(which.max(initial=-1)) + 1, at.count)
-        raw = _as_it_lies(room, header.dtype)
-        view, size = _bytes_of(raw), at.sample_bytes
-        read, file, places = os.preadv, at.file, range(0, len(view), size)
-        for place, offset in zip(places, (at.offset + which * size).tolist(), strict=True):
+        opened: _Opened = self._open()
+        total, size = opened.shape[0], opened.sample_bytes
+        _within(int(which.min(initial=total)), int(which.max(initial=-1)) + 1, total)
+        raw = _as_it_lies(room, opened.dtype)
+        view, read, file = _bytes_of(raw), os.preadv, opened.file
+        for place, offset in zip(range(0, len(view), size), (opened.offset + which * size).tolist(), strict=True):
             part = view[place : place + size]
             got = read(file, (part,), offset)
             if got != size:
-                self._read(part[got:], offset + got)
+                self._read(opened, part[got:], offset + got)
         if raw is not room:
             room[...] = raw
 
-    def _read(self, view: memoryview, offset: int) -> None:
+    def _read(self, opened: _Opened, view: memoryview, offset: int) -> None:
         while view:
-            got = os.preadv(self._layout.file, (view,), offset)
+            got = os.preadv(opened.file, (view,), offset)
             if not got:
                 raise ReaderError(f"{self._path}: ends at byte {offset}, before its last sample")
             view, offset = view[got:], offset + got
