@@ -487,12 +487,13 @@ class Recording:
     process: tuple[ProcessRow, ...] = ()
 
 
-def read(path: Path) -> Recording:
+def read(file: str | os.PathLike[str]) -> Recording:
     """Read a recording, and what a killed process left of its last step.
 
     Raises:
         RecordingError: if it is not there, empty, truncated, not a recording, or of a newer format.
     """
+    path = Path(file)
     if not path.is_file():
         raise RecordingError(f"no such recording: {path}")
     if path.stat().st_size == 0:

@@ -493,8 +493,9 @@ def test_what_was_asked_for_is_written_though_the_program_timed_out(tmp_path):
 
 def test_a_script_that_crashes_has_no_verdict_and_keeps_its_exit_code(tmp_path):
     path = script(tmp_path, "import lowtide\nlowtide.step()\nraise SystemExit(7)\n")
-    done = leak(path)
+    done = leak("--html", "/dev/full", path)
     assert done.returncode == 7
+    assert "lowtide: error: /dev/full: No space left on device" in done.stderr.splitlines()
     assert "no verdict" in done.stderr
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import click
 import msgspec
 
 from lowtide.errors import UsageError
@@ -50,6 +51,11 @@ class Written:
             writes(*arguments, **options)
         except OSError as error:
             self._failed = self._failed or OSError(error.errno, error.strerror, error.filename or "standard output")
+
+    def say(self) -> None:
+        """Name the first that could not be written, where the exit code says something else."""
+        if self._failed is not None:
+            click.echo(f"lowtide: error: {self._failed.filename}: {self._failed.strerror}", err=True)
 
     def check(self) -> None:
         """When all is done.

@@ -148,6 +148,7 @@ def leak(
         told_as = shlex.join(command)
         written.attempt(write, html_file, page(found, suspects, parts, command=told_as, samples_per_step=samples_per_step))
     if last.code or last.ended == "timeout" or not last.steps:
+        written.say()
         return _failed(last, command)
     if not quiet:
         show(found, suspects, parts, samples_per_step=samples_per_step)
