@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -335,23 +336,40 @@ def test_no_zombies_while_it_runs(tmp_path):
     process = started(path, cwd=tmp_path)
     until(lambda: (tmp_path / "ready").exists())
     time.sleep(0.3)
-    found = [c.status() for c in psutil.Process(process.pid).children(recursive=True)]
+    found = [c.status() for c in psutil.Process(process.pid).children(recursive=True) if "lowtide-warden" not in c.cmdline()]
     process.terminate()
     process.communicate(timeout=30)
     assert psutil.STATUS_ZOMBIE not in found
     assert len(found) == 1
 
 
-def test_when_the_guard_is_killed_the_run_saves_and_stops(tmp_path):
+@pytest.mark.parametrize("shell", [False, True])
+def test_when_the_guard_is_killed_the_run_saves_and_stops(tmp_path, shell):
+    """Behind a shell, too, which does not pass signals on; and nothing else of the guard's is left."""
     path = script(tmp_path, NUMPY)
-    process = started(path, tmp_path / "c", "1", "100000", "0.01")
+    words = [sys.executable, path, tmp_path / "c", "1", "100000", "0.01"]
+    process = started("--", *(["bash", "-c", f"{shlex.join(map(str, words))}; true"] if shell else words))
     until(lambda: (tmp_path / "c").exists())
     time.sleep(0.5)
-    child = psutil.Process(process.pid).children()[0]
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) == 2 + shell
     process.kill()
-    process.communicate()
-    until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 10)
+    until(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children), 10)
     assert list((tmp_path / "c").glob("0*"))
+
+
+def test_when_the_guard_is_killed_what_does_not_listen_is_ended_after_the_patience(tmp_path):
+    path = script(tmp_path, """
+        import signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open("ready", "w").close()
+        time.sleep(60)
+    """)
+    process = started("--patience", "2", "--", "bash", "-c", f"{sys.executable} {path}; true", cwd=tmp_path)
+    until(lambda: (tmp_path / "ready").exists())
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    until(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children), 10)
 
 
 def test_a_run_behind_a_pipe_goes_on_though_the_pipe_says_zero(tmp_path):

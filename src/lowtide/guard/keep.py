@@ -165,7 +165,10 @@ class Keeper:
         self._kind = "none" if self._settings.cap_bytes is None else fence.kind
         kills, machine = fence.kills(), machine_kills()
         try:
-            with Guarded(self._settings.command, generation=number, rule=self._settings.rule.text, fence=fence) as process:
+            with Guarded(
+                self._settings.command, generation=number, rule=self._settings.rule.text, fence=fence,
+                patience_seconds=self._settings.patience_seconds,
+            ) as process:  # fmt: skip
                 watched = _Watched(process, fence, self._cap)
                 code = self._watch(watched)
                 beats = process.beats()

@@ -44,10 +44,15 @@ class Reading:
 
 @final
 class Tree:
-    """All processes that descend from this one, which therefore starts nothing else."""
+    """All processes that descend from this one, which therefore starts nothing else, but for one."""
 
-    def __init__(self) -> None:
-        """Nothing is read yet."""
+    def __init__(self, besides: int = 0) -> None:
+        """Nothing is read yet.
+
+        Args:
+            besides: a child that is none of them.
+        """
+        self._besides = besides
         self._own = psutil.Process()
         self._found: tuple[int, ...] = ()
         self._shares = Shares(SHARES_COST)
@@ -58,7 +63,7 @@ class Tree:
         found = []
         for process in self._own.children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE:
+                if process.pid != self._besides and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process.pid)
         return tuple(found)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import shutil
 import signal
@@ -25,7 +26,6 @@ from lowtide.probe.beat import Beat
 from lowtide.probe.lend import lend
 
 _LIBC: Final = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 OF_A_CHILD: Final = (
     "ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException", "BrokenProcessPool",
@@ -33,6 +33,17 @@ OF_A_CHILD: Final = (
 """Errors of launchers and pools whose child has failed: what that child says is the reason."""
 LEAVE_SECONDS: Final = 5.0
 """What processes get between SIGTERM and SIGKILL."""
+_WARDEN: Final = """
+read -r group left || exit
+read -r _
+kill -s TERM -- "-$group"
+while kill -s 0 -- "-$group" && [ "$left" -gt 0 ]; do sleep 1; left=$((left - 1)); done
+kill -s KILL -- "-$group"
+"""
+"""A shell that waits for the end of its input, which comes when the guard is gone, however it went; then it ends a group.
+
+A signal at its parent's death would reach the command alone, and both together would be two requests.
+"""
 
 
 def adopt() -> None:
@@ -44,7 +55,9 @@ def adopt() -> None:
 class Guarded:
     """A command that runs; leave the ``with`` block and it, and what it started, is gone."""
 
-    def __init__(self, command: Sequence[str], *, generation: int, rule: str, fence: Fence) -> None:
+    def __init__(
+        self, command: Sequence[str], *, generation: int, rule: str, fence: Fence, patience_seconds: float = 60.0
+    ) -> None:
         """Nothing runs yet.
 
         Args:
@@ -52,9 +65,10 @@ class Guarded:
             generation: how many came before it.
             rule: after what it stops of itself (``guard.rule.Rule.text``).
             fence: what limits it.
+            patience_seconds: what it gets to stop where this process is killed.
         """
         self._command, self._generation, self._rule, self._fence = list(command), generation, rule, fence
-        self.tree = Tree()
+        self._patience = patience_seconds
         self._lost: int | None = None
         self._passed = False
 
@@ -66,27 +80,35 @@ class Guarded:
         environment[beat.RECYCLE] = self._rule
         environment[beat.GENERATION] = str(self._generation)
         lend(environment)
+        self._warden = subprocess.Popen(  # noqa: S603 - what is run is above
+            ["/bin/sh", "-c", _WARDEN, "lowtide-warden"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, start_new_session=True, text=True,
+        )  # fmt: skip
         self.began = time.monotonic()
         try:
             self._process = subprocess.Popen(  # noqa: S603 - the user's own command
                 self._command,
                 env=environment,
                 start_new_session=True,
-                preexec_fn=self._enter,  # noqa: PLW1509 - threads of this process hold no locks that are needed there
+                preexec_fn=self._fence.enter,  # noqa: PLW1509 - threads of this process hold no locks that are needed there
             )
         except (OSError, subprocess.SubprocessError) as error:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._dismiss()
             raise UsageError(f"cannot start {self._command[0]}: {error}") from None
+        assert self._warden.stdin is not None
+        self._warden.stdin.write(f"{self._process.pid} {math.ceil(self._patience)}\n")
+        self._warden.stdin.flush()
+        self.tree = Tree(besides=self._warden.pid)
         return self
-
-    def _enter(self) -> None:
-        """In the new process: it is asked to end when the guard goes, and lives within the fence."""
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        self._fence.enter()
 
     def __exit__(self, *_: object) -> None:
         """End what is left of it."""
         self.kill()
+        self._dismiss()
+
+    def _dismiss(self) -> None:
+        self._warden.kill()
+        self._warden.communicate()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def poll(self) -> int | None:
