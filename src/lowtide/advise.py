@@ -13,7 +13,7 @@ from lowtide.errors import RecordingError
 from lowtide.explain import Block, Step, steps_of, telling
 from lowtide.finding import Case, Change, Finding
 from lowtide.leastpeak import blocks_at, floor_of, grows_with_the_batch
-from lowtide.precision import WIDE, in_float32
+from lowtide.precision import WIDE, has_convolutions, has_lstms, in_float32
 from lowtide.store import BY_ZERO, HELD_BYTES, PHASES, Kind, Recording, Role
 from lowtide.trace import Phase
 from lowtide.units import format_bytes
@@ -170,12 +170,17 @@ def double_precision(case: Case) -> Iterator[Finding]:
     if total < NOTABLE * case.peak:
         return
     first = min(wide, key=lambda b: b.born)
-    change, others = in_float32(case)
+    unknown = has_lstms(case)
+    besides = ""
+    if unknown:
+        besides = " (what that saves is not known: LSTMs run by one kernel then, whose workspace may be larger)"
+    elif has_convolutions(case):
+        besides = " (it may save more: convolutions run by other kernels then, which take less)"
     yield case.found(
         "float64",
         f"{format_bytes(total)} at the peak are float64 (first: {first.title}{_at(first)}): convert to float32 where "
-        f"it enters{f' ({others} run by other kernels in float32: theirs is not in the saving)' if others else ''}",
-        change,
+        f"it enters{besides}",
+        None if unknown else in_float32(case),
     )
 
 

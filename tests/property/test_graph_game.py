@@ -8,6 +8,7 @@ import math
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from lowtide.pebble.graph import Graph, from_json, to_json
 from lowtide.pebble.prefetch import faster, with_fetches_ahead
 from lowtide.pebble.referee import play
 from lowtide.pebble.schedule import Act, Move, Row, plain_row, unfold
-from lowtide.pebble.solve import Order, Solver, Status
+from lowtide.pebble.solve import Answer, Order, Solver, Status
 from lowtide.pebble.windows import chain_seconds
 from property.graphs import cheapest, full_graphs, plain_graphs
 
@@ -68,6 +69,53 @@ def test_fetches_ahead_of_need_keep_rules_order_and_budget_and_cost_no_time(grap
         assert [m for m in ahead if (m.act is Act.FETCH) is fetches] == [m for m in row if (m.act is Act.FETCH) is fetches]
     assert play(graph, unfold(graph, ahead)).peak_bytes <= budget
     assert faster(graph, row, plain, budget)[1].seconds <= plain.seconds
+
+
+def _boards(seed: int, *, overlap: bool) -> Graph:
+    """120 operators, half of which may run again or move."""
+    rnd = random.Random(seed)
+    nodes = [
+        {"id": k, "bytes": rnd.randint(1, 100), "seconds": rnd.random(), "recompute": rnd.random() < 0.5,
+         "move": rnd.random() < 0.5, "workspace_bytes": rnd.randint(0, 50)} for k in range(120)
+    ]  # fmt: skip
+    links = [{"source": a, "target": b} for b in range(120) for a in range(b) if rnd.random() < 3 / 120]
+    board2 = {"write_bytes_per_second": 100.0, "read_bytes_per_second": 100.0, "overlap": overlap}
+    return from_json({"graph": {"offload": board2}, "nodes": nodes, "links": links})
+
+
+def test_an_instant_that_a_row_crosses_is_never_a_fetch() -> None:
+    """They are first runs, and arrays of a program go so far only."""
+    solver = Solver(_boards(0, overlap=False))
+    game = solver.game
+    fetch = next(o for o in range(game.plain, len(game.outputs)))
+    for place in range(1, len(game.given)):
+        found = solver._crossed((*game.given[:place], fetch, *game.given[place:]), 0, set())
+        assert found
+        assert all(o < game.plain for o in found)
+
+
+@dataclass
+class _Says:
+    """A search with a known end."""
+
+    answer: Answer
+
+    def searched(self, *_: object, **__: object) -> Answer:
+        return self.answer
+
+
+@pytest.mark.parametrize("lower_first", [False, True])
+def test_of_several_searches_without_a_plan_the_lowest_row_is_told(*, lower_first: bool) -> None:
+    solver = Solver(_boards(0, overlap=True))
+    floor = solver.floor.bytes
+    lower = solver.game.row(solver.descent.below(floor, deadline=time.monotonic() + 1))
+    high, low = (solver.follow(row, floor) for row in (solver.row, lower))
+    assert low.timeline.peak_bytes < high.timeline.peak_bytes
+    said = [low, high] if lower_first else [high, low]
+    solver.__dict__["_alike"] = [(_Says(answer), 0.5) for answer in said]
+    found = solver.searched(floor, seconds=1.0)
+    assert found.status is Status.UNKNOWN
+    assert found.timeline.peak_bytes == low.timeline.peak_bytes
 
 
 def test_a_fetch_that_is_asked_for_while_others_compute_costs_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,20 @@ def whole_model(kind: torch.dtype) -> None:
         _fit(model, optimizer, torch.randn(ROWS, WIDTH, dtype=kind))
 
 
+def gates_and_masks(kind: torch.dtype) -> None:
+    """What looks like parts of an LSTM, and what chooses by truth and place."""
+    gate, cell = nn.Linear(WIDTH, WIDTH).to(kind), nn.GRU(WIDTH, 64).to(kind)
+    optimizer = torch.optim.SGD([*gate.parameters(), *cell.parameters()], lr=0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        x = torch.randn(ROWS, WIDTH, dtype=kind)
+        h = gate(x).sigmoid_()
+        chosen = x[x > 0].sum() + x.sort(dim=1).values[:, 0].sum()
+        loss = cell((h * x).view(16, -1, WIDTH))[0].square().mean() + h.mean() * chosen
+        loss.backward()
+        optimizer.step()
+
+
 def convolutions(kind: torch.dtype) -> None:
     """In float64 they are matrix products of what they unfold."""
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)).to(kind)
@@ -96,13 +111,13 @@ def convolutions(kind: torch.dtype) -> None:
         _fit(model, optimizer, torch.randn(16, 3, 64, 64, dtype=kind))
 
 
-def recurrent(kind: torch.dtype) -> None:
+def recurrent(kind: torch.dtype, features: int, hidden: int) -> None:
     """In float32 one kernel with a workspace of its own runs all time steps."""
-    model, head = nn.LSTM(64, 128, batch_first=True).to(kind), nn.Linear(128, 10).to(kind)
+    model, head = nn.LSTM(features, hidden, batch_first=True).to(kind), nn.Linear(hidden, 10).to(kind)
     optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        h, _ = model(torch.randn(64, 50, 64, dtype=kind))
+        h, _ = model(torch.randn(64, 50, features, dtype=kind))
         F.cross_entropy(head(h[:, -1]), torch.randint(0, 10, (64,))).backward()
         optimizer.step()
 
@@ -123,18 +138,24 @@ def _told_and_saved(script: Script, folder: Path) -> tuple[Finding, int]:
 
 
 @pytest.mark.parametrize(
-    "script", [batch_in_a_variable, slices_of_the_data, batches_of_a_loader, targets, spectra, whole_model]
+    "script",
+    [batch_in_a_variable, slices_of_the_data, batches_of_a_loader, targets, spectra, whole_model, gates_and_masks],
 )
 def test_the_saving_told_is_what_float32_saves(script: Script, tmp_path: Path) -> None:
     found, saved = _told_and_saved(script, tmp_path)
     assert abs(found.saving_bytes - saved) <= max(SHARE * saved, BYTES), (found, saved)
-    assert "other kernels" not in found.text
+    assert found.text.endswith("where it enters")
 
 
-@pytest.mark.parametrize(("script", "what"), [(convolutions, "convolutions"), (recurrent, "LSTMs")])
-def test_layers_with_other_kernels_in_float32_are_named_and_no_more_is_told_than_is_saved(
-    script: Script, what: str, tmp_path: Path
-) -> None:
-    found, saved = _told_and_saved(script, tmp_path)
-    assert f"({what} run by other kernels in float32" in found.text
-    assert found.saving_bytes <= saved
+def test_convolutions_are_named_and_no_more_is_told_than_is_saved(tmp_path: Path) -> None:
+    found, saved = _told_and_saved(convolutions, tmp_path)
+    assert "it may save more: convolutions" in found.text
+    assert 0 < found.saving_bytes <= saved
+
+
+@pytest.mark.parametrize(("features", "hidden"), [(512, 16), (64, 128)])
+def test_nothing_is_promised_where_an_lstm_takes_another_kernel(features: int, hidden: int, tmp_path: Path) -> None:
+    """In float32 it takes more than in float64, or less: its kernel has a workspace of its own."""
+    found, _ = _told_and_saved(partial(recurrent, features=features, hidden=hidden), tmp_path)
+    assert found.saving_bytes == 0
+    assert "what that saves is not known: LSTMs" in found.text

@@ -149,15 +149,17 @@ class _File:
 
 @final
 class _Opened:
-    """An open .npy file, and where its samples lie; closed with the object."""
+    """An open .npy file, and where its samples lie; closed with the object. Mapped only where they do not lie together."""
 
     def __init__(self, path: Path) -> None:
-        self.header = np.load(path, mmap_mode="r", allow_pickle=False)
-        self.shape, self.dtype, self.offset = self.header.shape, self.header.dtype, self.header.offset
+        mapped = np.load(path, mmap_mode="r", allow_pickle=False)
+        self.shape, self.dtype, self.offset = mapped.shape, mapped.dtype, mapped.offset
         self.sample_bytes = int(self.dtype.itemsize * np.prod(self.shape[1:], dtype=np.int64))
-        self.together = bool(self.header.flags.c_contiguous)
-        self.file = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self.file)
+        self.together = bool(mapped.flags.c_contiguous)
+        self.mapped: Array | None = None if self.together else mapped
+        self.file = os.open(path, os.O_RDONLY) if self.together else -1
+        if self.together:
+            weakref.finalize(self, os.close, self.file)
 
 
 @final
@@ -180,7 +182,8 @@ class _Npy(_File):
         opened: _Opened = self._open()
         _within(start, stop, opened.shape[0])
         if not opened.together:
-            room[...] = opened.header[start:stop]
+            assert opened.mapped is not None
+            room[...] = opened.mapped[start:stop]
             return
         raw = _as_it_lies(room, opened.dtype)
         self._read(opened, _bytes_of(raw), opened.offset + start * opened.sample_bytes)
@@ -426,7 +429,7 @@ class Arrays:
 
     def gathers(self) -> bool:
         """Whether samples of each lie together in their files."""
-        return all(hasattr(s, "gathers") and s.gathers() for s in self._sources)
+        return all(hasattr(s, "gathers") and s.gathers() and s.sample_bytes for s in self._sources)
 
     def expect(self, bounds: Sequence[tuple[int, int]]) -> None:
         """Have the system read ahead."""

@@ -37,8 +37,8 @@ def with_fetches_ahead(graph: Graph, row: Row, timeline: Timeline, budget: int) 
         size, gone = graph.nodes[row[t].node].bytes, ends.get(row[t].node, [])
         took = size / graph.offload.read_bytes_per_second
         first = max(earliest, gone[k - 1] + 1 if (k := bisect_left(gone, t)) else 0)
-        place = t
-        while place > first and max(before[place], arrives) + took > before[t] and high[place - 1] + size <= budget:
+        place, begins = t, max(arrives, before[t] - took)  # no use in being earlier
+        while place > first and before[place] > begins and high[place - 1] + size <= budget:
             place -= 1
         high[place:t] += size
         moved.setdefault(place, []).append(row[t])

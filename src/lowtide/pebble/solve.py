@@ -67,6 +67,8 @@ _SEED_GAP = 1e-3
 """Relative gap at which it may stop."""
 _OVERLAPPED = {0.25: 0.65, 0.1: 0.35}
 """Shares of a transfer's seconds that a search counts where transfers overlap with computing, and its share of the time."""
+_LEFT = 0.5
+"""Part of its share of the time that must be left for another of these searches to begin."""
 _LEAST_SHARE = 0.25
 """Share of an even share of the time that each budget of a curve has at least."""
 _STAGE_VARIABLES = 9000
@@ -273,10 +275,13 @@ class Solver:
         if self._searches and library() is not None:
             answers: list[Answer] = []
             for solver, share in self._alike:
-                answers.append(solver.searched(budget, seconds=share * seconds, seeds=seeds, progress=progress))
-                if answers[-1].status is Status.OPTIMAL:
-                    break
-            best = min(answers, key=lambda a: (not a.status.has_plan, a.timeline.seconds if a.status.has_plan else 0.0))
+                left = seconds - (time.monotonic() - began)
+                if answers and (answers[-1].status is Status.OPTIMAL or left < _LEFT * share * seconds):
+                    break  # what it takes to begin was more than the search itself
+                answers.append(solver.searched(
+                    budget, seconds=min(left, share * seconds), seeds=seeds, progress=None if answers else progress
+                ))  # fmt: skip
+            best = min(answers, key=lambda a: _worth(a.timeline, fits=a.status.has_plan))
             proof = max((a.time_bound for a in answers), key=lambda b: b.seconds)
             took, rounds = time.monotonic() - began, sum(a.rounds for a in answers)
             return self._judged(replace(best, time_bound=proof, solve_seconds=took, rounds=rounds))
@@ -386,7 +391,7 @@ class Solver:
         seen: set[int] = set()
         firsts = []
         for o in row:
-            firsts.append(o if o not in seen else -1)
+            firsts.append(o if o not in seen and o < self.game.plain else -1)  # a fetch is no first run
             seen.add(o)
         found: list[int] = []
         apart = self.game.plain // _SEED_APART
@@ -441,7 +446,7 @@ class Solver:
                 continue
             fits = timeline.peak_bytes <= budget
             best, timeline = faster(self.graph, row, timeline, budget) if fits else (row, timeline)
-            played.append(((not fits, timeline.seconds if fits else 0.0, timeline.peak_bytes), best, fits))
+            played.append((_worth(timeline, fits=fits), best, fits))
         _, row, fits = min(played, key=lambda x: x[0])
         return self._judged(self._answer(Status.FEASIBLE if fits else Status.UNKNOWN, budget, row, proof, began, rounds))
 
@@ -471,6 +476,11 @@ class Solver:
             solve_seconds=time.monotonic() - began,
             rounds=rounds,
         )
+
+
+def _worth(timeline: Timeline, *, fits: bool) -> tuple[bool, float, int]:
+    """What is to be small: of plans that fit their seconds, of others their peaks."""
+    return (not fits, timeline.seconds if fits else 0.0, timeline.peak_bytes)
 
 
 def solve(graph: Graph, budget_bytes: int, *, order: Order = Order.FIXED, seconds: float = SECONDS) -> Answer:

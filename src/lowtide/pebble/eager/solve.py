@@ -78,6 +78,7 @@ class Front:
         self._plain = State({}, play(problem, {}))
         self._found: list[State] = []
         self._proven: dict[int, float] = {}
+        self._in_vain = False
 
     def retimed(self, problem: Problem, in_force: State) -> Front:
         """The same unit with other seconds, asked anew; nothing that it finds is dearer than what is in force.
@@ -130,10 +131,11 @@ class Front:
             self.solve_seconds += time.perf_counter() - start
         front = (*self.states, *self._found)
         start = time.perf_counter()
-        if min(s.timeline.peak_bytes for s in front) > budget_bytes:
+        if min(s.timeline.peak_bytes for s in front) > budget_bytes and not self._in_vain:
             lower = backtracked(self.problem, self.states, budget_bytes, seconds=self.seconds)
             front = (*front, *lower)
             self._found = list(pareto([*self._found, *lower]))
+            self._in_vain = all(s.timeline.peak_bytes > budget_bytes for s in lower)  # another budget leads the same ways
         lighter = lightened(self.problem, front, budget_bytes, seconds=LIGHTER_SECONDS)
         self._found = list(pareto([*self._found, *lighter]))
         self.solve_seconds += time.perf_counter() - start
