@@ -69,10 +69,9 @@ def _narrowed(case: Case) -> dict[int, int]:
     made = {i: (step, b) for i, b in converted if b.label.startswith(_NARROW)}
     made |= {i: case.earlier[b.number] for i, (_, b) in made.items() if b.born < 0 and b.number in case.earlier}
     places = {b.number: i for i, b in enumerate(step.blocks) if b.counted and _is_wide(b)}
-    read: dict[tuple[int, int], int] = {}
-    for at in {id(s): s for s, _ in made.values()}.values():
-        read |= {(id(at), r): places[b.number] for b in at.blocks if b.number in places for r in b.reads}
-    found = {i: read[id(at), b.born] for i, (at, b) in made.items() if b.born >= 0 and (id(at), b.born) in read}
+    steps = {at for at, _ in made.values()}
+    read = {(at, r): places[b.number] for at in steps for b in at.blocks if b.number in places for r in b.reads}
+    found = {i: read[at, b.born] for i, (at, b) in made.items() if b.born >= 0 and (at, b.born) in read}
     return {i: source for i, source in found.items() if _is_counterpart(step.blocks[i], step.blocks[source])}
 
 
@@ -92,17 +91,17 @@ def _insides(case: Case, copying: AbstractSet[int]) -> dict[int, int]:
     readers: set[int] = set()
     indexing: set[int] = set()
     for b in step.blocks:
-        wide, narrow = _is_wide(b), b.label.startswith(_NARROW)
-        chooses = b.label.startswith(_CHOOSING)
+        wide, takes_part = _is_wide(b), set(b.reads)
         if not b.met:
             made[b.born] += b.bytes
             left[b.born] += b.bytes // 2 if wide else b.bytes
-            converted[b.born] += 2 * b.bytes if narrow else 0
-            indexing.update((b.born,) if chooses else ())
-        for r in set(b.reads):
-            converted[r] += 2 * b.bytes if narrow else 0
-        indexing.update(b.reads if chooses else ())
-        readers.update(b.reads if wide else ())
+            takes_part.add(b.born)
+        if wide:
+            readers.update(b.reads)
+        elif b.label.startswith(_NARROW):
+            converted.update(dict.fromkeys(takes_part, 2 * b.bytes))
+        elif b.label.startswith(_CHOOSING):
+            indexing |= takes_part
     found = {}
     for r in readers - copying:
         k = step.op_at(r)

@@ -8,7 +8,6 @@ import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from lowtide.pebble.graph import Graph, from_json, to_json
 from lowtide.pebble.prefetch import faster, with_fetches_ahead
 from lowtide.pebble.referee import play
 from lowtide.pebble.schedule import Act, Move, Row, plain_row, unfold
-from lowtide.pebble.solve import Answer, Order, Solver, Status
+from lowtide.pebble.solve import Order, Solver, Status
 from lowtide.pebble.windows import chain_seconds
 from property.graphs import cheapest, full_graphs, plain_graphs
 
@@ -94,16 +93,6 @@ def test_an_instant_that_a_row_crosses_is_never_a_fetch() -> None:
         assert all(o < game.plain for o in found)
 
 
-@dataclass
-class _Says:
-    """A search with a known end."""
-
-    answer: Answer
-
-    def searched(self, *_: object, **__: object) -> Answer:
-        return self.answer
-
-
 @pytest.mark.parametrize("lower_first", [False, True])
 def test_of_several_searches_without_a_plan_the_lowest_row_is_told(*, lower_first: bool) -> None:
     solver = Solver(_boards(0, overlap=True))
@@ -111,9 +100,7 @@ def test_of_several_searches_without_a_plan_the_lowest_row_is_told(*, lower_firs
     lower = solver.game.row(solver.descent.below(floor, deadline=time.monotonic() + 1))
     high, low = (solver.follow(row, floor) for row in (solver.row, lower))
     assert low.timeline.peak_bytes < high.timeline.peak_bytes
-    said = [low, high] if lower_first else [high, low]
-    solver.__dict__["_alike"] = [(_Says(answer), 0.5) for answer in said]
-    found = solver.searched(floor, seconds=1.0)
+    found = solver._better(*((low, high) if lower_first else (high, low)), began=time.monotonic())
     assert found.status is Status.UNKNOWN
     assert found.timeline.peak_bytes == low.timeline.peak_bytes
 

@@ -155,10 +155,9 @@ class _Opened:
         mapped = np.load(path, mmap_mode="r", allow_pickle=False)
         self.shape, self.dtype, self.offset = mapped.shape, mapped.dtype, mapped.offset
         self.sample_bytes = int(self.dtype.itemsize * np.prod(self.shape[1:], dtype=np.int64))
-        self.together = bool(mapped.flags.c_contiguous)
-        self.mapped: Array | None = None if self.together else mapped
-        self.file = os.open(path, os.O_RDONLY) if self.together else -1
-        if self.together:
+        self.mapped: Array | None = None if mapped.flags.c_contiguous else mapped
+        if self.mapped is None:
+            self.file = os.open(path, os.O_RDONLY)
             weakref.finalize(self, os.close, self.file)
 
 
@@ -181,8 +180,7 @@ class _Npy(_File):
         """Samples of a slice, read from the file straight into memory where nothing is to be converted."""
         opened: _Opened = self._open()
         _within(start, stop, opened.shape[0])
-        if not opened.together:
-            assert opened.mapped is not None
+        if opened.mapped is not None:
             room[...] = opened.mapped[start:stop]
             return
         raw = _as_it_lies(room, opened.dtype)
@@ -192,7 +190,7 @@ class _Npy(_File):
 
     def gathers(self) -> bool:
         """Whether samples lie together in the file."""
-        return bool(self._open().together)
+        return self._open().mapped is None
 
     def expect(self, bounds: Sequence[tuple[int, int]]) -> None:
         """Have the system read ahead slices of which samples will be asked for."""
@@ -235,7 +233,12 @@ def _is_cached(file: int, offset: int) -> bool:
 
 def _as_it_lies(room: Array, dtype: np.dtype[Any]) -> Array:
     """Memory to read into what is to be converted to ``room`` afterwards: that itself, where nothing is to be converted."""
-    return room if room.flags.c_contiguous and room.dtype == dtype else np.empty(room.shape, dtype)
+    return room if _takes(room, dtype) else np.empty(room.shape, dtype)
+
+
+def _takes(room: Array, dtype: np.dtype[Any]) -> bool:
+    """Whether memory can be read into as it lies in a file: one run of bytes of the same type."""
+    return bool(room.flags.c_contiguous and room.dtype == dtype)
 
 
 def _bytes_of(room: Array) -> memoryview:
@@ -255,7 +258,7 @@ class _Hdf5(_File):
         """Samples of a slice; straight into memory where nothing is to be converted."""
         _within(start, stop, len(self))
         array = self._open()
-        if room.dtype == array.dtype and room.flags.c_contiguous and stop > start:
+        if stop > start and _takes(room, array.dtype):
             array.read_direct(room, np.s_[start:stop])
         else:
             room[...] = self.read(start, stop)
@@ -275,7 +278,7 @@ class _Zarr(_File):
         """Samples of a slice; chunks straight into memory where nothing is to be converted."""
         _within(start, stop, len(self))
         array = self._open()
-        if room.dtype == array.dtype and room.flags.c_contiguous and stop > start:
+        if stop > start and _takes(room, array.dtype):
             from zarr.core.buffer.cpu import NDBuffer
 
             array.get_basic_selection(slice(start, stop), out=NDBuffer.from_numpy_array(room))

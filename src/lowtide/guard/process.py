@@ -56,7 +56,7 @@ class Guarded:
     """A command that runs; leave the ``with`` block and it, and what it started, is gone."""
 
     def __init__(
-        self, command: Sequence[str], *, generation: int, rule: str, fence: Fence, patience_seconds: float = 60.0
+        self, command: Sequence[str], *, generation: int, rule: str, fence: Fence, patience_seconds: float
     ) -> None:
         """Nothing runs yet.
 

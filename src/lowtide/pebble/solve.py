@@ -65,10 +65,12 @@ _SEED_GROWS = 1.5
 """So many times as long as the one before it a program with more of them is expected to take."""
 _SEED_GAP = 1e-3
 """Relative gap at which it may stop."""
-_OVERLAPPED = {0.25: 0.65, 0.1: 0.35}
-"""Shares of a transfer's seconds that a search counts where transfers overlap with computing, and its share of the time."""
+_OVERLAPPED, _HIDDEN = 0.25, 0.1
+"""Share of a transfer's seconds that the search counts where transfers overlap with computing, and that another one does."""
+_FIRST_SHARE = 0.65
+"""Share of the time of the first of these searches."""
 _LEFT = 0.5
-"""Part of its share of the time that must be left for another of these searches to begin."""
+"""Part of its own share that must be left for the other one to begin."""
 _LEAST_SHARE = 0.25
 """Share of an even share of the time that each budget of a curve has at least."""
 _STAGE_VARIABLES = 9000
@@ -127,22 +129,19 @@ class Answer:
 class Solver:
     """One graph, asked for one or several budgets."""
 
-    def __init__(self, graph: Graph, *, order: Order = Order.FIXED, transfer_share: float | None = None) -> None:
+    def __init__(self, graph: Graph, *, order: Order = Order.FIXED, overlapped: float = _OVERLAPPED) -> None:
         """Nothing is searched yet.
 
         Args:
             graph: what is asked.
             order: whether first runs keep the given order.
-            transfer_share: of a transfer's seconds, what the search counts; by itself all, or where transfers overlap with
-                computing little, in several searches.
+            overlapped: share of a transfer's seconds that the search counts where transfers overlap with computing.
         """
         self.graph = graph
         self.order = order
         self.fixed = order is Order.FIXED
-        overlap = graph.offload is not None and graph.offload.overlap
-        self._searches = dict(_OVERLAPPED) if overlap and transfer_share is None else {}
-        share = max(_OVERLAPPED) if overlap else 1.0
-        self.game = game_of(graph, transfer_share=share if transfer_share is None else transfer_share)
+        self.overlaps = graph.offload is not None and graph.offload.overlap
+        self.game = game_of(graph, transfer_share=overlapped if self.overlaps else 1.0)
         self.precedence = Precedence(self.game, fixed=self.fixed)
         self.row = plain_row(graph)
         self.given = play(graph, unfold(graph, self.row))
@@ -153,9 +152,9 @@ class Solver:
         return bound.looked_at(self.game, self.precedence)
 
     @cached_property
-    def _alike(self) -> list[tuple[Solver, float]]:
-        """Solvers of the same graph that count transfers differently, and the share of the time of each."""
-        return [(Solver(self.graph, order=self.order, transfer_share=s), part) for s, part in self._searches.items()]
+    def _other(self) -> Solver:
+        """The same graph, with more of each transfer taken to be hidden."""
+        return Solver(self.graph, order=self.order, overlapped=_HIDDEN)
 
     @cached_property
     def floor(self) -> PeakBound:
@@ -207,7 +206,20 @@ class Solver:
                 return self._answer(Status.INFEASIBLE, budget_bytes, self.row, looked, began, 0)
             answer = self._answer(Status.OPTIMAL, budget_bytes, row, looked, began, 0)
             return replace(answer, time_bound=replace(looked, seconds=answer.extra_seconds))
-        return self.searched(budget_bytes, seconds=seconds, seeds=seeds, progress=progress)
+        if not self.overlaps or library() is None:
+            return self.searched(budget_bytes, seconds=seconds, seeds=seeds, progress=progress)
+        first = self.searched(budget_bytes, seconds=_FIRST_SHARE * seconds, seeds=seeds, progress=progress)
+        share, left = (1 - _FIRST_SHARE) * seconds, seconds - (time.monotonic() - began)
+        if first.status is Status.OPTIMAL or left < _LEFT * share:  # what it took to begin was more than the search itself
+            return first
+        return self._better(first, self._other.searched(budget_bytes, seconds=min(left, share), seeds=seeds), began)
+
+    def _better(self, first: Answer, second: Answer, began: float) -> Answer:
+        """Of two answers the better plan, with the stronger bound."""
+        best = min(first, second, key=lambda a: _worth(a.timeline, fits=a.status.has_plan))
+        proof = max(first.time_bound, second.time_bound, key=lambda b: b.seconds)
+        took, rounds = time.monotonic() - began, first.rounds + second.rounds
+        return self._judged(replace(best, time_bound=proof, solve_seconds=took, rounds=rounds))
 
     def curve(self, points: int, *, seconds: float = SECONDS, progress: Callable[[float], None] | None = None) -> list[Answer]:
         """Plans for budgets from the given peak down to the floor, evenly spaced; the highest budget first.
@@ -272,19 +284,6 @@ class Solver:
     ) -> Answer:
         """A plan by annealing, bounds beside it, whatever the graph's size; the budget lies between floor and given peak."""
         began = time.monotonic()
-        if self._searches and library() is not None:
-            answers: list[Answer] = []
-            for solver, share in self._alike:
-                left = seconds - (time.monotonic() - began)
-                if answers and (answers[-1].status is Status.OPTIMAL or left < _LEFT * share * seconds):
-                    break  # what it takes to begin was more than the search itself
-                answers.append(solver.searched(
-                    budget, seconds=min(left, share * seconds), seeds=seeds, progress=None if answers else progress
-                ))  # fmt: skip
-            best = min(answers, key=lambda a: _worth(a.timeline, fits=a.status.has_plan))
-            proof = max((a.time_bound for a in answers), key=lambda b: b.seconds)
-            took, rounds = time.monotonic() - began, sum(a.rounds for a in answers)
-            return self._judged(replace(best, time_bound=proof, solve_seconds=took, rounds=rounds))
         deadline = began + seconds
         if library() is None:
             rows = [self.row, *seeds, *classics.rows(self.game, budget)]
@@ -433,8 +432,7 @@ class Solver:
     @cached_property
     def bound_game(self) -> Game:
         """What bounds are computed on: transfers that overlap with computing may cost nothing."""
-        overlap = self.graph.offload is not None and self.graph.offload.overlap
-        return game_of(self.graph, transfer_share=0.0) if overlap else self.game
+        return game_of(self.graph, transfer_share=0.0) if self.overlaps else self.game
 
     def _best(self, budget: int, rows: Sequence[Row], proof: TimeBound, began: float, rounds: int) -> Answer:
         """The cheapest of some rows that fits by the referee's judgement; the lowest where none does."""
