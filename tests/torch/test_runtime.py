@@ -678,6 +678,29 @@ def test_gradients_that_the_recorded_unit_found_and_another_must_make_are_counte
     assert len(ballast)
 
 
+def test_gradients_that_go_before_backward_do_not_count_twice_against_the_second_steps_plan() -> None:
+    """Cleared between forward and backward: the second unit finds them, and the first, which was recorded, did not."""
+
+    def make() -> zoo.Job:
+        model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(128, 128), nn.GELU())))
+        optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+
+        def step(i: int) -> torch.Tensor:
+            loss = model(torch.randn(1024, 128)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return zoo.Job(step, [model], [optimizer])
+
+    reference = plain_of(make, 4)
+    run = budgeted(make, int(0.4 * reference.above_bytes), 4, offload=False)
+    assert run.bits == reference.bits
+    assert [policy for policy, _ in run.over] == ["online", *["planned"] * 3]
+    assert kept(run)
+
+
 def test_a_unit_that_finds_less_than_the_recorded_one_did_is_not_taken_to_end_up_lower() -> None:
     """What is missing may be what would have gone before the peak: a batch of the step before, or its results."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)))

@@ -644,11 +644,12 @@ class Runtime:
         """A unit of this kind was recorded: follow its plan, or refuse."""
         self.rises.familiar()
         kind, base = unit.kind, unit.base_bytes
-        shift, exactly = entry.shift(unit), base - entry.trace.base_bytes
+        shift = entry.shift(unit)
         solution = self._solve(entry, shift)
-        doubtful = solution.state is None and exactly < shift
-        if doubtful:  # if nothing of what is missing would have gone, there may be a plan
-            shift, solution = exactly, self._solve(entry, exactly)
+        doubtful = False
+        for perhaps in entry.lower_shifts(unit):
+            if solution.state is None and perhaps < shift:
+                doubtful, shift, solution = True, perhaps, self._solve(entry, perhaps)
         figures = self._tell_figures(unit, entry, solution, shift)
         refused = bool(self.budget_bytes) and solution.state is None and self._crossings.mostly(
             kind, at_least=CROSSED if entry.left.bytes else 0

@@ -105,6 +105,15 @@ class Entry:
         low = higher if higher >= 0 else min(0, higher + self.leaving_bytes)
         return low + self.left_besides(unit)
 
+    def lower_shifts(self, unit: Unit) -> tuple[int, int]:
+        """How much higher another unit lies if nothing of what is missing would have gone; and if its gradients go early, too.
+
+        Gradients that only the other one finds there are let go within it, and made anew as in the recorded one; by `shift`
+        they count twice.
+        """
+        exactly = unit.base_bytes - self.trace.base_bytes
+        return exactly, exactly - max(0, unit.gradient_bytes - self.gradient_bytes)
+
     def left_besides(self, unit: Unit) -> int:
         """How much more than in the recorded unit graphs of former units may hold while its plan is followed."""
         return max(0, unit.left.followed_bytes - self.left.there_bytes)
