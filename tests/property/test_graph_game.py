@@ -394,3 +394,44 @@ def test_no_false_claim_beside_a_plan_passes_the_check(graph: Graph, fixed: bool
         swapped = [dict(told["curve"][-1]), *told["curve"][1:-1], dict(told["curve"][0])]
         swapped[0]["budget_bytes"], swapped[-1]["budget_bytes"] = high, high + 1
         assert check(graph, told | {"curve": swapped})
+
+
+@settings(max_examples=150, deadline=None)
+@given(graph=full_graphs(most=7), fixed=st.booleans())
+def test_no_schedule_stays_below_what_one_instant_proves_with_what_comes_back(graph: Graph, fixed: bool) -> None:
+    """The floor by an instant's program, against all schedules; the checker proves it, too."""
+    if not exact.small(graph):
+        return
+    solver = Solver(graph, order=Order.FIXED if fixed else Order.FREE)
+    for at in solver.instants:
+        lowest = bound.closed_floor(solver.bound_game, solver.precedence, at, seconds=60)
+        assert lowest.bytes >= int(0.999 * bound.floor(solver.game, solver.precedence, [at]).bytes) or lowest.bytes == 0
+        if lowest.bytes > 0:
+            assert exact.search(graph, lowest.bytes - 1, fixed=fixed) is None
+
+
+def test_a_budget_that_one_instant_rules_out_is_refused_with_a_floor_that_the_checker_proves() -> None:
+    """Of each pair one is on the board at the top: what may run once only, or what is made from it and read below."""
+    pairs = 6
+    nodes: list[dict[str, Any]] = []
+    for i in range(pairs):
+        nodes.append({"id": f"x{i}", "bytes": 100, "seconds": 1.0, "recompute": False})
+        nodes.append({"id": f"f{i}", "bytes": 10, "seconds": 1.0})
+    nodes.append({"id": "top", "bytes": 1, "seconds": 1.0, "workspace_bytes": 150})
+    nodes += [{"id": f"b{i}", "bytes": 1, "seconds": 1.0} for i in range(pairs)]
+    links = [{"source": f"x{i}", "target": f"f{i}"} for i in range(pairs)]
+    links += [{"source": f"{kind}{i}", "target": f"b{i}"} for i in range(pairs) for kind in ("f",)]
+    links += [{"source": "top" if i == 0 else f"b{i - 1}", "target": f"b{i}"} for i in range(pairs)]
+    links.append({"source": f"f{pairs - 1}", "target": "top"})
+    graph = from_json({"nodes": nodes, "links": links})
+    solver = Solver(graph)
+    assert solver.floor.bytes < 200
+    answer = solver.at(200, seconds=2)
+    assert answer.status is Status.INFEASIBLE
+    assert answer.peak_bound.method == "instant"
+    assert 209 <= answer.peak_bound.bytes <= 211
+    told = account.to_json(answer)
+    assert check(graph, told) == []
+    told["bound"]["peak_bytes"] += 3
+    assert any("bound.peak_bytes" in line for line in check(graph, told))
+    assert solver.at(211, seconds=2).status.has_plan

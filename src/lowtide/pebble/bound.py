@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_flow
 
+from lowtide.pebble.apart import milp_apart
 from lowtide.pebble.before import Instant, Precedence, chain
 from lowtide.pebble.game import Game, profile
 
@@ -33,6 +35,15 @@ _HARDER = 30
 """So many times what it takes relaxed a program may take with whole variables; HiGHS does not always look at the clock."""
 _WHOLE = 1e-4
 """So much a variable may be off a whole number and still be taken for it (HiGHS allows itself 1e-6)."""
+_LARGE = 4000
+"""Variables, of those that are not settled, beyond which whole ones are looked for in a process that can be ended: one of
+12,000 took 26 seconds where it was given two."""
+_INFEASIBLE = 2
+"""By which scipy says so."""
+_EXACT = 1e-6
+"""Share of a floor by which a program of real variables may have it too high."""
+_LEAST_SECONDS = 0.05
+"""Time limit of a program for which none is left."""
 _SCALE = 1e4
 """Costs are shares of the graph's seconds; the solver's absolute tolerances (1e-6, 1e-7) must be small beside the least."""
 _PRICED = 2.0
@@ -48,7 +59,8 @@ class PeakBound:
     Attributes:
         bytes: the bound.
         node: whose first run proves it; -1 where resident values alone do.
-        method: ``stuck`` (values without a way back), ``forced`` (values made before and read after), ``cut`` (minimum cut).
+        method: ``stuck`` (values without a way back), ``instant`` (with what the others need to come back), ``forced`` (values
+            made before and read after), ``cut`` (minimum cut).
     """
 
     bytes: int
@@ -102,6 +114,23 @@ def floor(game: Game, precedence: Precedence, instants: Sequence[Instant]) -> Pe
         if size > best.bytes:
             best = PeakBound(bytes=size, node=game.nodes[at.op], method="stuck")
     return best
+
+
+def closed_floor(game: Game, precedence: Precedence, at: Instant, *, seconds: float) -> PeakBound:
+    """The peak that one instant proves when what is absent must come back from what is there: its program, for least bytes.
+
+    Returns:
+        0 bytes where the program was not solved in time.
+    """
+    most = max(1, precedence.bytes_once(at))
+    program = stages(game, precedence, [at], most)
+    program.cost = [0.0] * len(program.cost)
+    peak = program.variable("peak", 1.0)
+    own = precedence.bytes_with(at, np.zeros(len(game.value_nodes), dtype=bool))
+    program.rows[0] |= {peak: 1.0}  # instead of the budget, of which it is the first row
+    program.low[0] = own / most
+    found = program.solve(seconds, whole=False)
+    return PeakBound(bytes=int(found.value * most * (1 - _EXACT)), node=game.nodes[at.op], method="instant")
 
 
 def once(game: Game, precedence: Precedence, instants: Sequence[Instant], *, cut: bool = True) -> PeakBound:
@@ -212,17 +241,25 @@ class Program:
         low, high = np.zeros(len(self.cost)), np.ones(len(self.cost))
         for j, value in settled.items():
             low[j] = high[j] = value
-        result = milp(
-            _SCALE * np.asarray(self.cost),
-            constraints=LinearConstraint(self._matrix(), self.low, self.high),
-            bounds=Bounds(low, high),
-            integrality=np.asarray(self.whole) & whole,
-            options={"time_limit": max(0.05, seconds), "mip_rel_gap": gap},
-        )
+        arguments = {
+            "c": _SCALE * np.asarray(self.cost),
+            "constraints": LinearConstraint(self._matrix(), self.low, self.high),
+            "bounds": Bounds(low, high),
+            "integrality": np.asarray(self.whole) & whole,
+        }
+        options = {"time_limit": max(_LEAST_SECONDS, seconds), "mip_rel_gap": gap}
+        if whole and len(self.cost) - len(settled) > _LARGE:
+            result = milp_apart(arguments | {"options": options}, seconds=seconds) if seconds > 0 else None
+            if result is None:
+                return Solved(value=0.0, ended=False, x=None)
+        else:
+            result = milp(**arguments, options=options)
         least = result.mip_dual_bound if whole else result.fun if result.status == 0 else None
         found = result.fun if result.x is not None else np.inf
         value = 0.0 if least is None or not np.isfinite(least) else max(0.0, min(least, found)) / _SCALE
-        return Solved(value=value, ended=result.status == 0 and not gap, x=result.x)
+        return Solved(
+            value=value, ended=result.status == 0 and not gap, x=result.x, impossible=result.status == _INFEASIBLE
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +270,13 @@ class Solved:
         value: no answer costs less.
         ended: whether it was solved to its end, so that one costs so much.
         x: the best answer found; None where none was.
+        impossible: whether there is none.
     """
 
     value: float
     ended: bool
     x: Any
+    impossible: bool = False
 
 
 def all_instants(
@@ -407,40 +446,56 @@ def one_instant(
 ) -> TimeBound:
     """The strongest of :func:`single_instants`."""
     every = single_instants(game, precedence, instants, budget_bytes, seconds=seconds)
-    return max(every, key=lambda t: t.seconds, default=NOTHING)
+    return max((t for t in every if t.seconds < np.inf), key=lambda t: t.seconds, default=NOTHING)
 
 
 def single_instants(
     game: Game, precedence: Precedence, instants: Sequence[Instant], budget_bytes: int, *, seconds: float
 ) -> Iterator[TimeBound]:
-    """Extra seconds that single instants prove: what is absent then and runs again needs, in turn, what it reads.
+    """Extra seconds that single instants prove: the highest, then the others."""
+    deadline = time.monotonic() + seconds
+    spread = binding(precedence, instants, budget_bytes)
+    for at in spread[:1]:
+        yield from highest_instant(game, precedence, at, budget_bytes, deadline=deadline)
+    yield from other_instants(game, precedence, spread[1:], budget_bytes, deadline=deadline)
 
-    The highest instant is looked at first, then others, those first of which the relaxed program says most.
 
-    Yields:
-        What each of them proves, by the relaxed program (what that has on the board only in part is absent) and, if there is
-        time, with all variables whole.
-    """
-    over = sorted(
-        (
-            (precedence.bytes_once(at) - budget_bytes, i)
-            for i, at in enumerate(instants)
-        ),
-        reverse=True,
-    )
+def binding(precedence: Precedence, instants: Sequence[Instant], budget_bytes: int) -> list[Instant]:
+    """Instants at which the budget binds, apart from each other, the highest first."""
+    over = sorted(((precedence.bytes_once(at) - budget_bytes, i) for i, at in enumerate(instants)), reverse=True)
     spread: list[int] = []
     for need, i in over:
         if need > 0 and len(spread) < _WEIGHED and all(abs(i - j) > len(instants) // (4 * _WEIGHED) for j in spread):
             spread.append(i)
-    deadline = time.monotonic() + seconds
-    weigh_until = deadline - seconds * (1 - _WEIGHED_SHARE)
-    if spread:
-        yield from _solved(game, _weighed(game, precedence, instants[spread[0]], budget_bytes, deadline), deadline)
+    return [instants[i] for i in spread]
+
+
+def highest_instant(
+    game: Game, precedence: Precedence, at: Instant, budget_bytes: int, *, deadline: float
+) -> Iterator[TimeBound]:
+    """What an instant proves: what is absent then and runs again needs, in turn, what it reads.
+
+    Yields:
+        What its program proves relaxed (what that has on the board only in part is absent) and, if there is time until the
+        deadline (of :func:`time.monotonic`), with all variables whole; first of all endless seconds where it has no answer.
+    """
+    one = _weighed(game, precedence, at, budget_bytes, deadline)
+    if one.relaxed.impossible:
+        yield TimeBound(seconds=np.inf, method="instant", solved=True, nodes=(game.nodes[at.op],))
+    yield from _solved(game, one, deadline)
+
+
+def other_instants(
+    game: Game, precedence: Precedence, others: Sequence[Instant], budget_bytes: int, *, deadline: float
+) -> Iterator[TimeBound]:
+    """The same for several, those first of which the relaxed program says most; as many as there is time for."""
+    now = time.monotonic()
+    weigh_until = now + (deadline - now) * _WEIGHED_SHARE
     weighed: list[_Weighed] = []
-    for i in spread[1:]:
+    for at in others:
         if time.monotonic() > weigh_until:
             break
-        weighed.append(_weighed(game, precedence, instants[i], budget_bytes, deadline))
+        weighed.append(_weighed(game, precedence, at, budget_bytes, deadline))
     weighed.sort(key=lambda w: -w.relaxed.value)
     for one in weighed[: _SOLVED - 1]:
         yield from _solved(game, one, deadline)
@@ -472,10 +527,23 @@ def _solved(game: Game, one: _Weighed, deadline: float) -> Iterator[TimeBound]:
         yield _single(one.program, one.at, game, max(found.value, one.relaxed.value), found.x, ended=found.ended)
 
 
-def relaxed_instant(game: Game, precedence: Precedence, at: Instant, budget_bytes: int, *, seconds: float) -> TimeBound:
-    """What one instant's relaxed program proves; what it has on the board only in part is absent."""
-    one = _weighed(game, precedence, at, budget_bytes, time.monotonic() + seconds)
-    return _single(one.program, at, game, one.relaxed.value, one.relaxed.x, ended=False)
+def left_absent(
+    game: Game,
+    precedence: Precedence,
+    at: Instant,
+    budget_bytes: int,
+    *,
+    seconds: float,
+    kept: AbstractSet[int] = frozenset(),
+) -> TimeBound:
+    """What one instant's relaxed program has absent, where some values are to be on the board (so it proves nothing)."""
+    program = stages(game, precedence, [at], budget_bytes)
+    for v in kept:
+        j = program.index.get(("on", 0, v))
+        if j is not None:
+            program.row({j: 1.0}, 1.0)
+    found = program.solve(seconds, whole=False)
+    return replace(NOTHING, **({} if found.x is None else chosen(program, found.x, [at])))
 
 
 def _single(program: Program, at: Instant, game: Game, value: float, x: Any, *, ended: bool) -> TimeBound:

@@ -26,7 +26,7 @@ _PROGRAM = 1e-6
 _LIMIT = 120.0
 """Seconds for solving the bound's program again."""
 _RUNS = ("compute", "update")
-_PEAK_METHODS = ("stuck", "forced", "cut")
+_PEAK_METHODS = ("stuck", "instant", "forced", "cut")
 _TIME_METHODS = ("none", "search", "instant", "instants", "chain")
 _OF_THE_PLAN = ("curve", "decides", "modules", "levers")
 """What a solution says besides, which its curve's points do not."""
@@ -202,6 +202,9 @@ class _Checker:
         """The bound on the peak: of all schedules, or where there is no budget of those that run every operator once."""
         if method == "stuck":
             proved = self.floor(node)
+        elif method == "instant":
+            self.claim(node is not None, "bound.method is instant, but bound.node names none")
+            proved = 0 if node is None else self.closed(self.index[node])
         else:
             single = self.solution["budget_bytes"] is None
             self.claim(single, f"bound.method is {method}: that is about running every operator once, but there is a budget")
@@ -396,6 +399,18 @@ class _Checker:
             return resident + sum(n.bytes for n in self.graph.nodes if n.keep and not n.resident)
         op = self.index[node]
         return max(resident, self.least(op, self.stuck(op, *self.around(op))))
+
+    def wanted(self, op: int, before: set[int], after: set[int]) -> set[int]:
+        """Values that were made before an operator first runs and are read by it or later."""
+        later = {v for v, n in enumerate(self.graph.nodes) if n.keep or self.readers[v] & after}
+        made = {v for v, n in enumerate(self.graph.nodes) if not n.resident and self.leader(v) in before}
+        return made & (later | self.needed[op])
+
+    def closed(self, op: int) -> int:
+        """The least that is on the board when an operator first runs, with what all that is absent needs to come back."""
+        before, after = self.around(op)
+        most = max(1, self.least(op, self.wanted(op, before, after) | self.stuck(op, before, after)))
+        return math.floor(_Program(self, most, 1.0).least_bytes(op) * most)
 
     def cut(self, node: Any) -> int:
         """The least that is on the board when an operator first runs, over all sets of operators that may have run by then."""
@@ -696,11 +711,7 @@ class _Program:
         for op in checker.ops:
             before, after = checker.around(op)
             fixed = checker.stuck(op, before, after)
-            wanted = {
-                v
-                for v, n in enumerate(self.nodes)
-                if not n.resident and checker.leader(v) in before and (self.read_later(v, after) or v in checker.needed[op])
-            }
+            wanted = checker.wanted(op, before, after)
             need = checker.least(op, wanted | fixed) - self.budget
             if need <= 0:
                 continue
@@ -734,6 +745,14 @@ class _Program:
                     self.row(terms, 1.0)
         for t in range(1, len(at) + 1):
             self.between(t, at, sides, made[t - 1])
+
+    def least_bytes(self, op: int) -> float:
+        """What is on the board at least when an operator first runs, as a share of the budget; at most all of it."""
+        self.several([op])
+        self.cost = [0.0] * len(self.cost)
+        self.rows[0] |= {self.var("peak", 1.0): 1.0}
+        self.low[0] = self.checker.least(op, set()) / self.budget
+        return self._solved(whole=False)
 
     def between(self, t: int, at: list[int], sides: list[tuple[set[int], set[int]]], made: set[int]) -> None:
         """What is there at instant ``t`` or runs before it was there at ``t - 1`` or came back between them."""

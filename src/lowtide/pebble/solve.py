@@ -14,9 +14,12 @@ Every answer is played by the referee before it is returned.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -26,8 +29,10 @@ import numpy as np
 from lowtide.errors import StructureError
 from lowtide.pebble import bound, classics, exact
 from lowtide.pebble.anneal import Annealer, Found, library
+from lowtide.pebble.apart import kept_ready
 from lowtide.pebble.before import Instant, Precedence
 from lowtide.pebble.bound import PeakBound, TimeBound
+from lowtide.pebble.checkpoints import SPACINGS, Crossings
 from lowtide.pebble.descent import Descent
 from lowtide.pebble.game import Game, game_of, profile
 from lowtide.pebble.graph import Graph
@@ -41,6 +46,10 @@ from lowtide.pebble.windows import Chain, chain_seconds
 
 SECONDS = 8.0
 """How long a search may take by default."""
+_FLOOR_SECONDS = 5.0
+"""Time limit of the program for the floor, which takes no more than the first one of a search."""
+_LARGE = 1000
+"""Operators beyond which a process for programs is begun at once: theirs may be too large to be asked within this one."""
 _SAME = 1e-9
 """Share of the graph's seconds within which plan and bound are one: what sums of seconds lose to rounding."""
 _STAGES = (25, 60)
@@ -51,6 +60,8 @@ _DESCENT_SHARE = 0.8
 """Share of what is left then in which a row that fits may be looked for by greed, where no program has led to one."""
 _CURVE_DESCENT_SHARE = 0.25
 """Share of a curve's time for the way down to its lowest budgets."""
+_MENDED_SHARE = 0.5
+"""Share of this time in which the highest instant's rows are given room elsewhere."""
 _SEED_INSTANTS = 12
 """Instants that such a program looks at, at most."""
 _ROOMS = 6
@@ -162,6 +173,13 @@ class Solver:
         return bound.floor(self.game, self.precedence, self.instants)
 
     @cached_property
+    def closed_floor(self) -> PeakBound:
+        """The same, or what the highest instant proves with what comes back there, if that is higher."""
+        at = max(self.instants, key=self.precedence.bytes_once)
+        closed = bound.closed_floor(self.bound_game, self.precedence, at, seconds=_FLOOR_SECONDS)
+        return max(closed, self.floor, key=lambda f: f.bytes)
+
+    @cached_property
     def descent(self) -> Descent:
         """Rows on the way down to the floor."""
         return Descent(self.game, self.floor.bytes)
@@ -233,7 +251,8 @@ class Solver:
             seconds: for all of them.
             progress: told the share that is done.
         """
-        top, low = self.given.peak_bytes, self.floor.bytes
+        top = self.given.peak_bytes
+        low = self.floor.bytes if exact.small(self.graph) else self.closed_floor.bytes
         budgets = [top - (top - low) * k // max(1, points - 1) for k in range(points)]
         found: list[Answer] = []
         began = time.monotonic()
@@ -299,35 +318,56 @@ class Solver:
             deadline=deadline,
             progress=progress,
         )
-        hunt.start()
-        proof = self._prove(budget, hunt, *self._seed(budget, hunt))
+        with kept_ready() if self.game.plain > _LARGE else contextlib.nullcontext():
+            until = time.monotonic() + _SEED_SHARE * seconds
+            single = bound.binding(self.precedence, self.instants, budget)
+            highest = itertools.chain.from_iterable(
+                bound.highest_instant(self.bound_game, self.precedence, at, budget, deadline=until) for at in single[:1]
+            )
+            first = next(highest, bound.NOTHING)
+            if first.seconds == math.inf:
+                if self.closed_floor.bytes > budget:
+                    lowest = self.closed_floor
+                    return self._answer(Status.INFEASIBLE, budget, self.row, bound.NOTHING, began, 0, peak_bound=lowest)
+                first = next(highest, bound.NOTHING)
+            others = bound.other_instants(self.bound_game, self.precedence, single[1:], budget, deadline=until)
+            hunt.start()
+            proof = self._prove(budget, hunt, *self._seed(budget, hunt, (itertools.chain([first], highest), others), until))
         found = hunt.wait()
         return self._best(budget, [self.row, self.game.row(found.ops), *seeds], proof, began, hunt.rounds)
 
-    def _seed(self, budget: int, hunt: Hunt) -> tuple[TimeBound, Chain | None]:
+    def _seed(
+        self, budget: int, hunt: Hunt, single: Sequence[Iterable[TimeBound]], until: float
+    ) -> tuple[TimeBound, Chain | None]:
         """Rows from what programs leave absent; an instant at which such a row crosses the budget joins the program.
+
+        Args:
+            budget: in bytes.
+            hunt: which these rows are for.
+            single: what the highest instant proves, and what others do.
+            until: of :func:`time.monotonic`.
 
         Returns:
             The strongest bound, and the last program of several instants.
         """
         game = self.bound_game
-        until = time.monotonic() + _SEED_SHARE * (hunt.deadline - time.monotonic())
         found = best = bound.NOTHING
         rows: list[tuple[int, ...]] = []
         row: tuple[int, ...] = ()
-        for one in bound.single_instants(game, self.precedence, self.instants, budget, seconds=until - time.monotonic()):
-            best = self._stronger(best, one, hunt)
-            new = self._rows_of(one)
-            if new and one.seconds >= found.seconds:
-                found, row = one, new[0]
-            hunt.suggest(new)
-            rows += new
-            if hunt.over:
-                break
+        for k, proven in enumerate(single):
+            for one in proven:
+                best = self._stronger(best, one, hunt)
+                new = self._rows_of(one)
+                if new and one.seconds >= found.seconds:
+                    found, row = one, new[0]
+                hunt.suggest(new)
+                rows += new
+                if hunt.over:
+                    break
+            if not k and row and not hunt.over:
+                rows += self._mended(budget, found, row, hunt, until)
         instants = {game.nodes.index(v) for v in found.nodes}
         several: Chain | None = None
-        if row and not any(self._fits(row, budget) for row in rows):
-            rows += self._with_room(budget, found, row, until)
         if not any(self._fits(row, budget) for row in rows):
             now = time.monotonic()
             lower = self.descent.below(budget, deadline=now + _DESCENT_SHARE * (hunt.deadline - now))
@@ -364,24 +404,52 @@ class Solver:
     def _fits(self, row: Sequence[int], budget: int) -> bool:
         return int(profile(self.game, row).max()) <= budget
 
-    def _with_room(self, budget: int, found: TimeBound, row: tuple[int, ...], until: float) -> list[tuple[int, ...]]:
-        """Rows for lower budgets at the same instant, until one fits: what comes back elsewhere needs room there.
+    def _with_room(
+        self, budget: int, at: Instant, until: float, *, over: int = 0, kept: AbstractSet[int] = frozenset()
+    ) -> list[tuple[int, ...]]:
+        """Rows of one instant, for ever lower budgets until one fits: what comes back elsewhere needs room there.
 
         Of a long graph of small blocks that is little; such a row is near the best.
+
+        Args:
+            budget: in bytes.
+            at: the instant.
+            until: of :func:`time.monotonic`.
+            over: by how much the row crosses the budget that the program was given without this.
+            kept: values that are on the board then.
         """
-        at = self.precedence.instant(self.bound_game.nodes.index(found.nodes[0]))
         rows: list[tuple[int, ...]] = []
-        lower, over = budget, int(profile(self.game, row).max()) - budget
-        while over > 0 and len(rows) < _ROOMS:
-            lower -= over
+        lower = budget - over
+        for k in range(_ROOMS):
             left = until - time.monotonic()
             if left <= 0 or lower <= 0:
                 break
-            new = self._rows_of(bound.relaxed_instant(self.bound_game, self.precedence, at, lower, seconds=left))
+            new = self._rows_of(bound.left_absent(self.bound_game, self.precedence, at, lower, seconds=left, kept=kept))
             before, over = over, int(profile(self.game, new[0]).max()) - budget if new else over
-            if over >= before:  # what runs again takes more than the room that it made
+            if before and over > before:  # what runs again takes more than the room that it made
                 break
             rows += new
+            if over <= 0:
+                break
+            lower -= over << k  # what the program drops next may be no smaller than what was too much
+        return rows
+
+    def _mended(
+        self, budget: int, found: TimeBound, row: tuple[int, ...], hunt: Hunt, until: float
+    ) -> list[tuple[int, ...]]:
+        """Rows of an instant that have room elsewhere: with less on the board then, and with checkpoints."""
+        now = time.monotonic()
+        until = now + _MENDED_SHARE * (until - now)
+        at = self.precedence.instant(self.bound_game.nodes.index(found.nodes[0]))
+        crossings = Crossings(self.game, at.op)
+        over = int(profile(self.game, row).max()) - budget
+        rows: list[tuple[int, ...]] = []
+        for kept in dict.fromkeys([frozenset[int](), *(crossings.values(spacing) for spacing in SPACINGS)]):
+            new = self._with_room(budget, at, until, over=0 if kept else max(0, over), kept=kept)
+            hunt.suggest(new)
+            rows += new
+            if hunt.over:
+                break
         return rows
 
     def _crossed(self, row: tuple[int, ...], budget: int, known: set[int]) -> list[int]:

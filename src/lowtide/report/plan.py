@@ -64,6 +64,7 @@ def show_plan(answer: Answer, why: Decides | None, *, strategy: str, reserved: i
             table.add_row("lowest peak found", format_bytes(timeline.peak_bytes), f"--seconds searches longer{moving}")
     meaning = {
         "stuck": "no recomputing and moving goes below",
+        "instant": "no recomputing and moving goes below: what comes back needs what it is made from",
         "forced": "no order goes below in which every operator runs once",
         "cut": "no order goes below in which every operator runs once (minimum cut)",
     }

@@ -1,0 +1,74 @@
+"""Laws: a checkpoint holds all that crosses its place; with checkpoints, long networks end next to what is proven."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lowtide.pebble.anneal import library
+from lowtide.pebble.checkpoints import SPACINGS, Crossings, Spacing
+from lowtide.pebble.graph import Graph
+from lowtide.pebble.referee import play
+from lowtide.pebble.schedule import unfold
+from lowtide.pebble.solve import Solver
+from property.graphs import full_graphs
+from property.test_long_graphs import blocks
+
+KINDS = [(4, 2.0), (7, 20.0), (1, 1.0), (7, 20.0), (2, 1.0), (7, 1.0), (3, 20.0), (3, 1.0), (6, 2.0), (1, 1.0)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(graph=full_graphs(most=30), share=st.floats(0.01, 0.5), growth=st.floats(0.0, 2.0))
+def test_a_checkpoint_holds_all_that_crosses_its_place(graph: Graph, share: float, growth: float) -> None:
+    game = Solver(graph).game
+    op = game.plain - 1
+    crossings, spacing = Crossings(game, op), Spacing(share, growth)
+    places = crossings.places(spacing)
+    assert all(near > far for near, far in pairwise(places))
+    crossed = {
+        v
+        for v, readers in enumerate(game.readers)
+        for p in places
+        if game.producer[v] < p <= max((r for r in readers if r <= op), default=-1)
+    }
+    assert crossings.values(spacing) == crossed
+
+
+def test_distances_grow_away_from_the_instant() -> None:
+    solver = Solver(blocks(KINDS, 100))
+    at = max(solver.instants, key=solver.precedence.bytes_once)
+    places = [at.op, *Crossings(solver.game, at.op).places(SPACINGS[0])]
+    gaps = [near - far for near, far in pairwise(places)]
+    assert gaps[0] < 40
+    assert gaps[-1] > 200
+    wide = [place for place, gap in zip(places[1:-1], gaps, strict=False) if gap > 2 * len(KINDS)]
+    assert len(wide) > 2
+    assert {place % len(KINDS) for place in wide} == {1}, "behind the input: where nothing but a block's end crosses"
+
+
+@pytest.mark.skipif(library() is None, reason="the search was not compiled")
+@pytest.mark.parametrize("depth", [50, 150])
+def test_networks_where_many_instants_bind_end_next_to_the_proof(depth: int) -> None:
+    """Without checkpoints 0.8 and 1.1 points of the graph's seconds above it, whatever the time."""
+    solver = Solver(blocks(KINDS, depth))
+    budget = solver.floor.bytes + (solver.given.peak_bytes - solver.floor.bytes) * 3 // 10
+    answer = solver.at(budget, seconds=6)
+    assert answer.timeline.peak_bytes <= budget
+    assert answer.extra_seconds - answer.time_bound.seconds < 0.003 * solver.graph.base_seconds
+
+
+@settings(max_examples=60, deadline=None)
+@given(graph=full_graphs(most=14), percent=st.integers(5, 95))
+def test_rows_with_checkpoints_can_run_and_stay_below_their_budget_where_they_are_said_to(graph: Graph, percent: int) -> None:
+    solver = Solver(graph)
+    low, top = solver.floor.bytes, solver.given.peak_bytes
+    if low == top:
+        return
+    budget = low + (top - low) * percent // 100
+    at = max(solver.instants, key=solver.precedence.bytes_once)
+    for kept in {Crossings(solver.game, at.op).values(s) for s in SPACINGS}:
+        for row in solver._with_room(budget, at, float("inf"), kept=kept):
+            timeline = play(graph, unfold(graph, solver.game.row(row)))
+            assert solver._fits(row, budget) == (timeline.peak_bytes <= budget)
