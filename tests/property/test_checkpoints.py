@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lowtide.pebble.anneal import library
+from lowtide.pebble import bound
+from lowtide.pebble.before import Instant
 from lowtide.pebble.checkpoints import SPACINGS, Crossings, Spacing
 from lowtide.pebble.graph import Graph
 from lowtide.pebble.referee import play
@@ -67,8 +70,12 @@ def test_rows_with_checkpoints_can_run_and_stay_below_their_budget_where_they_ar
     if low == top:
         return
     budget = low + (top - low) * percent // 100
-    at = max(solver.instants, key=solver.precedence.bytes_once)
-    for kept in {Crossings(solver.game, at.op).values(s) for s in SPACINGS}:
-        for row in solver._with_room(budget, at, float("inf"), kept=kept):
-            timeline = play(graph, unfold(graph, solver.game.row(row)))
-            assert solver._fits(row, budget) == (timeline.peak_bytes <= budget)
+    for at in bound.binding(solver.precedence, solver.instants, budget)[:1]:
+        for kept in {Crossings(solver.game, at.op).values(s) for s in SPACINGS}:
+            _check_rows(solver, at, budget, kept)
+
+
+def _check_rows(solver: Solver, at: Instant, budget: int, kept: frozenset[int]) -> None:
+    for row in solver._with_room(budget, at, time.monotonic() + 60, kept=kept):
+        timeline = play(solver.graph, unfold(solver.graph, solver.game.row(row)))
+        assert solver._fits(row, budget) == (timeline.peak_bytes <= budget)
