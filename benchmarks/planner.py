@@ -37,6 +37,8 @@ CELLS: dict[str, dict[int, float | None]] = {
 }
 """Per instance and share of the given order's peak, the least published extra time in percent."""
 TRACES = ("gpt2", "bert", "llama", "vit", "resnet", "unet", "unrolled", "lstm")
+SHARES = (50, 30)
+"""Of what the given order adds to its floor: at half one instant decides, below it many do."""
 SIZES = (1000, 2000, 5000, 10_000, 20_000, 50_000)
 
 
@@ -101,18 +103,19 @@ def instances(folder: Path, seconds: float) -> list[dict[str, Any]]:
     return rows
 
 
-def scale(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Repeated blocks at half of what the given order adds to its floor."""
+def scale(sizes: tuple[int, ...], share: int) -> list[dict[str, Any]]:
+    """Repeated blocks at a share (in percent) of what the given order adds to its floor."""
     rows = []
     for n in sizes:
         graph = blocks(n)
         began = time.perf_counter()
         solver = Solver(graph)
-        budget = (solver.given.peak_bytes + solver.floor.bytes) // 2
+        budget = solver.floor.bytes + (solver.given.peak_bytes - solver.floor.bytes) * share // 100
         limit = 8.0 if n <= 5000 else 50.0
         answer = solver.at(budget, seconds=limit)
         row = {
             "operators": len(graph.nodes),
+            "share_percent": share,
             "seconds": time.perf_counter() - began,
             "status": answer.status.value,
             "extra_percent": 100 * answer.extra_fraction,
@@ -120,7 +123,7 @@ def scale(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
             "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         rows.append(row)
-        print(f"{row['operators']:6} operators  {row['seconds']:6.1f} s  extra {row['extra_percent']:.3f} %  bound "
+        print(f"{row['operators']:6} operators  {share} %  {row['seconds']:6.1f} s  extra {row['extra_percent']:.3f} %  bound "
               f"{row['bound_percent']:.3f} %  {row['status']}  {row['resident_bytes'] >> 20} MiB", flush=True)
     return rows
 
@@ -130,19 +133,23 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     from matplotlib import pyplot as plt
     from matplotlib.ticker import FuncFormatter
 
+    every, rows = rows, [row for row in rows if row["share_percent"] == SHARES[0]]
     sizes = [row["operators"] for row in rows]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    left.loglog(sizes, [row["seconds"] for row in rows], "o-", color="#1f6fb2", label="measured, 2 cores")
+    left.loglog(sizes, [row["seconds"] for row in rows], "o-", color="#1f6fb2", label=f"until optimal, at {SHARES[0]} %")
     least = rows[0]["seconds"] / sizes[0]
     left.loglog(sizes, [least * n for n in sizes], "--", color="#7b8794", label="in proportion to the operators")
     left.set_ylabel("seconds")
     left.yaxis.set_major_formatter(FuncFormatter(lambda s, _: f"{s:g}"))
     left.legend(frameon=False)
-    right.semilogx(sizes, [row["extra_percent"] for row in rows], "o-", color="#1f6fb2", label="plan")
-    right.semilogx(sizes, [row["bound_percent"] for row in rows], "x--", color="#b42318", label="bound")
-    right.set_ylim(0, 1.3 * max(row["extra_percent"] for row in rows))
+    for share, colour in zip(SHARES, ("#1f6fb2", "#b36b00"), strict=True):
+        here = [row for row in every if row["share_percent"] == share]
+        operators = [row["operators"] for row in here]
+        right.semilogx(operators, [row["extra_percent"] for row in here], "o-", color=colour, label=f"plan at {share} %")
+        right.semilogx(operators, [row["bound_percent"] for row in here], "x--", color="#b42318", label=f"bound at {share} %")
+    right.set_ylim(0, 1.2 * max(row["extra_percent"] for row in every))
     right.set_ylabel("extra time, % of the graph's")
-    right.legend(frameon=False, loc="lower right")
+    right.legend(frameon=False, loc="center right")
     for axis in (left, right):
         axis.set_xlabel("operators")
         axis.set_xticks(sizes, minor=False)
@@ -204,7 +211,7 @@ def main() -> None:
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
         "instances": instances(given.graphs, given.seconds) if given.graphs else [],
         "recordings": recorded(given.traces, given.seconds),
-        "scale": scale(tuple(given.sizes)),
+        "scale": [row for share in SHARES for row in scale(tuple(given.sizes), share)],
     }
     if given.picture:
         draw(found["scale"], given.picture)

@@ -21,8 +21,19 @@ def plain_graphs(draw: st.DrawFn, *, most: int = 7) -> Graph:
 
 
 @st.composite
-def full_graphs(draw: st.DrawFn, *, most: int = 6, states: bool = False, overlap: bool = False) -> Graph:
-    """With views, in-place operators, several outputs, workspaces, resident and held values, and a second board."""
+def full_graphs(
+    draw: st.DrawFn, *, most: int = 6, states: bool = False, overlap: bool = False, once: int = 1, held: bool = False
+) -> Graph:
+    """With views, in-place operators, several outputs, workspaces, resident values, and a second board.
+
+    Args:
+        draw: of Hypothesis.
+        most: nodes.
+        states: whether random states are held.
+        overlap: whether transfers overlap with computing.
+        once: so many of six operators may run once only.
+        held: whether a script holds values.
+    """
     n = draw(st.integers(2, most))
     nodes: list[dict[str, Any]] = []
     links = []
@@ -50,7 +61,7 @@ def full_graphs(draw: st.DrawFn, *, most: int = 6, states: bool = False, overlap
             old = draw(st.sampled_from(whole))
             node |= {"overwrites": old["id"], "bytes": old["bytes"]}
         node["workspace_bytes"] = draw(st.integers(0, 2))
-        node["recompute"] = draw(st.integers(0, 5)) > 0
+        node["recompute"] = draw(st.integers(0, 5)) >= once
         node["move"] = draw(st.booleans())
         if states and draw(st.integers(0, 3)) == 0:
             node["state_bytes"] = draw(st.integers(1, 2))
@@ -61,6 +72,10 @@ def full_graphs(draw: st.DrawFn, *, most: int = 6, states: bool = False, overlap
     for node in nodes:
         if not node.get("resident") and draw(st.integers(0, 7)) == 0:
             node["keep"] = True
+    for i, node in enumerate(nodes):
+        later = [m["id"] for m in nodes[i + 1 :] if not m.get("resident")]
+        if held and later and not node.get("resident") and draw(st.integers(0, 3)) == 0:
+            node["held_until"] = draw(st.sampled_from(later))
     about: dict[str, Any] = {}
     if draw(st.booleans()):
         about["offload"] = {"write_bytes_per_second": draw(st.sampled_from([1.0, 4.0])), "read_bytes_per_second": 2.0}

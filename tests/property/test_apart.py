@@ -61,6 +61,43 @@ def test_a_program_that_does_not_end_is_ended_and_the_next_one_is_answered(monke
     assert not children()
 
 
+def test_one_that_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(pipe: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(apart, "_receive", interrupted)
+    with kept_ready(), pytest.raises(KeyboardInterrupt):
+        milp_apart(knapsack(200, 1), seconds=60)
+    assert not children()
+
+
+def test_one_that_never_reads_what_it_is_sent_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    deaf = tmp_path / "deaf"
+    deaf.write_text("#!/bin/sh\nexec sleep 60\n")
+    deaf.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(deaf))
+    began = time.monotonic()
+    assert milp_apart(knapsack(20_000, 1), seconds=0.5) is None
+    assert time.monotonic() - began < 30
+
+
+def test_what_the_solver_prints_is_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """HiGHS 1.12 prints a line or other whatever it was told."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import scipy.optimize, os\n"
+        "plain = scipy.optimize.milp\n"
+        "def milp(*a, **k):\n"
+        "    os.write(1, b'HighsMipSolverData\\n' * 100)\n"
+        "    return plain(*a, **k)\n"
+        "scipy.optimize.milp = milp\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    asked = knapsack(12, 1)
+    found = milp_apart(asked, seconds=60)
+    assert found is not None
+    assert found.fun == milp(**asked).fun
+
+
 def test_where_no_process_can_be_begun_nothing_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     with kept_ready():
@@ -76,6 +113,7 @@ def test_large_programs_with_whole_variables_go_there_and_prove_nothing_when_the
         asked.append((len(arguments["c"]), seconds))
 
     monkeypatch.setattr(bound, "milp_apart", never)
+    monkeypatch.setattr(bound, "is_kept", lambda: True)
     program = bound.Program()
     count = bound._LARGE + 1
     program.row({program.variable(i, 1.0): 1.0 for i in range(count)}, 1.0)

@@ -59,9 +59,9 @@ def test_what_is_on_the_board_only_in_part_is_absent_so_the_instant_fits(kinds, 
     at = max(solver.instants, key=solver.precedence.bytes_once)
     if solver.precedence.bytes_once(at) <= budget:
         return
-    found = bound.left_absent(solver.game, solver.precedence, at, budget, seconds=60)
+    found = bound.Alone(solver.game, solver.precedence, at, budget).absent(budget, seconds=60)
     row = row_without(solver.game, found.absent, found.fetched)
-    proven = bound.one_instant(solver.game, solver.precedence, [at], budget, seconds=0.0)
+    proven = next(bound.single_instants(solver.game, solver.precedence, [at], budget, seconds=60))
     first = row.index(at.op)
     assert profile(solver.game, row)[first] <= budget
     assert seconds_of(solver.graph, row) >= solver.game.base_seconds + proven.seconds - 1e-6

@@ -112,6 +112,12 @@ def library() -> Any | None:
     return loaded
 
 
+def end(running: list[Any]) -> None:
+    """Let rounds that run give what they have; they look at their deadline every few moves."""
+    for asked in running[:]:
+        asked.deadline = 0.0
+
+
 _LIFE, _STATE, _HOST = range(3)
 
 
@@ -137,6 +143,7 @@ class Annealer:
         deadline: float,
         target_seconds: float,
         weight: float | None = None,
+        running: list[Any] | None = None,
     ) -> Found:
         """Anneal from a row.
 
@@ -151,6 +158,7 @@ class Annealer:
             target_seconds: a row that fits in so few ends the search.
             weight: what the bytes above the budget, as a share of it and summed over the row, weigh at first against seconds
                 as a share of the graph's; it rises while the row does not fit, and falls while it does.
+            running: where the round can be found while it runs, for :func:`end`.
         """
         found = library()
         assert found is not None
@@ -161,9 +169,14 @@ class Annealer:
         if weight is None:
             weight = _WEIGHT / self.game.plain if copies else 1.0
         asked = _Round(moves, hot, cold, weight, int(copies), target_seconds, deadline, seed, 0.0, 0.0, 0)
-        if not found.lowtide_anneal(
+        if running is not None:
+            running.append(asked)
+        done = found.lowtide_anneal(
             ctypes.byref(self._struct), buffer.ctypes.data, ctypes.byref(length), slots, ctypes.byref(asked)
-        ):
+        )
+        if running is not None:
+            running.remove(asked)
+        if not done:
             raise MemoryError("the search ran out of memory")
         return Found(tuple(buffer[: length.value].tolist()), asked.seconds, asked.over)
 

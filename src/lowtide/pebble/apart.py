@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import select
 import struct
 import subprocess
 import sys
@@ -33,11 +32,16 @@ class _Pool:
         self._waiting: list[subprocess.Popen[bytes]] = []
         self._keepers = 0
 
+    @property
+    def is_kept(self) -> bool:
+        return self._keepers > 0
+
     def keep(self) -> None:
         with self._lock:
-            self._keepers += 1
-            if not self._waiting and (begun := _begin()) is not None:
+            begun = None if self._waiting else _begin()
+            if begun is not None:
                 self._waiting.append(begun)
+            self._keepers += 1
 
     def let_go(self) -> None:
         with self._lock:
@@ -80,28 +84,39 @@ def milp_apart(arguments: Mapping[str, Any], *, seconds: float) -> Any | None:
         arguments: of ``milp``; its time limit is set here.
         seconds: in all, the beginning of the process included.
     """
-    deadline = time.time() + seconds
+    deadline = time.monotonic() + seconds
     process = _pool.take()
     if process is None:
         return None
-    assert process.stdin is not None
-    assert process.stdout is not None
+    overdue = threading.Timer(seconds, process.kill)  # whatever it is that takes long: what is written or read then ends
+    overdue.daemon = True
+    overdue.start()
     found = None
     try:
+        assert process.stdin is not None
+        assert process.stdout is not None
         _send(process.stdin, (dict(arguments), deadline - _EARLY))
-        if select.select([process.stdout], [], [], max(0.0, deadline - time.time()))[0]:
-            found = _receive(process.stdout)
-    except (OSError, EOFError):
+        found = _receive(process.stdout)
+    except (OSError, EOFError, pickle.UnpicklingError):
         found = None
-    if found is None:
-        _end(process)
-    else:
-        _pool.give_back(process)
+    finally:
+        overdue.cancel()
+        if found is None:
+            _end(process)
+        else:
+            _pool.give_back(process)
     return found
+
+
+def is_kept() -> bool:
+    """Whether a process is kept ready: to begin one takes half a second."""
+    return _pool.is_kept
 
 
 def _begin() -> subprocess.Popen[bytes] | None:
     environment = {k: v for k, v in os.environ.items() if k != _PRELOADED}
+    if not sys.executable:
+        return None
     command = [sys.executable, "-P", str(Path(__file__))]
     try:
         return subprocess.Popen(  # noqa: S603 - this file
@@ -130,17 +145,23 @@ def _receive(pipe: IO[bytes]) -> Any:
     head = pipe.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         raise EOFError
-    return pickle.loads(pipe.read(*_LENGTH.unpack(head)))  # noqa: S301 - our own process wrote it
+    size = _LENGTH.unpack(head)[0]
+    data = pipe.read(size)
+    if len(data) < size:
+        raise EOFError
+    return pickle.loads(data)  # noqa: S301 - our own process wrote it
 
 
 def _serve() -> None:
     from scipy.optimize import milp  # here: who only asks has no use for it
 
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # HiGHS may print there, unasked
     with contextlib.suppress(EOFError):
         while True:
             arguments, deadline = _receive(sys.stdin.buffer)
-            options = {**arguments.pop("options", {}), "time_limit": max(0.0, deadline - time.time())}
-            _send(sys.stdout.buffer, milp(**arguments, options=options))
+            options = {**arguments.pop("options", {}), "time_limit": max(0.0, deadline - time.monotonic())}
+            _send(answers, milp(**arguments, options=options))
 
 
 if __name__ == "__main__":

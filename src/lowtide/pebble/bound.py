@@ -17,7 +17,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_flow
 
-from lowtide.pebble.apart import milp_apart
+from lowtide.pebble.apart import is_kept, milp_apart
 from lowtide.pebble.before import Instant, Precedence, chain
 from lowtide.pebble.game import Game, profile
 
@@ -48,6 +48,8 @@ _SCALE = 1e4
 """Costs are shares of the graph's seconds; the solver's absolute tolerances (1e-6, 1e-7) must be small beside the least."""
 _PRICED = 2.0
 """Seconds that one of the two programs behind a price may take."""
+_IDLE = 1000.0
+"""So many times the graph's seconds are looked at for waiting, at most."""
 _FLOW_SCALE = 1 << 30
 """Capacities of scipy's maximum flow are 32-bit integers: bytes are rounded down to shares of all bytes."""
 
@@ -123,7 +125,7 @@ def closed_floor(game: Game, precedence: Precedence, at: Instant, *, seconds: fl
         0 bytes where the program was not solved in time.
     """
     most = max(1, precedence.bytes_once(at))
-    program = stages(game, precedence, [at], most)
+    program = stages(game, precedence, [at], most, channels=False)  # what is waited for does not matter here
     program.cost = [0.0] * len(program.cost)
     peak = program.variable("peak", 1.0)
     own = precedence.bytes_with(at, np.zeros(len(game.value_nodes), dtype=bool))
@@ -248,7 +250,7 @@ class Program:
             "integrality": np.asarray(self.whole) & whole,
         }
         options = {"time_limit": max(_LEAST_SECONDS, seconds), "mip_rel_gap": gap}
-        if whole and len(self.cost) - len(settled) > _LARGE:
+        if whole and len(self.cost) - len(settled) > _LARGE and is_kept():
             result = milp_apart(arguments | {"options": options}, seconds=seconds) if seconds > 0 else None
             if result is None:
                 return Solved(value=0.0, ended=False, x=None)
@@ -366,7 +368,9 @@ def fetch_in(program: Program, game: Game, t: int, v: int) -> int | None:
     return found
 
 
-def stages(game: Game, precedence: Precedence, tight: Sequence[Instant], budget_bytes: int) -> Program:
+def stages(
+    game: Game, precedence: Precedence, tight: Sequence[Instant], budget_bytes: int, *, channels: bool = True
+) -> Program:
     """What must be on the board from one instant to the next; the instants must be comparable and in order.
 
     Variables ``("on", t, v)``: value ``v`` is on the board at instant ``t``; ``("run", t, o)``: operator ``o`` runs again
@@ -416,7 +420,50 @@ def stages(game: Game, precedence: Precedence, tight: Sequence[Instant], budget_
             for p in game.inputs[o]:
                 if old[p]:
                     program.row({program.variable(("on", t - 1, p)): 1.0} | placed(t, p), 1.0)
+    if channels and game.graph.offload is not None and game.graph.offload.overlap:
+        _channels(program, game, tight)
     return program
+
+
+def _channels(program: Program, game: Game, tight: Sequence[Instant]) -> None:
+    """Rows for transfers that overlap with computing: each channel moves one value at a time, and nothing waits for nothing.
+
+    What is absent at an instant and comes back from the second board was written before; what is fetched after it is read
+    after it. Variables ``("idle", t)``: seconds between the instants ``t - 1`` and ``t`` in which nothing runs that this
+    program knows of, ``_IDLE`` times the graph's at most.
+    """
+    offload, base, count = game.graph.offload, game.base_seconds or 1.0, len(tight)
+    assert offload is not None
+    fetches = [(name[1], name[2], j) for name, j in program.index.items() if name[0] == "fetch"]
+    runs = [(name[1], j) for name, j in program.index.items() if name[0] == "run"]
+    idle = [program.variable(("idle", t), _IDLE, whole=False) for t in range(count + 1)]
+    for t, at in enumerate(tight):
+        own = float(game.seconds[at.op])
+        before = base - float(game.seconds[: game.plain][at.ahead].sum()) - own
+        after = base - float(game.seconds[: game.plain][at.done].sum()) - own
+        spent = [{idle[s]: _IDLE for s in range(count + 1) if (s > t) is late} | {
+            j: program.cost[j] for s, j in runs if (s > t) is late} for late in (False, True)]
+        reads: dict[int, float] = {}
+        writes: dict[int, float] = {}
+        for s, v, j in fetches:
+            on = program.index.get(("on", t, v))
+            if s <= t:
+                continue
+            size = float(game.bytes[v]) / base
+            reads[j] = -size / offload.read_bytes_per_second
+            if on is None or ("written", t, v) in program.index:
+                continue
+            ahead = program.variable(("written", t, v), whole=False)
+            writes[ahead] = -size / offload.write_bytes_per_second
+            again = {k: 1.0 for r in range(t + 1, count + 1)
+                     if (k := program.index.get(("run", r, int(game.producer[v])))) is not None}
+            for r, u, k in fetches:
+                if u == v and r > t:
+                    program.row({ahead: 1.0, k: -1.0, on: 1.0} | again, 0.0)
+        if writes:
+            program.row(spent[False] | writes, -before / base)
+        if reads:
+            program.row(spent[True] | reads, -after / base)
 
 
 def tight_chain(
@@ -527,23 +574,29 @@ def _solved(game: Game, one: _Weighed, deadline: float) -> Iterator[TimeBound]:
         yield _single(one.program, one.at, game, max(found.value, one.relaxed.value), found.x, ended=found.ended)
 
 
-def left_absent(
-    game: Game,
-    precedence: Precedence,
-    at: Instant,
-    budget_bytes: int,
-    *,
-    seconds: float,
-    kept: AbstractSet[int] = frozenset(),
-) -> TimeBound:
-    """What one instant's relaxed program has absent, where some values are to be on the board (so it proves nothing)."""
-    program = stages(game, precedence, [at], budget_bytes)
-    for v in kept:
-        j = program.index.get(("on", 0, v))
-        if j is not None:
-            program.row({j: 1.0}, 1.0)
-    found = program.solve(seconds, whole=False)
-    return replace(NOTHING, **({} if found.x is None else chosen(program, found.x, [at])))
+class Alone:
+    """One instant's program, relaxed, asked for several budgets: what it has absent, and nothing proven."""
+
+    def __init__(self, game: Game, precedence: Precedence, at: Instant, budget_bytes: int) -> None:
+        """Set it up.
+
+        Args:
+            game: what is played.
+            precedence: of it.
+            at: the instant.
+            budget_bytes: the largest that is asked.
+        """
+        self._at, self._budget = at, budget_bytes
+        self._program = stages(game, precedence, [at], budget_bytes)
+        self._own = precedence.bytes_with(at, np.zeros(len(game.value_nodes), dtype=bool))
+
+    def absent(self, budget_bytes: int, *, seconds: float, kept: AbstractSet[int] = frozenset()) -> TimeBound:
+        """What it leaves absent within a budget where some values are to be on the board; nothing where it has no answer."""
+        program = self._program
+        program.low[0] = -(budget_bytes - self._own) / self._budget  # the budget is the first row
+        there = {j: 1.0 for v in kept if (j := program.index.get(("on", 0, v))) is not None}
+        found = program.solve(seconds, whole=False, settled=there)
+        return replace(NOTHING, **({} if found.x is None else chosen(program, found.x, [self._at])))
 
 
 def _single(program: Program, at: Instant, game: Game, value: float, x: Any, *, ended: bool) -> TimeBound:

@@ -26,6 +26,8 @@ _PROGRAM = 1e-6
 _LIMIT = 120.0
 """Seconds for solving the bound's program again."""
 _RUNS = ("compute", "update")
+_WAITED = 1000.0
+"""So many times the graph's seconds a bound may be made of waiting, at most."""
 _PEAK_METHODS = ("stuck", "instant", "forced", "cut")
 _TIME_METHODS = ("none", "search", "instant", "instants", "chain")
 _OF_THE_PLAN = ("curve", "decides", "modules", "levers")
@@ -410,7 +412,8 @@ class _Checker:
         """The least that is on the board when an operator first runs, with what all that is absent needs to come back."""
         before, after = self.around(op)
         most = max(1, self.least(op, self.wanted(op, before, after) | self.stuck(op, before, after)))
-        return math.floor(_Program(self, most, 1.0).least_bytes(op) * most)
+        base = math.fsum(n.seconds for n in self.graph.nodes if not n.resident) or 1.0
+        return math.floor(_Program(self, most, base).least_bytes(op) * most)
 
     def cut(self, node: Any) -> int:
         """The least that is on the board when an operator first runs, over all sets of operators that may have run by then."""
@@ -539,23 +542,24 @@ class _Board:
             self.claim(bool(olds), t, f"{node.id!r} overwrites nothing")
             for old in olds:
                 self.claim(old in self.board, t, f"what {node.id!r} overwrites is not there")
-                self.leave(old)
+                self.let_go(t, old, by=v)
         self.board.update(made)
         self.runs[v] += 1
         self.clock += node.seconds
 
-    def leave(self, v: int) -> None:
+    def let_go(self, t: int, v: int, *, by: int = -1) -> None:
+        """A value leaves, if no script holds it any more, or what it is held for is what takes it over."""
+        until = self.nodes[v].held_until
+        if until is not None and self.checker.leader(until) != by:
+            ran = self.runs[self.checker.leader(until)] > 0
+            self.claim(ran, t, f"{self.nodes[v].id!r} is held until {self.nodes[until].id!r} has run")
         self.clock = max(self.clock, self.written.get(v, 0.0), self.ready.pop(v, 0.0))
         self.board.discard(v)
 
     def free(self, t: int, v: int) -> None:
         node = self.nodes[v]
         self.claim(v in self.board, t, f"{node.id!r} is not on the board")
-        until = node.held_until
-        if until is not None:
-            ran = self.runs[self.checker.leader(until)] > 0
-            self.claim(ran, t, f"{node.id!r} is held until {self.nodes[until].id!r} has run")
-        self.leave(v)
+        self.let_go(t, v)
 
     def transfer(self, t: int, act: str, v: int) -> None:
         node, offload = self.nodes[v], self.checker.graph.offload
@@ -642,7 +646,9 @@ class _Search:
             return
         olds = sum(1 << old for old in checker.olds(op))
         made = sum(1 << u for u in checker.made[op])
-        for left in {board, board & ~olds} if olds & board == olds else {board}:
+        free = {None, op} | {o for o in checker.ops if ran >> o & 1}
+        held = any(u is not None and checker.leader(u) not in free for u in (nodes[v].held_until for v in checker.olds(op)))
+        for left in {board, board & ~olds} if olds & board == olds and not held else {board}:
             if self._bytes(left | made) + nodes[op].workspace_bytes <= self.budget:
                 yield (left | made, host, ran | 1 << op), nodes[op].seconds
 
@@ -725,7 +731,7 @@ class _Program:
                 terms[gone] = self.nodes[v].bytes / need
             self.row(terms, 1.0)
 
-    def several(self, at: list[int]) -> None:
+    def several(self, at: list[int], *, channels: bool = True) -> None:
         """What must be on the board from one instant to the next."""
         checker, nodes = self.checker, self.nodes
         sides = [checker.around(op) for op in at]
@@ -745,10 +751,45 @@ class _Program:
                     self.row(terms, 1.0)
         for t in range(1, len(at) + 1):
             self.between(t, at, sides, made[t - 1])
+        if channels and checker.graph.offload is not None and checker.graph.offload.overlap:
+            for t in range(len(at)):
+                self.channels(t, at[t], *sides[t], len(at))
+
+    def channels(self, t: int, op: int, before: set[int], after: set[int], count: int) -> None:
+        """Each channel of the second board moves one value at a time: of what is written before an instant, and read after it.
+
+        ``("idle", s)`` is time in the stretch ``s`` in which nothing runs that the program knows of.
+        """
+        offload, nodes = self.checker.graph.offload, self.nodes
+        assert offload is not None
+        moved = sorted({name[1] for name in self.names if name[0] == "fetch"})
+        early: dict[int, float] = {}
+        late: dict[int, float] = {}
+        for s in range(count + 1):
+            side = late if s > t else early
+            side[self.var(("idle", s), _WAITED, whole=False)] = _WAITED
+            side |= {j: self.cost[j] for name, j in self.names.items() if name[0] == "run" and name[2] == s}
+        write_terms, read_terms = dict(early), dict(late)
+        for v in moved:
+            share = nodes[v].bytes / self.base
+            later = [j for s in range(t + 1, count + 1) if (j := self.names.get(("fetch", v, s))) is not None]
+            for j in later:
+                read_terms[j] = -share / offload.read_bytes_per_second
+            here = self.names.get(("on", t, v))
+            if here is None or not later:
+                continue
+            copied = self.var(("copied", t, v), whole=False)
+            write_terms[copied] = -share / offload.write_bytes_per_second
+            anew = [self.names.get(("run", self.checker.leader(v), s)) for s in range(t + 1, count + 1)]
+            for j in later:
+                self.row({copied: 1.0, j: -1.0, here: 1.0} | {k: 1.0 for k in anew if k is not None}, 0.0)
+        rest = self.base - nodes[op].seconds
+        self.row(write_terms, (math.fsum(nodes[o].seconds for o in after) - rest) / self.base)
+        self.row(read_terms, (math.fsum(nodes[o].seconds for o in before) - rest) / self.base)
 
     def least_bytes(self, op: int) -> float:
         """What is on the board at least when an operator first runs, as a share of the budget; at most all of it."""
-        self.several([op])
+        self.several([op], channels=False)
         self.cost = [0.0] * len(self.cost)
         self.rows[0] |= {self.var("peak", 1.0): 1.0}
         self.low[0] = self.checker.least(op, set()) / self.budget

@@ -29,7 +29,8 @@ class Descent:
     def __init__(self, game: Game, floor_bytes: int) -> None:
         """Stand at the given order."""
         row = row_without(game, {})
-        peak = int(profile(game, row).max())
+        self._high = profile(game, row)
+        peak = int(self._high.max())
         self.rows = [(peak, row)]
         self._game = game
         self._step = max(1, int(_STEP_SHARE * (peak - floor_bytes)))
@@ -39,12 +40,13 @@ class Descent:
     def below(self, budget: int, *, deadline: float) -> tuple[int, ...]:
         """The first row that fits a budget; the lowest where none does, or the time (of :func:`time.monotonic`) is over."""
         while self.rows[-1][0] > budget and self._idle < _IDLE and time.monotonic() < deadline:
-            place = int(profile(self._game, self._row).argmax())
+            place = int(self._high.argmax())
             if not _lower(self._game, self._row, place, self._absent, self._step):
                 self._idle = _IDLE
                 break
             self._row = row_without(self._game, self._absent)
-            peak = int(profile(self._game, self._row).max())
+            self._high = profile(self._game, self._row)
+            peak = int(self._high.max())
             self._idle += 1
             if peak < self.rows[-1][0]:
                 self.rows.append((peak, self._row))

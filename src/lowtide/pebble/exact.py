@@ -139,9 +139,10 @@ class _Rules:
     def finished(self, state: _State) -> bool:
         return state.done & self.all == self.all and state.board & self.keep == self.keep
 
-    def held(self, v: int, state: _State) -> bool:
+    def held(self, v: int, state: _State, *, at: int = -1) -> bool:
+        """Whether a script holds a value still, even while the node ``at`` runs."""
         until = self.graph.nodes[v].held_until
-        if until is None:
+        if until is None or self.graph.leader(until) == at:
             return False
         return not state.done >> self.graph.leader(until) & 1
 
@@ -173,7 +174,7 @@ class _Rules:
             return []
         found: list[tuple[Move | None, _State, float]] = []
         places = [state.board]
-        if self.graph.olds[v]:
+        if self.graph.olds[v] and not any(self.held(old, state, at=v) for old in self.graph.olds[v]):
             places.append(state.board & ~self._mask(self.graph.olds[v]))
         for left in places:
             board = left | self.made[v]

@@ -6,8 +6,8 @@ The rules:
   values must have arrived. While it runs, all that is on the board counts, its own values and its workspace included.
 * ``update`` is ``compute`` on the storages of the nodes that are overwritten: these values leave, and their bytes are not
   counted twice.
-* ``free`` takes a value off the board. A value that a script holds (``held_until``) may not leave before that node has run;
-  one that is marked ``keep`` must be there at the end.
+* ``free`` takes a value off the board. A value that a script holds (``held_until``) may not leave before that node has run,
+  nor be taken over by another one that overwrites it; one that is marked ``keep`` must be there at the end.
 * ``offload`` copies a value to the second board, ``fetch`` brings it back; each has a channel of its own. Where transfers
   overlap with computing, a value that is freed leaves only when its copy is complete, and a fetched one counts from the
   request on.
@@ -151,7 +151,7 @@ class _Game:
         if v not in self.board:
             raise self.wrong(t, move, f"{node.id!r} is not on the board")
         until = node.held_until
-        if until is not None and not self.runs[self.graph.leader(until)] and move.act is not Act.UPDATE:
+        if until is not None and not self.runs[self.graph.leader(until)] and self.graph.leader(until) != move.node:
             raise self.wrong(t, move, f"{node.id!r} is held until {self.graph.nodes[until].id!r} has run")
         self.clock = max(self.clock, self.written.get(v, 0.0), self.ready.get(v, 0.0))
         self.board.discard(v)

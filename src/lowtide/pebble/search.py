@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from lowtide.pebble.anneal import Annealer, Found
+from lowtide.pebble.anneal import Annealer, Found, end
 from lowtide.pebble.game import Game
 
 _WORKERS = 2
@@ -65,6 +66,7 @@ class Hunt:
     _asked: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _threads: list[threading.Thread] = field(default_factory=list)
+    _running: list[Any] = field(default_factory=list)
 
     def start(self) -> None:
         """Set the workers to work."""
@@ -83,6 +85,12 @@ class Hunt:
         for row in rows:
             self._tell(self.annealer.count(row))
 
+    def demand(self, seconds: float) -> None:
+        """A bound was proven: who looks for rows of fewer seconds has done with one of so many."""
+        self.target_seconds = seconds
+        if self.over:
+            end(self._running)
+
     def wait(self) -> Found:
         """The best row, when all workers have ended."""
         for thread in self._threads:
@@ -96,6 +104,11 @@ class Hunt:
         found = self.best
         met = found is not None and not found.over_bytes and found.seconds <= self.target_seconds
         return met or time.monotonic() >= self.deadline
+
+    def within(self, extra_seconds: float) -> bool:
+        """Whether a row that fits adds no more than so much."""
+        found = self.best
+        return found is not None and not found.over_bytes and found.seconds <= self.annealer.game.base_seconds + extra_seconds
 
     def _tell(self, found: Found) -> None:
         with self._lock:
@@ -157,6 +170,7 @@ class Hunt:
             deadline=self.deadline,
             target_seconds=self.target_seconds,
             weight=weight,
+            running=self._running,
         )
         self._tell(found)
         return found

@@ -60,10 +60,16 @@ _DESCENT_SHARE = 0.8
 """Share of what is left then in which a row that fits may be looked for by greed, where no program has led to one."""
 _CURVE_DESCENT_SHARE = 0.25
 """Share of a curve's time for the way down to its lowest budgets."""
-_MENDED_SHARE = 0.5
+_NEAR = 5e-4
+"""Share of the graph's seconds within which of what an instant proves no further checkpoints are tried."""
+_MENDED_SHARE = 0.7
 """Share of this time in which the highest instant's rows are given room elsewhere."""
 _SEED_INSTANTS = 12
 """Instants that such a program looks at, at most."""
+_LEAST_ROOM, _SPARE = 2e-4, 4
+"""Share of the budget by which it is lowered on top of what was too much, with the 2 ** so manieth part of that."""
+_HOPELESS = 0.1
+"""Share of the budget above which what a row has too much is no matter of a little room."""
 _ROOMS = 6
 """How often the budget of such a program is lowered until its row fits."""
 _SEED_FREE = 5000
@@ -175,9 +181,9 @@ class Solver:
     @cached_property
     def closed_floor(self) -> PeakBound:
         """The same, or what the highest instant proves with what comes back there, if that is higher."""
-        at = max(self.instants, key=self.precedence.bytes_once)
-        closed = bound.closed_floor(self.bound_game, self.precedence, at, seconds=_FLOOR_SECONDS)
-        return max(closed, self.floor, key=lambda f: f.bytes)
+        highest = bound.binding(self.precedence, self.instants, 0)[:1]
+        closed = [bound.closed_floor(self.bound_game, self.precedence, at, seconds=_FLOOR_SECONDS) for at in highest]
+        return max(*closed, self.floor, key=lambda f: f.bytes) if closed else self.floor
 
     @cached_property
     def descent(self) -> Descent:
@@ -228,7 +234,9 @@ class Solver:
             return self.searched(budget_bytes, seconds=seconds, seeds=seeds, progress=progress)
         first = self.searched(budget_bytes, seconds=_FIRST_SHARE * seconds, seeds=seeds, progress=progress)
         share, left = (1 - _FIRST_SHARE) * seconds, seconds - (time.monotonic() - began)
-        if first.status is Status.OPTIMAL or left < _LEFT * share:  # what it took to begin was more than the search itself
+        if first.status in (Status.OPTIMAL, Status.INFEASIBLE):
+            return first
+        if left < _LEFT * share:  # what it took to begin was more than the search itself
             return first
         return self._better(first, self._other.searched(budget_bytes, seconds=min(left, share), seeds=seeds), began)
 
@@ -364,7 +372,9 @@ class Solver:
                 rows += new
                 if hunt.over:
                     break
-            if not k and row and not hunt.over:
+            if hunt.over:
+                break
+            if not k and row:
                 rows += self._mended(budget, found, row, hunt, until)
         instants = {game.nodes.index(v) for v in found.nodes}
         several: Chain | None = None
@@ -404,8 +414,28 @@ class Solver:
     def _fits(self, row: Sequence[int], budget: int) -> bool:
         return int(profile(self.game, row).max()) <= budget
 
+    def _mended(
+        self, budget: int, found: TimeBound, row: tuple[int, ...], hunt: Hunt, until: float
+    ) -> list[tuple[int, ...]]:
+        """Rows of an instant that have room elsewhere: with less on the board then, and with checkpoints."""
+        now = time.monotonic()
+        until = now + _MENDED_SHARE * (until - now)
+        at = self.precedence.instant(self.bound_game.nodes.index(found.nodes[0]))
+        alone = bound.Alone(self.bound_game, self.precedence, at, budget)
+        over = max(0, int(profile(self.game, row).max()) - budget)
+        rows = self._with_room(budget, alone, until, over=over) if 0 < over < _HOPELESS * budget else []
+        hunt.suggest(rows)
+        crossings = Crossings(self.game, at.op)
+        for kept in dict.fromkeys(crossings.values(spacing) for spacing in SPACINGS):
+            if hunt.over or hunt.within(found.seconds + _NEAR * self.game.base_seconds):
+                break
+            new = self._with_room(budget, alone, until, kept=kept)
+            hunt.suggest(new)
+            rows += new
+        return rows
+
     def _with_room(
-        self, budget: int, at: Instant, until: float, *, over: int = 0, kept: AbstractSet[int] = frozenset()
+        self, budget: int, alone: bound.Alone, until: float, *, over: int = 0, kept: AbstractSet[int] = frozenset()
     ) -> list[tuple[int, ...]]:
         """Rows of one instant, for ever lower budgets until one fits: what comes back elsewhere needs room there.
 
@@ -413,7 +443,7 @@ class Solver:
 
         Args:
             budget: in bytes.
-            at: the instant.
+            alone: the instant's program.
             until: of :func:`time.monotonic`.
             over: by how much the row crosses the budget that the program was given without this.
             kept: values that are on the board then.
@@ -424,32 +454,17 @@ class Solver:
             left = until - time.monotonic()
             if left <= 0 or lower <= 0:
                 break
-            new = self._rows_of(bound.left_absent(self.bound_game, self.precedence, at, lower, seconds=left, kept=kept))
-            before, over = over, int(profile(self.game, new[0]).max()) - budget if new else over
+            found = alone.absent(lower, seconds=left, kept=kept)
+            if not found.absent:
+                break
+            row = row_without(self.game, found.absent, found.fetched)
+            before, over = over, int(profile(self.game, row).max()) - budget
             if before and over > before:  # what runs again takes more than the room that it made
                 break
-            rows += new
+            rows.append(row)
             if over <= 0:
                 break
-            lower -= over << k  # what the program drops next may be no smaller than what was too much
-        return rows
-
-    def _mended(
-        self, budget: int, found: TimeBound, row: tuple[int, ...], hunt: Hunt, until: float
-    ) -> list[tuple[int, ...]]:
-        """Rows of an instant that have room elsewhere: with less on the board then, and with checkpoints."""
-        now = time.monotonic()
-        until = now + _MENDED_SHARE * (until - now)
-        at = self.precedence.instant(self.bound_game.nodes.index(found.nodes[0]))
-        crossings = Crossings(self.game, at.op)
-        over = int(profile(self.game, row).max()) - budget
-        rows: list[tuple[int, ...]] = []
-        for kept in dict.fromkeys([frozenset[int](), *(crossings.values(spacing) for spacing in SPACINGS)]):
-            new = self._with_room(budget, at, until, over=0 if kept else max(0, over), kept=kept)
-            hunt.suggest(new)
-            rows += new
-            if hunt.over:
-                break
+            lower -= over + (over >> _SPARE) + int(_LEAST_ROOM * budget) << k  # what is dropped then may bring more back
         return rows
 
     def _crossed(self, row: tuple[int, ...], budget: int, known: set[int]) -> list[int]:
@@ -494,7 +509,7 @@ class Solver:
     def _stronger(self, best: TimeBound, other: TimeBound, hunt: Hunt) -> TimeBound:
         if other.seconds <= best.seconds:
             return best
-        hunt.target_seconds = (self.game.base_seconds + other.seconds) * (1 + _SAME)
+        hunt.demand((self.game.base_seconds + other.seconds) * (1 + _SAME))
         return other
 
     @cached_property
