@@ -140,7 +140,9 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     least = rows[0]["seconds"] / sizes[0]
     left.loglog(sizes, [least * n for n in sizes], "--", color="#7b8794", label="in proportion to the operators")
     left.set_ylabel("seconds")
+    left.set_yticks([1, 2, 5, 10, 20, 50])
     left.yaxis.set_major_formatter(FuncFormatter(lambda s, _: f"{s:g}"))
+    left.yaxis.set_minor_formatter(FuncFormatter(lambda *_: ""))
     left.legend(frameon=False)
     for share, colour in zip(SHARES, ("#1f6fb2", "#b36b00"), strict=True):
         here = [row for row in every if row["share_percent"] == share]

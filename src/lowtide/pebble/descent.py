@@ -8,7 +8,10 @@ step takes away what stands highest.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from lowtide.pebble.game import Game, profile
 from lowtide.pebble.lazy import row_without
@@ -26,15 +29,30 @@ class Descent:
         rows: those of ever lower peaks: (peak, row).
     """
 
-    def __init__(self, game: Game, floor_bytes: int) -> None:
-        """Stand at the given order."""
-        row = row_without(game, {})
+    def __init__(
+        self,
+        game: Game,
+        floor_bytes: int,
+        *,
+        absent: Mapping[int, AbstractSet[int]] = MappingProxyType({}),
+        fetched: AbstractSet[int] = frozenset(),
+    ) -> None:
+        """Stand at the given order, or at a row without some values.
+
+        Args:
+            game: what is played.
+            floor_bytes: below which nothing is.
+            absent: per operator, values that are not on the board when it first runs.
+            fetched: of these, those that come back from the second board.
+        """
+        row = row_without(game, absent, fetched)
         self._high = profile(game, row)
         peak = int(self._high.max())
         self.rows = [(peak, row)]
         self._game = game
         self._step = max(1, int(_STEP_SHARE * (peak - floor_bytes)))
-        self._absent: dict[int, set[int]] = {}
+        self._absent = {o: set(values) for o, values in absent.items()}
+        self._fetched = fetched
         self._row, self._idle = row, 0
 
     def below(self, budget: int, *, deadline: float) -> tuple[int, ...]:
@@ -44,7 +62,7 @@ class Descent:
             if not _lower(self._game, self._row, place, self._absent, self._step):
                 self._idle = _IDLE
                 break
-            self._row = row_without(self._game, self._absent)
+            self._row = row_without(self._game, self._absent, self._fetched)
             self._high = profile(self._game, self._row)
             peak = int(self._high.max())
             self._idle += 1

@@ -58,6 +58,8 @@ _SEED_SHARE = 0.7
 """Share of the time limit that programs may take from which half of the search begins."""
 _DESCENT_SHARE = 0.8
 """Share of what is left then in which a row that fits may be looked for by greed, where no program has led to one."""
+_LOWERED_SHARE = 0.3
+"""Share of what is left for programs in which greed may lower the row of one."""
 _CURVE_DESCENT_SHARE = 0.25
 """Share of a curve's time for the way down to its lowest budgets."""
 _NEAR = 5e-4
@@ -378,11 +380,6 @@ class Solver:
                 rows += self._mended(budget, found, row, hunt, until)
         instants = {game.nodes.index(v) for v in found.nodes}
         several: Chain | None = None
-        if not any(self._fits(row, budget) for row in rows):
-            now = time.monotonic()
-            lower = self.descent.below(budget, deadline=now + _DESCENT_SHARE * (hunt.deadline - now))
-            hunt.suggest([lower])
-            rows.append(lower)
         took = 0.0
         while row and not hunt.over:
             left = until - time.monotonic()
@@ -397,13 +394,34 @@ class Solver:
             at = [self.precedence.instant(o) for o in chain]
             several = Chain(game, self.precedence, at, budget, like=several)
             best = self._stronger(best, several.relax(seconds=left), hunt)
-            new = self._rows_of(several.dive(seconds=until - time.monotonic(), gap=_SEED_GAP))
+            answer = several.dive(seconds=until - time.monotonic(), gap=_SEED_GAP)
+            new = self._rows_of(answer)
             row = new[0] if new else ()
+            if new and not any(self._fits(row, budget) for row in new):
+                new += self._lowered(budget, answer, until)
             hunt.suggest(new)
             rows += new
+            rows += self._descended(budget, rows, hunt)
             took = left - (until - time.monotonic())
+        rows += self._descended(budget, rows, hunt)
         hunt.offer(rows)
         return best, several
+
+    def _descended(self, budget: int, rows: Sequence[tuple[int, ...]], hunt: Hunt) -> list[tuple[int, ...]]:
+        """Where none of some rows fits, one from the way down by greed: near the floor nothing else may."""
+        if any(self._fits(row, budget) for row in rows):
+            return []
+        now = time.monotonic()
+        lower = self.descent.below(budget, deadline=now + _DESCENT_SHARE * (hunt.deadline - now))
+        hunt.suggest([lower])
+        return [lower]
+
+    def _lowered(self, budget: int, answer: TimeBound, until: float) -> list[tuple[int, ...]]:
+        """The row of a program's answer, with what crosses the budget elsewhere taken away by greed; none where that fails."""
+        now = time.monotonic()
+        way = Descent(self.game, self.floor.bytes, absent=answer.absent, fetched=answer.fetched)
+        row = way.below(budget, deadline=now + _LOWERED_SHARE * (until - now))
+        return [row] if self._fits(row, budget) else []
 
     def _rows_of(self, found: TimeBound) -> list[tuple[int, ...]]:
         """What a program's answer comes to, if it has one: in fewest runs, then in fewer bytes."""
