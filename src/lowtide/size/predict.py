@@ -27,7 +27,7 @@ from lowtide.explain import Step, steps_of
 from lowtide.pebble.graph import Graph
 from lowtide.size.vary import option_of
 from lowtide.stepgraph import graph_of
-from lowtide.store import Recording
+from lowtide.store import Recording, decode_run
 
 DEGREES: Final = 4
 """Highest degree that is tried: attention over the patches of an image grows with the fourth power of its side."""
@@ -338,7 +338,7 @@ class Model:
         Of a few steps' seconds no more can be told of a batch than what each sample takes: a higher power would be noise.
         """
         degrees = [min(d, 1) if _is_batch(n) else d for n, d in zip(self.names, self.degrees, strict=True)]
-        seconds = np.array([[float(s.row.seconds) for s in steps[1:]] for steps in self._columns]).min(axis=1)
+        seconds = np.array([[_seconds_of(s) for s in steps[1:]] for steps in self._columns]).min(axis=1)
         parts, _ = nnls(self._terms(degrees, self._at) / seconds[:, None], np.ones(len(seconds)))
         return float((self._terms(degrees, at) @ parts)[0])
 
@@ -384,6 +384,11 @@ class Model:
             for i, n in enumerate(first.nodes)
         )
         return replace(first, nodes=nodes, name=", ".join(f"{k}={v:g}" for k, v in sizes.items()))
+
+
+def _seconds_of(step: Step) -> float:
+    """What a step's operators took, without what recording adds to each of them; the whole step where they were not timed."""
+    return sum(decode_run(int(f))[0] for f in step.entries["flags"][step.ops]) or float(step.row.seconds)
 
 
 def _is_batch(name: str) -> bool:
