@@ -96,6 +96,11 @@ class Crossings:
         self._without_plan: set[Kind] = set()
         self._of: dict[Kind, tuple[int, int]] = {}
 
+    @property
+    def any(self) -> bool:
+        """Whether any step but the first did."""
+        return self._all > 0
+
     def without_plan(self, kind: Kind) -> None:
         """In the step that runs no plan was found for such a unit."""
         self._without_plan.add(kind)

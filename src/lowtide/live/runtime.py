@@ -647,7 +647,7 @@ class Runtime:
         shift = entry.shift(unit)
         solution = self._solve(entry, shift)
         doubtful = False
-        for perhaps in entry.lower_shifts(unit):
+        for perhaps in entry.lower_shifts(unit)[: 1 if self._crossings.any else 2]:
             if solution.state is None and perhaps < shift:
                 doubtful, shift, solution = True, perhaps, self._solve(entry, perhaps)
         figures = self._tell_figures(unit, entry, solution, shift)
