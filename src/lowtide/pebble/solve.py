@@ -440,7 +440,7 @@ class Solver:
         until = now + _MENDED_SHARE * (until - now)
         at = self.precedence.instant(self.bound_game.nodes.index(found.nodes[0]))
         alone = bound.Alone(self.bound_game, self.precedence, at, budget)
-        over = max(0, int(profile(self.game, row).max()) - budget)
+        over = int(profile(self.game, row).max()) - budget
         rows = self._with_room(budget, alone, until, over=over) if 0 < over < _HOPELESS * budget else []
         hunt.suggest(rows)
         crossings = Crossings(self.game, at.op)
