@@ -741,6 +741,25 @@ def test_one_ranks_request_stops_all_at_the_same_step(tmp_path):
     assert Store(tmp_path / "c").saved()[0].world == 2
 
 
+LEAVING = r"""
+    import atexit, os, sys
+    import torch, torch.distributed as dist
+    import lowtide
+    dist.init_process_group("gloo")
+    groups = dist.distributed_c10d._world.pg_map
+    def at_exit():
+        os.write(1, f"rank {dist.get_rank()} {len(groups)}\n".encode())
+    atexit.register(at_exit)
+    lowtide.checkpoint(sys.argv[1], {"at": [0]})
+    assert len(groups) == 2
+"""
+
+
+def test_the_group_for_decisions_is_gone_before_the_interpreter_is(tmp_path):
+    said, done = torchrun(script(tmp_path, LEAVING), tmp_path / "c")
+    assert said == ["rank 0 1", "rank 1 1"], done.stderr
+
+
 SHARDED = r"""
     import os, sys
     import torch, torch.distributed as dist

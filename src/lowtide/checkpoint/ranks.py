@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 from typing import Any
 
 from lowtide.checkpoint.tree import torch
 
-_groups: dict[int, Any] = {}
+_ours: tuple[Any, Any] | None = None
+"""The world that decisions were made in, and our group in it."""
 
 
 def _group() -> Any:
     """The group for decisions; None where this process is alone. The first call is a collective."""
+    global _ours  # noqa: PLW0603 - one per process
     t = torch()
     if t is None or not t.distributed.is_available() or not t.distributed.is_initialized():
         return None
     if t.distributed.get_world_size() == 1:
         return None
-    world = id(t.distributed.group.WORLD)
-    if world not in _groups:
-        _groups[world] = t.distributed.new_group(backend="gloo")
-    return _groups[world]
+    world = t.distributed.group.WORLD
+    if _ours is None:
+        atexit.register(_leave)
+    if _ours is None or _ours[0] is not world:
+        _ours = world, t.distributed.new_group(backend="gloo")
+    return _ours[1]
+
+
+def _leave() -> None:
+    """End our group while the interpreter is whole.
+
+    A gloo thread that drops a collective's last tensor once the interpreter shuts down aborts the process (PyTorch pull
+    request 179291 tells how); a script that leaves its own groups to the end of the process would meet that with ours alone.
+    """
+    global _ours  # noqa: PLW0603
+    if _ours is not None:
+        with contextlib.suppress(ValueError, RuntimeError):  # the script has ended all groups, or a peer is gone
+            torch().distributed.destroy_process_group(_ours[1])
+        _ours = None  # the group's threads are joined once nothing holds it
 
 
 def rank() -> int:
