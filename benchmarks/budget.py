@@ -117,9 +117,10 @@ class Subject:
         for _ in range(WARM):
             self.step()
         self.resident = counter.tensor_live
-        self.plain_peak = self._timed()["peak_bytes"]
+        self.plain_peak = self.timed()["peak_bytes"]
 
-    def _timed(self) -> dict[str, Any]:
+    def timed(self) -> dict[str, Any]:
+        """Median seconds and CPU seconds of some steps, and their peak above what is outside."""
         self.counter.tensor_peak = self.counter.tensor_live
         seconds, cpu_seconds = [], []
         for _ in range(TIMED):
@@ -136,14 +137,14 @@ class Subject:
         """A round without a budget."""
         for _ in range(SETTLING):
             self.step()
-        return self._timed()
+        return self.timed()
 
     def budgeted(self, budget: int) -> dict[str, Any]:
         """A round under a budget (bytes above what is outside the model), timed once its plan is in force."""
         with lowtide.budget(self.outside + budget) as running:
             for _ in range(SETTLING):
                 self.step()
-            found = self._timed()
+            found = self.timed()
         last, plan = running.outcome.steps[-1], running.outcome.plan
         assert plan is not None
         highest = max(s.peak_bytes for s in running.outcome.steps)
