@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import Final
 
@@ -394,15 +394,26 @@ def _temporaries(made: list[Block], step: Step) -> int:
     return base + (len(replaced) > own) + again
 
 
-def loss_block(case: Case) -> Iterator[Finding]:
-    """Logits, log-softmax and their gradients."""
-    step = case.step
-    losses = [i for i, b in enumerate(step.blocks) if b.counted and any(part in b.op for part in _LOSS_OPS)]
-    failed = case.denied(*_LOSS_OPS)
+def loss_blocks(step: Step, parts: Sequence[str] = _LOSS_OPS, failed: Collection[int] = ()) -> list[int]:
+    """Logits, log-softmax and their gradients: places in the step's blocks.
+
+    Args:
+        step: a recorded step.
+        parts: of the names of a loss's operators.
+        failed: operators of a loss that were refused their memory.
+    """
+    losses = [i for i, b in enumerate(step.blocks) if b.counted and any(part in b.op for part in parts)]
     entries = {step.blocks[i].born for i in losses if step.blocks[i].born >= 0} | {int(step.ops[k]) for k in failed}
     logits = [i for i, b in enumerate(step.blocks)
               if b.counted and b.role is None and i not in losses and entries.intersection(b.reads) and b.born >= 0]
-    block = [*losses, *logits]
+    return [*losses, *logits]
+
+
+def loss_block(case: Case) -> Iterator[Finding]:
+    """Logits, log-softmax and their gradients."""
+    step = case.step
+    failed = case.denied(*_LOSS_OPS)
+    block = loss_blocks(step, failed=failed)
     there = {i for i, _, _ in case.there()}
     total = sum(step.blocks[i].bytes for i in block if i in there) + sum(case.inside(k) for k in failed)
     if total < LARGE * case.peak:

@@ -17,7 +17,12 @@ import numpy as np
 from lowtide.errors import RecordingError
 from lowtide.explain import Block, Step
 from lowtide.pebble.graph import Graph, Node, Offload
-from lowtide.store import Role, decode_run
+from lowtide.store import PHASES, Role, decode_run
+from lowtide.trace import Phase
+
+_BACKWARD = PHASES.index(Phase.BACKWARD)
+_OF_A_NODE = 8
+"""Operators that a node of autograd may run after the one that read what it saved."""
 
 STATE_BYTES = 5056
 """Of a CPU generator's state (mt19937); a CUDA generator's is smaller."""
@@ -46,8 +51,15 @@ def graph_of(step: Step, *, offload: Offload | None = None, gradients_held: bool
 
 
 def operator_of(graph: Graph) -> dict[int, int]:
-    """Which operator of the step (an index into its ``ops``) a node of its graph is."""
-    return {v: int(name[2:]) for v, n in enumerate(graph.nodes) if (name := str(n.id)).startswith("op")}
+    """Which operator of the step (an index into its ``ops``) a node of its graph is, or is a part of (``op7.2``)."""
+    names = {v: str(n.id) for v, n in enumerate(graph.nodes)}
+    return {v: int(name[2:].partition(".")[0]) for v, name in names.items() if name.startswith("op")}
+
+
+def block_of(node: Node) -> int | None:
+    """The number of the block that a node is, or is a version of (``block7.2``); None for an operator."""
+    name = str(node.id)
+    return int(name[5:].partition(".")[0]) if name.startswith("block") else None
 
 
 class _Builder:
@@ -111,6 +123,8 @@ class _Builder:
             return
         self.tracked[max(first + 1, 0)] += block.bytes
         self.tracked[min(end + 1, self.count)] -= block.bytes
+        if block.role is Role.GRADIENT and not self.gradients_held and born < 0 and not reads:
+            return  # of the step before: it would be gone by now
         starts = [born, *writes]
         for i, start in enumerate(starts):
             last = i == len(starts) - 1
@@ -132,6 +146,25 @@ class _Builder:
             for k in mine:
                 self.ops[k].parents[name] = None
             self._hold(block, entry, start, stop, mine, last=last, end=end)
+            if last:
+                self._until_released(block, name, mine)
+
+    def _until_released(self, block: Block, name: str, reads: list[int]) -> None:
+        """A saved tensor that was unpacked is there until its node has ended, which may run operators that do not read it.
+
+        They count as readers, so that a plan has it then, too.
+        """
+        if not reads or not block.saved:
+            return
+        at, end = reads[-1], self.ordinal(block.saved[-1][1])
+        phases, modules = self.step.entries["phase"], self.step.entries["b"]
+        first = self.step.ops[at]
+        if phases[first] != _BACKWARD or not at < end <= at + _OF_A_NODE:
+            return
+        for k in range(at + 1, end + 1):
+            entry = self.step.ops[k]
+            if phases[entry] == _BACKWARD and modules[entry] == modules[first]:
+                self.ops[k].parents[name] = None
 
     def _in_place(self, k: int) -> None:
         """An operator made a block but took no memory (the engine's sum of two gradients): it took over one that died."""
@@ -153,7 +186,7 @@ class _Builder:
         ]
         read = reads[-1] if reads else start
         released = max((min(b, stop) for _, b in saved), default=-1)
-        if last and end < self.count and end > max(read, released) + 1:
+        if last and end < self.count and end > max(read, released):
             until = end
         elif saved:
             until = max((k for k in reads if k <= min(a for a, _ in saved)), default=start)

@@ -181,6 +181,41 @@ def test_a_recorded_step_is_planned_as_it_was_recorded(tmp_path: Path) -> None:
     assert found["extra_fraction"] < 0.5
 
 
+def test_levers_that_are_allowed_are_part_of_a_plan_which_is_verified_with_them(tmp_path: Path) -> None:
+    """Gradients are most of this step: below its floor there is a plan with the lever, and a verdict on that plan alone."""
+    (tmp_path / "train.py").write_text(LARGE_WEIGHTS.format(hooks="", step="optimizer.step(); optimizer.zero_grad()"))
+    assert _lowtide("record", "--quiet", "-o", "r.lowtide", "train.py", cwd=tmp_path).returncode == 0
+    options = ("plan", "r.lowtide", "--step", "1", "--budget", "12MiB", "--seconds", "1", "--json")
+    done = _lowtide(*options, "plain.json", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    plain = _read(tmp_path / "plain.json")
+    assert plain["status"] == "infeasible"
+    assert "with_levers" not in plain
+    (update,) = (x for x in plain["levers"] if x["names"] == ["update-in-backward"])
+    assert update["status"] == "optimal"
+    assert "cannot be held" in done.stderr
+    assert "update-in-backward" in done.stderr
+    done = _lowtide(*options, "s.json", "--allow", "exact", "--html", "s.html", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = _read(tmp_path / "s.json")
+    assert found["with_levers"] == ["update-in-backward"]
+    assert found["peak_bytes"] <= 12 << 20
+    assert "update-in-backward</b> (this plan)" in (tmp_path / "s.html").read_text()
+    assert _lowtide("plan", "r.lowtide", "--step", "1", "--check", "s.json", cwd=tmp_path).returncode == 0
+    for change in ({"with_levers": []}, {"with_levers": ["sliced-update"]}, {"with_levers": ["spare-time"]}):
+        (tmp_path / "other.json").write_text(json.dumps(found | change))
+        done = _lowtide("plan", "r.lowtide", "--step", "1", "--check", "other.json", cwd=tmp_path)
+        assert done.returncode
+        assert "Traceback" not in done.stderr
+
+
+def test_levers_are_for_recordings_and_budgets(graph: Path, tmp_path: Path) -> None:
+    for options in (("--budget", "60%"), ()):
+        done = _lowtide("plan", graph, *options, "--allow", "all", cwd=tmp_path)
+        assert done.returncode == 2
+        assert "--allow is for a recording and a --budget" in done.stderr
+
+
 LARGE_WEIGHTS = """
 import torch
 torch.manual_seed(0)
@@ -216,7 +251,7 @@ def test_updates_in_backward_save_what_is_said(tmp_path: Path) -> None:
         done = _lowtide("plan", f"{name}.lowtide", "--step", "1", "--seconds", "0.2", "--json", f"{name}.json", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         peaks[name] = _read(tmp_path / f"{name}.json")
-    (lever,) = peaks["plain"]["levers"]
+    (lever,) = (x for x in peaks["plain"]["levers"] if x["names"] == ["update-in-backward"])
     real = peaks["plain"]["given_peak_bytes"] - peaks["changed"]["given_peak_bytes"]
     assert real > 4 << 20
     assert abs(lever["saving_bytes"] - real) <= max(0.02 * real, 64 << 10)

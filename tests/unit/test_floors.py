@@ -118,6 +118,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "precision",
         "advise",
         "levers",
+        "choice",
         "size.vary",
         "size.trial",
         "size.minimum",

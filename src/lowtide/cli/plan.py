@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from lowtide.allowed import LEVERS, parse_levers
 from lowtide.cli.launch import check_folder, write, write_json
 from lowtide.cli.script import Finite
 from lowtide.errors import GraphError, UsageError
 from lowtide.units import Auto, Share, parse_budget, parse_bytes
 
 if TYPE_CHECKING:
-    from lowtide.levers import Lever
+    from collections.abc import Callable, Sequence
+
+    from lowtide.choice import Planned
+    from lowtide.explain import Step
     from lowtide.pebble.graph import Graph, Offload
+    from lowtide.pebble.schedule import Row
     from lowtide.pebble.segments import Reserved
     from lowtide.pebble.solve import Answer, Solver
 
@@ -58,6 +63,9 @@ _LARGEST_BLOCK = 1 << 30
     "--allocator", type=click.Choice(["cuda"]), default=None,
     help="Hold the budget for what torch's allocator reserves on a device: blocks, and the segments they are cut from.",
 )
+@click.option(
+    "--allow", multiple=True, metavar="NAME,...", help="Levers that may be part of a recording's plan (`all`, `exact`)."
+)
 @click.option("--step", type=int, default=None,
               help="Which recorded step, by its number in `lowtide report`.  [default: the one of the highest point]")
 @click.option("--check", "solution", metavar="SOLUTION.json", help="Verify a solution written by --json instead.")
@@ -76,6 +84,7 @@ def plan(
     overlap: bool | None,
     rounding: int,
     allocator: str | None,
+    allow: tuple[str, ...],
     step: int | None,
     solution: str | None,
     json_file: str | None,
@@ -86,20 +95,25 @@ def plan(
 
     for file in (json_file, html_file):
         check_folder(file)
-    loaded, resident, beyond = _load(graph, step)
-    loaded = _with_offload(loaded, speed, host, overlap)
+    source = _load(graph, step)
     if solution is not None:
-        return _check(loaded, Path(solution))
+        return _check(source, lambda g: _with_offload(g, speed, host, overlap), Path(solution))
     if allocator is not None:
         if curve or rounding > 1:
             raise UsageError("--allocator has blocks of its own, and is for one budget: leave out --rounding and --curve")
         rounding = segments.BLOCK_BYTES
-    if rounding > 1:
-        loaded = loaded.rounded(rounding)
-    solver = solve.Solver(loaded, order=solve.Order(order))
-    asked = _budget(budget, solver, resident)
+    allowed = parse_levers(allow)
+    if allowed and (source.step is None or budget is None or strategy != "search" or allocator is not None):
+        raise UsageError("--allow is for a recording and a --budget, without --strategy and --allocator")
+
+    def prepared(g: Graph) -> Graph:
+        g = _with_offload(g, speed, host, overlap)
+        return g.rounded(rounding) if rounding > 1 else g
+
+    solver = solve.Solver(prepared(source.graph), order=solve.Order(order))
+    asked = _budget(budget, solver, source.resident)
     limit = solve.SECONDS if seconds is None else seconds
-    points = _curve(solver, limit) if curve else []
+    points = _curve(solver, limit) if curve and not allowed else []
     held: segments.Reserved | None = None
     if allocator is None:
         answer = _answer(solver, asked, strategy, limit, points)
@@ -108,13 +122,35 @@ def plan(
         held = segments.reserved(answer.graph, answer.schedule)
     else:
         answer, held = segments.within(asked, lambda room, share: _answer(solver, room, strategy, share * limit, points))
+    sets: list[Planned] = []
+    chosen: Planned | None = None
+    if source.step is not None:
+        from lowtide.choice import Planned
+
+        plain = Planned(names=(), solver=solver, answer=None if asked is None else answer, own_seconds=0.0)
+        compared = strategy == "search" and allocator is None
+        sets, chosen = _chosen(source.step, plain, allowed, prepared, asked if compared else None, limit)
+        if chosen.answer is not None:
+            solver, answer = chosen.solver, chosen.answer
+            if answer.peak_bound.bytes < solver.told_floor.bytes and strategy == "search":
+                answer = replace(answer, peak_bound=solver.told_floor)
+        if curve and allowed:
+            points = _curve(solver, limit, known=[answer])
     told = _Told(strategy=strategy, rounding=rounding, held=held, json_file=json_file, html_file=html_file)
-    _tell(solver, answer, points, beyond, told)
+    _tell(solver, answer, points, sets if len(sets) > 1 else [], chosen, told)
     return 0 if answer.status.has_plan else 1
 
 
-def _load(path: Path, step: int | None) -> tuple[Graph, int, list[Lever]]:
-    """The graph of a file, what of its peak a share is not taken of, and what would lower that peak besides."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """What a file holds: its graph, what of its peak a share is not taken of, and the step where it is a recording."""
+
+    graph: Graph
+    resident: int = 0
+    step: Step | None = None
+
+
+def _load(path: Path, step: int | None) -> _Source:
     from lowtide.pebble.graph import load
 
     try:
@@ -125,9 +161,8 @@ def _load(path: Path, step: int | None) -> tuple[Graph, int, list[Lever]]:
     if not recorded:
         if step is not None:
             raise UsageError("--step is for recordings: a graph has none")
-        return load(path), 0, []
+        return _Source(graph=load(path))
     from lowtide.explain import highest, peak_report, steps_of
-    from lowtide.levers import levers
     from lowtide.stepgraph import graph_of
     from lowtide.store import read
 
@@ -141,12 +176,37 @@ def _load(path: Path, step: int | None) -> tuple[Graph, int, list[Lever]]:
     report = peak_report(found)
     roles = report.by_role if report is not None else {}
     resident = sum(roles.get(r, 0) for r in ("parameter", "buffer", "optimizer_state"))
-    return graph_of(found), resident, levers(found)
+    return _Source(graph=graph_of(found), resident=resident, step=found)
+
+
+def _chosen(
+    step: Step, plain: Planned, allowed: frozenset[str], prepared: Callable[[Graph], Graph], budget: int | None, seconds: float
+) -> tuple[list[Planned], Planned]:
+    """The step with each set of levers, and the fastest one that is allowed; without plans where no budget is asked.
+
+    All sets together take as long as the plan without levers, and the chosen one as long again where that leaves a gap.
+    """
+    from lowtide.choice import best, others
+    from lowtide.pebble.status import Status
+    from lowtide.report.terminal import console
+
+    if budget is None:
+        return [plain, *others(step, plain, prepared=prepared, answered=None)], plain
+    with console().status("with levers") as status:
+
+        def answered(solver: Solver, names: tuple[str, ...], share: float, rows: list[Row]) -> Answer:
+            status.update(f"with {' and '.join(names)}")
+            return solver.at(budget, seconds=share * seconds, seeds=rows)
+
+        sets = [plain, *others(step, plain, prepared=prepared, answered=answered)]
+        chosen = best(sets, allowed)
+        if chosen is not plain and chosen.answer is not None and chosen.answer.status is Status.FEASIBLE:
+            again = answered(chosen.solver, chosen.names, 1.0, [chosen.answer.row])
+            sets[sets.index(chosen)] = chosen = replace(chosen, answer=again)
+    return sets, chosen
 
 
 def _with_offload(graph: Graph, speed: str | None, host: str | None, overlap: bool | None) -> Graph:
-    from dataclasses import replace
-
     from lowtide.pebble.graph import Offload
 
     board2: Offload | None = graph.offload
@@ -176,7 +236,7 @@ def _budget(text: str | None, solver: Solver, resident: int) -> int | None:
     return asked
 
 
-def _check(graph: Graph, path: Path) -> int:
+def _check(source: _Source, prepared: Callable[[Graph], Graph], path: Path) -> int:
     from rich.progress import Progress
 
     from lowtide.pebble.check import check, is_solution
@@ -186,6 +246,10 @@ def _check(graph: Graph, path: Path) -> int:
     found = read_json(path, "solution")
     if not is_solution(found):
         raise UsageError(f"{path} is no solution: give a file that `lowtide plan --json` wrote")
+    graph, names = source.graph, found.get("with_levers", [])
+    if names:
+        graph = _with_levers(source, names, path)
+    graph = prepared(graph)
     with Progress(console=console(), transient=True) as bar:
         task = bar.add_task("checking")
         wrong = check(graph, found, progress=lambda done, of: bar.update(task, completed=done, total=of))
@@ -197,14 +261,27 @@ def _check(graph: Graph, path: Path) -> int:
     return 1 if wrong else 0
 
 
-def _curve(solver: Solver, seconds: float) -> list[Answer]:
+def _with_levers(source: _Source, names: object, path: Path) -> Graph:
+    """The graph that a solution with levers is of."""
+    from lowtide.levers import with_levers
+
+    if source.step is None:
+        raise UsageError(f"{path} is a plan with levers: give the recording that it was made for")
+    if not isinstance(names, list) or not all(name in LEVERS for name in names):
+        raise UsageError(f"{path} names levers that there are not: there are {', '.join(LEVERS)}")
+    return with_levers(source.step, names)
+
+
+def _curve(solver: Solver, seconds: float, known: Sequence[Answer] = ()) -> list[Answer]:
     from rich.progress import Progress
 
     from lowtide.report.terminal import console
 
     with Progress(console=console(), transient=True) as bar:
         task = bar.add_task("curve", total=1.0)
-        return solver.curve(_CURVE, seconds=_CURVE_TIME * seconds, progress=lambda share: bar.update(task, completed=share))
+        return solver.curve(
+            _CURVE, seconds=_CURVE_TIME * seconds, known=known, progress=lambda share: bar.update(task, completed=share)
+        )
 
 
 def _answer(solver: Solver, budget: int | None, strategy: str, seconds: float, points: list[Answer]) -> Answer:
@@ -248,10 +325,11 @@ class _Told:
     html_file: str | None
 
 
-def _tell(solver: Solver, answer: Answer, points: list[Answer], beyond: list[Lever], told: _Told) -> None:
+def _tell(
+    solver: Solver, answer: Answer, points: list[Answer], sets: list[Planned], chosen: Planned | None, told: _Told
+) -> None:
     from lowtide.pebble.account import by_module, curve_json, decides, decides_json, modules_json, to_json
-    from lowtide.report.plan import page, show_curve, show_plan
-    from lowtide.report.terminal import console
+    from lowtide.report.plan import page, set_json, show_curve, show_plan, show_sets
 
     why = decides(solver, answer) if answer.status.has_plan and answer.budget_bytes is not None else None
     if told.json_file is not None:
@@ -262,18 +340,20 @@ def _tell(solver: Solver, answer: Answer, points: list[Answer], beyond: list[Lev
         if why is not None:
             found["decides"] = decides_json(solver.graph, why)
             found["modules"] = modules_json(by_module(answer))
-        if beyond:
-            found["levers"] = [
-                {"id": x.id, "text": x.text, "peak_bytes": x.peak_bytes, "saving_bytes": x.saving_bytes} for x in beyond
-            ]
+        if sets:
+            found["levers"] = [set_json(s, sets[0], chosen=s is chosen) for s in sets[1:]]
+        if chosen is not None and chosen.names:
+            found["with_levers"] = list(chosen.names)
         if points:
             found["curve"] = curve_json(points)
         write_json(told.json_file, found)
     reserved = None if told.held is None else told.held.peak_bytes
     if told.html_file is not None:
-        write(told.html_file, page(solver, answer, why, points, strategy=told.strategy, reserved=reserved))
+        write(told.html_file, page(
+            solver, answer, why, points, strategy=told.strategy, reserved=reserved, sets=sets, chosen=chosen,
+        ))
     show_plan(answer, why, strategy=told.strategy, reserved=reserved)
-    for lever in beyond:
-        console().print(f"besides: {lever.text}", markup=False)
+    if sets:
+        show_sets(sets, chosen)
     if points:
         show_curve(points)

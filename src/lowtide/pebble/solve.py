@@ -50,6 +50,8 @@ _FLOOR_SECONDS = 5.0
 """Time limit of the program for the floor, which takes no more than the first one of a search."""
 _LARGE = 1000
 """Operators beyond which a process for programs is begun at once: theirs may be too large to be asked within this one."""
+_CLOSED = 5000
+"""Operators up to which the closed floor is told with every plan."""
 _SAME = 1e-9
 """Share of the graph's seconds within which plan and bound are one: what sums of seconds lose to rounding."""
 _STAGES = (25, 60)
@@ -187,6 +189,11 @@ class Solver:
         closed = [bound.closed_floor(self.bound_game, self.precedence, at, seconds=_FLOOR_SECONDS) for at in highest]
         return max(*closed, self.floor, key=lambda f: f.bytes) if closed else self.floor
 
+    @property
+    def told_floor(self) -> PeakBound:
+        """The closed floor, where it takes no time worth speaking of; else the other one."""
+        return self.floor if self.game.plain > _CLOSED or exact.small(self.graph) else self.closed_floor
+
     @cached_property
     def descent(self) -> Descent:
         """Rows on the way down to the floor."""
@@ -249,7 +256,14 @@ class Solver:
         took, rounds = time.monotonic() - began, first.rounds + second.rounds
         return self._judged(replace(best, time_bound=proof, solve_seconds=took, rounds=rounds))
 
-    def curve(self, points: int, *, seconds: float = SECONDS, progress: Callable[[float], None] | None = None) -> list[Answer]:
+    def curve(
+        self,
+        points: int,
+        *,
+        seconds: float = SECONDS,
+        known: Sequence[Answer] = (),
+        progress: Callable[[float], None] | None = None,
+    ) -> list[Answer]:
         """Plans for budgets from the given peak down to the floor, evenly spaced; the highest budget first.
 
         Each search begins with the plan of the budget above it, and may take its share of the time that is left: the budgets
@@ -259,6 +273,7 @@ class Solver:
         Args:
             points: how many.
             seconds: for all of them.
+            known: plans for budgets that were found before, with their bounds.
             progress: told the share that is done.
         """
         top = self.given.peak_bytes
@@ -270,22 +285,25 @@ class Solver:
         if not exact.small(self.graph):
             self.descent.below(low, deadline=began + _CURVE_DESCENT_SHARE * seconds)
         for k, budget in enumerate(budgets):
-            seeds = [a.row for a in found[-1:]]
+            seeds = [a.row for a in (*found[-1:], *known) if a.status.has_plan]
             if not exact.small(self.graph):
                 seeds.append(self.game.row(self.descent.below(budget, deadline=0.0)))
             share = max((deadline - time.monotonic()) / (points - k), _LEAST_SHARE * seconds / points)
             found.append(self.at(budget, seconds=share, seeds=seeds))
             if progress is not None:
                 progress((k + 1) / points)
-        for k in range(points - 2, -1, -1):
-            lower = found[k + 1]
-            if lower.status.has_plan and (not found[k].status.has_plan or lower.timeline.seconds < found[k].timeline.seconds):
-                found[k] = replace(
-                    found[k], row=lower.row, schedule=lower.schedule, timeline=lower.timeline, status=Status.FEASIBLE
-                )
-        for k in range(1, points):
-            if found[k].time_bound.seconds < found[k - 1].time_bound.seconds:
-                found[k] = replace(found[k], time_bound=found[k - 1].time_bound)
+        for k in range(points - 1, -1, -1):
+            for lower in (*found[k + 1 : k + 2], *known):
+                fits = lower.status.has_plan and lower.timeline.peak_bytes <= budgets[k]
+                if fits and (not found[k].status.has_plan or lower.timeline.seconds < found[k].timeline.seconds):
+                    found[k] = replace(
+                        found[k], row=lower.row, schedule=lower.schedule, timeline=lower.timeline, status=Status.FEASIBLE
+                    )
+        for k in range(points):
+            for higher in (*found[max(0, k - 1) : k], *known):
+                holds = higher.budget_bytes is not None and higher.budget_bytes >= budgets[k]
+                if holds and higher.time_bound.seconds > found[k].time_bound.seconds:
+                    found[k] = replace(found[k], time_bound=higher.time_bound)
         return [self._judged(a) for a in found]
 
     def _judged(self, answer: Answer) -> Answer:

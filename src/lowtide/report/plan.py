@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
+from lowtide.choice import Planned
 from lowtide.pebble.account import Decides, Share, by_module, profile
 from lowtide.pebble.graph import Graph
 from lowtide.pebble.solve import Answer, Solver
@@ -123,6 +124,52 @@ def _show_modules(shares: Sequence[Share]) -> None:
     console().print(table)
 
 
+def set_json(found: Planned, plain: Planned, *, chosen: bool) -> dict[str, Any]:
+    """A set of levers, against the step without: bytes, seconds."""
+    return {
+        "names": list(found.names),
+        "exact": found.exact,
+        "peak_bytes": found.peak_bytes,
+        "saving_bytes": plain.peak_bytes - found.peak_bytes,
+        "floor_bytes": found.floor_bytes,
+        "status": None if found.answer is None else found.answer.status.value,
+        "extra_seconds": found.extra_seconds,
+        "own_seconds": found.own_seconds,
+        "chosen": chosen,
+    }
+
+
+def _within(found: Planned) -> str:
+    """What a set of levers costs within the budget."""
+    if found.answer is None:
+        return ""
+    if found.extra_seconds is not None:
+        return format_seconds(found.extra_seconds)
+    return "cannot be held" if found.answer.status is Status.INFEASIBLE else "no plan found"
+
+
+def _bits(found: Planned) -> str:
+    return "the same" if found.exact else "rounded"
+
+
+def show_sets(sets: Sequence[Planned], chosen: Planned | None) -> None:
+    """What levers would buy: each set's peak and floor, and what it costs within the budget."""
+    asked = sets[0].answer is not None
+    table = Table(title="with levers (`lowtide run --levers list` tries them)", title_justify="left")
+    for head in ("levers", "plain peak", "floor", *(("extra time",) if asked else ()), "bits"):
+        table.add_column(head, justify="left" if head in ("levers", "bits") else "right")
+    for s in sets:
+        name = " +\n".join(s.names) or "none"
+        told = (_within(s),) if asked else ()
+        table.add_row(
+            f"[bold]{name} (this plan)[/]" if s is chosen and asked else name,
+            format_bytes(s.peak_bytes), format_bytes(s.floor_bytes), *told, _bits(s),
+        )
+    if asked:
+        table.caption = "extra time is above the step without levers, with what they take themselves"
+    console().print(table)
+
+
 def show_curve(answers: Sequence[Answer]) -> None:
     """Extra time against budget, with the bound beside it."""
     table = Table(title="extra time by budget", title_justify="left")
@@ -144,9 +191,17 @@ def show_curve(answers: Sequence[Answer]) -> None:
 
 
 def page(
-    solver: Solver, answer: Answer, why: Decides | None, curve: Sequence[Answer], *, strategy: str, reserved: int | None = None
+    solver: Solver,
+    answer: Answer,
+    why: Decides | None,
+    curve: Sequence[Answer],
+    *,
+    strategy: str,
+    reserved: int | None = None,
+    sets: Sequence[Planned] = (),
+    chosen: Planned | None = None,
 ) -> str:
-    """The page: memory along the plan beside the given order, the curve, what decides, what each module does."""
+    """The page: memory along the plan beside the given order, the curve, what decides, what each module does, levers."""
     plain = solver.follow(solver.row, None)
     data = {
         "plain": _drawn(plain),
@@ -172,6 +227,8 @@ def page(
         decides=why,
         modules=by_module(answer)[: 3 * _ROWS] if answer.status.has_plan else [],
         name=lambda v: name_of(solver.graph, v),
+        sets=[(s, _within(s), _bits(s)) for s in sets],
+        chosen=chosen,
     )
 
 
