@@ -13,6 +13,33 @@ SLICES: Final = "sliced-update"
 LOSS: Final = "chunked-loss"
 PIECES: Final = "split-ops"
 
+WIDE: Final = 512
+"""Outputs that a linear layer has at least, for its loss to run in pieces ..."""
+LEAST_LOGITS_BYTES: Final = 1 << 20
+"""... and bytes of its product."""
+LEAST_PIECES_BYTES: Final = 1 << 20
+"""Input of a convolution or a batch norm whose backward runs in pieces, at least."""
+CHANNEL_PIECES: Final = 16
+"""Pieces of a batch norm's channels: of each, three copies are made."""
+_SAMPLE_PIECES: Final = 8
+_ALONE: Final = 20480
+"""Elements of a sample (over three dimensions) above which oneDNN takes one alone; else torch unfolds it, which takes more
+(``use_mkldnn`` in ``aten/src/ATen/native/Convolution.cpp``)."""
+_PICTURES: Final = 4
+"""Dimensions of a batch of pictures."""
+
+
+def sample_pieces(samples: int, elements: int, dimensions: int) -> int:
+    """Into how many pieces the batch of a convolution is cut; 1 where it stays whole.
+
+    Args:
+        samples: in the batch.
+        elements: of one of them.
+        dimensions: of the batch.
+    """
+    least = 1 if elements > _ALONE and dimensions <= _PICTURES else 2
+    return max(1, min(_SAMPLE_PIECES, samples // least))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:

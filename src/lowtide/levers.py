@@ -1,34 +1,59 @@
 """A recorded step's graph as it would be with levers: what would run, in which order, and how many bytes it would take.
 
-A lever is known here as far as a recorded step shows it: recurrent layers and attention over pieces are not.
+A lever is known here as far as a recorded step shows it: recurrent layers and attention over pieces are not, nor is what
+leaves no operator behind.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Final
 
 from lowtide.advise import CHUNKS, LARGE, loss_blocks
-from lowtide.allowed import LEVERS, LOSS, PIECES, SLICES, UPDATE
-from lowtide.explain import Step
+from lowtide.allowed import (
+    CHANNEL_PIECES,
+    LEAST_LOGITS_BYTES,
+    LEAST_PIECES_BYTES,
+    LEVERS,
+    LOSS,
+    PIECES,
+    SLICES,
+    UPDATE,
+    WIDE,
+    sample_pieces,
+)
+from lowtide.earlyupdates import BACKWARD, consumed, lists_apart, updates_at_once
+from lowtide.explain import Block, Step
 from lowtide.pebble.graph import Graph, Node
 from lowtide.pebble.referee import play
-from lowtide.pebble.schedule import Act, Move, Row, plain_row, unfold
-from lowtide.stepgraph import block_of, graph_of, operator_of
-from lowtide.store import PHASES, Flag, Kind
+from lowtide.pebble.schedule import plain_row, unfold
+from lowtide.stepgraph import block_of, graph_of, inside_of, operator_of
 from lowtide.trace import Phase
 
 _CROSS_ENTROPY: Final = ("_log_softmax", "nll_loss")
 """Operators of the loss that can be had in pieces."""
-_IN_PIECES: Final = ("convolution_backward", "batch_norm_backward")
-"""Operators whose library takes less when they run over pieces."""
-_LEFT: Final = 4
-"""Of that, pieces leave the fourth part (measured on 3x3 convolutions and batch norms: docs/levers.md)."""
+_FIRST: Final = "aten._log_softmax."
+"""The one among them that reads the logits."""
+_PRODUCTS: Final = ("aten.mm.", "aten.addmm.", "aten.bmm.")
+"""Operators of a linear layer."""
+_DEFERRED: Final = (
+    "aten._to_copy", "aten.clone", "aten.copy", "aten.mul", "aten.div", "aten.tanh", "aten.masked_fill", "aten.where",
+    "aten.index", "aten.constant_pad_nd", "aten.cat",
+)
+"""What may stand between it and its loss, besides views."""
+_VIEWS: Final = ("aten.view", "aten._unsafe_view", "aten.t.", "aten.transpose", "aten.permute", "aten.slice", "aten.select",
+                 "aten.unsqueeze", "aten.squeeze", "aten.expand", "aten.detach", "aten.alias", "aten._reshape_alias")
+_FAR: Final = 6
+"""Of these, one after the other, at most."""
+_CONVOLUTION: Final = "aten.convolution_backward"
+_NORM: Final = "aten.native_batch_norm_backward"
+_REST: Final = 1 / 8
+"""Of what is inside these, what is there besides the pieces (measured: of eight pieces, a fourth is left in all)."""
 _FOREACH: Final = "_foreach_"
-_OPTIMIZER: Final = PHASES.index(Phase.OPTIMIZER)
-_BACKWARD: Final = PHASES.index(Phase.BACKWARD)
 
 
 def levers_of(step: Step) -> list[str]:
@@ -52,17 +77,16 @@ def with_levers(step: Step, names: Collection[str]) -> Graph:
     Raises:
         RecordingError: if the recording has no operators' seconds.
     """
-    graph = graph_of(step, gradients_held=UPDATE not in names)
+    let_go = consumed(step) if UPDATE in names else ()
+    graph = graph_of(step, let_go=let_go)
     if LOSS in names:
         graph = _loss_in_pieces(step, graph)
     if PIECES in names:
         graph = _libraries_take_less(step, graph)
-    if UPDATE in names:
-        graph = _lists_apart(step, graph)
-        row = updates_at_once(step, graph)
-        sources = [v for v in graph.order if graph.nodes[v].resident]
-        order = [*sources, *(u for move in row for u in (move.node, *graph.members[move.node]))]
-        return replace(graph, order=tuple(order))
+    if let_go:
+        graph = lists_apart(step, graph)
+        order = [u for v in updates_at_once(step, graph) for u in (v, *graph.members[v])]
+        return replace(graph, order=(*(v for v in graph.order if graph.nodes[v].resident), *order))
     return _temporaries_one_by_one(step, graph) if SLICES in names else graph
 
 
@@ -71,61 +95,102 @@ def _changes(plain: Graph, other: Graph) -> bool:
     if plain.order != other.order or len(plain.nodes) != len(other.nodes):
         return True
     pairs = zip(plain.nodes, other.nodes, strict=True)
-    return any((a.bytes, a.workspace_bytes) != (b.bytes, b.workspace_bytes) for a, b in pairs)
+    return any((a.bytes, a.workspace_bytes, a.held_until) != (b.bytes, b.workspace_bytes, b.held_until) for a, b in pairs)
 
 
 def _changed(graph: Graph, nodes: dict[int, Node]) -> Graph:
     return replace(graph, nodes=tuple(nodes.get(v, n) for v, n in enumerate(graph.nodes)))
 
 
-def _values_of(graph: Graph) -> dict[int, list[int]]:
-    """By a block's number, the nodes that are its versions."""
-    found: dict[int, list[int]] = defaultdict(list)
+def _with_bytes(step: Step, graph: Graph, sizes: dict[int, int]) -> Graph:
+    """Blocks, by their places in the step, of other sizes."""
+    values: dict[int, list[int]] = defaultdict(list)
     for v, node in enumerate(graph.nodes):
         number = block_of(node)
         if number is not None:
-            found[number].append(v)
-    return found
-
-
-def _with_bytes(step: Step, graph: Graph, sizes: dict[int, int]) -> Graph:
-    """Blocks, by their places in the step, of other sizes."""
-    values = _values_of(graph)
+            values[number].append(v)
     return _changed(graph, {
         v: replace(graph.nodes[v], bytes=size) for i, size in sizes.items() for v in values[step.blocks[i].number]
     })
 
 
+def _shape(block: Block) -> list[int]:
+    """Of the tensor that a block was made for; empty where the recording does not say."""
+    found = re.search(r"\[([\d, ]+)\]", block.label)
+    return [int(size) for size in found[1].split(",")] if found else []
+
+
 def _loss_in_pieces(step: Step, graph: Graph) -> Graph:
     """Logits and what the loss makes of them as large as one piece; the backward makes them once more."""
     blocks = loss_blocks(step, _CROSS_ENTROPY)
-    if sum(step.blocks[i].bytes for i in blocks) < LARGE * peak_of(graph):
+    large = [i for i in blocks if step.blocks[i].label.startswith(("float", "bfloat"))]
+    if sum(step.blocks[i].bytes for i in large) < LARGE * peak_of(graph) or not _may_be_deferred(step, large):
         return graph
     position = {int(entry): k for k, entry in enumerate(step.ops)}
     nodes = {k: v for v, k in operator_of(graph).items()}
-    made = {position[step.blocks[i].born] for i in blocks if step.blocks[i].born in position}
-    backward = {k for k in range(len(step.ops)) if step.entries["phase"][step.ops[k]] == _BACKWARD}
+    made = {position[step.blocks[i].born] for i in large if step.blocks[i].born in position}
+    backward = {k for k in range(len(step.ops)) if step.entries["phase"][step.ops[k]] == BACKWARD}
     again = sum(graph.nodes[nodes[k]].seconds for k in made - backward)
-    reading = sorted({position[r] for i in blocks for r in step.blocks[i].reads if r in position} & backward)
-    smaller = _with_bytes(step, graph, {i: step.blocks[i].bytes // CHUNKS for i in blocks})
+    reading = sorted({position[r] for i in large for r in step.blocks[i].reads if r in position} & backward)
+    smaller = _with_bytes(step, graph, {i: step.blocks[i].bytes // CHUNKS for i in large})
     if not reading:
         return smaller
     first = nodes[reading[0]]
     return _changed(smaller, {first: replace(smaller.nodes[first], seconds=smaller.nodes[first].seconds + again)})
 
 
+def _may_be_deferred(step: Step, blocks: Collection[int]) -> bool:
+    """Whether the logits are a wide linear layer's, and nobody but its loss reads what comes between."""
+    makers: dict[int, list[Block]] = defaultdict(list)
+    for block in step.blocks:
+        for entry in block.reads:
+            makers[entry].append(block)
+    names = step.entries["a"]
+    found = [step.blocks[i] for i in blocks]
+    logits = [b for b in found if any(step.names[names[r]].startswith(_FIRST) for r in b.reads)]
+    return bool(logits) and all(_is_deferred(step, b, makers, _FAR) for b in logits)
+
+
+def _is_deferred(step: Step, block: Block, makers: dict[int, list[Block]], far: int) -> bool:
+    known = (*_CROSS_ENTROPY, *_DEFERRED, *_VIEWS)
+    phases, names = step.entries["phase"], step.entries["a"]
+    if any(phases[r] != BACKWARD and not _named(step.names[names[r]], known) for r in block.reads):
+        return False
+    if block.op.startswith(_PRODUCTS):
+        shape = _shape(block)
+        return bool(shape) and shape[-1] >= WIDE and block.bytes >= LEAST_LOGITS_BYTES
+    if not far or not block.op.startswith(_DEFERRED):
+        return False
+    return any(_is_deferred(step, b, makers, far - 1) for b in makers[block.born] if b.bytes >= block.bytes // 2)
+
+
+def _named(name: str, parts: Collection[str]) -> bool:
+    return any(part in name for part in parts)
+
+
 def _libraries_take_less(step: Step, graph: Graph) -> Graph:
     """Backwards of convolutions and batch norms over pieces: what is inside them besides what they make."""
-    made: dict[int, int] = defaultdict(int)
+    read: dict[int, list[Block]] = defaultdict(list)
     for block in step.blocks:
-        made[block.born] += block.bytes if block.counted else 0
-    before = step.before.sum(axis=1)
+        for entry in block.reads:
+            read[entry].append(block)
+    inside = inside_of(step)
     changed = {}
     for v, k in operator_of(graph).items():
         entry = int(step.ops[k])
-        if any(part in step.names[step.entries["a"][entry]] for part in _IN_PIECES):
-            inside = max(0, int(step.peaks[k]) - int(before[k]) - made[entry])
-            less = min(inside - inside // _LEFT, graph.nodes[v].workspace_bytes)
+        name = step.names[step.entries["a"][entry]]
+        if not name.startswith((_CONVOLUTION, _NORM)) or not read[entry]:
+            continue
+        largest = max(read[entry], key=lambda b: b.bytes)
+        shape = _shape(largest)
+        if len(shape) < 2 or largest.bytes < LEAST_PIECES_BYTES:
+            continue
+        count = min(CHANNEL_PIECES, shape[1]) if name.startswith(_NORM) else sample_pieces(
+            shape[0], math.prod(shape[1:]), len(shape)
+        )
+        left = min(1.0, max(1 / count + _REST, 2 * _REST))
+        less = min(round(inside[k] * (1 - left)), graph.nodes[v].workspace_bytes)
+        if count > 1 and less > 0:
             changed[v] = replace(graph.nodes[v], workspace_bytes=graph.nodes[v].workspace_bytes - less)
     return _changed(graph, changed)
 
@@ -142,114 +207,3 @@ def _temporaries_one_by_one(step: Step, graph: Graph) -> Graph:
             elif one != i:
                 sizes[i] = 0
     return _with_bytes(step, graph, sizes)
-
-
-def _lists_apart(step: Step, graph: Graph) -> Graph:
-    """Each foreach operator of the update as one operator for each entry of its lists, as it runs for one parameter."""
-    parts = {}
-    for v, k in operator_of(graph).items():
-        entry = int(step.ops[k])
-        if step.entries["phase"][entry] == _OPTIMIZER and _FOREACH in step.names[step.entries["a"][entry]]:
-            found = _entries_of_lists(step, k)
-            if found:
-                parts[v] = found
-    return _split(graph, parts) if parts else graph
-
-
-def _entries_of_lists(step: Step, k: int) -> dict[int, int]:
-    """By a block's number, which entry of an operator's lists it is; nothing where the operator has no lists of several.
-
-    What it was given was noted list after list, and what belongs to all entries (a scalar tensor) after these.
-    """
-    end = int(step.ops[k + 1]) if k + 1 < len(step.ops) else len(step.entries)
-    noted = step.entries[int(step.ops[k]) + 1 : end]
-    read, made = noted[noted["kind"] == Kind.READ], noted[noted["kind"] == Kind.BORN]
-    count = len(made) or int(((read["flags"] & Flag.WRITTEN) != 0).sum())
-    if count < 2 or len(read) < count:
-        return {}
-    whole = len(read) // count * count
-    pairs = [(int(b), i % count) for i, b in enumerate(read["a"][:whole])] + [(int(b), i) for i, b in enumerate(made["a"])]
-    found = dict(pairs)
-    return found if all(found[b] == i for b, i in pairs) else {}
-
-
-def _split(graph: Graph, parts: dict[int, dict[int, int]]) -> Graph:
-    """Some operators in parts, given which part each block belongs to; what belongs to none belongs to all."""
-    numbers = [block_of(node) for node in graph.nodes]
-    counts = {v: max(found.values()) + 1 for v, found in parts.items()}
-    place: dict[int, int] = {}
-    of_part: dict[tuple[int, int], int] = {}
-    order: list[tuple[int, int]] = []
-    for v, node in enumerate(graph.nodes):
-        if node.made_with is not None:
-            continue
-        for i in range(counts.get(v, 1)):
-            of_part[v, i] = place[v] = len(order)
-            order.append((v, i))
-            for u in graph.members[v]:
-                if v not in parts or parts[v].get(numbers[u] or 0, 0) == i:
-                    place[u] = len(order)
-                    order.append((u, 0))
-
-    def part(v: int, value: int) -> int:
-        """Where the part of an operator is that a value belongs to; the last one for what belongs to all."""
-        found = parts.get(v)
-        return place[v] if found is None else of_part[v, found.get(numbers[value] or 0, counts[v] - 1)]
-
-    nodes = []
-    for v, i in order:
-        node = graph.nodes[v]
-        if v in parts:
-            mine = tuple(p for p in node.parents if parts[v].get(numbers[p] or 0, i) == i)
-            node = replace(
-                node, id=f"{node.id}.{i}" if i else node.id, parents=mine, seconds=node.seconds / counts[v],
-                workspace_bytes=node.workspace_bytes // counts[v],
-            )
-        nodes.append(replace(
-            node,
-            parents=tuple(place[p] for p in node.parents),
-            made_with=None if node.made_with is None else part(node.made_with, v),
-            overwrites=None if node.overwrites is None else place[node.overwrites],
-            held_until=None if node.held_until is None else part(node.held_until, v),
-        ))
-    return replace(graph, nodes=tuple(nodes), order=tuple(range(len(nodes))))
-
-
-def updates_at_once(step: Step, graph: Graph) -> Row:
-    """The given order, but for the optimizer's operators, each of which runs as soon as it can.
-
-    It can when what it reads is there and everybody else has read what it overwrites.
-    """
-    phase = PHASES.index(Phase.OPTIMIZER)
-    operators = operator_of(graph)
-    row = [m.node for m in plain_row(graph)]
-    late = {v for v in row if v in operators and step.entries["phase"][step.ops[operators[v]]] == phase}
-    leader = {u: v for v in row for u in (v, *graph.members[v])}
-    needs = {v: {leader[p] for p in graph.reads[v] if p in leader} for v in row}
-    for v in late:
-        for old in graph.olds[v]:
-            needs[v] |= {r for r in graph.children[old] if r != v and r in needs and (r not in late or r < v)}
-    waiting = {v: set(n) for v, n in needs.items() if v in late}
-    unlocks: dict[int, list[int]] = {}
-    for v, before in waiting.items():
-        for p in before:
-            unlocks.setdefault(p, []).append(v)
-    out: list[int] = []
-    ready: list[int] = []
-
-    def run(v: int) -> None:
-        out.append(v)
-        for u in unlocks.get(v, ()):
-            waiting[u].discard(v)
-            if not waiting[u]:
-                ready.append(u)
-
-    for v in row:
-        if v not in late:
-            run(v)
-        elif not needs[v]:
-            ready.append(v)
-        while ready:
-            ready.sort(reverse=True)
-            run(ready.pop())
-    return tuple(Move(Act.COMPUTE, v) for v in out)

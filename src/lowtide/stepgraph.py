@@ -9,6 +9,7 @@ that belong to no block are its workspace, bytes that no block explains count wi
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,18 +37,28 @@ class _Entry:
     parents: dict[str, None] = field(default_factory=dict)
 
 
-def graph_of(step: Step, *, offload: Offload | None = None, gradients_held: bool = True) -> Graph:
+def graph_of(step: Step, *, offload: Offload | None = None, let_go: Collection[int] = ()) -> Graph:
     """The graph of a recorded step.
 
     Args:
         step: with operators.
         offload: the second board; None where nothing may be moved.
-        gradients_held: whether parameters hold their gradients until the script lets them go; otherwise until their last read.
+        let_go: numbers of gradients that nobody holds: they go after their last read; the step before has left none of them.
 
     Raises:
         RecordingError: if the recording has no operators' seconds.
     """
-    return _Builder(step, gradients_held=gradients_held).graph(offload)
+    return _Builder(step, let_go).graph(offload)
+
+
+def inside_of(step: Step) -> list[int]:
+    """By operator, the bytes inside it besides what it makes: a library's workspace."""
+    made = np.zeros(len(step.entries) + 1, dtype=np.int64)
+    for block in step.blocks:
+        if block.counted and not block.met:
+            made[block.born] += block.bytes
+    rise = step.peaks - step.before.sum(axis=1) - made[step.ops]
+    return [max(0, int(size)) for size in rise]
 
 
 def operator_of(graph: Graph) -> dict[int, int]:
@@ -63,9 +74,9 @@ def block_of(node: Node) -> int | None:
 
 
 class _Builder:
-    def __init__(self, step: Step, *, gradients_held: bool = True) -> None:
+    def __init__(self, step: Step, let_go: Collection[int]) -> None:
         self.step = step
-        self.gradients_held = gradients_held
+        self.let_go = frozenset(let_go)
         self.count = len(step.ops)
         self.position = {int(e): k for k, e in enumerate(step.ops)}
         self.runs = [decode_run(int(f)) for f in step.entries["flags"][step.ops]]
@@ -123,7 +134,7 @@ class _Builder:
             return
         self.tracked[max(first + 1, 0)] += block.bytes
         self.tracked[min(end + 1, self.count)] -= block.bytes
-        if block.role is Role.GRADIENT and not self.gradients_held and born < 0 and not reads:
+        if block.number in self.let_go and born < 0:
             return  # of the step before: it would be gone by now
         starts = [born, *writes]
         for i, start in enumerate(starts):
@@ -177,7 +188,7 @@ class _Builder:
 
     def _hold(self, block: Block, entry: _Entry, start: int, stop: int, reads: list[int], *, last: bool, end: int) -> None:
         """Say until when something other than autograd has a version."""
-        if block.role is Role.GRADIENT and not self.gradients_held and start >= 0:
+        if block.number in self.let_go:
             return
         if last and end >= self.count:
             entry.node["keep"] = True

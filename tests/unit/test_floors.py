@@ -117,6 +117,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "leastpeak",
         "precision",
         "advise",
+        "earlyupdates",
         "levers",
         "choice",
         "size.vary",

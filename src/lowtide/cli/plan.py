@@ -132,10 +132,10 @@ def plan(
         sets, chosen = _chosen(source.step, plain, allowed, prepared, asked if compared else None, limit)
         if chosen.answer is not None:
             solver, answer = chosen.solver, chosen.answer
-            if answer.peak_bound.bytes < solver.told_floor.bytes and strategy == "search":
-                answer = replace(answer, peak_bound=solver.told_floor)
         if curve and allowed:
             points = _curve(solver, limit, known=[answer])
+    if asked is not None and strategy == "search" and answer.peak_bound.bytes < solver.told_floor.bytes:
+        answer = replace(answer, peak_bound=solver.told_floor)
     told = _Told(strategy=strategy, rounding=rounding, held=held, json_file=json_file, html_file=html_file)
     _tell(solver, answer, points, sets if len(sets) > 1 else [], chosen, told)
     return 0 if answer.status.has_plan else 1
@@ -198,11 +198,13 @@ def _chosen(
             status.update(f"with {' and '.join(names)}")
             return solver.at(budget, seconds=share * seconds, seeds=rows)
 
-        sets = [plain, *others(step, plain, prepared=prepared, answered=answered)]
+        sets = [plain, *others(step, plain, prepared=prepared, answered=answered, allowed=allowed)]
         chosen = best(sets, allowed)
-        if chosen is not plain and chosen.answer is not None and chosen.answer.status is Status.FEASIBLE:
-            again = answered(chosen.solver, chosen.names, 1.0, [chosen.answer.row])
-            sets[sets.index(chosen)] = chosen = replace(chosen, answer=again)
+        first = chosen.answer
+        if chosen is not plain and first is not None and first.status in (Status.FEASIBLE, Status.UNKNOWN):
+            again = answered(chosen.solver, chosen.names, 1.0, [first.row] if first.status.has_plan else [])
+            at = sets.index(chosen)
+            sets[at] = chosen = replace(chosen, answer=chosen.solver.better(first, again))
     return sets, chosen
 
 
@@ -267,7 +269,7 @@ def _with_levers(source: _Source, names: object, path: Path) -> Graph:
 
     if source.step is None:
         raise UsageError(f"{path} is a plan with levers: give the recording that it was made for")
-    if not isinstance(names, list) or not all(name in LEVERS for name in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) and name in LEVERS for name in names):
         raise UsageError(f"{path} names levers that there are not: there are {', '.join(LEVERS)}")
     return with_levers(source.step, names)
 
@@ -344,6 +346,7 @@ def _tell(
             found["levers"] = [set_json(s, sets[0], chosen=s is chosen) for s in sets[1:]]
         if chosen is not None and chosen.names:
             found["with_levers"] = list(chosen.names)
+            found["lever_seconds"] = chosen.own_seconds
         if points:
             found["curve"] = curve_json(points)
         write_json(told.json_file, found)
@@ -352,7 +355,7 @@ def _tell(
         write(told.html_file, page(
             solver, answer, why, points, strategy=told.strategy, reserved=reserved, sets=sets, chosen=chosen,
         ))
-    show_plan(answer, why, strategy=told.strategy, reserved=reserved)
+    show_plan(answer, why, strategy=told.strategy, reserved=reserved, chosen=chosen)
     if sets:
         show_sets(sets, chosen)
     if points:

@@ -17,7 +17,7 @@ from typing import Any, Final, final
 from torch.nn import functional
 
 import torch
-from lowtide.allowed import LOSS
+from lowtide.allowed import LEAST_LOGITS_BYTES, LOSS, WIDE
 from lowtide.errors import LeverError
 from lowtide.live.loss import Asked, ChunkedLoss, Step
 from lowtide.live.outcome import LeverFigures
@@ -25,12 +25,8 @@ from lowtide.live.tensors import node_of
 from lowtide.live.value import PLAIN_TYPES, flatten
 from lowtide.live.wraps import Wraps, unwrapped
 
-WIDE: Final = 512
-"""Outputs that a linear layer has at least, to be deferred."""
 SAMPLES: Final = 64
 """Elements of a tensor by which a write that no counter shows is noticed."""
-LEAST_BYTES: Final = 1 << 20
-"""Bytes that its product has at least."""
 PIECE_BYTES: Final = 16 << 20
 """A piece of the logits is as large as this at most ..."""
 PIECES: Final = 16
@@ -507,7 +503,7 @@ class Logits:
         if type(weight) not in PLAIN_TYPES or type(x) is not torch.Tensor or weight.dim() != 2 or weight.size(0) < WIDE:
             return None
         size = x.numel() // max(1, weight.size(1)) * weight.size(0) * x.element_size()
-        if size < LEAST_BYTES or x.dim() < 2 or not (torch.is_grad_enabled() and weight.requires_grad):
+        if size < LEAST_LOGITS_BYTES or x.dim() < 2 or not (torch.is_grad_enabled() and weight.requires_grad):
             return None
         if bias is not None and (type(bias) not in PLAIN_TYPES or bias.shape != weight.shape[:1]):
             return None

@@ -16,7 +16,7 @@ from typing import Any, Final, final
 from torch.nn import functional
 
 import torch
-from lowtide.allowed import PIECES
+from lowtide.allowed import LEAST_PIECES_BYTES, PIECES
 from lowtide.live.outcome import LeverFigures
 from lowtide.live.samples import Convolution, Norm, pieces_of
 from lowtide.live.wraps import Wraps
@@ -25,8 +25,6 @@ COUNT: Final = 10
 """Pieces of a sequence ..."""
 SHORTEST: Final = 4
 """... of so many time steps at least."""
-SMALLEST_BYTES: Final = 1 << 20
-"""Input of a convolution or a batch norm whose backward runs in pieces, at least."""
 MATH: Final = 0
 """``torch._fused_sdp_choice``: attention scores are whole in memory (``SDPBackend.MATH``)."""
 
@@ -202,7 +200,7 @@ def _is_plain_layer(x: Any, sides: int, weight: Any, bias: Any) -> bool:
     given = [t for t in (x, weight, bias) if t is not None]
     if type(x) is not torch.Tensor or any(type(t) not in types for t in given) or x.device.type not in ("cpu", "cuda"):
         return False
-    if x.dim() != sides + 2 or x.layout is not torch.strided or x.nbytes < SMALLEST_BYTES:
+    if x.dim() != sides + 2 or x.layout is not torch.strided or x.nbytes < LEAST_PIECES_BYTES:
         return False
     return torch.is_grad_enabled() and any(t.requires_grad for t in given) and x.is_floating_point()
 

@@ -9,20 +9,12 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
-
-COUNT: Final = 8
-"""Pieces of a batch, at most."""
-CHANNEL_COUNT: Final = 16
-"""Pieces of the channels: of each, three copies are made."""
-ALONE: Final = 20480
-"""Elements of a sample (over three dimensions) above which oneDNN takes one alone; else torch unfolds it, which takes more
-(``use_mkldnn`` in ``aten/src/ATen/native/Convolution.cpp``)."""
+from lowtide.allowed import CHANNEL_PIECES, sample_pieces
 
 
 def pieces_of(x: torch.Tensor) -> int:
     """Into how many pieces the batch of a convolution is cut; 1 where it stays whole."""
-    least = 1 if x[0].numel() > ALONE and x.dim() <= _PICTURES else 2
-    return max(1, min(COUNT, x.size(0) // least))
+    return sample_pieces(x.size(0), x[0].numel(), x.dim())
 
 
 class Convolution(torch.autograd.Function):
@@ -125,7 +117,7 @@ class Norm(torch.autograd.Function):
                 return (*part(grad, x, _ALL), None, None, None)
             into = torch.empty_like(x) if mask[0] else None
             sums: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-            step = -(-x.size(1) // CHANNEL_COUNT)
+            step = -(-x.size(1) // CHANNEL_PIECES)
             for start in range(0, x.size(1), step):
                 of = slice(start, start + step)
                 inner, *outer = part(grad[:, of].contiguous(), x[:, of].contiguous(), of)
@@ -140,7 +132,6 @@ class Norm(torch.autograd.Function):
 
 
 _ALL: Final = slice(None)
-_PICTURES: Final = 4  # dimensions of a batch of them
 
 
 def _added(total: torch.Tensor | None, found: torch.Tensor) -> torch.Tensor:

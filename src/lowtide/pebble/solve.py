@@ -166,6 +166,7 @@ class Solver:
         self.precedence = Precedence(self.game, fixed=self.fixed)
         self.row = plain_row(graph)
         self.given = play(graph, unfold(graph, self.row))
+        self._closed: PeakBound | None = None
 
     @cached_property
     def instants(self) -> list[Instant]:
@@ -182,17 +183,25 @@ class Solver:
         """The peak that no plan goes below."""
         return bound.floor(self.game, self.precedence, self.instants)
 
-    @cached_property
-    def closed_floor(self) -> PeakBound:
-        """The same, or what the highest instant proves with what comes back there, if that is higher."""
-        highest = bound.binding(self.precedence, self.instants, 0)[:1]
-        closed = [bound.closed_floor(self.bound_game, self.precedence, at, seconds=_FLOOR_SECONDS) for at in highest]
-        return max(*closed, self.floor, key=lambda f: f.bytes) if closed else self.floor
+    def closed_floor(self, *, seconds: float = _FLOOR_SECONDS) -> PeakBound:
+        """The same, or what the highest instant proves with what comes back there, if that is higher.
+
+        Looked for once; where the time does not do, the other one is told.
+        """
+        if self._closed is None:
+            limit = min(seconds, _FLOOR_SECONDS)
+            highest = bound.binding(self.precedence, self.instants, 0)[:1] if limit > 0 else []
+            closed = [bound.closed_floor(self.bound_game, self.precedence, at, seconds=limit) for at in highest]
+            found = max(*closed, self.floor, key=lambda f: f.bytes) if closed else self.floor
+            if limit < _FLOOR_SECONDS and found is self.floor:
+                return found  # perhaps for want of time
+            self._closed = found
+        return self._closed
 
     @property
     def told_floor(self) -> PeakBound:
         """The closed floor, where it takes no time worth speaking of; else the other one."""
-        return self.floor if self.game.plain > _CLOSED or exact.small(self.graph) else self.closed_floor
+        return self.floor if self.game.plain > _CLOSED or exact.small(self.graph) else self.closed_floor()
 
     @cached_property
     def descent(self) -> Descent:
@@ -247,13 +256,16 @@ class Solver:
             return first
         if left < _LEFT * share:  # what it took to begin was more than the search itself
             return first
-        return self._better(first, self._other.searched(budget_bytes, seconds=min(left, share), seeds=seeds), began)
+        return self.better(first, self._other.searched(budget_bytes, seconds=min(left, share), seeds=seeds))
 
-    def _better(self, first: Answer, second: Answer, began: float) -> Answer:
-        """Of two answers the better plan, with the stronger bound."""
+    def better(self, first: Answer, second: Answer) -> Answer:
+        """Of two answers for one budget the better plan, with the stronger bound; what it took is what both did."""
+        for one in (first, second):
+            if one.status is Status.INFEASIBLE:
+                return one
         best = min(first, second, key=lambda a: _worth(a.timeline, fits=a.status.has_plan))
         proof = max(first.time_bound, second.time_bound, key=lambda b: b.seconds)
-        took, rounds = time.monotonic() - began, first.rounds + second.rounds
+        took, rounds = first.solve_seconds + second.solve_seconds, first.rounds + second.rounds
         return self._judged(replace(best, time_bound=proof, solve_seconds=took, rounds=rounds))
 
     def curve(
@@ -277,7 +289,7 @@ class Solver:
             progress: told the share that is done.
         """
         top = self.given.peak_bytes
-        low = self.floor.bytes if exact.small(self.graph) else self.closed_floor.bytes
+        low = self.floor.bytes if exact.small(self.graph) else self.closed_floor(seconds=_CURVE_DESCENT_SHARE * seconds).bytes
         budgets = [top - (top - low) * k // max(1, points - 1) for k in range(points)]
         found: list[Answer] = []
         began = time.monotonic()
@@ -354,8 +366,8 @@ class Solver:
             )
             first = next(highest, bound.NOTHING)
             if first.seconds == math.inf:
-                if self.closed_floor.bytes > budget:
-                    lowest = self.closed_floor
+                lowest = self.closed_floor(seconds=deadline - time.monotonic())
+                if lowest.bytes > budget:
                     return self._answer(Status.INFEASIBLE, budget, self.row, bound.NOTHING, began, 0, peak_bound=lowest)
                 first = next(highest, bound.NOTHING)
             others = bound.other_instants(self.bound_game, self.precedence, single[1:], budget, deadline=until)

@@ -41,8 +41,18 @@ def name_of(graph: Graph, v: int) -> str:
     return f"{node.id} ({node.module})" if node.module else str(node.id)
 
 
-def show_plan(answer: Answer, why: Decides | None, *, strategy: str, reserved: int | None = None) -> None:
-    """The plan: peak, budget, extra time, bound, what decides, what each module does; what an allocator reserves for it."""
+def show_plan(
+    answer: Answer, why: Decides | None, *, strategy: str, reserved: int | None = None, chosen: Planned | None = None
+) -> None:
+    """The plan: peak, budget, extra time, bound, what decides, what each module does; what an allocator reserves for it.
+
+    Args:
+        answer: the plan.
+        why: what decides.
+        strategy: how it was sought.
+        reserved: bytes of an allocator's segments.
+        chosen: the set of levers that it is with.
+    """
     out, graph, timeline = console(), answer.graph, answer.timeline
     table = Table(title=escape(f"lowtide plan {graph.name}".rstrip()), show_header=False, title_justify="left")
     table.add_column(style="bold")
@@ -53,6 +63,9 @@ def show_plan(answer: Answer, why: Decides | None, *, strategy: str, reserved: i
     if answer.budget_bytes is not None:
         table.add_row("budget", format_bytes(answer.budget_bytes), f"{answer.budget_bytes:,} bytes")
     shown = answer.status.has_plan
+    if chosen is not None and chosen.names:
+        own = f"they take {format_seconds(chosen.own_seconds)} themselves, not counted below" if chosen.own_seconds > 0 else ""
+        table.add_row("with levers", "\n".join(chosen.names), own)
     if shown:
         table.add_row("peak", format_bytes(timeline.peak_bytes), f"without a plan {format_bytes(answer.given_peak_bytes)}")
         if reserved is not None:
@@ -154,7 +167,7 @@ def _bits(found: Planned) -> str:
 
 def show_sets(sets: Sequence[Planned], chosen: Planned | None) -> None:
     """What levers would buy: each set's peak and floor, and what it costs within the budget."""
-    asked = sets[0].answer is not None
+    asked = any(s.answer is not None for s in sets[1:])
     table = Table(title="with levers (`lowtide run --levers list` tries them)", title_justify="left")
     for head in ("levers", "plain peak", "floor", *(("extra time",) if asked else ()), "bits"):
         table.add_column(head, justify="left" if head in ("levers", "bits") else "right")
@@ -166,7 +179,7 @@ def show_sets(sets: Sequence[Planned], chosen: Planned | None) -> None:
             format_bytes(s.peak_bytes), format_bytes(s.floor_bytes), *told, _bits(s),
         )
     if asked:
-        table.caption = "extra time is above the step without levers, with what they take themselves"
+        table.caption = "extra time is above the step without levers; of what levers take, the loss's second forward is in it"
     console().print(table)
 
 
@@ -228,6 +241,7 @@ def page(
         modules=by_module(answer)[: 3 * _ROWS] if answer.status.has_plan else [],
         name=lambda v: name_of(solver.graph, v),
         sets=[(s, _within(s), _bits(s)) for s in sets],
+        own_seconds=0.0 if chosen is None else chosen.own_seconds,
         chosen=chosen,
     )
 

@@ -1,0 +1,213 @@
+"""The update in the backward, on a recorded step's graph: whether it may be, operators of lists apart, and their new order.
+
+Whether a script allows the lever is seen while it runs (``live/update``); here it is told from the operators that were
+recorded, so what leaves no operator behind (a hook, a changed learning rate, several processes) is not known.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from lowtide.explain import Step
+from lowtide.pebble.graph import Graph
+from lowtide.pebble.schedule import plain_row
+from lowtide.stepgraph import block_of, inside_of, operator_of
+from lowtide.store import PHASES, Flag, Kind, Role
+from lowtide.trace import Phase
+
+OPTIMIZER: Final = PHASES.index(Phase.OPTIMIZER)
+BACKWARD: Final = PHASES.index(Phase.BACKWARD)
+_FOREACH: Final = "_foreach_"
+_FUSED: Final = "_fused_"
+
+
+def consumed(step: Step) -> frozenset[int]:
+    """Numbers of the gradients that an update in the backward would let go, those of the step before among them.
+
+    Empty where it cannot be: a gradient is written or read by something else than its backward and one optimizer's update, is
+    carried over from the step before, or another backward comes between.
+    """
+    phases = step.entries["phase"]
+    segments = np.cumsum(step.entries["kind"] == Kind.PHASE)
+    of_segment = {int(s): int(p) for s, p in zip(segments, phases, strict=True)}
+    gradients = [b for b in step.blocks if b.role is Role.GRADIENT and b.counted]
+    left, found, unread = [], [], []
+    for block in gradients:
+        if block.born < 0 and not block.reads:
+            left.append(block)
+            continue
+        if block.born < 0 or block.met or phases[block.born] != BACKWARD:
+            return frozenset()
+        made = int(segments[block.born])
+        at = {int(segments[r]) for r in block.reads} - {made}
+        if not at:
+            unread.append(block)
+            continue
+        update = min(at)
+        between = (of_segment[s] for s in range(made + 1, update))
+        if len(at) > 1 or of_segment[update] != OPTIMIZER or BACKWARD in between:
+            return frozenset()
+        found.append(block)
+    names = {b.name for b in found}
+    if any(b.name in names for b in unread):  # of an optimizer's parameter, in a backward that is not for its update
+        return frozenset()
+    return frozenset(b.number for b in [*found, *(b for b in left if b.name in names)])
+
+
+def lists_apart(step: Step, graph: Graph) -> Graph:
+    """Each operator of the update that takes lists as one operator for each of their entries, as it runs for one parameter."""
+    parts = {}
+    for v, k in operator_of(graph).items():
+        name = step.names[step.entries["a"][step.ops[k]]]
+        if step.entries["phase"][step.ops[k]] == OPTIMIZER and (_FOREACH in name or _FUSED in name):
+            found = _entries_of_lists(step, k, fused=_FUSED in name)
+            if found:
+                parts[v] = found
+    return _split(step, graph, parts) if parts else graph
+
+
+def _entries_of_lists(step: Step, k: int, *, fused: bool) -> dict[int, int]:
+    """By a block's number, which entry of an operator's lists it is; nothing where the operator has no lists of several.
+
+    What it was given was noted list after list, parameters first, then what belongs to all entries (a scalar tensor).
+    """
+    end = int(step.ops[k + 1]) if k + 1 < len(step.ops) else len(step.entries)
+    noted = step.entries[int(step.ops[k]) + 1 : end]
+    read = noted[noted["kind"] == Kind.READ]
+    made = noted[(noted["kind"] == Kind.BORN) & ((noted["flags"] & Flag.MET) == 0)]
+    written = int(((read["flags"] & Flag.WRITTEN) != 0).sum())
+    count = _parameters(step, read["a"]) if fused else len(made) or written
+    if count < 2 or len(read) < count or len(made) not in (0, count):
+        return {}
+    whole = len(read) // count * count
+    if written and not fused and written != count:
+        return {}
+    pairs = [(int(b), i % count) for i, b in enumerate(read["a"][:whole])] + [(int(b), i) for i, b in enumerate(made["a"])]
+    found = dict(pairs)
+    return found if all(found[b] == i for b, i in pairs) else {}
+
+
+def _parameters(step: Step, numbers: Collection[int]) -> int:
+    """How many blocks that an operator was given are parameters."""
+    wanted = {int(n) for n in numbers}
+    return sum(1 for b in step.blocks if b.number in wanted and b.role is Role.PARAMETER)
+
+
+def _split(step: Step, graph: Graph, parts: Mapping[int, Mapping[int, int]]) -> Graph:
+    """Some operators in parts, given which part each block belongs to; what belongs to none belongs to all."""
+    numbers = [block_of(node) for node in graph.nodes]
+    operators = operator_of(graph)
+    counts = {v: max(found.values()) + 1 for v, found in parts.items()}
+    place: dict[int, int] = {}
+    of_part: dict[tuple[int, int], int] = {}
+    order: list[tuple[int, int]] = []
+
+    def which(v: int, value: int) -> int:
+        """The part of an operator that a value belongs to; the last one for what belongs to all."""
+        return parts[v].get(numbers[value] or 0, counts[v] - 1)
+
+    for v, node in enumerate(graph.nodes):
+        if node.made_with is not None:
+            continue
+        members: dict[int, list[int]] = defaultdict(list)
+        for u in graph.members[v]:
+            members[which(v, u) if v in parts else 0].append(u)
+        for i in range(counts.get(v, 1)):
+            of_part[v, i] = place[v] = len(order)
+            order.append((v, i))
+            for u in members[i]:
+                place[u] = len(order)
+                order.append((u, 0))
+
+    def part(v: int, value: int) -> int:
+        return of_part[v, which(v, value)] if v in parts else place[v]
+
+    shares = {v: _shares(graph, v, found, numbers, counts[v]) for v, found in parts.items()}
+    inside = inside_of(step)
+    parents: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for v, found in parts.items():
+        for p in graph.nodes[v].parents:
+            one = found.get(numbers[p] or 0)
+            for i in range(counts[v]) if one is None else (one,):
+                parents[v, i].append(p)
+    nodes = []
+    for v, i in order:
+        node = graph.nodes[v]
+        if v in parts:
+            own = min(inside[operators[v]], node.workspace_bytes)
+            node = replace(
+                node,
+                id=f"{node.id}.{i}" if i else node.id,
+                parents=tuple(parents[v, i]),
+                seconds=node.seconds * shares[v][i],
+                workspace_bytes=node.workspace_bytes - own + round(own * shares[v][i]),
+            )
+        nodes.append(replace(
+            node,
+            parents=tuple(place[p] for p in node.parents),
+            made_with=None if node.made_with is None else part(node.made_with, v),
+            overwrites=None if node.overwrites is None else place[node.overwrites],
+            held_until=None if node.held_until is None else part(node.held_until, v),
+        ))
+    return replace(graph, nodes=tuple(nodes), order=tuple(range(len(nodes))))
+
+
+def _shares(graph: Graph, v: int, found: Mapping[int, int], numbers: list[int | None], count: int) -> list[float]:
+    """What of an operator's seconds and bytes each part is, by the bytes that it works on."""
+    sizes = [0] * count
+    for u in (*graph.nodes[v].parents, *graph.members[v]):
+        one = found.get(numbers[u] or 0)
+        if one is not None:
+            sizes[one] += graph.nodes[u].bytes
+    total = sum(sizes)
+    return [size / total if total else 1.0 / count for size in sizes]
+
+
+def updates_at_once(step: Step, graph: Graph) -> list[int]:
+    """Nodes that compute, in the given order but for the optimizer's, each of which runs as soon as it can.
+
+    It can when what it reads is there and everybody else has read what it overwrites. An operator of the optimizer that needs
+    nothing of the step before it runs right before the first one that needs it.
+    """
+    operators = operator_of(graph)
+    row = [m.node for m in plain_row(graph)]
+    late = {v for v in row if v in operators and step.entries["phase"][step.ops[operators[v]]] == OPTIMIZER}
+    leader = {u: v for v in row for u in (v, *graph.members[v])}
+    needs = {v: {leader[p] for p in graph.reads[v] if p in leader} for v in row}
+    for v in late:
+        for old in graph.olds[v]:
+            needs[v] |= {r for r in graph.children[old] if r != v and r in needs and (r not in late or r < v)}
+    moved: set[int] = set()
+    for v in row:
+        if v in late and any(p in moved or (p in operators and p not in late) for p in needs[v]):
+            moved.add(v)
+    waiting = {v: {p for p in needs[v] if p in moved or p not in late} for v in moved}
+    unlocks: dict[int, list[int]] = defaultdict(list)
+    for v, before in waiting.items():
+        for p in before:
+            unlocks[p].append(v)
+    out: dict[int, None] = {}
+    ready: list[int] = []
+
+    def run(v: int) -> None:
+        for p in sorted(needs[v] & late):
+            if p not in out:
+                run(p)
+        out[v] = None
+        for u in unlocks[v]:
+            waiting[u].discard(v)
+            if not waiting[u]:
+                ready.append(u)
+
+    for v in row:
+        if v not in moved and v not in out:
+            run(v)
+        while ready:
+            ready.sort(reverse=True)
+            run(ready.pop())
+    return list(out)
