@@ -25,6 +25,9 @@ _BACKWARD = PHASES.index(Phase.BACKWARD)
 _OF_A_NODE = 8
 """Operators that a node of autograd may run after the one that read what it saved."""
 
+_LITTLE = 1e-3
+"""Of a block's bytes: operators after its last reader that rise no higher above that one decide nothing."""
+
 STATE_BYTES = 5056
 """Of a CPU generator's state (mt19937); a CUDA generator's is smaller."""
 
@@ -174,7 +177,8 @@ class _Builder:
             return
         for k in range(at + 1, end + 1):
             entry = self.step.ops[k]
-            if phases[entry] == _BACKWARD and modules[entry] == modules[first]:
+            rise = int(self.step.peaks[k]) - int(self.step.peaks[at])
+            if phases[entry] == _BACKWARD and modules[entry] == modules[first] and rise > _LITTLE * block.bytes:
                 self.ops[k].parents[name] = None
 
     def _in_place(self, k: int) -> None:

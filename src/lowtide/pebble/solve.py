@@ -78,8 +78,8 @@ _ROOMS = 6
 """How often the budget of such a program is lowered until its row fits."""
 _SEED_FREE = 5000
 """Operators up to which it grows in free order, where comparing instants takes all ancestors."""
-_SEED_NEW = 3
-"""Instants that join it at once, at most."""
+_SEED_NEW, _SEED_MORE = 3, 7
+"""Instants that join it at once, at most: at first, and from then on (a program of few more takes as long as one of many)."""
 _SEED_APART = 200
 """They are this fraction of the graph apart."""
 _SEED_GROWS = 1.5
@@ -416,7 +416,7 @@ class Solver:
             grown = len(instants) >= _SEED_INSTANTS or (not self.fixed and self.game.plain > _SEED_FREE)
             if grown or left <= _SEED_GROWS * took:
                 break
-            crossed = self._crossed(row, budget, instants)
+            crossed = self._crossed(row, budget, instants, most=_SEED_NEW if several is None else _SEED_MORE)
             chain = sorted({*instants, *crossed})
             if not crossed or any(not self.precedence.comparable(a, b) for a, b in itertools.pairwise(chain)):
                 break
@@ -515,7 +515,7 @@ class Solver:
             lower -= over + (over >> _SPARE) + int(_LEAST_ROOM * budget) << k  # what is dropped then may bring more back
         return rows
 
-    def _crossed(self, row: tuple[int, ...], budget: int, known: set[int]) -> list[int]:
+    def _crossed(self, row: tuple[int, ...], budget: int, known: set[int], *, most: int) -> list[int]:
         """Operators whose first runs follow the highest places of a row above the budget, apart from each other."""
         high = profile(self.game, row)
         seen: set[int] = set()
@@ -530,7 +530,7 @@ class Solver:
             near = any(abs(following - o) <= apart for o in found)
             if following >= 0 and following not in known and following != self.game.last and not near:
                 found.append(following)
-            if len(found) == _SEED_NEW:
+            if len(found) == most:
                 break
         return found
 
