@@ -188,15 +188,17 @@ class Solver:
 
         Looked for once; where the time does not do, the other one is told.
         """
-        if self._closed is None:
-            limit = min(seconds, _FLOOR_SECONDS)
-            highest = bound.binding(self.precedence, self.instants, 0)[:1] if limit > 0 else []
-            closed = [bound.closed_floor(self.bound_game, self.precedence, at, seconds=limit) for at in highest]
-            found = max(*closed, self.floor, key=lambda f: f.bytes) if closed else self.floor
-            if limit < _FLOOR_SECONDS and found is self.floor:
-                return found  # perhaps for want of time
+        if self._closed is not None:
+            return self._closed
+        limit = min(seconds, _FLOOR_SECONDS)
+        if limit <= 0:
+            return self.floor
+        highest = bound.binding(self.precedence, self.instants, 0)[:1]
+        closed = [bound.closed_floor(self.bound_game, self.precedence, at, seconds=limit) for at in highest]
+        found = max(*closed, self.floor, key=lambda f: f.bytes) if closed else self.floor
+        if limit == _FLOOR_SECONDS or all(one.bytes for one in closed):  # else it was perhaps for want of time
             self._closed = found
-        return self._closed
+        return found
 
     @property
     def told_floor(self) -> PeakBound:
