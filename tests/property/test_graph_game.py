@@ -89,7 +89,7 @@ def test_an_instant_that_a_row_crosses_is_never_a_fetch() -> None:
     game = solver.game
     fetch = next(o for o in range(game.plain, len(game.outputs)))
     for place in range(1, len(game.given)):
-        found = solver._crossed((*game.given[:place], fetch, *game.given[place:]), 0, set())
+        found = solver._crossed((*game.given[:place], fetch, *game.given[place:]), 0, set(), most=3)
         assert found
         assert all(o < game.plain for o in found)
 
@@ -101,7 +101,7 @@ def test_of_several_searches_without_a_plan_the_lowest_row_is_told(*, lower_firs
     lower = solver.game.row(solver.descent.below(floor, deadline=time.monotonic() + 1))
     high, low = (solver.follow(row, floor) for row in (solver.row, lower))
     assert low.timeline.peak_bytes < high.timeline.peak_bytes
-    found = solver._better(*((low, high) if lower_first else (high, low)), began=time.monotonic())
+    found = solver.better(*((low, high) if lower_first else (high, low)))
     assert found.status is Status.UNKNOWN
     assert found.timeline.peak_bytes == low.timeline.peak_bytes
 
