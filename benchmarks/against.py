@@ -19,12 +19,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from budget import MODELS, SETTLING, Subject
+from budget import MODELS, Subject
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-import lowtide
 from lowtide.units import format_bytes
 from process import in_turns, machine, with_counter
 
@@ -34,11 +33,8 @@ HERE = Path(__file__).resolve()
 
 def budgeted(subject: Subject, budget: int) -> dict[str, Any]:
     """A round under a budget (bytes above what is outside the model), by names that all trees know."""
-    with lowtide.budget(subject.outside + budget) as running:
-        for _ in range(SETTLING):
-            subject.step()
-        found = subject.timed()
-    plan, steps = running.outcome.plan, running.outcome.steps
+    outcome, found = subject.under(budget)
+    plan, steps = outcome.plan, outcome.steps
     return found | {
         "budget_bytes": budget, "policy": steps[-1].policy,
         "highest_bytes": max(s.peak_bytes for s in steps) - subject.outside,

@@ -139,20 +139,25 @@ class Subject:
             self.step()
         return self.timed()
 
-    def budgeted(self, budget: int) -> dict[str, Any]:
-        """A round under a budget (bytes above what is outside the model), timed once its plan is in force."""
+    def under(self, budget: int) -> tuple[Any, dict[str, Any]]:
+        """What became of a budget (bytes above what is outside the model), and the steps timed once its plan is in force."""
         with lowtide.budget(self.outside + budget) as running:
             for _ in range(SETTLING):
                 self.step()
             found = self.timed()
-        last, plan = running.outcome.steps[-1], running.outcome.plan
+        return running.outcome, found
+
+    def budgeted(self, budget: int) -> dict[str, Any]:
+        """A round under a budget (bytes above what is outside the model), timed once its plan is in force."""
+        outcome, found = self.under(budget)
+        last, plan = outcome.steps[-1], outcome.plan
         assert plan is not None
-        highest = max(s.peak_bytes for s in running.outcome.steps)
+        highest = max(s.peak_bytes for s in outcome.steps)
         return found | {
             "budget_bytes": budget,
             "highest_bytes": highest - self.outside,
             "policy": last.policy,
-            "levers": [x.name for x in running.outcome.levers if x.used],
+            "levers": [x.name for x in outcome.levers if x.used],
             "recompute_seconds": last.recompute_seconds,
             "offload_seconds": last.offload_seconds,
             "offloaded_bytes": last.offloaded_bytes,

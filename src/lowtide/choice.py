@@ -10,7 +10,7 @@ from typing import Final
 from lowtide.allowed import LEVERS, SLICES, UPDATE
 from lowtide.errors import GraphError, StructureError
 from lowtide.explain import Step
-from lowtide.levers import levers_of, with_levers
+from lowtide.levers import each_lever, with_levers
 from lowtide.pebble.graph import Graph
 from lowtide.pebble.schedule import Act, Move, Row, plain_row
 from lowtide.pebble.solve import Answer, Order, Solver
@@ -95,12 +95,14 @@ def others(
             budget is asked. The shares of all sets are 1 together.
         allowed: levers of sets that get the greater part of the time, where there are any.
     """
-    sets = sets_of(levers_of(step))[1:]
+    alone = each_lever(step)
+    sets = sets_of(tuple(alone))[1:]
     weights = [1.0 if set(names) <= set(allowed) else _TOLD_ONLY for names in sets] if allowed else [1.0] * len(sets)
     base, order = plain.solver.graph.base_seconds, plain.solver.order
     found = [plain]
     for names, weight in zip(sets, weights, strict=True):
-        solver = Solver(prepared(with_levers(step, names)), order=order)
+        graph = with_levers(step, names) if len(names) > 1 else alone[names[0]]
+        solver = Solver(prepared(graph), order=order)
         fewer = [f.answer for f in found if set(f.names) < set(names) and f.answer is not None and f.answer.status.has_plan]
         rows = [row for answer in fewer if (row := carried(solver, answer)) is not None]
         answer = None if answered is None else answered(solver, names, weight / sum(weights), rows)

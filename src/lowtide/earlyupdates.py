@@ -16,13 +16,13 @@ import numpy as np
 from lowtide.explain import Step
 from lowtide.pebble.graph import Graph
 from lowtide.pebble.schedule import plain_row
-from lowtide.stepgraph import block_of, inside_of, operator_of
+from lowtide.stepgraph import BACKWARD, block_of, inside_of, operator_of
 from lowtide.store import PHASES, Flag, Kind, Role
 from lowtide.trace import Phase
 
 OPTIMIZER: Final = PHASES.index(Phase.OPTIMIZER)
-BACKWARD: Final = PHASES.index(Phase.BACKWARD)
-_FOREACH: Final = "_foreach_"
+FOREACH: Final = "_foreach_"
+"""Part of the names of operators that take lists."""
 _FUSED: Final = "_fused_"
 
 
@@ -64,7 +64,7 @@ def lists_apart(step: Step, graph: Graph) -> Graph:
     parts = {}
     for v, k in operator_of(graph).items():
         name = step.names[step.entries["a"][step.ops[k]]]
-        if step.entries["phase"][step.ops[k]] == OPTIMIZER and (_FOREACH in name or _FUSED in name):
+        if step.entries["phase"][step.ops[k]] == OPTIMIZER and (FOREACH in name or _FUSED in name):
             found = _entries_of_lists(step, k, fused=_FUSED in name)
             if found:
                 parts[v] = found

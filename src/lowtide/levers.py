@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -26,12 +26,12 @@ from lowtide.allowed import (
     WIDE,
     sample_pieces,
 )
-from lowtide.earlyupdates import BACKWARD, consumed, lists_apart, updates_at_once
+from lowtide.earlyupdates import FOREACH, consumed, lists_apart, updates_at_once
 from lowtide.explain import Block, Step
 from lowtide.pebble.graph import Graph, Node
 from lowtide.pebble.referee import play
 from lowtide.pebble.schedule import plain_row, unfold
-from lowtide.stepgraph import block_of, graph_of, inside_of, operator_of
+from lowtide.stepgraph import BACKWARD, block_of, graph_of, inside_of, operator_of
 from lowtide.trace import Phase
 
 _CROSS_ENTROPY: Final = ("_log_softmax", "nll_loss")
@@ -53,13 +53,13 @@ _CONVOLUTION: Final = "aten.convolution_backward"
 _NORM: Final = "aten.native_batch_norm_backward"
 _REST: Final = 1 / 8
 """Of what is inside these, what is there besides the pieces (measured: of eight pieces, a fourth is left in all)."""
-_FOREACH: Final = "_foreach_"
 
 
-def levers_of(step: Step) -> list[str]:
-    """Names of levers that would change a step, in the order in which they are listed."""
+def each_lever(step: Step) -> dict[str, Graph]:
+    """The graph of a step with each lever that would change it alone, by its name, in the order in which they are listed."""
     plain = with_levers(step, ())
-    return [name for name in LEVERS if _changes(plain, with_levers(step, (name,)))]
+    alone = {name: with_levers(step, (name,)) for name in LEVERS}
+    return {name: graph for name, graph in alone.items() if _changes(plain, graph)}
 
 
 def peak_of(graph: Graph) -> int:
@@ -114,6 +114,15 @@ def _with_bytes(step: Step, graph: Graph, sizes: dict[int, int]) -> Graph:
     })
 
 
+def _read_by(step: Step) -> Mapping[int, list[Block]]:
+    """By an operator's entry, the blocks that it reads."""
+    found: dict[int, list[Block]] = defaultdict(list)
+    for block in step.blocks:
+        for entry in block.reads:
+            found[entry].append(block)
+    return found
+
+
 def _shape(block: Block) -> list[int]:
     """Of the tensor that a block was made for; empty where the recording does not say."""
     found = re.search(r"\[([\d, ]+)\]", block.label)
@@ -141,17 +150,14 @@ def _loss_in_pieces(step: Step, graph: Graph) -> Graph:
 
 def _may_be_deferred(step: Step, blocks: Collection[int]) -> bool:
     """Whether the logits are a wide linear layer's, and nobody but its loss reads what comes between."""
-    makers: dict[int, list[Block]] = defaultdict(list)
-    for block in step.blocks:
-        for entry in block.reads:
-            makers[entry].append(block)
+    read = _read_by(step)
     names = step.entries["a"]
     found = [step.blocks[i] for i in blocks]
     logits = [b for b in found if any(step.names[names[r]].startswith(_FIRST) for r in b.reads)]
-    return bool(logits) and all(_is_deferred(step, b, makers, _FAR) for b in logits)
+    return bool(logits) and all(_is_deferred(step, b, read, _FAR) for b in logits)
 
 
-def _is_deferred(step: Step, block: Block, makers: dict[int, list[Block]], far: int) -> bool:
+def _is_deferred(step: Step, block: Block, read: Mapping[int, list[Block]], far: int) -> bool:
     known = (*_CROSS_ENTROPY, *_DEFERRED, *_VIEWS)
     phases, names = step.entries["phase"], step.entries["a"]
     if any(phases[r] != BACKWARD and not _named(step.names[names[r]], known) for r in block.reads):
@@ -161,7 +167,7 @@ def _is_deferred(step: Step, block: Block, makers: dict[int, list[Block]], far: 
         return bool(shape) and shape[-1] >= WIDE and block.bytes >= LEAST_LOGITS_BYTES
     if not far or not block.op.startswith(_DEFERRED):
         return False
-    return any(_is_deferred(step, b, makers, far - 1) for b in makers[block.born] if b.bytes >= block.bytes // 2)
+    return any(_is_deferred(step, b, read, far - 1) for b in read[block.born] if b.bytes >= block.bytes // 2)
 
 
 def _named(name: str, parts: Collection[str]) -> bool:
@@ -170,11 +176,7 @@ def _named(name: str, parts: Collection[str]) -> bool:
 
 def _libraries_take_less(step: Step, graph: Graph) -> Graph:
     """Backwards of convolutions and batch norms over pieces: what is inside them besides what they make."""
-    read: dict[int, list[Block]] = defaultdict(list)
-    for block in step.blocks:
-        for entry in block.reads:
-            read[entry].append(block)
-    inside = inside_of(step)
+    read, inside = _read_by(step), inside_of(step)
     changed = {}
     for v, k in operator_of(graph).items():
         entry = int(step.ops[k])
@@ -200,7 +202,7 @@ def _temporaries_one_by_one(step: Step, graph: Graph) -> Graph:
     sizes: dict[int, int] = {}
     largest: dict[int, int] = {}
     for i, block in enumerate(step.blocks):
-        if block.counted and block.phase is Phase.OPTIMIZER and _FOREACH in block.op and block.died < len(step.entries):
+        if block.counted and block.phase is Phase.OPTIMIZER and FOREACH in block.op and block.died < len(step.entries):
             one = largest.setdefault(block.born, i)
             if step.blocks[one].bytes < block.bytes:
                 sizes[one], largest[block.born] = 0, i

@@ -21,7 +21,7 @@ from lowtide.pebble.graph import Graph, Node, Offload
 from lowtide.store import PHASES, Role, decode_run
 from lowtide.trace import Phase
 
-_BACKWARD = PHASES.index(Phase.BACKWARD)
+BACKWARD = PHASES.index(Phase.BACKWARD)
 _OF_A_NODE = 8
 """Operators that a node of autograd may run after the one that read what it saved."""
 
@@ -173,12 +173,12 @@ class _Builder:
         at, end = reads[-1], self.ordinal(block.saved[-1][1])
         phases, modules = self.step.entries["phase"], self.step.entries["b"]
         first = self.step.ops[at]
-        if phases[first] != _BACKWARD or not at < end <= at + _OF_A_NODE:
+        if phases[first] != BACKWARD or not at < end <= at + _OF_A_NODE:
             return
         for k in range(at + 1, end + 1):
             entry = self.step.ops[k]
             rise = int(self.step.peaks[k]) - int(self.step.peaks[at])
-            if phases[entry] == _BACKWARD and modules[entry] == modules[first] and rise > _LITTLE * block.bytes:
+            if phases[entry] == BACKWARD and modules[entry] == modules[first] and rise > _LITTLE * block.bytes:
                 self.ops[k].parents[name] = None
 
     def _in_place(self, k: int) -> None:

@@ -15,7 +15,7 @@ from lowtide.allowed import LEVERS, LOSS, PIECES, SLICES, UPDATE
 from lowtide.choice import Planned, best, carried, others, sets_of
 from lowtide.errors import LeverError
 from lowtide.explain import Step, highest, steps_of
-from lowtide.levers import levers_of, peak_of, with_levers
+from lowtide.levers import each_lever, peak_of, with_levers
 from lowtide.pebble.account import to_json
 from lowtide.pebble.check import check
 from lowtide.pebble.graph import Graph, Node
@@ -115,7 +115,7 @@ def test_a_lever_saves_in_a_run_what_the_plan_says(
 ) -> None:
     train = partial(_train, make, loss_of, optimizer_of)
     step = _recorded(tmp_path, train)
-    assert name in levers_of(step)
+    assert name in each_lever(step)
     said = peak_of(with_levers(step, ())) - peak_of(with_levers(step, (name,)))
     plain = _peak(train, None)
     saved = plain - _peak(train, None, allow=(name,))
@@ -165,7 +165,7 @@ def test_no_update_in_the_backward_is_promised_to_a_script_that_it_would_stop(
             optimizer.step()
             optimizer.zero_grad(set_to_none=between is not _kept)
 
-    assert UPDATE not in levers_of(_recorded(tmp_path, train))
+    assert UPDATE not in each_lever(_recorded(tmp_path, train))
     with lowtide.budget(4 << 30, allow=(UPDATE,)), pytest.raises(LeverError):
         train()
 
@@ -185,7 +185,7 @@ def test_no_update_in_the_backward_is_promised_where_another_backward_leaves_gra
             judges(made).mean().backward()
             first.step()
 
-    assert UPDATE not in levers_of(_recorded(tmp_path, train))
+    assert UPDATE not in each_lever(_recorded(tmp_path, train))
     with lowtide.budget(4 << 30, allow=(UPDATE,)), pytest.raises(LeverError):
         train()
 
@@ -219,7 +219,7 @@ def test_nothing_is_said_of_a_lever_that_a_run_finds_nothing_for(
     tmp_path: Path, name: str, make: Callable[[], nn.Module], loss_of: Loss
 ) -> None:
     step = _recorded(tmp_path, partial(_train, make, loss_of, partial(_adamw, foreach=False)))
-    assert name not in levers_of(step)
+    assert name not in each_lever(step)
     assert with_levers(step, (name,)) == with_levers(step, ())
 
 
@@ -236,7 +236,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Step, list[Planne
 
 def test_every_set_of_levers_has_a_plan_that_an_independent_checker_verifies(planned: tuple[Step, list[Planned]]) -> None:
     step, sets = planned
-    assert {s.names for s in sets} == set(sets_of(levers_of(step)))
+    assert {s.names for s in sets} == set(sets_of(tuple(each_lever(step))))
     for s in sets:
         assert s.answer is not None
         assert not check(with_levers(step, s.names), to_json(s.answer))
