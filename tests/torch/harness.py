@@ -57,6 +57,7 @@ def plain(make: Callable[[], zoo.Job], steps: int = STEPS) -> Plain:
     """Run without Lowtide, once to warm libraries up and once to measure."""
     torch.use_deterministic_algorithms(mode=True)
     zoo.run(make, 1)
+    gc.unfreeze()  # what was in use when another job's libraries came may be garbage by now
     gc.collect()
     gc.freeze()  # what models' libraries brought is not gone through at every collection of every test
     counter = heap()

@@ -75,6 +75,7 @@ def _train(make: Callable[[], nn.Module], loss_of: Loss, optimizer_of: Make) -> 
 
 
 def _recorded(folder: Path, train: Callable[[], None]) -> Step:
+    gc.collect()
     with lowtide.record(folder / "run.lowtide"):
         train()
     found = highest([s for s in steps_of(read(folder / "run.lowtide")) if s.row.complete and s.row.step > 0])
@@ -127,8 +128,9 @@ def test_slices_let_a_budget_be_held_that_the_plan_with_them_names(tmp_path: Pat
     train = partial(_train, _dense, _square, partial(_adamw, foreach=True))
     step = _recorded(tmp_path, train)
     plain, sliced = (peak_of(with_levers(step, names)) for names in ((), (SLICES,)))
-    assert sliced < 0.9 * plain
-    outside = plain - _peak(train, None)  # what the recording counts besides
+    real = _peak(train, None)
+    outside = plain - real  # what the recording counts besides, as tensors that other tests left
+    assert sliced - outside < 0.9 * real
     budget = sliced - outside + (64 << 10)
     assert _peak(train, budget, without=(UPDATE,)) <= budget
 
