@@ -1,4 +1,5 @@
-"""Laws: a program that is solved in a process of its own gives what it gives here; one that takes too long is ended."""
+"""Laws: a program that is solved in a process of its own gives what it gives here; one that takes too long is ended, and what
+was told of it until then holds."""
 
 from __future__ import annotations
 
@@ -11,20 +12,31 @@ import numpy as np
 import psutil
 import pytest
 from lowtide.pebble import apart, bound
-from lowtide.pebble.apart import kept_ready, milp_apart
+from lowtide.pebble.apart import Told, kept_ready, solved_apart
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 
 def knapsack(items: int, seed: int) -> dict[str, Any]:
     """Several knapsacks at once, which branching is long about."""
     rnd = np.random.default_rng(seed)
-    sizes = rnd.integers(100, 1000, (8, items))
+    sizes = rnd.integers(100, 1000, (8, items)).astype(float)
     return {
-        "c": -rnd.integers(100, 1000, items).astype(float),
-        "constraints": LinearConstraint(sizes, -np.inf, sizes.sum(axis=1) / 2),
-        "bounds": Bounds(0, 1),
-        "integrality": np.ones(items),
+        "cost": -rnd.integers(100, 1000, items).astype(float),
+        "lower": np.zeros(items),
+        "upper": np.ones(items),
+        "whole": np.ones(items, dtype=bool),
+        "low": np.full(8, -np.inf),
+        "high": sizes.sum(axis=1) / 2,
+        "starts": np.arange(0, 8 * items + 1, items),
+        "columns": np.tile(np.arange(items), 8),
+        "values": sizes.ravel(),
     }
+
+
+def here(asked: dict[str, Any]) -> float:
+    """The least cost, by scipy."""
+    rows = LinearConstraint(asked["values"].reshape(8, -1), asked["low"], asked["high"])
+    return milp(asked["cost"], constraints=rows, bounds=Bounds(0, 1), integrality=np.ones(len(asked["cost"]))).fun
 
 
 def children() -> list[psutil.Process]:
@@ -35,10 +47,27 @@ def children() -> list[psutil.Process]:
 def test_its_answer_is_the_one_that_is_found_here() -> None:
     for seed in range(3):
         asked = knapsack(12, seed)
-        found = milp_apart(asked, seconds=60)
-        assert found is not None
-        assert found.fun == milp(**asked).fun
+        told = solved_apart(asked, seconds=60)
+        assert told.ended
+        assert not told.impossible
+        assert told.bound == told.cost == pytest.approx(here(asked))
+        assert told.x @ asked["cost"] == pytest.approx(told.cost)
     assert not children()
+
+
+def test_a_program_without_an_answer_is_told_to_have_none() -> None:
+    asked = knapsack(12, 1) | {"low": np.full(8, 1e6)}
+    told = solved_apart(asked, seconds=60)
+    assert told.impossible
+    assert told.x is None
+
+
+def test_it_begins_from_an_answer_that_it_is_given() -> None:
+    asked = knapsack(12, 1)
+    best = solved_apart(asked, seconds=60)
+    told = solved_apart(asked, seconds=60, gap=1.0, start=best.x)
+    assert told.cost == pytest.approx(best.cost)
+    assert not told.ended
 
 
 def test_one_process_answers_all_that_is_asked_while_it_is_kept_and_is_gone_afterwards() -> None:
@@ -46,18 +75,26 @@ def test_one_process_answers_all_that_is_asked_while_it_is_kept_and_is_gone_afte
         first = children()
         assert len(first) == 1
         for seed in range(3):
-            assert milp_apart(knapsack(10, seed), seconds=60) is not None
+            assert solved_apart(knapsack(10, seed), seconds=60).ended
         assert children() == first
     assert not children()
 
 
-def test_a_program_that_does_not_end_is_ended_and_the_next_one_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_does_not_end_is_ended_with_what_was_told_and_the_next_one_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(apart, "_EARLY", -600.0)  # it is not told of its end
+    asked = knapsack(200, 1)
     with kept_ready():
+        assert solved_apart(knapsack(10, 1), seconds=60).ended  # HiGHS is there
         began = time.monotonic()
-        assert milp_apart(knapsack(200, 1), seconds=1.5) is None
+        told = solved_apart(asked, seconds=1.5)
         assert time.monotonic() - began < 30
-        assert milp_apart(knapsack(10, 1), seconds=60) is not None
+        assert not told.ended
+        assert np.isfinite(told.bound)
+        assert told.bound <= told.cost == pytest.approx(told.x @ asked["cost"])
+        assert (told.x @ asked["values"].reshape(8, -1).T <= asked["high"] + 1e-6).all()
+        assert solved_apart(knapsack(10, 1), seconds=60).ended
     assert not children()
 
 
@@ -67,7 +104,7 @@ def test_one_that_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(apart, "_receive", interrupted)
     with kept_ready(), pytest.raises(KeyboardInterrupt):
-        milp_apart(knapsack(200, 1), seconds=60)
+        solved_apart(knapsack(200, 1), seconds=60)
     assert not children()
 
 
@@ -77,47 +114,49 @@ def test_one_that_never_reads_what_it_is_sent_is_ended(monkeypatch: pytest.Monke
     deaf.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(deaf))
     began = time.monotonic()
-    assert milp_apart(knapsack(20_000, 1), seconds=0.5) is None
+    assert solved_apart(knapsack(20_000, 1), seconds=0.5) == Told()
     assert time.monotonic() - began < 30
 
 
 def test_what_the_solver_prints_is_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """HiGHS 1.12 prints a line or other whatever it was told."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import scipy.optimize, os\n"
-        "plain = scipy.optimize.milp\n"
-        "def milp(*a, **k):\n"
+        "import highspy, os\n"
+        "plain = highspy.Highs.run\n"
+        "def run(*a, **k):\n"
         "    os.write(1, b'HighsMipSolverData\\n' * 100)\n"
         "    return plain(*a, **k)\n"
-        "scipy.optimize.milp = milp\n"
+        "highspy.Highs.run = run\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     asked = knapsack(12, 1)
-    found = milp_apart(asked, seconds=60)
-    assert found is not None
-    assert found.fun == milp(**asked).fun
+    assert solved_apart(asked, seconds=60).cost == pytest.approx(here(asked))
 
 
 def test_where_no_process_can_be_begun_nothing_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     with kept_ready():
-        assert milp_apart(knapsack(10, 1), seconds=5) is None
+        assert solved_apart(knapsack(10, 1), seconds=5) == Told()
 
 
-def test_large_programs_with_whole_variables_go_there_and_prove_nothing_when_they_are_ended(
+def test_large_programs_with_whole_variables_go_there_and_prove_what_was_told_when_they_are_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
+    told = iter((Told(), Told(bound=0.5 * bound._SCALE)))
 
-    def never(arguments: Any, *, seconds: float) -> None:
-        asked.append((len(arguments["c"]), seconds))
+    def never(arguments: Any, *, seconds: float, gap: float, start: Any) -> Told:
+        asked.append((len(arguments["cost"]), seconds))
+        return next(told)
 
-    monkeypatch.setattr(bound, "milp_apart", never)
+    monkeypatch.setattr(bound, "solved_apart", never)
     monkeypatch.setattr(bound, "is_kept", lambda: True)
     program = bound.Program()
     count = bound._LARGE + 1
     program.row({program.variable(i, 1.0): 1.0 for i in range(count)}, 1.0)
-    assert program.solve(3.0).value == 0.0
-    assert program.solve(3.0).x is None
+    nothing, half = program.solve(3.0), program.solve(3.0)
+    assert (nothing.value, half.value) == (0.0, 0.5)
+    assert nothing.x is half.x is None
+    assert not nothing.ended
     assert asked == [(count, 3.0)] * 2
     assert program.solve(3.0, whole=False).value == 1.0

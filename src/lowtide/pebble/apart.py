@@ -1,6 +1,7 @@
 """HiGHS in a process of its own, which can be ended: with whole variables it does not always look at the clock.
 
-Run as a script, this file is that process: programs come by standard input, and what they gave goes to standard output.
+Run as a script, this file is that process: programs come by standard input, and what is proven and found of them goes to
+standard output as it comes, so that nothing of it is lost where the process has to be ended.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Final
+
+import numpy as np
 
 _EARLY = 0.25
 """Seconds before it is ended at which a process is to have its answer: it looks at the clock now and then."""
@@ -77,35 +81,60 @@ def kept_ready() -> Iterator[None]:
         _pool.let_go()
 
 
-def milp_apart(arguments: Mapping[str, Any], *, seconds: float) -> Any | None:
-    """What ``scipy.optimize.milp`` gives for some arguments; None where it takes longer, or no process can be begun.
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What is known of a program.
+
+    Attributes:
+        bound: no answer costs less; minus infinity where nothing is proven.
+        cost: of the best answer; infinity where there is none.
+        x: this answer.
+        ended: whether it was solved to its end.
+        impossible: whether it was shown to have no answer.
+    """
+
+    bound: float = -np.inf
+    cost: float = np.inf
+    x: Any = None
+    ended: bool = False
+    impossible: bool = False
+
+
+def solved_apart(asked: Mapping[str, Any], *, seconds: float, gap: float = 0.0, start: Any = None) -> Told:
+    """What HiGHS tells of a program until the time is over; nothing where no process can be begun.
 
     Args:
-        arguments: of ``milp``; its time limit is set here.
+        asked: ``cost``, ``lower``, ``upper`` and ``whole`` per variable; ``low`` and ``high`` per row; the rows as ``starts``,
+            ``columns`` and ``values``.
         seconds: in all, the beginning of the process included.
+        gap: it may stop when it is within this relative gap of the best.
+        start: an answer to begin from.
     """
     deadline = time.monotonic() + seconds
     process = _pool.take()
     if process is None:
-        return None
+        return Told()
     overdue = threading.Timer(seconds, process.kill)  # whatever it is that takes long: what is written or read then ends
     overdue.daemon = True
     overdue.start()
-    found = None
+    told = Told()
+    lost = True
     try:
         assert process.stdin is not None
         assert process.stdout is not None
-        _send(process.stdin, (dict(arguments), deadline - _EARLY))
-        found = _receive(process.stdout)
+        _send(process.stdin, (dict(asked), gap, start, deadline - _EARLY))
+        while lost:
+            more, lost = _receive(process.stdout)
+            told = replace(told, **more)
     except (OSError, EOFError, pickle.UnpicklingError):
-        found = None
+        lost = True
     finally:
         overdue.cancel()
-        if found is None:
+        if lost:
             _end(process)
         else:
             _pool.give_back(process)
-    return found
+    return told
 
 
 def is_kept() -> bool:
@@ -152,16 +181,71 @@ def _receive(pipe: IO[bytes]) -> Any:
     return pickle.loads(data)  # noqa: S301 - our own process wrote it
 
 
-def _serve() -> None:
-    from scipy.optimize import milp  # here: who only asks has no use for it
+def highs_of(asked: Mapping[str, Any]) -> Any:
+    """HiGHS with a program, silent and on one core."""
+    import highspy  # here: who only asks has no use for it
 
+    program = highspy.HighsLp()
+    program.num_col_, program.num_row_ = len(asked["cost"]), len(asked["low"])
+    program.col_cost_, program.col_lower_, program.col_upper_ = asked["cost"], asked["lower"], asked["upper"]
+    program.row_lower_, program.row_upper_ = asked["low"], asked["high"]
+    rows = program.a_matrix_
+    rows.format_ = highspy.MatrixFormat.kRowwise
+    rows.num_col_, rows.num_row_ = program.num_col_, program.num_row_
+    rows.start_, rows.index_, rows.value_ = asked["starts"], asked["columns"], asked["values"]
+    if asked["whole"].any():
+        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+        program.integrality_ = [kinds[int(w)] for w in asked["whole"]]
+    highs = highspy.Highs()
+    highs.setOptionValue("output_flag", False)
+    highs.setOptionValue("parallel", "off")
+    highs.passModel(program)
+    return highs
+
+
+def _solve(asked: Mapping[str, Any], gap: float, start: Any, deadline: float, tell: Callable[[dict[str, Any]], None]) -> None:
+    import highspy
+
+    highs = highs_of(asked)
+    highs.setOptionValue("mip_rel_gap", gap)
+    highs.setOptionValue("time_limit", max(0.0, deadline - time.monotonic()))
+    if start is not None:
+        known = highspy.HighsSolution()
+        known.col_value = start
+        highs.setSolution(known)
+    kind = highspy.cb.HighsCallbackType
+    proven = -np.inf
+
+    def heard(what: Any, _message: str, out: Any, back: Any, _user: Any) -> None:
+        nonlocal proven
+        if what == kind.kCallbackMipImprovingSolution:
+            tell({"cost": out.objective_function_value, "x": np.array(out.mip_solution)})
+        elif out.mip_dual_bound > proven:
+            proven = out.mip_dual_bound
+            tell({"bound": proven})
+        if what == kind.kCallbackMipInterrupt:
+            back.user_interrupt = time.monotonic() > deadline
+
+    highs.setCallback(heard, None)
+    highs.startCallback(kind.kCallbackMipImprovingSolution)
+    highs.startCallback(kind.kCallbackMipInterrupt)
+    highs.run()
+    status, info = highs.getModelStatus(), highs.getInfo()
+    ended, impossible = (status == getattr(highspy.HighsModelStatus, name) for name in ("kOptimal", "kInfeasible"))
+    last = {"ended": ended and not gap, "impossible": impossible, "bound": max(proven, info.mip_dual_bound)}
+    if info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible:
+        last |= {"cost": info.objective_function_value, "x": np.array(highs.getSolution().col_value)}
+    tell(last)
+
+
+def _serve() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # HiGHS may print there, unasked
     with contextlib.suppress(EOFError):
         while True:
-            arguments, deadline = _receive(sys.stdin.buffer)
-            options = {**arguments.pop("options", {}), "time_limit": max(0.0, deadline - time.monotonic())}
-            _send(answers, milp(**arguments, options=options))
+            asked, gap, start, deadline = _receive(sys.stdin.buffer)
+            _solve(asked, gap, start, deadline, lambda more: _send(answers, (more, True)))
+            _send(answers, ({}, False))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_flow
 
-from lowtide.pebble.apart import is_kept, milp_apart
+from lowtide.pebble.apart import Told, is_kept, solved_apart
 from lowtide.pebble.before import Instant, Precedence, chain
 from lowtide.pebble.game import Game, profile
 
@@ -222,15 +223,31 @@ class Program:
         self.high.append(high)
         return len(self.rows) - 1
 
-    def _matrix(self) -> Any:
+    def _arrays(self, settled: Mapping[int, float]) -> dict[str, Any]:
         size = sum(len(r) for r in self.rows)
-        data = np.fromiter((a for r in self.rows for a in r.values()), dtype=float, count=size)
-        cols = np.fromiter((j for r in self.rows for j in r), dtype=np.int64, count=size)
-        starts = np.cumsum([0, *(len(r) for r in self.rows)])
-        return csr_matrix((data, cols, starts), shape=(len(self.rows), len(self.cost)))
+        lower, upper = np.zeros(len(self.cost)), np.ones(len(self.cost))
+        for j, value in settled.items():
+            lower[j] = upper[j] = value
+        return {
+            "cost": _SCALE * np.asarray(self.cost),
+            "lower": lower,
+            "upper": upper,
+            "whole": np.asarray(self.whole, dtype=bool),
+            "low": np.asarray(self.low),
+            "high": np.asarray(self.high),
+            "starts": np.cumsum([0, *(len(r) for r in self.rows)]),
+            "columns": np.fromiter((j for r in self.rows for j in r), dtype=np.int64, count=size),
+            "values": np.fromiter((a for r in self.rows for a in r.values()), dtype=float, count=size),
+        }
 
     def solve(
-        self, seconds: float, *, whole: bool = True, gap: float = 0.0, settled: Mapping[int, float] = MappingProxyType({})
+        self,
+        seconds: float,
+        *,
+        whole: bool = True,
+        gap: float = 0.0,
+        settled: Mapping[int, float] = MappingProxyType({}),
+        start: Any = None,
     ) -> Solved:
         """Solve it.
 
@@ -239,29 +256,40 @@ class Program:
             whole: whether variables are to be whole.
             gap: it may stop when it is within this relative gap of the best.
             settled: variables whose values are given; what comes of it bounds nothing then.
+            start: an answer to begin from, where the program is solved in a process of its own.
         """
-        low, high = np.zeros(len(self.cost)), np.ones(len(self.cost))
-        for j, value in settled.items():
-            low[j] = high[j] = value
-        arguments = {
-            "c": _SCALE * np.asarray(self.cost),
-            "constraints": LinearConstraint(self._matrix(), self.low, self.high),
-            "bounds": Bounds(low, high),
-            "integrality": np.asarray(self.whole) & whole,
-        }
-        options = {"time_limit": max(_LEAST_SECONDS, seconds), "mip_rel_gap": gap}
+        if not self.cost:
+            return Solved(value=0.0, ended=True, x=np.zeros(0))
+        asked = self._arrays(settled)
         if whole and len(self.cost) - len(settled) > _LARGE and is_kept():
-            result = milp_apart(arguments | {"options": options}, seconds=seconds) if seconds > 0 else None
-            if result is None:
-                return Solved(value=0.0, ended=False, x=None)
+            told = solved_apart(asked, seconds=seconds, gap=gap, start=start) if seconds > 0 else Told()
         else:
-            result = milp(**arguments, options=options)
-        least = result.mip_dual_bound if whole else result.fun if result.status == 0 else None
-        found = result.fun if result.x is not None else np.inf
-        value = 0.0 if least is None or not np.isfinite(least) else max(0.0, min(least, found)) / _SCALE
-        return Solved(
-            value=value, ended=result.status == 0 and not gap, x=result.x, impossible=result.status == _INFEASIBLE
-        )
+            told = _solved_here(asked, seconds, whole=whole, gap=gap)
+        least = min(told.bound, told.cost)
+        value = max(0.0, least) / _SCALE if np.isfinite(least) else 0.0
+        return Solved(value=value, ended=told.ended, x=told.x, impossible=told.impossible)
+
+
+def _solved_here(asked: Mapping[str, Any], seconds: float, *, whole: bool, gap: float) -> Told:
+    shape = (len(asked["low"]), len(asked["cost"]))
+    result = milp(
+        asked["cost"],
+        constraints=LinearConstraint(
+            csr_matrix((asked["values"], asked["columns"], asked["starts"]), shape=shape), asked["low"], asked["high"]
+        ),
+        bounds=Bounds(asked["lower"], asked["upper"]),
+        integrality=asked["whole"] & whole,
+        options={"time_limit": max(_LEAST_SECONDS, seconds), "mip_rel_gap": gap},
+    )
+    ended = result.status == 0
+    least = result.mip_dual_bound if whole else result.fun if ended else None
+    return Told(
+        bound=-np.inf if least is None else least,
+        cost=np.inf if result.x is None else result.fun,
+        x=result.x,
+        ended=ended and not gap,
+        impossible=result.status == _INFEASIBLE,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,13 +396,29 @@ def fetch_in(program: Program, game: Game, t: int, v: int) -> int | None:
     return found
 
 
+def again_for(game: Game, light: AbstractSet[int]) -> NDArray[np.bool_]:
+    """Per plain operator, whether it may run again and makes anything that some values do not take for being there."""
+    found: NDArray[np.bool_] = game.again[: game.plain].copy()
+    if light:
+        found &= np.asarray([any(v not in light for v in made) for made in game.outputs[: game.plain]], dtype=bool)
+    return found
+
+
 def stages(
-    game: Game, precedence: Precedence, tight: Sequence[Instant], budget_bytes: int, *, channels: bool = True
+    game: Game,
+    precedence: Precedence,
+    tight: Sequence[Instant],
+    budget_bytes: int,
+    *,
+    channels: bool = True,
+    light: AbstractSet[int] = frozenset(),
 ) -> Program:
     """What must be on the board from one instant to the next; the instants must be comparable and in order.
 
     Variables ``("on", t, v)``: value ``v`` is on the board at instant ``t``; ``("run", t, o)``: operator ``o`` runs again
     between the instants ``t - 1`` and ``t``; ``("fetch", t, v)`` likewise; ``("write", v)``: it is offloaded at all.
+
+    Values of ``light`` are taken for 0 bytes, and so for being on the board at all times once they are made.
     """
     program = Program()
     count = len(tight)
@@ -382,10 +426,13 @@ def stages(
     def placed(t: int, v: int) -> dict[int, float]:
         """Variables that place a value on the board between two instants."""
         o, fetch = int(game.producer[v]), fetch_in(program, game, t, v)
-        found = {run_in(program, game, t, o): 1.0} if game.again[o] else {}
+        found = {run_in(program, game, t, o): 1.0} if again[o] else {}
         return found if fetch is None else found | {fetch: 1.0}
 
-    made = [at.done[game.producer] for at in tight]
+    weighed = np.ones(len(game.value_nodes), dtype=bool)
+    weighed[list(light)] = False
+    again = again_for(game, light)
+    made = [at.done[game.producer] & weighed for at in tight]
     for t, at in enumerate(tight):
         room = budget_bytes - precedence.bytes_with(at, np.zeros(len(game.value_nodes), dtype=bool))
         olds = game.olds(at.op)
@@ -407,11 +454,11 @@ def stages(
             there = {program.variable(("on", t - 1, v)): 1.0}
             if t < count and game.overwriter[v] != tight[t].op:
                 program.row(there | placed(t, v) | {program.variable(("on", t, v)): -1.0}, 0.0)
-        for o in np.nonzero(before.done)[0].tolist():
-            if game.again[o]:
-                again = run_in(program, game, t, o)
-                for p in game.inputs[o]:
-                    program.row({program.variable(("on", t - 1, p)): 1.0} | placed(t, p) | {again: -1.0}, 0.0)
+        for o in np.nonzero(before.done & again)[0].tolist():
+            run = run_in(program, game, t, o)
+            for p in game.inputs[o]:
+                if old[p]:
+                    program.row({program.variable(("on", t - 1, p)): 1.0} | placed(t, p) | {run: -1.0}, 0.0)
         fresh = before.ahead.copy()
         if t < count:
             fresh &= tight[t].done

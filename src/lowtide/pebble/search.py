@@ -66,7 +66,8 @@ class Hunt:
     _asked: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _threads: list[threading.Thread] = field(default_factory=list)
-    _running: list[Any] = field(default_factory=list)
+    _running: list[list[Any]] = field(default_factory=lambda: [[] for _ in range(_WORKERS)])
+    _resting: bool = False
 
     def start(self) -> None:
         """Set the workers to work."""
@@ -76,9 +77,11 @@ class Hunt:
             thread.start()
 
     def offer(self, rows: Sequence[Sequence[int]]) -> None:
-        """Rows from which the second worker begins, which waits for them."""
-        self._offered = list(rows)
+        """Rows for the second worker, which waits for the first of them, and leaves what it does for the others."""
+        with self._lock:
+            self._offered += rows
         self._asked.set()
+        end(self._running[1])
 
     def suggest(self, rows: Sequence[Sequence[int]]) -> None:
         """Rows that may be the answer as they are."""
@@ -89,7 +92,13 @@ class Hunt:
         """A bound was proven: who looks for rows of fewer seconds has done with one of so many."""
         self.target_seconds = seconds
         if self.over:
-            end(self._running)
+            for rounds in self._running:
+                end(rounds)
+
+    def rest(self) -> None:
+        """Leave the core of the first worker, which has begun from the given order, to others."""
+        self._resting = True
+        end(self._running[0])
 
     def wait(self) -> Found:
         """The best row, when all workers have ended."""
@@ -118,31 +127,49 @@ class Hunt:
                 if self.progress is not None:
                     self.progress(found)
 
+    def _counted(self, rows: Sequence[Sequence[int]]) -> list[Found]:
+        found = [self.annealer.count(row) for row in rows]
+        for one in found:
+            self._tell(one)
+        return found
+
+    def _taken(self) -> list[Found]:
+        """What was offered and not yet taken."""
+        with self._lock:
+            rows, self._offered = self._offered, []
+        return self._counted(rows)
+
     def _work(self, worker: int) -> None:
         plain = self.annealer.game.plain
         first = _FIRST_MOVES[0] + _FIRST_MOVES[1] * plain
-        rows = list(self.starts)
         if worker:
             self._asked.wait(max(0.0, self.deadline - time.monotonic()))
-            rows += self._offered
-        starts = [self.annealer.count(row) for row in rows]
-        for found in starts:
-            self._tell(found)
+        starts = self._counted(self.starts) + (self._taken() if worker else [])
+        mends = len(starts) > len(self.starts)
         own = min(starts, key=lambda f: f.rank)
         if not self.fixed and not self.over:
-            ordered = self._round(own.ops, _ORDER_SHARE * first, _ORDER_HEAT, copies=False, seed=worker)
+            ordered = self._round(own.ops, _ORDER_SHARE * first, _ORDER_HEAT, copies=False, seed=worker, worker=worker)
             starts.append(ordered)
             own = min(own, ordered, key=lambda f: f.rank)
         k = idle = 0
-        while not self.over:
+        while not self.over and (worker or not self._resting):
             heat = _HEATS[(k + worker) % len(_HEATS)]
-            start = own if k % 2 else starts[-1 - k // 2 % len(starts)]
+            new = self._taken() if worker else []
+            starts += new
+            start = new[-1] if new else own if k % 2 else starts[-1 - k // 2 % len(starts)]
             moves = min(first << min(k, 40), _LONGEST * plain)
             weight = None
-            if worker and self._offered:
+            if mends or new:
+                mends = True
                 heat, weight, moves = heat * _SEEDED, _FIRM, min(_MENDING * plain << k // _SAME_LENGTH, _LONGEST * plain)
             found = self._round(
-                start.ops, moves, (heat, heat * _COOLED), copies=True, seed=worker + _WORKERS * (k + 1), weight=weight
+                start.ops,
+                moves,
+                (heat, heat * _COOLED),
+                copies=True,
+                seed=worker + _WORKERS * (k + 1),
+                worker=worker,
+                weight=weight,
             )
             idle = 0 if found.rank < own.rank else idle + 1
             own = min(own, found, key=lambda f: f.rank)
@@ -158,6 +185,7 @@ class Hunt:
         *,
         copies: bool,
         seed: int,
+        worker: int,
         weight: float | None = None,
     ) -> Found:
         found = self.annealer.round(
@@ -170,7 +198,7 @@ class Hunt:
             deadline=self.deadline,
             target_seconds=self.target_seconds,
             weight=weight,
-            running=self._running,
+            running=self._running[worker],
         )
         self._tell(found)
         return found

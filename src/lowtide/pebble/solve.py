@@ -68,8 +68,6 @@ _NEAR = 5e-4
 """Share of the graph's seconds within which of what an instant proves no further checkpoints are tried."""
 _MENDED_SHARE = 0.7
 """Share of this time in which the highest instant's rows are given room elsewhere."""
-_SEED_INSTANTS = 12
-"""Instants that such a program looks at, at most."""
 _LEAST_ROOM, _SPARE = 2e-4, 4
 """Share of the budget by which it is lowered on top of what was too much, with the 2 ** so manieth part of that."""
 _HOPELESS = 0.1
@@ -94,6 +92,20 @@ _LEFT = 0.5
 """Part of its own share that must be left for the other one to begin."""
 _LEAST_SHARE = 0.25
 """Share of an even share of the time that each budget of a curve has at least."""
+_GROWN_SHARE = 0.3
+"""Share of the time of programs in which instants join by what relaxed answers cross, and nothing is made of these."""
+_WHOLE_SHARE = 0.85
+"""Share of what is left then in which the last of them is solved with whole variables; its answer is mended in the rest."""
+_DIVE_SHARE = 0.3
+"""Share of what is left in which a whole answer near a relaxed one is looked for."""
+_NEAR_GAP = 1e-2
+"""Relative gap at which it may stop, as the program itself is solved after it."""
+_NEAR_SHARE = 0.6
+"""Share of it in which rows near its relaxed answers are looked for before."""
+_LIGHT = 3e-3
+"""Share of the budget that values which are taken for 0 bytes come to together, in programs too large to be whole."""
+_LIGHT_FROM = 4
+"""Instants from which they are."""
 _STAGE_VARIABLES = 9000
 """Variables up to which it is set up with all variables whole."""
 
@@ -392,7 +404,6 @@ class Solver:
         Returns:
             The strongest bound, and the last program of several instants.
         """
-        game = self.bound_game
         found = best = bound.NOTHING
         rows: list[tuple[int, ...]] = []
         row: tuple[int, ...] = ()
@@ -404,40 +415,88 @@ class Solver:
                     found, row = one, new[0]
                 hunt.suggest(new)
                 rows += new
-                if hunt.over:
-                    break
+                if hunt.over or (self.fixed and new and self._over(new[0], budget) > _HOPELESS * budget):
+                    break  # others decide, too, and prove more together
             if hunt.over:
                 break
             if not k and row:
                 rows += self._mended(budget, found, row, hunt, until)
-        instants = {game.nodes.index(v) for v in found.nodes}
-        several: Chain | None = None
-        took = 0.0
-        while row and not hunt.over:
-            left = until - time.monotonic()
-            grown = len(instants) >= _SEED_INSTANTS or (not self.fixed and self.game.plain > _SEED_FREE)
-            if grown or left <= _SEED_GROWS * took:
-                break
-            crossed = self._crossed(row, budget, instants, most=_SEED_NEW if several is None else _SEED_MORE)
-            chain = sorted({*instants, *crossed})
-            if not crossed or any(not self.precedence.comparable(a, b) for a, b in itertools.pairwise(chain)):
-                break
-            instants.update(crossed)
-            at = [self.precedence.instant(o) for o in chain]
-            several = Chain(game, self.precedence, at, budget, like=several)
-            best = self._stronger(best, several.relax(seconds=left), hunt)
-            answer = several.dive(seconds=until - time.monotonic(), gap=_SEED_GAP)
-            new = self._rows_of(answer)
-            row = new[0] if new else ()
-            if new and not any(self._fits(row, budget) for row in new):
-                new += self._lowered(budget, answer, until)
-            hunt.suggest(new)
-            rows += new
+                if self.fixed and self._over(row, budget) > 0:
+                    break
+        several, new = self._chain(budget, hunt, found, row, until)
+        rows += new
+        if several is None:
             rows += self._descended(budget, rows, hunt)
-            took = left - (until - time.monotonic())
-        rows += self._descended(budget, rows, hunt)
+        else:
+            best = self._stronger(best, several.proven, hunt)
         hunt.offer(rows)
         return best, several
+
+    def _chain(
+        self, budget: int, hunt: Hunt, found: TimeBound, row: tuple[int, ...], until: float
+    ) -> tuple[Chain | None, list[tuple[int, ...]]]:
+        """The program of the instants at which rows of such programs cross the budget, which join it until none does.
+
+        Args:
+            budget: in bytes.
+            hunt: which its rows are for.
+            found: what an instant proves.
+            row: its row.
+            until: of :func:`time.monotonic`.
+
+        Returns:
+            The last of these programs, and rows of whole answers near relaxed ones (of none where values are left out).
+        """
+        rows: list[tuple[int, ...]] = []
+        several: Chain | None = None
+        known = {self.game.nodes.index(v) for v in found.nodes}
+        took = 0.0
+        grow_until = time.monotonic() + _GROWN_SHARE * (until - time.monotonic())
+        while row and not hunt.over and (now := time.monotonic()) < grow_until and until - now > _SEED_GROWS * took:
+            grown = self._grown(budget, known, row, most=_SEED_NEW if several is None else _SEED_MORE)
+            if grown is None:
+                break
+            several = grown
+            known = {at.op for at in several.tight}
+            if several.light:
+                several.relax(seconds=until - now, rounds=1)
+                new = self._rows_of(several.rounded())
+            else:
+                self._stronger(bound.NOTHING, several.relax(seconds=until - now), hunt)
+                answer = several.dive(seconds=until - time.monotonic(), gap=_SEED_GAP)
+                new = self._rows_of(answer)
+                rows += new if any(self._fits(r, budget) for r in new) else [*new, *self._lowered(budget, answer, until)]
+            row = new[0] if new else ()
+            hunt.suggest([*new, *rows[-1:]])
+            took = time.monotonic() - now
+        if several is not None and several.light and hunt.best is not None and hunt.best.over_bytes:
+            rows += self._lowered(budget, several.rounded(), until)
+            hunt.suggest(rows[-1:])
+        return several, rows
+
+    def _grown(
+        self, budget: int, known: AbstractSet[int], row: tuple[int, ...], *, most: int, like: Chain | None = None
+    ) -> Chain | None:
+        """The program of some instants and those at which a row crosses the budget; None where there are no others."""
+        if not self.fixed and self.game.plain > _SEED_FREE:
+            return None
+        crossed = self._crossed(row, budget, known, most=most)
+        chain = sorted({*known, *crossed})
+        if not crossed or any(not self.precedence.comparable(a, b) for a, b in itertools.pairwise(chain)):
+            return None
+        at = [self.precedence.instant(o) for o in chain]
+        light = self._light(budget, len(chain))
+        return Chain(self.bound_game, self.precedence, at, budget, like=like, light=light)
+
+    def _light(self, budget: int, instants: int) -> frozenset[int]:
+        """Values so small that a large program does without them."""
+        game = self.game
+        if instants < _LIGHT_FROM or instants * len(game.value_nodes) <= _STAGE_VARIABLES:
+            return frozenset()
+        sizes = np.where(game.returns, game.bytes, budget)
+        smallest = np.argsort(sizes, kind="stable")
+        some = int(np.searchsorted(np.cumsum(sizes[smallest]), _LIGHT * budget, side="right"))
+        return frozenset(smallest[:some].tolist())
 
     def _descended(self, budget: int, rows: Sequence[tuple[int, ...]], hunt: Hunt) -> list[tuple[int, ...]]:
         """Where none of some rows fits, one from the way down by greed: near the floor nothing else may."""
@@ -461,8 +520,12 @@ class Solver:
             return []
         return [row_without(self.game, found.absent, found.fetched, forgets=f) for f in (False, True)]
 
+    def _over(self, row: Sequence[int], budget: int) -> int:
+        """By how much a row crosses the budget."""
+        return int(profile(self.game, row).max()) - budget
+
     def _fits(self, row: Sequence[int], budget: int) -> bool:
-        return int(profile(self.game, row).max()) <= budget
+        return self._over(row, budget) <= 0
 
     def _mended(
         self, budget: int, found: TimeBound, row: tuple[int, ...], hunt: Hunt, until: float
@@ -472,7 +535,7 @@ class Solver:
         until = now + _MENDED_SHARE * (until - now)
         at = self.precedence.instant(self.bound_game.nodes.index(found.nodes[0]))
         alone = bound.Alone(self.bound_game, self.precedence, at, budget)
-        over = int(profile(self.game, row).max()) - budget
+        over = self._over(row, budget)
         rows = self._with_room(budget, alone, until, over=over) if 0 < over < _HOPELESS * budget else []
         hunt.suggest(rows)
         crossings = Crossings(self.game, at.op)
@@ -508,7 +571,7 @@ class Solver:
             if not found.absent:
                 break
             row = row_without(self.game, found.absent, found.fetched)
-            before, over = over, int(profile(self.game, row).max()) - budget
+            before, over = over, self._over(row, budget)
             if before and over > before:  # what runs again takes more than the room that it made
                 break
             rows.append(row)
@@ -517,7 +580,7 @@ class Solver:
             lower -= over + (over >> _SPARE) + int(_LEAST_ROOM * budget) << k  # what is dropped then may bring more back
         return rows
 
-    def _crossed(self, row: tuple[int, ...], budget: int, known: set[int], *, most: int) -> list[int]:
+    def _crossed(self, row: tuple[int, ...], budget: int, known: AbstractSet[int], *, most: int) -> list[int]:
         """Operators whose first runs follow the highest places of a row above the budget, apart from each other."""
         high = profile(self.game, row)
         seen: set[int] = set()
@@ -541,9 +604,7 @@ class Solver:
         game = self.bound_game
         left = hunt.deadline - time.monotonic()
         if several is not None and left > 0 and not hunt.over:
-            found = several.whole(seconds=left)
-            hunt.suggest(self._rows_of(found))
-            return self._stronger(first, found, hunt)
+            return self._stronger(first, self._whole(budget, hunt, several), hunt)
         best = self._stronger(first, bound.all_instants(game, self.precedence, self.instants, budget, seconds=left / 2), hunt)
         for most in _STAGES:
             left = hunt.deadline - time.monotonic()
@@ -555,6 +616,43 @@ class Solver:
             if len(chain) < most:
                 break
         return best
+
+    def _whole(self, budget: int, hunt: Hunt, several: Chain) -> TimeBound:
+        """A program with whole variables, from a row near its relaxed answer; what comes of both is mended."""
+        now = time.monotonic()
+        left = hunt.deadline - now
+        if self.fixed:
+            hunt.rest()
+        if several.light:
+            several = self._near(budget, hunt, several, now + _NEAR_SHARE * left)
+        if hunt.best is None or hunt.best.over_bytes:
+            hunt.offer(self._descended(budget, [], hunt))
+        found = several.whole(seconds=now + _WHOLE_SHARE * left - time.monotonic())
+        hunt.offer(self._rows_of(found))
+        return found
+
+    def _near(self, budget: int, hunt: Hunt, several: Chain, until: float) -> Chain:
+        """Rows near the relaxed answers of a program, which grows until one fits; the last of these programs."""
+        while not hunt.over and (left := until - time.monotonic()) > 0:
+            several.relax(seconds=left, rounds=1)
+            known = {at.op for at in several.tight}
+            rows = self._rows_of(several.rounded())
+            grown = self._grown(budget, known, rows[0], most=_SEED_MORE, like=several) if rows else None
+            if grown is None:
+                now, before = time.monotonic(), until - left
+                if until - now > _SEED_GROWS * (now - before):
+                    several.relax(seconds=until - now, rounds=1)
+                answer = several.dive(seconds=_DIVE_SHARE * (hunt.deadline - time.monotonic()), gap=_NEAR_GAP)
+                rows = self._rows_of(answer)
+                if rows and not any(self._fits(row, budget) for row in rows):
+                    rows += self._lowered(budget, answer, until)
+                    if not any(self._fits(row, budget) for row in rows):
+                        grown = self._grown(budget, known, rows[0], most=_SEED_MORE, like=several)
+                hunt.offer(rows)
+            if grown is None:
+                break
+            several = grown
+        return several
 
     def _stronger(self, best: TimeBound, other: TimeBound, hunt: Hunt) -> TimeBound:
         if other.seconds <= best.seconds:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -17,15 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.pebble.before import Instant, Precedence
-from lowtide.pebble.bound import Program, TimeBound, chosen, fetch_in, run_in, stages
+from lowtide.pebble.bound import Program, TimeBound, again_for, chosen, fetch_in, run_in, stages
 from lowtide.pebble.game import Game
 
 _ROUNDS = 8
 """How often rows join, at most."""
+_RAISED = 3e-3
+"""Nor where they raised what is proven by a smaller share of it."""
 _BROKEN = 1e-3
 """A row that a relaxed answer breaks by less does not join."""
-_NEARLY = 1e-4
-"""A variable so near to a whole number is one, where the others are looked for."""
+_NEARLY = 0.02
+"""A variable so near to a whole number is one, where the others are looked for: what is nearer than 1e-4 alone left programs
+that took five times as long, for the same answers."""
 _HALF = 0.5
 """What a relaxed answer has on the board by less than this is absent, where nothing better was found."""
 
@@ -55,37 +59,66 @@ class Chain:
     """
 
     def __init__(
-        self, game: Game, precedence: Precedence, tight: Sequence[Instant], budget_bytes: int, *, like: Chain | None = None
+        self,
+        game: Game,
+        precedence: Precedence,
+        tight: Sequence[Instant],
+        budget_bytes: int,
+        *,
+        like: Chain | None = None,
+        light: AbstractSet[int] = frozenset(),
     ) -> None:
-        """Nothing is proven yet; rows that joined the program of some of the instants join this one at once."""
+        """Nothing is proven yet.
+
+        Args:
+            game: what is played.
+            precedence: of it.
+            tight: the instants, in order.
+            budget_bytes: the peak that may not be crossed.
+            like: of some of the instants; rows that joined its program join this one at once.
+            light: values that are taken for 0 bytes.
+        """
         self.game = game
         self.tight = tight
-        self.program: Program = stages(game, precedence, tight, budget_bytes)
-        self._made = [np.nonzero(at.done[game.producer])[0].tolist() for at in tight]
+        self.light = light
+        self.program: Program = stages(game, precedence, tight, budget_bytes, light=light)
+        self._made = [[v for v in np.nonzero(at.done[game.producer])[0].tolist() if v not in light] for at in tight]
         self._wanted = [precedence.forced(at) & ~precedence.stuck(at) for at in tight]
-        self._again = [[o for o in np.nonzero(at.done)[0].tolist() if game.again[o]] for at in tight]
+        again = again_for(game, light)
+        self._again = [np.nonzero(at.done & again)[0].tolist() for at in tight]
         self.joined: dict[tuple[_Window, int], None] = {}
         self._asked: list[int] = []
-        self._proven = 0.0
+        self._proven: float = 0.0 if like is None else like._proven
         self._relaxed: Answer | None = None
+        self._known: Answer | None = None
         if like is not None:
             self._join_as_in(like)
 
-    def relax(self, *, seconds: float) -> TimeBound:
-        """What the relaxed program proves, as rows join it; nothing is said of what would be absent."""
+    def relax(self, *, seconds: float, rounds: int = _ROUNDS) -> TimeBound:
+        """What the relaxed program proves, as rows join it so often; nothing is said of what would be absent."""
         deadline = time.monotonic() + seconds
-        for _ in range(_ROUNDS):
+        for _ in range(rounds):
+            if self._relaxed is not None and not self._tighten(self._relaxed):
+                break
             found = self.program.solve(deadline - time.monotonic(), whole=False)
             if found.x is None:
                 break
+            raised = found.value - self._proven
             self._proven, self._relaxed = max(self._proven, found.value), found.x
-            if time.monotonic() >= deadline or not self._tighten(found.x):
+            if time.monotonic() >= deadline or raised < _RAISED * found.value:
                 break
-        return self._bound(ended=False)
+        return self.proven
+
+    def rounded(self) -> TimeBound:
+        """The same, with what the relaxed answer has on the board by less than half as absent; that fits it only nearly."""
+        bound = self.proven
+        if self._relaxed is None:
+            return bound
+        return replace(bound, **chosen(self.program, self._relaxed, self.tight, least=_HALF))
 
     def dive(self, *, seconds: float, gap: float = 0.0) -> TimeBound:
         """The same, with a whole answer near the relaxed one: what that has on the board wholly, or not at all, stays so."""
-        bound = self._bound(ended=False)
+        bound = self.proven
         if self._relaxed is None:
             return bound
         settled = {
@@ -95,15 +128,23 @@ class Chain:
         }
         found = self.program.solve(seconds, gap=gap, settled=settled)
         if found.x is None:
-            return replace(bound, **chosen(self.program, self._relaxed, self.tight, least=_HALF))
+            return self.rounded()
+        self._known = found.x
         return replace(bound, **chosen(self.program, found.x, self.tight))
 
     def whole(self, *, seconds: float, gap: float = 0.0) -> TimeBound:
         """What the program proves with whole variables, and its answer."""
-        found = self.program.solve(seconds, gap=gap)
+        if self._relaxed is not None:
+            self._tighten(self._relaxed)
+        found = self.program.solve(seconds, gap=gap, start=self._known)
         self._proven = max(self._proven, found.value)
         bound = self._bound(ended=found.ended)
         return bound if found.x is None else replace(bound, **chosen(self.program, found.x, self.tight))
+
+    @property
+    def proven(self) -> TimeBound:
+        """What was proven so far."""
+        return self._bound(ended=False)
 
     def _bound(self, *, ended: bool) -> TimeBound:
         nodes = tuple(self.game.nodes[at.op] for at in self.tight)
