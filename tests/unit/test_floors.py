@@ -35,6 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "pebble.search",
         "pebble.before",
         "pebble.apart",
+        "pebble.linear",
         "pebble.bound",
         "pebble.windows",
         "pebble.lazy",

@@ -182,7 +182,7 @@ def _receive(pipe: IO[bytes]) -> Any:
 
 
 def highs_of(asked: Mapping[str, Any]) -> Any:
-    """HiGHS with a program, silent and on one core."""
+    """HiGHS with a program, silent and on one core (its arguments are those of :func:`solved_apart`)."""
     import highspy  # here: who only asks has no use for it
 
     program = highspy.HighsLp()

@@ -6,7 +6,7 @@ The proofs stand in ``docs/planner.md``.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from scipy.sparse.csgraph import maximum_flow
 from lowtide.pebble.apart import Told, is_kept, solved_apart
 from lowtide.pebble.before import Instant, Precedence, chain
 from lowtide.pebble.game import Game, profile
+from lowtide.pebble.linear import Linear
 
 _EVERY = 1500
 """Operators up to which every one is an instant that is looked at; beyond, the highest of each stretch is."""
@@ -206,6 +207,11 @@ class Program:
         self.rows: list[dict[int, float]] = []
         self.low: list[float] = []
         self.high: list[float] = []
+        self._linear: Linear | None = None
+
+    def grows(self) -> None:
+        """From now on rows and variables join, and nothing else changes: relaxed, it is solved from where it stood."""
+        self._linear = Linear()
 
     def variable(self, name: Any, cost: float = 0.0, *, whole: bool = True) -> int:
         """The variable of a name; it is made, at its cost, when first asked for; it is whole, unless others make it so."""
@@ -247,6 +253,7 @@ class Program:
         whole: bool = True,
         gap: float = 0.0,
         settled: Mapping[int, float] = MappingProxyType({}),
+        real: Iterable[int] = (),
         start: Any = None,
     ) -> Solved:
         """Solve it.
@@ -256,12 +263,16 @@ class Program:
             whole: whether variables are to be whole.
             gap: it may stop when it is within this relative gap of the best.
             settled: variables whose values are given; what comes of it bounds nothing then.
+            real: variables that need not be whole.
             start: an answer to begin from, where the program is solved in a process of its own.
         """
         if not self.cost:
             return Solved(value=0.0, ended=True, x=np.zeros(0))
         asked = self._arrays(settled)
-        if whole and len(self.cost) - len(settled) > _LARGE and is_kept():
+        asked["whole"][list(real)] = False
+        if self._linear is not None and not whole:
+            told = self._linear.solve(asked, max(_LEAST_SECONDS, seconds))
+        elif whole and len(self.cost) - len(settled) > _LARGE and is_kept():
             told = solved_apart(asked, seconds=seconds, gap=gap, start=start) if seconds > 0 else Told()
         else:
             told = _solved_here(asked, seconds, whole=whole, gap=gap)

@@ -96,8 +96,12 @@ _GROWN_SHARE = 0.3
 """Share of the time of programs in which instants join by what relaxed answers cross, and nothing is made of these."""
 _WHOLE_SHARE = 0.85
 """Share of what is left then in which the last of them is solved with whole variables; its answer is mended in the rest."""
-_DIVE_SHARE = 0.3
+_WHOLE_LEAST = 0.25
+"""Share of it in which HiGHS has hardly begun with a large one: then the row is mended instead."""
+_DIVE_SHARE = 0.6
 """Share of what is left in which a whole answer near a relaxed one is looked for."""
+_MENDABLE = 0.02
+"""Share of the budget by which a row may cross it and is lowered and mended; where it crosses it farther, instants join."""
 _NEAR_GAP = 1e-2
 """Relative gap at which it may stop, as the program itself is solved after it."""
 _NEAR_SHARE = 0.6
@@ -627,7 +631,10 @@ class Solver:
             several = self._near(budget, hunt, several, now + _NEAR_SHARE * left)
         if hunt.best is None or hunt.best.over_bytes:
             hunt.offer(self._descended(budget, [], hunt))
-        found = several.whole(seconds=now + _WHOLE_SHARE * left - time.monotonic())
+        last = now + _WHOLE_SHARE * left - time.monotonic()
+        if several.light and last < _WHOLE_LEAST * left:
+            return several.proven
+        found = several.whole(seconds=last)
         hunt.offer(self._rows_of(found))
         return found
 
@@ -637,7 +644,8 @@ class Solver:
             several.relax(seconds=left, rounds=1)
             known = {at.op for at in several.tight}
             rows = self._rows_of(several.rounded())
-            grown = self._grown(budget, known, rows[0], most=_SEED_MORE, like=several) if rows else None
+            far = bool(rows) and self._over(rows[0], budget) > _MENDABLE * budget
+            grown = self._grown(budget, known, rows[0], most=_SEED_MORE, like=several) if far else None
             if grown is None:
                 now, before = time.monotonic(), until - left
                 if until - now > _SEED_GROWS * (now - before):
