@@ -13,7 +13,11 @@ import psutil
 import pytest
 from lowtide.pebble import apart, bound
 from lowtide.pebble.apart import Told, kept_ready, solved_apart
+from lowtide.pebble.solve import Solver
+from lowtide.pebble.windows import Chain
 from scipy.optimize import Bounds, LinearConstraint, milp
+
+from property.test_long_graphs import blocks
 
 
 def knapsack(items: int, seed: int) -> dict[str, Any]:
@@ -160,3 +164,16 @@ def test_large_programs_with_whole_variables_go_there_and_prove_what_was_told_wh
     assert not nothing.ended
     assert asked == [(count, 3.0)] * 2
     assert program.solve(3.0, whole=False).value == 1.0
+
+
+def test_nothing_of_a_search_is_printed_on_the_output_of_who_asks(capfd: pytest.CaptureFixture[str]) -> None:
+    """HiGHS 1.16 prints who it is when it is set up: a script's output under a budget would not be its own."""
+    solver = Solver(blocks([(2, 20.0), (3, 2.0), (1, 1.0), (4, 20.0)], 12))
+    budget = solver.floor.bytes + (solver.given.peak_bytes - solver.floor.bytes) // 30
+    chain = Chain(solver.bound_game, solver.precedence, bound.tight_chain(solver.precedence, solver.instants, budget, most=6), budget)
+    with kept_ready():
+        chain.relax(seconds=5)
+        chain.dive(seconds=5)
+        chain.whole(seconds=5)
+        solved_apart(knapsack(12, 1), seconds=60)
+    assert capfd.readouterr() == ("", "")

@@ -35,7 +35,6 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "pebble.search",
         "pebble.before",
         "pebble.apart",
-        "pebble.linear",
         "pebble.bound",
         "pebble.windows",
         "pebble.lazy",

@@ -181,9 +181,9 @@ def _receive(pipe: IO[bytes]) -> Any:
     return pickle.loads(data)  # noqa: S301 - our own process wrote it
 
 
-def highs_of(asked: Mapping[str, Any]) -> Any:
-    """HiGHS with a program, silent and on one core (its arguments are those of :func:`solved_apart`)."""
-    import highspy  # here: who only asks has no use for it
+def _highs_of(asked: Mapping[str, Any]) -> Any:
+    """HiGHS with a program, on one core (its arguments are those of :func:`solved_apart`)."""
+    import highspy  # here: who only asks has no use for it, and 1.16 prints who it is on the output of whoever sets it up
 
     program = highspy.HighsLp()
     program.num_col_, program.num_row_ = len(asked["cost"]), len(asked["low"])
@@ -206,7 +206,7 @@ def highs_of(asked: Mapping[str, Any]) -> Any:
 def _solve(asked: Mapping[str, Any], gap: float, start: Any, deadline: float, tell: Callable[[dict[str, Any]], None]) -> None:
     import highspy
 
-    highs = highs_of(asked)
+    highs = _highs_of(asked)
     highs.setOptionValue("mip_rel_gap", gap)
     highs.setOptionValue("time_limit", max(0.0, deadline - time.monotonic()))
     if start is not None:

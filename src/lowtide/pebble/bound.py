@@ -21,7 +21,6 @@ from scipy.sparse.csgraph import maximum_flow
 from lowtide.pebble.apart import Told, is_kept, solved_apart
 from lowtide.pebble.before import Instant, Precedence, chain
 from lowtide.pebble.game import Game, profile
-from lowtide.pebble.linear import Linear
 
 _EVERY = 1500
 """Operators up to which every one is an instant that is looked at; beyond, the highest of each stretch is."""
@@ -207,11 +206,6 @@ class Program:
         self.rows: list[dict[int, float]] = []
         self.low: list[float] = []
         self.high: list[float] = []
-        self._linear: Linear | None = None
-
-    def grows(self) -> None:
-        """From now on rows and variables join, and nothing else changes: relaxed, it is solved from where it stood."""
-        self._linear = Linear()
 
     def variable(self, name: Any, cost: float = 0.0, *, whole: bool = True) -> int:
         """The variable of a name; it is made, at its cost, when first asked for; it is whole, unless others make it so."""
@@ -270,9 +264,7 @@ class Program:
             return Solved(value=0.0, ended=True, x=np.zeros(0))
         asked = self._arrays(settled)
         asked["whole"][list(real)] = False
-        if self._linear is not None and not whole:
-            told = self._linear.solve(asked, max(_LEAST_SECONDS, seconds))
-        elif whole and len(self.cost) - len(settled) > _LARGE and is_kept():
+        if whole and len(self.cost) - len(settled) > _LARGE and is_kept():
             told = solved_apart(asked, seconds=seconds, gap=gap, start=start) if seconds > 0 else Told()
         else:
             told = _solved_here(asked, seconds, whole=whole, gap=gap)

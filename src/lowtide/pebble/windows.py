@@ -82,7 +82,6 @@ class Chain:
         self.tight = tight
         self.light = light
         self.program: Program = stages(game, precedence, tight, budget_bytes, light=light)
-        self.program.grows()
         self._made = [[v for v in np.nonzero(at.done[game.producer])[0].tolist() if v not in light] for at in tight]
         self._wanted = [precedence.forced(at) & ~precedence.stuck(at) for at in tight]
         again = again_for(game, light)
