@@ -193,9 +193,8 @@ def _highs_of(asked: Mapping[str, Any]) -> Any:
     rows.format_ = highspy.MatrixFormat.kRowwise
     rows.num_col_, rows.num_row_ = program.num_col_, program.num_row_
     rows.start_, rows.index_, rows.value_ = asked["starts"], asked["columns"], asked["values"]
-    if asked["whole"].any():
-        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-        program.integrality_ = [kinds[int(w)] for w in asked["whole"]]
+    kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+    program.integrality_ = [kinds[int(w)] for w in asked["whole"]]
     highs = highspy.Highs()
     highs.setOptionValue("output_flag", False)
     highs.setOptionValue("parallel", "off")

@@ -100,12 +100,12 @@ _WHOLE_LEAST = 0.25
 """Share of it in which HiGHS has hardly begun with a large one: then the row is mended instead."""
 _DIVE_SHARE = 0.6
 """Share of what is left in which a whole answer near a relaxed one is looked for."""
-_MENDABLE = 0.02
-"""Share of the budget by which a row may cross it and is lowered and mended; where it crosses it farther, instants join."""
 _NEAR_GAP = 1e-2
 """Relative gap at which it may stop, as the program itself is solved after it."""
 _NEAR_SHARE = 0.6
-"""Share of it in which rows near its relaxed answers are looked for before."""
+"""Share of what is left in which rows near the relaxed answers of a large program are looked for before it is solved whole."""
+_MENDABLE = 0.02
+"""Share of the budget by which a row may cross it and is lowered and mended; where it crosses it farther, instants join."""
 _LIGHT = 3e-3
 """Share of the budget that values which are taken for 0 bytes come to together, in programs too large to be whole."""
 _LIGHT_FROM = 4
@@ -469,12 +469,12 @@ class Solver:
                 self._stronger(bound.NOTHING, several.relax(seconds=until - now), hunt)
                 answer = several.dive(seconds=until - time.monotonic(), gap=_SEED_GAP)
                 new = self._rows_of(answer)
-                rows += new if any(self._fits(r, budget) for r in new) else [*new, *self._lowered(budget, answer, until)]
+                rows += [*new, *self._lowered(budget, answer, new, until)]
             row = new[0] if new else ()
             hunt.suggest([*new, *rows[-1:]])
             took = time.monotonic() - now
         if several is not None and several.light and hunt.best is not None and hunt.best.over_bytes:
-            rows += self._lowered(budget, several.rounded(), until)
+            rows += self._lowered(budget, several.rounded(), [], until)
             hunt.suggest(rows[-1:])
         return several, rows
 
@@ -511,8 +511,12 @@ class Solver:
         hunt.suggest([lower])
         return [lower]
 
-    def _lowered(self, budget: int, answer: TimeBound, until: float) -> list[tuple[int, ...]]:
-        """The row of a program's answer, with what crosses the budget elsewhere taken away by greed; none where that fails."""
+    def _lowered(
+        self, budget: int, answer: TimeBound, rows: Sequence[tuple[int, ...]], until: float
+    ) -> list[tuple[int, ...]]:
+        """Where none of an answer's rows fits, that with what crosses the budget taken away by greed; none where it fails."""
+        if any(self._fits(row, budget) for row in rows):
+            return []
         now = time.monotonic()
         way = Descent(self.game, self.floor.bytes, absent=answer.absent, fetched=answer.fetched)
         row = way.below(budget, deadline=now + _LOWERED_SHARE * (until - now))
@@ -647,15 +651,14 @@ class Solver:
             far = bool(rows) and self._over(rows[0], budget) > _MENDABLE * budget
             grown = self._grown(budget, known, rows[0], most=_SEED_MORE, like=several) if far else None
             if grown is None:
-                now, before = time.monotonic(), until - left
-                if until - now > _SEED_GROWS * (now - before):
-                    several.relax(seconds=until - now, rounds=1)
+                still = until - time.monotonic()
+                if still > _SEED_GROWS * (left - still):  # as long again as the last time
+                    several.relax(seconds=still, rounds=1)
                 answer = several.dive(seconds=_DIVE_SHARE * (hunt.deadline - time.monotonic()), gap=_NEAR_GAP)
                 rows = self._rows_of(answer)
+                rows += self._lowered(budget, answer, rows, until) if rows else []
                 if rows and not any(self._fits(row, budget) for row in rows):
-                    rows += self._lowered(budget, answer, until)
-                    if not any(self._fits(row, budget) for row in rows):
-                        grown = self._grown(budget, known, rows[0], most=_SEED_MORE, like=several)
+                    grown = self._grown(budget, known, rows[0], most=_SEED_MORE, like=several)
                 hunt.offer(rows)
             if grown is None:
                 break
