@@ -4,7 +4,8 @@
  * A schedule is a row of slots, most of them holding one operator; an operator may stand in several. A value lives from each slot
  * of its maker to the last use before the maker's next slot, so memory over the slots follows from the row alone. A move takes an
  * instance elsewhere, adds one or takes one away; simulated annealing weighs seconds against bytes above the budget.
- * Each move changes the lives of few values: only the ranges of slots in which a life differs are written.
+ * Each move changes the lives of few values, so bytes differ in a few ranges of slots. They are looked at, and written only where
+ * the move is taken, which few are.
  */
 #include <math.h>
 #include <stdint.h>
@@ -14,6 +15,7 @@
 
 enum { COPIES = 24, LOG = 4096, CHAIN = 24, RIVALS = 4 };
 enum { LIFE = 0, STATE = 1, HOST = 2 };
+enum { BLOCK = 64 }; /* slots whose most and least bytes are known together */
 
 /* The problem, as arrays; operators from `plain` on fetch a value from the second board. */
 typedef struct {
@@ -34,13 +36,27 @@ typedef struct {
 
 typedef struct { int32_t n, cap; int32_t *a, *b; } Lives;
 
+/* From slot t on so many bytes more, by the move that is being tried. */
+typedef struct { int32_t t; double d; } Step;
+
+/* Bytes over the slots. */
+typedef struct {
+    double *at;                /* slot -> bytes */
+    double *top, *low;         /* block -> no slot of it has more, or less */
+    double over, limit;        /* sum of what stands above the limit, over slots in which an operator stands */
+    Step *steps; int32_t n, cap; /* of the move, in order of slots when it is settled */
+    double change;             /* of `over`, by it */
+} Profile;
+
 typedef struct {
     const Game *g;
     int64_t slots;
     int32_t *at;       /* slot -> operator or -1 */
     double *full;      /* slot -> 1.0 where an operator stands */
-    double *mem, *host;
-    double over, host_over, seconds;
+    int32_t *stand;    /* block -> how many operators stand in it */
+    double *more;      /* slot -> bytes more than in the one before, while all is counted anew */
+    Profile mem, host;
+    double seconds;
     int32_t *count, (*pos)[COPIES];
     Lives *lives;
     int32_t *dup, *dup_at; int32_t dups;
@@ -59,24 +75,96 @@ static uint64_t next(Search *s) {
 static int64_t below(Search *s, int64_t n) { return (int64_t)((next(s) >> 11) % (uint64_t)n); }
 static double unit(Search *s) { return (double)(next(s) >> 11) * 0x1p-53; }
 
+static double above(double x) { return x > 0 ? x : 0; }
+static double above_at(const Profile *p, int64_t t) { return above(p->at[t] - p->limit); }
+
+/* What the sum above the limit changes by where the slots from a to b have d bytes more. */
 __attribute__((target_clones("avx2", "default")))
-static double shift(double *restrict m, const double *restrict full, int64_t a, int64_t b, double d, double limit) {
+static double rise(const double *restrict m, const double *restrict full, int64_t a, int64_t b, double d, double limit) {
     double change = 0;
     for (int64_t t = a; t <= b; t++) {
         double was = m[t] - limit, is = was + d;
-        m[t] += d;
         change += full[t] * ((is > 0 ? is : 0) - (was > 0 ? was : 0));
     }
     return change;
 }
 
-static void add_range(Search *s, int board, int64_t a, int64_t b, double d) {
-    if (b < a || d == 0) return;
-    if (board) s->host_over += shift(s->host, s->full, a, b, d, s->g->host_budget);
-    else s->over += shift(s->mem, s->full, a, b, d, s->g->budget);
+/* Bytes of a block from slot a to b are bounded anew. */
+__attribute__((target_clones("avx2", "default")))
+static void bounds(const double *restrict m, int64_t a, int64_t b, double *top, double *low) {
+    double most = m[a], least = m[a];
+    for (int64_t t = a; t <= b; t++) {
+        most = m[t] > most ? m[t] : most;
+        least = m[t] < least ? m[t] : least;
+    }
+    *top = most;
+    *low = least;
 }
 
-static double above(double x) { return x > 0 ? x : 0; }
+/* The same as `rise`: blocks that stay below the limit, or above it, are not looked at slot by slot. */
+static double change_in(const Search *s, const Profile *p, int64_t a, int64_t b, double d) {
+    double change = 0, up = d > 0 ? d : 0, down = d < 0 ? d : 0;
+    for (int64_t k = a / BLOCK; k <= b / BLOCK; k++) {
+        if (p->top[k] + up <= p->limit) continue;
+        int64_t first = k * BLOCK, last = first + BLOCK - 1;
+        if (first >= a && last <= b && p->low[k] + down >= p->limit) change += s->stand[k] * d;
+        else change += rise(p->at, s->full, first < a ? a : first, last > b ? b : last, d, p->limit);
+    }
+    return change;
+}
+
+static void step(Profile *p, int32_t t, double d) {
+    if (p->n == p->cap) {
+        p->cap = p->cap ? 2 * p->cap : 256;
+        p->steps = realloc(p->steps, sizeof(Step) * p->cap);
+    }
+    p->steps[p->n].t = t;
+    p->steps[p->n++].d = d;
+}
+
+static int by_slot(const void *a, const void *b) { return (((const Step *)a)->t > ((const Step *)b)->t) - (((const Step *)a)->t < ((const Step *)b)->t); }
+
+static void sort_steps(Profile *p) {
+    if (p->n > 64) { qsort(p->steps, p->n, sizeof(Step), by_slot); return; }
+    for (int32_t i = 1; i < p->n; i++) {
+        Step x = p->steps[i];
+        int32_t j = i;
+        while (j && p->steps[j - 1].t > x.t) { p->steps[j] = p->steps[j - 1]; j--; }
+        p->steps[j] = x;
+    }
+}
+
+/* What the move's steps change; nothing is written yet. */
+static void weigh(const Search *s, Profile *p) {
+    double d = 0;
+    sort_steps(p);
+    p->change = 0;
+    for (int32_t i = 0; i + 1 < p->n; i++) {
+        d += p->steps[i].d;
+        if (d != 0 && p->steps[i + 1].t > p->steps[i].t) p->change += change_in(s, p, p->steps[i].t, p->steps[i + 1].t - 1, d);
+    }
+    p->over += p->change;
+}
+
+static void write_steps(const Search *s, Profile *p) {
+    double d = 0;
+    for (int32_t i = 0; i + 1 < p->n; i++) {
+        d += p->steps[i].d;
+        int64_t a = p->steps[i].t, b = p->steps[i + 1].t - 1;
+        if (d == 0 || b < a) continue;
+        for (int64_t t = a; t <= b; t++) p->at[t] += d;
+        for (int64_t k = a / BLOCK; k <= b / BLOCK; k++) {
+            int64_t last = (k + 1) * BLOCK - 1;
+            bounds(p->at, k * BLOCK, last < s->slots ? last : s->slots - 1, &p->top[k], &p->low[k]);
+        }
+    }
+}
+
+static void add_slot(Profile *p, int64_t t, double d) {
+    p->at[t] += d;
+    if (p->at[t] > p->top[t / BLOCK]) p->top[t / BLOCK] = p->at[t];
+    if (p->at[t] < p->low[t / BLOCK]) p->low[t / BLOCK] = p->at[t];
+}
 
 static void lives_room(Lives *l, int32_t n) {
     if (n <= l->cap) return;
@@ -130,23 +218,16 @@ static void compute_lives(const Search *s, int32_t v, Lives *l) {
         if (l->b[k] > l->a[k] && s->at[l->b[k]] >= 0 && s->at[l->b[k]] == g->overwriter[v]) l->b[k]--;
 }
 
-/* Write the difference between two sets of lives into the profile. */
-static void apply(Search *s, int32_t v, const Lives *from, const Lives *to) {
-    struct { int32_t t; int32_t d; } e[8 * COPIES];
-    int n = 0;
-    for (int k = 0; k < from->n; k++) { e[n].t = from->a[k]; e[n++].d = -1; e[n].t = from->b[k] + 1; e[n++].d = 1; }
-    for (int k = 0; k < to->n; k++) { e[n].t = to->a[k]; e[n++].d = 1; e[n].t = to->b[k] + 1; e[n++].d = -1; }
-    for (int i = 1; i < n; i++) {
-        int j = i; int32_t t = e[i].t, d = e[i].d;
-        while (j && e[j - 1].t > t) { e[j] = e[j - 1]; j--; }
-        e[j].t = t; e[j].d = d;
-    }
-    int32_t d = 0;
-    int board = s->g->kind[v] == HOST;
-    for (int i = 0; i + 1 < n; i++) {
-        d += e[i].d;
-        if (d && e[i + 1].t > e[i].t) add_range(s, board, e[i].t, e[i + 1].t - 1, d * s->g->bytes[v]);
-    }
+/* Steps for the difference between two sets of lives. */
+static void differ(Search *s, int32_t v, const Lives *from, const Lives *to) {
+    Profile *p = s->g->kind[v] == HOST ? &s->host : &s->mem;
+    double size = s->g->bytes[v];
+    int32_t i = 0, m = from->n, n = to->n;
+    if (size == 0) return;
+    while (i < m && i < n && from->a[i] == to->a[i] && from->b[i] == to->b[i]) i++;
+    while (m > i && n > i && from->a[m - 1] == to->a[n - 1] && from->b[m - 1] == to->b[n - 1]) { m--; n--; }
+    for (int32_t k = i; k < m; k++) { step(p, from->a[k], -size); step(p, from->b[k] + 1, size); }
+    for (int32_t k = i; k < n; k++) { step(p, to->a[k], size); step(p, to->b[k] + 1, -size); }
 }
 
 static void touch(Search *s, int32_t v) {
@@ -155,7 +236,7 @@ static void touch(Search *s, int32_t v) {
     s->touched[s->touches++] = v;
 }
 
-static void begin(Search *s) { s->stamp++; s->touches = 0; s->dones = 0; }
+static void begin(Search *s) { s->stamp++; s->touches = 0; s->dones = 0; s->mem.n = s->host.n = 0; }
 
 static void put(Search *s, int32_t o, int32_t t) {
     const Game *g = s->g;
@@ -163,10 +244,11 @@ static void put(Search *s, int32_t o, int32_t t) {
     while (i && s->pos[o][i - 1] > t) { s->pos[o][i] = s->pos[o][i - 1]; i--; }
     s->pos[o][i] = t;
     s->at[t] = o;
-    s->mem[t] += g->workspace[o];
+    add_slot(&s->mem, t, g->workspace[o]);
     s->full[t] = 1.0;
-    s->over += above(s->mem[t] - g->budget);
-    s->host_over += above(s->host[t] - g->host_budget);
+    s->stand[t / BLOCK]++;
+    s->mem.over += above_at(&s->mem, t);
+    s->host.over += above_at(&s->host, t);
     s->seconds += g->seconds[o] + (s->count[o] == 1 ? g->once[o] : 0);
     if (s->count[o] == (o < g->plain ? 2 : 1)) { s->dup_at[o] = s->dups; s->dup[s->dups++] = o; }
 }
@@ -177,10 +259,11 @@ static void take(Search *s, int32_t o, int32_t t) {
     while (s->pos[o][i] != t) i++;
     s->count[o]--;
     for (; i < s->count[o]; i++) s->pos[o][i] = s->pos[o][i + 1];
-    s->over -= above(s->mem[t] - g->budget);
-    s->host_over -= above(s->host[t] - g->host_budget);
+    s->mem.over -= above_at(&s->mem, t);
+    s->host.over -= above_at(&s->host, t);
     s->full[t] = 0.0;
-    s->mem[t] -= g->workspace[o];
+    s->stand[t / BLOCK]--;
+    add_slot(&s->mem, t, -g->workspace[o]);
     s->at[t] = -1;
     s->seconds -= g->seconds[o] + (s->count[o] == 0 ? g->once[o] : 0);
     if (s->count[o] == (o < g->plain ? 1 : 0)) {
@@ -213,6 +296,7 @@ static int withdraw(Search *s, int32_t o, int32_t t) {
     return 1;
 }
 
+/* The lives after what was done, and what they come to; `keep` or `undo` follows. */
 static void settle(Search *s) {
     for (int32_t i = 0; i < s->touches; i++) {
         int32_t v = s->touched[i];
@@ -221,20 +305,29 @@ static void settle(Search *s) {
         *old = s->lives[v];
         compute_lives(s, v, &fresh);
         s->lives[v] = fresh;
-        apply(s, v, old, &s->lives[v]);
+        differ(s, v, old, &s->lives[v]);
     }
+    weigh(s, &s->mem);
+    weigh(s, &s->host);
+}
+
+static void keep(Search *s) {
+    write_steps(s, &s->mem);
+    write_steps(s, &s->host);
 }
 
 static void undo(Search *s, int settled) {
+    if (settled) {
+        s->mem.over -= s->mem.change;
+        s->host.over -= s->host.change;
+        for (int32_t i = 0; i < s->touches; i++) {
+            int32_t v = s->touched[i];
+            Lives x = s->lives[v]; s->lives[v] = s->before[v]; s->before[v] = x;
+        }
+    }
     for (int32_t i = s->dones - 1; i >= 0; i--)
         if (s->done[i].placed) take(s, s->done[i].op, s->done[i].slot);
         else put(s, s->done[i].op, s->done[i].slot);
-    if (!settled) return;
-    for (int32_t i = 0; i < s->touches; i++) {
-        int32_t v = s->touched[i];
-        apply(s, v, &s->lives[v], &s->before[v]);
-        Lives x = s->lives[v]; s->lives[v] = s->before[v]; s->before[v] = x;
-    }
 }
 
 /* First slot at which operator o may stand: after the first instances of what it reads. */
@@ -345,8 +438,8 @@ static int add(Search *s) {
     int32_t v = -1;
     /* a value that lives through a crowded slot, or any */
     int32_t crowded = -1;
-    if (s->over > 0 && unit(s) < 0.7)
-        for (int i = 0; i < 24; i++) { int32_t t = (int32_t)below(s, s->slots); if (s->at[t] >= 0 && s->mem[t] > g->budget) { crowded = t; break; } }
+    if (s->mem.over > 0 && unit(s) < 0.7)
+        for (int i = 0; i < 24; i++) { int32_t t = (int32_t)below(s, s->slots); if (s->at[t] >= 0 && above_at(&s->mem, t) > 0) { crowded = t; break; } }
     int rivals = 1 + (int)below(s, RIVALS);
     double worth = -1;
     for (int i = 0; i < 64 && rivals; i++) {
@@ -436,25 +529,47 @@ static void tidy(Search *s) {
     }
 }
 
+static int64_t blocks_of(int64_t slots) { return (slots + BLOCK - 1) / BLOCK; }
+
+static double over_of(const Search *s) { return s->mem.over + s->host.over; }
+
+/* Count a profile anew from the lives of its values; `at` has the workspaces. */
+static void fill(Search *s, Profile *p) {
+    const Game *g = s->g;
+    double *more = s->more, sum = 0;
+    memset(more, 0, sizeof(double) * (s->slots + 1));
+    for (int32_t v = 0; v < g->values; v++)
+        if ((g->kind[v] == HOST) == (p == &s->host))
+            for (int k = 0; k < s->lives[v].n; k++) {
+                more[s->lives[v].a[k]] += g->bytes[v];
+                more[s->lives[v].b[k] + 1] -= g->bytes[v];
+            }
+    p->over = 0;
+    for (int64_t t = 0; t < s->slots; t++) {
+        p->at[t] += sum += more[t];
+        if (s->at[t] >= 0) p->over += above_at(p, t);
+    }
+    for (int64_t k = 0; k < blocks_of(s->slots); k++) {
+        int64_t last = (k + 1) * BLOCK - 1;
+        bounds(p->at, k * BLOCK, last < s->slots ? last : s->slots - 1, &p->top[k], &p->low[k]);
+    }
+}
+
 /* Spread a row evenly over the slots, and count everything anew. */
 static void lay(Search *s, const int32_t *row, int64_t length) {
     const Game *g = s->g;
     memset(s->count, 0, sizeof(int32_t) * g->ops);
-    for (int64_t t = 0; t < s->slots; t++) { s->at[t] = -1; s->full[t] = 0; s->mem[t] = 0; s->host[t] = 0; }
-    s->over = s->host_over = s->seconds = 0;
+    memset(s->stand, 0, sizeof(int32_t) * blocks_of(s->slots));
+    for (int64_t t = 0; t < s->slots; t++) { s->at[t] = -1; s->full[t] = 0; s->mem.at[t] = 0; s->host.at[t] = 0; }
+    s->seconds = 0;
     s->dups = 0;
     for (int64_t i = 0; i < length; i++) {
         int32_t t = (int32_t)((2 * i + 1) * s->slots / (2 * length));
         put(s, row[i], t);
     }
-    s->over = s->host_over = 0;
-    Lives none = {0};
-    for (int32_t v = 0; v < g->values; v++) { compute_lives(s, v, &s->lives[v]); apply(s, v, &none, &s->lives[v]); }
-    s->over = s->host_over = 0;
-    for (int64_t t = 0; t < s->slots; t++) if (s->at[t] >= 0) {
-        s->over += above(s->mem[t] - g->budget);
-        s->host_over += above(s->host[t] - g->host_budget);
-    }
+    for (int32_t v = 0; v < g->values; v++) compute_lives(s, v, &s->lives[v]);
+    fill(s, &s->mem);
+    fill(s, &s->host);
 }
 
 static int64_t row_of(const Search *s, int32_t *row) {
@@ -470,15 +585,26 @@ static void prune(Search *s) {
     const Game *g = s->g;
     for (int32_t o = 0; o < g->ops; o++)
         for (int32_t c = o < g->plain ? 1 : 0; c < s->count[o]; c++) {
-            double over = s->over + s->host_over;
+            double over = over_of(s);
             begin(s);
             if (!withdraw(s, o, s->pos[o][c])) { undo(s, 0); continue; }
             tidy(s);
             settle(s);
-            if (s->over + s->host_over > over + 0.5) undo(s, 1);
-            else c = o < g->plain ? 0 : -1;
+            if (over_of(s) > over + 0.5) { undo(s, 1); continue; }
+            keep(s);
+            c = o < g->plain ? 0 : -1;
         }
 }
+
+static int make_profile(Profile *p, int64_t slots, double limit) {
+    p->at = malloc(sizeof(double) * slots);
+    p->top = calloc(blocks_of(slots), sizeof(double));
+    p->low = calloc(blocks_of(slots), sizeof(double));
+    p->limit = limit;
+    return p->at && p->top && p->low;
+}
+
+static void destroy_profile(Profile *p) { free(p->at); free(p->top); free(p->low); free(p->steps); }
 
 static int make(Search *s, const Game *g, int64_t slots, uint64_t seed) {
     memset(s, 0, sizeof *s);
@@ -486,8 +612,9 @@ static int make(Search *s, const Game *g, int64_t slots, uint64_t seed) {
     s->slots = slots;
     s->at = malloc(sizeof(int32_t) * slots);
     s->full = malloc(sizeof(double) * slots);
-    s->mem = malloc(sizeof(double) * slots);
-    s->host = malloc(sizeof(double) * slots);
+    s->stand = malloc(sizeof(int32_t) * blocks_of(slots));
+    s->more = malloc(sizeof(double) * (slots + 1));
+    int profiles = make_profile(&s->mem, slots, g->budget) & make_profile(&s->host, slots, g->host_budget);
     s->count = calloc(g->ops, sizeof(int32_t));
     s->pos = malloc(sizeof(*s->pos) * g->ops);
     s->lives = calloc(g->values, sizeof(Lives));
@@ -497,7 +624,7 @@ static int make(Search *s, const Game *g, int64_t slots, uint64_t seed) {
     s->touched = malloc(sizeof(int32_t) * g->values);
     s->mark = calloc(g->values, sizeof(uint32_t));
     s->rng = seed * 0x9E3779B97F4A7C15ull + 0x1234567;
-    return s->at && s->full && s->mem && s->host && s->count && s->pos && s->lives && s->before && s->dup && s->dup_at &&
+    return profiles && s->at && s->full && s->stand && s->more && s->count && s->pos && s->lives && s->before && s->dup && s->dup_at &&
            s->touched && s->mark;
 }
 
@@ -506,12 +633,14 @@ static void destroy(Search *s) {
         if (s->lives) { free(s->lives[v].a); free(s->lives[v].b); }
         if (s->before) { free(s->before[v].a); free(s->before[v].b); }
     }
-    free(s->at); free(s->full); free(s->mem); free(s->host); free(s->count); free(s->pos); free(s->lives); free(s->before);
+    free(s->at); free(s->full); free(s->stand); free(s->more); free(s->count); free(s->pos); free(s->lives); free(s->before);
     free(s->dup); free(s->dup_at); free(s->touched); free(s->mark);
+    destroy_profile(&s->mem);
+    destroy_profile(&s->host);
 }
 
 static double energy(const Search *s, double weight) {
-    return s->seconds / s->g->base + weight * (s->over + s->host_over) / s->g->budget;
+    return s->seconds / s->g->base + weight * over_of(s) / s->g->budget;
 }
 
 /* What one round does; see Python's side for the meaning of each. */
@@ -534,7 +663,7 @@ int lowtide_anneal(const Game *g, int32_t *row, int64_t *length, int64_t slots, 
     int64_t best_n = *length, n;
     memcpy(best, row, sizeof(int32_t) * best_n);
     lay(&s, row, *length);
-    double top = s.seconds, least = s.over + s.host_over, weight = r->weight, heat = r->hot, last_over = least;
+    double top = s.seconds, least = over_of(&s), weight = r->weight, heat = r->hot, last_over = least;
     double cooling = pow(r->cold / r->hot, 1024.0 / (double)(r->moves > 1024 ? r->moves : 1024));
     int64_t i;
     for (i = 0; i < r->moves; i++) {
@@ -542,7 +671,7 @@ int lowtide_anneal(const Game *g, int32_t *row, int64_t *length, int64_t slots, 
             if (now() > r->deadline || (least <= 0 && top <= r->target)) break;
             if (i) heat *= cooling;
             if (r->copies) {
-                double over = s.over + s.host_over;
+                double over = over_of(&s);
                 if (over <= 0) weight *= 0.95;
                 else if (over > 0.98 * last_over) weight *= 1.05;
                 last_over = over;
@@ -565,7 +694,8 @@ int lowtide_anneal(const Game *g, int32_t *row, int64_t *length, int64_t slots, 
         settle(&s);
         double d = energy(&s, weight) - was;
         if (d > 0 && unit(&s) >= exp(-d / heat)) { undo(&s, 1); continue; }
-        double over = s.over + s.host_over;
+        keep(&s);
+        double over = over_of(&s);
         if (over < 0.5) over = 0;
         if (over < 0.999 * least || (over <= least && s.seconds < top * (1 - 1e-12))) {
             least = over;
@@ -578,7 +708,7 @@ int lowtide_anneal(const Game *g, int32_t *row, int64_t *length, int64_t slots, 
         prune(&s);
         best_n = row_of(&s, best);
         top = s.seconds;
-        least = s.over + s.host_over;
+        least = over_of(&s);
     }
     memcpy(row, best, sizeof(int32_t) * best_n);
     *length = best_n;

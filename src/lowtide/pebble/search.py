@@ -27,12 +27,12 @@ _FIRST_MOVES = (4000, 60)
 """Moves of the first round: so many, and so many per operator."""
 _LONGEST = 8000
 """Moves per operator of the longest round; before it each is twice as long as the one before."""
-_SEEDED = 0.03
-"""Rounds that mend a good row begin at this share of the temperature."""
-_FIRM = 0.3
-"""Weight of the bytes above the budget at first in such rounds."""
-_MENDING = 200
-"""Moves per operator of the shortest of them."""
+_MENDING_HEATS = (3e-5, 1e-4, 3e-4)
+"""Temperatures at which rounds begin that mend a good row."""
+_FIRM, _FIRMER = 0.3, 10.0
+"""Weight of the bytes above the budget at first in such rounds, and how much more it is after one in vain."""
+_MENDING = 50
+"""Moves per operator of the shortest of them: what comes of one row differs by more than longer ones gain."""
 _SAME_LENGTH = 8
 """So many of them are as long as each other before they double."""
 _IDLE = (40, 12)
@@ -81,7 +81,8 @@ class Hunt:
         with self._lock:
             self._offered += rows
         self._asked.set()
-        end(self._running[1])
+        if rows:
+            end(self._running[1])
 
     def suggest(self, rows: Sequence[Sequence[int]]) -> None:
         """Rows that may be the answer as they are."""
@@ -106,6 +107,11 @@ class Hunt:
             thread.join()
         assert self.best is not None
         return self.best
+
+    @property
+    def fits(self) -> bool:
+        """Whether a row that fits was found."""
+        return self.best is not None and not self.best.over_bytes
 
     @property
     def over(self) -> bool:
@@ -136,7 +142,7 @@ class Hunt:
     def _taken(self) -> list[Found]:
         """What was offered and not yet taken."""
         with self._lock:
-            rows, self._offered = self._offered, []
+            rows, self._offered = list(dict.fromkeys(map(tuple, self._offered))), []
         return self._counted(rows)
 
     def _work(self, worker: int) -> None:
@@ -144,24 +150,29 @@ class Hunt:
         first = _FIRST_MOVES[0] + _FIRST_MOVES[1] * plain
         if worker:
             self._asked.wait(max(0.0, self.deadline - time.monotonic()))
-        starts = self._counted(self.starts) + (self._taken() if worker else [])
-        mends = len(starts) > len(self.starts)
-        own = min(starts, key=lambda f: f.rank)
+        starts = self._counted(self.starts)
+        near = self._taken() if worker else []
+        own = min(starts + near, key=lambda f: f.rank)
         if not self.fixed and not self.over:
             ordered = self._round(own.ops, _ORDER_SHARE * first, _ORDER_HEAT, copies=False, seed=worker, worker=worker)
             starts.append(ordered)
             own = min(own, ordered, key=lambda f: f.rank)
-        k = idle = 0
+        k = mends = idle = 0
         while not self.over and (worker or not self._resting):
-            heat = _HEATS[(k + worker) % len(_HEATS)]
             new = self._taken() if worker else []
-            starts += new
-            start = new[-1] if new else own if k % 2 else starts[-1 - k // 2 % len(starts)]
-            moves = min(first << min(k, 40), _LONGEST * plain)
-            weight = None
-            if mends or new:
-                mends = True
-                heat, weight, moves = heat * _SEEDED, _FIRM, min(_MENDING * plain << k // _SAME_LENGTH, _LONGEST * plain)
+            if new:
+                near, mends = new, 0
+                own = min(own, *new, key=lambda f: f.rank)
+            heat, weight = _HEATS[(k + worker) % len(_HEATS)], None
+            moves = first << min(k, 40)
+            start = own if k % 2 else starts[-1 - k // 2 % len(starts)]
+            if near:
+                start = own if mends % 2 else near[mends // 2 % len(near)]
+                heat = _MENDING_HEATS[mends // 2 % len(_MENDING_HEATS)]
+                weight = _FIRM * (_FIRMER ** min(idle, 3) if start.over_bytes and mends % 2 else 1)
+                moves = _MENDING * plain << k // _SAME_LENGTH
+                mends += 1
+            moves = min(moves, _LONGEST * plain)
             found = self._round(
                 start.ops,
                 moves,

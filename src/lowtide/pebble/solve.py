@@ -94,6 +94,10 @@ _LEAST_SHARE = 0.25
 """Share of an even share of the time that each budget of a curve has at least."""
 _GROWN_SHARE = 0.3
 """Share of the time of programs in which instants join by what relaxed answers cross, and nothing is made of these."""
+_RELAXED_SHARE = 0.5
+"""Share of what is left of it in which one of these is solved, or given up."""
+_SET_UP = 2e-4
+"""Seconds per operator in which the program of all instants is hardly set up."""
 _WHOLE_SHARE = 0.85
 """Share of what is left then in which the last of them is solved with whole variables; its answer is mended in the rest."""
 _WHOLE_LEAST = 0.25
@@ -429,11 +433,13 @@ class Solver:
                     break
         several, new = self._chain(budget, hunt, found, row, until)
         rows += new
+        if several is None and self.fixed and hunt.best is not None:
+            rows = [hunt.best.ops, *rows]
+        hunt.offer(rows)
         if several is None:
-            rows += self._descended(budget, rows, hunt)
+            hunt.offer(self._descended(budget, rows, hunt))
         else:
             best = self._stronger(best, several.proven, hunt)
-        hunt.offer(rows)
         return best, several
 
     def _chain(
@@ -463,8 +469,10 @@ class Solver:
             several = grown
             known = {at.op for at in several.tight}
             if several.light:
-                several.relax(seconds=until - now, rounds=1)
+                several.relax(seconds=_RELAXED_SHARE * (until - now), rounds=1)
                 new = self._rows_of(several.rounded())
+                if not self._hopeless(new, budget):
+                    hunt.rest()
             else:
                 self._stronger(bound.NOTHING, several.relax(seconds=until - now), hunt)
                 answer = several.dive(seconds=until - time.monotonic(), gap=_SEED_GAP)
@@ -473,7 +481,10 @@ class Solver:
             row = new[0] if new else ()
             hunt.suggest([*new, *rows[-1:]])
             took = time.monotonic() - now
-        if several is not None and several.light and hunt.best is not None and hunt.best.over_bytes:
+        if several is not None and several.light and self._hopeless([row] if row else [], budget):
+            self._stronger(bound.NOTHING, several.proven, hunt)
+            return None, rows
+        if several is not None and several.light and not hunt.fits:
             rows += self._lowered(budget, several.rounded(), [], until)
             hunt.suggest(rows[-1:])
         return several, rows
@@ -503,8 +514,8 @@ class Solver:
         return frozenset(smallest[:some].tolist())
 
     def _descended(self, budget: int, rows: Sequence[tuple[int, ...]], hunt: Hunt) -> list[tuple[int, ...]]:
-        """Where none of some rows fits, one from the way down by greed: near the floor nothing else may."""
-        if any(self._fits(row, budget) for row in rows):
+        """Where none of some rows nearly fits, one from the way down by greed: near the floor nothing else may."""
+        if any(self._over(row, budget) <= _MENDABLE * budget for row in rows):
             return []
         now = time.monotonic()
         lower = self.descent.below(budget, deadline=now + _DESCENT_SHARE * (hunt.deadline - now))
@@ -532,6 +543,10 @@ class Solver:
         """By how much a row crosses the budget."""
         return int(profile(self.game, row).max()) - budget
 
+    def _hopeless(self, rows: Sequence[tuple[int, ...]], budget: int) -> bool:
+        """Whether the first of some rows crosses the budget so far that no little room helps."""
+        return not rows or self._over(rows[0], budget) > _HOPELESS * budget
+
     def _fits(self, row: Sequence[int], budget: int) -> bool:
         return self._over(row, budget) <= 0
 
@@ -553,6 +568,8 @@ class Solver:
             new = self._with_room(budget, alone, until, kept=kept)
             hunt.suggest(new)
             rows += new
+            if self.fixed and new and self._over(new[0], budget) > _HOPELESS * budget:
+                break
         return rows
 
     def _with_room(
@@ -613,7 +630,10 @@ class Solver:
         left = hunt.deadline - time.monotonic()
         if several is not None and left > 0 and not hunt.over:
             return self._stronger(first, self._whole(budget, hunt, several), hunt)
-        best = self._stronger(first, bound.all_instants(game, self.precedence, self.instants, budget, seconds=left / 2), hunt)
+        best = first
+        if left > _SET_UP * game.plain:
+            every = bound.all_instants(game, self.precedence, self.instants, budget, seconds=left / 2)
+            best = self._stronger(first, every, hunt)
         for most in _STAGES:
             left = hunt.deadline - time.monotonic()
             chain = bound.tight_chain(self.precedence, self.instants, budget, most=most)
@@ -633,7 +653,7 @@ class Solver:
             hunt.rest()
         if several.light:
             several = self._near(budget, hunt, several, now + _NEAR_SHARE * left)
-        if hunt.best is None or hunt.best.over_bytes:
+        if not hunt.fits:
             hunt.offer(self._descended(budget, [], hunt))
         last = now + _WHOLE_SHARE * left - time.monotonic()
         if several.light and last < _WHOLE_LEAST * left:
@@ -648,11 +668,13 @@ class Solver:
             several.relax(seconds=left, rounds=1)
             known = {at.op for at in several.tight}
             rows = self._rows_of(several.rounded())
+            hunt.offer(rows)
+            still = until - time.monotonic()
+            again = still > _SEED_GROWS * (left - still)
             far = bool(rows) and self._over(rows[0], budget) > _MENDABLE * budget
-            grown = self._grown(budget, known, rows[0], most=_SEED_MORE, like=several) if far else None
+            grown = self._grown(budget, known, rows[0], most=_SEED_MORE, like=several) if far and again else None
             if grown is None:
-                still = until - time.monotonic()
-                if still > _SEED_GROWS * (left - still):  # as long again as the last time
+                if again:
                     several.relax(seconds=still, rounds=1)
                 answer = several.dive(seconds=_DIVE_SHARE * (hunt.deadline - time.monotonic()), gap=_NEAR_GAP)
                 rows = self._rows_of(answer)
