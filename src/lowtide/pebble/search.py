@@ -2,8 +2,8 @@
 
 What round ``k`` of a worker does depends on the graph, the budget, its starts and ``k`` alone, never on the time limit: more
 time runs the same rounds and then more of them, so it never gives a worse plan. The first worker begins from the given order,
-the second waits for rows that a bound's program suggests, and mends the last of these in turn with the best that it has. (Where
-programs offer rows while rounds run, when they come depends on the clock.)
+the second waits for rows that a bound's program suggests, and mends the last of these in turn with the best that it has. (When
+such rows come, depends on the clock.)
 """
 
 from __future__ import annotations
