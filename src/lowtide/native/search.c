@@ -89,7 +89,7 @@ static double rise(const double *restrict m, const double *restrict full, int64_
     return change;
 }
 
-/* Bytes of a block from slot a to b are bounded anew. */
+/* Most and least bytes of the slots from a to b. */
 __attribute__((target_clones("avx2", "default")))
 static void bounds(const double *restrict m, int64_t a, int64_t b, double *top, double *low) {
     double most = m[a], least = m[a];
@@ -99,6 +99,11 @@ static void bounds(const double *restrict m, int64_t a, int64_t b, double *top, 
     }
     *top = most;
     *low = least;
+}
+
+static void bound_block(const Search *s, Profile *p, int64_t k) {
+    int64_t last = (k + 1) * BLOCK - 1;
+    bounds(p->at, k * BLOCK, last < s->slots ? last : s->slots - 1, &p->top[k], &p->low[k]);
 }
 
 /* The same as `rise`: blocks that stay below the limit, or above it, are not looked at slot by slot. */
@@ -153,10 +158,7 @@ static void write_steps(const Search *s, Profile *p) {
         int64_t a = p->steps[i].t, b = p->steps[i + 1].t - 1;
         if (d == 0 || b < a) continue;
         for (int64_t t = a; t <= b; t++) p->at[t] += d;
-        for (int64_t k = a / BLOCK; k <= b / BLOCK; k++) {
-            int64_t last = (k + 1) * BLOCK - 1;
-            bounds(p->at, k * BLOCK, last < s->slots ? last : s->slots - 1, &p->top[k], &p->low[k]);
-        }
+        for (int64_t k = a / BLOCK; k <= b / BLOCK; k++) bound_block(s, p, k);
     }
 }
 
@@ -549,10 +551,7 @@ static void fill(Search *s, Profile *p) {
         p->at[t] += sum += more[t];
         if (s->at[t] >= 0) p->over += above_at(p, t);
     }
-    for (int64_t k = 0; k < blocks_of(s->slots); k++) {
-        int64_t last = (k + 1) * BLOCK - 1;
-        bounds(p->at, k * BLOCK, last < s->slots ? last : s->slots - 1, &p->top[k], &p->low[k]);
-    }
+    for (int64_t k = 0; k < blocks_of(s->slots); k++) bound_block(s, p, k);
 }
 
 /* Spread a row evenly over the slots, and count everything anew. */

@@ -34,6 +34,10 @@ _FIRM, _FIRMER = 0.3, 10.0
 """Weight of the bytes above the budget at first in such rounds, and how much more it is after one in vain."""
 _MENDING = 50
 """Moves per operator of the shortest of them: what comes of one row differs by more than longer ones gain."""
+_FEW = 1000
+"""Operators up to which rounds mend warmer, longer, and from all rows in turn: there these find what the others miss."""
+_SEEDED, _MENDING_FEW = 0.03, 200
+"""Share of the temperature at which these begin, and moves per operator of the shortest."""
 _SAME_LENGTH = 8
 """So many of them are as long as each other before they double."""
 _IDLE = (40, 12)
@@ -154,6 +158,8 @@ class Hunt:
         starts = self._counted(self.starts)
         near = self._taken() if worker else []
         own = min(starts + near, key=lambda f: f.rank)
+        few = plain <= _FEW
+        starts += near if few else []
         if not self.fixed and not self.over:
             ordered = self._round(own.ops, _ORDER_SHARE * first, _ORDER_HEAT, copies=False, seed=worker, worker=worker)
             starts.append(ordered)
@@ -163,11 +169,15 @@ class Hunt:
             new = self._taken() if worker else []
             if new:
                 near, mends = new, 0
-                own = min(own, *new, key=lambda f: f.rank)
+                own = own if few else min(own, *new, key=lambda f: f.rank)
+                starts += new if few else []
             heat, weight = _HEATS[(k + worker) % len(_HEATS)], None
             moves = first << min(k, 40)
             start = own if k % 2 else starts[-1 - k // 2 % len(starts)]
-            if near:
+            if near and few:
+                start = new[-1] if new else start
+                heat, weight, moves = heat * _SEEDED, _FIRM, _MENDING_FEW * plain << k // _SAME_LENGTH
+            elif near:
                 start = own if mends % 2 else near[mends // 2 % len(near)]
                 heat = _MENDING_HEATS[mends // 2 % len(_MENDING_HEATS)]
                 weight = _FIRM * (_FIRMER ** min(idle, 3) if start.over_bytes and mends % 2 else 1)

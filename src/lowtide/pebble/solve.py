@@ -423,7 +423,7 @@ class Solver:
                     found, row = one, new[0]
                 hunt.suggest(new)
                 rows += new
-                if hunt.over or (self.fixed and new and self._over(new[0], budget) > _HOPELESS * budget):
+                if hunt.over or (self.fixed and new and self._hopeless(new, budget)):
                     break  # others decide, too, and prove more together
             if hunt.over:
                 break
@@ -433,13 +433,15 @@ class Solver:
                     break
         several, new = self._chain(budget, hunt, found, row, until)
         rows += new
-        if several is None and self.fixed and hunt.best is not None:
-            rows = [hunt.best.ops, *rows]
-        hunt.offer(rows)
-        if several is None:
-            hunt.offer(self._descended(budget, rows, hunt))
-        else:
+        if several is not None:
             best = self._stronger(best, several.proven, hunt)
+        elif self.fixed and self.game.plain > _LARGE and hunt.best is not None:
+            rows = [hunt.best.ops, *rows]
+            hunt.offer(rows)
+            rows = self._descended(budget, rows, hunt)
+        else:  # once: what is offered must not depend on the clock
+            rows += self._descended(budget, rows, hunt)
+        hunt.offer(rows)
         return best, several
 
     def _chain(
@@ -568,7 +570,7 @@ class Solver:
             new = self._with_room(budget, alone, until, kept=kept)
             hunt.suggest(new)
             rows += new
-            if self.fixed and new and self._over(new[0], budget) > _HOPELESS * budget:
+            if self.fixed and new and self._hopeless(new, budget):
                 break
         return rows
 
