@@ -9,6 +9,7 @@ FOLDER holds instances as node-link JSON; budgets and published figures are thos
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -39,6 +40,10 @@ CELLS: dict[str, dict[int, float | None]] = {
 TRACES = ("gpt2", "bert", "llama", "vit", "resnet", "unet", "unrolled", "lstm")
 SHARES = (50, 30)
 """Of what the given order adds to its floor: at half one instant decides, below it many do."""
+HARD = {"resnet", "unrolled"}
+"""Those of which several instants decide at the lowest share: there the time limit matters."""
+LIMITS, TURNS = (2.0, 4.0, 8.0, 16.0), 3
+"""Time limits in seconds, and searches with each."""
 SIZES = (1000, 2000, 5000, 10_000, 20_000, 50_000)
 
 
@@ -161,33 +166,38 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
-def recorded(names: list[str], seconds: float) -> list[dict[str, Any]]:
-    """Recorded steps in fixed order, at shares of what the last step adds to what was there before it."""
+def recording(name: str) -> tuple[Graph, int]:
+    """The last of four recorded steps of a model, and the bytes that were there before it."""
     from lowtide.explain import steps_of
     from lowtide.size.trial import Target, record
     from lowtide.size.vary import Set
     from lowtide.stepgraph import graph_of
     from lowtide.store import read
 
-    rows = []
     target = Target(script=str(Path(__file__).parent / "traces.py"), module=False, seconds=600)
-    for name in names:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, f"{name}.lowtide")
-            record(target, Set(arguments=(name,), sizes={}), 4, file)
-            step = steps_of(read(file))[-1]
-        solver = Solver(graph_of(step))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, f"{name}.lowtide")
+        record(target, Set(arguments=(name,), sizes={}), 4, file)
+        step = steps_of(read(file))[-1]
+    return graph_of(step), step.row.start_bytes
+
+
+def recorded(recordings: dict[str, tuple[Graph, int]], seconds: float) -> list[dict[str, Any]]:
+    """Recorded steps in fixed order, at shares of what the last step adds to what was there before it."""
+    rows = []
+    for name, (graph, start) in recordings.items():
+        solver = Solver(graph)
         given, base = solver.given.peak_bytes, solver.graph.base_seconds
         for share in (75, 50, 25):
-            answer = solver.at(step.row.start_bytes + (given - step.row.start_bytes) * share // 100, seconds=seconds)
+            answer = solver.at(start + (given - start) * share // 100, seconds=seconds)
             row = {
                 "recording": name,
-                "operators": len(step.ops),
+                "operators": solver.game.plain,
                 "share_percent": share,
                 "status": answer.status.value,
                 "extra_percent": 100 * answer.extra_fraction,
                 "bound_percent": 100 * answer.time_bound.seconds / base,
-                "floor_percent": 100 * (answer.peak_bound.bytes - step.row.start_bytes) / (given - step.row.start_bytes),
+                "floor_percent": 100 * (answer.peak_bound.bytes - start) / (given - start),
                 "solve_seconds": answer.solve_seconds,
             }
             rows.append(row)
@@ -196,6 +206,28 @@ def recorded(names: list[str], seconds: float) -> list[dict[str, Any]]:
                 f"floor {row['floor_percent']:.0f} %  {row['status']}, {row['solve_seconds']:.1f} s",
                 flush=True,
             )
+    return rows
+
+
+def anytime(recordings: dict[str, tuple[Graph, int]]) -> list[dict[str, Any]]:
+    """The same at the lowest share with ever higher limits, several searches of each in turns."""
+    rows = []
+    for name in HARD & recordings.keys():
+        graph, start = recordings[name]
+        for turn, limit in itertools.product(range(TURNS), LIMITS):
+            solver = Solver(graph)
+            answer = solver.at(start + (solver.given.peak_bytes - start) * 25 // 100, seconds=limit)
+            row = {
+                "recording": name,
+                "turn": turn,
+                "limit_seconds": limit,
+                "extra_percent": 100 * answer.extra_fraction,
+                "bound_percent": 100 * answer.time_bound.seconds / graph.base_seconds,
+                "solve_seconds": answer.solve_seconds,
+            }
+            rows.append(row)
+            print(f"{name:10} {limit:4.1f} s  extra {row['extra_percent']:7.3f} %  bound {row['bound_percent']:7.3f} %  "
+                  f"took {row['solve_seconds']:.2f} s", flush=True)
     return rows
 
 
@@ -209,10 +241,12 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
+    recordings = {name: recording(name) for name in given.traces}
     found = {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
         "instances": instances(given.graphs, given.seconds) if given.graphs else [],
-        "recordings": recorded(given.traces, given.seconds),
+        "recordings": recorded(recordings, given.seconds),
+        "anytime": anytime(recordings),
         "scale": [row for share in SHARES for row in scale(tuple(given.sizes), share)],
     }
     if given.picture:

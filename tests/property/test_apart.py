@@ -149,7 +149,7 @@ def test_large_programs_with_whole_variables_go_there_and_prove_what_was_told_wh
     asked = []
     told = iter((Told(), Told(bound=0.5 * bound._SCALE)))
 
-    def never(arguments: Any, *, seconds: float, gap: float, start: Any) -> Told:
+    def never(arguments: Any, *, seconds: float, gap: float, start: Any, tell: Any) -> Told:
         asked.append((len(arguments["cost"]), seconds))
         return next(told)
 
@@ -177,3 +177,13 @@ def test_nothing_of_a_search_is_printed_on_the_output_of_who_asks(capfd: pytest.
         chain.whole(seconds=5)
         solved_apart(knapsack(12, 1), seconds=60)
     assert capfd.readouterr() == ("", "")
+
+
+def test_answers_are_told_as_they_come_each_better_than_the_one_before() -> None:
+    heard: list[Told] = []
+    with kept_ready():
+        told = solved_apart(knapsack(60, 3), seconds=5, tell=heard.append)
+    assert heard
+    assert [t.cost for t in heard] == sorted((t.cost for t in heard), reverse=True)
+    assert heard[-1].cost == told.cost
+    assert (heard[-1].x == told.x).all()

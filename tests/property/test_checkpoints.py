@@ -77,6 +77,7 @@ def test_rows_with_checkpoints_can_run_and_stay_below_their_budget_where_they_ar
 
 def _check_rows(solver: Solver, at: Instant, budget: int, kept: frozenset[int]) -> None:
     alone = bound.Alone(solver.bound_game, solver.precedence, at, budget)
-    for row in solver._with_room(budget, alone, time.monotonic() + 60, kept=kept):
+    programs = solver.programs(budget, deadline=time.monotonic() + 60)
+    for row in programs.with_room(alone, kept=kept):
         timeline = play(solver.graph, unfold(solver.graph, solver.game.row(row)))
-        assert solver._fits(row, budget) == (timeline.peak_bytes <= budget)
+        assert programs.fits(row) == (timeline.peak_bytes <= budget)

@@ -88,8 +88,9 @@ def test_an_instant_that_a_row_crosses_is_never_a_fetch() -> None:
     solver = Solver(_boards(0, overlap=False))
     game = solver.game
     fetch = next(o for o in range(game.plain, len(game.outputs)))
+    programs = solver.programs(0, deadline=0.0)
     for place in range(1, len(game.given)):
-        found = solver._crossed((*game.given[:place], fetch, *game.given[place:]), 0, set(), most=3)
+        found = programs.crossed((*game.given[:place], fetch, *game.given[place:]), set(), most=3)
         assert found
         assert all(o < game.plain for o in found)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.pebble import bound
+from lowtide.pebble import bound, programs
 from lowtide.pebble.anneal import library
 from lowtide.pebble.game import game_of, profile
 from lowtide.pebble.graph import Graph, from_json
@@ -89,3 +89,38 @@ def test_three_thousand_operators_are_planned_next_to_the_proof(percent):
     answer = solver.at(budget, seconds=10)
     assert answer.timeline.peak_bytes <= budget
     assert answer.extra_seconds <= 1.002 * answer.time_bound.seconds
+
+
+def test_the_limit_only_ends_a_search_more_time_asks_the_same_programs_first(monkeypatch):
+    """Of a graph at which several instants decide: the shorter search's programs are the first ones of the longer one's."""
+    graph = blocks([(3, 1.0), (7, 20.0), (2, 1.0), (8, 2.0), (5, 1.0)], 120)
+    asked: list[tuple[str, object]] = []
+
+    class Watched(programs.Chain):
+        def __init__(self, game: Any, precedence: Any, tight: Any, budget: int, **given: Any) -> None:
+            asked.append(("instants", tuple(at.op for at in tight)))
+            super().__init__(game, precedence, tight, budget, **given)
+
+        def relax(self, *, rounds: int = 8, **given: Any) -> bound.TimeBound:
+            asked.append(("relaxed", rounds))
+            return super().relax(rounds=rounds, **given)
+
+        def dive(self, **given: Any) -> bound.TimeBound:
+            asked.append(("dived", given["gap"]))
+            return super().dive(**given)
+
+        def whole(self, **given: Any) -> bound.TimeBound:
+            asked.append(("whole", None))
+            return super().whole(**given)
+
+    monkeypatch.setattr(programs, "Chain", Watched)
+    sequences = []
+    for seconds in (1.0, 3.0):
+        asked.clear()
+        solver = Solver(graph)
+        budget = solver.floor.bytes + (solver.given.peak_bytes - solver.floor.bytes) * 15 // 100
+        solver.searched(budget, seconds=seconds)
+        sequences.append(list(asked))
+    shorter, longer = sequences
+    assert any(what == "relaxed" for what, _ in shorter)
+    assert longer[: len(shorter)] == shorter

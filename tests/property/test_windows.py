@@ -63,6 +63,21 @@ def test_a_chain_that_takes_over_the_rows_of_a_smaller_one_proves_as_much():
     assert grown.relax(seconds=60).seconds == pytest.approx(fresh.relax(seconds=60).seconds, rel=1e-2)
 
 
+@pytest.mark.parametrize("share", [3, 10, 30])
+def test_a_known_answer_keeps_the_rows_that_join_after_it(share):
+    """Law: whole answers break no row of a window, so what was found before such rows joined may be begun from after."""
+    _, _, chain = tight_blocks(share, 8)
+    chain.relax(seconds=60, rounds=1)
+    chain.dive(seconds=60)
+    known = len(chain.joined)
+    chain.relax(seconds=60, rounds=2)
+    start, program = chain.start(), chain.program
+    assert len(start) == len(program.cost)
+    for row, low, high in zip(program.rows, program.low, program.high, strict=True):
+        assert low - 1e-6 <= sum(a * start[j] for j, a in row.items()) <= high + 1e-6
+    assert len(chain.joined) > known
+
+
 @pytest.mark.long
 @pytest.mark.skipif(library() is None, reason="the search was not compiled")
 @settings(max_examples=3, deadline=None)

@@ -41,6 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "pebble.checkpoints",
         "pebble.descent",
         "pebble.prefetch",
+        "pebble.programs",
         "pebble.classics",
         "pebble.exact",
         "pebble.solve",

@@ -100,7 +100,14 @@ class Told:
     impossible: bool = False
 
 
-def solved_apart(asked: Mapping[str, Any], *, seconds: float, gap: float = 0.0, start: Any = None) -> Told:
+def solved_apart(
+    asked: Mapping[str, Any],
+    *,
+    seconds: float,
+    gap: float = 0.0,
+    start: Any = None,
+    tell: Callable[[Told], None] | None = None,
+) -> Told:
     """What HiGHS tells of a program until the time is over; nothing where no process can be begun.
 
     Args:
@@ -109,6 +116,7 @@ def solved_apart(asked: Mapping[str, Any], *, seconds: float, gap: float = 0.0, 
         seconds: in all, the beginning of the process included.
         gap: it may stop when it is within this relative gap of the best.
         start: an answer to begin from.
+        tell: told of every better answer.
     """
     deadline = time.monotonic() + seconds
     process = _pool.take()
@@ -126,6 +134,8 @@ def solved_apart(asked: Mapping[str, Any], *, seconds: float, gap: float = 0.0, 
         while lost:
             more, lost = _receive(process.stdout)
             told = replace(told, **more)
+            if tell is not None and "x" in more:
+                tell(told)
     except (OSError, EOFError, pickle.UnpicklingError):
         lost = True
     finally:

@@ -5,8 +5,9 @@ The proofs stand in ``docs/planner.md``.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -30,10 +31,12 @@ _WEIGHED = 24
 """Single instants at most whose programs are weighed."""
 _SOLVED = 3
 """How many of them are solved with all variables whole."""
-_WEIGHED_SHARE = 0.25
-"""Share of the time after which no further instant is weighed."""
+_WEIGHED_SHARE, _WEIGHED_SECONDS = 0.25, 1.5
+"""Share of the time, and seconds, after which no further instant is weighed."""
 _HARDER = 30
 """So many times what it takes relaxed a program may take with whole variables; HiGHS does not always look at the clock."""
+_TRIED, _TRIED_SECONDS = 10, 2.0
+"""It is given up after so many times that, and so many seconds; most that end in time end sooner."""
 _WHOLE = 1e-4
 """So much a variable may be off a whole number and still be taken for it (HiGHS allows itself 1e-6)."""
 _LARGE = 4000
@@ -224,7 +227,8 @@ class Program:
         return len(self.rows) - 1
 
     def _arrays(self, settled: Mapping[int, float]) -> dict[str, Any]:
-        size = sum(len(r) for r in self.rows)
+        lengths = [len(r) for r in self.rows]
+        size = sum(lengths)
         lower, upper = np.zeros(len(self.cost)), np.ones(len(self.cost))
         for j, value in settled.items():
             lower[j] = upper[j] = value
@@ -235,9 +239,9 @@ class Program:
             "whole": np.asarray(self.whole, dtype=bool),
             "low": np.asarray(self.low),
             "high": np.asarray(self.high),
-            "starts": np.cumsum([0, *(len(r) for r in self.rows)]),
-            "columns": np.fromiter((j for r in self.rows for j in r), dtype=np.int64, count=size),
-            "values": np.fromiter((a for r in self.rows for a in r.values()), dtype=float, count=size),
+            "starts": np.cumsum([0, *lengths]),
+            "columns": np.fromiter(itertools.chain.from_iterable(self.rows), dtype=np.int64, count=size),
+            "values": np.fromiter(itertools.chain.from_iterable(map(dict.values, self.rows)), dtype=float, count=size),
         }
 
     def solve(
@@ -249,6 +253,7 @@ class Program:
         settled: Mapping[int, float] = MappingProxyType({}),
         real: Iterable[int] = (),
         start: Any = None,
+        tell: Callable[[Solved], None] | None = None,
     ) -> Solved:
         """Solve it.
 
@@ -259,18 +264,24 @@ class Program:
             settled: variables whose values are given; what comes of it bounds nothing then.
             real: variables that need not be whole.
             start: an answer to begin from, where the program is solved in a process of its own.
+            tell: told of every better answer; where it is, a program is solved there.
         """
         if not self.cost:
-            return Solved(value=0.0, ended=True, x=np.zeros(0))
+            return Solved(value=0.0, cost=0.0, ended=True, x=np.zeros(0))
         asked = self._arrays(settled)
         asked["whole"][list(real)] = False
-        if whole and len(self.cost) - len(settled) > _LARGE and is_kept():
-            told = solved_apart(asked, seconds=seconds, gap=gap, start=start) if seconds > 0 else Told()
+        if whole and (tell is not None or (is_kept() and len(self.cost) - len(settled) > _LARGE)):
+            hear = None if tell is None else lambda told: tell(_solved_as(told))
+            told = solved_apart(asked, seconds=seconds, gap=gap, start=start, tell=hear) if seconds > 0 else Told()
         else:
             told = _solved_here(asked, seconds, whole=whole, gap=gap)
-        least = min(told.bound, told.cost)
-        value = max(0.0, least) / _SCALE if np.isfinite(least) else 0.0
-        return Solved(value=value, ended=told.ended, x=told.x, impossible=told.impossible)
+        return _solved_as(told)
+
+
+def _solved_as(told: Told) -> Solved:
+    least = min(told.bound, told.cost)
+    value = max(0.0, least) / _SCALE if np.isfinite(least) else 0.0
+    return Solved(value=value, cost=told.cost / _SCALE, ended=told.ended, x=told.x, impossible=told.impossible)
 
 
 def _solved_here(asked: Mapping[str, Any], seconds: float, *, whole: bool, gap: float) -> Told:
@@ -301,12 +312,14 @@ class Solved:
 
     Attributes:
         value: no answer costs less.
+        cost: of the best answer found; infinity where there is none.
         ended: whether it was solved to its end, so that one costs so much.
         x: the best answer found; None where none was.
         impossible: whether there is none.
     """
 
     value: float
+    cost: float
     ended: bool
     x: Any
     impossible: bool = False
@@ -383,19 +396,19 @@ def _absent(program: Program, game: Game, precedence: Precedence, v: int, op: in
 
 def run_in(program: Program, game: Game, t: int, o: int) -> int:
     """The variable for an operator running again between the instants ``t - 1`` and ``t``."""
-    return program.variable(("run", t, o), float(game.seconds[o]) / (game.base_seconds or 1.0))
+    return program.variable(("run", t, o), game.lists.price[o])
 
 
 def fetch_in(program: Program, game: Game, t: int, v: int) -> int | None:
     """The variable for a value being fetched between them, which asks for its having been moved; None where it cannot be."""
-    fetch, base = int(game.fetcher[v]), game.base_seconds or 1.0
+    fetch = game.lists.fetcher[v]
     if fetch < 0:
         return None
     known = program.index.get(("fetch", t, v))
     if known is not None:
         return known
-    found = program.variable(("fetch", t, v), float(game.seconds[fetch]) / base)
-    program.row({program.variable(("write", v), float(game.once[fetch]) / base): 1.0, found: -1.0}, 0.0)
+    found = program.variable(("fetch", t, v), game.lists.price[fetch])
+    program.row({program.variable(("write", v), float(game.once[fetch]) / (game.base_seconds or 1.0)): 1.0, found: -1.0}, 0.0)
     return found
 
 
@@ -425,23 +438,27 @@ def stages(
     """
     program = Program()
     count = len(tight)
+    producer, size, overwriter = game.lists.producer, game.lists.bytes, game.lists.overwriter
 
     def placed(t: int, v: int) -> dict[int, float]:
         """Variables that place a value on the board between two instants."""
-        o, fetch = int(game.producer[v]), fetch_in(program, game, t, v)
-        found = {run_in(program, game, t, o): 1.0} if again[o] else {}
-        return found if fetch is None else found | {fetch: 1.0}
+        o, fetch = producer[v], fetch_in(program, game, t, v)
+        found = {run_in(program, game, t, o): 1.0} if may[o] else {}
+        if fetch is not None:
+            found[fetch] = 1.0
+        return found
 
     weighed = np.ones(len(game.value_nodes), dtype=bool)
     weighed[list(light)] = False
     again = again_for(game, light)
+    may = again.tolist()
     made = [at.done[game.producer] & weighed for at in tight]
     for t, at in enumerate(tight):
         room = budget_bytes - precedence.bytes_with(at, np.zeros(len(game.value_nodes), dtype=bool))
         olds = game.olds(at.op)
         here = [v for v in np.nonzero(made[t])[0].tolist() if v not in olds]
-        program.row({program.variable(("on", t, v)): -float(game.bytes[v]) / budget_bytes for v in here}, -room / budget_bytes)
-        fixed, needed = precedence.stuck(at), precedence.forced(at)
+        program.row({program.variable(("on", t, v)): -float(size[v]) / budget_bytes for v in here}, -room / budget_bytes)
+        fixed, needed = precedence.stuck(at).tolist(), precedence.forced(at).tolist()
         for v in here:
             if fixed[v]:
                 program.row({program.variable(("on", t, v)): 1.0}, 1.0)
@@ -452,10 +469,10 @@ def stages(
                 program.row(terms, 1.0)
     for t in range(1, count + 1):
         before = tight[t - 1]
-        old = made[t - 1]
-        for v in np.nonzero(old)[0].tolist():
+        old = made[t - 1].tolist()
+        for v in np.nonzero(made[t - 1])[0].tolist():
             there = {program.variable(("on", t - 1, v)): 1.0}
-            if t < count and game.overwriter[v] != tight[t].op:
+            if t < count and overwriter[v] != tight[t].op:
                 program.row(there | placed(t, v) | {program.variable(("on", t, v)): -1.0}, 0.0)
         for o in np.nonzero(before.done & again)[0].tolist():
             run = run_in(program, game, t, o)
@@ -587,7 +604,7 @@ def other_instants(
 ) -> Iterator[TimeBound]:
     """The same for several, those first of which the relaxed program says most; as many as there is time for."""
     now = time.monotonic()
-    weigh_until = now + (deadline - now) * _WEIGHED_SHARE
+    weigh_until = now + min((deadline - now) * _WEIGHED_SHARE, _WEIGHED_SECONDS)
     weighed: list[_Weighed] = []
     for at in others:
         if time.monotonic() > weigh_until:
@@ -620,7 +637,7 @@ def _solved(game: Game, one: _Weighed, deadline: float) -> Iterator[TimeBound]:
     yield _single(one.program, one.at, game, one.relaxed.value, one.relaxed.x, ended=False)
     left = deadline - time.monotonic()
     if left > _HARDER * one.seconds:
-        found = one.program.solve(left / 2)
+        found = one.program.solve(min(left / 2, max(_TRIED_SECONDS, _TRIED * one.seconds)))
         yield _single(one.program, one.at, game, max(found.value, one.relaxed.value), found.x, ended=found.ended)
 
 

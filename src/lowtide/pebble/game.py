@@ -23,6 +23,27 @@ END = -1
 """Stands for a node where an operator is the end."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lists:
+    """What is asked for one by one, again and again, as lists: an array's items take ten times as long to get at.
+
+    Attributes:
+        producer, fetcher, bytes, overwriter, pin: per value, as of the game.
+        workspace, state, again: per operator, as of the game.
+        price: per operator, its seconds as a share of the graph's.
+    """
+
+    producer: list[int]
+    fetcher: list[int]
+    bytes: list[int]
+    overwriter: list[int]
+    pin: list[int]
+    workspace: list[int]
+    state: list[int]
+    again: list[bool]
+    price: list[float]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Game:
     """Operators and values.
@@ -88,6 +109,21 @@ class Game:
         found: NDArray[np.bool_] = self.again[self.producer] | (self.fetcher >= 0)
         return found
 
+    @cached_property
+    def lists(self) -> Lists:
+        """Some of this as lists."""
+        return Lists(
+            producer=self.producer.tolist(),
+            fetcher=self.fetcher.tolist(),
+            bytes=self.bytes.tolist(),
+            overwriter=self.overwriter.tolist(),
+            pin=self.pin.tolist(),
+            workspace=self.workspace.tolist(),
+            state=self.state.tolist(),
+            again=self.again.tolist(),
+            price=(self.seconds / (self.base_seconds or 1.0)).tolist(),
+        )
+
     def row(self, ops: Iterable[int]) -> Row:
         """A row of the graph from a list of operators."""
         return tuple(Move(Act.COMPUTE if o < self.plain else Act.FETCH, self.nodes[o]) for o in ops if self.nodes[o] != END)
@@ -101,7 +137,7 @@ class Game:
 
     def olds(self, o: int) -> list[int]:
         """Values whose storages an operator takes over in place."""
-        return [v for v in self.inputs[o] if self.overwriter[v] == o]
+        return [v for v in self.inputs[o] if self.lists.overwriter[v] == o]
 
     @property
     def given(self) -> tuple[int, ...]:
@@ -184,23 +220,23 @@ def game_of(graph: Graph, *, transfer_share: float = 1.0) -> Game:
 
 def profile(game: Game, ops: Sequence[int]) -> NDArray[np.int64]:
     """Bytes at every place of a row of operators, resident ones included (a fast count; the referee has the last word)."""
-    length = len(ops)
-    delta = np.zeros(length + 1, dtype=np.int64)
+    length, lists = len(ops), game.lists
+    delta = [0] * (length + 1)
     placed: dict[int, int] = {}
     used: dict[int, int] = {}
     held: dict[int, int] = {}
-    size = game.bytes
-    at = np.zeros(length, dtype=np.int64)
+    size, pin, workspace, state, overwriter = lists.bytes, lists.pin, lists.workspace, lists.state, lists.overwriter
+    at = [0] * length
     first: dict[int, int] = {}
     for t, o in enumerate(ops):
         first.setdefault(o, t)
-    state_last = {o: t for t, o in enumerate(ops) if game.state[o]}
+    state_last = {o: t for t, o in enumerate(ops) if state[o]}
 
     def close(v: int) -> None:
         end = used[v]
         if v in held:
             end = max(end, held.pop(v))
-        if end > placed[v] and game.overwriter[v] == ops[end]:
+        if end > placed[v] and overwriter[v] == ops[end]:
             end -= 1
         delta[placed[v]] += size[v]
         delta[end + 1] -= size[v]
@@ -211,13 +247,13 @@ def profile(game: Game, ops: Sequence[int]) -> NDArray[np.int64]:
         for v in game.outputs[o]:
             if v in placed:
                 close(v)
-            elif game.pin[v] >= 0:
-                held[v] = first[int(game.pin[v])]
+            elif pin[v] >= 0:
+                held[v] = first[pin[v]]
             placed[v] = used[v] = t
-        at[t] += game.workspace[o]
-        if game.state[o] and state_last[o] != first[o] == t:
-            delta[t] += game.state[o]
-            delta[state_last[o] + 1] -= game.state[o]
+        at[t] = workspace[o]
+        if state[o] and state_last[o] != first[o] == t:
+            delta[t] += state[o]
+            delta[state_last[o] + 1] -= state[o]
     for v in placed:
         close(v)
-    return np.cumsum(delta[:length]) + at + game.graph.resident_bytes
+    return np.cumsum(np.asarray(delta[:length], dtype=np.int64)) + np.asarray(at, dtype=np.int64) + game.graph.resident_bytes

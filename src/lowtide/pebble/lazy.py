@@ -21,10 +21,11 @@ def row_without(
             runs, fewer bytes. (Without, what an operator works on in place may stay beside what it makes.)
     """
     readers_left = [len(r) for r in game.readers]
+    returns = game.returns.tolist()
     present: set[int] = set()
     row: list[int] = []
     for o in range(game.plain):
-        present -= {v for v in absent.get(o, frozenset()) if game.returns[v]}
+        present -= {v for v in absent.get(o, frozenset()) if returns[v]}
         for q in _missing(game, o, present, fetched):
             row.append(q)
             present.update(game.outputs[q])
@@ -32,7 +33,7 @@ def row_without(
         present.update(game.outputs[o])
         for v in game.inputs[o]:
             readers_left[v] -= 1
-            if readers_left[v] or not game.returns[v] or game.graph.nodes[game.value_nodes[v]].keep:
+            if readers_left[v] or not returns[v] or game.graph.nodes[game.value_nodes[v]].keep:
                 continue
             if forgets:
                 present.discard(v)
@@ -41,18 +42,21 @@ def row_without(
 
 def _missing(game: Game, o: int, present: set[int], fetched: AbstractSet[int]) -> list[int]:
     """Operators to run so that all that one reads is there, in an order in which they can run."""
+    if present.issuperset(game.inputs[o]):
+        return []
+    producer, fetcher, again = game.lists.producer, game.lists.fetcher, game.lists.again
     found: list[int] = []
     seen: set[int] = set()
     stack = [(v, False) for v in reversed(game.inputs[o])]
     while stack:
         v, ready = stack.pop()
         if ready:
-            found.append(int(game.producer[v]))
+            found.append(producer[v])
             continue
         if v in present or v in seen:
             continue
-        q, fetch = int(game.producer[v]), int(game.fetcher[v])
-        if fetch >= 0 and (v in fetched or not game.again[q]):
+        q, fetch = producer[v], fetcher[v]
+        if fetch >= 0 and (v in fetched or not again[q]):
             seen.add(v)
             found.append(fetch)
             continue

@@ -181,7 +181,7 @@ class Hunt:
                 start = own if mends % 2 else near[mends // 2 % len(near)]
                 heat = _MENDING_HEATS[mends // 2 % len(_MENDING_HEATS)]
                 weight = _FIRM * (_FIRMER ** min(idle, 3) if start.over_bytes and mends % 2 else 1)
-                moves = _MENDING * plain << k // _SAME_LENGTH
+                moves = _MENDING * plain << mends // _SAME_LENGTH
                 mends += 1
             moves = min(moves, _LONGEST * plain)
             found = self._round(

@@ -9,7 +9,7 @@ was there at its beginning, or is placed in it. There are many such rows; those 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import final
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.pebble.before import Instant, Precedence
-from lowtide.pebble.bound import Program, TimeBound, again_for, chosen, fetch_in, run_in, stages
+from lowtide.pebble.bound import Program, Solved, TimeBound, again_for, chosen, fetch_in, run_in, stages
 from lowtide.pebble.game import Game
 
 _ROUNDS = 8
@@ -49,6 +49,21 @@ class _Window:
         return range(self.start + 1, self.end + 1)
 
 
+@dataclass(frozen=True, slots=True)
+class _LaidOut:
+    """An answer as arrays.
+
+    Attributes:
+        on: per instant and value, how much of it is on the board; not a number where the program does not ask.
+        runs: per stretch and operator, how much of it runs again.
+        fetched: per stretch and value, how much of it is fetched.
+    """
+
+    on: Answer
+    runs: Answer
+    fetched: Answer
+
+
 @final
 class Chain:
     """Comparable instants, in order, and what they prove together.
@@ -56,6 +71,7 @@ class Chain:
     Attributes:
         program: it, with the rows that have joined.
         joined: of which windows and values these are.
+        took: seconds in which it was relaxed last.
     """
 
     def __init__(
@@ -87,6 +103,7 @@ class Chain:
         again = again_for(game, light)
         self._again = [np.nonzero(at.done & again)[0].tolist() for at in tight]
         self.joined: dict[tuple[_Window, int], None] = {}
+        self.took = 0.0
         self._asked: list[int] = []
         self._proven: float = 0.0 if like is None else like._proven
         self._relaxed: Answer | None = None
@@ -98,14 +115,18 @@ class Chain:
         """What the relaxed program proves, as rows join it so often; nothing is said of what would be absent."""
         deadline = time.monotonic() + seconds
         for _ in range(rounds):
+            if time.monotonic() >= deadline:
+                break
             if self._relaxed is not None and not self._tighten(self._relaxed):
                 break
-            found = self.program.solve(deadline - time.monotonic(), whole=False)
+            began = time.monotonic()
+            found = self.program.solve(deadline - began, whole=False)
+            self.took = time.monotonic() - began
             if found.x is None:
                 break
             raised = found.value - self._proven
             self._proven, self._relaxed = max(self._proven, found.value), found.x
-            if time.monotonic() >= deadline or raised < _RAISED * found.value:
+            if raised < _RAISED * found.value:
                 break
         return self.proven
 
@@ -116,13 +137,20 @@ class Chain:
             return bound
         return replace(bound, **chosen(self.program, self._relaxed, self.tight, least=_HALF))
 
-    def dive(self, *, seconds: float, gap: float = 0.0) -> TimeBound:
+    def dive(
+        self, *, seconds: float, gap: float = 0.0, tell: Callable[[TimeBound, float], None] | None = None
+    ) -> TimeBound:
         """The same, with a whole answer near the relaxed one: what that has on the board nearly wholly, or hardly, stays so.
 
         What runs again follows from what is on the board, and need not be asked to be whole.
+
+        Args:
+            seconds: how long may be looked for it.
+            gap: it may be dearer than the best of these by such a share.
+            tell: told of every better answer as it comes, with its extra seconds as a share of the graph's.
         """
         bound = self.proven
-        if self._relaxed is None:
+        if self._relaxed is None or seconds <= 0:
             return bound
         settled = {
             j: round(self._relaxed[j])
@@ -130,25 +158,47 @@ class Chain:
             if name[0] == "on" and j < len(self._relaxed) and abs(self._relaxed[j] - round(self._relaxed[j])) < _NEARLY
         }
         runs = [j for name, j in self.program.index.items() if name[0] == "run"]
-        found = self.program.solve(seconds, gap=gap, settled=settled, real=runs)
+        found = self.program.solve(seconds, gap=gap, settled=settled, real=runs, tell=self._teller(tell))
         if found.x is None:
             return self.rounded()
         self._known = found.x
         return replace(bound, **chosen(self.program, found.x, self.tight))
 
-    def whole(self, *, seconds: float, gap: float = 0.0) -> TimeBound:
-        """What the program proves with whole variables, and its answer."""
+    def whole(
+        self, *, seconds: float, gap: float = 0.0, tell: Callable[[TimeBound, float], None] | None = None
+    ) -> TimeBound:
+        """What the program proves with whole variables, and its answer; ``tell`` is told as by :meth:`dive`."""
+        if seconds <= 0:
+            return self.proven
         if self._relaxed is not None:
             self._tighten(self._relaxed)
-        found = self.program.solve(seconds, gap=gap, start=self._known)
+        found = self.program.solve(seconds, gap=gap, start=self.start(), tell=self._teller(tell))
         self._proven = max(self._proven, found.value)
         bound = self._bound(ended=found.ended)
         return bound if found.x is None else replace(bound, **chosen(self.program, found.x, self.tight))
+
+    def start(self) -> Answer | None:
+        """The known answer, with the variables of rows that have joined since: an operator runs again in a window, or not."""
+        if self._known is None:
+            return None
+        size = len(self._known)
+        start = np.concatenate([self._known, np.zeros(len(self.program.cost) - size)])
+        for name, j in self.program.index.items():
+            if j >= size and name[0] == "again":
+                _, window, o = name
+                runs = (self.program.index.get(("run", t, o)) for t in window.stretches)
+                start[j] = min(1.0, sum(float(start[k]) for k in runs if k is not None))
+        return start
 
     @property
     def proven(self) -> TimeBound:
         """What was proven so far."""
         return self._bound(ended=False)
+
+    def _teller(self, tell: Callable[[TimeBound, float], None] | None) -> Callable[[Solved], None] | None:
+        if tell is None:
+            return None
+        return lambda found: tell(replace(self.proven, **chosen(self.program, found.x, self.tight)), found.cost)
 
     def _bound(self, *, ended: bool) -> TimeBound:
         nodes = tuple(self.game.nodes[at.op] for at in self.tight)
@@ -159,61 +209,55 @@ class Chain:
     def _tighten(self, answer: Answer) -> bool:
         """Let rows join that a relaxed answer breaks; whether there were any."""
         joined = False
-        for window, runs in self._windows(answer):
-            for v in self._broken(window, runs, answer):
+        laid = self._laid_out(answer)
+        for window, runs in self._windows(laid):
+            for v in self._broken(window, runs, laid):
                 if (window, v) not in self.joined:
                     self._join(window, v)
                     joined = True
         return joined
 
-    def _windows(self, answer: Answer) -> Iterator[tuple[_Window, Answer]]:
+    def _laid_out(self, answer: Answer) -> _LaidOut:
+        count, values = len(self.tight), len(self.game.value_nodes)
+        laid = _LaidOut(
+            on=np.full((count, values), np.nan),
+            runs=np.zeros((count + 1, self.game.plain)),
+            fetched=np.zeros((count + 1, values)),
+        )
+        arrays = {"on": laid.on, "run": laid.runs, "fetch": laid.fetched}
+        for name, j in self.program.index.items():
+            if j < len(answer) and name[0] in arrays:
+                arrays[name[0]][name[1], name[2]] = answer[j]
+        return laid
+
+    def _windows(self, laid: _LaidOut) -> Iterator[tuple[_Window, Answer]]:
         """Every window, and how much of what an answer has run again in it counts as one run of each operator."""
-        index, count = self.program.index, len(self.tight)
+        count = len(self.tight)
         for start in range(count):
             total = np.zeros(self.game.plain)
+            here = self._again[start]
             for end in range(start + 1, count + 1):
-                for o in self._again[start]:
-                    j = index.get(("run", end, o))
-                    if j is not None:
-                        total[o] += answer[j]
+                total[here] += laid.runs[end, here]
                 yield _Window(start, end), np.minimum(1.0, total)
 
-    def _broken(self, window: _Window, runs: Answer, answer: Answer) -> list[int]:
+    def _broken(self, window: _Window, runs: Answer, laid: _LaidOut) -> list[int]:
         """Values of which an answer has more at a window's end than was there at its beginning or is placed within it."""
-        game, index = self.game, self.program.index
-        start, again = window.start, game.again
-
-        def there(v: int) -> float | None:
-            j = index.get(("on", start, v))
-            if j is None:
-                return None
-            fetched = 0.0
-            if game.fetcher[v] >= 0:
-                ways = (index.get(("fetch", t, v)) for t in window.stretches)
-                fetched = sum(float(answer[k]) for k in ways if k is not None)
-            o = int(game.producer[v])
-            return float(answer[j]) + fetched + (float(runs[o]) if again[o] else 0.0)
-
+        game, start = self.game, window.start
+        again = game.again[game.producer]
+        before = laid.on[start] + laid.fetched[start + 1 : window.end + 1].sum(axis=0)
+        have = before + np.where(again, runs[game.producer], 0.0)
         for o in self._again[start]:
             if runs[o] > 0:
-                for p in game.inputs[o]:
-                    have = there(p)
-                    if have is not None and have < runs[o]:
-                        runs[o] = have
-        broken = []
-        for v in self._made[start]:
-            want = self._want(window, v, answer)
-            have = there(v) if want > _BROKEN else None
-            if have is not None and want - have > _BROKEN:
-                broken.append(v)
-        return broken
-
-    def _want(self, window: _Window, v: int, answer: Answer) -> float:
-        """How much of a value an answer has on the board at a window's end; at the schedule's, whether it must come back."""
-        if window.end == len(self.tight):
-            return float(self._wanted[window.start][v])
-        j = self.program.index.get(("on", window.end, v))
-        return 0.0 if j is None else float(answer[j])
+                least = min((have[p] for p in game.inputs[o] if have[p] < runs[o]), default=None)
+                if least is not None:
+                    runs[o] = least
+                    made = list(game.outputs[o])
+                    have[made] = before[made] + least
+        last = window.end == len(self.tight)
+        want = self._wanted[start].astype(float) if last else np.nan_to_num(laid.on[window.end])
+        made_before = self._made[start]
+        short = (want > _BROKEN) & (want - have > _BROKEN)
+        return [v for v in made_before if short[v]]
 
     def _join_as_in(self, like: Chain) -> None:
         ends = {at.op: t for t, at in enumerate(self.tight)}
