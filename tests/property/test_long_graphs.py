@@ -93,7 +93,7 @@ def test_three_thousand_operators_are_planned_next_to_the_proof(percent):
 
 def test_the_limit_only_ends_a_search_more_time_asks_the_same_programs_first(monkeypatch):
     """Of a graph at which several instants decide: the shorter search's programs are the first ones of the longer one's."""
-    graph = blocks([(3, 1.0), (7, 20.0), (2, 1.0), (8, 2.0), (5, 1.0)], 120)
+    graph = blocks([(3, 1.0), (7, 20.0), (2, 1.0), (8, 2.0), (5, 1.0)], 30)
     asked: list[tuple[str, object]] = []
 
     class Watched(programs.Chain):
@@ -115,12 +115,12 @@ def test_the_limit_only_ends_a_search_more_time_asks_the_same_programs_first(mon
 
     monkeypatch.setattr(programs, "Chain", Watched)
     sequences = []
-    for seconds in (1.0, 3.0):
+    for seconds in (0.5, 3.0):
         asked.clear()
         solver = Solver(graph)
         budget = solver.floor.bytes + (solver.given.peak_bytes - solver.floor.bytes) * 15 // 100
         solver.searched(budget, seconds=seconds)
         sequences.append(list(asked))
     shorter, longer = sequences
-    assert any(what == "relaxed" for what, _ in shorter)
+    assert len({what for what, _ in shorter}) >= 2
     assert longer[: len(shorter)] == shorter

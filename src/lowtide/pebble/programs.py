@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lowtide.pebble import bound
+from lowtide.pebble.apart import kept_ready
 from lowtide.pebble.before import Instant, Precedence
 from lowtide.pebble.bound import TimeBound
 from lowtide.pebble.checkpoints import SPACINGS, Crossings
@@ -56,8 +57,8 @@ _VARIABLES, _LARGE_VARIABLES = 9000, 28000
 seconds relaxed, and its rows were never near."""
 _GAP, _NEAR_GAP = 1e-3, 1e-2
 """Relative gap at which a whole answer is near enough to a relaxed one: of a small program, and of a large one."""
-_DIVED = 1.5
-"""So many times what the relaxed program took such an answer of a large one is looked for."""
+_DIVED, _DIVED_SECONDS = 1.5, 1.0
+"""So many times what the relaxed program took such an answer of a large one is looked for, and at least so many seconds."""
 _RAISED = 2e-3
 """Share of what was proven by which it must have risen since for another such answer to be looked for."""
 _BETTER = 1e-3
@@ -103,8 +104,11 @@ class Programs:
             single: what the highest instant proves, and what others do.
         """
         best, several = self._begun(single)
+        if self.hunt.over:
+            return best
         if several is not None:
-            return self._stronger(best, self._whole(several))
+            with kept_ready():
+                return self._stronger(best, self._whole(several))
         game = self.bound_game
         if self._left > _SET_UP * game.plain:
             seconds = min(self._left / 2, _EVERY_SECONDS)
@@ -220,7 +224,7 @@ class Programs:
             near relaxed ones (of none where values are left out).
         """
         rows: Rows = []
-        several: Chain | None = None
+        several, answer = None, bound.NOTHING
         known = {self.game.nodes.index(v) for v in found.nodes}
         while row and not self.hunt.over:
             grown = self._grown(known, row, most=_NEW if several is None else _MORE)
@@ -230,25 +234,24 @@ class Programs:
                 return None, several.proven if several is not None else bound.NOTHING, rows
             several = grown
             known = {at.op for at in several.tight}
-            if several.light:
-                several.relax(seconds=self._left, rounds=1)
-                new = self._rows_of(several.rounded())
-                if not self._hopeless(new):
-                    self.hunt.rest()
-                    self.hunt.offer(new)
-            else:
-                self._stronger(bound.NOTHING, several.relax(seconds=self._left))
-                answer = several.dive(seconds=self._left, gap=_GAP)
-                new = self._rows_of(answer)
-                rows += [*new, *self._lowered(answer, new)]
+            self._stronger(bound.NOTHING, several.relax(seconds=self._left, rounds=1))
+            if self.hunt.over:
+                break
+            answer = several.rounded() if several.light else several.dive(seconds=self._left, gap=_GAP)
+            new = self._rows_of(answer)
+            if several.light and not self._hopeless(new):
+                self.hunt.rest()
+                self.hunt.offer(new)
+            if not several.light:
+                rows += new
             row = new[0] if new else ()
-            self.hunt.suggest([*new, *rows[-1:]])
+            self.hunt.suggest(new)
         if several is None:
             return None, bound.NOTHING, rows
         if several.light and self._hopeless([row] if row else []):
             return None, several.proven, rows
-        if several.light and not self.hunt.fits:
-            rows += self._lowered(several.rounded(), [])
+        if not self.hunt.fits:
+            rows += self._lowered(answer, [])
             self.hunt.suggest(rows[-1:])
         return several, several.proven, rows
 
@@ -256,10 +259,11 @@ class Programs:
         """A program with whole variables, from a row near its relaxed answer; what comes of both is mended as it comes."""
         if self.precedence.fixed:
             self.hunt.rest()
-        if several.light:
-            several = self._near(several)
+        several = self._near(several)
         if not self.hunt.fits:
             self.hunt.offer(self._descended([]))
+        if self.hunt.over:
+            return several.proven
         found = several.whole(seconds=self._left, tell=self._listener())
         self.hunt.offer(self._rows_of(found))
         return found
@@ -270,11 +274,11 @@ class Programs:
         Of what fits more rows of windows are asked, as long as they raise what is proven: each such answer is another place to
         begin from.
         """
-        dived = 0.0
+        dived: float | None = None
         while not self.hunt.over:
             several.relax(seconds=self._left, rounds=1)
             proven = several.proven.seconds
-            if dived and proven - dived < _RAISED * proven:
+            if self.hunt.over or (dived is not None and proven - dived <= _RAISED * proven):
                 break
             known = {at.op for at in several.tight}
             rows = self._rows_of(several.rounded())
@@ -283,14 +287,15 @@ class Programs:
             grown = self._grown(known, rows[0], most=_MORE, like=several) if far else None
             if grown is None:
                 dived = proven
-                answer = several.dive(seconds=min(self._left, _DIVED * several.took), gap=_NEAR_GAP, tell=self._listener())
+                seconds = min(self._left, max(_DIVED_SECONDS, _DIVED * several.took))
+                answer = several.dive(seconds=seconds, gap=_NEAR_GAP, tell=self._listener())
                 rows = self._rows_of(answer)
                 rows += self._lowered(answer, rows) if rows else []
                 if rows and not any(self.fits(row) for row in rows):
                     grown = self._grown(known, rows[0], most=_MORE, like=several)
                 self.hunt.offer(rows)
             if grown is not None:
-                several, dived = grown, 0.0
+                several, dived = grown, None
         return several
 
     def _listener(self) -> Callable[[TimeBound, float], None]:

@@ -96,7 +96,7 @@ class Hunt:
 
     def demand(self, seconds: float) -> None:
         """A bound was proven: who looks for rows of fewer seconds has done with one of so many."""
-        self.target_seconds = seconds
+        self.target_seconds = max(self.target_seconds, seconds)
         if self.over:
             for rounds in self._running:
                 end(rounds)
