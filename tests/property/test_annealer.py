@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from lowtide.pebble.anneal import Annealer, library
 from lowtide.pebble.game import game_of, profile
-from lowtide.pebble.graph import Graph
+from lowtide.pebble.graph import Graph, Node
+from lowtide.pebble.lazy import row_without
 from property.graphs import full_graphs
 
 
@@ -39,3 +40,26 @@ def test_bytes_above_the_budget_and_seconds_are_those_of_the_row(
     if not held and (graph.offload is None or graph.offload.host_bytes is None):
         high = profile(game, found.ops)
         assert found.over_bytes == np.maximum(high - max(budget, graph.resident_bytes + 1), 0).sum()
+
+
+@pytest.mark.skipif(library() is None, reason="the search was not compiled")
+@pytest.mark.parametrize("readers", [10, 30, 100])
+def test_an_operator_may_run_again_as_often_as_it_is_read(readers: int) -> None:
+    """Law: however often one stands in a row (a mask that every layer reads), what is counted of the row is so."""
+    nodes = [Node(id="mask", bytes=100, seconds=1e-3)]
+    for k in range(readers):
+        before = (2 * k,) if k else ()
+        nodes.append(Node(id=f"wide{k}", bytes=100, seconds=1.0, workspace_bytes=200 + k, parents=before))
+        nodes.append(Node(id=f"masked{k}", bytes=10, seconds=1.0, parents=(2 * k + 1, 0)))
+    game = game_of(Graph(nodes=tuple(nodes), order=tuple(range(len(nodes)))))
+    row = row_without(game, {o: {0} for o in range(1, game.plain, 2)})
+    assert row.count(0) >= readers
+    for below in (5, 100):
+        budget = int(profile(game, row).max()) - below
+        annealer = Annealer(game, budget, fixed=True)
+        assert annealer.count(row).over_bytes == np.maximum(profile(game, row) - budget, 0).sum()
+        found = annealer.round(
+            row, moves=20000, hot=1e-2, cold=1e-5, copies=True, seed=1, deadline=time.monotonic() + 60, target_seconds=-1.0
+        )
+        assert found.over_bytes == np.maximum(profile(game, found.ops) - budget, 0).sum()
+        assert found.seconds == pytest.approx(sum(game.seconds[o] for o in found.ops))

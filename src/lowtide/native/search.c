@@ -14,6 +14,7 @@
 #include <time.h>
 
 enum { COPIES = 24, LOG = 4096, CHAIN = 24, RIVALS = 4 };
+/* COPIES: of one operator in a row, at most; or twice as many as the row has that a round begins from. */
 enum { LIFE = 0, STATE = 1, HOST = 2 };
 enum { BLOCK = 64 }; /* slots whose most and least bytes are known together */
 
@@ -57,7 +58,8 @@ typedef struct {
     double *more;      /* slot -> bytes more than in the one before, while all is counted anew */
     Profile mem, host;
     double seconds;
-    int32_t *count, (*pos)[COPIES];
+    int32_t *count, *room, **pos, *ground; /* operator -> its instances, how many there may be, and their slots in order */
+    int32_t *places;           /* room for the slots at which a value is placed */
     Lives *lives;
     int32_t *dup, *dup_at; int32_t dups;
     /* the move that is being tried */
@@ -187,7 +189,7 @@ static int placings(const Search *s, int32_t v, int32_t *slots) {
 
 static void compute_lives(const Search *s, int32_t v, Lives *l) {
     const Game *g = s->g;
-    int32_t slots[2 * COPIES];
+    int32_t *slots = s->places;
     if (g->kind[v] == STATE) {
         int32_t p = g->producer[v];
         l->n = 0;
@@ -283,7 +285,7 @@ static void touch_op(Search *s, int32_t o) {
 }
 
 static int place(Search *s, int32_t o, int32_t t) {
-    if (s->dones >= LOG || s->count[o] >= COPIES) return 0;
+    if (s->dones >= LOG || s->count[o] >= s->room[o]) return 0;
     put(s, o, t);
     s->done[s->dones].op = o; s->done[s->dones].slot = t; s->done[s->dones++].placed = 1;
     touch_op(s, o);
@@ -415,7 +417,7 @@ static int relocate(Search *s) {
 
 static int add_chain(Search *s, int32_t o, int32_t before, int depth) {
     const Game *g = s->g;
-    if (!g->again[o] || s->count[o] >= COPIES || depth > CHAIN) return 0;
+    if (!g->again[o] || s->count[o] >= s->room[o] || depth > CHAIN) return 0;
     int32_t lo = earliest(s, o);
     if (o < g->plain && s->pos[o][0] > lo) lo = s->pos[o][0];
     int32_t t = vacant(s, lo, before, before - 1);
@@ -457,7 +459,7 @@ static int add(Search *s) {
     if (v < 0) return 0;
     int32_t o = g->producer[v];
     if (g->fetcher[v] >= 0 && (!g->again[o] || unit(s) < 0.5)) o = g->fetcher[v];
-    if (!g->again[o] || s->count[o] >= COPIES) return 0;
+    if (!g->again[o] || s->count[o] >= s->room[o]) return 0;
     int32_t n = g->use_at[v + 1] - g->use_at[v];
     int32_t t = -1;
     if (crowded >= 0) {
@@ -515,7 +517,7 @@ static void tidy(Search *s) {
                     for (int32_t k = g->out_at[q]; k < g->out_at[q + 1] && !used; k++) {
                         int32_t w = g->out[k];
                         if (g->kind[w] != LIFE) continue;
-                        int32_t stop = (int32_t)s->slots, slots[2 * COPIES];
+                        int32_t stop = (int32_t)s->slots, *slots = s->places;
                         int n = placings(s, w, slots);
                         for (int x = 0; x < n; x++) if (slots[x] > t) { stop = slots[x]; break; }
                         for (int32_t u = g->use_at[w]; u < g->use_at[w + 1] && !used; u++)
@@ -605,7 +607,27 @@ static int make_profile(Profile *p, int64_t slots, double limit) {
 
 static void destroy_profile(Profile *p) { free(p->at); free(p->top); free(p->low); free(p->steps); }
 
-static int make(Search *s, const Game *g, int64_t slots, uint64_t seed) {
+/* Room for the slots of every operator's instances, those of a row among them. */
+static int make_room(Search *s, const int32_t *row, int64_t length) {
+    const Game *g = s->g;
+    int64_t all = 0;
+    s->room = calloc(g->ops, sizeof(int32_t));
+    s->pos = malloc(sizeof(int32_t *) * g->ops);
+    s->places = malloc(sizeof(int32_t) * s->slots);
+    if (!s->room || !s->pos || !s->places) return 0;
+    for (int64_t i = 0; i < length; i++) s->room[row[i]] += 2;
+    for (int64_t o = 0; o < g->ops; o++) {
+        if (s->room[o] < COPIES) s->room[o] = COPIES;
+        all += s->room[o];
+    }
+    s->ground = malloc(sizeof(int32_t) * all);
+    if (!s->ground) return 0;
+    all = 0;
+    for (int64_t o = 0; o < g->ops; o++) { s->pos[o] = s->ground + all; all += s->room[o]; }
+    return 1;
+}
+
+static int make(Search *s, const Game *g, const int32_t *row, int64_t length, int64_t slots, uint64_t seed) {
     memset(s, 0, sizeof *s);
     s->g = g;
     s->slots = slots;
@@ -615,7 +637,7 @@ static int make(Search *s, const Game *g, int64_t slots, uint64_t seed) {
     s->more = malloc(sizeof(double) * (slots + 1));
     int profiles = make_profile(&s->mem, slots, g->budget) & make_profile(&s->host, slots, g->host_budget);
     s->count = calloc(g->ops, sizeof(int32_t));
-    s->pos = malloc(sizeof(*s->pos) * g->ops);
+    int rooms = make_room(s, row, length);
     s->lives = calloc(g->values, sizeof(Lives));
     s->before = calloc(g->values, sizeof(Lives));
     s->dup = malloc(sizeof(int32_t) * g->ops);
@@ -623,7 +645,7 @@ static int make(Search *s, const Game *g, int64_t slots, uint64_t seed) {
     s->touched = malloc(sizeof(int32_t) * g->values);
     s->mark = calloc(g->values, sizeof(uint32_t));
     s->rng = seed * 0x9E3779B97F4A7C15ull + 0x1234567;
-    return profiles && s->at && s->full && s->stand && s->more && s->count && s->pos && s->lives && s->before && s->dup && s->dup_at &&
+    return profiles && rooms && s->at && s->full && s->stand && s->more && s->count && s->lives && s->before && s->dup && s->dup_at &&
            s->touched && s->mark;
 }
 
@@ -632,8 +654,9 @@ static void destroy(Search *s) {
         if (s->lives) { free(s->lives[v].a); free(s->lives[v].b); }
         if (s->before) { free(s->before[v].a); free(s->before[v].b); }
     }
-    free(s->at); free(s->full); free(s->stand); free(s->more); free(s->count); free(s->pos); free(s->lives); free(s->before);
+    free(s->at); free(s->full); free(s->stand); free(s->more); free(s->count); free(s->lives); free(s->before);
     free(s->dup); free(s->dup_at); free(s->touched); free(s->mark);
+    free(s->room); free(s->pos); free(s->ground); free(s->places);
     destroy_profile(&s->mem);
     destroy_profile(&s->host);
 }
@@ -658,7 +681,7 @@ __attribute__((visibility("default")))
 int lowtide_anneal(const Game *g, int32_t *row, int64_t *length, int64_t slots, Round *r) {
     Search s;
     int32_t *best = malloc(sizeof(int32_t) * slots), *work = malloc(sizeof(int32_t) * slots);
-    if (!make(&s, g, slots, r->seed) || !best || !work) { destroy(&s); free(best); free(work); return 0; }
+    if (!make(&s, g, row, *length, slots, r->seed) || !best || !work) { destroy(&s); free(best); free(work); return 0; }
     int64_t best_n = *length, n;
     memcpy(best, row, sizeof(int32_t) * best_n);
     lay(&s, row, *length);
