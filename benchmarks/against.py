@@ -8,7 +8,7 @@ done several times with fresh processes, as one process is a little slower than 
 shares of ``benchmarks/budget.py``, not below 1.1 times the higher one of both floors; where they come to the same bytes they
 are measured once.
 
-Prints a table and, with ``--json FILE``, writes every figure.
+Prints a table and, with ``--json FILE``, writes every figure, after each model.
 """
 
 from __future__ import annotations
@@ -226,8 +226,14 @@ def main() -> None:
         return
     with_counter()
     trees = {"other": given.other.resolve(), "this": HERE.parents[1]}
+    results = []
     with Progress() as progress:
-        results = [compare(name, trees, given, progress) for name in given.models.split(",")]
+        for name in given.models.split(","):
+            results.append(compare(name, trees, given, progress))
+            if given.json:
+                Path(given.json).write_text(json.dumps({
+                    "machine": machine(), "other": given.name, "threads": given.threads, "results": results,
+                }, indent=1))
     table = Table(title=f"Seconds a step above plain torch: other is {given.name}")
     for column in ("model", "training", "bytes", "peak", "s/step", "extra", "of CPU", "than other", "predicted (error)", ""):
         table.add_column(column, justify="right")
@@ -235,10 +241,6 @@ def main() -> None:
         for line in rows(result):
             table.add_row(*line)
     Console(width=160).print(table)
-    if given.json:
-        Path(given.json).write_text(json.dumps({
-            "machine": machine(), "other": given.name, "threads": given.threads, "results": results,
-        }, indent=1))
 
 
 if __name__ == "__main__":

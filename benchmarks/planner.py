@@ -212,8 +212,9 @@ def recorded(recordings: dict[str, tuple[Graph, int]], seconds: float) -> list[d
 def anytime(recordings: dict[str, tuple[Graph, int]]) -> list[dict[str, Any]]:
     """The same at the lowest share with ever higher limits, several searches of each in turns."""
     rows = []
-    for name in HARD & recordings.keys():
-        graph, start = recordings[name]
+    for name, (graph, start) in recordings.items():
+        if name not in HARD:
+            continue
         for turn, limit in itertools.product(range(TURNS), LIMITS):
             solver = Solver(graph)
             answer = solver.at(start + (solver.given.peak_bytes - start) * 25 // 100, seconds=limit)

@@ -48,6 +48,17 @@ def children() -> list[psutil.Process]:
     return [p for p in psutil.Process().children() if any("apart.py" in part for part in p.cmdline())]
 
 
+def test_a_process_that_was_ended_while_it_waited_costs_no_answer() -> None:
+    asked = knapsack(12, 1)
+    with kept_ready():
+        assert solved_apart(asked, seconds=60).ended
+        for process in children():
+            process.kill()
+            process.wait()
+        assert solved_apart(asked, seconds=60).ended
+    assert not children()
+
+
 def test_its_answer_is_the_one_that_is_found_here() -> None:
     for seed in range(3):
         asked = knapsack(12, seed)

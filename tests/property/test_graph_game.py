@@ -509,3 +509,78 @@ def _with_fetches(graph: Graph, row: Row, rnd: random.Random) -> Row:
         found.append(move)
         made.update((move.node, *graph.members[move.node]))
     return tuple(found)
+
+
+def test_the_end_is_behind_every_operator_in_any_order() -> None:
+    """What is kept and may not run again is there while those run that follow it, whether they lead to what is kept or not."""
+    nodes = [
+        {"id": "kept", "bytes": 10, "seconds": 1.0, "keep": True, "recompute": False},
+        {"id": "after", "bytes": 5, "seconds": 1.0, "workspace_bytes": 6},
+    ]
+    solver = Solver(from_json({"nodes": nodes, "links": [{"source": "kept", "target": "after"}]}), order=Order.FREE)
+    other = {"id": "later", "bytes": 5, "seconds": 1.0, "workspace_bytes": 16}
+    links = [{"source": "kept", "target": "after"}, {"source": "after", "target": "later"}]
+    longer = Solver(from_json({"nodes": [*nodes, other], "links": links}), order=Order.FREE)
+    assert solver.floor.bytes == 21
+    assert longer.floor.bytes == 36
+
+
+def test_what_is_always_there_is_a_peak_without_any_operator() -> None:
+    solver = Solver(from_json({"nodes": [{"id": "weights", "bytes": 6000, "seconds": 0, "resident": True}], "links": []}))
+    assert solver.given.peak_bytes == 6000
+    assert solver.at(100).status is Status.INFEASIBLE
+    assert check(solver.graph, account.to_json(solver.at(100))) == []
+    assert solver.at(6000).status is Status.OPTIMAL
+
+
+def test_a_small_graph_of_which_not_all_schedules_can_be_looked_at_in_time_is_searched() -> None:
+    """Ten operators with a second board in free order have millions: the limit holds there, too."""
+    nodes = [{"id": i, "bytes": 100 + i % 5, "seconds": 1.0} for i in range(10)]
+    links = [{"source": i, "target": 5 + j} for i in range(5) for j in range(5) if (i + j) % 3]
+    offload = {"write_bytes_per_second": 300.0, "read_bytes_per_second": 300.0}
+    solver = Solver(from_json({"graph": {"offload": offload}, "nodes": nodes, "links": links}), order=Order.FREE)
+    budget = (solver.floor.bytes + 9 * solver.given.peak_bytes) // 10
+    assert exact.small(solver.graph)
+    with pytest.raises(TimeoutError):
+        exact.search(solver.graph, budget, fixed=False, deadline=time.monotonic())
+    answer = solver.at(budget, seconds=0.4)
+    assert answer.status is Status.FEASIBLE
+    assert answer.timeline.peak_bytes <= budget
+
+
+def test_a_minimum_cut_that_there_is_no_time_for_leaves_what_is_forced() -> None:
+    nodes = [{"id": i, "bytes": 100 + i % 7, "seconds": 1.0} for i in range(40)]
+    links = [{"source": a, "target": b} for b in range(1, 40) for a in {max(0, b - 1 - b % 5), max(0, b - 9)}]
+    solver = Solver(from_json({"nodes": nodes, "links": links}), order=Order.FREE)
+    forced, cut = (bound.once(solver.game, solver.precedence, solver.instants, seconds=s) for s in (0.0, 60.0))
+    assert forced.method == "forced"
+    assert forced.bytes <= cut.bytes
+
+
+def test_memory_has_no_price_where_its_programs_were_not_solved_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a program that was cut off the value is 0, and the difference to it is no saving."""
+    nodes = [{"id": i, "bytes": 50, "seconds": 1.0} for i in range(20)]
+    links = [{"source": i, "target": i + 1} for i in range(19)] + [{"source": i, "target": 19 - i} for i in range(9)]
+    solver = Solver(from_json({"nodes": nodes, "links": links}))
+    budget = (solver.floor.bytes + solver.given.peak_bytes) // 2
+    answer = solver.searched(budget, seconds=1.0)
+    asked = (solver.bound_game, solver.precedence, answer.time_bound, budget, 100)
+    assert bound.price(*asked) > 0
+    solve, calls = bound.Program.solve, itertools.count()
+
+    def cut_off(self: bound.Program, seconds: float, **how: Any) -> bound.Solved:
+        found = solve(self, seconds, **how)
+        return found if next(calls) % 2 == 0 else replace(found, value=0.0, ended=False, x=None)
+
+    monkeypatch.setattr(bound.Program, "solve", cut_off)
+    assert bound.price(*asked) == 0
+
+
+def test_plans_of_graphs_that_take_no_time_are_checked() -> None:
+    nodes = [{"id": i, "bytes": 50, "seconds": 0.0} for i in range(14)]
+    links = [{"source": i, "target": i + 1} for i in range(13)] + [{"source": i, "target": 13 - i} for i in range(6)]
+    offload = {"write_bytes_per_second": 30.0, "read_bytes_per_second": 30.0}
+    solver = Solver(from_json({"graph": {"offload": offload}, "nodes": nodes, "links": links}))
+    answer = solver.at((solver.floor.bytes + solver.given.peak_bytes) // 2, seconds=1.0)
+    assert answer.status.has_plan
+    assert check(solver.graph, account.to_json(answer)) == []

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.pebble import account, bound
+from lowtide.pebble import account, bound, windows
 from lowtide.pebble.anneal import library
 from lowtide.pebble.check import check
 from lowtide.pebble.solve import Order, Solver, Status
@@ -76,6 +76,20 @@ def test_a_known_answer_keeps_the_rows_that_join_after_it(share):
     for row, low, high in zip(program.rows, program.low, program.high, strict=True):
         assert low - 1e-6 <= sum(a * start[j] for j, a in row.items()) <= high + 1e-6
     assert len(chain.joined) > known
+
+
+@pytest.mark.parametrize("share", [2, 20, 30])
+def test_where_rounding_much_leaves_no_answer_less_is_rounded(share, monkeypatch):
+    """Of these chains a relaxed answer rounded at 0.3 leaves none; one near it is found all the same."""
+    found = []
+    for nearly in ((0.3,), (0.3, 0.01)):
+        monkeypatch.setattr(windows, "_NEARLY", nearly)
+        _, _, chain = tight_blocks(share, {2: 5, 20: 3, 30: 5}[share])
+        chain.relax(seconds=60, rounds=1)
+        chain.dive(seconds=60)
+        found.append(chain.start())
+    assert found[0] is None
+    assert found[1] is not None
 
 
 @pytest.mark.long

@@ -58,7 +58,12 @@ class _Pool:
 
     def take(self) -> subprocess.Popen[bytes] | None:
         with self._lock:
-            return self._waiting.pop() if self._waiting else _begin()
+            while self._waiting:
+                process = self._waiting.pop()
+                if process.poll() is None:
+                    return process
+                _end(process)  # who interrupts a program, or runs out of memory, may end it
+            return _begin()
 
     def give_back(self, process: subprocess.Popen[bytes]) -> None:
         with self._lock:
@@ -124,10 +129,10 @@ def solved_apart(
         return Told()
     overdue = threading.Timer(seconds, process.kill)  # whatever it is that takes long: what is written or read then ends
     overdue.daemon = True
-    overdue.start()
     told = Told()
     lost = True
     try:
+        overdue.start()
         assert process.stdin is not None
         assert process.stdout is not None
         _send(process.stdin, (dict(asked), gap, start, deadline - _EARLY))

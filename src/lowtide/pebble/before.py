@@ -48,6 +48,10 @@ class Precedence:
         for o in range(self.game.plain):
             for p in self.game.parents[o]:
                 above[o] |= above[p] | 1 << p
+        end = self.game.last
+        if end >= 0:  # behind all, whether they lead to what is kept or not
+            above[end] = (1 << end) - 1
+            below[:end] = [1 << end] * end
         for o in range(self.game.plain - 1, -1, -1):
             mine = below[o] | 1 << o
             for p in self.game.parents[o]:

@@ -139,16 +139,23 @@ def closed_floor(game: Game, precedence: Precedence, at: Instant, *, seconds: fl
     return PeakBound(bytes=int(found.value * most * (1 - _EXACT)), node=game.nodes[at.op], method="instant")
 
 
-def once(game: Game, precedence: Precedence, instants: Sequence[Instant], *, cut: bool = True) -> PeakBound:
-    """The peak that no order goes below when every operator runs once and nothing is moved."""
+def once(game: Game, precedence: Precedence, instants: Sequence[Instant], *, seconds: float = np.inf) -> PeakBound:
+    """The peak that no order goes below when every operator runs once and nothing is moved.
+
+    What is forced on the board, and while there is time a minimum cut of each instant, those with most on it first.
+    """
+    deadline = time.monotonic() + seconds
     best = PeakBound(bytes=game.graph.resident_bytes, node=-1, method="forced")
-    for at in instants:
-        size = precedence.bytes_once(at)
+    forced = [precedence.bytes_once(at) for at in instants]
+    for at, size in zip(instants, forced, strict=True):
         if size > best.bytes:
             best = PeakBound(bytes=size, node=game.nodes[at.op], method="forced")
-    if cut:
+    if time.monotonic() < deadline:
         network = _Network(game)
-        for at in instants:
+        for i in sorted(range(len(instants)), key=lambda i: -forced[i]):
+            if time.monotonic() >= deadline:
+                break
+            at = instants[i]
             size = network.least(at)
             if size > best.bytes:
                 best = PeakBound(bytes=size, node=game.nodes[at.op], method="cut")
@@ -358,19 +365,19 @@ def price(game: Game, precedence: Precedence, found: TimeBound, budget_bytes: in
     ops = {v: o for o, v in enumerate(game.nodes[: game.plain])}
     at = [precedence.instant(ops[v]) for v in found.nodes]
 
-    def relaxed(budget: int) -> float:
+    def relaxed(budget: int) -> Solved:
         if found.method in ("instant", "chain"):
             program = stages(game, precedence, at, budget)
         else:
-            everywhere = _over_instants(game, precedence, looked_at(game, precedence), budget)
-            if everywhere is None:
-                return 0.0
-            program = everywhere
-        return program.solve(_PRICED, whole=False).value
+            program = _over_instants(game, precedence, looked_at(game, precedence), budget) or Program()
+        return program.solve(_PRICED, whole=False)
 
     if found.method not in ("instant", "instants", "chain"):
         return 0.0
-    return max(0.0, relaxed(budget_bytes) - relaxed(budget_bytes + more_bytes)) * (game.base_seconds or 1.0)
+    less, more = relaxed(budget_bytes), relaxed(budget_bytes + more_bytes)
+    if not (less.ended and more.ended):
+        return 0.0
+    return max(0.0, less.value - more.value) * (game.base_seconds or 1.0)
 
 
 def _absent(program: Program, game: Game, precedence: Precedence, v: int, op: int) -> int:

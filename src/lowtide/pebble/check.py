@@ -25,6 +25,8 @@ _PROGRAM = 1e-6
 """Relative difference in a bound that two runs of the program's solver may show."""
 _LIMIT = 120.0
 """Seconds for solving the bound's program again."""
+_IMPOSSIBLE = 2
+"""What the solver says of a program without an answer."""
 _RUNS = ("compute", "update")
 _WAITED = 1000.0
 """So many times the graph's seconds a bound may be made of waiting, at most."""
@@ -448,7 +450,7 @@ class _Checker:
         elif method == "none":
             proved = 0.0
         else:
-            proved = self.program(budget, base, claimed)
+            proved = self.program(budget, base or 1.0, claimed)
         self.claim(
             claimed <= proved * (1 + _PROGRAM) + 1e-9 * base, f"bound.extra_seconds is {claimed}, by {method} it is {proved}"
         )
@@ -865,7 +867,7 @@ class _Program:
         if not self.rows:
             return 0.0
         relaxed = self._solved(whole=False)
-        return relaxed if relaxed >= enough else max(relaxed, self._solved(whole=True))
+        return relaxed if relaxed * (1 + _PROGRAM) >= enough else max(relaxed, self._solved(whole=True))
 
     def _solved(self, *, whole: bool) -> float:
         result = milp(
@@ -875,5 +877,7 @@ class _Program:
             integrality=np.asarray(self.whole) & whole,
             options={"time_limit": _LIMIT},
         )
+        if result.status == _IMPOSSIBLE:
+            return math.inf
         dual = getattr(result, "mip_dual_bound", None)
         return float(result.fun) if result.status == 0 else float((whole and dual) or 0.0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+import math
+import time
 from collections.abc import Iterable
 from itertools import count
 from typing import NamedTuple
@@ -82,8 +84,12 @@ class _State(NamedTuple):
     written: int
 
 
-def search(graph: Graph, budget_bytes: int, *, fixed: bool) -> Row | None:
-    """The row of least seconds within the budget; None where there is none."""
+def search(graph: Graph, budget_bytes: int, *, fixed: bool, deadline: float = math.inf) -> Row | None:
+    """The row of least seconds within the budget; None where there is none.
+
+    Raises:
+        TimeoutError: at the deadline, of :func:`time.monotonic`.
+    """
     rules = _Rules(graph, budget_bytes, fixed)
     start = _State(0, 0, 0)
     best: dict[_State, float] = {start: 0.0}
@@ -94,6 +100,8 @@ def search(graph: Graph, budget_bytes: int, *, fixed: bool) -> Row | None:
         seconds, _, state = heapq.heappop(queue)
         if seconds > best[state]:
             continue
+        if time.monotonic() > deadline:
+            raise TimeoutError("not all schedules could be looked at in time")
         if rules.finished(state):
             return _walk_back(came, state)
         for move, after, cost in rules.moves(state):

@@ -224,20 +224,20 @@ class Programs:
             near relaxed ones (of none where values are left out).
         """
         rows: Rows = []
-        several, answer = None, bound.NOTHING
-        known = {self.game.nodes.index(v) for v in found.nodes}
+        several, best, answer = None, bound.NOTHING, bound.NOTHING
+        known: AbstractSet[int] = {self.game.nodes.index(v) for v in found.nodes}
         while row and not self.hunt.over:
             grown = self._grown(known, row, most=_NEW if several is None else _MORE)
             if grown is None:
                 break
             if len(grown.program.cost) > _LARGE_VARIABLES:
-                return None, several.proven if several is not None else bound.NOTHING, rows
+                return None, best, rows
             several = grown
-            known = {at.op for at in several.tight}
-            self._stronger(bound.NOTHING, several.relax(seconds=self._left, rounds=1))
+            known = several.ops
+            best = self._stronger(best, several.relax(seconds=self._left, rounds=1))
             if self.hunt.over:
                 break
-            answer = several.rounded() if several.light else several.dive(seconds=self._left, gap=_GAP)
+            answer = several.rounded() if several.light else several.dive(seconds=self._dive_seconds(several), gap=_GAP)
             new = self._rows_of(answer)
             if several.light and not self._hopeless(new):
                 self.hunt.rest()
@@ -247,56 +247,67 @@ class Programs:
             row = new[0] if new else ()
             self.hunt.suggest(new)
         if several is None:
-            return None, bound.NOTHING, rows
+            return None, best, rows
         if several.light and self._hopeless([row] if row else []):
-            return None, several.proven, rows
+            return None, best, rows
         if not self.hunt.fits:
             rows += self._lowered(answer, [])
             self.hunt.suggest(rows[-1:])
-        return several, several.proven, rows
+        return several, best, rows
 
     def _whole(self, several: Chain) -> TimeBound:
         """A program with whole variables, from a row near its relaxed answer; what comes of both is mended as it comes."""
         if self.precedence.fixed:
             self.hunt.rest()
-        several = self._near(several)
+        several, best = self._near(several)
         if not self.hunt.fits:
             self.hunt.offer(self._descended([]))
         if self.hunt.over:
-            return several.proven
+            return best
         found = several.whole(seconds=self._left, tell=self._listener())
         self.hunt.offer(self._rows_of(found))
-        return found
+        return self._stronger(best, found)
 
-    def _near(self, several: Chain) -> Chain:
-        """Rows near the relaxed answers of a program, which grows until one fits; the last of these programs.
+    def _near(self, several: Chain) -> tuple[Chain, TimeBound]:
+        """Rows near the relaxed answers of a program, which grows until one fits.
 
         Of what fits more rows of windows are asked, as long as they raise what is proven: each such answer is another place to
         begin from.
+
+        Returns:
+            The last of these programs, and what was proven.
         """
         dived: float | None = None
+        best, fresh, least_over = bound.NOTHING, False, np.inf
         while not self.hunt.over:
-            several.relax(seconds=self._left, rounds=1)
+            best = self._stronger(best, several.relax(seconds=self._left, rounds=1))
             proven = several.proven.seconds
             if self.hunt.over or (dived is not None and proven - dived <= _RAISED * proven):
                 break
-            known = {at.op for at in several.tight}
             rows = self._rows_of(several.rounded())
             self.hunt.offer(rows)
-            far = bool(rows) and self._over(rows[0]) > _MENDABLE * self.budget
-            grown = self._grown(known, rows[0], most=_MORE, like=several) if far else None
+            over = self._over(rows[0]) if rows else 0
+            grown = None
+            if _MENDABLE * self.budget < over < least_over:
+                least_over, grown = over, self._grown(several.ops, rows[0], most=_MORE, like=several)
+            if grown is None and fresh:  # what is near an answer without rows of windows is dear, or nothing is
+                fresh, least_over = False, -np.inf
+                continue
             if grown is None:
                 dived = proven
-                seconds = min(self._left, max(_DIVED_SECONDS, _DIVED * several.took))
-                answer = several.dive(seconds=seconds, gap=_NEAR_GAP, tell=self._listener())
+                answer = several.dive(seconds=self._dive_seconds(several), gap=_NEAR_GAP, tell=self._listener())
                 rows = self._rows_of(answer)
                 rows += self._lowered(answer, rows) if rows else []
-                if rows and not any(self.fits(row) for row in rows):
-                    grown = self._grown(known, rows[0], most=_MORE, like=several)
                 self.hunt.offer(rows)
+                if rows and not any(self.fits(row) for row in rows):
+                    least_over, grown = np.inf, self._grown(several.ops, rows[0], most=_MORE, like=several)
             if grown is not None:
-                several, dived = grown, None
-        return several
+                several, dived, fresh = grown, None, True
+        return several, best
+
+    def _dive_seconds(self, several: Chain) -> float:
+        """How long a whole answer near a relaxed one is looked for."""
+        return min(self._left, max(_DIVED_SECONDS, _DIVED * several.took))
 
     def _listener(self) -> Callable[[TimeBound, float], None]:
         """Who offers a program's answers as they come, those that are better by more than a little."""
@@ -390,7 +401,7 @@ class Programs:
     def _stronger(self, best: TimeBound, other: TimeBound) -> TimeBound:
         if other.seconds <= best.seconds:
             return best
-        self.hunt.demand((self.game.base_seconds + other.seconds) * (1 + SAME))
+        self.hunt.demand(self.game.base_seconds * (1 + SAME) + other.seconds)
         return other
 
     @property

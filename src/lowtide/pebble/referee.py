@@ -39,6 +39,7 @@ class Timeline:
         wait_seconds: of these, spent waiting for transfers.
         runs: per node, how often it was computed.
         moved_bytes: written to the second board.
+        resident_bytes: on the board at all times.
     """
 
     bytes_at: NDArray[np.int64]
@@ -47,11 +48,12 @@ class Timeline:
     wait_seconds: float
     runs: tuple[int, ...]
     moved_bytes: int
+    resident_bytes: int
 
     @property
     def peak_bytes(self) -> int:
         """Highest point."""
-        return int(self.bytes_at.max(initial=0))
+        return int(self.bytes_at.max(initial=self.resident_bytes))
 
     @property
     def host_peak_bytes(self) -> int:
@@ -213,4 +215,5 @@ class _Game:
             wait_seconds=self.clock - self.computing,
             runs=tuple(self.runs),
             moved_bytes=self.moved,
+            resident_bytes=self.graph.resident_bytes,
         )

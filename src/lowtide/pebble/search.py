@@ -1,9 +1,9 @@
 """Rounds of annealing over rows, on two cores, until the time is over or nothing better is left to find.
 
-What round ``k`` of a worker does depends on the graph, the budget, its starts and ``k`` alone, never on the time limit: more
-time runs the same rounds and then more of them, so it never gives a worse plan. The first worker begins from the given order,
-the second waits for rows that a bound's program suggests, and mends the last of these in turn with the best that it has. (When
-such rows come, depends on the clock.)
+What round ``k`` of a worker does depends on the graph, the budget, its starts and ``k`` alone, never on the time limit:
+more time runs the same rounds and then more of them. The first worker begins from the given order, the second waits for
+rows that are offered, and mends the last of these in turn with the best that it has. When programs offer rows, or ask the
+first worker for its core, depends on the clock, and so does what comes of it.
 """
 
 from __future__ import annotations
@@ -91,15 +91,13 @@ class Hunt:
 
     def suggest(self, rows: Sequence[Sequence[int]]) -> None:
         """Rows that may be the answer as they are."""
-        for row in rows:
-            self._tell(self.annealer.count(row))
+        self._counted(rows)
 
     def demand(self, seconds: float) -> None:
         """A bound was proven: who looks for rows of fewer seconds has done with one of so many."""
         self.target_seconds = max(self.target_seconds, seconds)
         if self.over:
-            for rounds in self._running:
-                end(rounds)
+            self._end_rounds()
 
     def rest(self) -> None:
         """Leave the core of the first worker, which has begun from the given order, to others."""
@@ -110,8 +108,17 @@ class Hunt:
         """The best row, when all workers have ended."""
         for thread in self._threads:
             thread.join()
+        self._taken()  # what came too late to be mended may be the best as it is
         assert self.best is not None
         return self.best
+
+    def stop(self) -> None:
+        """Let the workers end, whatever is left of the time."""
+        self.deadline = 0.0
+        self._asked.set()
+        self._end_rounds()
+        for thread in self._threads:
+            thread.join()
 
     @property
     def fits(self) -> bool:
@@ -137,6 +144,12 @@ class Hunt:
                 self.best = found
                 if self.progress is not None:
                     self.progress(found)
+        if self.over:
+            self._end_rounds()
+
+    def _end_rounds(self) -> None:
+        for rounds in self._running:
+            end(rounds)
 
     def _counted(self, rows: Sequence[Sequence[int]]) -> list[Found]:
         found = [self.annealer.count(row) for row in rows]

@@ -55,6 +55,10 @@ _FIRST_SHARE = 0.65
 """Share of the time of the first of these searches."""
 _LEFT = 0.5
 """Part of its own share that must be left for the other one to begin."""
+_LONGEST = 1e8
+"""Seconds that a search takes at most, whatever is asked: clocks of threads know no more than so many."""
+_EXACT_SHARE = 0.5
+"""Share of the time within which all schedules of a small graph are looked at, or it is searched like others."""
 _LEAST_SHARE = 0.25
 """Share of an even share of the time that each budget of a curve has at least."""
 
@@ -175,8 +179,8 @@ class Solver:
 
     def lowest(self, *, seconds: float = SECONDS) -> Answer:
         """The order of the lowest peak, every operator once."""
-        began = time.monotonic()
-        least = bound.once(self.game, self.precedence, self.instants)
+        began, seconds = time.monotonic(), min(seconds, _LONGEST)
+        least = bound.once(self.game, self.precedence, self.instants, seconds=seconds / 2)
         row = self.row
         if not self.fixed and library() is not None:
             ops = lowest_order(self.game, deadline=began + seconds, stop_bytes=least.bytes, first_peak=self.given.peak_bytes)
@@ -201,18 +205,15 @@ class Solver:
             seeds: rows to begin from, besides the given order.
             progress: told of every better row.
         """
-        began = time.monotonic()
+        began, seconds = time.monotonic(), min(seconds, _LONGEST)
         if self.given.peak_bytes <= budget_bytes:
             return self._answer(Status.OPTIMAL, budget_bytes, self.row, bound.NOTHING, began, 0)
         if self.floor.bytes > budget_bytes:
             return self._answer(Status.INFEASIBLE, budget_bytes, self.row, bound.NOTHING, began, 0)
         if exact.small(self.graph):
-            row = exact.search(self.graph, budget_bytes, fixed=self.fixed)
-            looked = TimeBound(seconds=0.0, method="search", solved=True)
-            if row is None:
-                return self._answer(Status.INFEASIBLE, budget_bytes, self.row, looked, began, 0)
-            answer = self._answer(Status.OPTIMAL, budget_bytes, row, looked, began, 0)
-            return replace(answer, time_bound=replace(looked, seconds=answer.extra_seconds))
+            with contextlib.suppress(TimeoutError):
+                return self._exact(budget_bytes, deadline=began + _EXACT_SHARE * seconds)
+            seconds -= time.monotonic() - began
         if not self.overlaps or library() is None:
             return self.searched(budget_bytes, seconds=seconds, seeds=seeds, progress=progress)
         first = self.searched(budget_bytes, seconds=_FIRST_SHARE * seconds, seeds=seeds, progress=progress)
@@ -222,6 +223,15 @@ class Solver:
         if left < _LEFT * share:  # what it took to begin was more than the search itself
             return first
         return self.better(first, self._other.searched(budget_bytes, seconds=min(left, share), seeds=seeds))
+
+    def _exact(self, budget: int, *, deadline: float) -> Answer:
+        began = time.monotonic()
+        row = exact.search(self.graph, budget, fixed=self.fixed, deadline=deadline)
+        looked = TimeBound(seconds=0.0, method="search", solved=True)
+        if row is None:
+            return self._answer(Status.INFEASIBLE, budget, self.row, looked, began, 0)
+        answer = self._answer(Status.OPTIMAL, budget, row, looked, began, 0)
+        return replace(answer, time_bound=replace(looked, seconds=answer.extra_seconds))
 
     def better(self, first: Answer, second: Answer) -> Answer:
         """Of two answers for one budget the better plan, with the stronger bound; what it took is what both did."""
@@ -328,8 +338,11 @@ class Solver:
                 first = next(highest, bound.NOTHING)
             others = bound.other_instants(self.bound_game, self.precedence, single[1:], budget, deadline=deadline)
             hunt.start()
-            proof = programs.prove((itertools.chain([first], highest), others))
-        found = hunt.wait()
+            try:
+                proof = programs.prove((itertools.chain([first], highest), others))
+                found = hunt.wait()
+            finally:
+                hunt.stop()
         return self._best(budget, [self.game.row(found.ops), *seeds, self.row], proof, began, hunt.rounds, ranked=True)
 
     def programs(

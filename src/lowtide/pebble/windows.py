@@ -27,9 +27,9 @@ _RAISED = 3e-3
 """Nor where they raised what is proven by a smaller share of it."""
 _BROKEN = 1e-3
 """A row that a relaxed answer breaks by less does not join."""
-_NEARLY = 0.1
+_NEARLY = (0.1, 0.01, 1e-3)
 """A variable so near to a whole number is one, where the others are looked for: what is nearer than 1e-4 alone left programs
-that took five times as long; at 0.2 some answers were a third dearer."""
+that took five times as long; at 0.2 some answers were a third dearer. The next where the one before leaves no answer."""
 _HALF = 0.5
 """What a relaxed answer has on the board by less than this is absent, where nothing better was found."""
 
@@ -105,7 +105,7 @@ class Chain:
         self.joined: dict[tuple[_Window, int], None] = {}
         self.took = 0.0
         self._asked: list[int] = []
-        self._proven: float = 0.0 if like is None else like._proven
+        self._proven = 0.0
         self._relaxed: Answer | None = None
         self._known: Answer | None = None
         if like is not None:
@@ -152,17 +152,24 @@ class Chain:
         bound = self.proven
         if self._relaxed is None or seconds <= 0:
             return bound
-        settled = {
-            j: round(self._relaxed[j])
-            for name, j in self.program.index.items()
-            if name[0] == "on" and j < len(self._relaxed) and abs(self._relaxed[j] - round(self._relaxed[j])) < _NEARLY
-        }
+        deadline = time.monotonic() + seconds
         runs = [j for name, j in self.program.index.items() if name[0] == "run"]
-        found = self.program.solve(seconds, gap=gap, settled=settled, real=runs, tell=self._teller(tell))
-        if found.x is None:
-            return self.rounded()
-        self._known = found.x
-        return replace(bound, **chosen(self.program, found.x, self.tight))
+        for nearly in _NEARLY:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            settled = self._settled(self._relaxed, nearly)
+            found = self.program.solve(left, gap=gap, settled=settled, real=runs, tell=self._teller(tell))
+            if found.x is not None:
+                self._known = found.x
+                return replace(bound, **chosen(self.program, found.x, self.tight))
+        return self.rounded()
+
+    def _settled(self, answer: Answer, nearly: float) -> dict[int, float]:
+        """What an answer has on the board nearly wholly, or hardly."""
+        on = np.asarray([j for name, j in self.program.index.items() if name[0] == "on" and j < len(answer)], dtype=int)
+        near = on[np.abs(answer[on] - np.round(answer[on])) < nearly]
+        return dict(zip(near.tolist(), np.round(answer[near]).tolist(), strict=True))
 
     def whole(
         self, *, seconds: float, gap: float = 0.0, tell: Callable[[TimeBound, float], None] | None = None
@@ -189,6 +196,11 @@ class Chain:
                 runs = (self.program.index.get(("run", t, o)) for t in window.stretches)
                 start[j] = min(1.0, sum(float(start[k]) for k in runs if k is not None))
         return start
+
+    @property
+    def ops(self) -> frozenset[int]:
+        """Operators before whose first runs its instants are."""
+        return frozenset(at.op for at in self.tight)
 
     @property
     def proven(self) -> TimeBound:

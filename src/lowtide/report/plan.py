@@ -92,7 +92,7 @@ def show_plan(
         table.add_row(
             "extra time", format_seconds(extra), f"{answer.extra_fraction:.2%} of {format_seconds(graph.base_seconds)}"
         )
-        proof = "" if answer.time_bound.solved else " (time limit)"
+        proof = "" if answer.time_bound.solved or answer.status is Status.OPTIMAL else " (time limit)"
         table.add_row(
             "bound",
             format_seconds(least),

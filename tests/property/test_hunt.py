@@ -1,0 +1,91 @@
+"""Laws of the hunt: it ends where it is told to, whoever tells it, and nothing that it was offered is lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lowtide.pebble.anneal import Annealer, library
+from lowtide.pebble.programs import Programs
+from lowtide.pebble.search import Hunt
+from lowtide.pebble.solve import Solver
+from lowtide.pebble.windows import Chain
+from property.test_long_graphs import blocks
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the search was not compiled")
+KINDS = [(3, 1.0), (7, 20.0), (2, 1.0), (8, 2.0), (5, 1.0)]
+
+
+def hunt_of(solver: Solver, budget: int, *, target: float, seconds: float) -> Hunt:
+    """A hunt that has not begun."""
+    return Hunt(
+        annealer=Annealer(solver.game, budget, fixed=True), starts=[solver.game.given], fixed=True,
+        target_seconds=target, deadline=time.monotonic() + seconds,
+    )
+
+
+def test_a_row_that_meets_the_target_ends_the_rounds_that_run() -> None:
+    solver = Solver(blocks(KINDS, 5))
+    hunt = hunt_of(solver, solver.given.peak_bytes, target=solver.game.base_seconds, seconds=60)
+    rounds: list[Any] = [SimpleNamespace(deadline=hunt.deadline) for _ in range(2)]
+    for running, one in zip(hunt._running, rounds, strict=True):
+        running.append(one)
+    hunt.suggest([solver.game.given])
+    assert [one.deadline for one in rounds] == [0.0, 0.0]
+
+
+def test_what_is_offered_too_late_to_be_mended_is_the_answer_if_it_is_the_best() -> None:
+    solver = Solver(blocks(KINDS, 5))
+    budget = solver.given.peak_bytes - 1
+    lower = solver.descent.below(budget, deadline=time.monotonic() + 10)
+    hunt = hunt_of(solver, budget, target=0.0, seconds=0.0)
+    hunt.start()
+    assert hunt.wait().over_bytes
+    hunt.offer([lower])
+    assert not hunt.wait().over_bytes
+
+
+def test_no_thread_goes_on_where_programs_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: Programs, single: object) -> None:
+        raise RuntimeError("a program failed")
+
+    monkeypatch.setattr(Programs, "prove", failing)
+    solver, before = Solver(blocks(KINDS, 30)), threading.active_count()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="a program failed"):
+        solver.searched((solver.floor.bytes + solver.given.peak_bytes) // 2, seconds=60)
+    assert threading.active_count() == before
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(("depth", "share"), [(10, 2), (20, 10), (30, 5)])
+def test_what_any_chain_of_instants_proves_is_told(depth: int, share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain that has grown may prove less, relaxed, than the one before: the strongest counts."""
+    proven: list[float] = []
+    made: dict[int, int] = {}
+    bound_of = Chain._bound
+
+    def weaker(self: Chain, *, ended: bool) -> Any:
+        """What the first proves, and of those after it less."""
+        found = bound_of(self, ended=ended)
+        found = replace(found, seconds=found.seconds * (0.9 if made.setdefault(id(self), len(made)) else 1.0))
+        proven.append(found.seconds)
+        return found
+
+    monkeypatch.setattr(Chain, "_bound", weaker)
+    solver = Solver(blocks(KINDS, depth))
+    budget = solver.floor.bytes + (solver.given.peak_bytes - solver.floor.bytes) * share // 100
+    answer = solver.searched(budget, seconds=2.0)
+    assert proven
+    assert answer.time_bound.seconds >= max(proven)
+
+
+def test_a_limit_that_no_clock_knows_is_a_long_one() -> None:
+    solver = Solver(blocks(KINDS, 5))
+    answer = solver.at((solver.floor.bytes + solver.given.peak_bytes) // 2, seconds=1e12)
+    assert answer.status.has_plan
