@@ -25,6 +25,7 @@ from lowtide.pebble.account import to_json
 from lowtide.pebble.check import check
 from lowtide.pebble.graph import Graph, from_json, load
 from lowtide.pebble.solve import Order, Solver
+from lowtide.stepgraph import graph_of, operator_of
 
 CELLS: dict[str, dict[int, float | None]] = {
     "rl1": {90: 0.0, 80: 0.3, 70: 2.2},
@@ -171,7 +172,6 @@ def recording(name: str) -> tuple[Graph, int]:
     from lowtide.explain import steps_of
     from lowtide.size.trial import Target, record
     from lowtide.size.vary import Set
-    from lowtide.stepgraph import graph_of
     from lowtide.store import read
 
     target = Target(script=str(Path(__file__).parent / "traces.py"), module=False, seconds=600)
@@ -192,7 +192,7 @@ def recorded(recordings: dict[str, tuple[Graph, int]], seconds: float) -> list[d
             answer = solver.at(start + (given - start) * share // 100, seconds=seconds)
             row = {
                 "recording": name,
-                "operators": solver.game.plain,
+                "operators": len(operator_of(graph)),
                 "share_percent": share,
                 "status": answer.status.value,
                 "extra_percent": 100 * answer.extra_fraction,
