@@ -3,6 +3,8 @@ was told of it until then holds."""
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -57,6 +59,20 @@ def test_a_process_that_was_ended_while_it_waited_costs_no_answer() -> None:
             process.wait()
         assert solved_apart(asked, seconds=60).ended
     assert not children()
+
+
+def test_a_process_ends_with_a_parent_that_is_killed_whatever_it_is_at() -> None:
+    mine = "import time; from lowtide.pebble import apart; apart._end_with_parent(); print('armed', flush=True); time.sleep(60)"
+    begin = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {mine!r}]); print(p.pid, flush=True); p.wait()"
+    parent = subprocess.Popen([sys.executable, "-c", begin], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    assert parent.stdout.readline().strip() == "armed"
+    parent.kill()
+    parent.wait()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        child.wait(timeout=20)
+    assert not child.is_running()
 
 
 def test_its_answer_is_the_one_that_is_found_here() -> None:

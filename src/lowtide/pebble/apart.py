@@ -23,6 +23,8 @@ import numpy as np
 
 _EARLY = 0.25
 """Seconds before it is ended at which a process is to have its answer: it looks at the clock now and then."""
+_LOOKS = 1.0
+"""Seconds between two looks at whether who asks is still there."""
 _PRELOADED = "LD_PRELOAD"
 """A heap counter has nothing to count there."""
 _LENGTH = struct.Struct("<q")
@@ -252,7 +254,20 @@ def _solve(asked: Mapping[str, Any], gap: float, start: Any, deadline: float, te
     tell(last)
 
 
+def _end_with_parent() -> None:
+    """Let no program go on whose asker was killed: HiGHS may take a minute until it tells anything, and learns of it."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOKS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _serve() -> None:
+    _end_with_parent()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # HiGHS may print there, unasked
     with contextlib.suppress(EOFError):
