@@ -149,7 +149,7 @@ class Programs:
             rows.append(row)
             if over <= 0:
                 break
-            lower -= over + (over >> _SPARE) + int(_LEAST_ROOM * self.budget) << k  # what is dropped then may bring more back
+            lower -= (over + (over >> _SPARE) + int(_LEAST_ROOM * self.budget)) << k  # what is dropped may bring more back
         return rows
 
     def crossed(self, row: tuple[int, ...], known: AbstractSet[int], *, most: int) -> list[int]:
