@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from lowtide.pebble.solve import Answer, Solver
 
 _SQLITE = b"SQLite format 3\0"
+_ORDERS = ("best-order", "worst-order")
+"""Strategies that are orders of their own, whatever the given one is."""
 _CURVE = 13
 """Budgets of a curve."""
 _CURVE_TIME = 1.5
@@ -95,6 +97,8 @@ def plan(
 
     for file in (json_file, html_file):
         check_folder(file)
+    if json_file is not None and html_file is not None and Path(json_file).resolve() == Path(html_file).resolve():
+        raise UsageError("--json and --html name the same file")
     source = _load(graph, step)
     if solution is not None:
         return _check(source, lambda g: _with_offload(g, speed, host, overlap), Path(solution))
@@ -110,7 +114,8 @@ def plan(
         g = _with_offload(g, speed, host, overlap)
         return g.rounded(rounding) if rounding > 1 else g
 
-    solver = solve.Solver(prepared(source.graph), order=solve.Order(order))
+    kept = solve.Order.FREE if strategy in _ORDERS else solve.Order(order)
+    solver = solve.Solver(prepared(source.graph), order=kept)
     asked = _budget(budget, solver, source.resident)
     limit = solve.SECONDS if seconds is None else seconds
     points = _curve(solver, limit) if curve and not allowed else []
@@ -167,7 +172,7 @@ def _load(path: Path, step: int | None) -> _Source:
     from lowtide.store import read
 
     steps = [s for s in steps_of(read(path)) if s.row.complete]
-    found = highest(steps) if step is None else next((s for s in steps if s.row.step == step), None)
+    found = highest(steps) if step is None else next((s for s in steps if s.row.step == step >= 0), None)
     if found is None:
         known = ", ".join(str(s.row.step) for s in steps if s.row.step >= 0)
         if not known:
@@ -294,14 +299,16 @@ def _answer(solver: Solver, budget: int | None, strategy: str, seconds: float, p
     from lowtide.units import format_seconds
 
     game = solver.game
-    if strategy in ("best-order", "worst-order"):
+    if strategy in _ORDERS:
         return solver.follow(
             plain_row(solver.graph, exact.extreme_order(solver.graph, worst=strategy == "worst-order")), budget
         )
     if strategy != "search":
         if strategy not in classics.STRATEGIES:
-            known = ", ".join(["search", *classics.STRATEGIES, "best-order", "worst-order"])
+            known = ", ".join(["search", *classics.STRATEGIES, *_ORDERS])
             raise UsageError(f"no strategy {strategy!r}: there are {known}")
+        if not game.plain:
+            return solver.follow(solver.row, budget)
         return solver.follow(game.row(classics.STRATEGIES[strategy](game, budget or 0)), budget)
     with console().status("searching") as status:
 

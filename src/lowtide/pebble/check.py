@@ -34,7 +34,17 @@ _PEAK_METHODS = ("stuck", "instant", "forced", "cut")
 _TIME_METHODS = ("none", "search", "instant", "instants", "chain")
 _OF_THE_PLAN = ("curve", "decides", "modules", "levers")
 """What a solution says besides, which its curve's points do not."""
-_MOST_SEARCHED = 16
+_OF_A_POINT = frozenset((
+    "status", "budget_bytes", "peak_bytes", "host_peak_bytes", "moved_bytes", "seconds", "wait_seconds", "extra_fraction",
+    "extra_seconds", "bound", "lowest_peak_bytes", "schedule",
+))
+"""What such a point says itself; all else holds for the whole file."""
+_NONE_WITHOUT_A_PLAN = ("peak_bytes", "host_peak_bytes", "moved_bytes", "seconds", "wait_seconds", "extra_fraction")
+_OPTIMAL = 1.1e-9
+"""Share of the graph's seconds by which an optimal plan's bound may lie below it: a billionth, and what sums differ by."""
+_SCALE = 1e4
+"""Costs of a program are made so many times larger: what its solver tolerates is nothing beside them then."""
+_MOST_SEARCHED = 10
 """Nodes up to which a claim that all schedules were looked at is verified by looking at them."""
 
 
@@ -59,7 +69,9 @@ def check(graph: Graph, solution: object, *, progress: Callable[[int, int], obje
         if progress is not None:
             progress(done, len(curve) + 1)
         whole = {k: v for k, v in solution.items() if k not in _OF_THE_PLAN} | {"strategy": "search"} | point
-        wrong += [f"curve at {point.get('budget_bytes')}: {text}" for text in _wrong(graph, whole)]
+        foreign = sorted(set(point) - _OF_A_POINT)
+        texts = [f"it says {', '.join(foreign)} of its own"] if foreign else _wrong(graph, whole)
+        wrong += [f"curve at {point.get('budget_bytes')}: {text}" for text in texts]
     return wrong or _rises(curve)
 
 
@@ -157,8 +169,13 @@ class _Checker:
             f"given_peak_bytes is {s['given_peak_bytes']}, the given order reaches {given}",
         )
         self.peak_bound(s["bound"]["node"], s["bound"]["method"], s["bound"]["peak_bytes"])
+        if status in (Status.INFEASIBLE, Status.UNKNOWN):
+            told = [key for key in _NONE_WITHOUT_A_PLAN if s.get(key) is not None]
+            self.claim(not told and s["schedule"] == [], f"{status} is claimed, but it says {', '.join(told) or 'a schedule'}")
         if budget is None:
             self.replay(base)
+            if s.get("allocator") is not None:
+                self.segments(None)
             self.once_each()
         elif status == Status.INFEASIBLE:
             self.infeasible(budget)
@@ -191,8 +208,8 @@ class _Checker:
             return
         self.claim(sum(act in _RUNS for act in acts) == len(self.ops), "an operator runs again, but no budget asks for it")
         self.claim("offload" not in acts, "a value is moved, but no budget asks for it")
-        if s["status"] == Status.OPTIMAL and not self.fixed:
-            proved = s["bound"]["peak_bytes"]
+        if s["status"] == Status.OPTIMAL:
+            proved = self.given_peak() if self.fixed else s["bound"]["peak_bytes"]
             self.claim(s["peak_bytes"] <= proved, f"optimal is claimed at {s['peak_bytes']} bytes, but the bound is {proved}")
 
     def searched(self, budget: int) -> float | None:
@@ -234,8 +251,8 @@ class _Checker:
             highest = max(highest, resident + sum(nodes[v].bytes for v in there) + nodes[op].workspace_bytes)
         return highest
 
-    def segments(self, budget: int) -> None:
-        """Play the schedule on a device that has the budget, under torch's caching allocator."""
+    def segments(self, budget: int | None) -> None:
+        """Play the schedule on a device that has the budget (None: without end), under torch's caching allocator."""
         device = Device(budget)
         denied = self.denied(device)
         if denied is not None:
@@ -290,8 +307,14 @@ class _Checker:
         self.claim(close, f"seconds is {s['seconds']}, the schedule takes {board.clock}")
         extra = max(0.0, board.clock / base - 1) if base else 0.0
         waits = board.clock - math.fsum(self.graph.nodes[v].seconds * n for v, n in board.runs.items())
-        for key, found in (("extra_fraction", extra), ("wait_seconds", waits), ("extra_seconds", extra * base)):
-            close = key not in s or math.isclose(found, s[key], rel_tol=1e-6, abs_tol=1e-9 * max(1.0, base))
+        least = _SECONDS * (base or 1.0)
+        figures = (
+            ("extra_fraction", extra, _SECONDS),
+            ("wait_seconds", waits, least),
+            ("extra_seconds", max(0.0, board.clock - base), least),
+        )
+        for key, found, tolerated in figures:
+            close = key not in s or math.isclose(found, s[key], rel_tol=_PROGRAM, abs_tol=tolerated)
             self.claim(close, f"{key} is {s.get(key)}, the schedule's is {found}")
         written = sum(self.graph.nodes[v].bytes for act, v in moves if act == "offload")
         for key, bytes_ in (
@@ -415,7 +438,7 @@ class _Checker:
         before, after = self.around(op)
         most = max(1, self.least(op, self.wanted(op, before, after) | self.stuck(op, before, after)))
         base = math.fsum(n.seconds for n in self.graph.nodes if not n.resident) or 1.0
-        return math.floor(_Program(self, most, base).least_bytes(op) * most)
+        return math.floor(min(1.0, _Program(self, most, base).least_bytes(op)) * most)
 
     def cut(self, node: Any) -> int:
         """The least that is on the board when an operator first runs, over all sets of operators that may have run by then."""
@@ -444,6 +467,9 @@ class _Checker:
         claimed, method = bound["extra_seconds"], bound["extra_method"]
         if claimed <= 0:
             return
+        if method == "search" and self.graph.offload is not None and self.graph.offload.overlap:
+            self.claim(False, "all schedules are said to have been looked at, which nobody does where transfers overlap")
+            return
         if method == "search":
             found = self.searched(budget)
             proved = math.inf if found is None else max(0.0, found - base)
@@ -465,7 +491,7 @@ class _Checker:
         )
         if s["status"] == "optimal":
             self.claim(
-                math.isclose(claimed, extra, rel_tol=_PROGRAM, abs_tol=1e-8 * base),
+                math.isclose(claimed, extra, rel_tol=_SECONDS, abs_tol=_OPTIMAL * base),
                 f"optimal is claimed, but the bound is {claimed} s and the plan adds {extra} s",
             )
         self.extra_bound(budget, base)
@@ -477,6 +503,10 @@ class _Checker:
             found.all_instants()
         else:
             at = [self.index[x] for x in told["instants"]]
+            follow = all(v in self.place for v in at) and all(a in self.around(b)[0] for a, b in itertools.pairwise(at))
+            self.claim(follow, "the bound's instants are no operators that first run one after the other in every schedule")
+            if not follow:
+                return 0.0
             found.several(at)
             found.windows(at, [(start, end, self.index[x]) for start, end, x in told.get("windows", ())])
         return found.solve(claimed / base) * base
@@ -497,7 +527,7 @@ class _Board:
         self.clock = self.out_free = self.in_free = 0.0
         self.written: dict[int, float] = {}
         self.ready: dict[int, float] = {}
-        self.peak = self.host_peak = 0
+        self.peak, self.host_peak = sum(self.nodes[v].bytes for v in self.resident), 0
         self.highest: set[int] = set()
 
     def claim(self, holds: bool, t: int, text: str) -> None:
@@ -871,13 +901,13 @@ class _Program:
 
     def _solved(self, *, whole: bool) -> float:
         result = milp(
-            np.asarray(self.cost),
+            _SCALE * np.asarray(self.cost),
             constraints=LinearConstraint(_matrix(self.rows, len(self.cost)), self.low, np.inf),
             bounds=Bounds(0, 1),
             integrality=np.asarray(self.whole) & whole,
-            options={"time_limit": _LIMIT},
+            options={"time_limit": _LIMIT, "mip_rel_gap": 0.0},
         )
         if result.status == _IMPOSSIBLE:
             return math.inf
-        dual = getattr(result, "mip_dual_bound", None)
-        return float(result.fun) if result.status == 0 else float((whole and dual) or 0.0)
+        proven = getattr(result, "mip_dual_bound", None) if whole else result.fun if result.status == 0 else None
+        return float(proven or 0.0) / _SCALE

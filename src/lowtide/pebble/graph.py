@@ -21,6 +21,8 @@ Id = int | str
 
 LARGEST_BYTES = 1 << 52
 """Sums of bytes stay exact in double precision below this; no machine has as much."""
+_TOLD_BITS = 128
+"""Numbers that take more are not printed."""
 
 MOST_SECONDS = 1e15
 """No operator runs for thirty million years; sums of such seconds stay finite."""
@@ -280,14 +282,14 @@ class _Reader:
             if (
                 isinstance(value, bool)
                 or not isinstance(value, int | float)
-                or not math.isfinite(value)
-                or value != int(value)
+                or (isinstance(value, float) and not (math.isfinite(value) and value.is_integer()))
             ):
                 raise self.fail(f'node {name!r}: "{key}" must be a whole number of bytes, found {value!r}')
             if value < 0:
                 raise self.fail(f'node {name!r}: "{key}" is below zero')
             if value >= LARGEST_BYTES:
-                raise self.fail(f'node {name!r}: "{key}" is {value}, more than any machine has')
+                told = value if isinstance(value, float) or value.bit_length() < _TOLD_BITS else "a number of many digits"
+                raise self.fail(f'node {name!r}: "{key}" is {told}, more than any machine has')
             return int(value)
 
         def flag(key: str, usual: bool) -> bool:
@@ -328,6 +330,7 @@ class _Reader:
         )
 
     def _check_kinds(self, nodes: list[Node]) -> None:
+        over: dict[int, Node] = {}
         for node in nodes:
             if node.made_with is not None:
                 leader = nodes[node.made_with]
@@ -341,8 +344,15 @@ class _Reader:
                 raise self.fail(f"node {node.id!r} is a view: it has no bytes of its own")
             if node.resident and node.parents:
                 raise self.fail(f"node {node.id!r} is resident: it is never computed, so it has no parents")
+            if node.held_until is not None and nodes[node.held_until].resident:
+                raise self.fail(f'node {node.id!r}: "held_until" must name what runs, and that is resident')
+            if node.held_until is not None and node.resident:
+                raise self.fail(f'node {node.id!r} is resident: it is always there, so "held_until" says nothing')
             if node.overwrites is not None:
                 old = nodes[node.overwrites]
+                other = over.setdefault(node.overwrites, node)
+                if other is not node:
+                    raise self.fail(f"nodes {other.id!r} and {node.id!r} both overwrite {old.id!r}: only one can")
                 if old.bytes != node.bytes or old.view_of is not None or old.resident:
                     raise self.fail(
                         f"node {node.id!r} cannot overwrite {old.id!r}: that takes one storage of the same bytes, "
@@ -406,8 +416,8 @@ class _Reader:
         except msgspec.ValidationError as error:
             raise self.fail(f'"graph.offload": {error}') from None
         speeds = (found.write_bytes_per_second, found.read_bytes_per_second)
-        if not all(math.isfinite(s) and s > 0 for s in speeds) or (found.host_bytes or 0) < 0:
-            raise self.fail('"graph.offload": speeds must be above zero, and "host_bytes" not below')
+        if not all(math.isfinite(s) and s >= 1 for s in speeds) or (found.host_bytes or 0) < 0:
+            raise self.fail('"graph.offload": speeds must be a byte a second or more, and "host_bytes" not below zero')
         return Offload(
             write_bytes_per_second=speeds[0],
             read_bytes_per_second=speeds[1],
