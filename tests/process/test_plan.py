@@ -104,6 +104,29 @@ def test_classics_are_played_by_name(graph: Path, tmp_path: Path, strategy: str)
     assert _lowtide("plan", graph, "--check", "s.json", cwd=tmp_path).returncode == 0
 
 
+@pytest.mark.parametrize("strategy", ["best-order", "worst-order"])
+def test_orders_by_name_are_of_any_order_and_hold(tmp_path: Path, strategy: str) -> None:
+    """Whatever --order says: the given one is not kept, so nothing is claimed of it."""
+    nodes = [{"id": i, "bytes": size, "seconds": 1} for i, size in enumerate((50, 1, 50, 1, 1))]
+    links = [{"source": a, "target": b} for a, b in ((0, 1), (2, 3), (1, 4), (3, 4), (0, 3))]
+    (tmp_path / "net.json").write_text(json.dumps({"nodes": nodes, "links": links}))
+    done = _lowtide("plan", "net.json", "--strategy", strategy, "--budget", "100%", "--json", "s.json", cwd=tmp_path)
+    assert done.returncode in (0, 1), done.stderr
+    assert _read(tmp_path / "s.json")["order"] == "free"
+    assert _lowtide("plan", "net.json", "--check", "s.json", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize("strategy", ["search", "keep-all", "keep-none", "sqrt-n", "greedy"])
+@pytest.mark.parametrize("more", [(), ("--offload", "6GiB", "--overlap", "--curve")])
+def test_a_graph_without_an_operator_has_a_plan_that_holds(tmp_path: Path, strategy: str, more: tuple[str, ...]) -> None:
+    (tmp_path / "net.json").write_text(
+        json.dumps({"nodes": [{"id": 0, "bytes": 8, "seconds": 0, "resident": True}], "links": []})
+    )
+    done = _lowtide("plan", "net.json", "--budget", "8", "--strategy", strategy, *more, "--json", "s.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert _lowtide("plan", "net.json", "--check", "s.json", *more[:3], cwd=tmp_path).returncode == 0
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -112,6 +135,7 @@ def test_classics_are_played_by_name(graph: Path, tmp_path: Path, strategy: str)
         ("cut.json",), ("net.json", "--json", "no/such/folder.json"), ("net.json", "--seconds", "nan"),
         ("net.json", "--seconds", "inf"), ("net.json", "--rounding", "9" * 20), ("deep.json",), ("long.json",),
         ("net.json", "--check", "deep.json"), ("net.json", "--check", "net.json"),
+        ("net.json", "--json", "one.file", "--html", "./one.file"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_exit_two(graph: Path, tmp_path: Path, arguments: tuple[str, ...]) -> None:
@@ -179,6 +203,9 @@ def test_a_recorded_step_is_planned_as_it_was_recorded(tmp_path: Path) -> None:
     assert found["given_peak_bytes"] == recorded
     assert found["peak_bytes"] <= found["budget_bytes"]
     assert found["extra_fraction"] < 0.5
+    before = _lowtide("plan", "r.lowtide", "--step", "-1", "--budget", "75%", cwd=tmp_path)
+    assert before.returncode == 2
+    assert "the operators of step -1 were not kept" in before.stderr
 
 
 def test_levers_that_are_allowed_are_part_of_a_plan_which_is_verified_with_them(tmp_path: Path) -> None:

@@ -340,7 +340,8 @@ def _tell(
     from lowtide.pebble.account import by_module, curve_json, decides, decides_json, modules_json, to_json
     from lowtide.report.plan import page, set_json, show_curve, show_plan, show_sets
 
-    why = decides(solver, answer) if answer.status.has_plan and answer.budget_bytes is not None else None
+    decided = answer.status.has_plan and answer.budget_bytes is not None and answer.schedule
+    why = decides(solver, answer) if decided else None
     if told.json_file is not None:
         found: dict[str, Any] = to_json(answer, strategy=told.strategy, rounding_bytes=told.rounding)
         if told.held is not None:

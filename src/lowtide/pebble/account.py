@@ -76,9 +76,9 @@ class Decides:
 
 
 def decides(solver: Solver, answer: Answer) -> Decides:
-    """Ask the bound what memory is worth, and the plan what it pays for."""
+    """Ask the bound what memory is worth, and the plan, which runs something, what it pays for."""
     graph = answer.graph
-    tight = answer.schedule[answer.timeline.peak_move].node if answer.schedule else 0
+    tight = answer.schedule[answer.timeline.peak_move].node
     more = int(_MORE * (answer.budget_bytes or 0))
     saved = 0.0
     if answer.budget_bytes is not None and answer.time_bound.seconds > 0:

@@ -4,7 +4,7 @@
 |---|---|---|
 | the floor is above the budget | ``bound.floor`` | ``infeasible``, with the node that proves it |
 | the given order fits | none | ``optimal``, nothing runs twice |
-| few nodes | ``exact.search`` | ``optimal`` or ``infeasible``, all schedules looked at |
+| few nodes | ``exact.search`` | ``optimal`` or ``infeasible``, all schedules looked at; where time is short, as any other |
 | any other | ``search.Hunt`` beside ``bound`` | ``optimal`` where plan and bound meet, else ``feasible`` with the gap |
 | nothing fits | | ``unknown``: no plan found, none ruled out |
 | no budget | ``search.lowest_order`` beside ``bound.once`` | the order of the lowest peak found, each operator once |

@@ -110,8 +110,7 @@ def show_plan(
 
 def _show_decides(answer: Answer, found: Decides) -> None:
     out, graph = console(), answer.graph
-    if answer.schedule:
-        out.print(f"tightest while {name_of(graph, found.tight_node)} runs", markup=False)
+    out.print(f"tightest while {name_of(graph, found.tight_node)} runs", markup=False)
     if found.saves_seconds:
         out.print(f"{format_bytes(found.more_bytes)} more would save about {format_seconds(found.saves_seconds)}")
     if found.dear:
