@@ -54,7 +54,8 @@ def test_bits_and_budget_hold_on_cuda(share: float, offload: bool) -> None:
     with lowtide.budget(int(share * peak), offload=offload) as run:
         found = _train(6)
     assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
-    assert all(s.peak_bytes <= run.outcome.budget_bytes for s in run.outcome.steps[1:])
+    over = [(s.index, s.policy, s.peak_bytes - run.outcome.budget_bytes) for s in run.outcome.steps[1:]]
+    assert [o for o in over if o[2] > 0] == []
 
 
 def test_failing_operator_is_tried_again_after_cuda_ran_out_of_memory() -> None:
@@ -133,3 +134,61 @@ def test_auto_is_what_is_free() -> None:
         _train(2)
     free, total = torch.cuda.mem_get_info()
     assert 0 < run.outcome.budget_bytes <= total
+
+
+def test_the_scripts_own_peak_statistics_are_what_they_would_be() -> None:
+    """Lowtide resets the allocator's peaks for its own windows; the script reads its own."""
+
+    def read() -> list[int]:
+        torch.manual_seed(0)
+        gc.collect()
+        start = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 10)).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for step in range(6):
+            if step % 2:
+                torch.cuda.reset_peak_memory_stats()
+            model(torch.randn(256 * (step + 1), 512, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(torch.cuda.max_memory_allocated() - start)
+            found.append(torch.cuda.memory_stats()["allocated_bytes.all.peak"] - start)
+        return found
+
+    plain = read()
+    assert read() == plain
+    with lowtide.budget(1 << 34):
+        ours = read()
+    assert ours == plain
+
+
+def test_tensors_of_the_host_stay_there_under_a_devices_budget() -> None:
+    """An embedding on the host feeds a model on the device: only what lies on the device is dropped or moved."""
+
+    def train() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        table = nn.Sequential(nn.Linear(64, 512), nn.Tanh())
+        model = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(512, 512), nn.GELU()))).cuda()
+        optimizer = torch.optim.AdamW([*table.parameters(), *model.parameters()])
+        found = []
+        for _ in range(6):
+            loss = model(table(torch.randn(2048, 64)).cuda()).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach().cpu())
+        return found + [p.detach().cpu() for p in (*table.parameters(), *model.parameters())]
+
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    train()
+    gc.collect()
+    start = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    plain = train()
+    budget = start + int(0.6 * (torch.cuda.max_memory_allocated() - start))
+    gc.collect()
+    with lowtide.budget(budget):
+        ours = train()
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))

@@ -157,15 +157,19 @@ class FullMode(Mode):
                 written[id(argument)] = argument
             return argument
 
-        if any(isinstance(t, torch.Tensor) and not on_storage(t) for t in args):
+        tensors: list[torch.Tensor] = []
+        _collect((*args, *kwargs.values()), tensors)
+        if not all(on_storage(t) for t in tensors):
+            return None
+        generator = generator_of(args, kwargs, (t.device for t in tensors)) if info.seeded else None
+        if info.seeded and generator is None:
             return None
         noted = tuple(map_tensors(a, i, note) for i, a in enumerate(args))
         named = {k: map_tensors(v, k, note) for k, v in kwargs.items()}
         self._order += 1
         record = Record(func, info, noted, named, inputs, self._order)
         record.doubtful = any(a.value is not None and a.value.is_doubtful() for a in inputs)
-        if info.seeded:
-            generator = generator_of(args, kwargs, (a.device for a in inputs))
+        if generator is not None:
             record.state = (generator, state_bytes(generator))
         for argument in written.values():
             matters = argument.anchor is None and not covers_blindly(info, argument)

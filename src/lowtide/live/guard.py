@@ -52,6 +52,12 @@ SLACK_BYTES = 16 << 10
 LIBRARY_BYTES = 320 << 10
 """Memory that oneDNN may take inside an operator the first time, outside torch's allocator, where it cannot be refused."""
 
+ASSUMED = Bandwidth(write=10e9, read=10e9, read_fresh=10e9)
+"""Bytes per second between a device and pinned memory where there was no room to measure: PCIe 3.0 x16 gives some 12e9."""
+
+LACKING_BYTES = 1 << 20
+"""Twice as much is let go of first, where an allocator fails without saying for how many bytes, then twice that, and so on."""
+
 LIBRARY_OPS = ("convolution", "mkldnn", "gelu", "linear", "mm")
 """Operators (parts of their names) that oneDNN may run."""
 
@@ -208,11 +214,13 @@ class Evictor:
             return func(*args, **kwargs)
         kind = self._headroom(func, info, args, kwargs) if limit and not meter.capped else None
         copies = self._copies(info, args) if info.mutates else None
-        final = info.mutates and copies is None  # cannot be tried again
+        generator = _generator_of(info, args, kwargs)
+        final = (info.mutates and copies is None) or (info.seeded and generator is None)  # cannot be tried again
         read = self._room_inside(info, args, kwargs) if final and limit and meter.capped else 0
         limit = 0 if final else limit
         reserve = self._reserve(info.name) if limit else 0
-        state = _generator_state(info, args, kwargs) if limit else None
+        state = _generator_state(info, generator)
+        lacking = LACKING_BYTES
         meter.begin_library_window()
         while True:
             denied = meter.denied()
@@ -222,7 +230,7 @@ class Evictor:
             try:
                 out = func(*args, **kwargs)
             except (RuntimeError, MemoryError) as error:
-                if not self.is_out_of_memory(error, denied):
+                if not self.is_out_of_memory(error, denied) or (final and not info.mutates):
                     raise
                 last = error.with_traceback(None)
             else:
@@ -238,8 +246,8 @@ class Evictor:
                 state[0].set_state(state[1])
             if info.mutates and not _restore(copies):
                 raise last
-            over = max(0, meter.live() + meter.denied_bytes() + reserve + SLACK_BYTES - limit) if limit else 0
-            if not self.make_room(max(over, 1) if limit else meter.denied_bytes()):
+            lacking *= 2
+            if not self.make_room(self._shortage(limit, reserve, lacking)):
                 if reserve:
                     reserve = 0
                     continue
@@ -248,6 +256,12 @@ class Evictor:
                 limit = 0
                 self.tally.overrun = True
             self.tally.rescues += 1
+
+    def _shortage(self, limit: int, reserve: int, lacking: int) -> int:
+        """Bytes to let go of after an operator failed; ``lacking`` at least, where the device does not say how many."""
+        denied = self.meter.denied_bytes()
+        short = denied if not limit else self.meter.live() + denied + reserve + SLACK_BYTES - limit
+        return max(short, 1 if denied else lacking)
 
     def _copies(self, info: OpInfo, args: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         """Copies of the arguments that an operator writes; None if they are too large to be copied, or have no room."""
@@ -480,6 +494,8 @@ class Evictor:
                 self._bandwidth = self.board.measure()
             except OSError:
                 self.moves = False
+            except torch.OutOfMemoryError:  # asked for the first time when there is no room left to try it
+                return ASSUMED
         return self._bandwidth
 
     def learn(self, bandwidth: Bandwidth | None) -> None:
@@ -720,8 +736,11 @@ def _restore(copies: list[tuple[torch.Tensor, torch.Tensor]] | None) -> bool:
     return True
 
 
-def _generator_state(info: OpInfo, args: Any, kwargs: Any) -> tuple[Any, torch.Tensor] | None:
+def _generator_of(info: OpInfo, args: Any, kwargs: Any) -> Any:
     if not info.seeded:
         return None
-    generator = generator_of(args, kwargs, (t.device for t in flatten(args) if isinstance(t, torch.Tensor)))
-    return generator, generator.get_state()
+    return generator_of(args, kwargs, (t.device for t in flatten(args) if isinstance(t, torch.Tensor)))
+
+
+def _generator_state(info: OpInfo, generator: Any) -> tuple[Any, torch.Tensor] | None:
+    return (generator, generator.get_state()) if info.seeded and generator is not None else None

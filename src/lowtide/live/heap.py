@@ -10,12 +10,13 @@ import contextlib
 import ctypes
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, Protocol, final
 
 import torch
 from lowtide.live.native import FIELDS, Counters, library_path
+from lowtide.live.peak_statistics import PeakStatistics
 from lowtide.live.tensors import storages_of, tensors_so_far, with_gradients
 
 _PROBE_BYTES = 4096
@@ -92,6 +93,9 @@ class Meter(Protocol):
     capped: bool
     """Whether :meth:`cap` makes a request that would cross it fail."""
 
+    device: torch.device
+    """Whose bytes are counted."""
+
     def live(self) -> int:
         """Bytes live now."""
 
@@ -134,6 +138,9 @@ class Meter(Protocol):
     def counts(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage's bytes are among those counted: memory of numpy or of a file is not."""
 
+    def close(self) -> None:
+        """Count no more: what was changed in torch for it is put back."""
+
 
 @final
 class HeapMeter:
@@ -141,6 +148,7 @@ class HeapMeter:
 
     exact = True
     capped = True
+    device = torch.device("cpu")
 
     def __init__(self, found: Counters) -> None:
         """Map the counters; reading one costs some tens of nanoseconds."""
@@ -226,6 +234,9 @@ class HeapMeter:
         """Whether torch's allocator asked the heap for a storage's bytes."""
         return bool(storage.device.type == "cpu" and self._block_bytes(storage.data_ptr()))
 
+    def close(self) -> None:
+        """Nothing of torch was changed."""
+
 
 @final
 class LedgerMeter:
@@ -237,6 +248,7 @@ class LedgerMeter:
 
     exact = False
     capped = False
+    device = torch.device("cpu")
 
     def __init__(self, tracked: Callable[[], int]) -> None:
         """Read live bytes from the ledger."""
@@ -319,6 +331,9 @@ class LedgerMeter:
         """All that was seen is counted."""
         return storage.nbytes() > 0
 
+    def close(self) -> None:
+        """Nothing of torch was changed."""
+
 
 @final
 class CudaMeter:
@@ -328,22 +343,42 @@ class CudaMeter:
     capped = False
 
     def __init__(self, device: torch.device) -> None:
-        """Read the allocator of one device."""
+        """Read the allocator of one device; until :meth:`close`, the script's own peak statistics are kept for it."""
         self.device = device
         self._span_peak = 0
+        self._op_peak = 0
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._statistics = PeakStatistics(index, self._before_reset)
+        self._statistics.install()
+
+    def close(self) -> None:
+        """Give the allocator's statistics back to the script."""
+        self._statistics.remove()
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """While Lowtide takes memory for itself, and gives it back: neither its own peaks nor the script's show it."""
+        self._op_peak = self.op_peak()
+        with self._statistics.hidden():
+            yield
+
+    def _before_reset(self) -> None:
+        """The script resets the allocator's peaks itself: what they were belongs to the window that is open."""
+        self._op_peak = self.op_peak()
 
     def live(self) -> int:
         """Bytes allocated now."""
-        return int(torch.cuda.memory_allocated(self.device))
+        return self._statistics.allocated()[0]
 
     def op_peak(self) -> int:
         """Highest point since :meth:`reset_op_peak`."""
-        return int(torch.cuda.max_memory_allocated(self.device))
+        return max(self._op_peak, self._statistics.allocated()[1])
 
     def reset_op_peak(self) -> None:
         """Begin a new window; the step's own peak is carried over."""
         self._span_peak = max(self._span_peak, self.op_peak())
-        torch.cuda.reset_peak_memory_stats(self.device)
+        self._statistics.reset()
+        self._op_peak = 0
 
     def span_peak(self) -> int:
         """Highest point since :meth:`begin_span`."""
@@ -351,8 +386,8 @@ class CudaMeter:
 
     def begin_span(self) -> None:
         """Begin a new window for :meth:`span_peak`."""
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self._span_peak = 0
+        self._statistics.reset()
+        self._span_peak = self._op_peak = 0
 
     def begin_operator(self) -> None:
         """Begin a new window for :meth:`op_peak`."""

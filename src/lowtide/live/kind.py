@@ -46,8 +46,15 @@ def kind_of(module: torch.nn.Module, args: Any, kwargs: Any, *, engaged: bool, a
     who = id(parameters[0]) if own else (id(module), turn if parameters else 0)
     modes = hash(tuple(m.training for m in modules))
     frozen = hash(tuple(p.requires_grad for p in parameters))
-    call = (type(module), who, modes, frozen, torch.is_autocast_enabled("cpu"), tuple(shapes))
+    device = parameters[0].device.type if parameters else "cpu"
+    call = (type(module), who, modes, frozen, _autocast(device), tuple(shapes))
     return Kind(call, any(grad_of(p) is not None for p in parameters), engaged, after)
+
+
+def _autocast(device: str) -> tuple[Any, ...]:
+    """What autocast does on the CPU and on a model's own device."""
+    types = dict.fromkeys(("cpu", device))
+    return tuple(torch.get_autocast_dtype(t) if t != "meta" and torch.is_autocast_enabled(t) else None for t in types)
 
 
 def sizes_of(kind: Kind) -> tuple[Any, tuple[int, ...]]:

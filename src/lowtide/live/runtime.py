@@ -113,7 +113,7 @@ class Runtime:
         self.settings = settings
         self.ledger = Ledger(self._counts)
         self.meter: Meter = self._meter()
-        self.board: FileBoard | PinnedBoard = FileBoard()
+        self.board = self._board_of(self.meter)
         self.evictor = Evictor(self.meter, self.ledger, self.board)
         self.evictor.exempt = Exempt(settings.keep)
         self.evictor.moves = settings.offload
@@ -171,6 +171,7 @@ class Runtime:
         if isinstance(self.settings.budget, Auto) and not torch.cuda.is_available():
             raise SizeError("auto reads the budget off a CUDA device, and there is none: give a size, as 6GiB or 50%")
         self._active = True
+        self._measure_board()
         if not self.meter.exact:
             tell(
                 "lowtide: the heap counter is not loaded (no compiler at installation, or not Linux): what operators take "
@@ -233,6 +234,7 @@ class Runtime:
         if self._step_done or self._step_trains or (self._step_units and not self.steps):  # else no backward followed
             self._close_step()
         self.evictor.limit_bytes = 0
+        self.meter.close()
         if not over:
             self.updates.check_left()
 
@@ -284,15 +286,28 @@ class Runtime:
             return HeapMeter(found)
         return LedgerMeter(lambda: self.ledger.live_bytes)
 
+    @staticmethod
+    def _board_of(meter: Meter) -> FileBoard | PinnedBoard:
+        """Where values of the meter's device may be moved."""
+        return PinnedBoard(meter.device) if isinstance(meter, CudaMeter) else FileBoard()
+
     def _counts(self, storage: torch.UntypedStorage) -> bool:
         return self.meter.counts(storage)
 
     def _use_cuda(self, device: torch.device) -> None:
         """The model turned out to live on a CUDA device: count there."""
-        self.meter, self.board = CudaMeter(device), PinnedBoard(device)
+        self.meter = CudaMeter(device)
+        self.board = self._board_of(self.meter)
         self.evictor.use(self.meter, self.board)
+        self._measure_board()
         if isinstance(self.settings.budget, Auto):
             self.budget_bytes = self.evictor.limit_bytes = self._auto()
+
+    def _measure_board(self) -> None:
+        """Time copies to and from a device while it has the most room, before the first step."""
+        if isinstance(self.meter, CudaMeter):
+            with self.meter.hidden():
+                _ = self.evictor.bandwidth
 
     def _auto(self) -> int:
         free, _ = torch.cuda.mem_get_info()

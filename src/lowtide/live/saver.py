@@ -159,7 +159,8 @@ class Saver:
             instead = self.on_first()
             if instead is not None:
                 return instead(tensor)
-        value = self.ledger.find(tensor.untyped_storage()) if _followed(tensor) else None
+        followed = _followed(tensor) and tensor.device == self.evictor.meter.device  # others' bytes are not what is limited
+        value = self.ledger.find(tensor.untyped_storage()) if followed else None
         if value is None or not self._ours(value):
             if self.recorder is not None:
                 self.recorder.packs.append(-1)

@@ -106,6 +106,8 @@ class Plain:
         self._clock.remove()
         if self._open and self._is_over():
             self._close()
+        if self._meter is not None:
+            self._meter.close()
         held = storages_of(own_tensors(m for root in self._roots.values() for m in modules_of(root)))
         return {"steps": self._steps, "plan": None, "levers": [], "resident_bytes": sum(s.nbytes() for s in held.values())}
 

@@ -477,13 +477,24 @@ def _state_tensor(state: bytes) -> torch.Tensor:
 
 
 def generator_of(args: Any, kwargs: Any, devices: Iterable[torch.device]) -> Any:
-    """The generator that an operator draws from: the one it is given, by name or in its place, or its device's own."""
+    """The generator that an operator draws from: the one it is given, by name or in its place, or its device's own.
+
+    None where the device does not show its generators (MPS): what draws there cannot be run again with the same bits.
+    """
     given = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)), None)
     if given is not None:
         return given
     named = kwargs.get("device")  # factories read no tensor
-    cuda = next((d for d in (*devices, *([torch.device(named)] if named is not None else [])) if d.type == "cuda"), None)
-    return torch.default_generator if cuda is None else torch.cuda.default_generators[cuda.index or 0]
+    all_devices = (*devices, *([torch.device(named)] if named is not None else []))
+    device = next((d for d in all_devices if d.type not in ("cpu", "meta")), None)
+    if device is None:
+        return torch.default_generator
+    module = getattr(torch, device.type, None)
+    generators = getattr(module, "default_generators", None)
+    if not generators:
+        return None
+    index = device.index if device.index is not None else module.current_device()  # type: ignore[union-attr]
+    return generators[index]
 
 
 def state_bytes(generator: Any) -> bytes:

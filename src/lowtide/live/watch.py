@@ -817,6 +817,7 @@ def end(watcher: Watcher, *, complete: bool, whole: bool = False) -> None:
     meter = watcher.meter
     if isinstance(meter, CudaMeter):
         watcher.writer.put_meta({"device": str(meter.device), "allocator": meter.cache()})
+    meter.close()
 
 
 _ROWS, _COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
