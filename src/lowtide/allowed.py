@@ -8,6 +8,7 @@ from typing import Final
 
 from lowtide.errors import UsageError
 
+GRADIENTS: Final = "move-gradients"
 UPDATE: Final = "update-in-backward"
 SLICES: Final = "sliced-update"
 LOSS: Final = "chunked-loss"
@@ -47,13 +48,15 @@ class Allowed:
 
     Attributes:
         name: as in ``--allow``.
-        exact: whether the bits stay those of the plain run; such a lever is used without being asked for where it is needed.
+        exact: whether the bits stay those of the plain run.
+        automatic: whether it is used without being asked for where a budget needs it: it is exact, and no script can break it.
         text: what it does.
         bits: what it does to the bits.
     """
 
     name: str
     exact: bool
+    automatic: bool = False
     text: str
     bits: str
 
@@ -61,6 +64,13 @@ class Allowed:
 LEVERS: Final[dict[str, Allowed]] = {
     known.name: known
     for known in (
+        Allowed(
+            name=GRADIENTS,
+            exact=True,
+            automatic=True,
+            text="each gradient moved to the second board as soon as it is whole, and back for its own parameter's update",
+            bits="the same",
+        ),
         Allowed(
             name=UPDATE,
             exact=True,
@@ -70,6 +80,7 @@ LEVERS: Final[dict[str, Allowed]] = {
         Allowed(
             name=SLICES,
             exact=True,
+            automatic=True,
             text="a foreach optimizer's update in slices whose temporaries fit",
             bits="the same",
         ),

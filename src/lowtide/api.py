@@ -49,6 +49,7 @@ def budget(
     offload: bool = True,
     allow: str | tuple[str, ...] = (),
     without: str | tuple[str, ...] = (),
+    keep_going: bool = False,
 ) -> Iterator[Budgeted]:
     """Train within so many bytes: a context manager, and a decorator.
 
@@ -59,18 +60,22 @@ def budget(
         offload: whether values may be moved to the second board (a file in ``TMPDIR``; pinned host memory for CUDA).
         allow: levers that may be used (:mod:`lowtide.allowed`); those that are exact are used where they are needed anyhow.
         without: levers that must not be used.
+        keep_going: whether training goes on even where the first steps show that the budget cannot be held; ``outcome.held``
+            says whether it was.
 
     Raises:
         SizeError: if the size cannot be read, or is ``"auto"`` and there is no CUDA device.
         UsageError: if a budget is in force already, or there is no such lever.
-        BudgetError: at the beginning of the second step, if the budget cannot be held.
+        BudgetError: at the beginning of the second or third step, if the budget cannot be held; never later.
     """
     if _running:
         raise UsageError("a budget is in force already (or a recording is made): leave it before another begins")
     asked = as_budget(size)
     allowed, excluded = check_levers(allow, without)
     kept = (keep,) if isinstance(keep, str) else tuple(keep)
-    runtime = Runtime(Settings(budget=asked, keep=kept, plan=plan, offload=offload, allow=allowed, without=excluded))
+    runtime = Runtime(Settings(
+        budget=asked, keep=kept, plan=plan, offload=offload, allow=allowed, without=excluded, keep_going=keep_going
+    ))
     runtime.start()
     _running.append(runtime)
     try:

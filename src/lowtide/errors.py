@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from typing import Final
 
+NOT_HELD: Final = 3
+"""What ``lowtide run`` exits with where the script ended well but the budget was not held."""
 INTERRUPTED: Final = 130
 """What the command line exits with after Ctrl-C, as shells count it: 128 and the signal's number."""
 

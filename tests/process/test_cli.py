@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import PACKAGE, TIMEOUT, Done, call, environment, hears_interrupts, lowtide_in, script_in
 from forked import forked
 import torch
 
-import lowtide
 from lowtide.errors import INTERRUPTED
 
-PACKAGE = str(Path(lowtide.__file__).parent)
-TIMEOUT = 60
 
 MLP = """
 import torch
@@ -40,35 +37,6 @@ for step in range(5):
 STEP_KEYS = {"index", "seconds", "peak_bytes", "policy", "recomputed_ops", "recompute_seconds", "offloaded_bytes"}
 PLAN_KEYS = {"predicted_peak_bytes", "baseline_peak_bytes", "resident_bytes", "predicted_step_seconds",
              "baseline_step_seconds", "extra_seconds", "bound"}  # fmt: skip
-
-Done = subprocess.CompletedProcess[str]
-
-
-def _environment() -> dict[str, str]:
-    """The user's environment: nothing preloaded."""
-    return {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "LOWTIDE_TASK", "LOWTIDE_ACTIVE")}
-
-
-def _lowtide(folder: Path, *arguments: str, **environment: str) -> Done:
-    """``lowtide`` with arguments, in a folder."""
-    return _call(folder, "-m", "lowtide", *arguments, **environment)
-
-
-def _call(folder: Path, *arguments: str, **environment: str) -> Done:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={**_environment(), **environment},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-
-
-def _script(folder: Path, text: str, name: str = "script.py") -> str:
-    (folder / name).write_text(text)
-    return name
 
 
 def _one_line(done: Done, code: int) -> str:
@@ -103,7 +71,7 @@ def _one_line(done: Done, code: int) -> str:
 )
 def test_bad_usage_is_one_line_and_code_2(tmp_path: Path, arguments: tuple[str, ...], named: str) -> None:
     """What is wrong with the call is named in one line; the script does not run."""
-    _script(tmp_path, "print('ran')", "x.py")
+    script_in(tmp_path, "print('ran')", "x.py")
     (tmp_path / "bad.json").write_text("{")
     assert named in _one_line(forked("run", *arguments, cwd=tmp_path), 2)
 
@@ -111,20 +79,20 @@ def test_bad_usage_is_one_line_and_code_2(tmp_path: Path, arguments: tuple[str, 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_auto_without_a_device_is_bad_usage(tmp_path: Path) -> None:
     """A budget that nothing can give is not taken for none."""
-    _script(tmp_path, "print('ran')", "x.py")
-    assert "CUDA" in _one_line(_lowtide(tmp_path, "run", "--budget", "auto", "x.py"), 2)
+    script_in(tmp_path, "print('ran')", "x.py")
+    assert "CUDA" in _one_line(lowtide_in(tmp_path, "run", "--budget", "auto", "x.py"), 2)
 
 
 def test_an_unknown_verb_is_bad_usage(tmp_path: Path) -> None:
     """A verb that is not there exits with 2."""
-    _one_line(_lowtide(tmp_path, "walk"), 2)
+    _one_line(lowtide_in(tmp_path, "walk"), 2)
 
 
 def test_a_run_within_a_run_is_refused(tmp_path: Path) -> None:
     """A second budget in the same process exits with 2 and one line; no script runs."""
-    _script(tmp_path, "print('ran')", "x.py")
+    script_in(tmp_path, "print('ran')", "x.py")
     nested = ("run", "--budget", "1GiB", "--quiet", "-m", "lowtide", "run", "--budget", "1GiB", "x.py")
-    assert "budget is in force" in _one_line(_lowtide(tmp_path, *nested), 2)
+    assert "budget is in force" in _one_line(lowtide_in(tmp_path, *nested), 2)
 
 
 # --- how it ends -----------------------------------------------------------------------------------------------------
@@ -132,16 +100,16 @@ def test_a_run_within_a_run_is_refused(tmp_path: Path) -> None:
 
 def test_the_exit_code_is_the_scripts(tmp_path: Path) -> None:
     """sys.exit(3) in the script is 3 outside, and in the JSON file."""
-    script = _script(tmp_path, "import sys\nsys.exit(3)")
-    done = _lowtide(tmp_path, "run", "--budget", "1GiB", "--quiet", "--json", "f.json", script)
+    script = script_in(tmp_path, "import sys\nsys.exit(3)")
+    done = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--quiet", "--json", "f.json", script)
     assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
     assert json.loads((tmp_path / "f.json").read_text())["exit_code"] == 3
 
 
 def test_an_exit_message_is_printed_as_python_does(tmp_path: Path) -> None:
     """sys.exit("text") prints the text on standard error and exits with 1."""
-    script = _script(tmp_path, "import sys\nsys.exit('no data')")
-    done = _lowtide(tmp_path, "run", "--budget", "1GiB", "--quiet", script)
+    script = script_in(tmp_path, "import sys\nsys.exit('no data')")
+    done = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--quiet", script)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "no data\n")
 
 
@@ -150,8 +118,8 @@ RAISES = MLP.replace("    print(loss.item().hex())", "    if step == 1: raise Va
 
 def test_an_exception_shows_the_scripts_own_traceback(tmp_path: Path) -> None:
     """Code 1, and the traceback that plain python prints: no frame of Lowtide in it."""
-    script = _script(tmp_path, RAISES)
-    done = _lowtide(tmp_path, "run", "--budget", "1GiB", "--quiet", script)
+    script = script_in(tmp_path, RAISES)
+    done = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--quiet", script)
     assert done.returncode == 1
     assert PACKAGE not in done.stderr
     assert done.stderr.splitlines()[0] == "Traceback (most recent call last):"
@@ -160,9 +128,9 @@ def test_an_exception_shows_the_scripts_own_traceback(tmp_path: Path) -> None:
 
 def test_a_traceback_is_the_one_of_plain_python(tmp_path: Path) -> None:
     """Letter for letter, file names included."""
-    script = _script(tmp_path, RAISES)
-    done = _lowtide(tmp_path, "run", "--budget", "1GiB", "--quiet", script)
-    assert done.stderr == _call(tmp_path, script).stderr
+    script = script_in(tmp_path, RAISES)
+    done = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--quiet", script)
+    assert done.stderr == call(tmp_path, script).stderr
 
 
 INSIDE = "import torch\nmodel = torch.nn.Linear(4, 4)\nmodel(torch.ones(2, 4)).sum().backward()\nmodel(torch.ones(2, 5))\n"
@@ -170,7 +138,7 @@ INSIDE = "import torch\nmodel = torch.nn.Linear(4, 4)\nmodel(torch.ones(2, 4)).s
 
 def test_an_exception_inside_torch_shows_no_frame_of_ours(tmp_path: Path) -> None:
     """An error raised below a module call hides the frames that Lowtide put around it."""
-    done = _lowtide(tmp_path, "run", "--budget", "1GiB", "--quiet", _script(tmp_path, INSIDE))
+    done = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--quiet", script_in(tmp_path, INSIDE))
     assert done.returncode == 1
     assert "RuntimeError" in done.stderr
     assert "script.py" in done.stderr
@@ -189,7 +157,7 @@ except RuntimeError as error:
 
 def test_the_cause_of_an_exception_shows_no_frame_of_ours(tmp_path: Path) -> None:
     """The chained exception's traceback is as clean as the last one's."""
-    done = _lowtide(tmp_path, "run", "--budget", "1GiB", "--quiet", _script(tmp_path, CAUSED))
+    done = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--quiet", script_in(tmp_path, CAUSED))
     assert done.returncode == 1
     assert "ValueError: wrong shape" in done.stderr
     assert "direct cause" in done.stderr
@@ -198,7 +166,7 @@ def test_the_cause_of_an_exception_shows_no_frame_of_ours(tmp_path: Path) -> Non
 
 def test_a_syntax_error_is_shown_as_python_shows_it(tmp_path: Path) -> None:
     """A script that does not compile: code 1, no frame of Lowtide."""
-    done = _lowtide(tmp_path, "run", "--budget", "1GiB", "--quiet", _script(tmp_path, "x = = 1\n"))
+    done = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--quiet", script_in(tmp_path, "x = = 1\n"))
     assert done.returncode == 1
     assert "SyntaxError" in done.stderr
     assert PACKAGE not in done.stderr
@@ -206,8 +174,8 @@ def test_a_syntax_error_is_shown_as_python_shows_it(tmp_path: Path) -> None:
 
 def test_an_infeasible_budget_is_code_1_with_its_proof(tmp_path: Path) -> None:
     """Below what is forced: one error line last, code 1, and a bound above the budget in the JSON file."""
-    script = _script(tmp_path, MLP)
-    done = _lowtide(tmp_path, "run", "--budget", "1MiB", "--quiet", "--json", "f.json", script)
+    script = script_in(tmp_path, MLP)
+    done = lowtide_in(tmp_path, "run", "--budget", "1MiB", "--quiet", "--json", "f.json", script)
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines()[-1].startswith("lowtide: error: ")
     assert "leave some room above the lowest plan found" in done.stderr
@@ -217,19 +185,14 @@ def test_an_infeasible_budget_is_code_1_with_its_proof(tmp_path: Path) -> None:
     assert figures["plan"]["bound"]["peak_bytes"] > figures["budget_bytes"] == 1 << 20
 
 
-def _hears_interrupts() -> None:
-    """Shells start background jobs deaf to SIGINT, and so would everything be that a test starts there."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def test_ctrl_c_interrupts_the_script(tmp_path: Path) -> None:
     """SIGINT: a KeyboardInterrupt traceback without frames of Lowtide, and the process dies of it."""
     wait = "import pathlib, time\npathlib.Path('ready').touch()\nwhile True: time.sleep(0.05)\n"
-    script = _script(tmp_path, wait)
+    script = script_in(tmp_path, wait)
     process = subprocess.Popen(
         [sys.executable, "-m", "lowtide", "run", "--budget", "1GiB", "--quiet", "--json", "told.json", script],
-        cwd=tmp_path, env=_environment(), stderr=subprocess.PIPE, text=True,
-        preexec_fn=_hears_interrupts,  # noqa: PLW1509 - no threads between fork and exec here
+        cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True,
+        preexec_fn=hears_interrupts,  # noqa: PLW1509 - no threads between fork and exec here
     )  # fmt: skip
     deadline = time.monotonic() + TIMEOUT
     while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
@@ -244,7 +207,7 @@ def test_ctrl_c_interrupts_the_script(tmp_path: Path) -> None:
 
 def test_os_exit_is_left_alone(tmp_path: Path) -> None:
     """os._exit(5) is 5."""
-    assert _lowtide(tmp_path, "run", "--budget", "1GiB", _script(tmp_path, "import os\nos._exit(5)")).returncode == 5
+    assert lowtide_in(tmp_path, "run", "--budget", "1GiB", script_in(tmp_path, "import os\nos._exit(5)")).returncode == 5
 
 
 # --- what the script sees --------------------------------------------------------------------------------------------
@@ -275,12 +238,12 @@ def sights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str
     home = tmp_path_factory.mktemp("sights")
     for folder in ("folder", "package"):
         (home / folder).mkdir()
-    _script(home, SEES, "folder/script.py")
-    _script(home, "", "package/__init__.py")
-    _script(home, SEES, "package/module.py")
+    script_in(home, SEES, "folder/script.py")
+    script_in(home, "", "package/__init__.py")
+    script_in(home, SEES, "package/module.py")
     both = {"script": SCRIPT_ARGUMENTS, "module": MODULE_ARGUMENTS}
     run = ("run", "--budget", "1GiB", "--quiet")
-    return {kind: (_seen(_lowtide(home, *run, *a)), _seen(_call(home, *a))) for kind, a in both.items()}
+    return {kind: (_seen(lowtide_in(home, *run, *a)), _seen(call(home, *a))) for kind, a in both.items()}
 
 
 @pytest.mark.xdist_group("sights")
@@ -308,7 +271,7 @@ def test_the_preload_is_not_leaked(tmp_path: Path) -> None:
     """The script's environment is the user's: nothing preloaded, no task; its children start clean."""
     leak = "import os\nprint(sorted(k for k in os.environ if k == 'LD_PRELOAD' or k == 'LOWTIDE_TASK'))"
     leak += "\nprint(os.popen('env | grep -c LD_PRELOAD').read().strip())"
-    done = _lowtide(tmp_path, "run", "--budget", "1GiB", "--quiet", _script(tmp_path, leak))
+    done = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--quiet", script_in(tmp_path, leak))
     assert done.stdout == "[]\n0\n", done.stderr
 
 
@@ -319,13 +282,13 @@ def test_the_users_own_preload_is_kept(tmp_path: Path) -> None:
     subprocess.run(["cc", "-shared", "-fPIC", "-o", own, tmp_path / "own.c"], check=True)
     asks = "import ctypes, os\nprint(os.environ['LD_PRELOAD'], ctypes.CDLL(None).own())"
     asks += "\nfrom lowtide.live.heap import counters\nprint(counters() is not None)"
-    done = _lowtide(tmp_path, "run", "--budget", "1GiB", "--quiet", _script(tmp_path, asks), LD_PRELOAD=own)
+    done = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--quiet", script_in(tmp_path, asks), LD_PRELOAD=own)
     assert done.stdout == f"{own} 7\nTrue\n", done.stderr
 
 
 def test_a_script_that_never_steps_ends_well(tmp_path: Path) -> None:
     """No torch, no step: code 0, standard output untouched, no steps in the JSON file, a summary or none on stderr."""
-    done = _lowtide(tmp_path, "run", "--budget", "1GiB", "--json", "f.json", _script(tmp_path, "print('hello')"))
+    done = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--json", "f.json", script_in(tmp_path, "print('hello')"))
     assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
     assert "Traceback" not in done.stderr
     figures = json.loads((tmp_path / "f.json").read_text())
@@ -335,16 +298,16 @@ def test_a_script_that_never_steps_ends_well(tmp_path: Path) -> None:
 def test_tensors_without_training_end_well(tmp_path: Path) -> None:
     """Inference only: code 0, standard output untouched."""
     text = "import torch\nwith torch.no_grad():\n    print(torch.nn.Linear(4, 4)(torch.ones(1, 4)).shape)"
-    done = _lowtide(tmp_path, "run", "--budget", "50%", _script(tmp_path, text))
+    done = lowtide_in(tmp_path, "run", "--budget", "50%", script_in(tmp_path, text))
     assert (done.returncode, done.stdout) == (0, "torch.Size([1, 4])\n"), done.stderr
 
 
 def test_standard_input_is_the_scripts(tmp_path: Path) -> None:
     """What is piped in reaches the script."""
-    script = _script(tmp_path, "print(input()[::-1])")
+    script = script_in(tmp_path, "print(input()[::-1])")
     done = subprocess.run(
         [sys.executable, "-m", "lowtide", "run", "--budget", "1GiB", "--quiet", script],
-        cwd=tmp_path, env=_environment(), input="abc\n", capture_output=True, text=True, timeout=TIMEOUT, check=False,
+        cwd=tmp_path, env=environment(), input="abc\n", capture_output=True, text=True, timeout=TIMEOUT, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "cba\n"), done.stderr
 
@@ -357,10 +320,10 @@ def test_a_budget_is_held_and_told_and_its_plan_reused(tmp_path: Path) -> None:
 
     The summary is on standard error, and not there with --quiet.
     """
-    script = _script(tmp_path, MLP)
-    plain = _call(tmp_path, script)
+    script = script_in(tmp_path, MLP)
+    plain = call(tmp_path, script)
     first = ("--budget", "60%", "--json", "first.json", "--save-plan", "plan.json")
-    done = _lowtide(tmp_path, "run", *first, script)
+    done = lowtide_in(tmp_path, "run", *first, script)
     assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
     figures = json.loads((tmp_path / "first.json").read_text())
     _check_figures(figures)
@@ -370,7 +333,7 @@ def test_a_budget_is_held_and_told_and_its_plan_reused(tmp_path: Path) -> None:
     assert "ran without the budget" in done.stderr
     budget = str(figures["budget_bytes"])
     second = ("--budget", budget, "--json", "second.json", "--plan", "plan.json", "--quiet")
-    again = _lowtide(tmp_path, "run", *second, script)
+    again = lowtide_in(tmp_path, "run", *second, script)
     assert (again.returncode, again.stdout, again.stderr) == (0, plain.stdout, "")
     steps = json.loads((tmp_path / "second.json").read_text())["steps"]
     choices = json.loads((tmp_path / "plan.json").read_text())["choices"]
@@ -395,9 +358,9 @@ def _check_figures(figures: dict[str, Any]) -> None:
 @pytest.mark.long
 def test_quiet_says_nothing(tmp_path: Path) -> None:
     """With --quiet a good run leaves standard error empty; without it, the summary is there and not on stdout."""
-    script = _script(tmp_path, MLP)
-    quiet = _lowtide(tmp_path, "run", "--budget", "1GiB", "--quiet", script)
-    loud = _lowtide(tmp_path, "run", "--budget", "1GiB", script)
+    script = script_in(tmp_path, MLP)
+    quiet = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--quiet", script)
+    loud = lowtide_in(tmp_path, "run", "--budget", "1GiB", script)
     assert (quiet.returncode, quiet.stderr) == (0, "")
     assert loud.returncode == 0
     assert loud.stderr.strip()
@@ -407,6 +370,6 @@ def test_quiet_says_nothing(tmp_path: Path) -> None:
 def test_help_and_version(tmp_path: Path) -> None:
     """``--help`` and ``--version`` print on standard output and exit with 0."""
     for arguments in (("--help",), ("run", "--help"), ("-h",), ("--version",)):
-        done = _lowtide(tmp_path, *arguments)
+        done = lowtide_in(tmp_path, *arguments)
         assert (done.returncode, done.stderr) == (0, "")
         assert "owtide" in done.stdout or "Usage" in done.stdout

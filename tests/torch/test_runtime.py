@@ -365,7 +365,7 @@ def test_what_a_kept_module_saves_is_never_dropped_and_a_path_of_no_module_is_to
     def dropped(keep: str | tuple[str, ...]) -> set[str]:
         gc.collect()
         live = heap().tensor_live
-        with lowtide.budget(live + (13 << 18), keep=keep, offload=False, without=("update-in-backward",)) as run:
+        with lowtide.budget(live + (13 << 18), keep=keep, offload=False, without=("move-gradients",)) as run:
             for _ in range(5):
                 model(torch.randn(512, 128)).square().mean().backward()
                 optimizer.step()

@@ -55,7 +55,7 @@ def _pass(layer: nn.Module, x: torch.Tensor, *, graph: bool = False) -> tuple[li
 
 
 def _in_pieces(layer: nn.Module, x: torch.Tensor, **how: Any) -> tuple[list[torch.Tensor], int, bool]:
-    with lowtide.budget(None, allow=ALLOW, without="update-in-backward") as run:
+    with lowtide.budget(None, allow=ALLOW, without="move-gradients") as run:
         found, rise = _pass(layer, x, **how)
         return found, rise, any(lever.used for lever in run.outcome.levers if lever.name in ALLOW)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.allowed import LEVERS, LOSS, PIECES, SLICES, UPDATE, check_levers, parse_levers
+from lowtide.allowed import GRADIENTS, LEVERS, LOSS, PIECES, SLICES, UPDATE, check_levers, parse_levers
 from lowtide.errors import UsageError
 
 
@@ -14,13 +14,13 @@ def test_a_text_several_texts_and_a_list_in_one_text_mean_the_same(texts):
 
 
 def test_exact_and_all_stand_for_several():
-    assert parse_levers("exact") == {UPDATE, SLICES}
+    assert parse_levers("exact") == {GRADIENTS, UPDATE, SLICES}
     assert parse_levers("all") == set(LEVERS)
     assert parse_levers(()) == set()
 
 
 def test_a_wrong_name_is_refused_whole():
-    with pytest.raises(UsageError, match="no lever is called 'chunkedloss': there are update-in-backward"):
+    with pytest.raises(UsageError, match="no lever is called 'chunkedloss': there are move-gradients"):
         parse_levers("chunkedloss")
 
 

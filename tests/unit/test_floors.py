@@ -15,7 +15,7 @@ import lowtide
 SOURCE = Path(lowtide.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "", "units", "allowed", "tell"),
+    ("errors", "", "units", "allowed", "tell", "interrupts"),
     (
         "trace", "store", "probe.marks", "probe.counters", "probe.census", "probe.keras_arms", "probe.arms", "probe.sampler", "probe.catalogue", "probe.beat",
         "probe.lend", "probe.site.sitecustomize",
@@ -102,7 +102,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "live.agree",
         "live.verdict",
         "live.slices",
+        "live.single_update",
         "live.update",
+        "live.gradients",
         "live.loss",
         "live.logits",
         "live.samples",
@@ -177,6 +179,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "cli.report",
         "cli.main",
         "pytest_plugin",
+        "start",
         "__main__",
     ),
 )

@@ -57,7 +57,7 @@ def test_a_script_without_a_plan_says_so() -> None:
 @pytest.mark.parametrize(("allow", "without", "names"), [
     ((), (), ["no levers", "exact levers"]),
     (("chunked-loss",), (), ["no levers", "exact levers", "all levers"]),
-    ((), ("update-in-backward", "sliced-update"), ["no levers"]),
+    ((), ("move-gradients", "sliced-update"), ["no levers"]),
 ])
 def test_sets_of_levers(allow: tuple[str, ...], without: tuple[str, ...], names: list[str]) -> None:
     assert list(lever_sets(frozenset(allow), frozenset(without))) == names

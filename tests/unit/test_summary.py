@@ -39,20 +39,25 @@ def test_figures_of_steps_come_back_as_they_were_and_are_few_bytes_each() -> Non
 
 
 @pytest.mark.parametrize(
-    ("peaks", "used", "told"),
+    ("peaks", "excused", "early", "over"),
     [
-        ([90, 120, 100, 100], True, True),
-        ([90, 120, 100, 100], False, False),
-        ([90, 90, 100, 100], True, False),
-        ([90, 120, 100, 120], True, False),
+        ([90, 120, 100, 100], 2, True, []),
+        ([90, 120, 100, 100], 0, False, [1]),
+        ([90, 90, 100, 100], 2, False, []),
+        ([90, 120, 100, 120], 2, True, [3]),
     ],
 )
-def test_what_crossed_before_levers_were_pulled_is_told_as_that(
-    peaks: list[int], used: bool, told: bool, capsys: pytest.CaptureFixture[str]  # noqa: FBT001
+def test_steps_before_a_lever_was_pulled_are_told_apart_from_those_that_count(
+    peaks: list[int], excused: int, early: bool, over: list[int], capsys: pytest.CaptureFixture[str]  # noqa: FBT001
 ) -> None:
     steps = tuple(_step(i, "online" if i < 2 else "planned", p << 20) for i, p in enumerate(peaks))
-    lever = LeverFigures(name="update-in-backward", used=used, text="")
-    show_outcome(Outcome(budget_bytes=100 << 20, steps=steps, plan=None, exact=True, levers=(lever,), asked=True))
+    lever = LeverFigures(name="move-gradients", used=True, text="")
+    outcome = Outcome(
+        budget_bytes=100 << 20, steps=steps, plan=None, exact=True, levers=(lever,), asked=True, excused=excused
+    )
+    show_outcome(outcome)
     said = " ".join(capsys.readouterr().err.split())
-    assert ("before the levers were pulled" in said) == told
-    assert ("from step 2 on all were within it" in said) == told
+    assert ("showed that the budget needs a lever" in said) == early
+    assert ("the budget was not held" in said) == bool(over)
+    assert outcome.held == (not over)
+    assert outcome.to_json(0)["over"] == over

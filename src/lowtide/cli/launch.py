@@ -26,6 +26,17 @@ def write_json(file: str, found: Any) -> None:
     write(file, text)
 
 
+def replace_json(file: str, found: Any) -> None:
+    """Write figures to a file as a whole: whoever reads it, or ends this process meanwhile, finds the old ones or the new."""
+    partial = f"{file}.{os.getpid()}.partial"
+    try:
+        write_json(partial, found)
+        Path(partial).replace(file)
+    except OSError as error:
+        Path(partial).unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, file) from None
+
+
 def write(file: str, text: str | bytes) -> None:
     """Write what a user asked for.
 

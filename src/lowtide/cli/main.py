@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import click
 
-from lowtide import __version__
+from lowtide import __version__, interrupts
 from lowtide.cli.batch import batch, predict
 from lowtide.cli.guard import guard
 from lowtide.cli.leak import leak
@@ -26,6 +26,7 @@ class _Lowtide(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Run a verb and exit."""
         kwargs["standalone_mode"] = False
+        interrupts.allow()
         try:
             code = super().main(*args, **kwargs)
         except click.exceptions.Exit as done:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import click
 
-from lowtide.allowed import UPDATE, check_levers
+from lowtide.allowed import check_levers
 from lowtide.cli.launch import check_alone, check_folder, check_target, write, write_json
 from lowtide.cli.script import Finite, takes_script
 from lowtide.errors import LowtideError
@@ -72,8 +72,7 @@ def minimum(
         if not plain.passes or len(plain.steps) < 2:
             why = plain.message or f"only {len(plain.steps)} steps were seen"
             raise LowtideError(f"the script does not train as it is: {why}")
-        look = Asked(steps=4, budget_bytes=int(PROBE * plain.peak_bytes), allow=allowed - {UPDATE}, without=excluded,
-                     offload=offload)
+        look = Asked(steps=4, budget_bytes=int(PROBE * plain.peak_bytes), allow=allowed, without=excluded, offload=offload)
         status.update("looking for what speaks against levers")
         declined = {x["name"]: x["text"] for x in run(target, setting, look).levers if not x["used"]}
         found = [

@@ -26,6 +26,7 @@ from lowtide.units import parse_budget
 @click.option("--save-plan", metavar="FILE", help="Write the plan in force at the end.")
 @click.option("--json", "json_file", metavar="FILE", help="Write the figures of the run.")
 @click.option("--quiet", is_flag=True, help="No summary at the end.")
+@click.option("--keep-going", is_flag=True, help="Go on, with SCRIPT's own exit code, although the budget is not held.")
 @takes_script
 def run(
     *,
@@ -39,14 +40,15 @@ def run(
     save_plan: str | None,
     json_file: str | None,
     quiet: bool,
+    keep_going: bool,
     module: bool,
     script: str,
     arguments: tuple[str, ...],
 ) -> int:
     """Run SCRIPT under a memory budget, with bit-equal results.
 
-    Options before SCRIPT are Lowtide's; all after it are the script's own. The exit code is the script's; 1 if the budget
-    cannot be held, 2 for bad usage.
+    Options before SCRIPT are Lowtide's; all after it are the script's own. The exit code is the script's; 1 if the first
+    three steps show that the budget cannot be held, 2 for bad usage, 3 if SCRIPT ended well and a step crossed the budget.
     """
     check_alone()
     if levers is not None:
@@ -76,6 +78,7 @@ def run(
                 save_plan=absolute(save_plan),
                 json=absolute(json_file),
                 quiet=quiet,
+                keep_going=keep_going,
             ),
         )
     )

@@ -10,7 +10,9 @@ import builtins
 import contextlib
 import os
 import runpy
+import signal
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 from importlib.machinery import SourceFileLoader
@@ -19,8 +21,9 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import msgspec
 
-from lowtide.cli.launch import write_json
-from lowtide.errors import INTERRUPTED, BudgetError, LowtideError, UsageError
+from lowtide import interrupts
+from lowtide.cli.launch import Written, replace_json, write_json
+from lowtide.errors import INTERRUPTED, NOT_HELD, BudgetError, LowtideError, UsageError
 from lowtide.live.constants import with_constants
 from lowtide.live.enough import Enough
 from lowtide.live.task import ACTIVE, PRELOAD, TASK, RecordOptions, RunOptions, Task
@@ -33,6 +36,14 @@ _PACKAGE: Final = str(Path(__file__).resolve().parent.parent)
 RECURSION: Final = 1000
 """Depth that our own figures need, whatever limit the script has set."""
 _HIDDEN: Final = (_PACKAGE, "<frozen runpy>", runpy.__file__)
+
+
+_ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
+"""Signals by which batch systems and terminals end a job."""
+_WRITTEN_SHARE: Final = 0.01
+"""Of the time of a run, what writing figures while it runs may take ..."""
+_WRITTEN_SECONDS: Final = 1.0
+"""... and the seconds between two writes, at least."""
 
 
 class _Refusal(SystemExit):
@@ -70,13 +81,21 @@ def _run(task: Task) -> int:
         job = Trial(options)
     code: Any = 0
     owner = os.getpid()
+    ended = False
 
-    def finish(code: int, error: BaseException | None = None) -> None:
-        if os.getpid() == owner:  # a child that the script has forked ends here too
-            with _undisturbed():
-                job.finish(code, error)
+    def finish(code: int, error: BaseException | None = None) -> int:
+        """Write and show the figures, once; the exit code, which a budget that was not held changes where it is 0."""
+        nonlocal ended
+        if ended or os.getpid() != owner:  # a child that the script has forked ends here too
+            return code
+        ended = True
+        with _undisturbed():
+            job.finish(code, error)
+        return job.exit_code(code) if isinstance(job, _Budget) else code
 
+    _at_sudden_ends(finish, owner)
     try:
+        interrupts.allow()
         _execute(task)
     except Enough:
         finish(0)
@@ -88,14 +107,37 @@ def _run(task: Task) -> int:
         return 1
     except SystemExit as leaving:
         code = leaving.code
-        finish(code if isinstance(code, int) else int(code is not None))
+        given = finish(code if isinstance(code, int) else int(code is not None))
+        if given == NOT_HELD and code in (None, 0):
+            return given
         raise
     except BaseException as error:
         finish(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1, error)
         sys.excepthook = _without_our_frames(sys.excepthook)
         raise
-    finish(0)
-    return 0
+    return finish(0)
+
+
+def _at_sudden_ends(finish: Callable[[int], int], owner: int) -> None:
+    """Let ``os._exit`` and the signals that end a job come through, after the figures."""
+    leave = os._exit
+
+    def _exit(status: int) -> None:
+        with contextlib.suppress(Exception):
+            finish(status)
+        leave(status)
+
+    def end(number: int, _: types.FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getpid() == owner:
+            with contextlib.suppress(Exception):  # it may have come in the middle of anything
+                finish(128 + number)
+        os.kill(os.getpid(), number)
+
+    os._exit = _exit  # type: ignore[assignment]
+    for number in _ENDING:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, end)
 
 
 @contextlib.contextmanager
@@ -152,9 +194,28 @@ class _Budget:
                 without=frozenset(options.without),
                 plan=None if options.plan is None else load_plan(Path(options.plan)),
                 refusal=_refusal,
+                keep_going=options.keep_going,
+                on_step=None if options.json is None else self._step_ended,
             )
         )
+        self._next_write = 0.0
         self.runtime.start()
+
+    def _step_ended(self) -> None:
+        """Write the figures so far: a process that is killed leaves them."""
+        began = time.monotonic()
+        if began < self._next_write:
+            return
+        assert self._options.json is not None
+        with contextlib.suppress(OSError):  # at the end it is told
+            replace_json(self._options.json + _rank_suffix(), self.runtime.outcome().to_json(None))
+        now = time.monotonic()
+        self._next_write = now + max(_WRITTEN_SECONDS, (now - began) / _WRITTEN_SHARE)
+
+    def exit_code(self, code: int) -> int:
+        """What to exit with, given the script's own exit code."""
+        held = self._options.keep_going or self.runtime.outcome().held
+        return code if code or held else NOT_HELD
 
     def finish(self, code: int, _: BaseException | None = None) -> None:
         """Stop watching; write and show the figures."""
@@ -164,12 +225,14 @@ class _Budget:
         runtime, options = self.runtime, self._options
         runtime.stop(over=True)
         outcome = runtime.outcome()
+        written = Written()
         if options.json is not None:
-            write_json(options.json + _rank_suffix(), outcome.to_json(code))
+            written.attempt(replace_json, options.json + _rank_suffix(), outcome.to_json(self.exit_code(code)))
         if options.save_plan is not None and runtime.plan is not None:
-            save_plan(runtime.plan, Path(options.save_plan + _rank_suffix()))
+            written.attempt(save_plan, runtime.plan, Path(options.save_plan + _rank_suffix()))
         if not options.quiet and not _rank_suffix():
             show_outcome(outcome)
+        written.say()
 
 
 @final
@@ -225,10 +288,13 @@ class _Record:
         if options.json is None and (options.quiet or _rank_suffix()):
             return
         recording = read(self._path)
+        written = Written()
         if options.json is not None:
-            write_json(options.json + _rank_suffix(), {"recording": str(self._path), **to_json(recording)})
+            figures = {"recording": str(self._path), **to_json(recording)}
+            written.attempt(write_json, options.json + _rank_suffix(), figures)
         if not options.quiet and not _rank_suffix():
             show_recording(recording)
+        written.say()
 
 
 def _rank_suffix() -> str:
@@ -259,9 +325,3 @@ def _stripped(trace: types.TracebackType | None) -> types.TracebackType | None:
         return rest
     return types.TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
-
-if __name__ == "__main__":
-    # The script becomes __main__, so this module must be found under its own name.
-    from lowtide.live import agent  # noqa: PLW0406 - by its own name
-
-    agent.main()

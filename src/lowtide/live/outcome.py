@@ -128,6 +128,8 @@ class Outcome:
         budget_bytes: the budget; 0 where there was none, or where a share never came to be known.
         asked: whether a budget was asked for.
         of_first: whether it is a share of the first step's peak, which therefore ran without it.
+        excused: how many steps at the beginning ran before everything that holds the budget was in force: the first one of a
+            share, and those before a lever was pulled.
         unreached: what the script does that the interception does not reach.
         unmet: modules to be kept (``--keep``) of which none was called.
     """
@@ -139,6 +141,7 @@ class Outcome:
     levers: tuple[LeverFigures, ...] = ()
     asked: bool = False
     of_first: bool = False
+    excused: int = 0
     unreached: tuple[str, ...] = ()
     unmet: tuple[str, ...] = ()
 
@@ -149,21 +152,30 @@ class Outcome:
 
     @property
     def bound(self) -> tuple[StepFigures, ...]:
-        """Steps that ran with the budget known."""
-        return self.steps[1:] if self.of_first else self.steps
+        """Steps that count: those that ran with the budget, and all that holds it, in force."""
+        return self.steps[max(self.excused, int(self.of_first)) :]
 
     @property
     def over(self) -> tuple[StepFigures, ...]:
-        """Steps that crossed the budget, if it was known when they ran."""
+        """Steps that count and crossed the budget."""
         return tuple(s for s in self.bound if self.budget_bytes and s.peak_bytes > self.budget_bytes)
+
+    @property
+    def held(self) -> bool:
+        """Whether the budget that was asked for was in force, if a step was seen, and no step that counts crossed it."""
+        return not self.over and (self.in_force or not self.steps)
 
     @property
     def peak_bytes(self) -> int:
         """Highest point of all steps."""
         return max((s.peak_bytes for s in self.steps), default=0)
 
-    def to_json(self, exit_code: int) -> dict[str, Any]:
-        """The JSON file of ``lowtide run``."""
+    def to_json(self, exit_code: int | None) -> dict[str, Any]:
+        """The JSON file of ``lowtide run``.
+
+        Args:
+            exit_code: that the process ends with; None while the script runs.
+        """
         return {
             "budget_bytes": self.budget_bytes,
             "peak_bytes": self.peak_bytes,
@@ -184,6 +196,9 @@ class Outcome:
             ],
             "plan": None if self.plan is None else self.plan.to_json(),
             "in_force": self.in_force,
+            "held": self.held,
+            "excused_steps": max(self.excused, int(self.of_first)),
+            "over": [s.index for s in self.over],
             "unreached": list(self.unreached),
             "levers": [{"name": x.name, "used": x.used, "text": x.text} for x in self.levers],
             "exit_code": exit_code,

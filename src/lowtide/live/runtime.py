@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import os
 import time
 import weakref
@@ -19,14 +20,15 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
-from lowtide.allowed import LOSS, PIECES, SLICES, UPDATE
+from lowtide.allowed import GRADIENTS, LOSS, PIECES, SLICES, UPDATE
 from lowtide.errors import BudgetError, SizeError
 from lowtide.live import agree
 from lowtide.live.aside import Asides
-from lowtide.live.board import FileBoard, PinnedBoard
+from lowtide.live.board import FileBoard, PinnedBoard, Ticket
 from lowtide.live.derivatives import Derivatives, Unseen
 from lowtide.live.enough import Enough
 from lowtide.live.full import FullMode
+from lowtide.live.gradients import MovedGradients
 from lowtide.live.guard import LIBRARY_BYTES, SLACK_BYTES, Evictor, Exempt, Tally
 from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
 from lowtide.live.kind import Kind, is_smaller, kind_of
@@ -63,7 +65,7 @@ from lowtide.pebble.eager.walk import State
 from lowtide.planner import Plan, dropped_sites, plan_of
 from lowtide.tell import tell
 from lowtide.trace import Phase
-from lowtide.units import Auto, Share, Size
+from lowtide.units import Auto, Share, Size, format_bytes
 
 CLOCKED = 1
 """Units that must have followed their recording before the next one is timed: the second board's pages are warm then."""
@@ -75,6 +77,10 @@ BACKWARDS_BEFORE_STEP = 64
 """The same, until an optimizer steps: an inner loop may go round many times beside a graph that is open."""
 AGREED_UNITS = range(2, 10)
 """Units, counted from 1, at whose beginning ranks agree on one plan: every rank reaches them."""
+REFUSED = 3
+"""Steps within which a budget that cannot be held ends the script; later ones are only told of."""
+TOLD_SECONDS = 60.0
+"""Between two lines about steps over the budget, at least."""
 AUTO_MARGIN = 0.05
 """Share of a CUDA device's free memory that ``auto`` leaves to fragmentation."""
 
@@ -92,6 +98,8 @@ class Settings:
         without: levers that must not be used.
         refusal: makes what is raised when the budget cannot be held; the :class:`BudgetError` itself by default.
         steps: after which the script is ended; 0 for never.
+        keep_going: whether the script goes on even where the first steps show that the budget cannot be held.
+        on_step: called after each step, with its figures in place.
     """
 
     budget: Size | None
@@ -102,6 +110,8 @@ class Settings:
     without: frozenset[str] = frozenset()
     refusal: Callable[[BudgetError], BaseException] | None = None
     steps: int = 0
+    keep_going: bool = False
+    on_step: Callable[[], None] | None = None
 
 
 @final
@@ -129,7 +139,9 @@ class Runtime:
         self.asides = Asides(self.stack, self.clock, self._run_region)
         self.unreached = Unreached(self.stack)
         self.updates = Updates(lambda: self.clock.phase, self._before_update)
-        self.clock.on_optimizer = self.updates.optimizer_made
+        self.gradients = MovedGradients(self._put_gradient)
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.clock.on_optimizer = self._optimizer_made
         self.slices = Slices(self._room)
         self.logits = Logits()
         self.pieces = Pieces()
@@ -148,13 +160,13 @@ class Runtime:
         self._last_optimizer = 0
         self._last_lean: LeanMode | None = None
         self._last_kind: Kind | None = None
+        self._excused = 0
+        self._last_told = -math.inf
         self._owed = Owed()
         self._owing = False
         self._between_bytes = 0
         self._unseen_peak = self._step_peak = 0
         self._units = 0
-        self._step_started = 0.0
-        self._step_policy, self._step_units, self._step_done, self._step_trains = "plain", 0, False, False
         self._pid = os.getpid()
         self._active = False
         self._functional = False
@@ -185,8 +197,11 @@ class Runtime:
         self.asides.install()
         self.patches.install()
         settings = self.settings
-        if UPDATE not in settings.without and (settings.budget is not None or UPDATE in settings.allow):
-            self.updates.install(optimizers, engaged=UPDATE in settings.allow)
+        self._optimizers.update(optimizers)
+        if UPDATE in settings.allow - settings.without:
+            self.updates.install(optimizers)
+        elif GRADIENTS in settings.allow - settings.without:
+            self.gradients.engage(optimizers)
         if SLICES not in settings.without and (settings.budget is not None or SLICES in settings.allow):
             self.slices.install()
         if LOSS in settings.allow - settings.without:
@@ -221,6 +236,7 @@ class Runtime:
         self._active = False
         self.full.passive = True
         self.updates.remove()
+        self.gradients.remove(over=over)
         self.slices.remove()
         self.pieces.remove()
         if LOSS in self.settings.allow:
@@ -259,9 +275,11 @@ class Runtime:
             exact=self.meter.exact,
             asked=self.settings.budget is not None,
             of_first=isinstance(self.settings.budget, Share),
+            excused=self._excused,
             unreached=self.unreached.reasons,
             unmet=self.evictor.exempt.unmet,
             levers=(
+                *self.gradients.figures(),
                 *self.updates.figures(),
                 *self.slices.figures(),
                 *(self.logits.figures() if LOSS in self.settings.allow else ()),
@@ -333,7 +351,7 @@ class Runtime:
             if device is not None:
                 self._use_cuda(device)
         turn = 0 if self._step_done else self._step_units
-        kind = kind_of(module, args, kwargs, engaged=self.updates.engaged, after=self._after(), turn=turn)
+        kind = kind_of(module, args, kwargs, engaged=self._engaged, after=self._after(), turn=turn)
         if self.unit is not None:
             if self._is_over(self.unit, kind):
                 self._end_unit()
@@ -416,7 +434,7 @@ class Runtime:
         if self.clock.depth or self.clock.phase is not Phase.DATA:
             return None
         self._functional = True
-        self._begin_unit(Kind((), engaged=self.updates.engaged, after=self._after()))
+        self._begin_unit(Kind((), engaged=self._engaged, after=self._after()))
         unit: Unit | None = self.unit
         return None if unit is None or unit.lean is None else unit.lean.pack
 
@@ -447,12 +465,47 @@ class Runtime:
         """Autograd's engine is about to run."""
         if not self._active:
             return
-        own_code = self.script_code_in_backward or self.resident.has_hooks(self.updates.is_ours)
+        own_code = self.script_code_in_backward or self.resident.has_hooks(self._is_ours)
+        self.gradients.follow(self._optimizers)
         with self.updates.aside():
             self._backward_begins(own_code=own_code)
         lean = None if self.unit is None else self.unit.lean
         planned = lean is not None and not lean.lost and self.stack.mode is None
         self.updates.backward_begins(own_code=own_code, planned=planned)
+
+    @property
+    def _engaged(self) -> bool:
+        """Whether a lever takes gradients away as they come, which makes another kind of unit."""
+        return self.gradients.engaged or self.updates.engaged
+
+    def _is_ours(self, hook: Any) -> bool:
+        return self.updates.is_ours(hook) or self.gradients.is_ours(hook)
+
+    def _optimizer_made(self, optimizer: Any) -> None:
+        self._optimizers.add(optimizer)
+        self.updates.optimizer_made(optimizer)
+
+    def _put_gradient(self, storage: torch.UntypedStorage) -> Ticket | None:
+        """Put a gradient on the second board; None where it stays."""
+        if not (self.evictor.moves and self.meter.counts(storage)):
+            return None
+        start = time.perf_counter()
+        try:
+            ticket = self.board.put(storage)
+        except OSError:  # no room there
+            return None
+        self.evictor.tally.offload_seconds += time.perf_counter() - start
+        self.evictor.tally.offloaded_bytes += storage.nbytes()
+        return ticket
+
+    def _can_move_gradients(self) -> bool:
+        """Whether the lever that moves gradients is left to lower the peak."""
+        return (
+            not self._engaged
+            and GRADIENTS not in self.settings.without
+            and self.evictor.moves
+            and self.gradients.can_engage(self._optimizers)
+        )
 
     def _backward_begins(self, *, own_code: bool) -> None:
         followed = self.clock.differentiable
@@ -505,6 +558,8 @@ class Runtime:
                 self.evictor.exposed(value)
             value.tainted = True
             recorder.taint(value)
+        if self.gradients.engaged:
+            self.gradients.exposed(tensor.untyped_storage())
         if shows and self._active:
             self._show(tensor)
 
@@ -575,6 +630,7 @@ class Runtime:
     def optimizer_begins(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
         self.resident.optimizers.add(optimizer)
+        self._optimizers.add(optimizer)
         self._last_optimizer = id(optimizer)
         self.updates.optimizer_begins(optimizer, closure=self.clock.closure)
         if self.clock.phase is not Phase.BACKWARD:  # a mode that is taken off within the engine is on again at its next node
@@ -583,6 +639,7 @@ class Runtime:
             self._guard_update()
         if not isinstance(self.stack.mode, FullMode):
             self._writes_unseen()
+        self.gradients.optimizer_begins(optimizer, closure=self.clock.closure)
 
     def _guard_update(self) -> None:
         """An optimizer steps beside a plan: its operators are no unit's, but may write to what replays read."""
@@ -604,6 +661,7 @@ class Runtime:
         """An optimizer stepped (perhaps from a hook within the backward)."""
         self._step_done = True
         self.updates.optimizer_ends(optimizer)
+        self.gradients.optimizer_ends(optimizer)
         unit = self.unit
         if self.clock.phase is Phase.BACKWARD:
             return
@@ -672,12 +730,14 @@ class Runtime:
         worn = self.recordings.is_worn(kind)
         warm = worn or entry.followed > 0
         proven = bool(self.budget_bytes) and self._cannot_be_held(figures, warm=warm)
-        if (refused or proven) and self.updates.can_engage(self.resident.roots):
-            self.updates.engage()
+        if (refused or proven) and self._can_move_gradients():
+            self.gradients.engage(self._optimizers)
+            if len(self.steps) < REFUSED:
+                self._excused = len(self.steps)
             unit.kind = replace(kind, engaged=True)
             self._run_fully(unit, None)
             return
-        if refused or proven:
+        if (refused or proven) and self._may_refuse:
             self._refuse(figures, proven=proven and not refused)
         self._solved = entry.problem, solution
         known = self.recordings.has(kind) and not doubtful
@@ -1023,7 +1083,13 @@ class Runtime:
         if resident > self.budget_bytes:
             last = self.steps[-1]
             self.figures = resident_figures(resident, max(s.peak_bytes for s in self.steps), last.seconds)
-            self._refuse(self.figures, proven=True)
+            if self._may_refuse:
+                self._refuse(self.figures, proven=True)
+
+    @property
+    def _may_refuse(self) -> bool:
+        """Whether little is lost if the script ends here."""
+        return len(self.steps) < REFUSED and not self.settings.keep_going
 
     def _refuse(self, figures: PlanFigures, *, proven: bool) -> None:
         self.unit = None
@@ -1055,7 +1121,10 @@ class Runtime:
     def _close_step(self) -> None:
         tally = self.evictor.tally
         peak = max(self.meter.span_peak(), self._step_peak, self._unseen_peak)
-        self._crossings.step_ends(crossed=bool(self.steps and self.budget_bytes) and peak > self.budget_bytes)
+        crossed = bool(self.budget_bytes) and peak > self.budget_bytes
+        self._crossings.step_ends(crossed=bool(self.steps) and crossed)
+        if crossed and len(self.steps) >= REFUSED:
+            self._tell_of_crossing(peak)
         self.steps.append(
             StepFigures(
                 index=len(self.steps),
@@ -1069,6 +1138,28 @@ class Runtime:
                 rescued_ops=tally.rescues,
                 overrun=tally.overrun and peak > self.budget_bytes,
             )
+        )
+        if self.settings.on_step is not None:
+            self.settings.on_step()
+
+    def _tell_of_crossing(self, peak: int) -> None:
+        """A step crossed the budget after the script has run for too long to be ended for it."""
+        now = time.monotonic()
+        if now - self._last_told < TOLD_SECONDS:
+            return
+        self._last_told = now
+        figures = self.figures
+        if figures is not None and figures.lowest_peak_bytes > self.budget_bytes:
+            why = f"the lowest plan found for its sizes needs {format_bytes(figures.lowest_peak_bytes)}"
+        elif self.unreached.reasons:
+            why = f"what Lowtide does not reach in this script: {'; '.join(self.unreached.reasons)}"
+        elif self._step_policy == "online":
+            why = "it followed no plan (other operators or sizes than before)"
+        else:
+            why = "what ran beside its plan (an evaluation, the script's own code) needs more than was recorded"
+        tell(
+            f"lowtide: step {len(self.steps)} peaked at {format_bytes(peak)}, {format_bytes(peak - self.budget_bytes)} over "
+            f"the budget: {why}; training goes on, and the exit code will say so"
         )
 
     def _note_policy(self, policy: str) -> None:

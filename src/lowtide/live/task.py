@@ -28,6 +28,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
         allow, without: levers, by name.
         plan, save_plan, json: files; None where not asked for.
         quiet: no summary.
+        keep_going: whether a budget that cannot be held never ends the script or changes its exit code.
     """
 
     budget: str
@@ -39,6 +40,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     save_plan: str | None
     json: str | None
     quiet: bool
+    keep_going: bool = False
 
 
 class RecordOptions(msgspec.Struct, frozen=True, kw_only=True, tag="record"):
@@ -106,7 +108,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 def agent_command() -> list[str]:
     """The command of such a process: this interpreter with its options."""
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # the interpreter's own -X, -W, -O
-    return [sys.executable, *flags, "-m", "lowtide.live.agent"]
+    return [sys.executable, *flags, "-m", "lowtide.start"]
 
 
 def environment_of(task: Task) -> dict[str, str]:

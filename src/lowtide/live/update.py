@@ -1,12 +1,11 @@
 """Gradients consumed as they come: each parameter updated as soon as its gradient is whole, and the gradient let go.
 
-Exact only where nobody looks at the gradients, or at the parameters, between the backward and the optimizer's step. That is
-found out, not assumed: a script is *watched* for whole steps first, and the lever is declined for the first thing it does that
-would not be the same. Once *engaged*, the same things are watched for as long as the script runs; whoever does one of them
-then gets a :class:`LeverError` before anything wrong is computed: a consumed gradient cannot be given back.
+Exact only where nobody looks at the gradients, or at the parameters, between the backward and the optimizer's step. So the
+lever acts only where the user asks for it by name, and what the script does is watched for as long as it runs: whoever does
+one of those things gets a :class:`LeverError` before anything wrong is computed, because a consumed gradient cannot be given
+back. (:mod:`lowtide.live.gradients` is the lever that a budget may pull by itself: it keeps gradients readable.)
 
-The update itself is the optimizer's own code, run on one parameter; torch's optimizers treat each parameter alone
-(``torch/optim``: the single-tensor, foreach and fused kernels are element-wise), so the bits are those of the script's step.
+The update itself is the optimizer's own code, run on one parameter (:mod:`lowtide.live.single_update`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from enum import Enum
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -30,27 +28,13 @@ from lowtide.allowed import UPDATE
 from lowtide.errors import LeverError
 from lowtide.live.mode import Mode
 from lowtide.live.outcome import LeverFigures
+from lowtide.live.single_update import in_order, parameters_of, unfit, update_one
 from lowtide.live.tensors import grad_of, is_plain, on_storage, storages_of
 from lowtide.live.value import flatten, sole_owner
 from lowtide.live.wraps import Wraps, unwrapped
 from lowtide.tell import tell
 from lowtide.trace import Phase
 
-KNOWN: Final = (
-    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta,
-    torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
-)
-"""Optimizers that treat each parameter by itself and look at nothing but its gradient and its state."""
-
-MIXED: Final = (torch.optim.SGD, torch.optim.Adagrad)
-"""Of these, those whose foreach update goes entry by entry where one entry is new, or sparse (``torch/optim/sgd.py``)."""
-LOW_PRECISION: Final = (torch.bfloat16, torch.float16)
-"""In these, one by one and all at once round differently."""
-
-ENOUGH: Final = 2
-"""Whole steps of every optimizer that are looked at operator by operator before the lever may be needed."""
-EVERY: Final = 15
-"""Then one backward in so many is watched; an odd number, so that backwards that take turns are all seen."""
 SHARED: Final = "something else (a NumPy array, a view) refers to a parameter's memory when the optimizer is made"
 
 _GRAD: Any = torch._C.TensorBase.grad
@@ -59,34 +43,13 @@ _PACKAGE: Final = str(Path(__file__).resolve().parent.parent)
 _MODULES: Final = torch.nn.modules.module.__file__
 
 
-def _bare(step: Any) -> Any:
-    """An optimizer's step without what calls its hooks."""
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
-    return step
-
-
-_STEPS: Final = {kind: _bare(kind.step) for kind in KNOWN}
-"""As torch has them: a step that was replaced is another optimizer."""
-
-
-class Stage(Enum):
-    """How far the lever has come."""
-
-    WATCHING = "watching"
-    ENGAGED = "engaged"
-    DECLINED = "declined"
-    RESTING = "not needed"
-
-
 @final
 class Updates:
     """The lever, for all optimizers of a process.
 
     Attributes:
-        stage: how far it has come.
-        reason: why it was declined.
-        clean: optimizers seen from backward to update, with nothing that spoke against it, and how often.
+        engaged: whether gradients are consumed.
+        reason: why some are not.
         consumed: gradients so far.
         updating: whether an update runs now within the backward.
         before_update: told of an optimizer and its parameter that is about to be updated within the backward.
@@ -99,9 +62,8 @@ class Updates:
             phase: what the script is doing.
             before_update: see the attribute.
         """
-        self.stage = Stage.RESTING
+        self.engaged = False
         self.reason = ""
-        self.clean: weakref.WeakKeyDictionary[optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self.consumed = 0
         self.updating = False
         self.before_update = before_update
@@ -116,30 +78,25 @@ class Updates:
         self._due: dict[int, list[dict[str, Any]]] = {}
         self._marks: dict[int, dict[int, Any]] = {}
         self._running = False
-        self._verdict = ""
         self._broken = ""
         self._unpaired = False
         self._whole: set[int] = set()
         self._stepping = False
         self._shared: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
-        self._trained: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
         self._shown: list[weakref.ref[Any]] = []
         self._looker = _Looker(self)
         self._alone = False
         self._blind = False
-        self._rests = 0
-        self._asked = False
 
     # --- on and off --------------------------------------------------------------------------------------------------
 
-    def install(self, optimizers: Iterable[optim.Optimizer], *, engaged: bool) -> None:
-        """Begin to watch, or to act at once where the user asked for it by name.
+    def install(self, optimizers: Iterable[optim.Optimizer]) -> None:
+        """Act from the next backward on.
 
         Args:
             optimizers: that are there already.
-            engaged: whether to act at once.
         """
-        self.stage, self._asked = Stage.ENGAGED if engaged else Stage.WATCHING, engaged
+        self.engaged = True
         self._optimizers.update(optimizers)
         self._shared.update(optimizer for optimizer in self._optimizers if _shares_memory(optimizer))
         self._wraps.put(optim.Optimizer, "zero_grad", self._zeroing)
@@ -152,12 +109,14 @@ class Updates:
 
     def remove(self) -> None:
         """Watch no more."""
-        self._unpaired = self.stage is Stage.ENGAGED and bool(self._due) and not self._broken
+        self._unpaired = self.engaged and bool(self._due) and not self._broken
         self._look_away()
         self._wraps.undo()
-        self._unhook()
-        if self.stage is not Stage.DECLINED:
-            self.stage = Stage.RESTING
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._owners = {}
+        self.engaged = False
 
     def check_left(self) -> None:
         """After :meth:`remove`, where the script goes on.
@@ -176,47 +135,6 @@ class Updates:
                 f"leave it after the step, or use it with --without {UPDATE}"
             )
 
-    def _unhook(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        self._owners = {}
-
-    def _rest(self) -> None:
-        """Enough was seen: what is done for every parameter costs time, and the lever may never be needed.
-
-        Who asks for a gradient is still seen.
-        """
-        self._unhook()
-        self._rests = EVERY
-
-    def engage(self) -> None:
-        """Act from the next backward on."""
-        self.stage, self._rests = Stage.ENGAGED, 0
-
-    def decline(self, reason: str) -> None:
-        """Never act in this process."""
-        self.stage, self.reason = Stage.DECLINED, reason
-        self.remove()
-
-    @property
-    def _watches(self) -> bool:
-        """Whether what the script does matters, before or after gradients are consumed."""
-        return self.stage in (Stage.WATCHING, Stage.ENGAGED)
-
-    @property
-    def engaged(self) -> bool:
-        """Whether gradients are consumed."""
-        return self.stage is Stage.ENGAGED
-
-    def can_engage(self, models: Iterable[torch.nn.Module]) -> bool:
-        """Whether a step of every optimizer of these models was seen and nothing speaks against it."""
-        self._settle()
-        if self.stage is not Stage.WATCHING or not self.clean or self._due:
-            return False
-        trained = {id(p) for model in models for p in model.parameters()}
-        return all(o in self.clean or not any(id(p) in trained for p in _parameters(o)) for o in self._optimizers)
-
     def is_ours(self, hook: Any) -> bool:
         """Whether a hook on a parameter is this lever's."""
         return getattr(hook, "__self__", None) is self
@@ -229,8 +147,7 @@ class Updates:
 
     def optimizer_made(self, optimizer: optim.Optimizer) -> None:
         """The script has made an optimizer."""
-        if self._watches:
-            self._rests = min(self._rests, 1)
+        if self.engaged:
             self._optimizers.add(optimizer)
             if _shares_memory(optimizer):
                 self._shared.add(optimizer)
@@ -250,8 +167,7 @@ class Updates:
             planned: whether it follows a plan, with nobody else looking at its operators.
         """
         self._settle()
-        self._rests = max(0, self._rests - 1)
-        if not self._watches or self._rests:
+        if not self.engaged:
             return
         self._whole.clear()
         self._had = {}
@@ -268,32 +184,19 @@ class Updates:
         elif any(array() is not None for array in self._shown):
             self._against("a NumPy array refers to a parameter's memory")
         else:
-            self._had = {id(p): weakref.ref(p) for o in self._optimizers for p in _parameters(o) if grad_of(p) is not None}
+            self._had = {id(p): weakref.ref(p) for o in self._optimizers for p in parameters_of(o) if grad_of(p) is not None}
             self._adopt()
-        self._blind = planned and self._alone and self.stage is Stage.ENGAGED
+        self._blind = planned and self._alone
         self._alone = planned
-        if self._watches and not self._blind:
+        if not self._blind:
             self._look()
-        self._running = self._watches
+        self._running = True
 
     def backward_ends(self) -> None:
         """Autograd's engine returned, or raised."""
         self._running = False
         self._settle()
-        if self._rests:
-            return
-        if self.stage is Stage.WATCHING:
-            for optimizer in self._optimizers:
-                fresh = [p for p in _parameters(optimizer) if grad_of(p) is not None and not _known(self._had, p)]
-                if any(g.requires_grad for p in fresh if (g := grad_of(p)) is not None):
-                    self._against("gradients have a graph of their own")
-                    return
-                if fresh:
-                    self._trained.add(optimizer)
-                    self._due[id(optimizer)] = _settings(optimizer)
-                    for p in fresh:
-                        self._must_stay(optimizer, p)
-        if self._watches and self._due:
+        if self.engaged and self._due:
             self._look()
         else:
             self._look_away()
@@ -301,7 +204,7 @@ class Updates:
     def root_begins(self) -> None:
         """A module is called from outside any module."""
         self._settle()
-        if self._due and self._watches:
+        if self._due and self.engaged:
             self._against("a model is called between the backward and the optimizer's step")
         self._look_away()
 
@@ -313,30 +216,23 @@ class Updates:
             closure: whether it was given one, which runs before the update.
         """
         self._settle()
-        if not self._watches:
+        if not self.engaged:
             return
         self._look_away()
         self._optimizers.add(optimizer)
         self._stepping = True
-        if self._rests:
-            return
         marks = self._marks.get(id(optimizer), {})
         before = self._due.get(id(optimizer))
         if closure:
             self._against("the optimizer is given a closure, which may look at parameters and gradients before the update")
         elif before is not None and not _same(before, _settings(optimizer)):
             self._against("the optimizer's settings (such as the learning rate) change between the backward and its step")
-        elif any(_mark(_with_state(optimizer, p)) != marks[id(p)] for p in _parameters(optimizer) if id(p) in marks):
+        elif any(_mark(_with_state(optimizer, p)) != marks[id(p)] for p in parameters_of(optimizer) if id(p) in marks):
             self._against("parameters or the optimizer's state are replaced or written between the backward and its step")
         elif any(
-            id(p) not in marks and (_known(self._gone, p) or (self.stage is Stage.WATCHING and grad_of(p) is not None))
-            for p in _parameters(optimizer)
+            id(p) not in marks and _known(self._gone, p) for p in parameters_of(optimizer)
         ):
             self._against("the optimizer steps on a gradient of a former backward")
-        elif self.stage is Stage.WATCHING:
-            why = _unfit(optimizer)
-            if why:
-                self._against(why)
 
     def optimizer_ends(self, optimizer: optim.Optimizer) -> None:
         """That step returned."""
@@ -344,16 +240,12 @@ class Updates:
         self._marks.pop(id(optimizer), None)
         if self._due.pop(id(optimizer), None) is not None:
             if self._due:
-                done = (_with_state(optimizer, p) for p in _parameters(optimizer))
+                done = (_with_state(optimizer, p) for p in parameters_of(optimizer))
                 self._whole.difference_update(storages_of(t for tensors in done for t in tensors))
             else:
                 self._whole.clear()
-                self.clean[optimizer] = self.clean.get(optimizer, 0) + 1
-                if self._seen_enough:
-                    self._rest()
-            if self.stage is Stage.ENGAGED:
-                _in_order(optimizer)
-        if self._watches and self._due:
+            in_order(optimizer)
+        if self.engaged and self._due:
             self._look()
 
     # --- gradients ---------------------------------------------------------------------------------------------------
@@ -361,7 +253,9 @@ class Updates:
     def _adopt(self) -> None:
         """Know of each parameter which optimizer has it, and when its gradient is whole."""
         self._owners = {}
-        self._fit = weakref.WeakSet(o for o in self._optimizers if not _unfit(o))
+        reasons = {optimizer: unfit(optimizer) for optimizer in self._optimizers}
+        self._fit = weakref.WeakSet(o for o, reason in reasons.items() if not reason)
+        self.reason = self.reason or next(filter(None, reasons.values()), "")
         seen: dict[int, torch.Tensor] = {}
         put = unwrapped(torch.Tensor.register_post_accumulate_grad_hook)
         for optimizer in self._optimizers:
@@ -381,7 +275,7 @@ class Updates:
 
     def gradient_is_whole(self, parameter: torch.Tensor) -> None:
         """Autograd has summed up a parameter's gradient: a hook."""
-        if not self._watches:
+        if not self.engaged:
             return
         owner, number = self._owners.get(id(parameter), (None, 0))
         optimizer = None if owner is None else owner()
@@ -393,11 +287,9 @@ class Updates:
             return
         if optimizer in self._shared:
             self.reason = SHARED
-            if self.stage is Stage.WATCHING:
-                self._against(SHARED)
             return
         self._whole.add(parameter.untyped_storage()._cdata)
-        if self.stage is Stage.WATCHING or grad.requires_grad or optimizer not in self._fit:
+        if grad.requires_grad or optimizer not in self._fit:
             return
         self.before_update(optimizer, parameter)
         if self._is_shared(optimizer, parameter):
@@ -410,7 +302,7 @@ class Updates:
         self.updating = True
         try:
             with self._unseen():
-                _step(optimizer, optimizer.param_groups[number], parameter)
+                update_one(optimizer, optimizer.param_groups[number], parameter)
         finally:
             self.updating = False
         self._must_stay(optimizer, parameter)
@@ -436,9 +328,6 @@ class Updates:
             return found
         if self._phase() is Phase.ZERO_GRAD:
             self._dropped(parameter, found)
-        elif self.stage is Stage.WATCHING:
-            if found is not None and not _moves_modules():
-                self._against("gradients are read")
         elif _known(self._gone, parameter) and not _moves_modules():
             self._against("a gradient is read that was consumed")
         return found
@@ -478,12 +367,12 @@ class Updates:
 
     def exposed(self, tensor: torch.Tensor, shown: Any) -> None:
         """Code that torch does not see is given a tensor's memory, now or for as long as an array lives."""
-        if not self._watches or self.updating or self._stepping:
+        if not self.engaged or self.updating or self._stepping:
             return
         address = tensor.untyped_storage()._cdata
         if (self._due or self._running) and address in self._whole:
             self._against("parameters or states are read after their gradients are whole, before the optimizer's step")
-        elif any(on_storage(p) and p.untyped_storage()._cdata == address for o in self._optimizers for p in _parameters(o)):
+        elif any(on_storage(p) and p.untyped_storage()._cdata == address for o in self._optimizers for p in parameters_of(o)):
             self._shown = [ref for ref in self._shown if ref() is not None]
             with suppress(TypeError):  # of a DLPack capsule nobody knows how long it is used
                 self._shown.append(weakref.ref(shown))
@@ -508,15 +397,7 @@ class Updates:
 
     # --- parameters --------------------------------------------------------------------------------------------------
 
-    @property
-    def _seen_enough(self) -> bool:
-        """Whether to look at every operator of a backward would only cost time: once engaged, the lever looks again."""
-        known = bool(self._trained) and all(self.clean.get(o, 0) >= ENOUGH for o in self._trained)
-        return known and self.stage is Stage.WATCHING
-
     def _look(self) -> None:
-        if self._seen_enough:
-            return
         self._looker.on = True
         if not self._looker.entered:
             self._looker.entered = True
@@ -536,7 +417,7 @@ class Updates:
         looking = self._looker.on
         self._look_away()
         yield
-        if looking and self._watches:
+        if looking and self.engaged:
             self._look()
 
     def _unseen(self) -> AbstractContextManager[None]:
@@ -550,34 +431,24 @@ class Updates:
             return
         for item in flatten((*args, *kwargs.values())):
             if isinstance(item, torch.Tensor) and on_storage(item) and item.untyped_storage()._cdata in self._whole:
-                reason = f"parameters or states are used after their gradients are whole, before the optimizer's step ({func})"
-                if self.stage is Stage.ENGAGED:
-                    self._against(reason)
-                self._verdict = self._verdict or reason + _where()  # modes cannot be taken off while one looks at an operator
-                return
+                self._against(
+                    f"parameters or states are used after their gradients are whole, before the optimizer's step ({func})"
+                )
 
     def _settle(self) -> None:
-        """What was seen by the mode is acted on; and nothing goes on after an error that the script has swallowed."""
+        """Nothing goes on after an error that the script has swallowed."""
         if self._broken:
             raise LeverError(self._broken)
-        if self._verdict and self.stage is Stage.WATCHING:
-            self.decline(self._verdict)
 
     def _against(self, reason: str) -> None:
-        """Something that would not be the same: decline, or raise once gradients were consumed."""
-        where = _where()
-        if self.stage is Stage.ENGAGED and not (self.consumed or self._asked):
-            self.stage = Stage.WATCHING  # one step was seen before, and it was another one
-        if self.stage is Stage.ENGAGED:
-            self._broken = (
-                f"{UPDATE}: {reason}{where}, which it did not do before; a gradient that was consumed cannot be given back: "
-                f"run again with --without {UPDATE}"
-            )
-            raise LeverError(self._broken)
-        if self.stage is Stage.WATCHING and self._running:  # nor within autograd's engine, which puts them back
-            self._verdict = self._verdict or f"{reason}{where}"
-        elif self.stage is Stage.WATCHING:
-            self.decline(f"{reason}{where}")
+        """Something that would not be the same."""
+        if not self.engaged:
+            return
+        self._broken = (
+            f"{UPDATE}: {reason}{_where()}; a gradient that was consumed cannot be given back: leave {UPDATE} out of --allow "
+            "(a budget moves gradients where it has to, and keeps them readable)"
+        )
+        raise LeverError(self._broken)
 
 
 @final
@@ -598,57 +469,9 @@ class _Looker(Mode):
         return func(*args, **kwargs)
 
 
-def _step(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
-    """The optimizer's own update, of one parameter."""
-    step = _bare(type(optimizer).step)  # step hooks are the script's call's
-    groups, parameters = optimizer.param_groups, group["params"]
-    optimizer.param_groups, group["params"] = [group], [parameter]
-    try:
-        with torch.no_grad(), _full_precision(parameter.device.type):
-            step(optimizer)
-    finally:
-        optimizer.param_groups, group["params"] = groups, parameters
-
-
-def _full_precision(device: str) -> AbstractContextManager[None]:
-    """As a script's step runs, outside its ``autocast``."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-
-
-def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
-
-
-def _unfit(optimizer: Any) -> str:
-    """Why an optimizer's parameters cannot be updated one by one; empty if they can."""
-    if type(optimizer) not in KNOWN:
-        return f"{type(optimizer).__name__} is not an optimizer known to treat each parameter by itself"
-    if _bare(type(optimizer).step) is not _STEPS[type(optimizer)]:
-        return "the optimizer's step was replaced"
-    own = vars(optimizer).get("step")
-    if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):
-        return "the optimizer's step was replaced"
-    ours = 1  # the clock's
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or any(
-        len(hooks) > ours for hooks in (optim._global_optimizer_pre_hooks, optim._global_optimizer_post_hooks)
-    ):
-        return "the optimizer has step hooks"
-    if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
-        return "the optimizer is differentiable or capturable"
-    if type(optimizer) in MIXED and any(_is_rounded(group) for group in optimizer.param_groups):
-        return f"{type(optimizer).__name__}(foreach=None or True) rounds low precision by what else is in the group"
-    return ""
-
-
-def _is_rounded(group: dict[str, Any]) -> bool:
-    """Whether a group has parameters of low precision whose update takes another path for all if one is without a buffer."""
-    listed = group.get("foreach") is not False and bool(group.get("momentum", 1))
-    return listed and any(p.dtype in LOW_PRECISION for p in group["params"])
-
-
 def _shares_memory(optimizer: Any) -> bool:
     """Whether another tensor of the script has a parameter's memory: NumPy may show it, which nobody sees being read."""
-    plain = [p for p in _parameters(optimizer) if on_storage(p)]
+    plain = [p for p in parameters_of(optimizer) if on_storage(p)]
     shared = {p.untyped_storage()._cdata for p in plain if not sole_owner(p.untyped_storage(), 1)}
     if not shared:
         return False
@@ -700,14 +523,6 @@ def _with_state(optimizer: Any, parameter: torch.Tensor) -> list[torch.Tensor]:
 def _mark(tensors: Iterable[torch.Tensor]) -> Any:
     """What moves when a parameter, or the optimizer's state of it, is replaced or written to."""
     return [(id(t), t.data_ptr() if t.layout is torch.strided else 0, t._version) for t in tensors]
-
-
-def _in_order(optimizer: Any) -> None:
-    """States in the order of the parameters, as the script's own first step would have made them."""
-    wanted = [p for p in _parameters(optimizer) if p in optimizer.state]
-    if any(a is not b for a, b in zip(wanted, optimizer.state, strict=False)):
-        states = [(p, optimizer.state.pop(p)) for p in wanted]
-        optimizer.state.update(states)
 
 
 def _moves_modules() -> bool:

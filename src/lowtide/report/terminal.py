@@ -103,12 +103,15 @@ def _remark(out: Console, outcome: Outcome, reasons: str) -> None:
             f"[red]lowtide: step {step.index} peaked at {format_bytes(step.peak_bytes)}, "
             f"{format_bytes(step.peak_bytes - outcome.budget_bytes)} over the budget[/]"
         )
-    first = min((s.index for s in outcome.steps if s.policy == "planned"), default=0)
-    if over and over[-1].index < first and any(lever.used for lever in outcome.levers):
+    early = [s for s in outcome.steps[: outcome.excused] if outcome.budget_bytes and s.peak_bytes > outcome.budget_bytes]
+    if early and not outcome.of_first:
+        highest = max(s.peak_bytes for s in early)
         out.print(
-            "lowtide: that was before the levers were pulled without which this budget cannot be held: steps are watched "
-            f"first; from step {first} on all were within it"
+            f"lowtide: the first {outcome.excused} of the steps, which showed that the budget needs a lever, peaked at "
+            f"{format_bytes(highest)}; from then on the lever was pulled"
         )
+    if outcome.in_force and over:
+        out.print(f"[red]lowtide: the budget was not held in {len(over)} of {len(outcome.bound)} steps[/]")
     for name in outcome.unmet:
         out.print(f"[red]lowtide: --keep {escape(name)}: no module of that path was called; paths are like blocks.0[/]")
     if not outcome.in_force:

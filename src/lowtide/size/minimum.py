@@ -60,7 +60,7 @@ class Found:
 
 def lever_sets(allowed: frozenset[str], excluded: frozenset[str]) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
     """(allow, without) by name: no lever, the exact ones, all that the user allows."""
-    exact = frozenset(x.name for x in LEVERS.values() if x.exact) - excluded
+    exact = frozenset(x.name for x in LEVERS.values() if x.automatic) - excluded
     sets = {"no levers": (frozenset[str](), frozenset(LEVERS))}
     if exact:
         sets["exact levers"] = exact, excluded

@@ -1,0 +1,303 @@
+"""Gradients on the second board, from the moment they are whole until somebody reads them.
+
+The lever that a budget pulls by itself where no plan holds it otherwise. When autograd has accumulated a parameter's gradient,
+its bytes are moved and ``parameter.grad`` is left empty; whoever reads ``parameter.grad`` gets the gradient back, bit for bit,
+so that no script can go wrong by it. The optimizer's step is where the bytes count: it runs one parameter at a time
+(:mod:`lowtide.live.single_update`), and each gradient is there for its own update alone. Where that is not possible (an
+unknown optimizer, a closure, step hooks), the step reads all gradients as it always does.
+
+Readers in Python are found by a property in place of ``Parameter.grad``. In C++ only autograd's ``AccumulateGrad`` reads it
+(``torch/csrc/autograd/functions/accumulate_grad.h``): a gradient that is added to one that was moved is added here.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Final, final
+
+from torch.optim import optimizer as optim
+
+import torch
+from lowtide.allowed import GRADIENTS
+from lowtide.live.board import Ticket
+from lowtide.live.outcome import LeverFigures
+from lowtide.live.single_update import in_order, parameters_of, unfit, update_one
+from lowtide.live.tensors import beneath_autograd, is_plain
+from lowtide.live.value import PLAIN_TYPES, Meta, meta_of, sole_owner, view_on
+from lowtide.live.wraps import Wraps, unwrapped
+
+LEAST_BYTES: Final = 4096
+"""Smaller gradients stay: moving them would cost more than they do."""
+
+_GRAD: Any = torch._C.TensorBase.grad
+_NAMES: Final = ("grad", "_grad")
+"""The properties of ``torch.Tensor`` that give a gradient."""
+
+
+@final
+class _Moved:
+    """One gradient that was moved."""
+
+    __slots__ = ("meta", "parameter", "ticket")
+
+    def __init__(self, parameter: torch.Tensor, ticket: Ticket, meta: Meta) -> None:
+        self.parameter = weakref.ref(parameter)
+        self.ticket = ticket
+        self.meta = meta
+
+
+@final
+class MovedGradients:
+    """The lever, for all parameters of a process.
+
+    Attributes:
+        engaged: whether gradients are moved.
+        moved: gradients so far.
+        updating: whether the optimizer's update of one parameter runs.
+    """
+
+    def __init__(self, put: Callable[[torch.UntypedStorage], Ticket | None]) -> None:
+        """Move nothing yet.
+
+        Args:
+            put: puts a storage's bytes on the second board; None where there is no room.
+        """
+        self.engaged = False
+        self.moved = 0
+        self.updating = False
+        self._put = put
+        self._wraps = Wraps()
+        self._hooks: list[Any] = []
+        self._away: dict[int, _Moved] = {}
+        self._stepped: set[int] = set()
+        self._read: weakref.ref[torch.Tensor] | None = None
+        self._exposed: set[int] = set()
+        self._unheld = 0
+
+    # --- on and off --------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def can_engage(optimizers: Iterable[optim.Optimizer]) -> bool:
+        """Whether the lever would lower the peak: an optimizer can step one parameter at a time, in this process alone."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return False  # reducers read gradients in C++
+        return any(not unfit(optimizer) for optimizer in optimizers)
+
+    def engage(self, optimizers: Iterable[optim.Optimizer]) -> None:
+        """Move gradients from the next backward on."""
+        self.engaged = True
+        self._unheld = _references_of_unheld()
+        for owner in (optim.Optimizer, torch.nn.Module):
+            self._wraps.put(owner, "zero_grad", self._zeroing)
+        for name in _NAMES:
+            setattr(torch.nn.Parameter, name, property(self._get, self._set, self._delete))
+            self._wraps.also(functools.partial(delattr, torch.nn.Parameter, name))
+        self.follow(optimizers)
+
+    def remove(self, *, over: bool) -> None:
+        """Move no more.
+
+        Args:
+            over: whether the script has ended, so that nobody reads what is away.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if not over:
+            for moved in list(self._away.values()):
+                if (parameter := moved.parameter()) is not None:
+                    self._bring_back(parameter)
+        self._away = {}
+        self._wraps.undo()
+        self.engaged = False
+
+    def follow(self, optimizers: Iterable[optim.Optimizer]) -> None:
+        """A backward begins: move the gradients of these optimizers' parameters, those that came since among them."""
+        if not self.engaged:
+            return
+        self._stepped = set()  # a step may have raised
+        put = unwrapped(torch.Tensor.register_post_accumulate_grad_hook)
+        for optimizer in optimizers:
+            for parameter in parameters_of(optimizer):
+                followed = isinstance(parameter, torch.nn.Parameter) and parameter.is_leaf and parameter.requires_grad
+                if followed and not any(self.is_ours(hook) for hook in (parameter._post_accumulate_grad_hooks or {}).values()):
+                    self._hooks.append(put(parameter, self.gradient_is_whole))
+
+    def is_ours(self, hook: Any) -> bool:
+        """Whether a hook on a parameter is this lever's."""
+        return getattr(hook, "__self__", None) is self
+
+    def figures(self) -> list[LeverFigures]:
+        """What became of the lever; nothing where it was not needed."""
+        if not self.moved:
+            return []
+        return [LeverFigures(name=GRADIENTS, used=True, text=f"{self.moved} gradients were moved until they were needed")]
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    def gradient_is_whole(self, parameter: torch.Tensor) -> None:
+        """Autograd has accumulated a parameter's gradient: a hook."""
+        if not self.engaged:
+            return
+        grad: torch.Tensor | None = _GRAD.__get__(parameter)
+        if grad is None:
+            return
+        if self._is_away(parameter):
+            grad = self._accumulate(parameter, grad)
+        references = _references(grad)
+        if self._may_leave(grad, references):
+            self._move(parameter, grad)
+
+    def _move(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        with beneath_autograd():
+            ticket = None if id(parameter) in self._exposed else self._put(grad.untyped_storage())
+        if ticket is not None:
+            self._away[id(parameter)] = _Moved(parameter, ticket, meta_of(grad))
+            _GRAD.__set__(parameter, None)
+            self.moved += 1
+
+    def exposed(self, storage: torch.UntypedStorage) -> None:
+        """Somebody has the address of a gradient that was read: it stays where it is, in later steps too."""
+        parameter = None if self._read is None else self._read()
+        grad = None if parameter is None else _GRAD.__get__(parameter)
+        if grad is not None and is_plain(grad) and grad.untyped_storage()._cdata == storage._cdata:
+            self._exposed.add(id(parameter))
+
+    def _leave_again(self) -> None:
+        """Another gradient is read: the one that was read before leaves once more, unless somebody has it.
+
+        It is written anew, as ``grad.data`` may have been changed, which no version counter shows.
+        """
+        parameter = None if self._read is None else self._read()
+        self._read = None
+        if parameter is None or self._is_away(parameter):
+            return
+        grad = _GRAD.__get__(parameter)
+        if grad is None:
+            return
+        references = _references(grad)
+        if self._may_leave(grad, references):
+            self._move(parameter, grad)
+
+    def _accumulate(self, parameter: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Add a gradient to the one that was moved, as ``AccumulateGrad`` adds to one that is there."""
+        old = self._bring_back(parameter)
+        if torch.is_grad_enabled():  # the backward builds a graph (create_graph)
+            old = old + new
+            _GRAD.__set__(parameter, old)
+        else:
+            old.add_(new)
+        return old
+
+    def _may_leave(self, grad: torch.Tensor, references: int) -> bool:
+        """Whether nobody but the parameter has a gradient, and its storage is all there is to it."""
+        return (
+            type(grad) in PLAIN_TYPES
+            and is_plain(grad)
+            and grad.nbytes >= LEAST_BYTES
+            and not grad.requires_grad
+            and references == self._unheld
+            and not weakref.getweakrefcount(grad)
+            and sole_owner(grad.untyped_storage(), 1)
+        )
+
+    def _is_away(self, parameter: torch.Tensor) -> bool:
+        moved = self._away.get(id(parameter))
+        return moved is not None and moved.parameter() is parameter
+
+    def _bring_back(self, parameter: torch.Tensor) -> torch.Tensor:
+        moved = self._away.pop(id(parameter))
+        with beneath_autograd():
+            grad = view_on(moved.ticket.fetch(), moved.meta)
+        _GRAD.__set__(parameter, grad)
+        return grad
+
+    def _get(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        if self._is_away(parameter) and not self.updating and id(parameter) not in self._stepped:
+            self._leave_again()
+            self._read = weakref.ref(parameter)
+            return self._bring_back(parameter)
+        found: torch.Tensor | None = _GRAD.__get__(parameter)
+        return found
+
+    def _set(self, parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+        _GRAD.__set__(parameter, value)
+        self._forget(parameter)
+
+    def _delete(self, parameter: torch.Tensor) -> None:
+        _GRAD.__delete__(parameter)
+        self._forget(parameter)
+
+    def _forget(self, parameter: torch.Tensor) -> None:
+        if self._is_away(parameter):
+            del self._away[id(parameter)]
+
+    def _zeroing(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def zero_grad(owner: Any, set_to_none: bool = True) -> Any:  # noqa: FBT002 - torch's own signature
+            if set_to_none and self._away:  # what is not there need not come back to be dropped
+                for parameter in owner.parameters() if isinstance(owner, torch.nn.Module) else parameters_of(owner):
+                    self._forget(parameter)
+            return original(owner, set_to_none)
+
+        return zero_grad
+
+    # --- the step ----------------------------------------------------------------------------------------------------
+
+    def optimizer_begins(self, optimizer: optim.Optimizer, *, closure: bool) -> None:
+        """The script calls an optimizer's step: update the parameters whose gradients are away, one by one.
+
+        Args:
+            optimizer: the optimizer.
+            closure: whether it was given one, which may compute other gradients first.
+        """
+        self._stepped = set()
+        if not self.engaged or closure or unfit(optimizer) or _scales(optimizer):
+            return
+        waiting = [(group, p) for group in optimizer.param_groups for p in group["params"] if self._is_away(p)]
+        for place, (group, parameter) in enumerate(waiting):
+            self._begin_next(waiting[place + 1 : place + 2])
+            moved = self._away[id(parameter)]
+            with beneath_autograd():
+                _GRAD.__set__(parameter, view_on(moved.ticket.fetch(), moved.meta))
+            self.updating = True
+            try:
+                update_one(optimizer, group, parameter)
+            finally:
+                self.updating = False
+                _GRAD.__set__(parameter, None)
+            self._stepped.add(id(parameter))
+
+    def _begin_next(self, following: list[tuple[Any, torch.Tensor]]) -> None:
+        """On a device whose copies run beside its work, the next gradient comes while this one is used."""
+        for _, parameter in following:
+            if parameter.device.type != "cpu":
+                self._away[id(parameter)].ticket.begin()
+
+    def optimizer_ends(self, optimizer: optim.Optimizer) -> None:
+        """That step returned: what it updated here it has not updated again."""
+        if self._stepped:
+            self._stepped = set()
+            in_order(optimizer)
+
+
+def _scales(optimizer: Any) -> bool:
+    """Whether the step gets its gradients scaled (``GradScaler`` with a fused optimizer), and writes them."""
+    return getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
+
+
+def _references(grad: torch.Tensor) -> int:
+    """References to a gradient's Python object, as its caller sees it."""
+    return sys.getrefcount(grad)
+
+
+def _references_of_unheld() -> int:
+    """What :func:`_references` gives while nobody but the parameter has its gradient, under one name of the caller's."""
+    with beneath_autograd():
+        parameter = torch.nn.Parameter(torch.empty(1))
+        _GRAD.__set__(parameter, torch.empty(1))
+    grad = _GRAD.__get__(parameter)
+    return _references(grad)

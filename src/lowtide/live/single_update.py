@@ -1,0 +1,100 @@
+"""The optimizer's own update, run on one parameter at a time.
+
+torch's optimizers in :data:`KNOWN` treat each parameter alone (``torch/optim``: the single-tensor, foreach and fused kernels
+are element-wise), so the bits are those of the script's step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+from torch.optim import optimizer as optim
+
+import torch
+
+KNOWN: Final = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta,
+    torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
+)
+"""Optimizers that treat each parameter by itself and look at nothing but its gradient and its state."""
+
+MIXED: Final = (torch.optim.SGD, torch.optim.Adagrad)
+"""Of these, those whose foreach update goes entry by entry where one entry is new, or sparse (``torch/optim/sgd.py``)."""
+LOW_PRECISION: Final = (torch.bfloat16, torch.float16)
+"""In these, one by one and all at once round differently."""
+
+
+def bare(step: Any) -> Any:
+    """An optimizer's step without what calls its hooks."""
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return step
+
+
+_STEPS: Final = {kind: bare(kind.step) for kind in KNOWN}
+"""As torch has them: a step that was replaced is another optimizer."""
+
+
+def update_one(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
+    """The optimizer's own update, of one parameter."""
+    step = bare(type(optimizer).step)  # step hooks are the script's call's
+    groups, parameters = optimizer.param_groups, group["params"]
+    optimizer.param_groups, group["params"] = [group], [parameter]
+    try:
+        with torch.no_grad(), _full_precision(parameter.device.type):
+            step(optimizer)
+    finally:
+        optimizer.param_groups, group["params"] = groups, parameters
+
+
+def _full_precision(device: str) -> AbstractContextManager[None]:
+    """As a script's step runs, outside its ``autocast``."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def parameters_of(optimizer: Any) -> Iterator[torch.Tensor]:
+    """All parameters of an optimizer, group by group."""
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def unfit(optimizer: Any) -> str:
+    """Why an optimizer's parameters cannot be updated one by one; empty if they can."""
+    if type(optimizer) not in KNOWN:
+        return f"{type(optimizer).__name__} is not an optimizer known to treat each parameter by itself"
+    if bare(type(optimizer).step) is not _STEPS[type(optimizer)]:
+        return "the optimizer's step was replaced"
+    own = vars(optimizer).get("step")
+    if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):
+        return "the optimizer's step was replaced"
+    hooks = (
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
+        optim._global_optimizer_pre_hooks, optim._global_optimizer_post_hooks,
+    )
+    if any(not _is_lowtides(hook) for some in hooks for hook in some.values()):
+        return "the optimizer has step hooks"
+    if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
+        return "the optimizer is differentiable or capturable"
+    if type(optimizer) in MIXED and any(_is_rounded(group) for group in optimizer.param_groups):
+        return f"{type(optimizer).__name__}(foreach=None or True) rounds low precision by what else is in the group"
+    return ""
+
+
+def _is_lowtides(hook: Any) -> bool:
+    """Whether a hook is Lowtide's own: the clock's, or that of a probe that counts steps."""
+    return str(getattr(hook, "__module__", "")).partition(".")[0] == "lowtide"
+
+
+def _is_rounded(group: dict[str, Any]) -> bool:
+    """Whether a group has parameters of low precision whose update takes another path for all if one is without a buffer."""
+    listed = group.get("foreach") is not False and bool(group.get("momentum", 1))
+    return listed and any(p.dtype in LOW_PRECISION for p in group["params"])
+
+
+def in_order(optimizer: Any) -> None:
+    """States in the order of the parameters, as the script's own first step would have made them."""
+    wanted = [p for p in parameters_of(optimizer) if p in optimizer.state]
+    if any(a is not b for a, b in zip(wanted, optimizer.state, strict=False)):
+        states = [(p, optimizer.state.pop(p)) for p in wanted]
+        optimizer.state.update(states)

@@ -1,0 +1,202 @@
+"""Laws of ``lowtide run``: it never ends a run that goes well, says truly whether the budget was held, and its figures are there
+however the run ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import PACKAGE, TIMEOUT, Done, environment, hears_interrupts, lowtide_in, script_in
+
+NET = """
+import os, signal, sys, time, pathlib
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, foreach=False)
+x = torch.randn(64, 512)
+
+def step(i, rows=64):
+    optimizer.zero_grad()
+    loss = net(torch.randn(rows, 512)).square().mean()
+    loss.backward()
+    optimizer.step()
+    print(i, loss.item(), flush=True)
+"""
+READS_LATER = NET + """
+for i in range(12):
+    step(i)
+    if i % 7 == 6:
+        print("gradient", sum(p.grad.square().sum().item() for p in net.parameters()))
+"""
+GROWS = NET + """
+for i in range(10):
+    step(i, 64 if i < 6 else 6000)
+"""
+
+
+def _plain(folder: Path, script: str) -> Done:
+    return subprocess.run(
+        [sys.executable, script], cwd=folder, env=environment(), capture_output=True, text=True, timeout=TIMEOUT, check=True
+    )
+
+
+def test_a_gradient_that_is_read_now_and_then_ends_no_run_and_is_the_plain_runs(tmp_path: Path) -> None:
+    script = script_in(tmp_path, READS_LATER)
+    done = lowtide_in(tmp_path, "run", "--budget", "28MiB", "--json", "f.json", script, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert [x["name"] for x in figures["levers"] if x["used"]] == ["move-gradients"]
+    assert figures["held"]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    assert done.stdout == _plain(tmp_path, script).stdout
+
+
+def test_a_budget_that_later_steps_cross_is_told_at_once_and_ends_in_code_3(tmp_path: Path) -> None:
+    """Not even a size that no plan holds ends a run after its third step."""
+    script = script_in(tmp_path, GROWS)
+    done = lowtide_in(tmp_path, "run", "--budget", "60MiB", "--no-offload", "--json", "f.json", script)
+    assert done.returncode == 3, done.stderr
+    assert len(done.stdout.splitlines()) == 10
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert not figures["held"]
+    assert figures["exit_code"] == 3
+    assert figures["over"] == [6, 7, 8, 9]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("lowtide: step 6 peaked at") and "over the budget:" in line]
+    assert len(lines) == 1
+    assert "step 7 peaked at" not in done.stderr.split("lowtide run")[0], "at most one line a minute"
+    assert "the budget was not held in 4 of 10 steps" in " ".join(done.stderr.split())
+
+
+def test_with_keep_going_the_exit_code_is_the_scripts_whatever_was_held(tmp_path: Path) -> None:
+    script = script_in(tmp_path, NET + "\nfor i in range(5): step(i)\n")
+    done = lowtide_in(tmp_path, "run", "--budget", "1MiB", "--keep-going", "--json", "f.json", script)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 5
+    assert not json.loads((tmp_path / "f.json").read_text())["held"]
+
+
+def test_a_failing_script_keeps_its_own_code_although_the_budget_was_not_held(tmp_path: Path) -> None:
+    done = lowtide_in(tmp_path, "run", "--budget", "60MiB", "--no-offload", script_in(tmp_path, GROWS + "\nsys.exit(7)\n"))
+    assert done.returncode == 7, done.stderr
+
+
+# --- however it ends -------------------------------------------------------------------------------------------------
+
+WAITS = NET + """
+for i in range(4):
+    step(i)
+time.sleep(1.5)
+step(4)
+step(5)
+pathlib.Path("ready").touch()
+while True: time.sleep(0.05)
+"""
+
+
+def _started(folder: Path, text: str, *options: str) -> subprocess.Popen[str]:
+    script = script_in(folder, text)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lowtide", "run", "--budget", "1GiB", "--json", "f.json", *options, script],
+        cwd=folder, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        preexec_fn=hears_interrupts,  # noqa: PLW1509 - no threads between fork and exec here
+    )  # fmt: skip
+    deadline = time.monotonic() + TIMEOUT
+    while not (folder / "ready").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process
+
+
+def _figures(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "f.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+def test_a_signal_that_ends_a_job_shows_the_summary_and_passes_on(tmp_path: Path, number: signal.Signals) -> None:
+    process = _started(tmp_path, WAITS)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == -number
+    assert "lowtide run" in errors
+    assert "Traceback" not in errors
+    assert (len(_figures(tmp_path)["steps"]), _figures(tmp_path)["exit_code"]) == (6, 128 + number)
+
+
+def test_a_handler_of_the_scripts_own_is_left_alone(tmp_path: Path) -> None:
+    text = NET + """
+for i in range(2): step(i)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+pathlib.Path("ready").touch()
+while True: time.sleep(0.05)
+"""
+    process = _started(tmp_path, text)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 9
+    assert _figures(tmp_path)["exit_code"] == 9
+
+
+def test_figures_are_there_after_a_kill(tmp_path: Path) -> None:
+    process = _started(tmp_path, WAITS)
+    process.kill()
+    process.communicate(timeout=TIMEOUT)
+    assert process.returncode == -signal.SIGKILL
+    assert len(_figures(tmp_path)["steps"]) >= 1
+    assert _figures(tmp_path)["exit_code"] is None
+    assert [f.name for f in tmp_path.glob("*.partial")] == []
+
+
+def test_figures_are_there_after_os_exit(tmp_path: Path) -> None:
+    done = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--json", "f.json", script_in(tmp_path, NET + "step(0)\nstep(1)\nos._exit(5)\n"))
+    assert done.returncode == 5
+    assert "lowtide run" in done.stderr
+    assert (len(_figures(tmp_path)["steps"]), _figures(tmp_path)["exit_code"]) == (2, 5)
+
+
+def test_a_child_that_leaves_by_os_exit_writes_nothing(tmp_path: Path) -> None:
+    text = NET + "step(0)\npid = os.fork()\nif pid == 0:\n    os._exit(4)\nprint(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\nstep(1)\n"
+    done = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--json", "f.json", script_in(tmp_path, text))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("lowtide run") == 1
+    assert "\n4\n" in done.stdout
+
+
+@pytest.mark.parametrize("option", ["--json", "--save-plan"])
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_file_that_cannot_be_written_in_the_end_takes_neither_code_nor_summary(tmp_path: Path, option: str, code: int) -> None:
+    (tmp_path / "out").mkdir()
+    text = NET + f"import shutil\nfor i in range(3): step(i)\nshutil.rmtree('out')\nsys.exit({code})\n"
+    done = lowtide_in(tmp_path, "run", "--budget", "1GiB", option, "out/f", script_in(tmp_path, text))
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "lowtide run" in done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("lowtide: error:")] == [
+        f"lowtide: error: {tmp_path / 'out' / 'f'}: No such file or directory"
+    ]
+
+
+def test_ctrl_c_before_the_script_begins_shows_no_frame_of_ours(tmp_path: Path) -> None:
+    """Wherever in its first second it comes."""
+    script = script_in(tmp_path, "import time, pathlib\npathlib.Path('ready').touch()\ntime.sleep(60)\n")
+    for wait in (0.15, 0.3, 0.5, 0.8, 1.2):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lowtide", "run", "--budget", "1GiB", script],
+            cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True,
+            preexec_fn=hears_interrupts,  # noqa: PLW1509 - no threads between fork and exec here
+        )  # fmt: skip
+        time.sleep(wait)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=TIMEOUT)
+        assert process.returncode != 0
+        assert PACKAGE not in errors, errors
