@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, final
@@ -23,7 +24,8 @@ import torch
 from lowtide.live.origin import watch_exchanges
 from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
-from lowtide.live.wraps import Wraps
+from lowtide.live.wraps import Wraps, lifted
+from lowtide.probe.marks import WhenImported
 
 Around = Callable[[Any, Callable[..., Any], Any, Any], Any]
 """What runs a compiled region: given what is known of it (a module or a function), what calls it, and its arguments."""
@@ -52,6 +54,7 @@ class Asides:
         self._depth = 0
         self._aside = contextlib.ExitStack()
         self._fakes: list[contextlib.ExitStack] = []
+        self._awaited: WhenImported | None = None
 
     @property
     def transforming(self) -> bool:
@@ -70,39 +73,37 @@ class Asides:
         self._wraps.put(FakeTensorMode, "__enter__", self._faking)
         self._wraps.put(FakeTensorMode, "__exit__", self._faked)
         watch_exchanges(self._wraps)
+        self._awaited = WhenImported("torch._dynamo.convert_frame", self._watch_compilers)
 
     def remove(self) -> None:
         """Take them off."""
+        if self._awaited is not None:
+            self._awaited.forget()
         self._wraps.undo()
 
     def _compiling(self, original: Any) -> Any:
         @functools.wraps(original)
         def compile_(*args: Any, **kwargs: Any) -> Any:
-            compiled = original(*args, **kwargs)
+            with self.clock.deaf():  # a compiled module keeps `__call__` as it finds it
+                compiled = original(*args, **kwargs)
             if not args and kwargs.get("model") is None:
                 return lambda model: self._wrap_compiled(compiled(model))
             return self._wrap_compiled(compiled)
 
         return compile_
 
+    def _watch_compilers(self, frames: Any) -> None:
+        """Dynamo is imported: it traces torch as it is without Lowtide."""
+        modules: Any = sys.modules.get("torch._dynamo.eval_frame")
+        if modules is None or not hasattr(modules, "OptimizedModule"):
+            return
+        for owner, name in ((frames, "_compile"), (modules.OptimizedModule, "_initialize")):
+            if hasattr(owner, name):
+                self._wraps.put(owner, name, _without_ours)
+        self._wraps.put(modules.OptimizedModule, "__call__", self._outside_compiled)  # all compiled modules are of that class
+
     def _wrap_compiled(self, compiled: Any) -> Any:
-        if isinstance(compiled, torch.nn.Module):
-            kind: Any = type(compiled)
-            if "_lowtide" not in vars(kind):
-                own, original = "__call__" in vars(kind), kind.__call__
-                kind.__call__ = self._outside_compiled(original)  # type: ignore[method-assign]
-                kind._lowtide = True  # type: ignore[assignment]
-
-                def undo() -> None:
-                    del kind._lowtide
-                    if own:
-                        kind.__call__ = original  # type: ignore[method-assign]
-                    else:
-                        del kind.__call__
-
-                self._wraps.also(undo)
-            return compiled
-        return self._outside_compiled(compiled)
+        return compiled if isinstance(compiled, torch.nn.Module) else self._outside_compiled(compiled)
 
     def _outside_compiled(self, original: Any) -> Any:
         """Run a compiled region without any interception; the script may keep it longer than the budget lasts."""
@@ -119,6 +120,12 @@ class Asides:
                 with asides.stack.aside(), asides.clock.deaf():
                     return original(*args, **kwargs)
 
+            if isinstance(region, torch.nn.Module) and asides.clock.ours:
+
+                def around(*args: Any, **kwargs: Any) -> Any:
+                    return asides.around(region, run, args, kwargs)
+
+                return asides.clock.follow(around, region, args[1:], kwargs)
             return asides.around(region, run, args, kwargs)
 
         return compiled
@@ -189,3 +196,11 @@ class Asides:
 
         return disabled
 
+
+def _without_ours(original: Any) -> Any:
+    @functools.wraps(original)
+    def compiling(*args: Any, **kwargs: Any) -> Any:
+        with lifted():
+            return original(*args, **kwargs)
+
+    return compiling

@@ -93,8 +93,7 @@ class MovedGradients:
         for owner in (optim.Optimizer, torch.nn.Module):
             self._wraps.put(owner, "zero_grad", self._zeroing)
         for name in _NAMES:
-            setattr(torch.nn.Parameter, name, property(self._get, self._set, self._delete))
-            self._wraps.also(functools.partial(delattr, torch.nn.Parameter, name))
+            self._wraps.put(torch.nn.Parameter, name, lambda _: property(self._get, self._set, self._delete))
         self.follow(optimizers)
 
     def remove(self, *, over: bool) -> None:

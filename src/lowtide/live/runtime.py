@@ -191,8 +191,8 @@ class Runtime:
             )
         tell_of_forks(self)
         optimizers = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
-        if optimizers:
-            self.clock.expect_optimizer()
+        for optimizer in optimizers:
+            self.clock.expect_optimizer(optimizer)
         self.clock.install()
         self.asides.install()
         self.patches.install()
@@ -431,15 +431,22 @@ class Runtime:
         """Autograd saves something outside any module and any unit: a script of plain functions; who packs instead."""
         if not self._active or self.unit is not None:
             return None
-        if self.clock.depth or self.clock.phase is not Phase.DATA:
+        if not self._is_outside():
             return None
         self._functional = True
         self._begin_unit(Kind((), engaged=self._engaged, after=self._after()))
         unit: Unit | None = self.unit
         return None if unit is None or unit.lean is None else unit.lean.pack
 
+    def _is_outside(self) -> bool:
+        """Whether what runs is part of no module's call and of no phase of a step."""
+        return not self.clock.depth and self.clock.phase is Phase.DATA
+
     def _run_region(self, region: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A compiled region runs, whose operators are not seen: while the policy on line holds the budget, it makes room."""
+        begins = self._step_done or not self._step_trains  # else it is a later part of the step: its update, perhaps
+        if self._active and self.unit is None and begins and torch.is_grad_enabled() and self._is_outside():
+            self._begin_unit(Kind((), engaged=self._engaged, after=self._after()))
         if not self._holds_on_line():
             return run(*args, **kwargs)
         with self.evictor.around_unseen(region, sum(t.nbytes for t in tensors_in((args, kwargs)))):
@@ -658,7 +665,8 @@ class Runtime:
                 self._owed.will_write(tensor)
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        """An optimizer stepped (perhaps from a hook within the backward)."""
+        """An optimizer stepped (perhaps from a hook within the backward, or in a compiled region)."""
+        self.resident.optimizers.add(optimizer)
         self._step_done = True
         self.updates.optimizer_ends(optimizer)
         self.gradients.optimizer_ends(optimizer)

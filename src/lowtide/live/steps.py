@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, final
 
@@ -20,6 +21,7 @@ from torch.optim import optimizer as optim
 
 import torch
 from lowtide.live.derivatives import Derivatives
+from lowtide.live.wraps import Wraps
 from lowtide.trace import Phase
 
 MOST_ACCUMULATED = 4096
@@ -88,8 +90,8 @@ class Clock:
         self._names: dict[int, str] = {}
         self._stack: list[str] = []
         self._always: list[Any] = []
-        self._undo: list[Callable[[], None]] = []
-        self._engine: Any = None
+        self._wraps = Wraps()
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._call: Any = None
         self._wrapped_call: Any = None
         self._in_backward = 0
@@ -119,8 +121,9 @@ class Clock:
         """What the open module calls began is over within them (a whole step may be one call): from here it is as outside."""
         self._floor = self.open
 
-    def expect_optimizer(self) -> None:
+    def expect_optimizer(self, optimizer: Any) -> None:
         """There is an optimizer."""
+        self._optimizers.add(optimizer)
         self._made = True
 
     @property
@@ -149,58 +152,62 @@ class Clock:
         """Begin to listen."""
         if self._derivatives is not None:
             self._derivatives.install()
+        self._hook()
+        self._wraps.put(torch.autograd, "_engine_run_backward", self._wrap_engine)
+        self._call = torch.nn.Module.__call__
+        self._wraps.put(torch.nn.Module, "__call__", self._wrap_call)
+        self._wrapped_call = torch.nn.Module.__call__
+        for kind in (optim.Optimizer, torch.nn.Module):
+            self._wraps.put(kind, "zero_grad", self._zeroing)
+        self._wraps.put(optim.Optimizer, "__init__", self._making)
+
+    def _hook(self) -> None:
         self._always = [
             optim.register_optimizer_step_pre_hook(self._optimizer_pre),
             optim.register_optimizer_step_post_hook(self._optimizer_post),
         ]
-        self._engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-        torch.autograd._engine_run_backward = self._wrap_engine(self._engine)  # type: ignore[attr-defined]
-        self._call = torch.nn.Module.__call__
-        self._wrapped_call = self._wrap_call(self._call)
-        torch.nn.Module.__call__ = self._wrapped_call  # type: ignore[method-assign]
-        for kind in (optim.Optimizer, torch.nn.Module):
-            self._wrap_zero_grad(kind)
-        made = optim.Optimizer.__init__
-        optim.Optimizer.__init__ = self._making(made)  # type: ignore[method-assign]
-        self._undo.append(lambda: setattr(optim.Optimizer, "__init__", made))
 
-    def _wrap_zero_grad(self, kind: Any) -> None:
-        original = kind.zero_grad
-        kind.zero_grad = self._zeroing(original)
-        self._undo.append(lambda: setattr(kind, "zero_grad", original))
+    def _unhook(self) -> None:
+        for hook in self._always:
+            hook.remove()
+        self._always = []
 
     def remove(self) -> None:
         """Stop listening."""
         if self._derivatives is not None:
             self._derivatives.remove()
-        for hook in self._always:
-            hook.remove()
-        self._always = []
-        for undo in self._undo:
-            undo()
-        self._undo = []
-        if self._engine is not None:
-            torch.autograd._engine_run_backward = self._engine  # type: ignore[attr-defined]
-            torch.nn.Module.__call__ = self._call  # type: ignore[method-assign]
-            self._engine = None
+        self._unhook()
+        self._wraps.undo()
+        self._call = None
 
     @contextlib.contextmanager
     def deaf(self) -> Iterator[None]:
-        """Leave ``nn.Module.__call__`` as torch has it: compilers trace through it."""
-        if self._engine is None or torch.nn.Module.__call__ is not self._wrapped_call:
+        """While a compiled region runs: ``nn.Module.__call__`` and the optimizers' hooks as torch has them.
+
+        Compilers trace through both, and guard what they traced by the hooks that there were. That an optimizer has stepped
+        within is seen by its parameters' versions.
+        """
+        if self._call is None or torch.nn.Module.__call__ is not self._wrapped_call:
             yield
             return
         torch.nn.Module.__call__ = self._call  # type: ignore[method-assign]
+        self._unhook()
+        before = {optimizer: _versions(optimizer) for optimizer in self._optimizers}
         try:
             yield
         finally:
+            self._hook()
             torch.nn.Module.__call__ = self._wrapped_call  # type: ignore[method-assign]
+            for optimizer, versions in before.items():
+                if _versions(optimizer) != versions:
+                    self._stepped = True
+                    self._optimizer_post(optimizer)
 
     def _making(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - stands for it
             original(optimizer, *args, **kwargs)
-            self.expect_optimizer()
+            self.expect_optimizer(optimizer)
             if self.on_optimizer is not None:
                 self.on_optimizer(optimizer)
 
@@ -330,6 +337,12 @@ class Clock:
         if not self._in_backward:
             self.phase = self._rest = Phase.DATA
         self.listener.optimizer_ends(optimizer)
+
+
+def _versions(optimizer: Any) -> int:
+    """A number that rises when any of an optimizer's parameters is written."""
+    parameters = (p for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
+    return sum(p._version for p in parameters if not p.is_inference())
 
 
 def _batched(grads: Any) -> bool:

@@ -104,8 +104,7 @@ class Updates:
         for owner, name in ((optim.Optimizer, "state_dict"), (optim.Optimizer, "load_state_dict"), (torch, "save")):
             self._wraps.put(owner, name, self._reading)
         self._wraps.put(torch.Tensor, "tolist", self._listing)
-        torch.nn.Parameter.grad = property(self._get, self._set, self._delete)  # type: ignore[assignment, misc]
-        self._wraps.also(lambda: delattr(torch.nn.Parameter, "grad"))
+        self._wraps.put(torch.nn.Parameter, "grad", lambda _: property(self._get, self._set, self._delete))
 
     def remove(self) -> None:
         """Watch no more."""

@@ -1,11 +1,39 @@
-"""Functions of torch that are replaced by wrappers, and how they come back."""
+"""Functions of torch that are replaced by wrappers, how they come back, and how they are all lifted for a compiler."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, final
 
 from torch.jit import _builtins
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Patch:
+    """One attribute that was replaced.
+
+    Attributes:
+        former: what the owner itself had under that name; None where it inherited it.
+        wrapper: what it has now.
+    """
+
+    owner: Any
+    name: str
+    former: Any
+    wrapper: Any
+
+    def lift(self) -> None:
+        """Put back what was there."""
+        if self.former is None:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.former)
+
+
+_ON: list[_Patch] = []
+"""Every attribute of torch that is replaced now, in the order in which that was done: torch itself is one per process, too."""
 
 
 @final
@@ -20,7 +48,14 @@ class Wraps:
         """Replace ``owner.name`` by what ``wrapper`` makes of it."""
         former = vars(owner).get(name)
         setattr(owner, name, wrapper(getattr(owner, name)))
-        self.also(lambda: delattr(owner, name) if former is None else setattr(owner, name, former))
+        patch = _Patch(owner, name, former, vars(owner).get(name))
+        _ON.append(patch)
+
+        def undo() -> None:
+            _ON.remove(patch)
+            patch.lift()
+
+        self.also(undo)
 
     def put_operator(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
         """The same of an operator of torch, which ``torch.jit.script`` is to take for itself."""
@@ -41,6 +76,26 @@ class Wraps:
         for undo in reversed(self._undo):
             undo()
         self._undo = []
+
+
+@contextlib.contextmanager
+def lifted() -> Iterator[None]:
+    """Torch as it is without Lowtide, while a compiler traces the script: it must not see a frame of ours.
+
+    What the script has replaced since, over a wrapper of ours, stays.
+    """
+    found = [patch for patch in reversed(_ON) if vars(patch.owner).get(patch.name) is patch.wrapper]
+    covered = [patch for patch in reversed(_ON) if patch not in found]
+    for patch in covered:  # beneath another wrapper of ours, which is lifted first
+        if any(p.owner is patch.owner and p.name == patch.name for p in found):
+            found.append(patch)
+    for patch in found:
+        patch.lift()
+    try:
+        yield
+    finally:
+        for patch in reversed(found):
+            setattr(patch.owner, patch.name, patch.wrapper)
 
 
 def unwrapped(function: Any) -> Any:
