@@ -89,20 +89,26 @@ class Budgeted:
     outcome: Outcome
 
     @property
+    def floor_bytes(self) -> int:
+        """What the budget was too low for, as the run tells it; 0 where it does not."""
+        plan = self.outcome.plan
+        return 0 if plan is None else max(plan.bound_peak_bytes, plan.lowest_peak_bytes)
+
+    @property
     def over(self) -> list[tuple[str, int]]:
         """Of each step how it was run, and how far its peak was above the budget."""
         return [(s.policy, s.peak_bytes - self.budget_bytes) for s in self.outcome.steps]
 
 
 def budgeted(
-    make: Callable[[], zoo.Job], above_bytes: int, steps: int = STEPS, *, offload: bool = True
+    make: Callable[[], zoo.Job], above_bytes: int, steps: int = STEPS, *, offload: bool = True, **how: Any
 ) -> Budgeted:
     """Run under a budget of what is live now plus ``above_bytes``."""
     torch.use_deterministic_algorithms(mode=True)
     budget = live_now() + above_bytes
     counter = heap()
     counter.tensor_peak = counter.tensor_live
-    with lowtide.budget(budget, offload=offload) as run:
+    with lowtide.budget(budget, offload=offload, **how) as run:
         bits = zoo.run(make, steps)
     return Budgeted(bits, budget, counter.tensor_peak, run.outcome)
 

@@ -48,7 +48,8 @@ from lowtide.live.resident import Resident
 from lowtide.live.rises import TOLERANCE_SHARE as SMALLER_SHARE
 from lowtide.live.rises import Rises
 from lowtide.live.saver import Saver
-from lowtide.live.slices import Slices
+from lowtide.live.single_update import parameters_of
+from lowtide.live.slices import TEMPORARIES, Slices
 from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
 from lowtide.live.stopwatch import MATTERS_SHARE, Stopwatch
@@ -56,7 +57,7 @@ from lowtide.live.tensors import node_of, storages_of, tensors_in, with_gradient
 from lowtide.live.unit import TOLERANCE_BYTES, TOLERANCE_SHARE, Entry, Left, Unit, near
 from lowtide.live.unreached import TRANSFORM, Unreached
 from lowtide.live.update import Updates
-from lowtide.live.value import PLAIN_TYPES, written_by
+from lowtide.live.value import PLAIN_TYPES, bytes_of, written_by
 from lowtide.live.verdict import figures_of, refusal, resident_figures
 from lowtide.pebble.eager.play import play
 from lowtide.pebble.eager.problem import Problem
@@ -505,14 +506,17 @@ class Runtime:
         self.evictor.tally.offloaded_bytes += storage.nbytes()
         return ticket
 
-    def _can_move_gradients(self) -> bool:
-        """Whether the lever that moves gradients is left to lower the peak."""
-        return (
-            not self._engaged
-            and GRADIENTS not in self.settings.without
-            and self.evictor.moves
-            and self.gradients.can_engage(self._optimizers)
-        )
+    def _can_move_gradients(self, figures: PlanFigures) -> bool:
+        """Whether the lever that moves gradients is left to lower the peak, and may lower it by enough.
+
+        It takes the gradients off, and what an update of all parameters at once has in temporaries.
+        """
+        if self._engaged or GRADIENTS in self.settings.without or not self.evictor.moves:
+            return False
+        parameters = {id(p): p for optimizer in self._optimizers for p in parameters_of(optimizer)}
+        most = (1 + TEMPORARIES) * sum(bytes_of(p) for p in parameters.values())
+        lowest = max(figures.resident_bytes, figures.bound_peak_bytes - most)
+        return lowest <= self.budget_bytes and self.gradients.can_engage(self._optimizers)
 
     def _backward_begins(self, *, own_code: bool) -> None:
         followed = self.clock.differentiable
@@ -738,7 +742,7 @@ class Runtime:
         worn = self.recordings.is_worn(kind)
         warm = worn or entry.followed > 0
         proven = bool(self.budget_bytes) and self._cannot_be_held(figures, warm=warm)
-        if (refused or proven) and self._can_move_gradients():
+        if (refused or proven) and self._can_move_gradients(figures):
             self.gradients.engage(self._optimizers)
             if len(self.steps) < REFUSED:
                 self._excused = len(self.steps)
