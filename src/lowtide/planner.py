@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from lowtide.disk import write_file
 from lowtide.errors import PlanFileError
 from lowtide.pebble.eager.problem import Action, Away, Key, Problem
 from lowtide.pebble.eager.solve import Solution
@@ -83,8 +84,12 @@ def dropped_sites(plan: Plan) -> frozenset[tuple[str, str, int, int]]:
 
 
 def save_plan(plan: Plan, path: Path) -> None:
-    """Write a plan file (JSON)."""
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1))
+    """Write a plan file (JSON).
+
+    Raises:
+        OSError: naming the file, if it cannot be written.
+    """
+    write_file(path, msgspec.json.format(msgspec.json.encode(plan), indent=1))
 
 
 def load_plan(path: Path) -> Plan:

@@ -8,6 +8,8 @@ that finds them reads the last, unfinished step out of them.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import glob
 import itertools
 import json
@@ -21,7 +23,7 @@ import threading
 import weakref
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
 from operator import attrgetter
@@ -32,8 +34,9 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from lowtide import disk
 from lowtide.errors import RecordingError
-from lowtide.tell import tell
+from lowtide.tell import readable, tell
 from lowtide.trace import Phase
 
 FORMAT: Final = 2
@@ -139,7 +142,11 @@ PHASES: Final = tuple(Phase)
 _HEADER: Final = struct.Struct("<8sqddqqq")
 """Magic, step, its start, (unused), live bytes at its start, high water by then, number of carried blocks."""
 _MAGIC: Final = b"lowtide\x01"
-_FIRST_BYTES: Final = 1 << 22
+_FIRST_BYTES: Final = 1 << 16
+_MOST_GROWTH_BYTES: Final = 1 << 24
+"""The journal's file doubles, but takes no more of the disk than this at a time ..."""
+_LEAST_GROWTH_BYTES: Final = 1 << 12
+"""... and where the disk is nearly full, what is left of it down to this."""
 _LARGEST_BYTES: Final = 1 << 48
 """No memory is larger: a number above it was not written by a recorder."""
 _MOST_BYTES: Final = 1 << 28
@@ -239,26 +246,49 @@ def names_path(path: Path) -> Path:
 
 @final
 class Journal:
-    """Entries of the step that runs, in a mapped file."""
+    """Entries of the step that runs, in a mapped file.
 
-    def __init__(self, path: Path) -> None:
-        """Create the file."""
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+    Attributes:
+        silent: whether nothing is written any more: this process is a child, the disk is full, or the recording is over.
+    """
+
+    def __init__(self, path: Path | None, failed: Callable[[OSError], None] | None = None) -> None:
+        """Create the file.
+
+        Args:
+            path: of the file; None for a journal that is silent from the beginning.
+            failed: told that there is no room for more; without it, that is raised.
+
+        Raises:
+            OSError: if there is no room for it.
+        """
+        self.silent = path is None
         self._path = path
-        os.ftruncate(self._file, _FIRST_BYTES)
-        self._map = mmap.mmap(self._file, _FIRST_BYTES)
-        self._size = _FIRST_BYTES
+        if path is None:
+            return
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._failed = failed
+        self._growing = threading.RLock()  # a weak reference's callback in between may add an entry
+        self._size = 0
+        try:
+            self._size = self._reserved(_LEAST_GROWTH_BYTES, _FIRST_BYTES)
+            self._map = mmap.mmap(self._file, self._size)
+        except BaseException:
+            os.close(self._file)
+            path.unlink(missing_ok=True)
+            raise
         self._start = _HEADER.size
         self._next = itertools.count().__next__
-        self.inherited = False
 
     def begin(self, step: int, start: float, live_bytes: int, high_water_bytes: int, carried: NDArray[np.void]) -> None:
         """A new step: what is in the journal is in the recording, or is not kept."""
-        if self.inherited:
+        if self.silent or not self._whole():
             return
         used = min(self._start + self._next() * ENTRY.itemsize, self._size)
-        self._start = _HEADER.size + carried.nbytes
-        self._grow(self._start + (1 << 16))
+        first = _HEADER.size + carried.nbytes
+        if not self._grow(first + ENTRY.itemsize):
+            return
+        self._start = first
         if used > self._start:
             self._map[self._start : used] = bytes(used - self._start)
         self._map[_HEADER.size : self._start] = carried.tobytes()
@@ -267,7 +297,7 @@ class Journal:
 
     def add(self, *entry: Any) -> None:
         """One entry, field by field as in :data:`ENTRY`; safe against weak-reference callbacks in between."""
-        if self.inherited:
+        if self.silent:
             return
         at = self._start + self._next() * ENTRY.itemsize
         if at + ENTRY.itemsize > self._size and not self._grow(at + ENTRY.itemsize):
@@ -275,27 +305,65 @@ class Journal:
         PACK.pack_into(self._map, at, *entry)
 
     def _grow(self, needed: int) -> bool:
-        if needed <= self._size:
+        with self._growing:
+            if needed <= self._size:
+                return True
+            if needed > _MOST_BYTES or self.silent or not self._whole():
+                return False
+            try:
+                size = self._reserved(needed, min(2 * self._size, self._size + _MOST_GROWTH_BYTES))
+                if size > self._size:
+                    self._map.resize(size)
+                    self._size = size
+            except OSError as error:
+                self._stop(error)
+                return False
             return True
-        size = 1 << (needed - 1).bit_length()
-        if size > _MOST_BYTES:
-            return False
-        os.ftruncate(self._file, size)
-        self._map.resize(size)
-        self._size = size
-        return True
+
+    def _reserved(self, needed: int, wished: int) -> int:
+        """The size to which the file has grown: what was wished for, or what is needed where there is no room for more."""
+        page = mmap.ALLOCATIONGRANULARITY
+        least = -(-needed // page) * page
+        for size in (max(wished, least), least):
+            try:
+                disk.reserve(self._file, size, since=self._size)
+            except OSError:
+                if size == least:
+                    raise
+            else:
+                return size
+        raise AssertionError
+
+    def _whole(self) -> bool:
+        """Whether nobody has cut the file short, so that all of it may be touched."""
+        if os.fstat(self._file).st_size >= self._size:
+            return True
+        self._stop(OSError(errno.EIO, "somebody has cut the file short"))
+        return False
+
+    def _stop(self, error: OSError) -> None:
+        self.silent = True
+        if self._failed is None:
+            raise error
+        self._failed(error)
 
     def entries(self) -> NDArray[np.void]:
-        """A copy of the step's entries so far."""
+        """A copy of the step's entries so far; none where they are not written."""
+        if self.silent or not self._whole():
+            return np.zeros(0, dtype=ENTRY)
         count = self._next()
         self._next = itertools.count(count).__next__
         return _entries(self._map[self._start : min(self._start + count * ENTRY.itemsize, self._size)])
 
-    def close(self) -> None:
-        """Unmap, and remove the file."""
+    def close(self, *, keep: bool = False) -> None:
+        """Unmap, and remove the file, unless it is what is left of a step that could not be written elsewhere."""
+        self.silent = True
+        if self._path is None:
+            return
         self._map.close()
         os.close(self._file)
-        self._path.unlink(missing_ok=True)
+        if not keep:
+            self._path.unlink(missing_ok=True)
 
 
 def _entries(data: bytes) -> NDArray[np.void]:
@@ -336,85 +404,172 @@ FEW_LOOKS: Final = 30
 """Rows of the process, a second each, of a script that failed while it was still importing (ten, on a busy machine)."""
 
 
+_META: Final = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
+
+
+def _meta_rows(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(key, readable(json.dumps(value, ensure_ascii=False))) for key, value in meta.items()]
+
+
 @final
 class Writer:
-    """Writes a recording."""
+    """Writes a recording. Where the disk does not take it any more it says so, once, and writes nothing from there on.
+
+    Attributes:
+        stopped: why nothing is written any more; None while it is.
+    """
 
     def __init__(self, path: Path, meta: Mapping[str, Any]) -> None:
         """Create the file; a recording that was there is kept aside until this one is worth more.
 
         Raises:
-            RecordingError: if it cannot be written.
+            RecordingError: if it cannot be written, but for want of room: that may come at any time, and training goes on.
         """
         self.path = path
         _check_place(path)
         _tell_of_set_aside(path)
-        self._former = path.with_name(f".{path.name}.{os.getpid()}") if path.exists() else None
-        try:
-            if self._former is not None:
-                path.replace(self._former)
-            for old in (tail_path(path), names_path(path)):
-                old.unlink(missing_ok=True)
-            self._base = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            self._base.executescript(
-                f"PRAGMA application_id={APPLICATION}; PRAGMA journal_mode=MEMORY; PRAGMA synchronous=OFF; {_TABLES}"
-            )
-            self.journal = Journal(tail_path(path))
-            self._names_file = os.open(names_path(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        except (sqlite3.Error, OSError) as error:
-            raise RecordingError(f"cannot write {path}: {error}") from None
         self._names: dict[str, int] = {}
         self._stored = self._steps = self._looks = 0
         self._lock = threading.Lock()
+        self._naming = threading.RLock()
+        self._told = threading.Lock()
         self._inherited = False
+        self.stopped: str | None = None
+        self._base: sqlite3.Connection | None = None
+        self._names_file = -1
+        self.journal = Journal(None)
+        self._former = path.with_name(f".{path.name}.{os.getpid()}") if path.exists() else None
+        try:
+            self._create({"format": FORMAT, "python": sys.version.split()[0], "pid": os.getpid(), "device": "cpu", **meta})
+        except (sqlite3.Error, OSError) as error:
+            self._restore()
+            if not disk.is_full(error):
+                raise RecordingError(f"cannot write {path}: {disk.why(error)}") from None
+            self._stop(error)
+        except BaseException:
+            self._restore()
+            raise
         writer = weakref.ref(self)  # the interpreter keeps what it calls for ever
         os.register_at_fork(after_in_child=lambda: _inherit(writer))
-        self.put_meta({"format": FORMAT, "python": sys.version.split()[0], "pid": os.getpid(), "device": "cpu", **meta})
 
-    def put_meta(self, meta: Mapping[str, Any]) -> None:
-        """Facts about the run."""
-        rows = [(key, json.dumps(value)) for key, value in meta.items()]
-        if self._inherited:
-            return
+    def _create(self, meta: Mapping[str, Any]) -> None:
+        if self._former is not None:
+            self.path.replace(self._former)
+        for old in (tail_path(self.path), names_path(self.path)):
+            old.unlink(missing_ok=True)
+        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))  # says why, which SQLite does not
+        self._base = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        self._base.executescript(
+            f"PRAGMA application_id={APPLICATION}; PRAGMA journal_mode=MEMORY; PRAGMA synchronous=OFF; BEGIN; {_TABLES} COMMIT"
+        )
+        self._names_file = os.open(names_path(self.path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._base.executemany(_META, _meta_rows(meta))
+        self.journal = Journal(tail_path(self.path), self._stop)
+
+    def _restore(self) -> None:
+        """Take away what was written, and put back what was there before."""
+        self._release(keep=False)
+        with contextlib.suppress(OSError):
+            if self._former is not None and self._former.exists():
+                self._former.replace(self.path)
+            elif self._former is None:
+                self.path.unlink(missing_ok=True)
+
+    def _release(self, *, keep: bool) -> None:
+        """Close all files; those of the step that ran stay where it could not be written elsewhere."""
         with self._lock:
-            self._base.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
+            base, self._base = self._base, None
+        number, self._names_file = self._names_file, -1
+        with contextlib.suppress(sqlite3.Error):
+            if base is not None:
+                base.close()
+        with contextlib.suppress(OSError):
+            if number >= 0:
+                os.close(number)
+            if not keep:
+                names_path(self.path).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self.journal.close(keep=keep)
+
+    def _stop(self, error: Exception) -> None:
+        """Nothing can be written any more: say so once, from whichever thread saw it first."""
+        if not self._told.acquire(blocking=False):
+            return
+        self.stopped = disk.why(error)
+        self.journal.silent = True
+        remedy = "make room there, or record to another disk" if disk.is_full(error) else "record anew"
+        tell(f"lowtide: the recording stops: {self.stopped} at {self.path}: {remedy}; training goes on")
+
+    def _change(self, change: Callable[[sqlite3.Connection], object], *, last: bool = False) -> bool:
+        """One change of the SQLite file, made wholly or not at all: no other place writes to it. Whether it was made.
+
+        Args:
+            change: makes it.
+            last: whether it is tried where others were not made: what is short may find room in a page that there is.
+        """
+        if self._inherited or (self.stopped is not None and not last):
+            return False
+        with self._lock:
+            base = self._base
+            if base is None:
+                return False
+            try:
+                base.execute("BEGIN")
+                change(base)
+                base.execute("COMMIT")
+            except sqlite3.Error as error:
+                _roll_back(base)
+                self._stop(error)
+                return False
+            except BaseException:
+                _roll_back(base)
+                raise
+        return True
+
+    def put_meta(self, meta: Mapping[str, Any], *, last: bool = False) -> None:
+        """Facts about the run."""
+        rows = _meta_rows(meta)
+        self._change(lambda base: base.executemany(_META, rows), last=last)
 
     def name(self, text: str) -> int:
         """The id of a name."""
         found = self._names.get(text)
-        if found is None and self._inherited:
+        if found is not None:
+            return found
+        if self._inherited or self.stopped is not None:
             return 0
-        if found is None:
-            found = self._names[text] = len(self._names)
-            os.write(self._names_file, json.dumps(text).encode() + b"\n")
+        with self._naming:  # lines are in the order of their numbers
+            found = self._names.get(text)
+            if found is None:
+                found = self._names[text] = len(self._names)
+                try:
+                    disk.write(self._names_file, json.dumps(readable(text)).encode() + b"\n")
+                except OSError as error:
+                    self._stop(error)
         return found
 
     def step(self, row: StepRow) -> None:
         """A step is over."""
-        if self._inherited:
-            return
-        base = self._base
-        with self._lock:
-            base.execute("BEGIN")
+        with self._naming:
             new = list(itertools.islice(self._names.items(), self._stored, None))
-            base.executemany("INSERT INTO names VALUES (?, ?)", [(i, text) for text, i in new])
-            self._stored = len(self._names)
+        rows = [(i, readable(text)) for text, i in new]
+
+        def change(base: sqlite3.Connection) -> None:
+            base.executemany("INSERT INTO names VALUES (?, ?)", rows)
             _insert(base, row)
-            base.execute("COMMIT")
+
+        if self._change(change):
+            self._stored += len(rows)
             self._steps += row.step >= 0
 
     def forget(self, step: int) -> None:
         """Of a step that is over, keep the figures alone."""
-        if not self._inherited:
-            with self._lock:
-                self._base.execute("UPDATE steps SET entries = NULL, carried = NULL WHERE step = ?", (step,))
+        self._change(lambda base: base.execute("UPDATE steps SET entries = NULL, carried = NULL WHERE step = ?", (step,)))
 
     def process(self, row: ProcessRow) -> None:
         """What the process took in a step; from any thread."""
-        if self._inherited:
-            return
-        with self._lock:
-            self._base.execute("INSERT INTO process VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", tuple(asdict(row).values()))
+        values = tuple(asdict(row).values())
+        if self._change(lambda base: base.execute("INSERT INTO process VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", values)):
             self._looks += 1
 
     def close(self, *, code: int = 0, error: BaseException | None = None, always: bool = False) -> bool:
@@ -430,19 +585,29 @@ class Writer:
         """
         if self._inherited:
             return True
-        self.put_meta({"exit_code": code, "error": None if error is None else f"{type(error).__name__}: {error}"[:500]})
-        self._base.close()
-        self.journal.close()
-        os.close(self._names_file)
-        names_path(self.path).unlink(missing_ok=True)
-        if self._former is None:
-            return True
-        empty = code != 0 and not always and not self._steps and self._looks <= FEW_LOOKS
-        if empty:
-            self._former.replace(self.path)
-        else:
-            self._former.unlink(missing_ok=True)
+        if self._base is None:
+            return False
+        stopped = self.stopped
+        said = None if error is None else f"{type(error).__name__}: {error}"[:500]
+        self.put_meta({"exit_code": code, "error": said}, last=True)
+        if stopped is not None:
+            self.put_meta({"stopped": stopped}, last=True)
+        bare = not always and not self._steps and self._looks <= FEW_LOOKS
+        empty = self._former is not None and bare and (code != 0 or stopped is not None)
+        self._release(keep=self.stopped is not None and not empty)
+        with contextlib.suppress(OSError):  # its folder has gone
+            if self._former is not None and empty:
+                self._former.replace(self.path)
+            elif self._former is not None:
+                self._former.unlink(missing_ok=True)
         return not empty
+
+
+def _roll_back(base: sqlite3.Connection) -> None:
+    """End a transaction that SQLite may have ended by itself."""
+    with contextlib.suppress(sqlite3.Error):
+        if base.in_transaction:
+            base.execute("ROLLBACK")
 
 
 def _inherit(known: weakref.ref[Writer]) -> None:
@@ -450,7 +615,7 @@ def _inherit(known: weakref.ref[Writer]) -> None:
     writer = known()
     if writer is not None:
         writer._inherited = True
-        writer.journal.inherited = True
+        writer.journal.silent = True
 
 
 _PHASE_VALUES: Final = attrgetter(*(f.name for f in fields(PhaseFigures)))
@@ -524,7 +689,8 @@ def read(file: str | os.PathLike[str]) -> Recording:
         last = _tail(tail_path(path), len(names))
         if last is not None:
             steps = [*(s for s in steps if s.step != last.step), last]
-            meta.setdefault("died", True)
+            if "exit_code" not in meta:  # else the disk was full before the end
+                meta["died"] = True
     return Recording(path=path, meta=meta, names=tuple(names), steps=tuple(steps), process=process)
 
 

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-import click
 import msgspec
 
+from lowtide.disk import write_file
 from lowtide.errors import UsageError
 from lowtide.live.task import ACTIVE, Task, agent_command, environment_of
+from lowtide.tell import tell
 
 
 def write_json(file: str, found: Any) -> None:
@@ -41,12 +42,9 @@ def write(file: str, text: str | bytes) -> None:
     """Write what a user asked for.
 
     Raises:
-        OSError: naming the file, which one of a full disk does not by itself.
+        OSError: naming the file, if it cannot be written.
     """
-    try:
-        Path(file).write_bytes(text.encode() if isinstance(text, str) else text)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, file) from None
+    write_file(file, text.encode() if isinstance(text, str) else text)
 
 
 class Written:
@@ -66,7 +64,7 @@ class Written:
     def say(self) -> None:
         """Name the first that could not be written, where the exit code says something else."""
         if self._failed is not None:
-            click.echo(f"lowtide: error: {self._failed.filename}: {self._failed.strerror}", err=True)
+            tell(f"lowtide: error: {self._failed.filename}: {self._failed.strerror}")
 
     def check(self) -> None:
         """When all is done.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from lowtide.cli.record import record
 from lowtide.cli.report import diff, report
 from lowtide.cli.run import run
 from lowtide.cli.sweep import sweep
+from lowtide.disk import is_full, why
 from lowtide.errors import INTERRUPTED, LowtideError, UsageError
 
 
@@ -40,10 +42,17 @@ class _Lowtide(click.Group):
         except LowtideError as error:
             fail(str(error), code=1)
         except OSError as error:
-            if error.filename is None:
-                raise
-            fail(f"{error.filename}: {error.strerror}")
+            fail(_trouble(error))
         sys.exit(code or 0)
+
+
+def _trouble(error: OSError) -> str:
+    """What an error of the system's is of; where it names no file, the disk is most often full."""
+    if error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if is_full(error) or error.errno == errno.ENOENT:  # tempfile's, which has looked everywhere
+        return f"{why(error)}: make room, or set TMPDIR to a folder that has it"
+    raise error
 
 
 def fail(message: str, *, code: int = 2) -> NoReturn:

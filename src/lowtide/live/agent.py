@@ -23,7 +23,7 @@ import msgspec
 
 from lowtide import interrupts
 from lowtide.cli.launch import Written, replace_json, write_json
-from lowtide.errors import INTERRUPTED, NOT_HELD, BudgetError, LowtideError, UsageError
+from lowtide.errors import INTERRUPTED, NOT_HELD, BudgetError, LowtideError, RecordingError, UsageError
 from lowtide.live.constants import with_constants
 from lowtide.live.enough import Enough
 from lowtide.live.task import ACTIVE, PRELOAD, TASK, RecordOptions, RunOptions, Task
@@ -149,6 +149,8 @@ def _undisturbed() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         tell("lowtide: interrupted while the figures were written")
+    except RecordingError as error:  # somebody has removed it meanwhile
+        tell(f"lowtide: error: {error}")
     finally:
         sys.setrecursionlimit(limit)
 
@@ -279,7 +281,8 @@ class _Record:
 
         short = error is not None and out_of_memory(error) is not None
         if not self._writer.close(code=code, error=error, always=short):
-            tell(f"lowtide: no step was recorded: {self._path} is as it was before")
+            if self._writer.stopped is None:  # else it was said
+                tell(f"lowtide: no step was recorded: {self._path} is as it was before")
             return
         from lowtide.report.recording import show_recording, to_json
         from lowtide.store import read
@@ -287,8 +290,7 @@ class _Record:
         options = self._options
         if options.json is None and (options.quiet or _rank_suffix()):
             return
-        recording = read(self._path)
-        written = Written()
+        recording, written = read(self._path), Written()
         if options.json is not None:
             figures = {"recording": str(self._path), **to_json(recording)}
             written.attempt(write_json, options.json + _rank_suffix(), figures)

@@ -12,6 +12,7 @@ import pickle
 from pathlib import Path
 from typing import Any, Final
 
+from lowtide.disk import write_file
 from lowtide.explain import ROLES, Block, Step, steps_of
 from lowtide.store import Recording
 
@@ -85,7 +86,7 @@ def _segment(block: Block) -> dict[str, Any]:
 
 def write_snapshot(recording: Recording, path: Path) -> None:
     """Write the pickle."""
-    path.write_bytes(pickle.dumps(snapshot(recording)))
+    write_file(path, pickle.dumps(snapshot(recording)))
 
 
 # --- Chrome and Perfetto --------------------------------------------------------------------------------------------------
@@ -152,4 +153,4 @@ def speedscope(recording: Recording) -> dict[str, Any]:
 
 def write_json(found: dict[str, Any], path: Path) -> None:
     """Write one of the JSON formats."""
-    path.write_text(json.dumps(found, separators=(",", ":")))
+    write_file(path, json.dumps(found, separators=(",", ":")).encode())

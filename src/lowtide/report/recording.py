@@ -111,6 +111,8 @@ def show_recording(recording: Recording, out: Console | None = None) -> None:
     ended = ended_at(recording)
     if ended is not None:
         out.print(_ended_block(ended))
+    if stopped := recording.meta.get("stopped"):
+        out.print(f"lowtide: the recording stopped before the script did: {stopped}", markup=False)
     if error := recording.meta.get("error"):
         out.print(Text.assemble("the script ended with ", (" ".join(str(error).split()), "bold")))
     found = findings(recording)

@@ -1,0 +1,32 @@
+"""A disk of a few KiB: a file system in memory, where this machine lets us mount one."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A folder with so much room (as ``mount -o size=``); the test is skipped where nothing can be mounted."""
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, text=True, check=False)
+    if made.returncode:
+        pytest.skip(f"no disk can be mounted here: {made.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def filled(disk: Path, name: str = "filler") -> Path:
+    """A file that takes all the room that is left."""
+    path = disk / name
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)) == 4096:
+            pass
+    return path
