@@ -21,12 +21,3 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-def filled(disk: Path, name: str = "filler") -> Path:
-    """A file that takes all the room that is left."""
-    path = disk / name
-    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while file.write(bytes(4096)) == 4096:
-            pass
-    return path

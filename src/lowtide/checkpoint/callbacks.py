@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ from lowtide.checkpoint import ranks, whole
 from lowtide.checkpoint.parts import random_state, set_random_state
 from lowtide.checkpoint.points import Place, Stop, checkpoint, resume
 from lowtide.checkpoint.request import requests
+from lowtide.errors import CheckpointError
 from lowtide.probe import beat
 
 KEEP: Final = 2
@@ -31,6 +32,34 @@ def _told(fraction: float, *, saved: tuple[float, int] | None = None) -> None:
             teller.saved(*saved)
         teller.passed(fraction)
         teller.tell(stopped=float(saved is not None))
+
+
+def _on_the_first(publish: Callable[[], None]) -> None:
+    """Have the first rank publish what all have written.
+
+    Raises:
+        CheckpointError: on all of them, if it cannot.
+    """
+    problem: CheckpointError | None = None
+    if ranks.rank() == 0:
+        try:
+            publish()
+        except CheckpointError as error:
+            problem = error
+    said = ranks.gather(None if problem is None else str(problem))
+    if any(said):
+        raise problem or CheckpointError(f"another rank could not save: {next(filter(None, said))}")
+
+
+@contextlib.contextmanager
+def _removed_unless_whole(undone: Path) -> Iterator[None]:
+    """Leave no half of a checkpoint to fill the disk."""
+    try:
+        yield
+    except CheckpointError:
+        with contextlib.suppress(OSError):
+            undone.unlink()
+        raise
 
 
 def keras_callback(place: Place, model: Any, parts: Mapping[str, Any] | None = None, *, epochs: int | None = None) -> Any:
@@ -120,9 +149,7 @@ def transformers_callback() -> Any:
             """What was saved is whole; stop, if that was asked."""
             del kwargs
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            if ranks.rank() == 0 and folder.is_dir():
-                whole.mark(folder)
-            ranks.gather(None)
+            _on_the_first(lambda: whole.mark(folder) if folder.is_dir() else None)
             if self._stop:
                 size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
                 _told(state.global_step / max(1, state.max_steps), saved=(time.monotonic() - self._began, size))
@@ -210,16 +237,20 @@ def lightning_callback(folder: str | os.PathLike[str]) -> Any:
                 _told(fraction)
                 return
             began = time.monotonic()
-            self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / f"lowtide-{trainer.current_epoch}-{trainer.global_step}.ckpt"
             undone = path.with_suffix(".undone")
-            trainer.save_checkpoint(undone)
-            if ranks.rank() == 0:
-                undone.rename(path)
-                whole.mark(path)
-                for old in sorted(self._folder.glob("lowtide-*.ckpt"), key=lambda p: p.stat().st_mtime_ns)[:-KEEP]:
-                    whole.forget(old)
-            ranks.gather(None)
+            with _removed_unless_whole(undone), whole.written(path):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                trainer.save_checkpoint(undone)
+
+            def publish() -> None:
+                with _removed_unless_whole(undone), whole.written(path):
+                    undone.rename(path)
+                    whole.mark(path)
+                    for old in sorted(self._folder.glob("lowtide-*.ckpt"), key=lambda p: p.stat().st_mtime_ns)[:-KEEP]:
+                        whole.forget(old)
+
+            _on_the_first(publish)
             _told(fraction, saved=(time.monotonic() - began, path.stat().st_size))
             raise Stop
 

@@ -43,7 +43,8 @@ class Requests:
                 after_in_child=self._leave_children_alone,
             )
         if self._folder is not None and os.path.isdir(self._folder):  # noqa: PTH112
-            with open(os.path.join(self._folder, f"ready-{os.getpid()}"), "w") as file:  # noqa: PTH118, PTH123
+            ready = os.path.join(self._folder, f"ready-{os.getpid()}")  # noqa: PTH118
+            with contextlib.suppress(OSError), open(ready, "w") as file:  # noqa: PTH123 - on a full disk the name is enough
                 file.write("SIGUSR1\n")
             atexit.register(self._deaf, os.getpid())
 

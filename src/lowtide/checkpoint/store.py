@@ -164,12 +164,15 @@ class Store:
         problem: CheckpointError | None = None
         tree: Any = None
         arrays: Arrays = {}
+        following = 0
         try:
             tree, arrays = pack(state)
-            self._check_space(arrays)
+            with _explained(f"cannot write a checkpoint in {self.folder}", self):
+                self._check_space(arrays)
+                following = self._following()
         except CheckpointError as error:
             problem = error
-        said, number = zip(*ranks.gather((None if problem is None else str(problem), self._following())), strict=True)
+        said, number = zip(*ranks.gather((None if problem is None else str(problem), following)), strict=True)
         if any(said):
             raise problem or CheckpointError(f"another rank could not save: {next(filter(None, said))}")
         if self._asynchronous:
@@ -474,10 +477,11 @@ def _explained(what: str, store: Store) -> Iterator[None]:
         if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":
             raise
         if _full(error):
-            free = shutil.disk_usage(store.folder).free
-            raise CheckpointError(
-                f"{what}: the disk is full ({format_bytes(free)} free){store._what_is_left()}: make room, or keep fewer"
-            ) from error
+            free = ""
+            with contextlib.suppress(OSError):
+                free = f" ({format_bytes(shutil.disk_usage(store.folder).free)} free)"
+            left = store._what_is_left()
+            raise CheckpointError(f"{what}: the disk is full{free}{left}: make room, or keep fewer") from error
         reason = getattr(error, "strerror", None) or str(error)
         raise CheckpointError(f"{what}: {reason}{store._what_is_left()}") from error
 

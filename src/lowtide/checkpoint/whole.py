@@ -5,27 +5,62 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from lowtide.checkpoint.store import digest, sync
+from lowtide.disk import is_full, why
+from lowtide.errors import CheckpointError
 
 _SUFFIX = ".whole.json"
 
 
 def mark(path: Path) -> None:
-    """Force a file, or all files of a folder, to the disk, and write down their sizes and hashes beside it."""
-    files = _files(path)
-    for file in files:
-        sync(file)
-    if path.is_dir():
-        sync(path)
-    body = {str(f.relative_to(path.parent)): [f.stat().st_size, digest(f)] for f in files}
+    """Force a file, or all files of a folder, to the disk, and write down their sizes and hashes beside it.
+
+    Raises:
+        CheckpointError: if that cannot be done: those that were marked before are as they were.
+    """
     note = path.parent / f"{path.name}{_SUFFIX}"
     undone = note.with_suffix(".undone")
-    undone.write_text(json.dumps(body))
-    sync(undone)
-    undone.rename(note)
-    sync(path.parent)
+    with written(path):
+        files = _files(path)
+        for file in files:
+            sync(file)
+        if path.is_dir():
+            sync(path)
+        body = {str(f.relative_to(path.parent)): [f.stat().st_size, digest(f)] for f in files}
+        try:
+            undone.write_text(json.dumps(body))
+            sync(undone)
+            undone.rename(note)
+        except OSError:
+            undone.unlink(missing_ok=True)
+            raise
+        sync(path.parent)
+
+
+@contextlib.contextmanager
+def written(path: Path) -> Iterator[None]:
+    """Turn what hinders somebody who writes a checkpoint into an error of ours.
+
+    Raises:
+        CheckpointError: if something does.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if not isinstance(error, OSError) and "PytorchStreamWriter" not in str(error) and "enforce fail" not in str(error):
+            raise
+        former = newest(path.parent)
+        kept = "" if former is None else f"; {former} is as it was"
+        remedy = "check that its folder is there and may be written" if _other(error) else "make room, or keep fewer"
+        raise CheckpointError(f"cannot write the checkpoint {path}: {why(error)}{kept}: {remedy}") from error
+
+
+def _other(error: Exception) -> bool:
+    """Whether it is not room that is missing: torch's writer of files does not say."""
+    return isinstance(error, OSError) and not is_full(error)
 
 
 def whole(path: Path) -> bool:

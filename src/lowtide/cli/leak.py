@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,12 +15,15 @@ import click
 
 from lowtide.cli.launch import Written, check_alone, check_folder, write, write_json
 from lowtide.cli.script import Finite, ScriptOrCommand, command_of, takes_script
+from lowtide.disk import ROOM_FOR_TEMPORARY_FILES
 from lowtide.errors import UsageError
 from lowtide.leak.watch import Progress, Watch, Watched, end_on_sigterm
 from lowtide.units import parse_bytes
 
 LEAST_STEPS: Final = 50
 """Fewer never tell anything."""
+_LEAST_ROOM: Final = 1 << 20
+"""Free bytes of a disk on which samples may have found none."""
 
 
 def tolerance_of(tolerance: str | None, memory_left: str | None, planned_steps: int | None) -> float:
@@ -183,6 +188,9 @@ def _failed(run: Any, command: list[str]) -> int:
     if run.tail:
         click.echo(run.tail, err=True)
     name = shlex.join(command)
+    folder = tempfile.gettempdir()
+    if not run.steps and shutil.disk_usage(folder).free < _LEAST_ROOM:
+        raise UsageError(f"no verdict: there is no room for samples in {folder}: {ROOM_FOR_TEMPORARY_FILES}")
     if run.ended == "timeout":
         raise UsageError(f"`{name}` was killed after --timeout, with {run.steps} steps seen")
     if run.code:

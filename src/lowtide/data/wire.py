@@ -10,12 +10,14 @@ import mmap
 import os
 import pickle
 import sys
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any, Final, final
 
 import cloudpickle
 
 from lowtide.checkpoint.parts import random_state
+from lowtide.disk import reserve, why
 
 _LEAST: Final = 1 << 20
 _ALIGNED: Final = 64
@@ -32,17 +34,32 @@ class Slot:
         self._map: mmap.mmap | None = None
         self._placed: list[tuple[int, int, int]] = []
         self._used = 0
+        self._held = 0
 
     def room(self, size: int) -> mmap.mmap:
         """The memory, at least so large."""
         if self._map is None or len(self._map) < size:
             if os.fstat(self.file).st_size < size:
-                os.ftruncate(self.file, max(_LEAST, 1 << (size - 1).bit_length()))
+                with _named(size):
+                    os.ftruncate(self.file, max(_LEAST, 1 << (size - 1).bit_length()))
             if self._map is not None:
                 with contextlib.suppress(BufferError):
                     self._map.close()
             self._map = mmap.mmap(self.file, os.fstat(self.file).st_size)
         return self._map
+
+    def _own(self, size: int) -> mmap.mmap:
+        """The memory, of which so much is there to be written: where there is none, writing would end the process.
+
+        Raises:
+            MemoryError: if there is none.
+        """
+        found = self.room(size)
+        if size > self._held:
+            with _named(size):
+                reserve(self.file, size, since=self._held)
+            self._held = size
+        return found
 
     def begin(self) -> None:
         """What lies in it is of no use any more."""
@@ -54,7 +71,7 @@ class Slot:
         import numpy as np  # readers of other things need none
 
         size, at = math.prod(shape) * np.dtype(dtype).itemsize, -(-self._used // _ALIGNED) * _ALIGNED
-        made = np.ndarray(shape, dtype, buffer=self.room(at + size), offset=at)
+        made = np.ndarray(shape, dtype, buffer=self._own(at + size), offset=at)
         self._placed.append((made.ctypes.data, size, at))
         self._used = at + size
         return made
@@ -66,8 +83,9 @@ class Slot:
             if start <= address and address + view.nbytes <= start + size:
                 return at + address - start
         at = self._used
-        self._used += view.nbytes
-        self.room(self._used)[at : self._used] = view
+        room = self._own(at + view.nbytes)
+        self._used = at + view.nbytes
+        room[at : self._used] = view
         return at
 
     def lend(self, places: list[tuple[int, int]]) -> list[memoryview]:
@@ -92,6 +110,15 @@ class Slot:
         file, self.file = self.file, -1  # once only: the number may be another file's by now
         if file >= 0:
             os.close(file)
+
+
+@contextlib.contextmanager
+def _named(size: int) -> Iterator[None]:
+    """What the system says of memory that is shared sounds as if it were of a file or a connection."""
+    try:
+        yield
+    except OSError as error:
+        raise MemoryError(f"no room for {size} bytes of shared memory: {why(error)}") from None
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -124,7 +124,7 @@ class Keeper:
                     return self._outcome(*verdict)
                 failed = found.cause.of_memory and found.cause is not Cause.RECYCLED
                 failures = 0 if not failed else 1 if found.saves else failures + 1
-                idle = idle + 1 if found.cause is Cause.RECYCLED and found.asked and found.points <= 1 else 0
+                idle = idle + 1 if found.cause is Cause.RECYCLED and found.asked and found.points == 1 else 0
                 if failures > self._settings.restarts:
                     told = f"{found.cause.value}, {failures} times in a row without a new checkpoint: {_remedy(found)}"
                     return self._outcome(1, told)

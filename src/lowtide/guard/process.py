@@ -154,7 +154,8 @@ class Guarded:
 
     def ask(self) -> bool:
         """Ask for a save and a stop at the next safe point; whether anybody listens."""
-        (self._folder / beat.STOP).touch()
+        with contextlib.suppress(OSError):  # a signal follows
+            (self._folder / beat.STOP).touch()
         ready = self.ready()
         for pid in ready:
             with contextlib.suppress(ProcessLookupError):
@@ -176,6 +177,8 @@ class Guarded:
         for path in self._folder.glob("beat-*"):
             with contextlib.suppress(OSError):
                 found[int(path.name.rpartition("-")[2])] = beat.read(path.read_bytes())
+        for path in self._folder.glob(f"{beat.SAVED}*"):
+            found[int(path.name.rpartition("-")[2])] = Beat(saves=1.0, stopped=1.0)
         return found
 
     def endings(self) -> list[dict[str, Any]]:

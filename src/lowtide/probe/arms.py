@@ -8,6 +8,7 @@ nothing. So the loop goes on, whatever it is, and what still grows grows without
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import json
 import logging
@@ -158,7 +159,7 @@ class Arm:
 
 def note_modules(folder: str, modules: list[tuple[str, str, bool]]) -> None:
     """Write down a model's modules for the parent: path, type, whether it holds others; the model itself has no path."""
-    with open(f"{folder}/modules-{os.getpid()}", "a", encoding="utf-8") as file:
+    with contextlib.suppress(OSError), open(f"{folder}/modules-{os.getpid()}", "a", encoding="utf-8") as file:
         file.writelines(json.dumps({"path": p, "type": kind, "holds": holds}) + "\n" for p, kind, holds in modules)
 
 

@@ -17,9 +17,11 @@ import time
 from types import TracebackType
 from typing import Any, Final, NamedTuple, final
 
+from lowtide.disk import ROOM_FOR_TEMPORARY_FILES, reserve, why
 from lowtide.probe import marks
 from lowtide.probe.catalogue import out_of_memory
 from lowtide.probe.marks import Kind, WhenImported
+from lowtide.tell import tell as say
 
 FOLDER: Final = "LOWTIDE_GUARD"
 """Environment variable: the folder that guard and process share."""
@@ -29,6 +31,8 @@ GENERATION: Final = "LOWTIDE_GENERATION"
 """Environment variable: how many processes came before this one."""
 STOP: Final = "stop"
 """File in the folder: please save at the next safe point, and stop."""
+SAVED: Final = "saved-"
+"""Beginning of the name of a file that says what a beat without room cannot: the state is saved, the process stops."""
 STOPPED: Final = 75
 """Exit code of a process that has saved its state and wants to be started again (``EX_TEMPFAIL`` of ``sysexits.h``)."""
 
@@ -79,6 +83,20 @@ def read(raw: bytes) -> Beat:
     return Beat(*_LAYOUT.unpack_from(raw)) if len(raw) >= _LAYOUT.size else Beat()
 
 
+def _mapped(path: str) -> mmap.mmap:
+    """A beat's file, whose bytes the disk has.
+
+    Raises:
+        OSError: if it has no room for them.
+    """
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        reserve(file, _LAYOUT.size)
+        return mmap.mmap(file, _LAYOUT.size)
+    finally:
+        os.close(file)
+
+
 @final
 class Teller:
     """Writes this process's beat."""
@@ -89,21 +107,26 @@ class Teller:
         self.beat = Beat(rank=float(os.environ.get("RANK", "-1")))
         self._pid = os.getpid()
         self._map: mmap.mmap | None = None
+        self._mute = False
 
     def tell(self, **changed: float) -> None:
         """Write what has changed."""
         if os.getpid() != self._pid:  # a forked child is not the process that is guarded
             return
         self.beat = self.beat._replace(**changed)
-        if self._map is None:
+        if self._map is None and not self._mute:
             path = os.path.join(self.folder, f"beat-{self._pid}")
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                os.ftruncate(file, _LAYOUT.size)
-                self._map = mmap.mmap(file, _LAYOUT.size)
-            finally:
-                os.close(file)
-        _LAYOUT.pack_into(self._map, 0, *self.beat)
+                self._map = _mapped(path)
+            except OSError as error:
+                self._mute = True
+                trouble = f"{why(error)} at {path}: {ROOM_FOR_TEMPORARY_FILES}"
+                say(f"lowtide: the guard sees no steps of this process: {trouble}; training goes on")
+        if self._map is not None:
+            _LAYOUT.pack_into(self._map, 0, *self.beat)
+        elif changed.get("stopped"):  # a name takes no room
+            with contextlib.suppress(OSError), open(os.path.join(self.folder, f"{SAVED}{self._pid}"), "w"):
+                pass
 
     def stepped(self, kind: Kind, loss: float | None) -> None:
         """A step of the framework is over."""

@@ -7,6 +7,7 @@ small buffer, so that the sampler itself does not grow; its file is the record i
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import json
@@ -15,11 +16,14 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any, Final, final
 
+from lowtide.disk import ROOM_FOR_TEMPORARY_FILES, why, write
 from lowtide.probe import marks
 from lowtide.probe.counters import ABSENT, COLUMNS, Allocators, Gate, Kernel, books, cuda
 from lowtide.probe.marks import Kind, WhenImported
+from lowtide.tell import tell
 
 TASK: Final = "LOWTIDE_PROBE"
 """Environment variable that carries the task."""
@@ -98,6 +102,7 @@ class Sampler:
         self._ending = False
         self._lock = threading.RLock()
         self._census: Any = None
+        self._silent = False
 
     def install(self) -> None:
         """Listen for marks."""
@@ -138,10 +143,12 @@ class Sampler:
                     self._census.forget()
             if self._collect and not (self._count + 1) % self._collect and gc.isenabled():
                 self._collected()
-            self._row(kind)
+            with self._unless_full():
+                self._row(kind)
             self._count += 1
             if self._count in self._audits:
-                self._audit()
+                with self._unless_full():
+                    self._audit()
             done = bool(self._steps) and self._count >= self._steps
             if done and kind is Kind.CLOCK:
                 done = time.monotonic() - self._began >= self._task["least_seconds"]
@@ -155,7 +162,23 @@ class Sampler:
             gc.freeze()
             self._frozen = True
 
+    @contextlib.contextmanager
+    def _unless_full(self) -> Iterator[None]:
+        """What cannot be written is said once, and no more is: steps are counted on, to the end that was asked for."""
+        try:
+            yield
+        except OSError as error:
+            if not self._silent:
+                self._silent = True
+                if self._file >= 0:  # a verdict on the first steps alone could be wrong; and a line takes room, too
+                    with contextlib.suppress(OSError):
+                        os.ftruncate(self._file, 0)
+                trouble = f"{why(error)} in {self._task['folder']}: {ROOM_FOR_TEMPORARY_FILES}"
+                tell(f"lowtide: memory is sampled no more: {trouble}; training goes on")
+
     def _row(self, kind: Kind) -> None:
+        if self._silent:
+            return
         if self._file < 0:
             name = f"{self._task['folder']}/rows-{self._pid}"
             self._file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -217,12 +240,14 @@ class Sampler:
             self._flush(now)
 
     def _flush(self, now: int) -> None:
-        if self._used and self._file >= 0:
-            os.write(self._file, memoryview(self._buffer)[: self._used * _ROW.size])
+        if self._used and self._file >= 0 and not self._silent:
+            write(self._file, memoryview(self._buffer)[: self._used * _ROW.size])
         self._used, self._flushed = 0, now
 
     def _audit(self) -> None:
         """Close the books: after a collection, what is resident by what it is mapped from."""
+        if self._silent:
+            return
         began = time.perf_counter_ns()
         before = self._held()
         collected = gc.collect() if gc.isenabled() else 0
@@ -283,7 +308,8 @@ class Sampler:
         """Enough was seen: the script ends here. If it carries on regardless, the process does."""
         self._finish()
         if self._ending or threading.current_thread() is not threading.main_thread() or kind is Kind.CLOCK:
-            sys.stdout.flush()
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
             os._exit(0)
         self._ending = True
         raise Enough(0)
@@ -291,4 +317,5 @@ class Sampler:
     def _finish(self) -> None:
         with self._lock:
             if os.getpid() == self._pid:
-                self._flush(time.perf_counter_ns())
+                with self._unless_full():
+                    self._flush(time.perf_counter_ns())

@@ -17,9 +17,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from lowtide.disk import why
 from lowtide.guard.outcome import Generation, Live, Outcome
 from lowtide.report.terminal import console
 from lowtide.store import ProcessRow, Writer
+from lowtide.tell import shown, tell
 from lowtide.units import format_bytes, format_seconds
 
 WIDTH: Final = 40
@@ -85,7 +87,7 @@ class _Through:
     def __init__(self) -> None:
         """From now on."""
         self._kept = {number: os.dup(number) for number in (1, 2) if os.isatty(number)}  # files stay what they are
-        self.console = Console(file=os.fdopen(os.dup(2), "w"), highlight=False)
+        self.console = Console(file=shown(os.fdopen(os.dup(2), "w", errors="backslashreplace")), highlight=False)
         os.environ["PYTHONUNBUFFERED"] = "1"  # a pipe would hold the lines of Python programs back
         self._reading, writing = os.pipe()
         for number in self._kept:
@@ -383,6 +385,7 @@ class Scalars(Sparse):
 
         super().__init__()
         self._event, self._summary = Event, Summary
+        self._folder, self._full = folder, False
         self._writer = EventFileWriter(str(folder))
         self._number = 0
 
@@ -396,9 +399,20 @@ class Scalars(Sparse):
             "lowtide/steps_per_second": live.steps_per_second,
         }
         value = [self._summary.Value(tag=tag, simple_value=found) for tag, found in values.items()]
-        self._writer.add_event(self._event(step=self._number, wall_time=time.time(), summary=self._summary(value=value)))
+        event = self._event(step=self._number, wall_time=time.time(), summary=self._summary(value=value))
+        self._attempt(lambda: self._writer.add_event(event))
         self._number += 1
 
     def close(self) -> None:
         """The file is whole."""
-        self._writer.close()
+        self._attempt(self._writer.close)
+
+    def _attempt(self, write: Callable[[], object]) -> None:
+        """Write, until the disk is full: what is guarded goes on."""
+        if self._full:
+            return
+        try:
+            write()
+        except OSError as error:
+            self._full = True
+            tell(f"lowtide: TensorBoard's figures stop: {why(error)} in {self._folder}: make room there; training goes on")
