@@ -6,6 +6,7 @@ written and read on a stream of its own.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
@@ -13,10 +14,12 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol, final
+from typing import IO, Any, Protocol, final
 
 import torch
+from lowtide.disk import ROOM_FOR_TEMPORARY_FILES, reserve, why
 from lowtide.pebble.eager.problem import Bandwidth
+from lowtide.tell import tell
 
 _PROBE_BYTES = 8 << 20
 """Bytes written and read to measure a board ..."""
@@ -97,8 +100,9 @@ class FileBoard:
     overlaps: bool = False  # a copy keeps the very cores busy that compute
 
     def __init__(self) -> None:
-        """Open the file; it takes no space until something is put."""
-        self._file = tempfile.TemporaryFile(prefix="lowtide-")  # noqa: SIM115 - lives as long as the board
+        """There is no file until something is put."""
+        self._file: IO[bytes] | None = None
+        self._told = False
         self._end = 0
         self._rest = torch.empty(0, dtype=torch.uint8)
         self._free: dict[int, list[torch.Tensor]] = {}
@@ -121,10 +125,29 @@ class FileBoard:
         if fitting:
             return self._free[fitting].pop()
         if self._rest.numel() < size:
-            self._rest = self._map(max(size, _SEGMENT_BYTES))
+            self._rest = self._more(size)
         place = self._rest[:size]
         self._rest = self._rest[-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES :]
         return place
+
+    def _more(self, size: int) -> torch.Tensor:
+        """More of the file, by a segment where the disk has one.
+
+        Raises:
+            OSError: where the disk has no room, which is said once.
+        """
+        try:
+            if size < _SEGMENT_BYTES:
+                with contextlib.suppress(OSError):
+                    return self._map(_SEGMENT_BYTES)
+            return self._map(size)
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                where = "" if tempfile.tempdir is None else f" in {tempfile.tempdir}"  # else it says where it has looked
+                trouble = f"{why(error)}{where}: {ROOM_FOR_TEMPORARY_FILES}"
+                tell(f"lowtide: nothing more is moved out of memory: {trouble}; training goes on")
+            raise
 
     def _map(self, size: int) -> torch.Tensor:
         """More of the file.
@@ -132,10 +155,18 @@ class FileBoard:
         Raises:
             OSError: where the disk has no room: found out here, as a write to a mapping that it cannot hold ends the process.
         """
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(prefix="lowtide-")  # noqa: SIM115 - lives as long as the board
         at, number = self._end, self._file.fileno()
-        os.posix_fallocate(number, at, size)
+        try:
+            reserve(number, at + size, since=at)
+            found = torch.frombuffer(mmap.mmap(number, size, offset=at), dtype=torch.uint8)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.ftruncate(number, at)  # some systems keep what they had found
+            raise
         self._end += -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        return torch.frombuffer(mmap.mmap(number, size, offset=at), dtype=torch.uint8)
+        return found
 
     def give_back(self, place: torch.Tensor) -> None:
         """A place may be used again."""

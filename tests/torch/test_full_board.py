@@ -1,0 +1,74 @@
+"""Law: where the second board has no room, or cannot be made, the budget is held without it or refused; no bit changes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from harness import above_of, budgeted, plain_of
+from lowtide.live import board
+
+SAYS = "lowtide: nothing more is moved out of memory: "
+
+
+def _full(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _nowhere(*_: Any, **__: Any) -> Any:
+    raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/x']")
+
+
+def _said(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith(SAYS)]
+
+
+@pytest.mark.parametrize("what", ["nowhere", "no room"])
+def test_a_budget_is_held_without_a_second_board(what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    make = zoo.mlp
+    reference = plain_of(make)
+    if what == "nowhere":
+        monkeypatch.setattr(tempfile, "TemporaryFile", _nowhere)
+    else:
+        monkeypatch.setattr(board, "reserve", _full)
+    run = budgeted(make, above_of(reference, 0.9))
+    assert run.bits == reference.bits
+    assert run.peak_bytes <= run.budget_bytes
+    assert not sum(s.offloaded_bytes for s in run.outcome.steps)
+    (said,) = _said(capsys)
+    assert said.endswith("set TMPDIR to a folder that has it; training goes on")
+
+
+def test_a_board_that_fills_up_says_so_once_and_gives_back_what_it_has(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = board.FileBoard()
+    monkeypatch.setattr(board, "_SEGMENT_BYTES", 1 << 16)
+    values = torch.arange(1 << 14, dtype=torch.float32)
+    ticket = found.put(values.untyped_storage())
+    monkeypatch.setattr(board, "reserve", _full)
+    for _ in range(3):
+        with pytest.raises(OSError, match="No space left"):
+            found.put(values.untyped_storage())
+    assert len(_said(capsys)) == 1
+    again = torch.empty(0).set_(ticket.fetch())
+    assert torch.equal(again, values)
+
+
+def test_a_board_takes_what_there_is_where_a_segment_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = board.reserve
+
+    def small(file: int, size: int, *, since: int = 0) -> None:
+        if size - since >= board._SEGMENT_BYTES:
+            _full()
+        real(file, size, since=since)
+
+    monkeypatch.setattr(board, "reserve", small)
+    found = board.FileBoard()
+    values = torch.arange(1 << 10, dtype=torch.float32)
+    tickets = [found.put((values + i).untyped_storage()) for i in range(3)]
+    for i, ticket in enumerate(tickets):
+        assert torch.equal(torch.empty(0).set_(ticket.fetch()), values + i)
