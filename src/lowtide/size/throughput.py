@@ -13,9 +13,11 @@ from typing import Any, Final, final
 
 import numpy as np
 
+from lowtide.disk import why, write
 from lowtide.errors import UsageError
 from lowtide.size.trial import Asked, Ran
 from lowtide.size.vary import Set, Vary
+from lowtide.tell import tell
 
 WARM: Final = 2
 """Steps that are not timed: the first allocates, the second is the first with the optimizer's states."""
@@ -115,9 +117,11 @@ class Results:
                 raise UsageError(f"{path} is no file of results: give --results for another, or --fresh") from None
             if not mine:
                 raise UsageError(f"{path} has results of another script or other options: give --results, or --fresh")
-        with path.open("wb") as file:
-            file.write(b"".join(whole) or json.dumps({"digest": digest, "about": about}).encode() + b"\n")
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)
+        self._full = False
+        self._file.truncate(sum(map(len, whole)))
+        if not whole:
+            self._append({"digest": digest, "about": about})
 
     @property
     def known(self) -> int:
@@ -129,13 +133,21 @@ class Results:
         return self._found.get((values, how))
 
     def add(self, point: Point) -> None:
-        """On the disk when this returns; but for what another try may mend."""
+        """On the disk when this returns; but for what another try may mend, and where there is no room, which is said once."""
         if point.ended in ("error", "timeout"):
             return
         self._found[point.values, point.how] = point
-        self._file.write(json.dumps(to_json(point)).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._append(to_json(point))
+
+    def _append(self, row: dict[str, Any]) -> None:
+        if self._full:
+            return
+        try:
+            write(self._file.fileno(), json.dumps(row).encode() + b"\n")
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self._full = True
+            tell(f"lowtide: results are kept no more: {why(error)} at {self.path}: make room there; measuring goes on")
 
     def close(self) -> None:
         """Nothing is added any more."""

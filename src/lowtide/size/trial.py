@@ -15,9 +15,11 @@ from typing import Any, Final
 
 import msgspec
 
+from lowtide.disk import ROOM_FOR_TEMPORARY_FILES
 from lowtide.errors import RecordingError
 from lowtide.live.task import PRELOAD, RecordOptions, Task, TrialOptions, agent_command, environment_of
 from lowtide.size.vary import Set
+from lowtide.store import tail_path
 
 MOST_SECONDS: Final = 3600.0
 """Of one run, where the user says nothing."""
@@ -162,7 +164,7 @@ def record(target: Target, setting: Set, steps: int, file: Path) -> None:
     """Record the first steps of a script.
 
     Raises:
-        RecordingError: if it fails before they are over.
+        RecordingError: if it fails before they are over, or there is no room for all of it.
     """
     options = RecordOptions(
         output=str(file), operators=True, cap_bytes=0, steps=steps, sizes=dict(setting.sizes), json=None, quiet=True
@@ -174,6 +176,8 @@ def record(target: Target, setting: Set, steps: int, file: Path) -> None:
             sizes = ", ".join(f"{k}={v:g}" for k, v in setting.sizes.items())
             why = f"not over after {target.seconds:.0f} s" if code is None else _why(code, 0, log)
             raise RecordingError(f"the script fails with {sizes}: {why}")
+        if not file.is_file() or tail_path(file).exists():
+            raise RecordingError(f"there is no room for the recording in {file.parent}: {ROOM_FOR_TEMPORARY_FILES}")
 
 
 def _process(

@@ -18,12 +18,16 @@ from typing import Any, Final
 
 import numpy as np
 
+from lowtide.disk import is_full, reserve, write
 from lowtide.leak.findings import spread_of
 from lowtide.leak.study import audits_of
 from lowtide.leak.verdict import TOLERANCE, judge
 from lowtide.leak.watch import Progress, Run, Watch, Watched, end_on_sigterm
 
 CLAIM_SECONDS: Final = 2.0
+NO_ROOM: Final = 74
+"""Exit code of a cell's process that can write no result, nor its samples (``EX_IOERR`` of ``sysexits.h``)."""
+_RESULT_BYTES: Final = 1 << 14
 MOST_SAID: Final = 200
 """Characters of a last line that are shown."""
 LEAST: Final = 3
@@ -129,16 +133,25 @@ def claimed(lock: Path) -> int | None:
 def main() -> None:
     """Run the cell of a task file, unless another process does or has."""
     end_on_sigterm()
-    task = Path(sys.argv[1])
+    try:
+        _run(Path(sys.argv[1]))
+    except OSError as error:
+        if not is_full(error):
+            raise
+        sys.exit(NO_ROOM)
+
+
+def _run(task: Path) -> None:
     result = task.with_suffix(".result")
     if claimed(task.with_suffix(".lock")) is None or result.exists() or task.with_suffix(".taken").exists():
         return
     asked = json.loads(task.read_text())
-    found = measure(asked["command"], asked["environment"], asked["watch"])
     partial = task.with_suffix(".partial")
-    with partial.open("w") as file:
-        json.dump(found, file)
-        file.flush()
+    with partial.open("wb", buffering=0) as file:
+        reserve(file.fileno(), _RESULT_BYTES)  # before it runs, which may take hours
+        data = json.dumps(measure(asked["command"], asked["environment"], asked["watch"])).encode()
+        write(file.fileno(), data)
+        file.truncate(len(data))
         os.fsync(file.fileno())
     partial.rename(result)
 

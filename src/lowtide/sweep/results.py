@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
-from lowtide.errors import UsageError
+from lowtide.disk import is_full, why
+from lowtide.errors import LowtideError, UsageError
 from lowtide.sweep.definition import Config, Definition
 
 MAIN: Final = "sweep"
@@ -50,6 +52,7 @@ class Results:
 
         Raises:
             UsageError: if another sweep has it, or it is of another definition, or no such file at all.
+            LowtideError: if it cannot be written.
         """
         self.path = path
         self._lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -65,12 +68,18 @@ class Results:
             digest = self._base.execute("SELECT value FROM about WHERE name = 'digest'").fetchone()
         except sqlite3.DatabaseError as error:
             os.close(self._lock)
+            if is_full(error):
+                raise self._trouble(error) from None
             raise UsageError(f"{path} is no file of results: {error}") from None
         if digest is not None and digest[0] != definition.digest:
             self.close()
             raise UsageError(f"{path} has results of another definition: give --results for a new file, or --fresh")
-        self._base.execute("INSERT OR IGNORE INTO about VALUES ('digest', ?)", (definition.digest,))
-        self.add(MAIN, definition.order())
+        try:
+            self._change([("INSERT OR IGNORE INTO about VALUES ('digest', ?)", [(definition.digest,)])])
+            self.add(MAIN, definition.order())
+        except LowtideError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Let the next sweep have it."""
@@ -79,11 +88,30 @@ class Results:
         os.close(self._lock)
 
     def add(self, part: str, cells: Iterable[tuple[Config, int]]) -> None:
-        """Enter cells that are not there yet, in their order."""
+        """Enter cells that are not there yet, in their order.
+
+        Raises:
+            LowtideError: if they cannot be written.
+        """
         rows = [(part, json.dumps(config), repeat) for config, repeat in cells]
-        self._base.execute("BEGIN IMMEDIATE")
-        self._base.executemany("INSERT OR IGNORE INTO cells (part, config, repeat) VALUES (?, ?, ?)", rows)
-        self._base.execute("COMMIT")
+        self._change([("INSERT OR IGNORE INTO cells (part, config, repeat) VALUES (?, ?, ?)", rows)])
+
+    def _change(self, statements: Iterable[tuple[str, list[tuple[Any, ...]]]]) -> None:
+        """All of it, or nothing."""
+        try:
+            self._base.execute("BEGIN IMMEDIATE")
+            for text, rows in statements:
+                self._base.executemany(text, rows)
+            self._base.execute("COMMIT")
+        except sqlite3.Error as error:
+            with contextlib.suppress(sqlite3.Error):
+                if self._base.in_transaction:
+                    self._base.execute("ROLLBACK")
+            raise self._trouble(error) from None
+
+    def _trouble(self, error: sqlite3.Error) -> LowtideError:
+        remedy = "make room there and start the same sweep again" if is_full(error) else "start the same sweep again"
+        return LowtideError(f"results cannot be written: {why(error)} at {self.path}: {remedy}: what has run is kept")
 
     def cells(self, part: str) -> list[Cell]:
         """All cells of a part, in the order in which they run."""
@@ -100,5 +128,9 @@ class Results:
         ]
 
     def finish(self, cell: int, result: dict[str, Any]) -> None:
-        """A cell has run: its result is on the disk when this returns."""
-        self._base.execute("UPDATE cells SET result = ? WHERE id = ?", (json.dumps(result), cell))
+        """A cell has run: its result is on the disk when this returns.
+
+        Raises:
+            LowtideError: if it is not.
+        """
+        self._change([("UPDATE cells SET result = ? WHERE id = ?", [(json.dumps(result), cell)])])

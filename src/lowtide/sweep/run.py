@@ -10,15 +10,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, final
 
-from lowtide.errors import UsageError
+from lowtide.disk import write_file
+from lowtide.errors import LowtideError, UsageError
 from lowtide.sweep.axes import applied
-from lowtide.sweep.cell import NOTHING, measure
+from lowtide.sweep.cell import NO_ROOM, NOTHING, measure
 from lowtide.sweep.definition import Definition
 from lowtide.sweep.results import CONFIRM, Cell, Results
 
@@ -104,6 +106,9 @@ class Local:
                     alive = cell in started and started[cell].poll() is None
                     if not alive and not self._claimed(cell) and self._result(cell) is None:
                         del running[cell]
+                        if cell in started and started[cell].returncode == NO_ROOM:
+                            raise LowtideError(f"a cell finds no room for its result in {self._folder}, or for its samples in "
+                                               f"{tempfile.gettempdir()}: make room, and start the same sweep again")
                         if tries[cell] <= LOST:
                             waiting = {cell: task, **waiting}
                         else:
@@ -125,7 +130,8 @@ class Local:
 
     def _start(self, task: Task) -> subprocess.Popen[bytes]:
         path = self._file(task.cell, "task")
-        path.write_text(json.dumps({"command": task.command, "environment": task.environment, "watch": task.watch}))
+        asked = {"command": task.command, "environment": task.environment, "watch": task.watch}
+        write_file(path, json.dumps(asked).encode())
         return subprocess.Popen(  # noqa: S603 - our own module
             [sys.executable, "-m", "lowtide.sweep.cell", str(path)],
             start_new_session=True,
