@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 from typing import Any, TextIO, cast
 
-_PLAIN = {ord(drawn): plain for drawn, plain in zip("█░▒■▁▂▃▄▅▆▇…±–—", "#.-*.,-=+*%~+--", strict=True)}  # noqa: RUF001
+_DRAWN = "█░▒■▁▂▃▄▅▆▇…±⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_LETTERS = r"#.-*.,-=+*%~~|/-\|/-\|/"
+_PLAIN = dict(zip(map(ord, _DRAWN), _LETTERS, strict=True))
 """What stands for what is drawn, where a terminal has letters alone: as wide, so that columns stay columns."""
 
 
@@ -56,6 +59,11 @@ def readable(text: str) -> str:
     if text.isascii():
         return text
     return text.encode("utf-8", "surrogateescape" if not _lone(text) else "replace").decode("utf-8", "replace")
+
+
+def named_here(text: str) -> str:
+    """Text out of a file of ours, as this locale has names of files, arguments and variables."""
+    return text if text.isascii() else os.fsdecode(text.encode("utf-8", "surrogateescape" if not _lone(text) else "replace"))
 
 
 def _lone(text: str) -> bool:

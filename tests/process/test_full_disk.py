@@ -79,6 +79,18 @@ def test_a_journal_has_room_for_all_that_it_maps(tmp_path: Path) -> None:
     journal.close()
 
 
+def test_a_journal_grows_under_several_threads(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    journal.begin(0, 0.0, 0, 0, NOBODY)
+    threads = [threading.Thread(target=lambda: [journal.add(*ENTRY_OF_A_PHASE) for _ in range(5_000)]) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(journal.entries()) == 40_000
+    journal.close()
+
+
 def test_a_journal_that_cannot_grow_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed: list[OSError] = []
     journal = Journal(tmp_path / "journal", failed.append)

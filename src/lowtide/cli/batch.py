@@ -17,6 +17,7 @@ from lowtide.errors import UsageError
 from lowtide.live.constants import with_constants
 from lowtide.size.trial import MOST_SECONDS
 from lowtide.size.vary import ENVIRONMENT, LARGEST
+from lowtide.tell import tell
 from lowtide.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def _measure(
     place = Path(results) if results else Path(f"{Path(target.script).stem}.batch")
     store = Results(place, about, fresh=fresh)
     if store.known:
-        click.echo(f"lowtide: {store.known} points are taken from {place} (--fresh runs them again)", err=True)
+        tell(f"lowtide: {store.known} points are taken from {place} (--fresh runs them again)")
     which = next((i for i, a in enumerate(vary.axes) if "batch" in a.name.lower()), None)
 
     def count(values: Sequence[str]) -> float:
@@ -156,7 +157,7 @@ def _measure(
         if points:
             show_batch(vary, points, per_sample=per_sample, whole=whole)
         if points and not whole:
-            click.echo(f"lowtide: not all sizes were run: the same command goes on from {place}", err=True)
+            tell(f"lowtide: not all sizes were run: the same command goes on from {place}")
     if json_file is not None:
         write_json(json_file, batch_json(vary, points))
     if html_file is not None:

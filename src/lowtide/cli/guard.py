@@ -12,6 +12,7 @@ import click
 from lowtide.cli.launch import check_alone, check_folder, write_json
 from lowtide.cli.script import Finite, ScriptOrCommand, command_of, takes_script
 from lowtide.errors import UsageError
+from lowtide.tell import tell
 from lowtide.units import parse_bytes
 
 
@@ -118,12 +119,12 @@ def guard(
         try:
             write_json(json_file, {"command": command, **to_json(outcome)})
         except OSError as error:  # after hours of work this is no reason to lose the rest
-            click.echo(f"lowtide: error: cannot write {json_file}: {error.strerror}", err=True)
+            tell(f"lowtide: error: cannot write {json_file}: {error.strerror}")
     with contextlib.suppress(OSError):  # nobody reads any more
         if not quiet:
             show(outcome)
         elif outcome.exit_code:
-            click.echo(f"lowtide: guard: {outcome.text}", err=True)
+            tell(f"lowtide: guard: {outcome.text}")
     return outcome.exit_code
 
 

@@ -15,16 +15,16 @@ import msgspec
 from lowtide.disk import write_file
 from lowtide.errors import UsageError
 from lowtide.live.task import ACTIVE, Task, agent_command, environment_of
-from lowtide.tell import tell
+from lowtide.tell import readable, tell
 
 
 def write_json(file: str, found: Any) -> None:
     """Write figures to a file, for people too."""
     try:
-        text = msgspec.json.format(msgspec.json.encode(found), indent=1)
-    except UnicodeEncodeError:  # bytes of a command line or a message that are no text
-        text = json.dumps(msgspec.to_builtins(found), indent=1).encode()
-    write(file, text)
+        encoded = msgspec.json.encode(found)
+    except UnicodeEncodeError:  # bytes of a command line or a message that are no text in this locale
+        encoded = readable(json.dumps(msgspec.to_builtins(found), ensure_ascii=False)).encode()
+    write(file, msgspec.json.format(encoded, indent=1))
 
 
 def replace_json(file: str, found: Any) -> None:
@@ -44,7 +44,7 @@ def write(file: str, text: str | bytes) -> None:
     Raises:
         OSError: naming the file, if it cannot be written.
     """
-    write_file(file, text.encode() if isinstance(text, str) else text)
+    write_file(file, readable(text).encode() if isinstance(text, str) else text)
 
 
 class Written:

@@ -18,6 +18,7 @@ from lowtide.cli.script import Finite, ScriptOrCommand, command_of, takes_script
 from lowtide.disk import ROOM_FOR_TEMPORARY_FILES
 from lowtide.errors import UsageError
 from lowtide.leak.watch import Progress, Watch, Watched, end_on_sigterm
+from lowtide.tell import tell
 from lowtide.units import parse_bytes
 
 LEAST_STEPS: Final = 50
@@ -172,7 +173,7 @@ def _ablated(command: list[str], watch: Watch, tolerance: float, told: Told) -> 
     try:
         return ablate(command, watch, tolerance=tolerance, progress=told)
     except Failed as error:
-        click.echo(f"lowtide: no ablation: {error}", err=True)
+        tell(f"lowtide: no ablation: {error}")
         return None
 
 
@@ -186,7 +187,7 @@ def _check_memray() -> None:
 def _failed(run: Any, command: list[str]) -> int:
     """Say why there is no verdict; the exit code."""
     if run.tail:
-        click.echo(run.tail, err=True)
+        tell(run.tail)
     name = shlex.join(command)
     folder = tempfile.gettempdir()
     if not run.steps and shutil.disk_usage(folder).free < _LEAST_ROOM:
@@ -194,7 +195,7 @@ def _failed(run: Any, command: list[str]) -> int:
     if run.ended == "timeout":
         raise UsageError(f"`{name}` was killed after --timeout, with {run.steps} steps seen")
     if run.code:
-        click.echo(f"lowtide: error: `{name}` ended with {_ending(run.code)} after {run.steps} steps: no verdict", err=True)
+        tell(f"lowtide: error: `{name}` ended with {_ending(run.code)} after {run.steps} steps: no verdict")
         return int(run.code) if run.code > 0 else 128 - int(run.code)
     raise UsageError(
         f"`{name}` ended before any step was seen: it needs to be a Python program that trains, or to run for longer"

@@ -20,6 +20,7 @@ from lowtide.cli.run import run
 from lowtide.cli.sweep import sweep
 from lowtide.disk import is_full, why
 from lowtide.errors import INTERRUPTED, LowtideError, UsageError
+from lowtide.tell import tell
 
 
 class _Lowtide(click.Group):
@@ -57,7 +58,7 @@ def _trouble(error: OSError) -> str:
 
 def fail(message: str, *, code: int = 2) -> NoReturn:
     """Say what is wrong in one line and exit."""
-    click.echo(f"lowtide: error: {' '.join(message.split())}", err=True)
+    tell(f"lowtide: error: {' '.join(message.split())}")
     sys.exit(code)
 
 

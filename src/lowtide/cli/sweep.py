@@ -12,6 +12,7 @@ import click
 from lowtide.cli.launch import Written, check_folder, write, write_json
 from lowtide.errors import UsageError
 from lowtide.leak.watch import end_on_sigterm
+from lowtide.tell import tell
 
 
 @click.command()
@@ -72,7 +73,7 @@ def sweep(
         place.unlink(missing_ok=True)
     store = Results(place, definition)
     if jobs > 1:
-        click.echo(f"lowtide: {jobs} cells run side by side: they disturb each other's rates", err=True)
+        tell(f"lowtide: {jobs} cells run side by side: they disturb each other's rates")
     runner: Executor = Dask(address, workers) if executor == "dask" else Local(Path(f"{place}.cells"), jobs)
     try:
         with _progress(quiet=quiet) as told:

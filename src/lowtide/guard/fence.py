@@ -29,7 +29,7 @@ def _number(path: Path) -> int | None:
 def _own(controller: str) -> str | None:
     """This process's cgroup; ``controller`` is empty for version 2."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        for line in os.fsdecode(Path("/proc/self/cgroup").read_bytes()).splitlines():
             _, names, path = line.split(":", 2)
             if (controller in names.split(",")) if controller else not names:
                 return path
@@ -128,7 +128,7 @@ class DataLimit(Watching):
 
 def _data_bytes(pid: int) -> int | None:
     with contextlib.suppress(OSError, IndexError, ValueError):
-        return int(Path(f"/proc/{pid}/status").read_text().split("VmData:")[1].split()[0]) * KIB
+        return int(Path(f"/proc/{pid}/status").read_text(errors="replace").split("VmData:")[1].split()[0]) * KIB
     return None
 
 

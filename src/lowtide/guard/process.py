@@ -210,7 +210,7 @@ class Guarded:
 def _catches(pid: int, number: int) -> bool:
     """Whether a process has a handler for a signal: it would end a process that has none any more."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        text = Path(f"/proc/{pid}/status").read_text().split("SigCgt:")[1].split()[0]
+        text = Path(f"/proc/{pid}/status").read_text(errors="replace").split("SigCgt:")[1].split()[0]
         return bool(int(text, 16) >> (number - 1) & 1)
     return False
 

@@ -19,14 +19,12 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
-import msgspec
-
 from lowtide import interrupts
 from lowtide.cli.launch import Written, replace_json, write_json
 from lowtide.errors import INTERRUPTED, NOT_HELD, BudgetError, LowtideError, RecordingError, UsageError
 from lowtide.live.constants import with_constants
 from lowtide.live.enough import Enough
-from lowtide.live.task import ACTIVE, PRELOAD, TASK, RecordOptions, RunOptions, Task
+from lowtide.live.task import ACTIVE, PRELOAD, TASK, RecordOptions, RunOptions, Task, read_task
 from lowtide.tell import tell
 
 if TYPE_CHECKING:
@@ -52,7 +50,7 @@ class _Refusal(SystemExit):
 
 def main() -> None:
     """Run the task that the environment carries."""
-    task = msgspec.json.decode(os.environ.pop(TASK), type=Task)
+    task = read_task(os.environ.pop(TASK))
     if task.preload is None:
         os.environ.pop(PRELOAD, None)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -105,6 +106,11 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     constants: dict[str, str] = {}
 
 
+def read_task(text: str) -> Task:
+    """The task that an environment carries."""
+    return msgspec.convert(json.loads(text), Task)
+
+
 def agent_command() -> list[str]:
     """The command of such a process: this interpreter with its options."""
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # the interpreter's own -X, -W, -O
@@ -114,7 +120,7 @@ def agent_command() -> list[str]:
 def environment_of(task: Task) -> dict[str, str]:
     """Its environment: the task, and the heap counter preloaded."""
     environment = dict(os.environ)
-    environment[TASK] = msgspec.json.encode(task).decode()
+    environment[TASK] = json.dumps(msgspec.to_builtins(task))  # letters alone: names of files may be no text in this locale
     library = library_path()
     if library is not None:
         environment[PRELOAD] = f"{library}:{task.preload}" if task.preload else str(library)

@@ -20,6 +20,7 @@ import msgspec
 from lowtide.errors import UsageError
 from lowtide.leak.watch import check_command
 from lowtide.sweep.axes import DEFAULT, Setting, Value, setting_of
+from lowtide.tell import named_here, readable
 from lowtide.units import parse_bytes
 
 MOST_CELLS: Final = 10_000
@@ -179,7 +180,7 @@ def define(file: File) -> Definition:
             setting = _setting(file, axis, value)
             _check_environment(setting.environment)
             _check_words((*setting.arguments, *setting.options))
-    decides = msgspec.json.encode([file, command], order="sorted")
+    decides = msgspec.json.encode([file, list(map(readable, command))], order="sorted")
     return Definition(
         file=file,
         command=command,
@@ -212,7 +213,7 @@ def _check_script(words: Sequence[str]) -> None:
 
 def _words(command: str | Sequence[str]) -> tuple[str, ...]:
     try:
-        words = shlex.split(command) if isinstance(command, str) else list(command)
+        words = [named_here(word) for word in (shlex.split(command) if isinstance(command, str) else command)]
     except ValueError as error:
         raise UsageError(f"the command {command!r} cannot be read: {error}") from None
     active = Path(os.environ.get("VIRTUAL_ENV", sys.prefix)).resolve()

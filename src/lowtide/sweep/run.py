@@ -23,6 +23,7 @@ from lowtide.sweep.axes import applied
 from lowtide.sweep.cell import NO_ROOM, NOTHING, measure
 from lowtide.sweep.definition import Definition
 from lowtide.sweep.results import CONFIRM, Cell, Results
+from lowtide.tell import named_here
 
 LOOK_SECONDS: Final = 0.05
 LOST: Final = 3
@@ -50,6 +51,7 @@ def task_of(definition: Definition, cell: Cell, environment: Mapping[str, str]) 
         "timeout_seconds": definition.file.timeout_seconds,
         "samples_per_step": definition.file.samples_per_step,
     }
+    command, made = [named_here(word) for word in command], {name: named_here(value) for name, value in made.items()}
     return Task(cell=cell.id, command=command, environment=made, watch=watch)
 
 
