@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lowtide.errors import LowtideError, UsageError
+from lowtide.disk import ROOM_FOR_TEMPORARY_FILES
+from lowtide.errors import LowtideError, RecordingError, UsageError
 
 if TYPE_CHECKING:
     from lowtide.store import Recording
@@ -57,7 +58,11 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
         gc.collect()
         with api.record(file):
             result = yield
-        _judge(read(file), limit, phase)
+        try:
+            recording = read(file)
+        except RecordingError as error:
+            pytest.fail(f"{MARK}: nothing was recorded: {error}: {ROOM_FOR_TEMPORARY_FILES}", pytrace=False)
+        _judge(recording, limit, phase)
     return result
 
 
@@ -74,6 +79,8 @@ def _asked(size: str | int, phase: str | None = None) -> tuple[int, str | None]:
 
 
 def _judge(recording: Recording, limit: int, phase: str | None) -> None:
+    if recording.meta.get("stopped") or recording.meta.get("died"):  # its highest point may have come later
+        pytest.fail(f"{MARK}: the recording stopped before the test did: {ROOM_FOR_TEMPORARY_FILES}", pytrace=False)
     base = recording.steps[0].start_bytes if recording.steps else 0
     peaks = [p.peak_bytes - base for row in recording.steps for p in row.phases if phase is None or p.name == phase]
     if not peaks:

@@ -689,7 +689,9 @@ def read(file: str | os.PathLike[str]) -> Recording:
         last = _tail(tail_path(path), len(names))
         if last is not None:
             steps = [*(s for s in steps if s.step != last.step), last]
-            if "exit_code" not in meta:  # else the disk was full before the end
+            if "exit_code" in meta:  # what is there was closed, but could not be made whole
+                meta.setdefault("stopped", os.strerror(errno.ENOSPC).lower())
+            else:
                 meta["died"] = True
     return Recording(path=path, meta=meta, names=tuple(names), steps=tuple(steps), process=process)
 

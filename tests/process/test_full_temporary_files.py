@@ -189,3 +189,23 @@ def test_a_store_whose_folder_has_gone_raises_an_error_of_ours(tmp_path: Path) -
     (tmp_path / "store").rename(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="No such file or directory"):
         store.save({"x": 2})
+
+
+@pytest.mark.parametrize("fails", [1, 2, 3])
+def test_the_guard_finds_a_folder_where_it_can(tmp_path: Path, fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowtide.guard import process
+
+    real, left = process.tempfile.mkdtemp, [fails]
+
+    def made(**how: Any) -> str:
+        left[0] -= 1
+        if left[0] >= 0:
+            _full()
+        return real(prefix=how["prefix"], dir=tmp_path)
+
+    monkeypatch.setattr(process.tempfile, "mkdtemp", made)
+    if fails < 3:
+        assert process._folder().is_dir()
+    else:
+        with pytest.raises(OSError, match="No space left"):
+            process._folder()

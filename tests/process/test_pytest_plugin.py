@@ -43,8 +43,8 @@ def test_unmarked():
 """
 
 
-def _pytest(folder: Path, size: str) -> str:
-    (folder / "test_it.py").write_text(TESTS.replace("{size}", size))
+def _pytest(folder: Path, size: str, tests: str = TESTS) -> str:
+    (folder / "test_it.py").write_text(tests.replace("{size}", size))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--strict-markers", "test_it.py"], cwd=folder,
         capture_output=True, text=True, timeout=120, check=False,
@@ -76,3 +76,37 @@ def test_wrong_marks_are_refused_before_anything_runs_whatever_the_test_is_expec
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "peak_memory: " in done.stderr + done.stdout
+
+
+FULL = """
+import errno, os
+import pytest, torch
+from lowtide import api, disk
+
+def _full(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+@pytest.fixture
+def no_room(monkeypatch):
+    monkeypatch.setattr(disk, "reserve", _full)
+
+@pytest.mark.peak_memory("1 GiB")
+def test_begun_without_room(no_room):
+    torch.ones(4).sum()
+
+@pytest.mark.peak_memory("1 GiB")
+def test_stopped_on_the_way():
+    api._running[-1].writer._stop(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    torch.ones(4).sum()
+
+@pytest.mark.peak_memory("1 GiB")
+def test_whole():
+    torch.ones(4).sum()
+"""
+
+
+def test_no_test_passes_on_a_recording_that_found_no_room(tmp_path: Path) -> None:
+    said = _pytest(tmp_path, "'1 GiB'", FULL)
+    assert "2 failed, 1 passed" in said
+    assert "peak_memory: nothing was recorded: no such recording" in said
+    assert "peak_memory: the recording stopped before the test did: make room there" in said

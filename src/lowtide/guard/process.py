@@ -74,7 +74,7 @@ class Guarded:
 
     def __enter__(self) -> Guarded:
         """Start it."""
-        self._folder = Path(tempfile.mkdtemp(prefix="lowtide-"))
+        self._folder = _folder()
         environment = dict(os.environ)
         environment[beat.FOLDER] = str(self._folder)
         environment[beat.RECYCLE] = self._rule
@@ -205,6 +205,22 @@ class Guarded:
             said = {ending["pid"] for ending in self.endings()} if gone else set()
             self._lost = next((int(b.rank) for pid, b in gone.items() if pid not in said), None)
         return -1 if self._lost is None else self._lost
+
+
+def _folder() -> Path:
+    """A new folder: where temporary files lie, or anywhere: after hours of work that disk may have filled up.
+
+    Raises:
+        OSError: if there is no place for it.
+    """
+    failed: OSError | None = None
+    for place in (None, "/dev/shm", "."):  # noqa: S108 - the folder's name is made up
+        try:
+            return Path(tempfile.mkdtemp(prefix="lowtide-", dir=place)).resolve()
+        except OSError as error:
+            failed = failed or error
+    assert failed is not None
+    raise failed
 
 
 def _catches(pid: int, number: int) -> bool:
