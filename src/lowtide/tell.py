@@ -10,7 +10,7 @@ from typing import Any, TextIO, cast
 
 _DRAWN = "█░▒■▁▂▃▄▅▆▇…±⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _LETTERS = r"#.-*.,-=+*%~~|/-\|/-\|/"
-_PLAIN = dict(zip(map(ord, _DRAWN), _LETTERS, strict=True))
+_PLAIN = str.maketrans(_DRAWN, _LETTERS)
 """What stands for what is drawn, where a terminal has letters alone: as wide, so that columns stay columns."""
 
 
