@@ -22,6 +22,7 @@ from torch.optim import optimizer as optim
 import torch
 from lowtide.live.derivatives import Derivatives
 from lowtide.live.wraps import Wraps
+from lowtide.probe.marks import watch_made
 from lowtide.trace import Phase
 
 MOST_ACCUMULATED = 4096
@@ -159,7 +160,7 @@ class Clock:
         self._wrapped_call = torch.nn.Module.__call__
         for kind in (optim.Optimizer, torch.nn.Module):
             self._wraps.put(kind, "zero_grad", self._zeroing)
-        self._wraps.put(optim.Optimizer, "__init__", self._making)
+        self._wraps.also(watch_made(optim.Optimizer, self._made_one))
 
     def _hook(self) -> None:
         self._always = [
@@ -203,15 +204,10 @@ class Clock:
                     self._stepped = True
                     self._optimizer_post(optimizer)
 
-    def _making(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - stands for it
-            original(optimizer, *args, **kwargs)
-            self.expect_optimizer(optimizer)
-            if self.on_optimizer is not None:
-                self.on_optimizer(optimizer)
-
-        return __init__
+    def _made_one(self, optimizer: Any) -> None:
+        self.expect_optimizer(optimizer)
+        if self.on_optimizer is not None:
+            self.on_optimizer(optimizer)
 
     # --- wrappers and hooks ------------------------------------------------------------------------------------------
 

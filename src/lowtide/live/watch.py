@@ -37,6 +37,7 @@ from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
 from lowtide.live.tensors import beneath_autograd, grad_of, on_storage, tensors_in, tensors_so_far
 from lowtide.live.value import NO_DISPATCH, PLAIN_TYPES, StorageRef, written_by
+from lowtide.probe.marks import Rounds
 from lowtide.store import BY_ZERO, CARRIED, COMPILED, HELD_BYTES, PHASES, Flag, Kind, Role, Writer, encode_run, summed
 from lowtide.trace import Phase
 
@@ -202,8 +203,7 @@ class Watcher:
         self._phase = Phase.DATA
         self._phase_peak = 0
         self._high = 0
-        self._best = 0
-        self._best_step = -1
+        self._best, self._best_step = 0, -1
         self.later: list[tuple[int, int, int]] = []
         self._kept: list[int] = []
         self._step_start = 0.0
@@ -211,9 +211,10 @@ class Watcher:
         self._step_high = 0
         self._carried = np.zeros(0, dtype=CARRIED)
         self._stepped: set[int] = set()
-        self._cycle: set[int] = set()
-        self._forwards = 0
-        self._backwards = 0
+        self._rounds, self._rounds_over = Rounds(), 0
+        self._idle: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.clock.on_optimizer = self._idle.add
+        self._forwards, self._backwards = 0, 0
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._names: dict[Any, int] = {}
@@ -343,7 +344,7 @@ class Watcher:
             self._close_step(complete=True)
             self._origin.clear()
             self.step += 1
-            self._stepped, self._forwards, self._backwards = set(), 0, 0
+            self._stepped, self._rounds_over, self._forwards, self._backwards = set(), 0, 0, 0
             self._begin_journal()
             if self._most and self.step >= self._most:
                 raise Enough
@@ -352,13 +353,12 @@ class Watcher:
         self.write(Kind.PHASE, live=live, peak=peak, size=self._outside())
 
     def _step_is_over(self) -> bool:
-        """Whether what begins now belongs to the next step: all optimizers that stepped last time have."""
+        """Whether what begins now belongs to the next step: a round of the optimizers (`probe.marks.Rounds`) is over."""
         if self.step < 0:
             return True
         if not self._stepped:
             return self._backwards > 0 and not self._optimizers
-        cycle = self._cycle & {_place(o) for o in self._optimizers}  # of those that there are still
-        return (cycle or {_place(o) for o in self._optimizers if self._trains(o)}) <= self._stepped
+        return self._rounds_over > 0
 
     def _trains(self, optimizer: Any) -> bool:
         """Whether an optimizer has parameters of a model that was called."""
@@ -381,8 +381,6 @@ class Watcher:
                 self.writer.forget(self._kept.pop(0))
             self._kept.append(self.step)
         self.writer.step(row if keeps else replace(row, entries=None, carried=None))
-        if self._stepped:
-            self._cycle = set(self._stepped)
 
     # --- what the clock tells ----------------------------------------------------------------------------------------
 
@@ -406,6 +404,7 @@ class Watcher:
             self._roots.add(root)  # else it is met again, once they have bytes
         if not self._optimizers:
             self._optimizers.update(o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer))
+            self._idle.update(o for o in self._optimizers if _steps_itself(o))
         device = next((p.device for p in root.parameters() if p.is_cuda), None)
         if device is not None and not isinstance(self.meter, CudaMeter):
             self.meter = CudaMeter(device)
@@ -461,8 +460,10 @@ class Watcher:
     def optimizer_begins(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
         self._optimizers.add(optimizer)
-        if _place(optimizer) in self._stepped and not self._step_is_over():
-            self._cycle = set(self._stepped)  # there are others, but they do not take part, or no more
+        for other in list(self._idle):  # of what trains no model that was called nobody knows whether it will step
+            if other is optimizer or self._trains(other):
+                self._idle.discard(other)
+                self._rounds.made(other)
         if self.operators and self._active:
             self._look_for_holders()
             for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
@@ -474,6 +475,7 @@ class Watcher:
     def optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer stepped (perhaps from a hook within the backward)."""
         self._optimizers.add(optimizer)
+        self._rounds_over += self._rounds.stepped(optimizer)
         if _place(optimizer) not in self._stepped:
             self._stepped.add(_place(optimizer))
             if self.operators and self._active:
@@ -795,6 +797,11 @@ class Watcher:
 def _place(optimizer: Any) -> int:
     """An optimizer's groups, which one that wraps it (accelerate's) shares: it is the same."""
     return id(getattr(optimizer, "param_groups", optimizer))
+
+
+def _steps_itself(optimizer: Any) -> bool:
+    """Whether torch's hooks tell when it steps: not of one that wraps another and was never made as one (accelerate's)."""
+    return "_optimizer_step_post_hooks" in vars(optimizer)
 
 
 def _shapes_of(module: torch.nn.Module) -> tuple[Any, ...]:

@@ -48,34 +48,81 @@ def tell(kind: Kind, loss: float | None = None) -> None:
 
 
 @final
-class Optimizers:
-    """One mark per step of the script's first optimizer; of another one once the first is gone or has stepped no more."""
+class Rounds:
+    """What a training step is where optimizers end it, for every verb that counts such steps: one round of the optimizers.
 
-    PATIENCE: Final = 8
-    """Steps of others since the chosen one's last: then it is given up."""
+    Optimizers that were made since the last step of any make up a round, and a step of training has ended when all of them
+    have stepped: one, a GAN's two, or one for each parameter. One that steps again before the others have shows that these do
+    not take part (any more): from then on those that did are the round, and what they did before counts as a step, too. One
+    that does not belong to the round (it comes once in five steps, say) ends none. So a fold or a trial that makes its own
+    optimizer is counted from its first step on, whether the former one is kept or not.
+
+    Optimizers are only compared by identity, and not kept alive.
+    """
 
     def __init__(self) -> None:
-        """No optimizer has stepped."""
-        self._chosen: weakref.ref[Any] | None = None
-        self._others = 0
+        """No optimizer was made."""
+        self._fresh = weakref.WeakSet[Any]()
+        self._cast = weakref.WeakSet[Any]()
+        self._stepped = weakref.WeakSet[Any]()
+        self._missing = weakref.WeakSet[Any]()
 
-    def stepped(self, optimizer: Any, *_: Any) -> None:
-        """An optimizer has stepped (a post-step hook of torch)."""
-        chosen = None if self._chosen is None else self._chosen()
-        if chosen is None or self._others >= self.PATIENCE:
-            self._chosen, chosen = weakref.ref(optimizer), optimizer
-        if chosen is not optimizer:
-            self._others += 1
-            return
-        self._others = 0
-        tell(Kind.OPTIMIZER)
+    def made(self, optimizer: Any) -> None:
+        """An optimizer was made; one of which this is not told is met at its first step."""
+        self._fresh.add(optimizer)
+
+    def stepped(self, optimizer: Any) -> int:
+        """An optimizer has stepped: so many steps of training are over by that, 0 to 2."""
+        ended = 0
+        if optimizer in self._fresh:
+            self._begin(self._fresh)
+            self._fresh = weakref.WeakSet()
+        else:
+            self._fresh.clear()
+            if optimizer in self._stepped:  # what is missing does not come
+                ended = 1
+                self._begin(self._stepped)
+                self._stepped = weakref.WeakSet()
+        self._stepped.add(optimizer)
+        self._missing.discard(optimizer)
+        if not len(self._missing):
+            ended += 1
+            self._begin(self._cast if len(self._cast) else self._stepped)
+            self._stepped = weakref.WeakSet()
+        return ended
+
+    def _begin(self, cast: weakref.WeakSet[Any]) -> None:
+        self._cast = cast
+        self._missing = weakref.WeakSet(cast)
 
 
+def watch_made(kind: Any, told: Callable[[Any], None]) -> Callable[[], None]:
+    """Tell of each optimizer of torch that is made (``torch.optim.Optimizer``); returns what ends that."""
+    original = kind.__init__
+
+    @functools.wraps(original)
+    def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - stands for it
+        original(optimizer, *args, **kwargs)
+        told(optimizer)
+
+    kind.__init__ = __init__
+    return lambda: setattr(kind, "__init__", original)
+
+
+@functools.cache  # once, whoever else listens: each mark is told to all
 def watch_optimizers(module: Any) -> None:
-    """Mark a step where an optimizer of torch steps (``torch.optim.optimizer``)."""
-    module.register_optimizer_step_post_hook(Optimizers().stepped)
+    """Mark a step where a round of torch's optimizers is over (``torch.optim.optimizer``)."""
+    rounds = Rounds()
+
+    def stepped(optimizer: Any, *_: Any) -> None:
+        for _once in range(rounds.stepped(optimizer)):
+            tell(Kind.OPTIMIZER)
+
+    watch_made(module.Optimizer, rounds.made)
+    module.register_optimizer_step_post_hook(stepped)
 
 
+@functools.cache
 def watch_loaders(module: Any) -> None:
     """Mark a step at each batch of a data loader (``torch.utils.data.dataloader``), for loops without an optimizer."""
     kind = module._BaseDataLoaderIter
@@ -93,6 +140,7 @@ def watch_loaders(module: Any) -> None:
 # --- Keras ----------------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def watch_keras(keras: Any) -> None:
     """Mark a step at each of Keras's batches."""
 
