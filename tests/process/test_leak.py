@@ -314,29 +314,86 @@ def test_without_marks_the_clock_ticks(tmp_path):
     assert 20 <= run.steps <= 42
 
 
-def test_a_leak_in_a_child_process_is_not_clean(tmp_path):
-    """It is looked at now and then only: where that is too seldom to tell, that is said."""
-    found = judged(tmp_path, "--no-who", script(tmp_path, """
-        import multiprocessing, time
-        import lowtide
+CHILD = """
+    import multiprocessing, sys, time
+    import lowtide
 
-        def work(pipe):
-            kept = []
-            while True:
-                pipe.recv()
+    def work(pipe):
+        kept = []
+        while True:
+            pipe.recv()
+            if "keep" in sys.argv:
                 kept.append(b"x" * 102400)
-                pipe.send(1)
+            pipe.send(1)
+
+    if __name__ == "__main__":
+        ours, theirs = multiprocessing.get_context("fork").Pipe()
+        multiprocessing.get_context("fork").Process(target=work, args=(theirs,), daemon=True).start()
+        for _ in range(400):
+            ours.send(1)
+            ours.recv()
+            time.sleep(0.002)
+            lowtide.step()
+"""
+
+
+def test_a_leak_in_a_child_process_is_found(tmp_path):
+    found = judged(tmp_path, script(tmp_path, CHILD), "keep")
+    assert (found["verdict"], found["kind"]) == ("leak", "workers")
+    assert found["bytes_per_step"] == pytest.approx(102400, rel=0.1)
+    assert any("in child processes" in note for note in found["notes"])
+    assert not found["suspects"]
+
+
+def test_a_child_process_that_keeps_nothing_is_clean(tmp_path):
+    assert judged(tmp_path, script(tmp_path, CHILD))["verdict"] == "clean"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("keeps", "kind"), [("keep", "workers"), ("nothing", "held")])
+def test_a_loaders_workers_that_keep_what_they_read(tmp_path, keeps, kind):
+    found = judged(tmp_path, script(tmp_path, """
+        import sys
+        import numpy as np
+        import torch
+
+        class Images(torch.utils.data.Dataset):
+            def __init__(self):
+                self.cache = {}
+
+            def __len__(self):
+                return 4000
+
+            def __getitem__(self, i):
+                image = np.full((3, 32, 32), i % 7, dtype=np.float32)
+                if "keep" in sys.argv:
+                    self.cache[i] = image
+                return torch.from_numpy(image).mean((1, 2)), i % 10
 
         if __name__ == "__main__":
-            ours, theirs = multiprocessing.Pipe()
-            multiprocessing.Process(target=work, args=(theirs,), daemon=True).start()
-            for _ in range(400):
-                ours.send(1)
-                ours.recv()
-                time.sleep(0.01)
-                lowtide.step()
-    """))
-    assert found["verdict"] != "clean" or any("looked at too few times" in note for note in found["notes"])
+            model = torch.nn.Linear(3, 10)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            for x, t in torch.utils.data.DataLoader(Images(), batch_size=10, num_workers=2):
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(x), t).backward()
+                optimizer.step()
+    """), keeps)
+    assert (found["verdict"], found["kind"]) == ("leak" if keeps == "keep" else "clean", kind)
+
+
+def test_a_process_beside_the_one_that_trains_counts_too(tmp_path):
+    """It is no child of that one: a shell started both."""
+    train = script(tmp_path, "import time, lowtide\nfor _ in range(400):\n    time.sleep(0.002)\n    lowtide.step()\n")
+    beside = script(tmp_path, """
+        import time
+        kept = []
+        for _ in range(3000):
+            kept.append(bytes(102400))
+            time.sleep(0.002)
+    """, "beside.py")
+    both = f"env -u LOWTIDE_PROBE {sys.executable} {beside} & {sys.executable} {train}; kill $!"
+    found = judged(tmp_path, "--no-who", "--", "sh", "-c", both)
+    assert (found["verdict"], found["kind"]) == ("leak", "workers")
 
 
 def test_forked_workers_take_no_samples(tmp_path):

@@ -17,7 +17,7 @@ SOURCE = Path(lowtide.__file__).parent
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "", "units", "allowed", "tell", "disk", "interrupts"),
     (
-        "trace", "store", "probe.marks", "probe.counters", "probe.census", "probe.keras_arms", "probe.arms", "probe.sampler", "probe.catalogue", "probe.beat",
+        "trace", "store", "probe.marks", "probe.counters", "probe.family", "probe.census", "probe.keras_arms", "probe.arms", "probe.sampler", "probe.catalogue", "probe.beat",
         "probe.lend", "probe.site.sitecustomize",
         "checkpoint.sharded", "checkpoint.tree", "checkpoint.ranks", "checkpoint.store", "checkpoint.parts", "checkpoint.batches", "checkpoint.request",
         "checkpoint.points", "checkpoint.whole", "checkpoint.callbacks", "checkpoint",

@@ -136,9 +136,11 @@ def leak(
         found = study(command, watch, tolerance=allowed, processes=processes, progress=told, quiet=quiet)
         last = found.runs[-1]
         suspects: tuple[Any, ...] = ()
-        if (who or deep) and (found.verdict.verdict is Verdict.LEAK or deep):
+        culprit = found.verdict.culprit
+        elsewhere = culprit is not None and culprit.name == "workers"  # nothing is looked for in child processes
+        if deep or (who and found.verdict.verdict is Verdict.LEAK and not elsewhere):
             told.began("looking for what grows")
-            rate = 0.0 if found.verdict.culprit is None else found.verdict.culprit.trend.rate
+            rate = 0.0 if culprit is None else culprit.trend.rate
             looking = replace(watch, census=True, census_kind=last.kind, audits=audits_of(watch.steps))
             suspects = suspects_of(_looked(command, looking, told), rate)
             if deep:

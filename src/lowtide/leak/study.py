@@ -130,8 +130,7 @@ def _half_way(watch: Watch, tolerance: float) -> Look:
     """A look half-way: a clear answer is enough."""
 
     def enough(rows: NDArray[np.int64]) -> bool:
-        nothing = np.empty((0, 2))
-        run = Run(rows=rows, kind=None, children=nothing, audits=(), census=(), code=0, ended="", seconds=0.0)
+        run = Run(rows=rows, kind=None, audits=(), census=(), code=0, ended="", seconds=0.0)
         return judge(run, tolerance, half=True, collected_every=watch.collect_every).verdict is not Verdict.INCONCLUSIVE
 
     return Look(max(1, watch.steps // 2), enough)

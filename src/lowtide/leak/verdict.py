@@ -3,18 +3,21 @@
 What a program holds is counted exactly (malloc's blocks, Python's, maps); what is resident is not, because pages that
 were taken once stay. So a leak is a counter of what is held whose growth is above the tolerance for certain, or resident
 memory that grows for certain although nothing held does; clean is when all counters of what is held stay below for certain.
+Of child processes only pages are known, so that more is let pass there, and only growth that goes on is a leak. A counter that
+was read too seldom to say anything is a doubt, whichever it is: nothing is clean for want of a look at it.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
-from lowtide.leak.trend import Series, Trend, like_sized, trend
+from lowtide.leak.trend import FEWEST, Series, Trend, like_sized, trend
 from lowtide.leak.watch import Run
 from lowtide.probe.marks import Kind
 from lowtide.units import KIB, format_bytes
@@ -35,10 +38,18 @@ MOST: Final = 0.75
 """A part that grows by this share of the sum is what the sum grows by."""
 RETAINED: Final = 4.0
 """Resident growth that nothing held explains is a leak from so many times the tolerance on."""
+RETAINED_EACH: Final = 2.0
+"""So many times the tolerance for each child process, if that is more: clean ones were seen to take 0.2 to 0.7 KiB a step."""
 SETTLED_STEPS: Final = 150
 """What an allocator holds free grows in clean programs, too, for some hundred steps: it is no leak in a shorter run."""
+STARTING_SECONDS: Final = 0.25
+"""An interpreter takes about as long to start, and grows meanwhile; steps of a fifth of a millisecond do not wait for it."""
 _KEPT: Final = ("resident", "cuda_reserved")
 """Counters of what an allocator keeps, whether it is held or not."""
+_PAGED: Final = (*_KEPT, "workers")
+"""Counters of pages, which stay once they were taken."""
+_OTHERS: Final = ("file_pages", "segments")
+"""Counters of what the program does not hold: pages that the kernel takes back, files of all programs."""
 
 
 class Verdict(enum.Enum):
@@ -112,7 +123,7 @@ def series_of(run: Run, *, collected_every: int = 0) -> dict[str, Series]:
     maps = run.column("private_bytes") - run.column("system_bytes") - _filled(run.column("arena_bytes"))
     shared = run.column("shared_bytes")
     virtual = run.column("virtual_bytes") - run.column("private_bytes") - np.nan_to_num(_filled(shared))
-    held = heap + np.nan_to_num(python)
+    held = heap + python if np.isfinite(python).all() else heap
     found = {
         "held": held,
         "heap": heap,
@@ -127,7 +138,7 @@ def series_of(run: Run, *, collected_every: int = 0) -> dict[str, Series]:
         "cuda_reserved": run.column("cuda_reserved_bytes"),
         "resident": run.column("anonymous_bytes") + shared,
     }
-    known = {name: values for name, values in found.items() if np.isfinite(values).sum() > 2}
+    known = {name: values for name, values in found.items() if np.isfinite(values).any()}
     if collected_every > 1:
         for values in (held, heap, python):
             values[np.arange(1, len(values) + 1) % collected_every != 0] = np.nan
@@ -141,30 +152,24 @@ def garbage_rate(run: Run) -> float:
     return sum(a["cycles_bytes"] for a in audits[1:]) / steps if steps else 0.0
 
 
-WORKERS_DOUBT: Final = 4.0
-"""Child processes that grew by so many times what is let pass, in the later of too few looks at them, are a doubt."""
 _BLOCK: Final = 64
 """Bytes of a block of Python's small-object allocator where CPython does not tell."""
 
 
 def _filled(values: Series) -> Series:
-    """Between two readings, on the line between them; before the first and after the last, as these."""
+    """Between two readings, on the line between them; before the first and after the last, as these. A few readings stay few:
+    a line through them would look like as many as there are steps.
+    """
     known = np.flatnonzero(np.isfinite(values))
-    if len(known) < 2:
+    if len(known) < FEWEST:
         return values
     return np.interp(np.arange(len(values)), known, values[known])
 
 
 def _workers(run: Run) -> Series:
-    """Unique bytes of all child processes, at the step after each look."""
-    values = np.full(run.steps, np.nan)
-    if not len(run.children) or not run.children[:, 1].any():
-        return values
-    times = run.column("time_ns") / 1e9
-    at = np.searchsorted(times, run.children[:, 0])
-    inside = (at > 0) & (at < run.steps)
-    values[at[inside]] = run.children[inside, 1]
-    return values
+    """Bytes that the program's other processes took for themselves; NaN where it never had any."""
+    values = run.column("children_bytes")
+    return values if (values > 0).any() else np.full(run.steps, np.nan)
 
 
 def judge(run: Run, tolerance: float, *, half: bool = False, collected_every: int = 0) -> Judgement:
@@ -179,11 +184,14 @@ def judge(run: Run, tolerance: float, *, half: bool = False, collected_every: in
     series = series_of(run, collected_every=collected_every)
     counters = tuple(_judged(name, values, tolerance, len(series)) for name, values in series.items())
     by = {c.name: c for c in counters}
-    grown = _late_growth(series["workers"]) if "workers" in series else 0.0
-    leaks = [c for c in counters if c.verdict is Verdict.LEAK and _counts(c, by, tolerance)]
+    least = {c.name: threshold_of(c.name, tolerance, run.children) for c in counters}
+    leaks = [c for c in counters if c.verdict is Verdict.LEAK and _counts(c, by, tolerance, least[c.name])]
+    early = [c for c in leaks if c.name == "workers" and _starting(c, run)]
+    leaks = [c for c in leaks if c not in early]
     held = [c for c in leaks if c.name not in _KEPT]
     retained = [c for c in leaks if c not in held]
-    doubtful = [c for c in counters if c.verdict is not Verdict.CLEAN and c not in leaks and _decides(c, by, tolerance, grown)]
+    unclear = [c for c in counters if c.verdict is not Verdict.CLEAN and c not in leaks]
+    doubtful = early + [c for c in unclear if _decides(c, by, tolerance, least[c.name])]
     notes, bounded = _notes(run, by, tolerance)
     culprit: Counter | None
     more = 0
@@ -198,12 +206,18 @@ def judge(run: Run, tolerance: float, *, half: bool = False, collected_every: in
             )
         if half and (culprit.low < FAST * tolerance or bounded):
             verdict = Verdict.INCONCLUSIVE
+        if culprit.name == "workers":
+            notes += _members(run)
     elif doubtful:
         culprit, verdict = max(doubtful, key=lambda c: c.high), Verdict.INCONCLUSIVE
+        notes += _unseen(doubtful, by)
+        if culprit in early:
+            notes.append("child processes grow, but they may only be starting: it takes more steps to tell")
+            more = _starting(culprit, run)
         if culprit.name == "segments":
             notes.append("files in /dev/shm grow, but they are of all programs on this machine: look when no other runs")
     elif retained:
-        culprit, more = max(retained, key=lambda c: c.trend.rate), max(0, SETTLED_STEPS - run.steps)
+        culprit, more = max(retained, key=lambda c: c.trend.rate), SETTLED_STEPS if run.steps < SETTLED_STEPS else 0
         verdict = Verdict.INCONCLUSIVE if more else Verdict.LEAK
         notes.append("nothing that the program holds grows: what it frees is not given back (retention by the allocator)"
                      + (", as in the first steps of clean programs" if more else ""))
@@ -211,7 +225,7 @@ def judge(run: Run, tolerance: float, *, half: bool = False, collected_every: in
         culprit, verdict = by.get("held"), Verdict.CLEAN
     if verdict is Verdict.INCONCLUSIVE and not more and culprit is not None and culprit.name != "segments":
         risk = RISK / LOOKS / len(counters)
-        more = culprit.trend.steps_to_tell(threshold_of(culprit.name, tolerance), risk, DOUBT)
+        more = culprit.trend.steps_to_tell(least[culprit.name], risk, DOUBT)
     return Judgement(
         verdict=verdict,
         counters=counters,
@@ -223,9 +237,56 @@ def judge(run: Run, tolerance: float, *, half: bool = False, collected_every: in
     )
 
 
-def threshold_of(name: str, tolerance: float) -> float:
-    """Bytes per step from which on a counter's growth is a leak."""
+def threshold_of(name: str, tolerance: float, children: int) -> float:
+    """Bytes per step from which on a counter's growth is a leak, in a program with so many child processes."""
+    if name == "workers":
+        return max(RETAINED, RETAINED_EACH * children) * tolerance
     return RETAINED * tolerance if name in _KEPT else tolerance
+
+
+def _starting(counter: Counter, run: Run) -> int:
+    """Steps in all without which growth of child processes may be their start; 0 where they were seen for long enough."""
+    times = run.column("time_ns")[counter.trend.start :] / 1e9
+    share = STARTING_SECONDS / max(float(times[-1] - times[0]), 1e-6)
+    steps = max(SETTLED_STEPS, math.ceil(run.steps * share) if share > 1 else 0)
+    return steps if steps > run.steps else 0
+
+
+def _members(run: Run) -> list[str]:
+    """Which child processes grow, and how to see what they keep."""
+    grown = {}
+    if len(run.audits) > 1:
+        then = {m["pid"]: m["bytes"] for m in run.audits[0]["children"]}
+        grown = {f"{m['name']} {m['pid']}": m["bytes"] - then.get(m["pid"], 0) for m in run.audits[-1]["children"]}
+    largest = sorted(((size, name) for name, size in grown.items() if size > 0), reverse=True)[:MEMBERS]
+    told = ", ".join(f"{name} by {format_bytes(size)}" for size, name in largest)
+    since = f" (from step {run.audits[0]['step']} on: {told})" if told else ""
+    return [
+        f"the growth is in child processes{since}",
+        "lines and types are not looked for in them: have the program do their work itself (num_workers=0 of a loader)",
+    ]
+
+
+MEMBERS: Final = 4
+"""Child processes named; those that grew most."""
+
+
+def _unseen(doubtful: Sequence[Counter], by: dict[str, Counter]) -> list[str]:
+    """What was read too seldom, where it is not that there are too few steps for anything."""
+    names = [c.name for c in doubtful if not math.isfinite(c.trend.error)]
+    if not names or "held" in names or "held" not in by:
+        return []
+    return [f"looked at too few times to say whether it grows: {', '.join(_NAMES.get(name, name) for name in names)}"]
+
+
+_NAMES: Final = {
+    "workers": "what child processes hold",
+    "python": "small Python objects",
+    "maps": "anonymous maps",
+    "resident": "resident memory",
+    "cuda_allocated": "CUDA memory in use",
+    "cuda_reserved": "CUDA memory kept by torch",
+}
 
 
 def _judged(name: str, values: Series, tolerance: float, counters: int) -> Counter:
@@ -254,48 +315,37 @@ _PAGES: Final = {"maps": "resident", "files": "file_pages"}
 """Address space, and the counter of its pages: what is never touched takes no memory."""
 
 
-def _counts(counter: Counter, by: dict[str, Counter], tolerance: float) -> bool:
+def _counts(counter: Counter, by: dict[str, Counter], tolerance: float, threshold: float) -> bool:
     """Whether a counter's growth is a leak: address space and pages need what bears them out."""
     if counter.name in _PAGES:
         pages = by.get(_PAGES[counter.name])
         return pages is None or pages.trend.rate > max(tolerance / 2, counter.trend.rate / 4)
-    if counter.name in ("file_pages", "segments"):  # the kernel takes the ones back; the others are of all programs
+    if counter.name in _OTHERS:
         return False
-    if counter.name in _KEPT:
-        return counter.low > threshold_of(counter.name, tolerance) and counter.trend.late_rate > SLOWING * counter.trend.rate
+    if counter.name in _PAGED:
+        return counter.low > threshold and counter.trend.late_rate > SLOWING * counter.trend.rate
     return True
 
 
-def _decides(counter: Counter, by: dict[str, Counter], tolerance: float, grown: float) -> bool:
+def _decides(counter: Counter, by: dict[str, Counter], tolerance: float, threshold: float) -> bool:
     """Whether doubt about a counter is doubt about the program."""
+    if not math.isfinite(counter.trend.error) and counter.name not in _OTHERS:
+        return True
     if counter.name in _PAGES:
         pages = by.get(_PAGES[counter.name])
         return pages is None or pages.trend.rate > tolerance
     if counter.name == "file_pages":
         return False
-    if counter.name in _KEPT:
-        return counter.trend.steady_rate > threshold_of(counter.name, tolerance)
+    if counter.name in _PAGED:
+        return counter.trend.steady_rate > threshold
     if counter.name == "segments":
         return counter.verdict is Verdict.LEAK
-    if counter.name == "workers":
-        return counter.trend.steady_rate > tolerance or grown > WORKERS_DOUBT * tolerance
     return True
-
-
-def _late_growth(values: Series) -> float:
-    """Bytes per step that child processes grew by in the later half of the looks at them; 0 where it was not all upwards."""
-    known = np.flatnonzero(np.isfinite(values))
-    late = known[len(known) // 2 :]
-    if len(late) < 2 or (np.diff(values[late]) < 0).any():
-        return 0.0
-    return float(values[late[-1]] - values[late[0]]) / int(late[-1] - late[0])
 
 
 def _notes(run: Run, by: dict[str, Counter], tolerance: float) -> tuple[list[str], bool]:
     """What else a user should know: bounds reached, jumps, garbage in cycles, clocked steps."""
     notes, bounded = [], False
-    if len(run.children) and run.children[:, 1].any() and "workers" not in by:
-        notes.append("child processes were looked at too few times to say whether they grow: give more --steps")
     held = by.get("held")
     if held is not None and held.verdict is Verdict.CLEAN and held.trend.before_bytes > tolerance * held.trend.steps / 2:
         bounded = True
@@ -308,6 +358,12 @@ def _notes(run: Run, by: dict[str, Counter], tolerance: float) -> tuple[list[str
                 f"{counter.name} jumped once, by {format_bytes(counter.trend.jump_bytes)} near step {counter.trend.jump_step}"
             )
             break
+    copies = _copies(run, tolerance)
+    if copies:
+        notes.append(
+            f"child processes come to have copies of what they shared when they were forked, {_per(copies)} (copy on write): "
+            "at most as much in all as they were forked with, each"
+        )
     cycles = max((a["cycles_bytes"] for a in run.audits[1:]), default=0)
     if cycles > CYCLES:
         notes.append(f"up to {format_bytes(cycles)} waited in reference cycles for the garbage collector")
@@ -316,6 +372,16 @@ def _notes(run: Run, by: dict[str, Counter], tolerance: float) -> tuple[list[str
             "the script marks no steps, so a step is a tick of the clock: call lowtide.step() in its loop, or give --step-line"
         )
     return notes, bounded
+
+
+def _copies(run: Run, tolerance: float) -> float:
+    """Bytes per step of pages that child processes shared when they were forked, and do no more; 0 where that is little."""
+    if len(run.audits) < 2:
+        return 0.0
+    then, now = ({m["pid"]: m["unique_bytes"] - m["bytes"] for m in a["children"]} for a in (run.audits[0], run.audits[-1]))
+    steps = run.audits[-1]["step"] - run.audits[0]["step"]
+    found = sum(size - then[pid] for pid, size in now.items() if pid in then) / steps
+    return found if found > threshold_of("workers", tolerance, run.children) else 0.0
 
 
 CYCLES: Final = 1024 * KIB

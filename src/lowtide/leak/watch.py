@@ -1,4 +1,4 @@
-"""A command in a fresh process, watched step by step from inside (``probe``) and its children from outside."""
+"""A command in a fresh process, watched step by step from inside (``probe``)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Final, final
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from lowtide.errors import UsageError
@@ -110,7 +109,6 @@ class Run:
     Attributes:
         rows: int64 [step, column] (``probe.counters.COLUMNS``); ``ABSENT`` where a counter was not read.
         kind: who marked the steps; None where no sample came.
-        children: float [look, 2]: seconds of the clock of the rows, unique bytes of all child processes together.
         audits: closed books, in order of their steps.
         census: what grew, as ``probe.census`` wrote it; empty where it was not asked for.
         modules: those of the model, where an arm was run.
@@ -123,7 +121,6 @@ class Run:
 
     rows: NDArray[np.int64]
     kind: Kind | None
-    children: NDArray[np.float64]
     audits: tuple[dict[str, Any], ...]
     census: tuple[dict[str, Any], ...]
     native: tuple[dict[str, Any], ...] = ()
@@ -143,6 +140,11 @@ class Run:
     def steps(self) -> int:
         """Steps seen."""
         return len(self.rows)
+
+    @property
+    def children(self) -> int:
+        """The most other processes that the program had at once, where they were looked at."""
+        return int(self.rows[:, INDEX["children"]].max(initial=0))
 
     @property
     def step_seconds(self) -> float:
@@ -228,8 +230,6 @@ class Watched:
         """
         self._command, self._watch, self._quiet = list(command), watch, quiet
         self._given = os.environ if environment is None else environment
-        self._children: list[tuple[float, float]] = []
-        self._next_look = 0.0
 
     def __enter__(self) -> Watched:
         """Start it."""
@@ -237,6 +237,7 @@ class Watched:
         w = self._watch
         task = {
             "folder": str(self._folder),
+            "watcher": os.getpid(),
             "steps": w.steps,
             "audits": list(w.audits),
             "lines": w.lines,
@@ -313,7 +314,6 @@ class Watched:
             time.sleep(LOOK_SECONDS)
             seconds, seen = time.perf_counter() - self._began, self._seen()
             progress.stepped(seen)
-            self._look_at_children()
             if self._watch.timeout_seconds and seconds > self._watch.timeout_seconds:
                 ended = "timeout"
                 self._kill()
@@ -339,7 +339,6 @@ class Watched:
         return Run(
             rows=rows,
             kind=kind,
-            children=np.array(self._children, dtype=np.float64).reshape(-1, 2),
             audits=self._entries(f"audits-{pid}", kind),
             census=self._entries(f"census-{pid}", kind),
             modules=tuple(Module(m["path"], m["type"], m["holds"]) for m in self._entries(f"modules-{pid}", kind)),
@@ -356,19 +355,6 @@ class Watched:
             return ()
         found = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
         return tuple(entry for entry in found if entry.get("kind", kind) == kind)
-
-    def _look_at_children(self) -> None:
-        """Unique bytes of all child processes; no more often than costs a hundredth of the time."""
-        now = time.perf_counter()
-        if now < self._next_look:
-            return
-        unique = 0
-        with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(self._process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.Error, AttributeError):
-                    unique += int(child.memory_full_info().uss)
-        self._children.append((now, float(unique)))
-        self._next_look = now + 100 * (time.perf_counter() - now)
 
 
 def native_stacks(path: Path) -> tuple[dict[str, Any], ...]:

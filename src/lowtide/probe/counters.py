@@ -44,6 +44,8 @@ COLUMNS: Final = (
     "proportional_bytes",
     "cuda_allocated_bytes",
     "cuda_reserved_bytes",
+    "children",  # how many other processes the program has
+    "children_bytes",  # unique to each of them when it was first seen, and what it took since, all together
 )
 """One row of samples."""
 INDEX: Final = {name: i for i, name in enumerate(COLUMNS)}

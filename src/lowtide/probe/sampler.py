@@ -22,6 +22,7 @@ from typing import Any, Final, final
 from lowtide.disk import ROOM_FOR_TEMPORARY_FILES, why, write
 from lowtide.probe import marks
 from lowtide.probe.counters import ABSENT, COLUMNS, Allocators, Gate, Kernel, books, cuda
+from lowtide.probe.family import Family
 from lowtide.probe.marks import Kind, WhenImported
 from lowtide.tell import tell
 
@@ -35,7 +36,7 @@ _ROW: Final = struct.Struct(f"<{len(COLUMNS)}q")
 _BUFFERED: Final = 64
 """Rows held before they are written."""
 READINGS: Final = 30
-"""How often each counter is read at least, but those for which the kernel walks all pages."""
+"""How often each counter is read at least, but those for which the kernel walks all pages of this process."""
 _FLUSH_NS: Final = 250_000_000
 
 
@@ -75,7 +76,8 @@ class Sampler:
         """Nothing is written before the first mark.
 
         Args:
-            task: ``folder``; ``steps`` after which to end (0: never); ``audits``, steps at which books are closed;
+            task: ``folder``; ``watcher``, the process that started the command; ``steps`` after which to end (0: never);
+                ``audits``, steps at which books are closed;
                 ``lines``, a regular expression of lines that mark steps; ``every_seconds`` of the clock's marks (0: none);
                 ``least_seconds`` of the clock's marks before the end; ``census``, whether to look for what grows;
                 ``census_kind``, who marks the steps between which it looks (None: whoever does);
@@ -86,9 +88,9 @@ class Sampler:
         self._task = task
         self._steps: int = task["steps"]
         self._audits = set(task["audits"])
-        self._allocators, self._kernel = Allocators(), Kernel()
+        self._allocators, self._kernel, self._family = Allocators(), Kernel(), Family(task["watcher"])
         every = max(1, self._steps // READINGS) if self._steps else 0
-        self._gates = [Gate(every), Gate(every), Gate(every), Gate(), Gate(every)]
+        self._gates = [Gate(every), Gate(every), Gate(every), Gate(), Gate(every), Gate(every)]
         self._collect: int = task["collect_every"]
         self._frozen = False
         self._buffer = bytearray(_BUFFERED * _ROW.size)
@@ -185,8 +187,8 @@ class Sampler:
         now = time.perf_counter_ns()
         heap, tensor = self._allocators.live()
         system = used = python = blocks = arenas = touched = private = virtual = resident = ABSENT
-        anonymous = file = shared = segments = unique = proportional = allocated = reserved = ABSENT
-        slow, maps, status, walk, device = self._gates
+        anonymous = file = shared = segments = unique = proportional = allocated = reserved = children = taken = ABSENT
+        slow, maps, status, walk, device, others = self._gates
         if slow.due(now):
             at = time.perf_counter_ns()
             python, blocks, arenas, touched = self._allocators.python()
@@ -209,6 +211,10 @@ class Sampler:
             at = time.perf_counter_ns()
             allocated, reserved = cuda()
             device.took(at)
+        if others.due(now):
+            at = time.perf_counter_ns()
+            children, taken = self._family.read()
+            others.took(at)
         _ROW.pack_into(
             self._buffer,
             self._used * _ROW.size,
@@ -234,6 +240,8 @@ class Sampler:
             proportional,
             allocated,
             reserved,
+            children,
+            taken,
         )
         self._used += 1
         if self._used == _BUFFERED or now - self._flushed > _FLUSH_NS:
@@ -261,6 +269,7 @@ class Sampler:
             "collected": collected,
             "cycles_bytes": max(0, before - after),
             "held_bytes": after,
+            "children": self._family.members(),
             **self._balance(),
         }
         if self._steps and self._count >= self._steps:  # the last: what malloc gives back may be seen now

@@ -61,7 +61,7 @@ def sentence(study: Study) -> str:
         return f"clean: {what} {grows} by {rate}, below the {limit} let pass"
     if not np.isfinite(culprit.low):
         return f"inconclusive: {verdict.steps} steps are too few to tell; {_longer(study.run, verdict.more_steps)}"
-    threshold = threshold_of(culprit.name, study.tolerance_bytes)
+    threshold = threshold_of(culprit.name, study.tolerance_bytes, study.run.children)
     least = limit if threshold == study.tolerance_bytes else f"{format_bytes(threshold)} a step, from which on that is a leak,"
     if verdict.disagree:
         why = "but processes of the program disagree"

@@ -1,0 +1,93 @@
+"""Law: nothing is called clean for want of a look at it, and growth of child processes is a leak of the program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from lowtide.leak.study import _half_way
+from lowtide.leak.verdict import SETTLED_STEPS, Judgement, Verdict, judge
+from lowtide.leak.watch import Run, Watch
+from lowtide.probe.counters import ABSENT, COLUMNS
+
+KIB = 1024
+STEPS = 300
+OFTEN = range(0, STEPS, 10)
+SELDOM = (0, 120, 280)
+
+
+def rows(seen: range | tuple[int, ...], steps: int = STEPS, **columns: float) -> np.ndarray:
+    """A program that holds what it holds, and columns that grow by so much a step, read at some of them."""
+    found = np.full((steps, len(COLUMNS)), ABSENT, dtype=np.int64)
+    at = np.arange(steps)
+    for name, size in {"heap_bytes": 50_000, "peak_bytes": 50_000, "python_bytes": 9_000}.items():
+        found[:, COLUMNS.index(name)] = size * KIB
+    for name in ("private_bytes", "virtual_bytes", "resident_bytes", "anonymous_bytes", "system_bytes", "arena_bytes"):
+        found[:, COLUMNS.index(name)] = 400_000 * KIB
+    for name in ("shared_bytes", "segments_bytes", "file_bytes", "children"):
+        found[:, COLUMNS.index(name)] = 0
+    found[:, COLUMNS.index("time_ns")] = at * 10_000_000
+    read = [step for step in seen if step < steps]
+    for name, rate in columns.items():
+        found[:, COLUMNS.index(name)] = ABSENT
+        found[read, COLUMNS.index(name)] = 20_000 * KIB + rate * np.array(read)
+    return found
+
+
+def with_children(found: np.ndarray, count: int) -> np.ndarray:
+    found[:, COLUMNS.index("children")] = count
+    return found
+
+
+def said(found: np.ndarray, audits: tuple[dict[str, Any], ...] = ()) -> Judgement:
+    return judge(Run(rows=found, kind=None, audits=audits, census=(), code=0, ended="enough", seconds=1.0), KIB)
+
+
+def test_what_was_seen_and_does_not_grow_is_clean():
+    assert said(rows(OFTEN, anonymous_bytes=0, private_bytes=0)).verdict is Verdict.CLEAN
+    assert said(with_children(rows(OFTEN, children_bytes=0), 2)).verdict is Verdict.CLEAN
+
+
+@pytest.mark.parametrize("rate", [0, 500 * KIB])
+@pytest.mark.parametrize("column", [
+    "children_bytes", "cuda_allocated_bytes", "cuda_reserved_bytes", "anonymous_bytes", "shared_bytes", "private_bytes", "python_bytes",
+])
+def test_what_was_read_three_times_is_a_doubt(column, rate):
+    found = said(rows(SELDOM, **{column: rate}))
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert found.more_steps > STEPS
+    assert any("too few times" in note for note in found.notes)
+
+
+def test_growth_of_child_processes_is_a_leak():
+    found = said(with_children(rows(OFTEN, children_bytes=512 * KIB), 2))
+    assert (found.verdict, found.culprit.name) == (Verdict.LEAK, "workers")
+    assert found.culprit.trend.rate == pytest.approx(512 * KIB, rel=0.02)
+    assert any("in child processes" in note for note in found.notes)
+
+
+def test_growth_of_child_processes_in_a_short_run_may_be_their_warm_up():
+    found = said(with_children(rows(range(0, 100, 2), steps=100, children_bytes=40 * KIB), 2))
+    assert (found.verdict, found.more_steps) == (Verdict.INCONCLUSIVE, SETTLED_STEPS)
+
+
+@pytest.mark.parametrize(("children", "verdict"), [(2, Verdict.LEAK), (16, Verdict.CLEAN)])
+def test_each_child_process_is_let_a_little(children, verdict):
+    assert said(with_children(rows(OFTEN, children_bytes=10 * KIB), children)).verdict is verdict
+
+
+def test_pages_that_are_no_longer_shared_are_told_and_no_leak():
+    audits = tuple({"step": step, "cycles_bytes": 0, "children": [
+        {"pid": pid, "name": "worker", "bytes": 20_000 * KIB, "unique_bytes": 30_000 * KIB + 20 * KIB * step} for pid in range(4)
+    ]} for step in (60, 150, 300))
+    found = said(with_children(rows(OFTEN, children_bytes=0), 4), audits)
+    assert found.verdict is Verdict.CLEAN
+    assert any("copy on write" in note for note in found.notes)
+
+
+def test_a_process_does_not_end_half_way_for_want_of_a_look_at_its_children():
+    enough = _half_way(Watch(steps=2 * STEPS), KIB).enough
+    assert not enough(with_children(rows(SELDOM, children_bytes=0), 2))
+    assert not enough(with_children(rows(OFTEN, children_bytes=0), 2)) or said(rows(OFTEN)).verdict is Verdict.CLEAN
+    assert enough(with_children(rows(OFTEN, children_bytes=0), 2))
