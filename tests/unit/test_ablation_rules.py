@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from lowtide.leak.ablate import Arm, Contrast, _layers
-from lowtide.leak.watch import Module
+from lowtide.leak.ablate import HOLDERS, Arm, Contrast, Failed, _layers, _measured
+from lowtide.leak.watch import Module, Run
+from lowtide.probe.counters import ABSENT, COLUMNS
 
 RATE = 16_384.0
 RESNET = [
@@ -22,20 +23,24 @@ RESNET = [
 
 
 class Bench:
-    """Arms of a model that grows as a function says, without noise."""
+    """Arms of a model that grows as a function says, known but for an error."""
 
-    def __init__(self, grows: Callable[[set[str], set[str]], float]) -> None:
-        self.modules, self.tolerance, self._grows = RESNET, 1024.0, grows
+    def __init__(
+        self, grows: Callable[[set[str], set[str]], float], modules: Sequence[Module] = RESNET, error: float = 16.0
+    ) -> None:
+        self.modules, self.tolerance, self._grows, self._error = modules, 1024.0, grows, error
 
     def arm(self, name: str, *, stub: Sequence[str] = (), twice: Sequence[str] = (), repeats: int = 0) -> Arm:
         """What still runs, and which types of layers run twice."""
         off = {m.path for m in self.modules for s in stub if m.path == s or m.path.startswith(f"{s}.")}
         running = {m.path for m in self.modules} - off
-        return Arm(name=name, rate=self._grows(running, set(twice)), error=16.0, curve=np.zeros(2))
+        return Arm(name=name, rate=self._grows(running, set(twice)), error=self._error, curve=np.zeros(2))
 
 
-def _accused(grows: Callable[[set[str], set[str]], float]) -> tuple[str, str]:
-    bench = Bench(grows)
+def _accused(
+    grows: Callable[[set[str], set[str]], float], modules: Sequence[Module] = RESNET, error: float = 16.0
+) -> tuple[str, str]:
+    bench = Bench(grows, modules, error)
     whole = bench.arm("all")
     worst = Contrast(component="forward", kind="part", change=whole.rate, low=whole.rate - 50, high=whole.rate + 50)
     return _layers(bench, whole, ["Conv2d", "BatchNorm2d", "Linear"], worst, 20, [])[1]  # type: ignore[arg-type]
@@ -61,3 +66,38 @@ def test_growth_of_the_models_own_forward_is_its_own() -> None:
     culprit, text = _accused(lambda _, __: RATE)
     assert culprit == "forward"
     assert "the forward of Net itself" in text
+
+
+def test_a_module_is_not_acquitted_by_noise() -> None:
+    culprit, text = _accused(lambda _, __: RATE, error=RATE / 2)
+    assert culprit == "forward"
+    assert "is open" in text
+    assert "itself" not in text
+
+
+def test_what_was_not_looked_at_is_not_acquitted() -> None:
+    many = [Module("", "Net", True), *(Module(f"{k}", f"Block{k}", True) for k in range(HOLDERS + 1))]
+    culprit, text = _accused(lambda running, _: RATE * ("16" in running), many)
+    assert culprit == "forward"
+    assert "not all were looked at" in text
+
+
+def seen(steps: int, **rates: float) -> Run:
+    """A process whose counters grow by so many bytes a step."""
+    rows = np.full((steps, len(COLUMNS)), ABSENT, dtype=np.int64)
+    for name, rate in {"heap_bytes": 0.0, "peak_bytes": 0.0, "python_bytes": 0.0, **rates}.items():
+        rows[:, COLUMNS.index(name)] = 1_000_000 + rate * np.arange(steps)
+    return Run(rows=rows, kind=None, audits=(), census=(), code=0, ended="enough", seconds=1.0)
+
+
+@pytest.mark.parametrize("steps", [3, 20])
+def test_an_arm_that_ends_too_early_is_not_taken_for_one_that_does_not_grow(steps: int) -> None:
+    with pytest.raises(Failed, match=f"'no Linear' ended after {steps} steps"):
+        _measured("no Linear", [seen(300), seen(steps)], 1024.0, "held", 0)
+
+
+def test_an_arm_is_measured_by_the_counter_that_grows() -> None:
+    run = seen(300, cuda_allocated_bytes=RATE)
+    assert _measured("forward", [run], 1024.0, "cuda_allocated", 0).rate == pytest.approx(RATE)
+    assert _measured("forward", [run], 1024.0, "held", 0).rate == pytest.approx(0)
+    assert _measured("loop", [seen(300)], 1024.0, "cuda_allocated", 0).rate == 0

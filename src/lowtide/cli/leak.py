@@ -128,7 +128,7 @@ def leak(
         _check_memray()
     from lowtide.leak.findings import suspects_of, to_json
     from lowtide.leak.study import audits_of, study
-    from lowtide.leak.verdict import Verdict
+    from lowtide.leak.verdict import Verdict, threshold_of
     from lowtide.report.leak import page, show
 
     watch = Watch(steps=steps, lines=step_line or "", every_seconds=every, timeout_seconds=timeout or 0.0)
@@ -146,7 +146,9 @@ def leak(
             if deep:
                 native = suspects_of(_looked(command, replace(looking, deep=True), told), rate)
                 suspects = (*suspects, *(s for s in native if s.kind == "native"))
-        parts = _ablated(command, watch, allowed, told) if ablate and last.steps and not last.code else None
+        counter = culprit.name if culprit is not None and found.verdict.verdict is Verdict.LEAK else "held"
+        limit = threshold_of(counter, allowed, found.run.children)
+        parts = _ablated(command, watch, limit, counter, told) if ablate and last.steps and not last.code else None
     written = Written()
     if json_file is not None:
         figures = to_json(found, suspects, samples_per_step=samples_per_step)
@@ -169,11 +171,11 @@ def _looked(command: list[str], watch: Watch, told: Told) -> Any:
         return process.wait(told)
 
 
-def _ablated(command: list[str], watch: Watch, tolerance: float, told: Told) -> Any:
+def _ablated(command: list[str], watch: Watch, tolerance: float, counter: str, told: Told) -> Any:
     from lowtide.leak.ablate import Failed, ablate
 
     try:
-        return ablate(command, watch, tolerance=tolerance, progress=told)
+        return ablate(command, watch, tolerance=tolerance, counter=counter, progress=told)
     except Failed as error:
         tell(f"lowtide: no ablation: {error}")
         return None

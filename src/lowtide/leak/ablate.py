@@ -42,9 +42,9 @@ class Arm:
 
     Attributes:
         name: ``loop``, ``forward``, ...: the last part that it has; or what is done to layers.
-        rate: bytes held per step.
+        rate: bytes per step.
         error: standard error, over processes and within each.
-        curve: bytes held per step of the first process, from its first value.
+        curve: bytes per step of the first process, from its first value.
     """
 
     name: str
@@ -81,18 +81,21 @@ class Ablation:
         culprit: the component that grows (a layer by its path; ``interaction``); empty for none, or where none explains
             the growth alone.
         text: in a sentence.
+        counter: what was measured (``verdict.Counter``): all that is held, or the counter that a leak was found in.
     """
 
     arms: tuple[Arm, ...]
     contrasts: tuple[Contrast, ...]
     culprit: str
     text: str
+    counter: str = "held"
 
     def to_json(self) -> dict[str, Any]:
         """Every figure, in bytes per step."""
         return {
             "culprit": self.culprit,
             "text": self.text,
+            "counter": self.counter,
             "arms": [{"name": a.name, "bytes_per_step": a.rate, "error_bytes": finite(a.error)} for a in self.arms],
             "contrasts": [
                 {
@@ -115,24 +118,30 @@ def ablate(
     watch: Watch,
     *,
     tolerance: float,
+    counter: str = "held",
     repeats: int = REPEATS,
     environment: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> Ablation:
     """Run the arms of a script of torch, or of Keras on TensorFlow.
 
+    What grows elsewhere than in what is held (on a CUDA device, in child processes) is looked for there: arms in which nothing
+    held grows would acquit every part.
+
     Args:
         command: the script.
         watch: how each process is watched.
         tolerance: bytes per step that are no growth.
+        counter: what the growth is of, as a verdict names it.
         repeats: processes per arm.
         environment: of the processes.
         progress: told of steps.
 
     Raises:
-        Failed: if the script does not run with its parts switched off, or calls no module.
+        Failed: if the script does not run with its parts switched off, not for long enough, or calls no module.
     """
-    bench = _Bench(command, watch, tolerance, repeats, environment, progress or Progress())
+    counter = "held" if counter in ("heap", "python") else counter
+    bench = _Bench(command, watch, tolerance, counter, repeats, environment, progress or Progress())
     arms = [bench.arm(PARTS[k], parts=PARTS[: k + 1]) for k in range(len(PARTS))]
     if not bench.modules:
         raise Failed("the script calls no module of torch, no model of Keras on TensorFlow: there are no parts to switch off")
@@ -144,7 +153,7 @@ def ablate(
     if not guilty:
         doubt = whole.rate + 3 * whole.error > tolerance
         text = "no culprit: no part grows above the tolerance for certain" if doubt else "no culprit: nothing grows"
-        return Ablation(arms=tuple(arms), contrasts=tuple(contrasts), culprit="", text=text)
+        return Ablation(arms=tuple(arms), contrasts=tuple(contrasts), culprit="", text=text, counter=counter)
     worst = max(guilty, key=lambda c: c.change)
     named = {"loop": "the loop itself (data, loss, the script's own code)"}.get(worst.component, worst.component)
     text = f"{named} grows by {worst.change / 1024:.1f} KiB a step"
@@ -155,7 +164,7 @@ def ablate(
     others = [c.component for c in guilty if c is not worst]
     if others:
         text += f"; {', '.join(others)} grow{'s' if len(others) == 1 else ''} too"
-    return Ablation(arms=tuple(arms), contrasts=tuple(contrasts), culprit=culprit, text=text)
+    return Ablation(arms=tuple(arms), contrasts=tuple(contrasts), culprit=culprit, text=text, counter=counter)
 
 
 def _kinds(modules: Sequence[Module]) -> list[str]:
@@ -178,7 +187,7 @@ def _layers(
         if responds and _has(found[-1], worst, bench.tolerance):
             guilty.append(found[-1])
     if not guilty:
-        more, told = _holders(bench, whole, worst, count, arms)
+        more, told = _holders(bench, whole, worst, count, arms, found)
         return found + more, told
     best = max(guilty, key=lambda c: c.change)
     if len(guilty) > 1 and sorted(c.change for c in guilty)[-2] > MOST * best.change:
@@ -188,16 +197,22 @@ def _layers(
     return found, _one_of(bench, whole, best, paths, arms, "layer")
 
 
+def _open(contrast: Contrast, worst: Contrast, tolerance: float) -> bool:
+    """Whether modules of a type may have that growth as well as none."""
+    return contrast.low <= tolerance / 2 and contrast.high > worst.change * (1 - MOST)
+
+
 def _has(contrast: Contrast, worst: Contrast, tolerance: float) -> bool:
     """Whether modules of a type have the growth of the part that is looked into."""
     return contrast.low > tolerance / 2 and contrast.change > worst.change * (1 - MOST)
 
 
 def _holders(
-    bench: _Bench, whole: Arm, worst: Contrast, count: int, arms: list[Arm]
+    bench: _Bench, whole: Arm, worst: Contrast, count: int, arms: list[Arm], layers: Sequence[Contrast]
 ) -> tuple[list[Contrast], tuple[str, str]]:
     """Where no layer grows: which module that holds others does, in its own code. Types are looked at depth by depth, from the
-    innermost: what takes the growth away with what lies within it does so after that.
+    innermost: what takes the growth away with what lies within it does so after that. That none does is only said where all
+    were looked at, and no noise leaves it open.
     """
     groups: dict[tuple[int, str], list[str]] = {}
     for m in sorted((m for m in bench.modules if m.holds and m.name), key=lambda m: -m.depth):
@@ -209,6 +224,11 @@ def _holders(
         found.append(_contrast(kind, "modules", none, whole, count + min(HOLDERS, len(groups))))
         if _has(found[-1], worst, bench.tolerance):
             return found, _one_of(bench, whole, found[-1], paths, arms, "module")
+    left = sorted({m.type for m in bench.modules if m.name or not m.holds} - {c.component for c in (*layers, *found)})
+    unsure = [c.component for c in (*layers, *found) if _open(c, worst, bench.tolerance)]
+    if left or unsure:
+        why = f"{', '.join(unsure)} may be it or not" if unsure else f"not all were looked at ({', '.join(left[:3])})"
+        return found, (worst.component, f"the {worst.component} grows; whether a module within the model does is open: {why}")
     models = " or ".join(dict.fromkeys(m.type for m in bench.modules if m.holds and not m.name))
     where = f"the forward of {models} itself" if models and worst.component == "forward" else "code around them"
     return found, (worst.component, f"the {worst.component} grows, and no module within the model does: it is in {where}")
@@ -258,13 +278,14 @@ class _Bench:
         command: Sequence[str],
         watch: Watch,
         tolerance: float,
+        counter: str,
         repeats: int,
         environment: Mapping[str, str] | None,
         progress: Progress,
     ) -> None:
         self._command, self._repeats, self._environment, self._progress = command, repeats, environment, progress
         self._watch = collecting(replace(watch, audits=watch.audits or audits_of(watch.steps)))
-        self.tolerance = tolerance
+        self.tolerance, self._counter = tolerance, counter
         self.modules: tuple[Module, ...] = ()
 
     def arm(
@@ -281,19 +302,34 @@ class _Bench:
                 raise Failed(f"the arm {name!r} ended with exit code {run.code} after {run.steps} steps:\n{run.tail}")
             self.modules = self.modules or run.modules
             runs.append(run)
-        return _measured(name, runs, self.tolerance, self._watch.collect_every)
+        return _measured(name, runs, self.tolerance, self._counter, self._watch.collect_every)
 
 
-def _measured(name: str, runs: Sequence[Run], tolerance: float, collected_every: int) -> Arm:
-    """An arm from its processes, by the steps after which garbage was collected."""
-    held = [series_of(run, collected_every=collected_every)["held"] for run in runs]
+def _measured(name: str, runs: Sequence[Run], tolerance: float, counter: str, collected_every: int) -> Arm:
+    """An arm from its processes, by the steps after which garbage was collected.
+
+    Raises:
+        Failed: if one was over too early to tell: a part that is not seen to grow would be taken for one that does not.
+    """
+    held = [_series(run, counter, collected_every) for run in runs]
     trends = [trend(values, tolerance) for values in held]
+    if not all(math.isfinite(t.error) for t in trends):
+        steps = min(run.steps for run in runs)
+        raise Failed(f"the arm {name!r} ended after {steps} steps: too few to say whether it grows")
     rates = np.array([t.rate for t in trends])
     within = max(t.error for t in trends)
     between = float(rates.std(ddof=1)) if len(rates) > 1 else 0.0
-    error = max(within, between) / math.sqrt(len(rates)) if math.isfinite(within) else math.inf
+    error = max(within, between) / math.sqrt(len(rates))
     return Arm(name=name, rate=float(rates.mean()), error=max(error, FLOOR), curve=held[0] - held[0][np.isfinite(held[0])][0])
 
 
+def _series(run: Run, counter: str, collected_every: int) -> Series:
+    """A counter of a process; an arm that starts no child process, or makes nothing on the device, has none that grows."""
+    found = series_of(run, collected_every=collected_every)
+    return found.get(counter, np.zeros(run.steps)) if counter in ABLE_TO_LACK else found[counter]
+
+
+ABLE_TO_LACK: Final = ("workers", "cuda_allocated", "cuda_reserved")
+"""Counters that a process need not have."""
 FLOOR: Final = 16.0
 """Bytes per step that no arm's rate is known better than: runs of one program differ by as much."""

@@ -138,7 +138,8 @@ def show(study: Study, suspects: tuple[Suspect, ...], parts: Ablation | None = N
 def _show_parts(parts: Ablation) -> None:
     """What the arms of an ablation say."""
     out = console()
-    out.print(f"[bold]by experiment[/]: {escape(parts.text)}")
+    what = "" if parts.counter == "held" else f" on {MEANING[parts.counter].partition(':')[0]}"
+    out.print(f"[bold]by experiment{what}[/]: {escape(parts.text)}")
     table = Table()
     table.add_column("component")
     for column in ("adds a step", "at least", "at most"):
