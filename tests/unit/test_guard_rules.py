@@ -13,8 +13,12 @@ from lowtide.errors import UsageError
 from lowtide.guard.cause import Cause, Ending, why
 from lowtide.guard.forecast import Forecast, slopes
 from lowtide.guard.fence import Watching, cgroup
+from lowtide.guard.memory import Reading
+from lowtide.guard.outcome import Live
 from lowtide.guard.rule import Kind, Rule, parse
+from lowtide.probe.beat import Beat
 from lowtide.probe.catalogue import Where, out_of_memory
+from lowtide.report.guard import forecast
 from lowtide.units import MIB
 
 # --- rules ----------------------------------------------------------------------------------------------------------------
@@ -66,6 +70,24 @@ def test_a_level_that_does_not_grow_has_no_forecast():
     growth = forecast_of(sizes).growth()
     assert growth is not None
     assert growth.seconds_to(1000 * MIB) is None
+
+
+@pytest.mark.parametrize(("noise", "said"), [(1, "does not grow"), (200, "a second, if at all")])
+def test_what_noise_leaves_open_is_not_said_not_to_grow(noise, said):
+    random = np.random.default_rng(3)
+    growth = forecast_of(500 * MIB + random.normal(0, noise * MIB, 60)).growth()
+    assert growth is not None
+    assert growth.seconds_to(1000 * MIB) is None
+    assert forecast(live_of(growth, 1000 * MIB)).endswith(said)
+    assert forecast(live_of(None, 1000 * MIB)) == "too early to say"
+
+
+def live_of(growth, cap):
+    reading = Reading(seconds=0.0, bytes=0, unique_bytes=0, resident_bytes=0, device_bytes=0, processes=1, pressure=0.0)
+    return Live(
+        generation=0, seconds=6.0, reading=reading, cap_bytes=cap, growth=growth,
+        left_seconds=None if growth is None else growth.seconds_to(cap), beat=Beat(), steps_per_second=0.0, asked="", done=(),
+    )
 
 
 def test_warm_up_is_forgotten():

@@ -6,9 +6,13 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from lowtide.errors import UsageError
+from lowtide.leak.watch import Run
+from lowtide.probe.counters import ABSENT, COLUMNS
 from lowtide.report.sweep import markdown, report_of
+from lowtide.sweep.cell import figures
 from lowtide.sweep.definition import Config, Definition, File, OwnAxis, define
 from lowtide.sweep.results import MAIN, Cell
 from lowtide.sweep.trends import Row, effects_of, front_of, recommended
@@ -29,8 +33,8 @@ def _row(config: Config, growth: float, rate: float) -> Row:
 @pytest.mark.parametrize(("growth_of_the_first", "best"), [(900.0, 0), (90_000.0, 1)])
 def test_without_repeats_growth_that_is_no_leak_does_not_outweigh_the_rate(growth_of_the_first: float, best: int) -> None:
     found = _definition()
-    figures = [(growth_of_the_first, 347_126.0), (800.0, 9_000.0), (700.0, 8_500.0), (597.0, 8_016.0)]
-    rows = [_row(config, growth, rate) for config, (growth, rate) in zip(found.configs, figures, strict=True)]
+    told = [(growth_of_the_first, 347_126.0), (800.0, 9_000.0), (700.0, 8_500.0), (597.0, 8_016.0)]
+    rows = [_row(config, growth, rate) for config, (growth, rate) in zip(found.configs, told, strict=True)]
     chosen = recommended(found, rows)
     assert chosen is not None
     assert chosen.config == found.configs[best]
@@ -52,10 +56,35 @@ def test_a_configuration_that_leaks_is_not_recommended_where_another_does_not() 
     assert recommended(found, leaking) is leaking[0]
 
 
+@pytest.mark.parametrize("verdict", ["clean", "inconclusive"])
+def test_a_recommendation_says_whether_it_is_known_not_to_leak(verdict: str) -> None:
+    found = _definition()
+    result = {
+        "ended": "ok", "growth_bytes": 0.0, "samples_per_second": 100.0, "verdict": verdict,
+        "change_bytes": dict.fromkeys(("min", "q1", "median", "q3", "max"), 0.0),
+    }
+    cells = [Cell(id=k, part=MAIN, config=config, repeat=0, result=result) for k, config in enumerate(found.configs)]
+    report = report_of(found, cells, [])
+    assert report.recommended is not None
+    assert ("whether it leaks is open" in report.reason) == (verdict == "inconclusive")
+
+
+def test_growth_of_child_processes_is_growth_of_a_cell() -> None:
+    """Else a loader with workers would seem to grow less than one without."""
+    rows = np.full((100, len(COLUMNS)), ABSENT, dtype=np.int64)
+    for name, start, rate in (("time_ns", 0, 10_000_000), ("resident_bytes", 500_000_000, 3_000), ("heap_bytes", 100_000_000, 0)):
+        rows[:, COLUMNS.index(name)] = start + rate * np.arange(100)
+    rows[::5, COLUMNS.index("children")] = 2
+    rows[::5, COLUMNS.index("children_bytes")] = 40_000_000 + 70_000 * np.arange(0, 100, 5)
+    rows[0, COLUMNS.index("children_bytes")] = 0  # they have not started yet
+    run = Run(rows=rows, kind=None, audits=(), census=(), code=0, ended="enough", seconds=1.0)
+    assert figures(run, samples_per_step=1.0)["growth_bytes"] == pytest.approx(73_000)
+
+
 def test_what_is_recommended_lies_on_the_front_of_growth_against_speed() -> None:
     found = _definition()
-    figures = [(900.0, 100.0), (800.0, 101.0), (2_000_000.0, 500.0), (2_000_000.0, 400.0)]
-    rows = [_row(config, growth, rate) for config, (growth, rate) in zip(found.configs, figures, strict=True)]
+    growths = [(900.0, 100.0), (800.0, 101.0), (2_000_000.0, 500.0), (2_000_000.0, 400.0)]
+    rows = [_row(config, growth, rate) for config, (growth, rate) in zip(found.configs, growths, strict=True)]
     chosen = recommended(found, rows)
     assert chosen is rows[1]
     assert any(chosen is row for row in front_of(rows))

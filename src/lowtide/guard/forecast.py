@@ -44,6 +44,10 @@ class Growth:
             return None
         return max(0.0, limit - self.level) / self.rate
 
+    def is_flat(self, limit: float) -> bool:
+        """Whether it is certain that memory does not grow, or by so little that it is not told."""
+        return self.high * LONGEST_SECONDS < NEGLIGIBLE * limit
+
 
 class Forecast:
     """Readings of one process, and what they say of those to come."""

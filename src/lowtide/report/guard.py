@@ -75,8 +75,10 @@ def forecast(live: Live) -> str:
     """When the cap is reached."""
     if live.growth is None:
         return "too early to say"
-    if live.left_seconds is None:
+    if live.left_seconds is None and live.growth.is_flat(live.cap_bytes):
         return "does not grow"
+    if live.left_seconds is None:
+        return f"grows by at most {format_bytes(live.growth.high)} a second, if at all"
     return f"grows by {format_bytes(live.growth.rate)} a second; at the cap in {clock(live.left_seconds)}"
 
 
@@ -341,8 +343,8 @@ class Exported(Sparse):
         self._unique = gauge("unique_bytes", "Unique set size of all processes.")
         self._device = gauge("device_bytes", "Taken on CUDA devices.")
         self._cap = gauge("cap_bytes", "The cap.")
-        self._growth = gauge("growth_bytes_per_second", "Growth of memory now.")
-        self._left = gauge("seconds_to_cap", "Forecast; NaN where memory does not grow.")
+        self._growth = gauge("growth_bytes_per_second", "Growth of memory now; NaN where it is too early.")
+        self._left = gauge("seconds_to_cap", "Forecast; NaN where no growth is certain.")
         self._generation = gauge("generation", "Processes before this one.")
         self._steps = gauge("steps", "Of this process.")
         self._points = gauge("safe_points", "Passed by this process.")
@@ -357,7 +359,7 @@ class Exported(Sparse):
         self._unique.set(live.reading.unique_bytes)
         self._device.set(live.reading.device_bytes)
         self._cap.set(live.cap_bytes)
-        self._growth.set(0.0 if live.growth is None else live.growth.rate)
+        self._growth.set(float("nan") if live.growth is None else live.growth.rate)
         self._left.set(float("nan") if live.left_seconds is None else live.left_seconds)
         self._generation.set(live.generation)
         self._steps.set(live.beat.steps)
@@ -394,10 +396,11 @@ class Scalars(Sparse):
         values = {
             "lowtide/memory_bytes": live.reading.bytes,
             "lowtide/cap_bytes": live.cap_bytes,
-            "lowtide/growth_bytes_per_second": 0.0 if live.growth is None else live.growth.rate,
             "lowtide/generation": live.generation,
             "lowtide/steps_per_second": live.steps_per_second,
         }
+        if live.growth is not None:
+            values["lowtide/growth_bytes_per_second"] = live.growth.rate
         value = [self._summary.Value(tag=tag, simple_value=found) for tag, found in values.items()]
         event = self._event(step=self._number, wall_time=time.time(), summary=self._summary(value=value))
         self._attempt(lambda: self._writer.add_event(event))

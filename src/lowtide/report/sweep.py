@@ -17,7 +17,7 @@ from lowtide.sweep.axes import pasted
 from lowtide.sweep.cell import last_words
 from lowtide.sweep.definition import Definition, named
 from lowtide.sweep.results import Cell
-from lowtide.sweep.trends import LEAK, Effect, Row, confirmed, effects_of, front_of, recommended, rows_of
+from lowtide.sweep.trends import LEAK, OPEN, Effect, Row, confirmed, effects_of, front_of, recommended, rows_of
 
 _COLUMNS: Final = ("min (KB)", "Q1 (KB)", "median (KB)", "Q3 (KB)", "max (KB)", "mean (KB)", "rate (/s)", "verdict")
 _KB: Final = 1000.0
@@ -60,6 +60,8 @@ def report_of(definition: Definition, cells: Sequence[Cell], second: Sequence[Ce
         reason = "none grows less for certain, and of those that grow as little none is faster for certain"
         if LEAK in chosen.verdicts:
             reason = f"every configuration that ran well leaks; of these {reason}"
+        elif OPEN in chosen.verdicts:
+            reason += "; whether it leaks is open: its steps were too few to tell"
     if chosen is not None and definition.confirm:
         again = {row.config: row for row in rows_of(definition, second)}
         holds, why = confirmed(again.get(chosen.config), again.get(definition.baseline))

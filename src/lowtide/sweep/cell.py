@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lowtide.disk import is_full, reserve, write
 from lowtide.leak.findings import spread_of
@@ -65,7 +66,7 @@ def measure(command: Sequence[str], environment: Mapping[str, str], watch: Mappi
 
 
 def figures(run: Run, *, samples_per_step: float) -> dict[str, Any]:
-    """What a run says, as JSON: growth of resident memory per step, rate, verdict, how it ended."""
+    """What a run says, as JSON: growth per step of resident memory and of child processes, rate, verdict, how it ended."""
     ended = "ok"
     if run.ended == "timeout":
         ended = "timeout"
@@ -87,18 +88,25 @@ def figures(run: Run, *, samples_per_step: float) -> dict[str, Any]:
     if spread is None:
         return found
     judgement = judge(run, TOLERANCE)
+    children = run.column("children_bytes")
+    children[children == 0] = np.nan
     resident = run.column("resident_bytes")
-    at = np.flatnonzero(np.isfinite(resident))
-    at = at[at >= 1]
     return {
         **found,
         "change_bytes": spread.to_json(),
-        "growth_bytes": float((resident[at[-1]] - resident[at[0]]) / (at[-1] - at[0])),
+        "growth_bytes": _per_step(resident) + _per_step(children),
         "samples_per_second": samples_per_step / run.step_seconds if run.step_seconds else None,
         "verdict": judgement.verdict.value,
         "bytes_per_step": None if judgement.culprit is None else judgement.culprit.trend.rate,
         "peak_bytes": float(np.nanmax(resident)),
     }
+
+
+def _per_step(values: NDArray[np.float64]) -> float:
+    """Growth from the second step, or the first reading after it, to the last reading; 0 where there are not two."""
+    at = np.flatnonzero(np.isfinite(values))
+    at = at[at >= 1]
+    return float((values[at[-1]] - values[at[0]]) / (at[-1] - at[0])) if len(at) > 1 else 0.0
 
 
 def last_words(result: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from lowtide.sweep.results import Cell
 from lowtide.units import format_bytes
 
 LEAK: Final = Verdict.LEAK.value
+OPEN: Final = Verdict.INCONCLUSIVE.value
 CONFIDENCE: Final = 0.95
 """Of intervals; effects are tested together (Bonferroni)."""
 NEAR: Final = 0.98
@@ -32,7 +33,7 @@ class Row:
     Attributes:
         change_bytes: min, Q1, median, Q3, max of growth per step; NaN where nothing was measured.
         change_errors: their standard errors over the repeats; NaN for one repeat.
-        growth_bytes: mean growth of resident memory per step, over repeats.
+        growth_bytes: mean growth per step of resident memory and of what child processes took, over repeats.
         growth_error: its standard error; NaN for one repeat.
         samples_per_second: mean rate.
         rate_error: its standard error; NaN for one repeat.
