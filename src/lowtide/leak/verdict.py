@@ -182,9 +182,9 @@ def judge(run: Run, tolerance: float, *, half: bool = False, collected_every: in
         collected_every: steps after which its garbage in cycles was collected; 0 where that was left to Python.
     """
     series = series_of(run, collected_every=collected_every)
-    counters = tuple(_judged(name, values, tolerance, len(series)) for name, values in series.items())
+    least = {name: threshold_of(name, tolerance, run.children) for name in series}
+    counters = tuple(_judged(name, values, tolerance, least[name], len(series)) for name, values in series.items())
     by = {c.name: c for c in counters}
-    least = {c.name: threshold_of(c.name, tolerance, run.children) for c in counters}
     leaks = [c for c in counters if c.verdict is Verdict.LEAK and _counts(c, by, tolerance, least[c.name])]
     early = [c for c in leaks if c.name == "workers" and _starting(c, run)]
     leaks = [c for c in leaks if c not in early]
@@ -289,14 +289,15 @@ _NAMES: Final = {
 }
 
 
-def _judged(name: str, values: Series, tolerance: float, counters: int) -> Counter:
+def _judged(name: str, values: Series, tolerance: float, threshold: float, counters: int) -> Counter:
     found = trend(values, tolerance)
+    limit = tolerance if name in _KEPT else threshold  # the former are looked at again where nothing that is held grows
     low, _ = found.interval(RISK / LOOKS / counters)
     _, high = found.interval(DOUBT)
     verdict = Verdict.INCONCLUSIVE
-    if low > tolerance and found.steady_rate > tolerance:
+    if low > limit and found.steady_rate > limit:
         verdict = Verdict.LEAK
-    elif high < tolerance:
+    elif high < limit:
         verdict = Verdict.CLEAN
     return Counter(name=name, trend=found, low=low, high=high, verdict=verdict)
 
