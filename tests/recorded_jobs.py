@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import situations
 import torch
@@ -152,3 +153,123 @@ _UNSTEADY = {"failed_backward", "loader_workers", "loader_pinned", "random_branc
 JOBS: dict[str, Callable[[], Job]] = {
     **zoo.MODELS, **{n: f for n, f in situations.SITUATIONS.items() if n not in _UNSTEADY}, **OWN
 }
+
+
+class _Doubled(torch.autograd.Function):
+    """Its backward adds up what it made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        twice, thrice = given * 2, given * 3
+        return twice + thrice
+
+
+class _Unnamed(_Doubled):
+    """No variable refers to what is added up."""
+
+    @staticmethod
+    def backward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        once = given * 1
+        return once + (given * 2 + given * 3)
+
+
+class _Given(_Doubled):
+    """It adds to the gradient that it was given."""
+
+    @staticmethod
+    def backward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return given + torch.ones_like(given)
+
+
+def _hooked(y: torch.Tensor) -> torch.Tensor:
+    y.register_hook(lambda g: g + torch.ones_like(g))
+    return y
+
+
+def _kept(*which: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Three gradients are summed up; the script has some of them until the last is made."""
+
+    def run(y: torch.Tensor) -> torch.Tensor:
+        z = y * 1
+        kept: list[torch.Tensor] = []
+        last, second, first = z * 4, z * 3, z * 2
+        for i, branch in enumerate((first, second)):
+            if i in which:
+                assert branch.grad_fn is not None
+                branch.grad_fn.register_hook(lambda made, _: kept.extend(g for g in made if g is not None))
+        last.register_hook(lambda _: kept.clear())
+        return first + second + last
+
+    return run
+
+
+def _spread(y: torch.Tensor) -> torch.Tensor:
+    """One node makes gradients of both and adds them up."""
+    spread, mean = torch.std_mean(y, 0)
+    return spread + mean
+
+
+def _square(y: torch.Tensor) -> torch.Tensor:
+    """One node makes two gradients of one tensor, which the engine adds up."""
+    z = y * 1
+    return z * z
+
+
+def _scan(y: torch.Tensor) -> torch.Tensor:
+    """A recurrence over slices, as state space models have it: each gives a gradient of the whole."""
+    rows = y.view(64, -1, 64)
+    decay, state, out = rows.sigmoid(), torch.zeros_like(rows[0]), []
+    for i in range(64):
+        state = decay[i] * state + rows[i]
+        out.append(state)
+    return torch.stack(out)
+
+
+def _summing(run: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Job]:
+    def make() -> Job:
+        return zoo.simple(nn.Linear(64, 64), lambda m, _: (run(m(torch.randn(8192, 64))) * 2).sum())
+
+    return make
+
+
+def _tied(*, sparse_waits: bool) -> Callable[[], Job]:
+    """A weight has a sparse gradient and a dense one; the use that comes last in the forward has its own first."""
+
+    def make() -> Job:
+        weight = nn.Parameter(torch.randn(8000, 64))
+        optimizer = torch.optim.SGD([weight], lr=0.01, foreach=False)
+
+        def looked_up() -> torch.Tensor:
+            return F.embedding(torch.randint(0, 8000, (16,)), weight, sparse=True).square().mean()
+
+        def read() -> torch.Tensor:
+            return weight[:40].square().mean()
+
+        def step(_: int) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = read() + looked_up() if sparse_waits else looked_up() + read()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return Job(step, [], [optimizer])
+
+    return make
+
+
+SUMS: dict[str, Callable[[], Job]] = {
+    **{
+        name: _summing(run) for name, run in {
+            "own": _Doubled.apply, "own_unnamed": _Unnamed.apply, "own_given": _Given.apply, "own_in_hook": _hooked,
+            "kept_none": _kept(), "kept_first": _kept(0), "kept_second": _kept(1), "kept_both": _kept(0, 1),
+            "one_node": _spread, "square": _square, "scan": _scan,
+        }.items()
+    },
+    "sparse_waits": _tied(sparse_waits=True),
+    "dense_waits": _tied(sparse_waits=False),
+}
+"""Where two gradients are summed at the highest point: by the engine, in place or not, or by somebody else."""

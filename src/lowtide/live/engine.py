@@ -5,7 +5,9 @@ makes a third tensor (``torch/csrc/autograd/input_buffer.cpp``, ``at::isTensorSu
 parameter's where nobody else holds it or its parts (``torch/csrc/autograd/functions/accumulate_grad.h``, case 1.2); what
 Python has seen of them counts as a holder, so that under a mode it is copied. What a recording shows is the plain run's
 memory, so such sums and copies are recognised, by the same counts of references that the engine looks at, and counted as
-taking nothing.
+taking nothing. Those counts do not tell what Python holds, as under a mode every tensor has its object there: the object's own
+are looked at, too. Nor do they tell the engine's sums from those of a node itself (``torch.std_mean``, decompositions of
+matrices, a ``Function`` in Python): in the former the first gradient has waited, in the latter the node has just made it.
 
 Some derivatives fill a tensor of zeros in place where the plain run is on, and out of place where a dispatch mode is
 (``areAnyTensorSubclassLike`` in ``torch/csrc/autograd/FunctionsManual.cpp`` and ``aten/src/ATen/native``), which takes twice
@@ -53,20 +55,21 @@ class _Probe(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: tuple[int, int] | None = None
+        self.seen: tuple[int, int, int] | None = None
         self.sparse: tuple[int, int] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.add.Tensor:
-            self.seen = _references(args[0])
+            self.seen = _references(args)
         elif func is torch.ops.aten.clone.default:
             self.sparse = _sparse_references(args)
         return func(*args, **(kwargs or {}))
 
 
-def _references(tensor: torch.Tensor) -> tuple[int, int]:
-    storage = tensor.untyped_storage()
-    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+def _references(args: Any) -> tuple[int, int, int]:
+    """Holders of a tensor that is an operator's first argument, of its bytes, and of it in Python."""
+    shared = torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return args[0]._use_count(), shared, sys.getrefcount(args[0])  # a name for the tensor here would be one more
 
 
 def _sparse_references(args: Any) -> tuple[int, int]:
@@ -84,13 +87,26 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def running() -> int:
+    """The number of the node that runs; -1 for none."""
+    node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    return -1 if node is None else int(node._sequence_nr())
+
+
+def reaches_twice() -> bool:
+    """Whether the node that runs gives two gradients to the same: then the engine adds what it has just made."""
+    node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    return len(set(edges)) < len(edges)
+
+
 @final
 class Engine:
     """Knows a sum of the engine that the plain run makes in place, and a copy that it does not make."""
 
     def __init__(self) -> None:
         """Learn how many references to a tensor there are in a mode when only the engine holds it."""
-        self._alone: tuple[int, int] | None = None
+        self._alone: tuple[int, int, int] | None = None
         self._sparse_alone: tuple[int, int] | None = None
         if hasattr(torch.Tensor, "_use_count"):
             x = torch.ones(2, requires_grad=True)
@@ -106,13 +122,14 @@ class Engine:
             self._sparse_alone = probe.sparse
 
     def adds(self, args: Any) -> bool:
-        """Whether the plain run adds these two in place."""
+        """Whether the plain run adds these two in place, if the sum is the engine's."""
         if self._alone is None or len(args) != 2 or not isinstance(args[1], torch.Tensor):
             return False
-        a, b = args
-        if a.size() != b.size() or a.dtype is not b.dtype or torch._C._current_autograd_node() is None:  # type: ignore[attr-defined]
+        if args[0].size() != args[1].size() or args[0].dtype is not args[1].dtype:
             return False
-        return any(t.layout is torch.strided and _is_dense(t) and _references(t) == self._alone for t in (a, b))
+        if torch._C._current_autograd_node() is None:  # type: ignore[attr-defined]
+            return False
+        return args[0].layout is torch.strided and _is_dense(args[0]) and _references(args) == self._alone
 
     def takes_over(self, args: Any) -> bool:
         """Whether the plain run makes a sparse gradient a parameter's as it is, where it is copied now."""

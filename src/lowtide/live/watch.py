@@ -26,7 +26,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 import torch
 from lowtide.live.aside import Asides
 from lowtide.live.derivatives import Derivatives, Unseen
-from lowtide.live.engine import Engine, in_place
+from lowtide.live.engine import Engine, in_place, reaches_twice, running
 from lowtide.live.enough import Enough
 from lowtide.live.frames import holders, user_line
 from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
@@ -80,17 +80,18 @@ class Block:
         saves: saved tensors of it that autograd has.
         made, read, written: the steps in which it appeared, was read and was written in place last.
         root: whether a backward began at it.
+        node: the number of autograd's node that ran when it appeared; -1 for none.
         looked: whether it was looked up among the script's variables when a model was called.
         op, module, source, label, name: ids of names.
     """
 
-    __slots__ = ("bytes", "counted", "label", "looked", "made", "module", "name", "number", "op", "phase", "read", "role",
-                 "root", "saves", "source", "written")
+    __slots__ = ("bytes", "counted", "label", "looked", "made", "module", "name", "node", "number", "op", "phase", "read",
+                 "role", "root", "saves", "source", "written")
 
     def __init__(self, number: int, size: int, step: int, *, counted: bool) -> None:
         """A block that nothing is known of."""
         self.number, self.bytes, self.counted = number, size, counted
-        self.role, self.saves = -1, 0
+        self.role, self.saves, self.node = -1, 0, -1
         self.made = self.read = self.written = step
         self.root = self.looked = False
         self.name = self.op = self.module = self.source = self.label = self.phase = 0
@@ -545,6 +546,9 @@ class Watcher:
         before, denied = meter.live(), meter.denied()
         module, source = self._where()
         op = self._name_of(func, args) if info is None else self.writer.name(info.name)
+        summed = self._sums(func, args)
+        beside = sum(part.nbytes for part in _parts(args[0])) if summed else 0
+        self._move_cap(beside)
         meter.begin_operator()
         began = time.perf_counter()
         try:
@@ -553,12 +557,12 @@ class Watcher:
             finally:
                 took = time.perf_counter() - began
                 meter.end_operator()
+                self._move_cap(-beside)
         except (RuntimeError, MemoryError) as error:
             self._note_denial(error, denied, (op, module, source), info or info_of(func), args, kwargs)
             raise
         info = info or info_of(func)
         self._latest = op, module, source
-        summed = self._sums(func, args)
         self._note_run(info, took, before, summed=summed)
         self._note_tensors(info, args, kwargs, out, self._latest)
         self._note_rest()
@@ -599,9 +603,22 @@ class Watcher:
 
     def _sums(self, func: Any, args: Any) -> bool:
         """Whether it is the engine's sum, or copy, that the plain run has not."""
-        if self._phase is not Phase.BACKWARD or self.clock.differentiable:
+        if self._phase is not Phase.BACKWARD or self.clock.differentiable or torch.is_grad_enabled():
             return False
-        return bool((func is _ADD and self._engine.adds(args)) or (func is _CLONE and self._engine.takes_over(args)))
+        if func is not _ADD:
+            return func is _CLONE and self._engine.takes_over(args)
+        if not self._engine.adds(args):
+            return False
+        block = self._find(args[0].untyped_storage())
+        fresh = block is not None and block.node == running()
+        if args[1].layout is torch.sparse_coo:
+            return fresh  # a dense gradient takes up a sparse one that has waited, and not the other way round
+        return not fresh or reaches_twice()
+
+    def _move_cap(self, by: int) -> None:
+        """What the plain run does not take is not to make it fail."""
+        if by and self._heap is not None and self._heap.cap:
+            self._heap.cap += by
 
     def _note_run(self, info: OpInfo, took: float, before: int, *, summed: bool) -> None:
         """The latest operator ran."""
@@ -720,6 +737,8 @@ class Watcher:
         block = Block(self._numbers(), size, self.step, counted=counted)
         block.op, block.module, block.source = origin
         block.phase = _CODE[self._phase]
+        if self._phase is Phase.BACKWARD and not met:
+            block.node = running()
         key = (tensor.dtype, tensor.size())
         label = self._labels.get(key)
         if label is None:

@@ -100,8 +100,8 @@ def show_recording(recording: Recording, out: Console | None = None) -> None:
         most, phase, step = max(outside)
         lowest = min(outside)[0]
         out.print(
-            f"[dim]outside torch's allocator (Python, LAPACK, MKL): highest {format_bytes(most)} in {phase} of step "
-            f"{step}, {format_bytes(most - lowest)} above its lowest phase[/]"
+            f"[dim]outside torch's allocator (Python, autograd's graph, LAPACK, MKL): highest {format_bytes(most)} in {phase} "
+            f"of step {step}, {format_bytes(most - lowest)} above its lowest phase[/]"
         )
     if recording.process:
         out.print(_process_table(recording) if not steps else _process_line(recording))
