@@ -9,7 +9,7 @@ PYTEST = LD_PRELOAD=$(HEAP) $(BIN)/python -m pytest --dist loadgroup
 
 SUITE = tests/unit tests/property tests/torch tests/process
 
-.PHONY: demo test test-long test-slow test-cuda lint bench bench-planner bench-record bench-leaks bench-guard bench-sizes picture clean
+.PHONY: demo test test-long test-slow test-cuda lint bench bench-planner bench-record bench-leaks bench-guard bench-sizes bench-device picture clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -66,6 +66,10 @@ bench-sizes: $(STAMP)
 	$(BIN)/python benchmarks/predict.py --json benchmarks/results/predict.json
 	$(BIN)/python -m pip install --quiet torchinfo
 	$(BIN)/python benchmarks/estimators.py --json benchmarks/results/estimators.json
+
+# Needs a CUDA device.
+bench-device: $(STAMP)
+	$(BIN)/python benchmarks/device.py --json benchmarks/results/device.json
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/budget.py --json benchmarks/results/budget.json

@@ -130,7 +130,7 @@ def _train(make: Callable[[], Any], budget: int | None) -> dict[str, Any]:
     return {"seconds": seconds, "peaks": peaks, "resident": resident, "bits": bits, "policies": policies}
 
 
-def measure(name: str, make: Callable[[], Any], turns: int) -> dict[str, Any]:
+def measure(name: str, make: Callable[[], Any], turns: int) -> list[dict[str, Any]]:
     """All variants of one model."""
     _train(make, None)  # libraries load their kernels
     first = _train(make, None)
@@ -166,7 +166,7 @@ def measure(name: str, make: Callable[[], Any], turns: int) -> dict[str, Any]:
             "quartiles_seconds": [took[len(took) // 4], took[3 * len(took) // 4]] if took else None,
             "times_plain": statistics.median(took) / plain if took else None,
         })
-    return {"rows": rows}
+    return rows
 
 
 def main() -> None:
@@ -181,7 +181,7 @@ def main() -> None:
     table = Table("model", "variant", "budget", "first step", "settled", "held", "bits", "a step", "x plain")
     rows = []
     for name in given.models.split(","):
-        for row in measure(name, globals()[name], given.turns)["rows"]:
+        for row in measure(name, globals()[name], given.turns):
             rows.append(row)
             cells = [row["budget_bytes"], row["first_step_peak_bytes"], row["settled_peak_bytes"]]
             took, ratio = row["median_seconds"], row["times_plain"]
@@ -191,10 +191,10 @@ def main() -> None:
                 row["refused"][:40] if row["refused"] else {None: "", True: "equal", False: "OTHER"}[row["equal_bits"]],
                 "" if took is None else f"{took * 1e3:.1f} ms", "" if ratio is None else f"{ratio:.2f}",
             )
+        if given.json is not None:  # as they come: a borrowed device may go at any time
+            found = {"machine": {**machine(), "device": torch.cuda.get_device_name()}, "steps": STEPS, "rows": rows}
+            given.json.write_text(json.dumps(found, indent=1) + "\n")
     Console(width=140).print(table)
-    if given.json is not None:
-        found = {"machine": {**machine(), "device": torch.cuda.get_device_name()}, "steps": STEPS, "rows": rows}
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

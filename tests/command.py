@@ -11,7 +11,7 @@ from pathlib import Path
 import lowtide
 
 PACKAGE = str(Path(lowtide.__file__).parent)
-TIMEOUT = 60
+TIMEOUT = 120
 
 Done = subprocess.CompletedProcess[str]
 

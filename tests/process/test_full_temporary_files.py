@@ -89,7 +89,7 @@ def test_a_process_whose_beat_has_no_room_is_recycled_all_the_same(tmp_path: Pat
 
 def _sampler(folder: Path, **task: Any) -> Sampler:
     return Sampler({
-        "folder": str(folder), "steps": 0, "audits": [2], "lines": "", "every_seconds": 0, "least_seconds": 0, "census": False,
+        "folder": str(folder), "watcher": 0, "steps": 0, "audits": [2], "lines": "", "every_seconds": 0, "least_seconds": 0, "census": False,
         "census_kind": None, "deep": False, "arm": None, "collect_every": 0, **task,
     })
 

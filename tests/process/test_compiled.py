@@ -1,0 +1,29 @@
+"""Laws: a compiled script runs under any budget as without: the same losses, graphs and breaks, and no warning of Dynamo's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command import call, lowtide_in
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "compiled_forms.py")
+FORMS = ("module", "full", "inplace", "blocks", "blocks-inplace", "function", "step", "optimize", "breaks", "reduce")
+
+
+@pytest.mark.long("inductor", "reduce", "full-aot_eager-1", "blocks-inplace-aot_eager-1", "optimize-aot_eager-1", "function-aot_eager-1")
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("form", FORMS)
+def test_dynamo_sees_no_frame_of_ours(tmp_path: Path, form: str, backend: str, backwards: int) -> None:
+    arguments = (SCRIPT, form, backend, str(backwards))
+    plain = call(tmp_path, *arguments, OMP_NUM_THREADS="1")
+    assert plain.returncode == 0, plain.stderr
+    ours = lowtide_in(
+        tmp_path, "run", "--budget", "100GiB", "--quiet", "--json", "f.json", *arguments, OMP_NUM_THREADS="1"
+    )
+    assert ours.returncode == 0, ours.stderr
+    assert ours.stdout == plain.stdout
+    assert ours.stderr.count("\n") == plain.stderr.count("\n"), ours.stderr
+    assert len(json.loads((tmp_path / "f.json").read_text())["steps"]) == 4
