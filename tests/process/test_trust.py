@@ -200,3 +200,114 @@ def test_ctrl_c_before_the_script_begins_shows_no_frame_of_ours(tmp_path: Path) 
         _, errors = process.communicate(timeout=TIMEOUT)
         assert process.returncode != 0
         assert PACKAGE not in errors, errors
+
+
+# --- what is told ----------------------------------------------------------------------------------------------------
+
+EVALUATES = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36864, 10))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+for step in range(8):
+    if step == EVALUATED:
+        with torch.no_grad():
+            net(torch.randn(200, 1, 28, 28))
+    loss = net(torch.randn(16, 1, 28, 28)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("before_step", [1, 5])
+def test_an_evaluation_that_needs_more_than_training_counts(tmp_path: Path, before_step: int) -> None:
+    """For the plain peak, for the floor, and for the refusal while little is lost."""
+    script = script_in(tmp_path, EVALUATES.replace("EVALUATED", str(before_step)))
+    done = lowtide_in(tmp_path, "run", "--budget", "20MiB", "--json", "f.json", script)
+    figures = _figures(tmp_path)
+    assert done.returncode == (1 if before_step == 1 else 3), done.stderr
+    assert "an evaluation without gradients needs" in done.stderr
+    peak = max(s["peak_bytes"] for s in figures["steps"])
+    assert peak > 60 << 20
+    assert figures["plan"]["baseline_peak_bytes"] == figures["plan"]["bound"]["peak_bytes"] == peak
+    assert not figures["held"]
+
+
+def test_an_output_of_the_step_before_is_in_no_figure_that_is_told(tmp_path: Path) -> None:
+    text = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(nn.Embedding(2000, 64), nn.Linear(64, 4000))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+x = torch.randint(0, 2000, (1000,))
+for step in range(5):
+    optimizer.zero_grad()
+    out = torch.log_softmax(net(x), 1)
+    loss = nn.functional.nll_loss(out, x)
+    loss.backward()
+    optimizer.step()
+"""
+    script = script_in(tmp_path, text)
+    assert lowtide_in(tmp_path, "run", "--budget", "1GiB", "--json", "f.json", script).returncode == 0
+    plain = max(s["peak_bytes"] for s in _figures(tmp_path)["steps"])
+    done = lowtide_in(tmp_path, "run", "--budget", "50%", "--json", "f.json", script)
+    assert done.returncode == 1, done.stderr
+    plan = _figures(tmp_path)["plan"]
+    assert plan["bound"]["peak_bytes"] <= plan["lowest_peak_bytes"] <= plan["baseline_peak_bytes"] <= plain
+
+
+LAYERS = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(12)])
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+for step in range(6):
+    optimizer.zero_grad()
+    loss = net(torch.randn(16384 * (1 + (step >= GROWS)), 256)).square().mean()
+    loss.backward()
+    optimizer.step()
+    print(step, loss.item(), flush=True)
+"""
+
+
+def test_the_plain_first_step_of_a_percentage_takes_no_more_than_there_is(tmp_path: Path) -> None:
+    """Under `ulimit -d` the plain step does not fit; what it saves makes way, and the share is of what it would have taken."""
+    text = LAYERS.replace("GROWS", "99").replace("range(12)", "range(6)").replace("16384", "40000").replace("range(6):", "range(4):")
+    script = script_in(tmp_path, text)  # blocks so large that the heap gives them back to the system
+    plain = _plain(tmp_path, script).stdout
+    command = f"ulimit -d 650000; exec {sys.executable} -m lowtide run --budget 50% --json f.json {script}"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env={**environment(), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=TIMEOUT, check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == plain
+    assert _figures(tmp_path)["plan"]["baseline_peak_bytes"] > 400 << 20
+
+
+def test_a_percentage_is_of_the_largest_step_seen(tmp_path: Path) -> None:
+    """Later steps take twice as much: the budget is set anew, and its line says of which step."""
+    script = script_in(tmp_path, LAYERS.replace("GROWS", "2").replace("range(6)", "range(9)"))
+    done = lowtide_in(tmp_path, "run", "--budget", "50%", "--json", "f.json", script)
+    found = _figures(tmp_path)
+    largest = found["plan"]["baseline_peak_bytes"]
+    assert largest > 700 << 20
+    assert abs(found["budget_bytes"] - (largest + found["plan"]["resident_bytes"]) / 2) < 8 << 20
+    assert "50% is" in done.stderr
+    assert found["held"] or found["over"] == [2]
+
+
+def test_guard_around_run_keeps_the_lever(tmp_path: Path) -> None:
+    """The guard's own hooks in the process are not taken for the script's."""
+    script = script_in(tmp_path, READS_LATER)
+    done = lowtide_in(
+        tmp_path, "guard", "--", sys.executable, "-m", "lowtide", "run", "--budget", "28MiB", "--json", "f.json", script
+    )
+    assert done.returncode == 0, done.stderr
+    assert [x["name"] for x in _figures(tmp_path)["levers"] if x["used"]] == ["move-gradients"]
+    assert _figures(tmp_path)["held"]

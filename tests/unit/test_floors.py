@@ -72,6 +72,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "live.tensors",
         "live.kind",
         "live.heap",
+        "live.available",
         "live.board",
         "live.derivatives",
         "live.steps",

@@ -42,9 +42,7 @@ class Slot:
             if os.fstat(self.file).st_size < size:
                 with _named(size):
                     os.ftruncate(self.file, max(_LEAST, 1 << (size - 1).bit_length()))
-            if self._map is not None:
-                with contextlib.suppress(BufferError):
-                    self._map.close()
+            # What was mapped before goes with the last array on it: NumPy holds the mapping, but no buffer that keeps it open.
             self._map = mmap.mmap(self.file, os.fstat(self.file).st_size)
         return self._map
 
@@ -103,10 +101,8 @@ class Slot:
         return True
 
     def close(self) -> None:
-        """Give it back."""
-        if self._map is not None:
-            with contextlib.suppress(BufferError):
-                self._map.close()
+        """Give it back; arrays on it stay good for as long as they are held."""
+        self._map = None
         file, self.file = self.file, -1  # once only: the number may be another file's by now
         if file >= 0:
             os.close(file)

@@ -217,9 +217,10 @@ class _Budget:
         held = self._options.keep_going or self.runtime.outcome().held
         return code if code or held else NOT_HELD
 
-    def finish(self, code: int, _: BaseException | None = None) -> None:
+    def finish(self, code: int, error: BaseException | None = None) -> None:
         """Stop watching; write and show the figures."""
         from lowtide.planner import save_plan
+        from lowtide.probe.catalogue import out_of_memory
         from lowtide.report.terminal import show_outcome
 
         runtime, options = self.runtime, self._options
@@ -233,6 +234,11 @@ class _Budget:
         if not options.quiet and not _rank_suffix():
             show_outcome(outcome)
         written.say()
+        if outcome.share and not outcome.budget_bytes and error is not None and out_of_memory(error) is not None:
+            tell(
+                f"lowtide: the first step ran out of memory: what {outcome.share:.0%} is of is learned in it, so it has no "
+                "budget yet; give a size that is there, such as --budget 6GiB, and the first step is held to it"
+            )
 
 
 @final

@@ -7,6 +7,7 @@ written and read on a stream of its own.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import mmap
 import os
@@ -18,6 +19,7 @@ from typing import IO, Any, Protocol, final
 
 import torch
 from lowtide.disk import ROOM_FOR_TEMPORARY_FILES, reserve, why
+from lowtide.live.available import groups, is_in_memory
 from lowtide.pebble.eager.problem import Bandwidth
 from lowtide.tell import tell
 
@@ -94,7 +96,10 @@ def flat(storage: torch.UntypedStorage) -> torch.Tensor:
 class FileBoard:
     """The CPU's second board: an unlinked temporary file (in ``TMPDIR``), mapped, so that copies run on all threads.
 
-    Under pressure the kernel writes its pages to disk; until then they are page cache, which it can take back.
+    Under pressure the kernel writes its pages to disk; until then they are page cache, which it can take back. They are not
+    counted as resident in the process: each is unmapped as soon as it is written or read (``MADV_DONTNEED``, which keeps what
+    a shared mapping of a file holds). In a control group that has a limit their write-back is begun at once, too
+    (``POSIX_FADV_DONTNEED``), so that the group never waits for it at its limit.
     """
 
     overlaps: bool = False  # a copy keeps the very cores busy that compute
@@ -106,13 +111,29 @@ class FileBoard:
         self._end = 0
         self._rest = torch.empty(0, dtype=torch.uint8)
         self._free: dict[int, list[torch.Tensor]] = {}
+        self._maps: list[tuple[int, int, int, mmap.mmap]] = []
+        self._limited = any(True for _ in groups())
 
     def put(self, storage: torch.UntypedStorage) -> Ticket:
         """Write a storage's bytes."""
         size = storage.nbytes()
         place = self._place(size)
         place[:size].copy_(flat(storage))
+        self.leave(place)
         return _FileTicket(self, place, size)
+
+    def leave(self, place: torch.Tensor, _read: torch.Tensor | None = None) -> None:
+        """Bytes were written or read (into another tensor): the process need not have their pages."""
+        start = place.data_ptr()
+        for base, length, offset, mapped in self._maps:
+            if base <= start < base + length:
+                first = -(-(start - base) // mmap.PAGESIZE) * mmap.PAGESIZE
+                size = (start - base + place.numel()) // mmap.PAGESIZE * mmap.PAGESIZE - first
+                if size > 0:
+                    mapped.madvise(mmap.MADV_DONTNEED, first, size)
+                    if self._limited and self._file is not None:
+                        os.posix_fadvise(self._file.fileno(), offset + first, size, os.POSIX_FADV_DONTNEED)
+                return
 
     def _place(self, size: int) -> torch.Tensor:
         """Mapped bytes, as many or a few more, that nothing else uses; those that were used before are warm.
@@ -156,11 +177,13 @@ class FileBoard:
             OSError: where the disk has no room: found out here, as a write to a mapping that it cannot hold ends the process.
         """
         if self._file is None:
-            self._file = tempfile.TemporaryFile(prefix="lowtide-")  # noqa: SIM115 - lives as long as the board
+            self._file = tempfile.TemporaryFile(prefix="lowtide-", dir=_folder())  # noqa: SIM115 - lives as long as the board
         at, number = self._end, self._file.fileno()
         try:
             reserve(number, at + size, since=at)
-            found = torch.frombuffer(mmap.mmap(number, size, offset=at), dtype=torch.uint8)
+            mapped = mmap.mmap(number, size, offset=at)
+            found = torch.frombuffer(mapped, dtype=torch.uint8)
+            self._maps.append((found.data_ptr(), size, at, mapped))
         except BaseException:
             with contextlib.suppress(OSError):
                 os.ftruncate(number, at)  # some systems keep what they had found
@@ -178,12 +201,28 @@ class FileBoard:
             place = self._place(_PROBE_BYTES)
             probe = torch.frombuffer(bytearray(_PROBE_BYTES), dtype=torch.uint8)
             place.copy_(probe)  # a place is written for the first time once, and used many times
-            write = _fastest(lambda: place.copy_(probe))
-            read = _fastest(lambda: probe.copy_(place))
+            write = _fastest(lambda: self.leave(place.copy_(probe)))
+            read = _fastest(lambda: self.leave(place, probe.copy_(place)))
             maps = [torch.frombuffer(mmap.mmap(-1, _PROBE_BYTES), dtype=torch.uint8) for _ in range(_PROBES)]
-            read_fresh = _fastest(lambda: maps.pop().copy_(place))
+            read_fresh = _fastest(lambda: self.leave(place, maps.pop().copy_(place)))
         self.give_back(place)
         return Bandwidth(write=write, read=read, read_fresh=read_fresh)
+
+
+def _folder() -> str | None:
+    """Where the file goes: the temporary folder, or another one that is on a disk; None for the default.
+
+    Raises:
+        OSError: where there is none on a disk: what is moved to a file in memory is not freed.
+    """
+    default = tempfile.gettempdir()
+    if not is_in_memory(default):
+        return None
+    for folder in (f"{os.sep}var{os.sep}tmp", os.path.expanduser("~"), os.getcwd()):  # noqa: PTH109, PTH111
+        if os.access(folder, os.W_OK) and not is_in_memory(folder):
+            tell(f"lowtide: {default} is in memory itself: values are moved to {folder} instead (TMPDIR says where)")
+            return folder
+    raise OSError(errno.ENOSPC, f"{default} is in memory itself: set TMPDIR to a folder on a disk")
 
 
 def _fastest(copy: Callable[[], object]) -> float:
@@ -219,6 +258,7 @@ class _FileTicket:
     def _copy(self) -> torch.UntypedStorage:
         storage = torch.UntypedStorage(self._size, device="cpu")
         flat(storage).copy_(self._place[: self._size])
+        self._board.leave(self._place)
         return storage
 
     def __del__(self) -> None:

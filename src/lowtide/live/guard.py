@@ -36,6 +36,7 @@ from lowtide.live.value import (
     written_by,
 )
 from lowtide.pebble.eager.problem import Bandwidth
+from lowtide.probe.catalogue import out_of_memory
 from lowtide.trace import Site
 
 SMALLEST_BYTES = 2048
@@ -304,7 +305,7 @@ class Evictor:
         """Whether an error means that memory ran out, given how many requests had been refused before."""
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True
-        return self.meter.denied() > denied
+        return self.meter.denied() > denied or out_of_memory(error) is not None  # the system may refuse before our cap does
 
     def _headroom(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
         """Where the operator cannot be capped: room is made for what it will make; its key in what is known."""

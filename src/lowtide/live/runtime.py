@@ -24,6 +24,7 @@ from lowtide.allowed import GRADIENTS, LOSS, PIECES, SLICES, UPDATE
 from lowtide.errors import BudgetError, SizeError
 from lowtide.live import agree
 from lowtide.live.aside import Asides
+from lowtide.live.available import available_bytes
 from lowtide.live.board import FileBoard, PinnedBoard, Ticket
 from lowtide.live.derivatives import Derivatives, Unseen
 from lowtide.live.enough import Enough
@@ -53,9 +54,9 @@ from lowtide.live.slices import TEMPORARIES, Slices
 from lowtide.live.stack import Stack
 from lowtide.live.steps import Clock
 from lowtide.live.stopwatch import MATTERS_SHARE, Stopwatch
-from lowtide.live.tensors import node_of, storages_of, tensors_in, with_gradients
+from lowtide.live.tensors import beneath_autograd, node_of, storages_of, tensors_in, with_gradients
 from lowtide.live.unit import TOLERANCE_BYTES, TOLERANCE_SHARE, Entry, Left, Unit, near
-from lowtide.live.unreached import TRANSFORM, Unreached
+from lowtide.live.unreached import COMPILED, TRANSFORM, Unreached
 from lowtide.live.update import Updates
 from lowtide.live.value import PLAIN_TYPES, bytes_of, written_by
 from lowtide.live.verdict import figures_of, refusal, resident_figures
@@ -157,6 +158,7 @@ class Runtime:
         self._found: PlanFigures | None = None
         self._solved: tuple[Problem, Solution] | None = None
         self.refused: BudgetError | None = None
+        self._evaluation_low = self._evaluation_high = 0
         self.resident = Resident()
         self._last_optimizer = 0
         self._last_lean: LeanMode | None = None
@@ -165,7 +167,8 @@ class Runtime:
         self._last_told = -math.inf
         self._owed = Owed()
         self._owing = False
-        self._between_bytes = 0
+        self._between_bytes = self._evaluation_bytes = self._evaluation_from = 0
+        self._share_peak = self._share_step = self._there_bytes = 0
         self._unseen_peak = self._step_peak = 0
         self._units = 0
         self._pid = os.getpid()
@@ -215,6 +218,8 @@ class Runtime:
         elif isinstance(budget, Auto):
             self.budget_bytes = self._auto()
         self.evictor.limit_bytes = self.budget_bytes
+        if isinstance(budget, Share):  # the first step has no budget, but no more than there is
+            self._limit_to_what_is_there()
         self._open_step()
         self._watch_fully(None)
         self.clock.settle()
@@ -277,6 +282,8 @@ class Runtime:
             asked=self.settings.budget is not None,
             of_first=isinstance(self.settings.budget, Share),
             excused=self._excused,
+            share_step=self._share_step,
+            share=budget.fraction if isinstance(budget := self.settings.budget, Share) else 0.0,
             unreached=self.unreached.reasons,
             unmet=self.evictor.exempt.unmet,
             levers=(
@@ -321,6 +328,11 @@ class Runtime:
         self._measure_board()
         if isinstance(self.settings.budget, Auto):
             self.budget_bytes = self.evictor.limit_bytes = self._auto()
+        elif isinstance(self.settings.budget, Share) and not self.budget_bytes:
+            self._limit_to_what_is_there()
+
+    def _limit_to_what_is_there(self) -> None:
+        self._there_bytes = self.evictor.limit_bytes = self.meter.live() + available_bytes(self.meter.device)
 
     def _measure_board(self) -> None:
         """Time copies to and from a device while it has the most room, before the first step."""
@@ -339,7 +351,10 @@ class Runtime:
 
     def root_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """A module is called from outside any module."""
-        if not self._active or not torch.is_grad_enabled() or os.getpid() != self._pid:
+        if not self._active or os.getpid() != self._pid:
+            return
+        if not torch.is_grad_enabled():
+            self._evaluation_begins()
             return
         if self.asides.transforming:
             self.unreached.note(TRANSFORM)
@@ -392,9 +407,28 @@ class Runtime:
 
     def root_ends(self, result: Any) -> None:
         """A root call returned."""
-        if self.unit is not None:
+        if not torch.is_grad_enabled():
+            self._evaluation_ends()
+        elif self.unit is not None:
             plain = [t for t in tensors_in(result) if type(t) in PLAIN_TYPES]  # of others `grad_fn` may be costly
             self.unit.outputs += [weakref.ref(t) for t in plain if node_of(t) is not None]
+
+    def _evaluation_begins(self) -> None:
+        """A model is called without gradients: if that took more than there is room for, what training holds makes way."""
+        known = self._evaluation_bytes - self._evaluation_from
+        if self.budget_bytes and self.unit is None and self.saver.outstanding > 0 and known > 0:
+            with beneath_autograd():
+                self.evictor.room_for(known)
+        self._evaluation_low = self.meter.live() - self._left().there_bytes
+        self._evaluation_high = self.meter.span_peak()
+
+    def _evaluation_ends(self) -> None:
+        """That call returned: what it took counts for the plain peak and for the floor, as no plan lowers it."""
+        if not self._active or self.unit is not None:  # else it is a part of the unit that is recorded
+            return
+        highest = self.meter.span_peak()
+        if highest > self._evaluation_high and highest > self._evaluation_bytes:
+            self._evaluation_bytes, self._evaluation_from = highest, self._evaluation_low
 
     def called_elsewhere(self, module: torch.nn.Module) -> None:
         """A module is called in another thread."""
@@ -445,6 +479,7 @@ class Runtime:
 
     def _run_region(self, region: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A compiled region runs, whose operators are not seen: while the policy on line holds the budget, it makes room."""
+        self.unreached.note(COMPILED)
         begins = self._step_done or not self._step_trains  # else it is a later part of the step: its update, perhaps
         if self._active and self.unit is None and begins and torch.is_grad_enabled() and self._is_outside():
             self._begin_unit(Kind((), engaged=self._engaged, after=self._after()))
@@ -708,7 +743,7 @@ class Runtime:
         left = self._left()
         base = self.meter.live() - left.there_bytes  # it goes when the script lets go of it, at the latest within the unit
         between = base if self._owing else max(highest, base)  # else bytes of our making
-        self._between_bytes = between if self._units > 1 else 0
+        self._between_bytes = max(between if self._units > 1 else 0, self._evaluation_bytes)
         self.meter.reset_op_peak()
         gradients, times = self.resident.gradient_bytes(), self.evictor.times
         self.unit = unit = Unit(kind, base, left, gradients, "online", calls=[kind], times=times)
@@ -768,10 +803,10 @@ class Runtime:
         told = (solution.state, solution.status, entry, shift, unit.base_bytes, self._between_bytes)
         if self._found is None or solution.state is None or not _same(told, self._told):
             self._told = told
-            grown = sum(size for state, size in self.resident.states().items() if state not in entry.states)
             self._found = figures_of(
                 entry.problem, solution, between_bytes=self._between_bytes, resident_bytes=self.resident.bytes(),
-                shift_bytes=shift, certain_bytes=min(unit.base_bytes - entry.trace.base_bytes, grown - entry.left.bytes),
+                shift_bytes=shift, likely_bytes=self._likely_shift(entry, unit),
+                certain_bytes=self._certain_shift(entry, unit),
             )
         higher = (self.figures and self.figures.predicted_peak_bytes) or 0
         if self._step_units == 1 or (self._found.predicted_peak_bytes or self.budget_bytes) >= higher:
@@ -1063,17 +1098,38 @@ class Runtime:
     # --- budget ------------------------------------------------------------------------------------------------------
 
     def _resolve_share(self, unit: Unit) -> None:
-        """Turn a share into bytes once the plain peak is known."""
+        """Turn a share into bytes once a plain peak is known, and again when a larger one is."""
         budget = self.settings.budget
-        if not isinstance(budget, Share) or (self.budget_bytes and len(self.steps) != 1):
+        if not isinstance(budget, Share):
             return
         entry = self.recordings.nearest(unit.kind, unit.base_bytes) or next(iter(self.recordings), None)
         if entry is None:
             return
         resident = self.resident.bytes()
-        peak = max(entry.problem.plain_peak + entry.shift(unit), self._between_bytes)
-        self.budget_bytes = int(resident + budget.fraction * max(0, peak - resident))
-        self.evictor.limit_bytes = self.budget_bytes
+        peak = max(entry.problem.plain_peak + self._likely_shift(entry, unit), self._between_bytes)
+        if self.budget_bytes and peak <= self._share_peak and len(self.steps) != 1:
+            return
+        larger = bool(self.budget_bytes) and peak > self._share_peak * (1 + TOLERANCE_SHARE)
+        self._share_peak = max(peak, self._share_peak)
+        asked = int(resident + budget.fraction * max(0, self._share_peak - resident))
+        there = self._there_bytes  # as it was before the first step: what the process has freed since it may keep
+        self.budget_bytes = self.evictor.limit_bytes = min(asked, there)
+        if asked > there:
+            tell(f"lowtide: {budget.fraction:.0%} is {format_bytes(asked)}, but no more than {format_bytes(there)} is there")
+        if larger and len(self.steps) > 1:
+            self._share_step = len(self.steps)
+            now, plain = format_bytes(self.budget_bytes), format_bytes(self._share_peak)
+            tell(f"lowtide: {budget.fraction:.0%} is {now} from step {len(self.steps)} on, which takes {plain} plain")
+
+    def _likely_shift(self, entry: Entry, unit: Unit) -> int:
+        """How much higher than the recorded unit's the peak of another one lies: what may go within it is not counted."""
+        made_anew = max(0, entry.gradient_bytes - unit.gradient_bytes)
+        return min(entry.shift(unit), self._certain_shift(entry, unit) + made_anew)
+
+    def _certain_shift(self, entry: Entry, unit: Unit) -> int:
+        """How much higher than the recorded unit another one lies for certain: by what became optimizer state since."""
+        grown = sum(size for state, size in self.resident.states().items() if state not in entry.states)
+        return min(unit.base_bytes - entry.trace.base_bytes, grown - entry.left.bytes)
 
     def _meet_long_lived(self) -> None:
         """Enter what planned steps left behind unseen: their gradients, the first states."""
@@ -1108,7 +1164,8 @@ class Runtime:
         self._step_units = 0
         told = functools.partial(
             refusal, figures, self.budget_bytes, self._between_bytes,
-            proven=proven, declined=self.updates.reason, unreached=self.unreached.reasons,
+            proven=proven, evaluation_bytes=self._evaluation_bytes, declined=self.updates.reason,
+            unreached=self.unreached.reasons,
         )
         self.refused = told()
         # What is raised is nowhere held: its traceback leads to the script's model, and here.
@@ -1161,7 +1218,9 @@ class Runtime:
             return
         self._last_told = now
         figures = self.figures
-        if figures is not None and figures.lowest_peak_bytes > self.budget_bytes:
+        if self._evaluation_bytes > self.budget_bytes and peak <= self._evaluation_bytes:
+            why = f"an evaluation without gradients needs {format_bytes(self._evaluation_bytes)} whatever is planned"
+        elif figures is not None and figures.lowest_peak_bytes > self.budget_bytes:
             why = f"the lowest plan found for its sizes needs {format_bytes(figures.lowest_peak_bytes)}"
         elif self.unreached.reasons:
             why = f"what Lowtide does not reach in this script: {'; '.join(self.unreached.reasons)}"

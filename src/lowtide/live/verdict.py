@@ -17,7 +17,8 @@ ROOM: Final = 1.1
 
 
 def figures_of(
-    problem: Problem, solution: Solution, *, shift_bytes: int, certain_bytes: int, between_bytes: int, resident_bytes: int
+    problem: Problem, solution: Solution, *,
+    shift_bytes: int, likely_bytes: int, certain_bytes: int, between_bytes: int, resident_bytes: int,
 ) -> PlanFigures:
     """A solution as it holds for a unit on another base.
 
@@ -25,22 +26,25 @@ def figures_of(
         problem: what was solved.
         solution: the answer.
         shift_bytes: how much higher than the recorded one the unit lies, at most.
+        likely_bytes: the same without what may go before the peak (a result of the step before): figures that are told as
+            the plain run's are not above it.
         certain_bytes: how much higher it lies for certain: of what its base is above the recorded one's, what was made since
             and stays (a leftover of the step before may go within the unit), less what graphs of former units held then.
-        between_bytes: highest point between the last unit and this one: the optimizer's update.
+        between_bytes: highest point outside units: of the optimizer's update before this one, and of any evaluation.
         resident_bytes: parameters, buffers and optimizer states.
     """
     state, seconds = solution.state, problem.seconds
+    plain = max(problem.plain_peak + likely_bytes, between_bytes)
     return PlanFigures(
         predicted_peak_bytes=None if state is None else max(state.timeline.peak_bytes + shift_bytes, between_bytes),
-        baseline_peak_bytes=max(problem.plain_peak + shift_bytes, between_bytes),
+        baseline_peak_bytes=plain,
         resident_bytes=resident_bytes,
         predicted_step_seconds=None if state is None else seconds + state.timeline.extra_seconds,
         baseline_step_seconds=seconds,
         extra_seconds=None if state is None else state.timeline.extra_seconds,
         bound_peak_bytes=max(solution.bound.peak_bytes + certain_bytes, between_bytes),
         bound_extra_seconds=solution.bound_seconds,
-        lowest_peak_bytes=max(solution.lowest_bytes + shift_bytes, between_bytes),
+        lowest_peak_bytes=min(plain, max(solution.lowest_bytes + shift_bytes, between_bytes)),
         status=solution.status.value,
         solve_seconds=solution.solve_seconds,
     )
@@ -71,16 +75,19 @@ def resident_figures(resident_bytes: int, peak_bytes: int, step_seconds: float) 
 
 def refusal(
     figures: PlanFigures, budget_bytes: int, between_bytes: int, *,
-    proven: bool, declined: str = "", unreached: Sequence[str] = (),
+    proven: bool, evaluation_bytes: int = 0, declined: str = "", unreached: Sequence[str] = (),
 ) -> BudgetError:
     """The error that says why a budget cannot be held, and what would lower the floor."""
-    bound, lowest = figures.bound_peak_bytes, figures.lowest_peak_bytes
+    bound, lowest, plain = figures.bound_peak_bytes, figures.lowest_peak_bytes, figures.baseline_peak_bytes
     if figures.resident_bytes >= bound:
         what = "what is resident (parameters, buffers and optimizer states)"
         advice = "a stateless optimizer, smaller parameters, or bfloat16"
+    elif evaluation_bytes >= bound:
+        what = "an evaluation without gradients"
+        advice = "evaluating in smaller batches"
     elif between_bytes >= bound:
         what = "the optimizer's update"
-        advice = "a plain (foreach=False) or stateless optimizer, or smaller parameters"
+        advice = "a stateless optimizer, or smaller parameters"
     else:
         what = "one operator and what it works on"
         advice = "a smaller batch or sequence, bfloat16, or a lever (`lowtide run --levers list` tries them)"
@@ -88,8 +95,10 @@ def refusal(
         f"{what} needs {format_bytes(bound)} ({bound} bytes) whatever is recomputed or moved" if proven
         else f"the lowest plan found needs {format_bytes(lowest)} ({lowest} bytes; the proven floor is {bound})"
     )
-    if lowest > figures.resident_bytes:
+    if lowest > figures.resident_bytes and ROOM * lowest < plain:
         advice += f"; {format_bytes(ROOM * lowest)} leave some room above the lowest plan found"
+    elif lowest > figures.resident_bytes:
+        advice += f"; without Lowtide it takes {format_bytes(plain)}"
     if declined:
         advice += f"; gradients could not be consumed as they come: {declined}"
     if unreached:

@@ -85,9 +85,13 @@ def show_outcome(outcome: Outcome) -> None:
 
 
 def _add_peaks(table: Table, outcome: Outcome) -> None:
-    verdict = "" if not outcome.budget_bytes else "[red]over the budget[/]" if outcome.over else "[green]within the budget[/]"
+    verdict = ""
+    if outcome.budget_bytes and outcome.bound:
+        verdict = "[red]over the budget[/]" if outcome.over else "[green]within the budget[/]"
     unset = "none" if outcome.in_force else "[red]not in force[/]"
-    table.add_row("budget", format_bytes(outcome.budget_bytes) if outcome.budget_bytes else unset, "")
+    share = outcome.share and outcome.budget_bytes
+    of = f"{outcome.share:.0%} of what step {outcome.share_step} adds to what is resident" if share else ""
+    table.add_row("budget", format_bytes(outcome.budget_bytes) if outcome.budget_bytes else unset, of)
     seen = "" if outcome.exact else " (tensors seen only)"
     table.add_row("peak", format_bytes(max(s.peak_bytes for s in outcome.bound or outcome.steps)), verdict + seen)
     if outcome.of_first and outcome.budget_bytes:

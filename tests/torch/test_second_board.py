@@ -1,0 +1,66 @@
+"""What is moved is out of memory: not in a file that is memory itself, and not resident in the process."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import torch
+from lowtide.live import board
+from lowtide.live.available import available_bytes, is_in_memory
+
+MIB = 1 << 20
+
+
+def _resident_of_files() -> int:
+    status = Path("/proc/self/status").read_text()
+    return sum(int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) << 10 for name in ("RssFile", "RssShmem"))
+
+
+def test_moved_bytes_are_not_resident_and_come_back():
+    moved = board.FileBoard()
+    source = torch.randn(16 * MIB)
+    expected = source.clone()
+    before = _resident_of_files()
+    ticket = moved.put(source.untyped_storage())
+    assert _resident_of_files() - before < 8 * MIB
+    for _ in range(2):
+        back = torch.empty(0).set_(ticket.fetch())
+        assert torch.equal(back, expected)
+        assert _resident_of_files() - before < 8 * MIB
+    del ticket
+    other = moved.put(torch.ones(16 * MIB).untyped_storage())
+    assert torch.equal(torch.empty(0).set_(other.fetch()), torch.ones(16 * MIB))
+
+
+def test_files_in_memory_are_known():
+    assert is_in_memory("/dev/shm")
+    assert not is_in_memory("/proc/self")
+
+
+def test_another_folder_is_taken_where_the_temporary_one_is_in_memory(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: "/dev/shm")
+    monkeypatch.setattr(board, "is_in_memory", lambda folder: str(folder) in ("/dev/shm", "/var/tmp"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert board._folder() == str(tmp_path)
+    assert f"values are moved to {tmp_path} instead" in capsys.readouterr().err
+
+
+def test_nothing_is_moved_where_no_folder_is_on_a_disk(monkeypatch, capsys):
+    import lowtide
+
+    monkeypatch.setattr(board, "is_in_memory", lambda _: True)
+    model = torch.nn.Sequential(*(m for _ in range(6) for m in (torch.nn.Linear(256, 256), torch.nn.GELU())))
+    with lowtide.budget("16MiB", keep_going=True) as run:
+        for _ in range(4):
+            model(torch.randn(2048, 256)).sum().backward()
+            model.zero_grad()
+    assert not any(s.offloaded_bytes for s in run.outcome.steps)
+    assert any(s.recomputed_ops for s in run.outcome.steps)
+    assert "is in memory itself" in capsys.readouterr().err
+
+
+def test_what_is_there_is_less_than_the_machine_has():
+    assert 0 < available_bytes(torch.device("cpu")) < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
