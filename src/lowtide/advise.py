@@ -30,6 +30,8 @@ LEVERS: Final = ("loss-block", "foreach", "resident-data", "smaller-batch")
 
 _TEMPORARIES: Final = {"SGD": 0, "ASGD": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 5, "Adadelta": 2, "Rprop": 3}
 """Temporaries of a parameter's size that an optimizer's loop (``foreach=False``) holds at once, measured; else 1."""
+_FUSED: Final = {"SGD", "Adam", "AdamW", "Adagrad"}
+"""Optimizers of torch that have a fused kernel (``fused=`` in ``torch/optim``)."""
 _RECTIFIED: Final = 5
 """Step, counted from 0, from which on RAdam takes as many; before, as Adam does."""
 _ZEROS: Final = ("aten.zero_", "aten._foreach_zero_")
@@ -373,10 +375,12 @@ def foreach_extra(case: Case) -> Iterator[Finding]:
         change.inside[k] = min(case.inside(k), sum(read[:alone]))
     if total < NOTABLE * case.peak:
         return
+    kinds = {b.name.split(" ")[0] for b in step.blocks if b.role is Role.OPTIMIZER_STATE} or {"SGD"}
+    fused = ", fused=True none" if kinds <= _FUSED else ""
     yield case.found(
         "foreach",
-        f"the optimizer's foreach kernels take {format_bytes(total)} of temporaries for all parameters at once: foreach=False "
-        "takes those of one parameter at a time (or fused=True none)",
+        f"the optimizer's foreach kernels take {format_bytes(total)} of temporaries for all parameters at once: "
+        f"foreach=False takes those of one parameter at a time{fused} (`lowtide run` cuts the update by itself where it must)",
         change,
     )
 

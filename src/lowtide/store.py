@@ -150,7 +150,7 @@ _LEAST_GROWTH_BYTES: Final = 1 << 12
 _LARGEST_BYTES: Final = 1 << 48
 """No memory is larger: a number above it was not written by a recorder."""
 _MOST_BYTES: Final = 1 << 28
-"""A journal longer than this (5.6 million entries in one step) keeps its end and loses the middle."""
+"""A journal takes no more than this (5.6 million entries in one step): what follows in that step is lost."""
 
 _TABLES: Final = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT);

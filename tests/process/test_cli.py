@@ -92,7 +92,7 @@ def test_a_run_within_a_run_is_refused(tmp_path: Path) -> None:
     """A second budget in the same process exits with 2 and one line; no script runs."""
     script_in(tmp_path, "print('ran')", "x.py")
     nested = ("run", "--budget", "1GiB", "--quiet", "-m", "lowtide", "run", "--budget", "1GiB", "x.py")
-    assert "budget is in force" in _one_line(lowtide_in(tmp_path, *nested), 2)
+    assert "this process is run by Lowtide already" in _one_line(lowtide_in(tmp_path, *nested), 2)
 
 
 # --- how it ends -----------------------------------------------------------------------------------------------------

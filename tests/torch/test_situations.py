@@ -11,9 +11,9 @@ from lowtide.pebble.eager.problem import Bandwidth
 import lowtide
 
 STEPS = 7
-NOT_HELD_AT_ONCE = {("random_branch", False)}
-"""(script, whether values may be moved) with memory that cannot be foreseen at its first sight: another branch than recorded,
-where nothing can be moved. That step may cross the budget."""
+NOT_HELD_AT_ONCE = {("random_branch", False), ("generator_twice", False)}
+"""(script, whether values may be moved) with memory that cannot be foreseen at its first sight where nothing can be moved: another
+branch than recorded, or graphs left over that are larger each time. Steps may cross the budget, and the run says so."""
 
 OUT_OF_REACH = {"gradients_by_transform", "nested_tensors"}
 """What is made under a transform, or by a tensor of another kind, is kept as it is: such a step is over the budget and says so."""
@@ -37,7 +37,9 @@ def test_bits_and_budget_hold(name: str, share: float, offload: bool) -> None:
         assert run.outcome.unreached
     elif not run.outcome.held and run.floor_bytes > run.budget_bytes:  # a run that has begun is not ended for it
         assert run.outcome.over
-    elif (name, offload) not in NOT_HELD_AT_ONCE:
+    elif (name, offload) in NOT_HELD_AT_ONCE:
+        assert run.outcome.held == (not run.outcome.over)
+    else:
         assert run.peak_bytes <= run.budget_bytes + FIRST_CALLS_BYTES, run.over
 
 

@@ -98,13 +98,13 @@ def check_target(target: str, *, module: bool) -> None:
 
 
 def check_alone() -> None:
-    """Refuse to start inside a process in which a budget is in force.
+    """Refuse to start inside a process that another verb of Lowtide runs already.
 
     Raises:
         UsageError: in that case.
     """
     if os.environ.get(ACTIVE) == str(os.getpid()):
-        raise UsageError("a budget is in force in this process already: use one `lowtide run` only")
+        raise UsageError("this process is run by Lowtide already (`lowtide run` or `record`): use one of them only")
 
 
 def check_folder(file: str | None, remedy: str = "give another file") -> None:

@@ -1,4 +1,9 @@
-"""Holding a limit on line: what is let go when an operator would cross it, or fails for want of memory."""
+"""Holding a limit on line: what is let go when an operator would cross it, or fails for want of memory.
+
+Values go in the order of the cost that Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021, arXiv 2006.09616) gives
+them: seconds to bring a value back, over its bytes and the time since it was last used; here a value may be moved, too, where
+that is quicker than making it again.
+"""
 
 from __future__ import annotations
 

@@ -130,6 +130,8 @@ class Outcome:
         of_first: whether it is a share of the first step's peak, which therefore ran without it.
         excused: how many steps at the beginning ran before everything that holds the budget was in force: the first one of a
             share, and those before a lever was pulled.
+        units: forwards with their backwards in the last step: with gradient accumulation there are several, and the plan is
+            of one.
         share: what was asked for of the plain peak above what is resident; 0 where it was no share.
         share_step: the step whose plain peak the share is of, where it was set anew by a larger one.
         unreached: what the script does that the interception does not reach.
@@ -144,6 +146,7 @@ class Outcome:
     asked: bool = False
     of_first: bool = False
     excused: int = 0
+    units: int = 1
     share: float = 0.0
     share_step: int = 0
     unreached: tuple[str, ...] = ()

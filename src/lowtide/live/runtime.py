@@ -165,6 +165,7 @@ class Runtime:
         self._last_kind: Kind | None = None
         self._excused = 0
         self._last_told = -math.inf
+        self._units_a_step = 1
         self._owed = Owed()
         self._owing = False
         self._between_bytes = self._evaluation_bytes = self._evaluation_from = 0
@@ -282,6 +283,7 @@ class Runtime:
             asked=self.settings.budget is not None,
             of_first=isinstance(self.settings.budget, Share),
             excused=self._excused,
+            units=self._units_a_step,
             share_step=self._share_step,
             share=budget.fraction if isinstance(budget := self.settings.budget, Share) else 0.0,
             unreached=self.unreached.reasons,
@@ -1188,6 +1190,7 @@ class Runtime:
         self._step_policy, self._step_units, self._step_done, self._step_trains = "plain", 0, False, False
 
     def _close_step(self) -> None:
+        self._units_a_step = max(1, self._step_units)
         tally = self.evictor.tally
         peak = max(self.meter.span_peak(), self._step_peak, self._unseen_peak)
         crossed = bool(self.budget_bytes) and peak > self.budget_bytes

@@ -67,6 +67,7 @@ def show_outcome(outcome: Outcome) -> None:
     if plan is not None and plan.predicted_peak_bytes is not None and plan.extra_seconds is not None:
         planned = [s for s in outcome.steps if s.policy == "planned"]
         measured = planned[-1].peak_bytes if planned else outcome.steps[-1].peak_bytes
+        unit = "step" if outcome.units == 1 else f"forward and backward, of which a step has {outcome.units}"
         table.add_row(
             "plan",
             format_bytes(plan.predicted_peak_bytes),
@@ -75,7 +76,7 @@ def show_outcome(outcome: Outcome) -> None:
         table.add_row(
             "extra time",
             format_seconds(plan.extra_seconds),
-            f"predicted, {plan.extra_seconds / max(plan.baseline_step_seconds, 1e-9):.1%} of the recorded step; "
+            f"predicted, {plan.extra_seconds / max(plan.baseline_step_seconds, 1e-9):.1%} of the recorded {unit}; "
             f"no plan needs less than {format_seconds(plan.bound_extra_seconds)}",
         )
     for lever in outcome.levers:
