@@ -76,6 +76,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/lengths.py --json benchmarks/results/lengths.json
 	$(BIN)/python benchmarks/floors.py --json benchmarks/results/floors.json
 	$(BIN)/python benchmarks/rivals.py --json benchmarks/results/rivals.json
+	$(BIN)/python benchmarks/resident.py --json benchmarks/results/resident.json
 
 # torch comes first, by itself: the package only asks for a lower bound and never replaces the torch that is there.
 $(STAMP): pyproject.toml setup.py src/lowtide/native/heap.c src/lowtide/native/search.c

@@ -35,6 +35,11 @@ class Floor:
     batch_factor: float
 
 
+def with_board(graph: Graph) -> Graph:
+    """The same graph with room to move values to: how fast it is does not matter to a floor."""
+    return replace(graph, offload=_BOARD)
+
+
 def grows_with_the_batch(step: Step) -> list[int]:
     """Places of the blocks that are as large as the batch is: made in the step, and after its loss of no parameter's shape."""
     fixed = {b.label for b in step.blocks if b.role is Role.PARAMETER}
@@ -56,7 +61,7 @@ def floor_of(step: Step, plain_peak_bytes: int) -> Floor:
     Raises:
         RecordingError: if the recording has no operators' seconds.
     """
-    graph = graph_of(step, offload=_BOARD)
+    graph = with_board(graph_of(step))
     solver = Solver(graph)
     once = _heights(solver)
     more = _heights(Solver(_with_batch(graph, step)))
@@ -65,10 +70,10 @@ def floor_of(step: Step, plain_peak_bytes: int) -> Floor:
     slope = (more - once) / (_MORE - 1)
     growing = slope > 0
     room = 1 + (plain_peak_bytes - once[growing]) / slope[growing]
-    node = solver.floor.node
+    floor = solver.told_floor  # that of `lowtide plan`
     return Floor(
-        bytes=solver.floor.bytes,
-        op=operator_of(graph).get(node, -1),
+        bytes=floor.bytes,
+        op=operator_of(graph).get(floor.node, -1),
         batch_factor=float(room.min(initial=np.inf)),
     )
 

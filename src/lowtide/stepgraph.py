@@ -201,8 +201,8 @@ class _Builder:
         ]
         read = reads[-1] if reads else start
         released = max((min(b, stop) for _, b in saved), default=-1)
-        if last and end < self.count and end > max(read, released):
-            until = end
+        if last and end > max(read, released) and (saved or end < self.count):
+            until = min(end, self.count - 1)  # a variable of the script has it, and the run cannot take it from there
         elif saved:
             until = max((k for k in reads if k <= min(a for a, _ in saved)), default=start)
         else:

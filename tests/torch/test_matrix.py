@@ -1,5 +1,6 @@
 """Laws: under every budget, every model trains bit for bit as without; the heap counter's peak stays within the budget in
-every step, the first included; the plan's predicted peak is the measured one; a refusal is backed by its bound."""
+every step, the first included; the plan's predicted peak is the measured one; a refusal, or a budget that is said not to be
+held, is backed by its bound."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ def _check(name: str, above: int, *, offload: bool) -> None:
     without = ("move-gradients",)  # these jobs read every gradient in every step, so that they would all be back
     run = budgeted(zoo.MODELS[name], above, offload=offload, without=without)
     assert run.bits == reference.bits
+    if not run.outcome.held and run.floor_bytes > run.budget_bytes:
+        return  # found too low after the third step, when a run is not ended for it: said, as a refusal is
     assert kept(run), run.over
     planned = [s for s in run.outcome.steps if s.policy == "planned"]
     plan = run.outcome.plan

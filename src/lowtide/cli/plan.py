@@ -141,7 +141,10 @@ def plan(
             points = _curve(solver, limit, known=[answer])
     if asked is not None and strategy == "search" and answer.peak_bound.bytes < solver.told_floor.bytes:
         answer = replace(answer, peak_bound=solver.told_floor)
-    told = _Told(strategy=strategy, rounding=rounding, held=held, json_file=json_file, html_file=html_file)
+    told = _Told(
+        strategy=strategy, rounding=rounding, held=held, json_file=json_file, html_file=html_file,
+        floor_with_moving=_floor_with_moving(source, solver),
+    )
     _tell(solver, answer, points, sets if len(sets) > 1 else [], chosen, told)
     return 0 if answer.status.has_plan else 1
 
@@ -323,6 +326,16 @@ def _answer(solver: Solver, budget: int | None, strategy: str, seconds: float, p
         return solver.at(budget, seconds=seconds, seeds=seeds, progress=tell)
 
 
+def _floor_with_moving(source: _Source, solver: Solver) -> int | None:
+    """What no plan of a recording goes below that moves values, as a run does; None if this one may, or for a graph."""
+    from lowtide.leastpeak import with_board
+    from lowtide.pebble.solve import Solver
+
+    if source.step is None or solver.graph.offload is not None:
+        return None
+    return Solver(with_board(solver.graph)).told_floor.bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Told:
     """How an answer came to be, and where it goes."""
@@ -332,6 +345,7 @@ class _Told:
     held: Reserved | None
     json_file: str | None
     html_file: str | None
+    floor_with_moving: int | None
 
 
 def _tell(
@@ -357,13 +371,17 @@ def _tell(
             found["lever_seconds"] = chosen.own_seconds
         if points:
             found["curve"] = curve_json(points)
+        if told.floor_with_moving is not None:
+            found["floor_with_moving_bytes"] = told.floor_with_moving
         write_json(told.json_file, found)
     reserved = None if told.held is None else told.held.peak_bytes
     if told.html_file is not None:
         write(told.html_file, page(
             solver, answer, why, points, strategy=told.strategy, reserved=reserved, sets=sets, chosen=chosen,
         ))
-    show_plan(answer, why, strategy=told.strategy, reserved=reserved, chosen=chosen)
+    show_plan(
+        answer, why, strategy=told.strategy, reserved=reserved, chosen=chosen, floor_with_moving=told.floor_with_moving
+    )
     if sets:
         show_sets(sets, chosen)
     if points:

@@ -42,7 +42,8 @@ def name_of(graph: Graph, v: int) -> str:
 
 
 def show_plan(
-    answer: Answer, why: Decides | None, *, strategy: str, reserved: int | None = None, chosen: Planned | None = None
+    answer: Answer, why: Decides | None, *, strategy: str, reserved: int | None = None, chosen: Planned | None = None,
+    floor_with_moving: int | None = None,
 ) -> None:
     """The plan: peak, budget, extra time, bound, what decides, what each module does; what an allocator reserves for it.
 
@@ -52,6 +53,7 @@ def show_plan(
         strategy: how it was sought.
         reserved: bytes of an allocator's segments.
         chosen: the set of levers that it is with.
+        floor_with_moving: bytes that no plan goes below that may move values too, where this one may not.
     """
     out, graph, timeline = console(), answer.graph, answer.timeline
     table = Table(title=escape(f"lowtide plan {graph.name}".rstrip()), show_header=False, title_justify="left")
@@ -76,9 +78,10 @@ def show_plan(
         if answer.status is Status.UNKNOWN:
             moving = "" if graph.offload is not None else "; --offload SPEED lets values move, as `lowtide run` does unasked"
             table.add_row("lowest peak found", format_bytes(timeline.peak_bytes), f"--seconds searches longer{moving}")
+    means = "recomputing" if graph.offload is None else "recomputing and moving"
     meaning = {
-        "stuck": "no recomputing and moving goes below",
-        "instant": "no recomputing and moving goes below: what comes back needs what it is made from",
+        "stuck": f"no {means} goes below",
+        "instant": f"no {means} goes below: what comes back needs what it is made from",
         "forced": "no order goes below in which every operator runs once",
         "cut": "no order goes below in which every operator runs once (minimum cut)",
     }
@@ -87,6 +90,10 @@ def show_plan(
         format_bytes(answer.peak_bound.bytes),
         f"{meaning[answer.peak_bound.method]}, at {escape(name_of(graph, answer.peak_bound.node))}",
     )
+    if floor_with_moving is not None:
+        table.add_row(
+            "floor with moving", format_bytes(floor_with_moving), "as `lowtide run` moves values, and --offload SPEED here"
+        )
     if shown:
         extra, least, base = answer.extra_seconds, answer.time_bound.seconds, graph.base_seconds or 1.0
         table.add_row(
