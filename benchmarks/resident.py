@@ -38,8 +38,6 @@ SCRIPTS = {
 }
 SHARES = {"layers": (0.75, 0.5, 0.25), "small_gpt": (0.75, 0.5, 0.4), "casino_lstm": (0.75, 0.6)}
 """Of the plain peak of tensors, each above the floor."""
-
-
 UNLIMITED_BYTES = 1 << 40
 SPARE = 1.1
 """Of the maximum resident size under the lowest budget: the limit of a control group that plain and budgeted run in."""
@@ -100,10 +98,11 @@ def measure(name: str, turns: int, folder: str) -> list[dict[str, Any]]:
         first = first or ran.printed
         runs[variant].append(ran)
         figures = json.loads(told.read_text()) if budget else {"peak_bytes": plain, "held": True}
-        rows[variant] = {
-            "script": name, "variant": variant, "budget_bytes": budget or None,
-            "tensor_peak_bytes": figures["peak_bytes"], "held": figures["held"],
-        }
+        row = rows.setdefault(variant, {
+            "script": name, "variant": variant, "budget_bytes": budget or None, "tensor_peak_bytes": 0, "held": True,
+        })
+        row["tensor_peak_bytes"] = max(row["tensor_peak_bytes"], figures["peak_bytes"])
+        row["held"] = row["held"] and figures["held"]
     lowest = list(budgets)[-1]
     limit = int(SPARE * max(r.resident_bytes for r in runs[lowest]))
     for variant, row in rows.items():
