@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import os
 import sys
 from collections.abc import Iterator
 from functools import cached_property
@@ -15,8 +16,10 @@ from lowtide.errors import UsageError
 from lowtide.live import watch
 from lowtide.live.outcome import Outcome
 from lowtide.live.runtime import Runtime, Settings
+from lowtide.live.task import ACTIVE
 from lowtide.planner import Plan
 from lowtide.store import Recording, Writer, read
+from lowtide.tell import tell
 from lowtide.units import Size, as_budget
 
 _running: list[Runtime | watch.Watcher] = []
@@ -53,6 +56,9 @@ def budget(
 ) -> Iterator[Budgeted]:
     """Train within so many bytes: a context manager, and a decorator.
 
+    In a process that the command line runs (``lowtide run``, ``record``, ``min``, ``batch``), the command decides: the
+    block is trained as the command says, one line says so, and figures are the command's.
+
     Args:
         size: ``"6 GiB"``, ``"50%"``, bytes, ``"auto"`` (CUDA), or None: no limit, only rescue from out-of-memory.
         keep: paths of modules (``"blocks.0"``) whose saved values are never dropped.
@@ -76,6 +82,10 @@ def budget(
     runtime = Runtime(Settings(
         budget=asked, keep=kept, plan=plan, offload=offload, allow=allowed, without=excluded, keep_going=keep_going
     ))
+    if _has_command():
+        tell("lowtide: the script's own lowtide.budget is not used: the command that runs it decides")
+        yield Budgeted(Runtime.of_command or runtime)
+        return
     runtime.start()
     _running.append(runtime)
     try:
@@ -118,6 +128,9 @@ class Recorded:
 def record(path: str | Path = "recording.lowtide", *, level: Literal["ops", "phases"] = "ops") -> Iterator[Recorded]:
     """Record what happens in the block: a context manager, and a decorator.
 
+    In a process that the command line runs (``lowtide run``, ``record``, ``min``, ``batch``), nothing is recorded here, and
+    one line says so.
+
     Args:
         path: the file to write; what was there is replaced.
         level: every operator, or only where phases begin and end.
@@ -131,6 +144,10 @@ def record(path: str | Path = "recording.lowtide", *, level: Literal["ops", "pha
     if _running:
         raise UsageError("a budget is in force already (or a recording is made): leave it before another begins")
     file = Path(path)
+    if _has_command():
+        tell(f"lowtide: the script's own lowtide.record writes no {file}: the command that runs it decides")
+        yield Recorded(file)
+        return
     writer = Writer(file, {"script": sys.argv[0], "arguments": sys.argv[1:]})
     watcher = watch.begin(writer, operators=level == "ops")
     _running.append(watcher)
@@ -144,3 +161,8 @@ def record(path: str | Path = "recording.lowtide", *, level: Literal["ops", "pha
         watch.end(watcher, complete=failed is None)
         writer.close(code=int(failed is not None), error=failed)
         _running.remove(watcher)
+
+
+def _has_command() -> bool:
+    """Whether a verb of the command line runs this process: two at once would each count the other's tensors."""
+    return os.environ.get(ACTIVE) == str(os.getpid())

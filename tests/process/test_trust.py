@@ -300,14 +300,3 @@ def test_a_percentage_is_of_the_largest_step_seen(tmp_path: Path) -> None:
     assert abs(found["budget_bytes"] - (largest + found["plan"]["resident_bytes"]) / 2) < 8 << 20
     assert "50% is" in done.stderr
     assert found["held"] or found["over"] == [2]
-
-
-def test_guard_around_run_keeps_the_lever(tmp_path: Path) -> None:
-    """The guard's own hooks in the process are not taken for the script's."""
-    script = script_in(tmp_path, READS_LATER)
-    done = lowtide_in(
-        tmp_path, "guard", "--", sys.executable, "-m", "lowtide", "run", "--budget", "28MiB", "--json", "f.json", script
-    )
-    assert done.returncode == 0, done.stderr
-    assert [x["name"] for x in _figures(tmp_path)["levers"] if x["used"]] == ["move-gradients"]
-    assert _figures(tmp_path)["held"]

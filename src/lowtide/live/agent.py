@@ -199,6 +199,7 @@ class _Budget:
             )
         )
         self._next_write = 0.0
+        Runtime.of_command = self.runtime
         self.runtime.start()
 
     def _step_ended(self) -> None:

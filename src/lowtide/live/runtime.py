@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from lowtide.allowed import GRADIENTS, LOSS, PIECES, SLICES, UPDATE
@@ -118,7 +118,13 @@ class Settings:
 
 @final
 class Runtime:
-    """One per process while a budget is in force; listens to the clock."""
+    """One per process while a budget is in force; listens to the clock.
+
+    Attributes:
+        of_command: the one that ``lowtide run`` has begun in this process.
+    """
+
+    of_command: ClassVar[Runtime | None] = None
 
     def __init__(self, settings: Settings) -> None:
         """Install nothing yet."""
