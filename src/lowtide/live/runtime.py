@@ -65,6 +65,7 @@ from lowtide.pebble.eager.problem import Problem
 from lowtide.pebble.eager.solve import Front, Solution
 from lowtide.pebble.eager.walk import State
 from lowtide.planner import Plan, dropped_sites, plan_of
+from lowtide.probe.marks import Rounds
 from lowtide.tell import tell
 from lowtide.trace import Phase
 from lowtide.units import Auto, Share, Size, format_bytes
@@ -149,6 +150,7 @@ class Runtime:
         self.updates = Updates(lambda: self.clock.phase, self._before_update)
         self.gradients = MovedGradients(self._put_gradient)
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._rounds = Rounds()
         self.clock.on_optimizer = self._optimizer_made
         self.slices = Slices(self._room)
         self.logits = Logits()
@@ -534,6 +536,7 @@ class Runtime:
 
     def _optimizer_made(self, optimizer: Any) -> None:
         self._optimizers.add(optimizer)
+        self._rounds.made(optimizer)
         self.updates.optimizer_made(optimizer)
 
     def _put_gradient(self, storage: torch.UntypedStorage) -> Ticket | None:
@@ -714,7 +717,7 @@ class Runtime:
     def optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer stepped (perhaps from a hook within the backward, or in a compiled region)."""
         self.resident.optimizers.add(optimizer)
-        self._step_done = True
+        self._step_done |= self._rounds.stepped(optimizer) > 0
         self.updates.optimizer_ends(optimizer)
         self.gradients.optimizer_ends(optimizer)
         unit = self.unit

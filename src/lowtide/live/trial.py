@@ -19,6 +19,7 @@ from lowtide.live.steps import Clock
 from lowtide.live.task import TrialOptions
 from lowtide.live.tensors import modules_of, own_tensors, storages_of
 from lowtide.probe.catalogue import out_of_memory
+from lowtide.probe.marks import Rounds
 from lowtide.trace import Phase
 
 MACHINE_SHARE = 0.9
@@ -89,6 +90,8 @@ class Plain:
         """
         self._most = steps
         self._clock = Clock(self)
+        self._rounds = Rounds()
+        self._clock.on_optimizer = self._rounds.made
         self._steps: list[dict[str, Any]] = []
         self._meter: Meter | None = None
         self._started = 0.0
@@ -137,9 +140,9 @@ class Plain:
     def optimizer_begins(self, optimizer: Any) -> None:
         """The step goes on."""
 
-    def optimizer_ends(self, _: Any) -> None:
-        """The step is over when the next begins."""
-        self._done = True
+    def optimizer_ends(self, optimizer: Any) -> None:
+        """Once all optimizers of a round have stepped, the step is over when the next begins."""
+        self._done |= self._rounds.stepped(optimizer) > 0
 
     def _is_over(self) -> bool:
         return self._done or (self._consumed and not self._clock.optimizers_seen)
