@@ -236,6 +236,48 @@ def test_an_evaluation_that_needs_more_than_training_counts(tmp_path: Path, befo
     assert not figures["held"]
 
 
+EVALUATES_BEFORE_BACKWARD = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+net = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(12)])
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+for step in range(6):
+    loss = net(torch.randn(2048, 256)).square().mean()
+    with torch.no_grad():
+        found = net(torch.randn(8192, 256)).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(step, loss.item().hex(), found.item().hex(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("share", [0.85, 0.65])
+def test_values_of_training_are_moved_out_of_the_way_of_an_evaluation(tmp_path: Path, share: float) -> None:
+    """It runs while a graph waits for its backward: what the graph has saved, and gradients of the step before, leave."""
+    script = script_in(tmp_path, EVALUATES_BEFORE_BACKWARD)
+    plain = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--json", "f.json", script)
+    peak = max(s["peak_bytes"] for s in _figures(tmp_path)["steps"])
+    done = lowtide_in(tmp_path, "run", "--budget", str(int(share * peak)), "--json", "f.json", script)
+    figures = _figures(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == plain.stdout
+    assert figures["held"]
+    assert max(s["peak_bytes"] for s in figures["steps"][2:]) <= int(share * peak)
+    assert any(s["offloaded_bytes"] or s["recomputed_ops"] for s in figures["steps"][2:])
+
+
+def test_gradients_that_are_there_when_their_lever_is_pulled_leave_at_once(tmp_path: Path) -> None:
+    """They lie there until ``zero_grad``, which this script calls after its forward and its evaluation."""
+    script = script_in(tmp_path, EVALUATES_BEFORE_BACKWARD.replace("256", "512").replace("2048", "512").replace("8192", "2048"))
+    done = lowtide_in(tmp_path, "run", "--budget", "36MiB", "--json", "f.json", script)
+    figures = _figures(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "move-gradients" in done.stderr
+    assert max(s["peak_bytes"] for s in figures["steps"][2:]) <= figures["budget_bytes"]
+
+
 def test_an_output_of_the_step_before_is_in_no_figure_that_is_told(tmp_path: Path) -> None:
     text = """
 import torch

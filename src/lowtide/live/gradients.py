@@ -87,14 +87,19 @@ class MovedGradients:
         return any(not unfit(optimizer) for optimizer in optimizers)
 
     def engage(self, optimizers: Iterable[optim.Optimizer]) -> None:
-        """Move gradients from the next backward on."""
+        """Move the gradients that are there, and those of later backwards as they become whole."""
         self.engaged = True
         self._unheld = _references_of_unheld()
         for owner in (optim.Optimizer, torch.nn.Module):
             self._wraps.put(owner, "zero_grad", self._zeroing)
         for name in _NAMES:
             self._wraps.put(torch.nn.Parameter, name, lambda _: property(self._get, self._set, self._delete))
-        self.follow(optimizers)
+        known = list(optimizers)
+        self.follow(known)
+        for optimizer in known:
+            for parameter in parameters_of(optimizer):
+                if isinstance(parameter, torch.nn.Parameter):
+                    self.gradient_is_whole(parameter)
 
     def remove(self, *, over: bool) -> None:
         """Move no more.
