@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 from lowtide.live import board
 from lowtide.live.available import available_bytes, is_in_memory
@@ -64,3 +68,41 @@ def test_nothing_is_moved_where_no_folder_is_on_a_disk(monkeypatch, capsys):
 
 def test_what_is_there_is_less_than_the_machine_has():
     assert 0 < available_bytes(torch.device("cpu")) < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+FREES = """
+import resource, sys, torch
+from pathlib import Path
+from lowtide.live.available import return_freed_memory
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+torch.empty(4 << 20).fill_(1)  # malloc's heap takes blocks of this size from now on
+size = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())["VmSize"]
+resource.setrlimit(resource.RLIMIT_AS, ((int(size.split()[0]) << 10) + (512 << 20), -1))
+told = return_freed_memory(int(sys.argv[1]) << 20)
+large, small = [], []
+for _ in range(64):
+    large.append(torch.ones(512 << 10))
+    small.append(torch.ones(4 << 10))  # keeps the heap from shrinking at its top
+before = resident()
+large.clear()
+print(told, (before - resident()) >> 20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what malloc keeps is glibc's own")
+def test_freed_memory_is_returned_where_a_limit_leaves_little_more_than_the_budget():
+    def ran(budget_mib: int) -> tuple[str, int]:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+        done = subprocess.run(
+            [sys.executable, "-c", FREES, str(budget_mib)], env=environment, capture_output=True, text=True, check=True,
+        )
+        told, returned = done.stdout.split()
+        return told, int(returned)
+
+    assert ran(budget_mib=100) == ("False", 0)
+    told, returned = ran(budget_mib=400)
+    assert told == "True"
+    assert returned >= 120

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 import os
 import resource
 from collections.abc import Iterator
@@ -14,6 +16,11 @@ import torch
 
 SPARED: Final = 0.05
 """Share of what is there that is left to the rest: caches, fragmentation, other programs."""
+CRAMPED: Final = 3
+"""Where a process's own limits leave less than this multiple of its budget, what malloc keeps of freed tensors has no room."""
+RETURNED_BYTES: Final = 1 << 20
+"""Blocks from this size on are given back to the kernel when they are freed, once malloc is told so."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _NO_LIMIT: Final = 1 << 60
 _FILES: Final = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
@@ -32,6 +39,29 @@ def available_bytes(device: torch.device) -> int:
         return int((free + idle) * (1 - SPARED))
     found = [psutil.virtual_memory().available, *_left_of_limits(), *(limit - used for limit, used in groups())]
     return int(max(0, min(found)) * (1 - SPARED))
+
+
+def return_freed_memory(budget_bytes: int) -> bool:
+    """Where the process's own limits leave little more than a budget, have malloc give freed tensors back at once.
+
+    glibc raises the size from which a block is mapped by itself to as much as 32 MiB as such blocks are freed, after which
+    tensors share a heap whose holes stay resident: under a budget of 151 MiB, examples/small_gpt.py reaches 760 MiB as it is
+    and 630 MiB when freed blocks are returned. It costs page faults, 30 % of that step, so it is done only where a limit (a
+    control group's, ``ulimit -d``, ``ulimit -v``) is near. See ``M_MMAP_THRESHOLD`` in ``man 3 mallopt``.
+
+    Args:
+        budget_bytes: of tensors.
+
+    Returns:
+        Whether malloc was told so.
+    """
+    room = min([math.inf, *_left_of_limits(), *(limit - used for limit, used in groups())])
+    if room >= CRAMPED * budget_bytes:
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in musl or on macOS
+    if mallopt is None:
+        return False
+    return all(mallopt(kind, RETURNED_BYTES) for kind in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD))
 
 
 def groups() -> Iterator[tuple[int, int]]:

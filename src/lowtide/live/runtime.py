@@ -24,7 +24,7 @@ from lowtide.allowed import GRADIENTS, LOSS, PIECES, SLICES, UPDATE
 from lowtide.errors import BudgetError, SizeError
 from lowtide.live import agree
 from lowtide.live.aside import Asides
-from lowtide.live.available import available_bytes
+from lowtide.live.available import available_bytes, return_freed_memory
 from lowtide.live.board import FileBoard, PinnedBoard, Ticket
 from lowtide.live.derivatives import Derivatives, Unseen
 from lowtide.live.enough import Enough
@@ -224,6 +224,7 @@ class Runtime:
         budget = self.settings.budget
         if isinstance(budget, int):
             self.budget_bytes = budget
+            return_freed_memory(budget)
         elif isinstance(budget, Auto):
             self.budget_bytes = self._auto()
         self.evictor.limit_bytes = self.budget_bytes
@@ -1125,6 +1126,7 @@ class Runtime:
         asked = int(resident + budget.fraction * max(0, self._share_peak - resident))
         there = self._there_bytes  # as it was before the first step: what the process has freed since it may keep
         self.budget_bytes = self.evictor.limit_bytes = min(asked, there)
+        return_freed_memory(self.budget_bytes)
         if asked > there:
             tell(f"lowtide: {budget.fraction:.0%} is {format_bytes(asked)}, but no more than {format_bytes(there)} is there")
         if larger and len(self.steps) > 1:
