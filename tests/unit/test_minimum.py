@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lowtide.report.size import minimum_json
-from lowtide.size.minimum import CLOSE, MOST_RUNS, SURVIVES, Found, lever_sets, search
+from lowtide.report.size import minimum_json, minimum_page
+from lowtide.size.minimum import CLOSE, MOST_RUNS, SURVIVES, Found, covering, lever_sets, search
 from lowtide.size.trial import Asked, Ran
 
 PLAIN = 1_000_000_000
@@ -89,3 +91,34 @@ def test_the_headline_is_the_least_of_all_sets_of_levers() -> None:
     answer = minimum_json(plain, [searched("no levers", PLAIN // 2), searched("exact levers", PLAIN // 2 + 1000)], {})
     assert answer["minimum_bytes"] == PLAIN // 2
     assert answer["set"] == "no levers"
+
+
+def test_runs_are_as_long_as_it_takes_to_meet_the_highest_step() -> None:
+    """An evaluation came in the sixth step, and runs of four never met it: the minimum failed when it was to survive."""
+    asked = Asked(steps=12)
+    steps = tuple({"seconds": 1.0, "peak_bytes": 800 if i % 6 == 5 else 100} for i in range(12))
+    plain = Ran(asked=asked, ended="ok", message="", steps=steps, resident_bytes=0, plan=None, levers=())
+    assert covering(plain, 4) == 7
+    assert covering(plain, 9) == 9
+
+
+def test_a_first_guess_far_below_is_followed_by_the_plain_peak() -> None:
+    def run(asked: Asked) -> Ran:
+        return _ran(asked, "ok" if asked.budget_bytes >= PLAIN * 0.99 or not asked.cap_bytes else "memory", PLAIN // 6)
+
+    found = search("all", frozenset(), frozenset(), _ran(Asked(steps=6, budget_bytes=PLAIN), "ok", None), run, offload=True)
+    assert found.minimum_bytes is not None
+    assert PLAIN * 0.99 <= found.minimum_bytes <= PLAIN
+
+
+def test_a_probing_run_that_crossed_its_budget_is_no_point_of_the_curve() -> None:
+    asked = Asked(steps=6, budget_bytes=PLAIN)
+    crossed = replace(_ran(asked, "ok", None), asked=replace(asked, budget_bytes=123_456_789))
+    within = _ran(replace(asked, budget_bytes=987_654_321), "ok", None)
+    found = Found(
+        name="no levers", allow=frozenset(), without=frozenset(), minimum_bytes=987_654_321, fails_at_bytes=None,
+        floor_bytes=None, runs=(crossed, within), survived=None,
+    )
+    page = minimum_page("train.py", _ran(asked, "ok", None), [found])
+    assert "987654321" in page
+    assert "123456789" not in page

@@ -10,14 +10,14 @@ from lowtide.allowed import check_levers
 from lowtide.cli.launch import check_alone, check_folder, check_target, write, write_json
 from lowtide.cli.script import Finite, takes_script
 from lowtide.errors import LowtideError
-from lowtide.size.minimum import PROBE, STEPS, SURVIVES, lever_sets, search
+from lowtide.size.minimum import PROBE, STEPS, SURVIVES, covering, lever_sets, search
 from lowtide.size.trial import MOST_SECONDS, Asked, Ran, Target, run
 
 
 @click.command("min", context_settings={"allow_interspersed_args": False})
 @click.option("--allow", multiple=True, metavar="NAME,...", help="Levers that change bits and may be used too; `all` for all.")
 @click.option("--without", multiple=True, metavar="NAME,...", help="Levers that must not be used.")
-@click.option("--steps", type=click.IntRange(min=4), default=STEPS, show_default=True, help="Steps of one run.")
+@click.option("--steps", type=click.IntRange(min=4), default=STEPS, show_default=True, help="Steps of one run, at least.")
 @click.option("--survive", type=click.IntRange(min=0), default=SURVIVES, show_default=True, help="Steps at the minimum.")
 @click.option("--offload/--no-offload", default=True, help="Whether values may be moved to a file (CUDA: to the host).")
 @click.option("--timeout", type=Finite(min=1), default=MOST_SECONDS, show_default=True, help="Seconds of a run.")
@@ -40,8 +40,9 @@ def minimum(
 ) -> int:
     """Find the smallest budget under which SCRIPT trains, by runs that are capped for real.
 
-    Its first steps are run plainly, then under budgets with a hard cap at the budget: the smallest that passes, and one within
-    a per cent of it that fails; without levers, with the exact ones, and with those of --allow.
+    Its first steps are run plainly, as many as the minimum must survive, then under budgets with a hard cap at the budget, as
+    many as it takes to meet the step that needs most: the smallest that passes, and one within a per cent of it that fails;
+    without levers, with the exact ones, and with those of --allow.
     """
     from lowtide.leak.watch import end_on_sigterm
     from lowtide.report.size import minimum_json, minimum_page, show_minimum
@@ -68,10 +69,11 @@ def minimum(
 
             return go
 
-        plain = run(target, setting, Asked(steps=steps))
+        plain = run(target, setting, Asked(steps=max(steps, survive)))
         if not plain.passes or len(plain.steps) < 2:
             why = plain.message or f"only {len(plain.steps)} steps were seen"
             raise LowtideError(f"the script does not train as it is: {why}")
+        steps = covering(plain, steps)
         look = Asked(steps=4, budget_bytes=int(PROBE * plain.peak_bytes), allow=allowed, without=excluded, offload=offload)
         status.update("looking for what speaks against levers")
         declined = {x["name"]: x["text"] for x in run(target, setting, look).levers if not x["used"]}

@@ -59,7 +59,7 @@ from lowtide.live.unit import TOLERANCE_BYTES, TOLERANCE_SHARE, Entry, Left, Uni
 from lowtide.live.unreached import COMPILED, TRANSFORM, Unreached
 from lowtide.live.update import Updates
 from lowtide.live.value import PLAIN_TYPES, bytes_of, written_by
-from lowtide.live.verdict import figures_of, refusal, resident_figures
+from lowtide.live.verdict import figures_of, raised, refusal, resident_figures
 from lowtide.pebble.eager.play import play
 from lowtide.pebble.eager.problem import Problem
 from lowtide.pebble.eager.solve import Front, Solution
@@ -440,6 +440,8 @@ class Runtime:
         highest = self.meter.span_peak()
         if highest > self._evaluation_high and highest > self._evaluation_bytes:
             self._evaluation_bytes, self._evaluation_from = highest, self._evaluation_low
+            if self.figures is not None:
+                self.figures = raised(self.figures, highest)
 
     def called_elsewhere(self, module: torch.nn.Module) -> None:
         """A module is called in another thread."""

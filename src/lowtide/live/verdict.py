@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from lowtide.errors import BudgetError
@@ -47,6 +48,23 @@ def figures_of(
         lowest_peak_bytes=min(plain, max(solution.lowest_bytes + shift_bytes, between_bytes)),
         status=solution.status.value,
         solve_seconds=solution.solve_seconds,
+    )
+
+
+def raised(figures: PlanFigures, between_bytes: int) -> PlanFigures:
+    """Figures of a plan beside which something outside the units has reached so far: no plan lowers that.
+
+    Args:
+        figures: of the plan.
+        between_bytes: highest point outside units.
+    """
+    predicted = figures.predicted_peak_bytes
+    return replace(
+        figures,
+        predicted_peak_bytes=None if predicted is None else max(predicted, between_bytes),
+        baseline_peak_bytes=max(figures.baseline_peak_bytes, between_bytes),
+        bound_peak_bytes=max(figures.bound_peak_bytes, between_bytes),
+        lowest_peak_bytes=max(figures.lowest_peak_bytes, between_bytes),
     )
 
 

@@ -123,29 +123,30 @@ def show_minimum(plain: Ran, found: Sequence[Found], declined: Mapping[str, str]
 
 
 def _curve(plain: Ran, found: Sequence[Found]) -> list[tuple[str, list[tuple[int, float]]]]:
-    """(set of levers, (memory, seconds of a step) of the runs that passed), from the plain run down."""
-    start = [(plain.peak_bytes, plain.step_seconds)] if plain.step_seconds else []
+    """Points of the curve for each set of levers: (budget, seconds of a step).
+
+    A run without a cap at its budget may have crossed it, so only runs that stayed within are points.
+    """
     lines = []
+    if plain.step_seconds:
+        lines.append(("plain", [(plain.peak_bytes, plain.step_seconds)]))
     for f in found:
-        ran = {r.asked.budget_bytes: r.step_seconds for r in f.runs if r.passes and r.step_seconds}
-        points = sorted([*start, *((b, s) for b, s in ran.items() if s is not None)])
-        lines.append((f.name, points))
+        within = {
+            r.asked.budget_bytes: r.step_seconds for r in f.runs if r.passes and not r.over_bytes and r.asked.budget_bytes
+        }
+        lines.append((f.name, sorted((budget, seconds) for budget, seconds in within.items() if seconds)))
     return lines
 
 
 def _show_curve(plain: Ran, found: Sequence[Found]) -> None:
-    lines = _curve(plain, found)
-    longest = max((s for _, points in lines for _, s in points), default=0.0)
-    if not longest:
+    points = [(name, *point) for name, line in _curve(plain, found) for point in line]
+    if not points:
         return
+    longest = max(seconds for _, _, seconds in points)
     table = _table("time of a step by memory", "levers", "memory", "a step", "")
     table.columns[-1].justify = "left"
-    for name, points in lines:
-        for memory, seconds in points:
-            if memory == plain.peak_bytes and name != lines[0][0]:
-                continue
-            full = round(_BAR * seconds / longest)
-            table.add_row(name if memory != plain.peak_bytes else "plain", format_bytes(memory), _time(seconds), "█" * full)
+    for name, memory, seconds in points:
+        table.add_row(name, format_bytes(memory), _time(seconds), "█" * round(_BAR * seconds / longest))
     console().print(table)
 
 
@@ -158,7 +159,7 @@ def minimum_page(script: str, plain: Ran, found: Sequence[Found]) -> str:
         summary += f"; the least that works is {format_bytes(least)}, {100 * least / plain.peak_bytes:.0f} % of it"
     plot = {
         "title": "Time of a step by memory",
-        "text": "every run that passed under a hard cap at its budget; the point furthest right is the plain run",
+        "text": "every run that stayed within its budget, and the plain run",
         "x": {"kind": "bytes", "label": "memory"},
         "y": {"kind": "seconds", "label": "a step"},
         "series": [{"name": name, "points": points} for name, points in _curve(plain, found)],

@@ -23,6 +23,8 @@ STEPS: Final = 6
 """Of one run: two that are recorded, the others by the plan."""
 SURVIVES: Final = 50
 """Steps of the last run, at the minimum."""
+AS_HIGH: Final = 0.995
+"""A step that reaches this share of the highest peak of all is one of those that decide."""
 WIDENINGS: Final = (0.01, 0.03, 0.08, 0.2, 0.5)
 """How far a try lies beyond the last, until one passes and one fails."""
 
@@ -56,6 +58,18 @@ class Found:
     def at_minimum(self) -> Ran | None:
         """The run at the smallest budget that passed."""
         return next((r for r in self.runs if r.passes and r.asked.budget_bytes == self.minimum_bytes), None)
+
+
+def covering(plain: Ran, steps: int) -> int:
+    """Steps that a run must have so that it meets the highest of all: an evaluation comes once in many steps.
+
+    Args:
+        plain: the plain run, as long as the run that shows the minimum.
+        steps: that a run has at least.
+    """
+    highest = AS_HIGH * plain.peak_bytes
+    first = next((i for i, step in enumerate(plain.steps) if step["peak_bytes"] >= highest), 0)
+    return max(steps, first + 2)  # what follows a step's update (an evaluation) is over when the next one begins
 
 
 def lever_sets(allowed: frozenset[str], excluded: frozenset[str]) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
@@ -145,6 +159,8 @@ def _bracket(start: int, most: int, at: Callable[[int], Ran], runs: list[Ran]) -
             break
         if further:
             budget = int(high * (1 - further)) if high is not None else int(budget * (1 + further))
+        if further == WIDENINGS[-1] and high is None:
+            budget = max(budget, most)  # the plain peak is enough, however far off the first guess was
         if at(budget).passes:
             if low is not None:
                 return low, budget
