@@ -39,6 +39,21 @@ def test_moved_bytes_are_not_resident_and_come_back():
     assert torch.equal(torch.empty(0).set_(other.fetch()), torch.ones(16 * MIB))
 
 
+def test_no_more_than_a_piece_of_a_value_is_resident_while_it_is_moved(monkeypatch):
+    seen, leave = [], board.FileBoard.leave
+
+    def leaving(moved, place, read=None):
+        seen.append(_resident_of_files())
+        leave(moved, place, read)
+
+    monkeypatch.setattr(board.FileBoard, "leave", leaving)
+    source, before = torch.randn(32 * MIB), _resident_of_files()
+    ticket = board.FileBoard().put(source.untyped_storage())
+    assert torch.equal(torch.empty(0).set_(ticket.fetch()), source)
+    assert len(seen) == 2 * 128 // 16
+    assert max(seen) - before < 24 * MIB
+
+
 def test_files_in_memory_are_known():
     assert is_in_memory("/dev/shm")
     assert not is_in_memory("/proc/self")

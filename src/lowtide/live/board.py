@@ -14,7 +14,7 @@ import os
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import IO, Any, Protocol, final
 
 import torch
@@ -29,6 +29,8 @@ _PROBES = 3
 """... so many times each way."""
 _SEGMENT_BYTES = 64 << 20
 """The file grows by at least so much at a time."""
+_PIECE_BYTES = 16 << 20
+"""Values are copied in pieces of so much, and each piece's pages are unmapped before the next is copied."""
 _ALIGNED_BYTES = 64
 """Places begin at cache lines, as torch's own blocks do."""
 _CLASS_BITS = 4
@@ -118,8 +120,10 @@ class FileBoard:
         """Write a storage's bytes."""
         size = storage.nbytes()
         place = self._place(size)
-        place[:size].copy_(flat(storage))
-        self.leave(place)
+        source = flat(storage)
+        for piece in _pieces(size):
+            place[piece].copy_(source[piece])
+            self.leave(place[piece])
         return _FileTicket(self, place, size)
 
     def leave(self, place: torch.Tensor, _read: torch.Tensor | None = None) -> None:
@@ -209,6 +213,12 @@ class FileBoard:
         return Bandwidth(write=write, read=read, read_fresh=read_fresh)
 
 
+def _pieces(size: int) -> Iterator[slice]:
+    """Ranges of at most `_PIECE_BYTES` that cover so many bytes."""
+    for start in range(0, size, _PIECE_BYTES):
+        yield slice(start, min(start + _PIECE_BYTES, size))
+
+
 def _folder() -> str | None:
     """Where the file goes: the temporary folder, or another one that is on a disk; None for the default.
 
@@ -257,8 +267,10 @@ class _FileTicket:
 
     def _copy(self) -> torch.UntypedStorage:
         storage = torch.UntypedStorage(self._size, device="cpu")
-        flat(storage).copy_(self._place[: self._size])
-        self._board.leave(self._place)
+        target = flat(storage)
+        for piece in _pieces(self._size):
+            target[piece].copy_(self._place[piece])
+            self._board.leave(self._place[piece])
         return storage
 
     def __del__(self) -> None:
