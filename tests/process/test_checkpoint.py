@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import collections
 import json
 import math
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import numpy as np
@@ -19,6 +21,7 @@ import torch
 
 import lowtide
 from lowtide.checkpoint import Batches, Store, resume
+from lowtide.checkpoint import store as store_module
 from lowtide.checkpoint.sharded import assembled
 from lowtide.errors import CheckpointError, StateError
 
@@ -32,7 +35,7 @@ def script(tmp_path, text, name="train.py"):
 
 
 def run(path, *arguments, code=0, **options):
-    done = subprocess.run([sys.executable, path, *map(str, arguments)], capture_output=True, text=True, timeout=200, check=False, **options)
+    done = subprocess.run([sys.executable, path, *map(str, arguments)], capture_output=True, text=True, timeout=TIMEOUT, check=False, **options)
     assert done.returncode == code, done.stderr
     return done.stdout
 
@@ -366,6 +369,52 @@ def test_an_asynchronous_save_is_of_the_moment_it_was_asked_for(tmp_path):
         assert (found["x"] == i).all() and (found["y"] == i).all()
 
 
+def test_a_second_asynchronous_save_waits_for_the_first(tmp_path, monkeypatch):
+    """The first is held up until the second asks for it, or begins to write as well."""
+    asked, began, at_work, most = threading.Event(), threading.Event(), [], []
+    write, wait = store_module._write_part, Store.wait
+
+    def held_up(folder, tree, arrays):
+        at_work.append(folder)
+        most.append(len(at_work))
+        if began.is_set():
+            asked.set()
+        began.set()
+        assert asked.wait(120)
+        found = write(folder, tree, arrays)
+        at_work.remove(folder)
+        return found
+
+    def waiting(store):
+        if began.is_set():
+            asked.set()
+        wait(store)
+
+    monkeypatch.setattr(store_module, "_write_part", held_up)
+    monkeypatch.setattr(Store, "wait", waiting)
+    store = Store(tmp_path, asynchronous=True)
+    numbers = [store.save({"x": 1})]
+    assert began.wait(120)
+    numbers.append(store.save({"x": 2}))
+    store.wait()
+    assert numbers == [1, 2]
+    assert max(most) == 1
+    assert [store.load(saved) for saved in store.saved()] == [{"x": 1}, {"x": 2}]
+
+
+def test_what_killed_saves_left_goes_with_the_next_and_what_is_written_stays(tmp_path):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    left = {owner: tmp_path / f".undone-0000000007-{owner}" for owner in (gone.pid, os.getpid(), os.getppid())}
+    for folder in left.values():
+        (folder / "rank-0").mkdir(parents=True)
+        (folder / "rank-0" / "state.json").write_text("{}")
+    Store(tmp_path).save({"x": 1})
+    assert not left[gone.pid].exists()
+    assert not left[os.getpid()].exists(), "this process writes nothing else"
+    assert left[os.getppid()].exists(), "another process of this machine may be at work on it"
+
+
 def test_an_asynchronous_failure_is_raised_at_the_next_call(tmp_path, monkeypatch):
     store = Store(tmp_path, asynchronous=True)
 
@@ -405,7 +454,7 @@ def test_a_last_save_that_fails_when_nobody_waits_any_more_is_said_and_no_succes
         lowtide.checkpoint(store, state, save=True)
         print("trained")
     """)
-    done = subprocess.run([sys.executable, path, tmp_path / "c"], capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run([sys.executable, path, tmp_path / "c"], capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert (done.returncode, done.stdout) == (1, "trained\n")
     assert "lowtide: error: the last checkpoint was not saved" in done.stderr
     assert [s.number for s in Store(tmp_path / "c").saved()] == [1]
@@ -420,7 +469,7 @@ def test_two_processes_that_save_in_one_folder_leave_each_other_s_saves_alone(tm
         print(*(store.save({"w": np.full(300_000, k)}) for k in range(30)))
     """)
     both = [subprocess.Popen([sys.executable, path, tmp_path / "c"], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    numbers = [int(n) for process in both for n in process.communicate(timeout=200)[0].split()]
+    numbers = [int(n) for process in both for n in process.communicate(timeout=TIMEOUT)[0].split()]
     assert [process.returncode for process in both] == [0, 0]
     assert sorted(numbers) == list(range(1, 61))
     assert not list((tmp_path / "c").glob(".undone-*"))
@@ -706,7 +755,7 @@ RANKS = r"""
 def torchrun(path, *arguments):
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", path, *map(str, arguments)],
-        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=TIMEOUT, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     return sorted(line for line in done.stdout.splitlines() if line.startswith("rank")), done
 

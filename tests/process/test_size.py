@@ -186,6 +186,24 @@ def test_batch_stops_when_throughput_falls_for_certain_and_knows_the_knee(tmp_pa
     assert best.values == ("128",)
 
 
+@pytest.mark.parametrize(("slow", "last"), [(1.02, "64"), (1.3, "16")])
+def test_throughput_that_may_not_have_fallen_is_followed(tmp_path: Path, slow: float, last: str) -> None:
+    """Medians fall from 4 on; certain is what lies below the quartiles of the best."""
+    vary = Vary([parse_axis("batch=4,8,16,32,64", "t.py")], ())
+    results = Results(tmp_path / "r", {}, fresh=False)
+
+    def go(setting: Set, _: Asked) -> Ran:
+        value = float(setting.arguments[-1])
+        each = value * (1.0 if value == 4 else slow)
+        seconds = (each, each, 0.9 * each, 0.95 * each, each, each, 1.05 * each, 1.1 * each)
+        steps = tuple({"seconds": s, "peak_bytes": 1} for s in seconds)
+        return Ran(asked=Asked(steps=8), ended="ok", message="", steps=steps, resident_bytes=0, plan=None, levers=())
+
+    points = list(measure(vary, go, results, samples=lambda v: float(v[0]), plain=Asked(steps=8), budget=None))
+    results.close()
+    assert points[-1].values[0] == last
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_no_verdict_is_given_before_all_sizes_were_run(whole: bool, capsys: pytest.CaptureFixture[str]) -> None:
     rate = Rate(low=1, median=1, high=1)

@@ -215,6 +215,19 @@ def validation_whose_loss_is_kept(mended: bool) -> None:  # noqa: FBT001
                 kept.append(F.cross_entropy(model(torch.randn(4096, WIDTH)), torch.randint(0, 10, (4096,))))
 
 
+def validation_in_batches(mended: bool) -> None:  # noqa: FBT001
+    """Each batch stays in its variable until the next one is there, with a graph or without; one of them goes through a wider head."""
+    model, head = _net(), nn.Sequential(nn.Linear(WIDTH, 1024), nn.ReLU(), nn.Linear(1024, 10))
+    optimizer = _sgd(model)
+    for _ in range(4):
+        _update(model, optimizer, 256)
+        with torch.set_grad_enabled(not mended):
+            for i in range(3):
+                x = torch.randn(4096, WIDTH)
+                out = head(x) if i == 1 else model(x)
+        del x, out
+
+
 def outputs_of_the_batch_before(mended: bool) -> None:  # noqa: FBT001
     """The logits stay in a variable until the next ones are there, through the backward and the next forward."""
     model = _net(4000)
@@ -283,6 +296,7 @@ def graph_after_a_high_setup(mended: bool) -> None:  # noqa: FBT001
 CASES: dict[str, tuple[Script, str]] = {
     "summed validation": (summed_validation, "evaluation-graph"),
     "validation whose loss is kept": (validation_whose_loss_is_kept, "evaluation-graph"),
+    "validation in batches": (validation_in_batches, "evaluation-graph"),
     "outputs of the batch before": (outputs_of_the_batch_before, "held-result"),
     "outputs of the evaluated batch before": (outputs_of_the_evaluated_batch_before, "held-result"),
     "zeroed by hand": (zeroed_by_hand, "zeroed-gradients"),

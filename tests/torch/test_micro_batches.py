@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import gc
 import os
 import subprocess
@@ -194,10 +195,13 @@ def test_leaves_of_the_batch_and_rebound_buffers_are_put_back():
     model, short = torch.nn.Sequential(Counting(), torch.nn.Linear(6, 4).double()), Short(3)
     x = torch.randn(8, 6, dtype=torch.double, requires_grad=True)
     expected = torch.autograd.grad(model[1](x).square().sum(), x)[0]
-    step = lowtide.micro_batched(lambda a: model(short(a)).square().sum(), model=model, reduction="sum")
+    counted = model[0].n
+    step = lowtide.micro_batched(lambda a: short(model(a)).square().sum(), model=model, reduction="sum")
     step(x)
     assert torch.allclose(x.grad, expected)
-    assert model[0].n == step.pieces
+    assert step.failures == 2
+    assert model[0].n == step.pieces, "attempts that failed after the buffer was bound anew do not count"
+    assert counted == 0
 
 
 @pytest.mark.parametrize("layer", [
@@ -332,7 +336,7 @@ def test_ranks_agree_through_200_injected_failures(tmp_path):
     path.write_text(textwrap.dedent(RANKS))
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", path],
-        capture_output=True, text=True, timeout=200, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=TIMEOUT, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
     assert said == ["rank 0 True True MicroBatchError", "rank 1 True True ValueError"], done.stderr[-3000:]

@@ -6,15 +6,17 @@ import errno
 import signal
 
 import numpy as np
+import psutil
 import pytest
 from scipy import stats
 
 from lowtide.errors import UsageError
 from lowtide.guard.cause import Cause, Ending, why
 from lowtide.guard.forecast import Forecast, slopes
+from lowtide.guard import fence, keep
 from lowtide.guard.fence import Watching, cgroup
 from lowtide.guard.memory import Reading
-from lowtide.guard.outcome import Live
+from lowtide.guard.outcome import Generation, Live
 from lowtide.guard.rule import Kind, Rule, parse
 from lowtide.probe.beat import Beat
 from lowtide.probe.catalogue import Where, out_of_memory
@@ -96,6 +98,14 @@ def test_warm_up_is_forgotten():
     growth = forecast_of(sizes).growth()
     assert growth is not None
     assert growth.seconds_to(1000 * MIB) is None
+
+
+def test_growth_of_long_ago_is_forgotten():
+    """Ten minutes of growth, then three without."""
+    sizes = np.concatenate([300 + 5 * np.arange(0, 600, 0.5), np.full(360, 3300.0)])
+    growth = forecast_of(sizes * MIB, every=0.5).growth()
+    assert growth.is_flat(4000 * MIB)
+    assert growth.seconds_to(4000 * MIB) is None
 
 
 def test_slopes_are_those_of_the_library():
@@ -181,6 +191,60 @@ def test_a_cgroup_of_version_2_is_made_read_and_removed(tmp_path, monkeypatch):
 def test_where_no_cgroup_can_be_made_there_is_none(tmp_path):
     assert cgroup(MIB, "lowtide-1", roots=[tmp_path]) is None
     assert Watching().used(()) is None
+
+
+@pytest.mark.parametrize(("parent", "own"), [(300, 700), (700, 300)])
+def test_of_all_limits_above_a_process_the_smallest_counts(tmp_path, monkeypatch, parent, own):
+    folder = tmp_path / "user.slice" / "me"
+    folder.mkdir(parents=True)
+    (tmp_path / "memory.max").write_text("max\n")
+    (folder.parent / "memory.max").write_text(f"{parent * MIB}\n")
+    (folder / "memory.max").write_text(f"{own * MIB}\n")
+    monkeypatch.setattr(fence, "CGROUPS", tmp_path)
+    monkeypatch.setattr(fence, "_own", lambda controller: None if controller else "/user.slice/me")
+    assert fence.room() == 300 * MIB
+
+
+def test_without_limits_a_process_has_what_the_machine_has(tmp_path, monkeypatch):
+    monkeypatch.setattr(fence, "CGROUPS", tmp_path)
+    assert fence.room() == psutil.virtual_memory().total
+
+
+# --- starting again -------------------------------------------------------------------------------------------------------
+
+
+def kept_up(monkeypatch, generations, restarts):
+    """How a run goes whose processes end so: (cause, checkpoints that each saved); and what was waited before each."""
+    waits = []
+
+    def generation(keeper, waited):
+        waits.append(waited)
+        cause, saves = generations[len(waits) - 1]
+        return Generation(
+            number=len(waits) - 1, exit=0 if cause is Cause.FINISHED else 1, cause=cause, asked="", seconds=1.0, start_seconds=0.1,
+            load_seconds=0.0, save_seconds=0.0, waited_seconds=waited, steps=1, points=saves, saves=saves, peak_bytes=1,
+            unique_bytes=1, resident_bytes=1, device_bytes=0, growth_bytes_per_second=None, error=None,
+        )
+
+    monkeypatch.setattr(keep.Keeper, "_generation", generation)
+    monkeypatch.setattr(keep.Keeper, "_sleep", lambda *_: None)
+    outcome = keep.Keeper(keep.Settings(command=["x"], cap_bytes=MIB, restarts=restarts)).run()
+    return outcome, waits
+
+
+def test_failures_after_a_new_checkpoint_are_counted_anew(monkeypatch):
+    fails = (Cause.OOM_KILLER, 0)
+    outcome, waits = kept_up(monkeypatch, [fails, fails, (Cause.OOM_KILLER, 1), fails, fails, (Cause.FINISHED, 1)], restarts=3)
+    assert outcome.exit_code == 0
+    first = keep.BACK_OFF_SECONDS[0]
+    assert waits == [0, first, 2 * first, first, 2 * first, 4 * first]
+
+
+def test_failures_without_a_new_checkpoint_end_the_run(monkeypatch):
+    outcome, waits = kept_up(monkeypatch, [(Cause.OOM_KILLER, 0)] * 9, restarts=3)
+    assert outcome.exit_code == 1
+    assert len(waits) == 4
+    assert "4 times in a row without a new checkpoint" in outcome.text
 
 
 # --- errors that mean that memory ran out ---------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from lowtide.store import CARRIED, ENTRY, Journal, Kind
+from lowtide.store import CARRIED, ENTRY, Journal, Kind, _tail
 
 PHASE = (0.0, int(Kind.PHASE), *[0] * (len(ENTRY.names or ()) - 2))
 
@@ -21,3 +21,15 @@ def test_entries_are_those_that_were_added_and_what_lies_beyond_is_not_looked_at
     journal.add(*PHASE)
     assert len(journal.entries()) == 4, "reading it takes no place"
     journal.close()
+
+
+def test_phases_of_a_step_that_was_cut_off_go_on_from_the_high_water_of_the_steps_before(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal")
+    journal.begin(4, 0.0, 10, 5000, np.zeros(0, dtype=CARRIED))
+    journal.add(*PHASE)
+    row = _tail(tmp_path / "journal", names=1)  # as it is found after a kill
+    journal.close()
+    assert row is not None
+    assert not row.complete
+    assert (row.high_water_bytes, [p.high_water_bytes for p in row.phases]) == (5000, [5000])
+    assert row.peak_bytes < 5000

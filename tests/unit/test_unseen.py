@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from lowtide.leak.study import _half_way
-from lowtide.leak.verdict import SETTLED_STEPS, Judgement, Verdict, judge
+from lowtide.leak.verdict import SETTLED_STEPS, Judgement, Verdict, judge, together
 from lowtide.leak.watch import Run, Watch
 from lowtide.probe.counters import ABSENT, COLUMNS
 
@@ -92,3 +92,37 @@ def test_a_process_does_not_end_half_way_for_want_of_a_look_at_its_children():
     assert not enough(with_children(rows(SELDOM, children_bytes=0), 2))
     assert not enough(with_children(rows(OFTEN, children_bytes=0), 2)) or said(rows(OFTEN)).verdict is Verdict.CLEAN
     assert enough(with_children(rows(OFTEN, children_bytes=0), 2))
+
+
+def grown_by(increments: np.ndarray) -> Judgement:
+    """Of a program whose heap grows so in each step."""
+    found = rows(OFTEN, steps=len(increments), anonymous_bytes=0, private_bytes=0)
+    for name in ("heap_bytes", "peak_bytes"):
+        found[:, COLUMNS.index(name)] += np.cumsum(increments).astype(np.int64)
+    return said(found)
+
+
+def test_growth_that_comes_in_a_few_jumps_is_a_doubt_and_no_leak_yet():
+    """Of the increments between levels all but the two largest and smallest stay below the tolerance."""
+    jumps = np.zeros(149)
+    jumps[[8, 12, 27, 41, 42, 57, 67, 68, 72, 77, 87, 106, 107, 120, 131, 133, 148]] = 1
+    found = grown_by(144 + 21_850 * jumps)
+    held = found.counter("held")
+    assert held is not None
+    assert held.low > KIB >= held.trend.steady_rate
+    assert found.verdict is Verdict.INCONCLUSIVE
+
+
+def test_of_several_processes_those_that_were_watched_to_the_end_decide():
+    leaks, clean = grown_by(np.full(150, 8 * KIB)), grown_by(np.zeros(STEPS))
+    assert (leaks.verdict, clean.verdict) == (Verdict.LEAK, Verdict.CLEAN)
+    assert together([leaks, clean], STEPS) is clean
+    assert together([leaks], STEPS) is leaks, "where none was, those that there are"
+
+
+def test_processes_that_disagree_leave_it_open():
+    leaks, clean = grown_by(np.full(STEPS, 8 * KIB)), grown_by(np.zeros(STEPS))
+    found = together([leaks, clean], STEPS)
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert found.disagree
+    assert found.more_steps == 2 * STEPS
