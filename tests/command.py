@@ -11,7 +11,8 @@ from pathlib import Path
 import lowtide
 
 PACKAGE = str(Path(lowtide.__file__).parent)
-TIMEOUT = 120
+TIMEOUT = 900
+"""Seconds after which a process is taken to hang: far more than any of them needs on a busy machine."""
 
 Done = subprocess.CompletedProcess[str]
 

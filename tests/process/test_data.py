@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import contextlib
 import itertools
 import mmap
@@ -314,7 +315,7 @@ def test_no_process_is_left(tmp_path):
     path.write_text("import numpy as np, os, signal, psutil\nimport lowtide.data\nd = lowtide.data.isolate([1, 2, 3])\nd[0]\n"
                     "print([c.pid for c in psutil.Process().children()][0], flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n")
     pid = int(subprocess.run([sys.executable, path], capture_output=True, text=True, check=False).stdout)
-    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=5)
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=TIMEOUT)
     assert not psutil.pid_exists(pid)
 
 

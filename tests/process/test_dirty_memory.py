@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import os
 import subprocess
 import sys
@@ -41,6 +42,6 @@ def test_workspaces_with_unwritten_parts_are_made_again_in_used_memory() -> None
     reuse = {f"MALLOC_{name}_THRESHOLD_": str(1 << 33) for name in ("MMAP", "TRIM")}
     env = {**os.environ, "LD_PRELOAD": str(library_path()), **reuse}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=TIMEOUT, check=False
     )
     assert done.stdout.strip() == "equal", done.stderr[-2000:]

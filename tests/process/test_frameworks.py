@@ -6,6 +6,7 @@ Each script of ``scripts/`` runs in its own processes: plain, once with room to 
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import json
 import os
 import subprocess
@@ -24,9 +25,6 @@ RANKS = {"ddp": 2, "fsdp2": 2, "trainer": 1, "lightning": 1}
 NEEDS = {"trainer": ("transformers", "accelerate"), "lightning": ("lightning",)}
 SHARE = 0.6
 ROOMY = 8 << 30
-TIMEOUT = 60
-
-pytestmark = pytest.mark.timeout(4 * TIMEOUT)
 
 
 @dataclass(frozen=True)

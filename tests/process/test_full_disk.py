@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import errno
 import os
 import resource
@@ -20,7 +21,6 @@ from lowtide.errors import RecordingError
 from lowtide.store import CARRIED, ENTRY, Journal, Kind, PhaseFigures, ProcessRow, StepRow, Writer, read
 from small_disk import small_disk
 
-TIMEOUT = 120
 STOPS = "lowtide: the recording stops: "
 GOES_ON = "; training goes on"
 ENTRY_OF_A_PHASE = (0.0, int(Kind.PHASE), *[0] * (len(ENTRY.names or ()) - 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import errno
 import os
 import sqlite3
@@ -21,7 +22,6 @@ from lowtide.sweep.definition import Definition, File, OwnAxis, define
 from lowtide.sweep.results import MAIN, Results
 from small_disk import small_disk
 
-TIMEOUT = 200
 
 
 def _full(*_: Any, **__: Any) -> Any:

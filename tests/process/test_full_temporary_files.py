@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import errno
 import json
 import os
@@ -19,7 +20,6 @@ from lowtide.probe.marks import Kind
 from lowtide.probe.sampler import Sampler
 from small_disk import small_disk
 
-TIMEOUT = 200
 GOES_ON = "make room there, or set TMPDIR to a folder that has it; training goes on"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import contextlib
 import json
 import os
@@ -44,7 +45,7 @@ def started(*arguments, **options):
     )
 
 
-def guard(tmp_path, *arguments, timeout=120, **options):
+def guard(tmp_path, *arguments, timeout=TIMEOUT, **options):
     """Run to its end: what it printed, and its figures."""
     process = started("--json", tmp_path / "guard.json", *arguments, **options)
     out, err = process.communicate(timeout=timeout)
@@ -52,7 +53,7 @@ def guard(tmp_path, *arguments, timeout=120, **options):
     return process.returncode, out, err, figures
 
 
-def until(condition, seconds=30):
+def until(condition, seconds=TIMEOUT):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -197,7 +198,7 @@ def test_a_person_who_kills_is_not_taken_for_memory(tmp_path):
     until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
     time.sleep(0.3)
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=TIMEOUT)
     assert process.returncode == 137
     assert json.loads((tmp_path / "guard.json").read_text())["generations"][0]["reason"] == "killed from outside"
 
@@ -252,7 +253,7 @@ def test_a_stop_by_a_person_saves_first(tmp_path, number):
     until(lambda: (tmp_path / "c").exists())
     time.sleep(0.5)
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 75, err
     figures = json.loads((tmp_path / "guard.json").read_text())
     assert figures["generations"][0]["reason"] == "stopped"
@@ -268,7 +269,7 @@ def test_a_script_that_knows_nothing_gets_the_signal_itself(tmp_path, number, co
     process = started(path, cwd=tmp_path)
     until(lambda: (tmp_path / "ready").exists())
     process.send_signal(number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=TIMEOUT)
     assert process.returncode == code
 
 
@@ -285,7 +286,7 @@ def test_patience_ends_what_does_not_stop(tmp_path):
     until(lambda: (tmp_path / "ready").exists())
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=TIMEOUT)
     assert process.returncode == 143
     assert 1 < time.monotonic() - began < 15
 
@@ -318,7 +319,7 @@ def test_no_descendant_is_left_whatever_ends_the_run(tmp_path, ending):
         process.send_signal(signal.SIGTERM)
     elif ending != "itself":
         os.kill(pids[0], signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=TIMEOUT)
     assert len(pids) == 15
     assert not [p for p in pids if psutil.pid_exists(p)]
 
@@ -338,7 +339,7 @@ def test_no_zombies_while_it_runs(tmp_path):
     time.sleep(0.3)
     found = [c.status() for c in psutil.Process(process.pid).children(recursive=True) if "lowtide-warden" not in c.cmdline()]
     process.terminate()
-    process.communicate(timeout=30)
+    process.communicate(timeout=TIMEOUT)
     assert psutil.STATUS_ZOMBIE not in found
     assert len(found) == 1
 
@@ -388,7 +389,7 @@ def test_a_person_behind_a_pipe_gets_75_when_it_was_saved(tmp_path):
     until(lambda: (tmp_path / "c").exists())
     time.sleep(0.5)
     process.terminate()
-    process.communicate(timeout=30)
+    process.communicate(timeout=TIMEOUT)
     assert process.returncode == 75
 
 
@@ -401,7 +402,7 @@ def test_when_nobody_reads_what_is_shown_the_run_goes_on(tmp_path):
     )
     os.close(writing)
     os.close(reading)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=TIMEOUT)
     assert len(out.split()) == 2
 
 
@@ -413,7 +414,7 @@ def test_nohup_stays_what_it_is(tmp_path):
     )
     until(lambda: (tmp_path / "ready").exists())
     process.send_signal(signal.SIGHUP)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=TIMEOUT)
     assert (process.returncode, out) == (0, "done\n")
 
 
@@ -463,7 +464,7 @@ def test_a_late_request_does_not_kill_what_has_finished(tmp_path):
     process = started("--json", tmp_path / "guard.json", path, tmp_path / "c", cwd=tmp_path)
     until(lambda: (tmp_path / "ending").exists())
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=TIMEOUT)
     assert json.loads((tmp_path / "guard.json").read_text())["generations"][0]["exit"] in {0, -signal.SIGTERM}
 
 
@@ -472,7 +473,7 @@ def test_a_stop_between_exits_is_obeyed(tmp_path):
     process = started("--recycle", "exit", "--done", "done", "--json", tmp_path / "guard.json", path, cwd=tmp_path)
     until(lambda: (tmp_path / "ready").exists())
     process.terminate()
-    process.communicate(timeout=30)
+    process.communicate(timeout=TIMEOUT)
     assert process.returncode == 143
     assert len(json.loads((tmp_path / "guard.json").read_text())["generations"]) == 1
 
@@ -480,7 +481,7 @@ def test_a_stop_between_exits_is_obeyed(tmp_path):
 def test_what_was_done_before_is_not_begun(tmp_path):
     (tmp_path / "done").touch()
     process = started("--recycle", "exit", "--done", "done", script(tmp_path, "open('ran', 'w')"), cwd=tmp_path)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 0
     assert "all done before" in err
     assert not (tmp_path / "ran").exists()
@@ -494,7 +495,7 @@ def test_a_third_signal_ends_what_ignores_two(tmp_path):
     for _ in range(3):
         process.terminate()
         time.sleep(0.5)
-    process.communicate(timeout=30)
+    process.communicate(timeout=TIMEOUT)
     assert process.returncode == 143
     assert time.monotonic() - began < 10
 
@@ -520,7 +521,7 @@ def test_the_same_figures_are_recorded_served_and_written(tmp_path):
         return held is not None and float(held[1]) > 15 * MIB
 
     until(answers)
-    process.communicate(timeout=60)
+    process.communicate(timeout=TIMEOUT)
     assert process.returncode == 0
     told = {m[1]: float(m[2]) for m in re.finditer(r"^(lowtide_\w+) (\S+)$", served, re.MULTILINE)}
     assert told["lowtide_cap_bytes"] == 600 * MIB
@@ -559,7 +560,7 @@ def test_a_file_that_cannot_be_run_is_bad_usage(tmp_path):
     path.write_text("no first line\n")
     path.chmod(0o755)
     process = started("--", path)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 2
     assert "cannot start" in err
     assert "Traceback" not in err
@@ -580,14 +581,14 @@ def test_a_port_that_is_taken_is_bad_usage(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         process = started("--prometheus", taken.getsockname()[1], script(tmp_path, "pass"))
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 2
     assert "take another port" in err
 
 
 def test_the_summary_says_what_held_it(tmp_path):
     process = started("--memory", "500MiB", "--enforce", "watch", script(tmp_path, "print('hello')"))
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=TIMEOUT)
     assert out == "hello\n"
     assert "held by watching" in err
     assert "finished" in err
@@ -597,7 +598,7 @@ def test_a_script_by_its_name_runs_as_a_command_does(tmp_path):
     path = script(tmp_path, "import sys; print(sys.argv[1:])")
     for command in ([path, "--memory", "3"], ["--", sys.executable, path, "--memory", "3"]):
         process = started("--quiet", *command)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=TIMEOUT)
         assert (out, err) == ("['--memory', '3']\n", "")
 
 

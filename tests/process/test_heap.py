@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import gc
 import os
 import signal
@@ -17,7 +18,6 @@ from lowtide.live.heap import counters
 import lowtide
 
 LIBRARY = next(iter(sorted(Path(lowtide.__file__).parent.glob("_heap*.so"))), None)
-TIMEOUT = 50
 
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the heap counter was not built")
 

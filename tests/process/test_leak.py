@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import json
 import os
 import signal
@@ -26,7 +27,7 @@ PROGRAMS = ROOT / "benchmarks" / "leaks" / "programs.py"
 BUCKETS = ROOT / "benchmarks" / "leaks" / "buckets.py"
 
 
-def leak(*arguments, env=None, cwd=None, timeout=240):
+def leak(*arguments, env=None, cwd=None, timeout=TIMEOUT):
     return subprocess.run(
         [sys.executable, "-m", "lowtide", "leak", *map(str, arguments)], capture_output=True, text=True, timeout=timeout,
         env={**os.environ, **(env or {})}, cwd=cwd, check=False,
@@ -430,7 +431,7 @@ def test_the_script_sees_its_arguments_its_folder_and_the_machines_own_sitecusto
 
 def test_a_python_without_lowtide_is_watched_too(tmp_path):
     """Another interpreter's packages are not ours: only the probe is lent, and it needs the standard library alone."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True, timeout=TIMEOUT)
     path = script(tmp_path, """
         import importlib.util, lowtide
         kept = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import html as html_text
 import json
 import re
@@ -26,8 +27,6 @@ OPERATORS = 250_000
 """Four entries each: a million."""
 SLOWEST_HOVER = 50.0
 """Milliseconds in which the page must have answered a move of the mouse: three frames."""
-
-pytestmark = pytest.mark.timeout(280)
 
 PROBE = """
 <script>
@@ -60,10 +59,10 @@ def _opened(text: str, folder: Path, shot: str) -> dict[str, Any]:
     file.write_text(text.replace("</body>", PROBE + "</body>"))
     common = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,1200", "--virtual-time-budget=20000",
               f"--user-data-dir={folder / 'profile'}"]
-    done = subprocess.run([*common, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([*common, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=TIMEOUT, check=True)
     found = re.search(r'<pre id="result">(.*?)</pre>', done.stdout, re.DOTALL)
     assert found is not None, done.stdout[-2000:]
-    subprocess.run([*common, f"--screenshot={folder / f'{shot}.png'}", file.as_uri()], capture_output=True, timeout=120, check=True)
+    subprocess.run([*common, f"--screenshot={folder / f'{shot}.png'}", file.as_uri()], capture_output=True, timeout=TIMEOUT, check=True)
     assert (folder / f"{shot}.png").stat().st_size > 10_000
     told: dict[str, Any] = json.loads(html_text.unescape(found[1]))
     return told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import ast
 import errno
 import io
@@ -19,7 +20,6 @@ from lowtide.cli.launch import write, write_json
 from lowtide.live.task import TASK, RunOptions, Task, environment_of, read_task
 from lowtide.store import read
 
-TIMEOUT = 200
 PLAIN = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "COLUMNS": "100"}
 NAME = os.fsencode("trän_ü.py")
 FOREIGN = "tr\udcc3\udca4n.py"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import json
 import subprocess
 import sys
@@ -11,7 +12,6 @@ from typing import Any
 import pytest
 from forked import forked
 
-TIMEOUT = 120
 
 
 def _lowtide(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import re
 import subprocess
 import sys
@@ -47,7 +48,7 @@ def _pytest(folder: Path, size: str, tests: str = TESTS) -> str:
     (folder / "test_it.py").write_text(tests.replace("{size}", size))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--strict-markers", "test_it.py"], cwd=folder,
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=TIMEOUT, check=False,
     )
     return done.stdout
 
@@ -73,7 +74,7 @@ def test_wrong_marks_are_refused_before_anything_runs_whatever_the_test_is_expec
         f"import pytest\n@pytest.mark.peak_memory({wrong})\n@pytest.mark.xfail\ndef test_hidden(): assert False\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "peak_memory: " in done.stderr + done.stdout
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import base64
 import io
 import json
@@ -27,7 +28,6 @@ from lowtide.report.recording import show_recording, to_json
 from lowtide.store import read
 from rich.console import Console
 
-TIMEOUT = 120
 
 TRAINING = """
 import os, signal, sys

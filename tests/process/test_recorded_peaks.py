@@ -22,7 +22,6 @@ COMPILER = shutil.which("cc") or shutil.which("gcc")
 
 pytestmark = [
     pytest.mark.skipif(COMPILER is None or library_path() is None, reason="no C compiler: no counters"),
-    pytest.mark.timeout(240),
 ]
 _COMPILED = {"compiled_part": 0.015, "compiled_function": 0.015}
 """Besides, the compiler keeps generator states (some 40 KiB of these 5 MB) until its first step is over."""

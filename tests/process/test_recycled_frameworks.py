@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import json
 import os
 import signal
@@ -87,7 +88,7 @@ def script(tmp_path, text):
 def guarded(tmp_path, *arguments):
     done = subprocess.run(
         [sys.executable, "-m", "lowtide", "guard", "--json", tmp_path / "guard.json", *map(str, arguments)], capture_output=True, text=True,
-        timeout=280, check=False, env=ENVIRONMENT, cwd=tmp_path,
+        timeout=TIMEOUT, check=False, env=ENVIRONMENT, cwd=tmp_path,
     )
     return done, json.loads((tmp_path / "guard.json").read_text())
 
@@ -108,7 +109,7 @@ if os.environ.get("LOWTIDE_FULL"):
 @pytest.mark.parametrize(("text", "rule", "generations", "more"), CASES.values(), ids=CASES)
 def test_recycled_weights_are_the_uninterrupted_ones(tmp_path, text, rule, generations, more):
     path = script(tmp_path, text)
-    plain = subprocess.run([sys.executable, path, tmp_path / "a", *more], capture_output=True, text=True, timeout=200, check=False, env=ENVIRONMENT)
+    plain = subprocess.run([sys.executable, path, tmp_path / "a", *more], capture_output=True, text=True, timeout=TIMEOUT, check=False, env=ENVIRONMENT)
     assert plain.returncode == 0, plain.stderr[-3000:]
     done, figures = guarded(tmp_path, "--recycle", rule, path, tmp_path / "b", *more)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -150,7 +151,7 @@ TORCHRUN = ["--", sys.executable, "-m", "torch.distributed.run", "--standalone",
 @pytest.mark.long
 def test_one_leaking_rank_recycles_all_and_nothing_changes(tmp_path):
     path = script(tmp_path, RANKS)
-    plain = subprocess.run([*TORCHRUN[1:], path, tmp_path / "a", "plain"], capture_output=True, text=True, timeout=100, check=False, env=ENVIRONMENT)
+    plain = subprocess.run([*TORCHRUN[1:], path, tmp_path / "a", "plain"], capture_output=True, text=True, timeout=TIMEOUT, check=False, env=ENVIRONMENT)
     assert plain.returncode == 0, plain.stderr[-3000:]
     done, figures = guarded(tmp_path, "--memory", "1300MiB", "--enforce", "watch", *TORCHRUN, path, tmp_path / "b", "leak")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -170,7 +171,7 @@ def test_a_rank_that_is_killed_is_noticed(tmp_path):
         if line.startswith("pid 1"):
             os.kill(int(line.split()[2]), signal.SIGKILL)
             break
-    _, err = process.communicate(timeout=100)
+    _, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode not in {0, 75}
     figures = json.loads((tmp_path / "guard.json").read_text())
     assert [g["reason"] for g in figures["generations"]] == ["a rank was killed"], err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import json
 import os
 import subprocess
@@ -76,6 +77,6 @@ def test_a_recording_has_each(case):
     found = path.parent / "found.json"
     command = [sys.executable, "-m", "lowtide", "record", "--quiet", "--level", "phases", "-o", str(path.parent / "r.lowtide"),
                "--json", str(found), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=dict(os.environ), check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=dict(os.environ), check=False)
     assert done.returncode == 0, done.stderr
     assert len(json.loads(found.read_text())["steps"]) == steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import json
 import os
 import random
@@ -18,7 +19,7 @@ from forked import forked
 
 
 
-def sweep(*arguments, cwd, timeout=240, env=None):
+def sweep(*arguments, cwd, timeout=TIMEOUT, env=None):
     return subprocess.run(
         [sys.executable, "-m", "lowtide", "sweep", *map(str, arguments)], capture_output=True, text=True, timeout=timeout, cwd=cwd,
         env={**{k: v for k, v in os.environ.items() if k != "VIRTUAL_ENV"}, **(env or {})}, check=False,
@@ -72,7 +73,7 @@ def test_growth_rate_trends_and_recommendation_are_those_of_the_planted_cells(tm
     assert len(done.stdout.splitlines()) == 2 + 4
     assert len((tmp_path / "s.csv").read_text().splitlines()) == 1 + 8
     assert "Growth against rate" in (tmp_path / "s.html").read_text()
-    again = sweep("s.toml", cwd=tmp_path, timeout=60)
+    again = sweep("s.toml", cwd=tmp_path, timeout=TIMEOUT)
     assert again.stdout == done.stdout
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def _run(*command: str, cwd: Path, **extra: str) -> str:
     environment = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "PYTHONPATH")}
-    done = subprocess.run(command, cwd=cwd, env={**environment, **extra}, capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(command, cwd=cwd, env={**environment, **extra}, capture_output=True, text=True, check=False, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -3,6 +3,7 @@ as a preloaded one: blocks from before are booked, requests are counted and capp
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import json
 import os
 import subprocess
@@ -67,7 +68,7 @@ def _run(code: str) -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
     environment["PYTHONPATH"] = str(TESTS)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
     )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -3,6 +3,7 @@ was told of it until then holds."""
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import contextlib
 import subprocess
 import sys
@@ -71,7 +72,7 @@ def test_a_process_ends_with_a_parent_that_is_killed_whatever_it_is_at() -> None
     parent.kill()
     parent.wait()
     with contextlib.suppress(psutil.NoSuchProcess):
-        child.wait(timeout=20)
+        child.wait(timeout=TIMEOUT)
     assert not child.is_running()
 
 

@@ -201,7 +201,6 @@ def _causes(folder: Path) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(280)
 def test_the_planted_cause_is_named_in_18_of_20(tmp_path: Path) -> None:
     assert len(PLANTED) >= 20
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:

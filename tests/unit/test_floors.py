@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import ast
 import subprocess
 import sys
@@ -270,7 +271,7 @@ def test_floors_0_to_2_import_without_torch() -> None:
     """In a fresh interpreter that has no torch at all, the lower floors import."""
     lines = "\n".join(f"import lowtide.{name}" for name in PURE)
     code = f"import sys\nsys.modules['torch'] = None\n{lines}\nassert sys.modules['torch'] is None"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -278,7 +279,7 @@ def test_the_package_itself_does_not_load_torch() -> None:
     """``import lowtide`` and the lower floors leave torch unloaded until it is asked for."""
     lines = "\n".join(f"import lowtide.{name}" for name in PURE)
     code = f"import sys, lowtide\n{lines}\nassert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -286,5 +287,5 @@ def test_the_command_line_starts_without_what_only_some_verbs_need() -> None:
     """Statistics, solvers and tables take longer to import than most verbs take for themselves."""
     heavy = ("torch", "scipy", "ruptures", "rich", "jinja2", "pandas", "matplotlib")
     code = f"import sys, lowtide.cli.main\nprint([m for m in {heavy!r} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

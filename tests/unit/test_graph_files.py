@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from command import TIMEOUT
 import json
 import subprocess
 import sys
@@ -194,5 +195,5 @@ def test_loading_the_compiled_search_leaves_floating_point_as_it_was() -> None:
         "from lowtide.pebble.anneal import library; library(); "
         "import numpy as np; x = np.full(4, 1e-310); assert (x / 2 > 0).all() and 1e-310 / 2 > 0"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert done.returncode == 0, done.stderr
