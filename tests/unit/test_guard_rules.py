@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -13,7 +14,7 @@ from scipy import stats
 from lowtide.errors import UsageError
 from lowtide.guard.cause import Cause, Ending, why
 from lowtide.guard.forecast import Forecast, slopes
-from lowtide.guard import fence, keep
+from lowtide.guard import fence, keep, memory
 from lowtide.guard.fence import Watching, cgroup
 from lowtide.guard.memory import Reading
 from lowtide.guard.outcome import Generation, Live
@@ -208,6 +209,29 @@ def test_of_all_limits_above_a_process_the_smallest_counts(tmp_path, monkeypatch
 def test_without_limits_a_process_has_what_the_machine_has(tmp_path, monkeypatch):
     monkeypatch.setattr(fence, "CGROUPS", tmp_path)
     assert fence.room() == psutil.virtual_memory().total
+
+
+# --- what is looked at ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("working", "looks"), [(0.0, 2), (5.0, 1)])
+def test_it_is_work_and_not_waiting_that_makes_looks_at_processes_rare(monkeypatch, working, looks):
+    """A list of them that took 5 s because no core was free left new processes unseen for 500 s."""
+    now, worked, listed = [100.0], [0.0], []
+
+    def pids(_):
+        listed.append(now[0])
+        now[0] += 5
+        worked[0] += working
+        return ()
+
+    monkeypatch.setattr(memory.Tree, "pids", pids)
+    monkeypatch.setattr(memory, "time", SimpleNamespace(monotonic=lambda: now[0], thread_time=lambda: worked[0]))
+    tree = memory.Tree()
+    tree.read(Watching())
+    now[0] += 0.5
+    tree.read(Watching())
+    assert len(listed) == looks
 
 
 # --- starting again -------------------------------------------------------------------------------------------------------

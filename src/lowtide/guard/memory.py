@@ -79,10 +79,10 @@ class Tree:
             fence: what limits them.
             exactly: whether processes are listed, and their pages walked, whatever that costs.
         """
-        now = time.monotonic()
-        if exactly or now >= self._next_list:
+        spent = time.thread_time()  # a wait for a core is no cost: it would leave new processes unseen for long
+        if exactly or time.monotonic() >= self._next_list:
             self._found = self.pids()
-            self._next_list = time.monotonic() + SHARES_COST * (time.monotonic() - now)
+            self._next_list = time.monotonic() + SHARES_COST * (time.thread_time() - spent)
         unique, proportional, resident = self._shares.read(self._found, exactly=exactly)
         used = fence.used(self._found)
         return Reading(

@@ -268,12 +268,12 @@ class Shares:
     def read(self, pids: Sequence[int], *, exactly: bool = False) -> tuple[int, int, int]:
         """Unique, proportional and resident bytes of all together; ``exactly`` walks whatever that costs."""
         found = {pid: pages(pid) for pid in pids}
-        now = time.monotonic()
-        if exactly or now >= self._next or not self._walked.keys() >= found.keys():
+        spent = time.thread_time()
+        if exactly or time.monotonic() >= self._next or not self._walked.keys() >= found.keys():
             sizes = [set_sizes(pid) for pid in pids]
             self._unique, self._proportional = (sum(max(0, s[i]) for s in sizes) for i in (0, 1))
             self._walked = {pid: private for pid, (_, private) in found.items()}
-            self._next = time.monotonic() + self._cost * (time.monotonic() - now)
+            self._next = time.monotonic() + self._cost * (time.thread_time() - spent)
         # a process that has gone gave back what it had since: that is seen at the next walk
         grown = sum(found[pid][1] - then for pid, then in self._walked.items() if pid in found)
         resident = sum(size for size, _ in found.values())
