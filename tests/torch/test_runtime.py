@@ -155,7 +155,6 @@ def test_budget_is_a_decorator_and_leaves_torch_as_it_was() -> None:
 
 
 def test_share_is_resolved_after_the_first_step() -> None:
-    counter = heap()
     job, outside = plain_of(zoo.gpt_eager), live_now()
     activations = job.above_bytes - job.resident_bytes
     percent = round(100 * (outside + 0.7 * activations) / (outside + activations))  # a share is of what else is alive, too
@@ -167,7 +166,6 @@ def test_share_is_resolved_after_the_first_step() -> None:
     expected = outcome.plan.resident_bytes + percent / 100 * (outcome.plan.baseline_peak_bytes - outcome.plan.resident_bytes)
     assert abs(outcome.budget_bytes - expected) <= 0.05 * expected
     assert all(s.peak_bytes <= outcome.budget_bytes for s in outcome.steps[1:])
-    assert counter.denied >= 0
 
 
 def test_handles_survive_the_end_of_the_budget() -> None:
