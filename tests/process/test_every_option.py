@@ -1,0 +1,213 @@
+"""Every option of the command line is met by a test; here are those that no other test is about."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from command import lowtide_in, script_in
+from lowtide.cli import main
+
+TESTS = Path(__file__).parent.parent
+
+NET = """
+import sys, torch
+from torch import nn
+
+torch.manual_seed(0)
+rows = int(sys.argv[sys.argv.index("--batch") + 1]) if "--batch" in sys.argv else 512
+layers = nn.Sequential(*[nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)) for _ in range(6)])
+opt = torch.optim.SGD(layers.parameters(), 0.01)
+for step in range(60):
+    loss = layers(torch.randn(rows, 128)).square().mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    if step in (5, 59):
+        print(loss.item().hex(), flush=True)
+        if "--short" in sys.argv:
+            break
+"""
+STEPS = "import time, lowtide\nfor _ in range(25):\n    lowtide.step()\n"
+
+
+def _read(folder: Path, name: str) -> Any:
+    return json.loads((folder / name).read_text())
+
+
+def _options() -> list[tuple[str, frozenset[str]]]:
+    """(verb, spellings) of every option that can be given; the opposites of switches apart."""
+    group = next(v for v in vars(main).values() if isinstance(v, click.Group))
+    context = click.Context(group)
+    found = []
+    for verb in group.list_commands(context):
+        command = group.get_command(context, verb)
+        assert command is not None
+        for option in command.params:
+            if isinstance(option, click.Option):
+                found += [(verb, frozenset(names)) for names in (option.opts, option.secondary_opts) if names]
+    return found
+
+
+@pytest.mark.parametrize(("verb", "spellings"), _options(), ids=lambda x: x if isinstance(x, str) else max(x, key=len))
+def test_every_option_is_given_to_its_verb_in_some_test(verb: str, spellings: frozenset[str]) -> None:
+    """In a file in which the verb is called, too."""
+    given = "|".join(re.escape(name) for name in spellings)
+    option, called = re.compile(rf"[\"' ({{]({given})[\"'= ,]"), re.compile(rf"[\"' ]{verb}[\"' ,(]|def {verb}\(")
+    texts = (file.read_text() for file in TESTS.rglob("test_*.py"))
+    assert any(option.search(text) and called.search(text) for text in texts)
+
+
+# --- run -----------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_is_not_dropped(tmp_path: Path) -> None:
+    """Where all that is saved must be kept, recomputing can lower nothing."""
+    script = script_in(tmp_path, NET)
+    some = lowtide_in(tmp_path, "run", "--budget", "60%", "--no-offload", "--keep", "5", "--json", "f.json", script, "--short")
+    assert some.returncode == 0, some.stderr
+    assert any(s["recomputed_ops"] for s in _read(tmp_path, "f.json")["steps"])
+    every = [word for i in range(6) for word in ("--keep", f"{i}.0", "--keep", f"{i}.1", "--keep", f"{i}.2")]
+    done = lowtide_in(tmp_path, "run", "--budget", "60%", "--no-offload", *every, "--json", "f.json", script, "--short")
+    assert done.returncode == 1, done.stderr
+    assert not any(s["recomputed_ops"] for s in _read(tmp_path, "f.json")["steps"])
+
+
+def test_a_lever_that_is_excluded_is_not_pulled(tmp_path: Path) -> None:
+    script = script_in(tmp_path, NET)
+    budget = "3300KiB"
+    pulled = lowtide_in(tmp_path, "run", "--budget", budget, "--json", "f.json", script, "--short", "--batch", "64")
+    assert pulled.returncode == 0, pulled.stderr
+    assert [x["name"] for x in _read(tmp_path, "f.json")["levers"] if x["used"]] == ["move-gradients"]
+    done = lowtide_in(tmp_path, "run", "--budget", budget, "--without", "move-gradients", script, "--short", "--batch", "64")
+    assert done.returncode == 1, done.stderr
+    assert "cannot be held" in done.stderr
+
+
+# --- min, batch ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_min_survives_so_many_steps_and_moves_nothing_where_that_is_excluded(tmp_path: Path) -> None:
+    script = script_in(tmp_path, NET)
+    words = ["--steps", "4", "--survive", "7", "--no-offload", "--without", "move-gradients,sliced-update", "--timeout", "600"]
+    done = lowtide_in(tmp_path, "min", *words, "--json", "m.json", script)
+    assert done.returncode == 0, done.stderr
+    (found,) = _read(tmp_path, "m.json")["sets"]
+    assert found["survived_steps"] == 7
+    assert found["name"] == "no levers"
+    moving = lowtide_in(tmp_path, "min", "--steps", "4", "--survive", "0", "--offload", "--json", "m.json", script)
+    assert moving.returncode == 0, moving.stderr
+    assert _read(tmp_path, "m.json")["minimum_bytes"] < found["minimum_bytes"], "what is moved need not be there"
+
+
+@pytest.mark.long
+def test_batch_counts_samples_as_told_keeps_its_points_and_begins_anew_when_asked(tmp_path: Path) -> None:
+    script = script_in(tmp_path, NET)
+    words = ["batch", "--vary", "batch=64,128", "--samples", "10", "--steps", "4", "--results", "points", "--timeout", "600"]
+    assert lowtide_in(tmp_path, *words, "--json", "b.json", script).returncode == 0
+    first = _read(tmp_path, "b.json")["points"]
+    lines = (tmp_path / "points").read_text().splitlines()
+    assert len(lines) == 3
+    assert lowtide_in(tmp_path, *words, "--json", "b.json", script).returncode == 0
+    assert _read(tmp_path, "b.json")["points"] == first
+    assert (tmp_path / "points").read_text().splitlines() == lines, "points that are known are not measured again"
+    assert lowtide_in(tmp_path, *words, "--fresh", "--json", "b.json", script).returncode == 0
+    assert (tmp_path / "points").read_text().splitlines()[1:] != lines[1:]
+    other = lowtide_in(tmp_path, *words[:-4], "--results", "points", "--samples", "20", script)
+    assert other.returncode == 2
+    assert "other options: give --results, or --fresh" in other.stderr
+
+
+def test_batch_pulls_levers_that_are_allowed_under_its_budget(tmp_path: Path) -> None:
+    script = script_in(tmp_path, NET)
+    words = ["batch", "--vary", "batch=64", "--steps", "4"]
+    alone = lowtide_in(tmp_path, *words, "--allow", "split-ops", script)
+    assert alone.returncode == 2
+    assert "--allow goes with --budget" in alone.stderr
+    assert lowtide_in(tmp_path, *words, "--allow", "split-ops", "--budget", "1GiB", "--json", "b.json", script).returncode == 0
+    assert _read(tmp_path, "b.json")["points"][0]["fits"]
+
+
+@pytest.mark.long
+def test_recordings_of_a_prediction_are_kept_where_told(tmp_path: Path) -> None:
+    script = script_in(tmp_path, NET)
+    alone = lowtide_in(tmp_path, "batch", "--vary", "batch=8,16,32,512", "-o", "kept", script)
+    assert alone.returncode == 2
+    assert "-o goes with --predict" in alone.stderr
+    done = lowtide_in(tmp_path, "batch", "--predict", "--vary", "batch=8,16,32,512", "--output", "kept", script)
+    assert done.returncode == 0, done.stderr
+    again = lowtide_in(tmp_path, "predict", "kept", "--set", "batch=512", "--json", "p.json")
+    assert again.returncode == 0, again.stderr
+
+
+# --- leak ----------------------------------------------------------------------------------------------------------------
+
+
+def test_ticks_and_samples_are_as_asked(tmp_path: Path) -> None:
+    """Where nothing marks steps, one is a tick of the clock; a rate is of samples."""
+    script = script_in(tmp_path, "while True:\n    sum(range(1000))\n")
+    words = ["leak", "--processes", "1", "--steps", "50", "--every", "0.02", "--samples-per-step", "32", "--who"]
+    done = lowtide_in(tmp_path, *words, "--json", "l.json", script)
+    assert done.returncode == 0, done.stderr
+    assert "samples/s" in done.stderr
+    assert "a step is a tick of the clock" in done.stderr
+
+
+# --- plan, sweep ---------------------------------------------------------------------------------------------------------
+
+
+def test_transfers_that_overlap_nothing_cost_what_they_take(tmp_path: Path) -> None:
+    nodes = [{"id": i, "bytes": 100 if i < 4 else 1, "seconds": 10.0} for i in range(12)]
+    links = [{"source": i, "target": i + 1} for i in range(11)] + [{"source": i, "target": 11 - i} for i in range(4)]
+    (tmp_path / "g.json").write_text(json.dumps({"nodes": nodes, "links": links}))
+    costs = {}
+    for switch in ("--overlap", "--no-overlap"):
+        words = ["plan", "g.json", "--budget", "320", "--offload", "100", switch, "--json", "p.json"]
+        done = lowtide_in(tmp_path, *words)
+        assert done.returncode == 0, done.stderr
+        costs[switch] = _read(tmp_path, "p.json")["seconds"]
+    assert costs["--overlap"] < costs["--no-overlap"]
+
+
+def _sweep(folder: Path, values: str) -> None:
+    (folder / "job.py").write_text(STEPS)
+    (folder / "s.toml").write_text(
+        f'command = "python job.py"\nsteps = 20\n[axes]\nnumber = {{argument = "", values = {values}}}\n'
+    )
+
+
+def test_cells_run_side_by_side_where_asked(tmp_path: Path) -> None:
+    _sweep(tmp_path, "[0, 1, 2]")
+    done = lowtide_in(tmp_path, "sweep", "s.toml", "--jobs", "2", "--json", "s.json")
+    assert done.returncode == 0, done.stderr
+    assert "2 cells run side by side: they disturb each other's rates" in done.stderr
+    assert [cell["ended"] for cell in _read(tmp_path, "s.json")["cells"]] == ["ok"] * 3
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--address", "127.0.0.1:1"], "--address goes with --executor dask"),
+    (["--executor", "dask", "--jobs", "2"], "--jobs is for --executor local; dask has --workers"),
+])
+def test_options_of_one_executor_are_refused_by_the_other(tmp_path: Path, words: list[str], said: str) -> None:
+    _sweep(tmp_path, "[0]")
+    done = lowtide_in(tmp_path, "sweep", "s.toml", *words)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+@pytest.mark.long
+def test_dask_has_so_many_workers_and_a_scheduler_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("distributed")
+    _sweep(tmp_path, "[0, 1]")
+    done = lowtide_in(tmp_path, "sweep", "s.toml", "--executor", "dask", "--workers", "1", "--json", "s.json")
+    assert done.returncode == 0, done.stderr
+    assert _read(tmp_path, "s.json")["complete"]
+    done = lowtide_in(tmp_path, "sweep", "s.toml", "--fresh", "--executor", "dask", "--address", "127.0.0.1:1")
+    assert done.returncode == 2
+    assert "no dask scheduler answers at 127.0.0.1:1" in done.stderr
+    assert "Traceback" not in done.stderr
