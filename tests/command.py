@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import lowtide
+from patience import PATIENCE
 
 PACKAGE = str(Path(lowtide.__file__).parent)
-TIMEOUT = 900
-"""Seconds after which a process is taken to hang: far more than any of them needs on a busy machine."""
+TIMEOUT = PATIENCE
 
 Done = subprocess.CompletedProcess[str]
 

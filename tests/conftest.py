@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
+settings.register_profile("lowtide", deadline=None)
+settings.load_profile("lowtide")
 sys.path.insert(0, str(Path(__file__).parent))
 
 

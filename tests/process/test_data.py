@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from command import TIMEOUT
+from patience import gone, until
 import contextlib
 import itertools
 import mmap
@@ -315,8 +315,7 @@ def test_no_process_is_left(tmp_path):
     path.write_text("import numpy as np, os, signal, psutil\nimport lowtide.data\nd = lowtide.data.isolate([1, 2, 3])\nd[0]\n"
                     "print([c.pid for c in psutil.Process().children()][0], flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n")
     pid = int(subprocess.run([sys.executable, path], capture_output=True, text=True, check=False).stdout)
-    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=TIMEOUT)
-    assert not psutil.pid_exists(pid)
+    until(lambda: gone(pid))
 
 
 def test_torchs_loader_reads_an_isolated_data_set(files):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from itertools import pairwise
 
@@ -15,7 +16,8 @@ from lowtide.pebble.checkpoints import SPACINGS, Crossings, Spacing
 from lowtide.pebble.graph import Graph
 from lowtide.pebble.referee import play
 from lowtide.pebble.schedule import unfold
-from lowtide.pebble.solve import Solver
+from lowtide.pebble.solve import Answer, Solver
+from patience import in_time
 from property.graphs import full_graphs
 from property.test_long_graphs import blocks
 
@@ -52,14 +54,19 @@ def test_distances_grow_away_from_the_instant() -> None:
 
 
 @pytest.mark.skipif(library() is None, reason="the search was not compiled")
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("depth", [50, 150])
 def test_networks_where_many_instants_bind_end_next_to_the_proof(depth: int) -> None:
     """Without checkpoints 0.8 and 1.1 points of the graph's seconds above it, whatever the time."""
     solver = Solver(blocks(KINDS, depth))
     budget = solver.floor.bytes + (solver.given.peak_bytes - solver.floor.bytes) * 3 // 10
-    answer = solver.at(budget, seconds=6)
+    def gap(answer: Answer) -> float:
+        """Share of the graph's seconds between the plan and what is proven."""
+        return (answer.extra_seconds - answer.time_bound.seconds) / solver.graph.base_seconds if answer.status.has_plan else math.inf
+
+    answer = in_time(lambda seconds: solver.at(budget, seconds=seconds), lambda answer: gap(answer) < 0.003, first=6)
     assert answer.timeline.peak_bytes <= budget
-    assert answer.extra_seconds - answer.time_bound.seconds < 0.003 * solver.graph.base_seconds
+    assert gap(answer) < 0.003
 
 
 @settings(max_examples=60, deadline=None)

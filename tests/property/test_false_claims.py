@@ -28,7 +28,7 @@ def there_and_back(*, offload: bool = False, seconds: float = 1.0) -> Graph:
 def told(graph: Graph, *, order: Order = Order.FIXED) -> dict[str, Any]:
     """A true solution at half of what lies above the floor."""
     solver = Solver(graph, order=order)
-    answer = solver.searched((solver.floor.bytes + solver.given.peak_bytes) // 2, seconds=0.5)
+    answer = solver.searched((solver.floor.bytes + solver.given.peak_bytes) // 2, seconds=600)
     found = account.to_json(answer)
     assert found["bound"]["extra_seconds"] > 0 or graph.offload is not None
     assert check(solver.graph, found) == []
@@ -61,7 +61,7 @@ def test_operators_of_little_time_are_priced_as_they_are() -> None:
     ]
     graph = from_json({"nodes": nodes, "links": [{"source": p, "target": "end"} for p in ("cheap", "dear", "long")]})
     solver = Solver(graph)
-    answer = solver.searched(9, seconds=0.5)
+    answer = solver.searched(9, seconds=600)
     found = account.to_json(answer)
     assert answer.extra_seconds == pytest.approx(1e-5)
     assert check(graph, found) == []
@@ -100,7 +100,7 @@ def _with_words_for_seconds(lie: dict[str, Any]) -> None:
 def test_points_of_a_curve_say_no_more_than_is_theirs(harm: Callable[[dict[str, Any]], None]) -> None:
     graph = there_and_back()
     solver = Solver(graph)
-    true = told(graph) | {"curve": account.curve_json(solver.curve(4, seconds=2.0))}
+    true = told(graph) | {"curve": account.curve_json(solver.curve(4, seconds=600))}
     assert check(graph, true) == []
     lie = copy.deepcopy(true)
     harm(lie)
@@ -135,5 +135,5 @@ def test_reserved_bytes_are_looked_at_without_a_budget_too() -> None:
 def test_curves_of_graphs_that_take_no_time_hold() -> None:
     graph = there_and_back(offload=True, seconds=0.0)
     solver = Solver(graph)
-    curve = solver.curve(4, seconds=2.0)
+    curve = solver.curve(4, seconds=600)
     assert check(graph, account.to_json(curve[0]) | {"curve": account.curve_json(curve)}) == []

@@ -1,0 +1,37 @@
+"""How fast this machine is decides how long a test takes, and not what comes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import psutil
+
+Answer = TypeVar("Answer")
+PATIENCE = 900.0
+"""Seconds that anything may take which takes a few on an idle machine."""
+
+
+def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
+    """Wait for something that comes of itself."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; who is to reap it may take its time."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def in_time(ask: Callable[[float], Answer], holds: Callable[[Answer], object], *, first: float) -> Answer:
+    """The first answer that holds, each time with twice the limit; the last one, if none does."""
+    seconds = first
+    while not holds(answer := ask(seconds)) and seconds < PATIENCE / 4:
+        seconds *= 2
+    return answer
