@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from command import TIMEOUT
 import collections
 import json
 import math
@@ -15,12 +14,13 @@ import textwrap
 import threading
 import time
 
+from command import TIMEOUT
+from patience import PATIENCE, until
 import numpy as np
 import pytest
 import torch
 
 import lowtide
-from patience import PATIENCE, until
 from lowtide.checkpoint import Batches, Store, resume
 from lowtide.checkpoint import store as store_module
 from lowtide.checkpoint.sharded import assembled

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from patience import gone, until
 import contextlib
 import itertools
 import mmap
@@ -15,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 
+from patience import gone, until
 import cloudpickle
 import h5py
 import numpy as np

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from command import TIMEOUT
 import os
 import subprocess
 import sys
 
+from command import TIMEOUT
 from lowtide.live.heap import library_path
 
 SCRIPT = """

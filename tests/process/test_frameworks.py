@@ -6,7 +6,6 @@ Each script of ``scripts/`` runs in its own processes: plain, once with room to 
 
 from __future__ import annotations
 
-from command import TIMEOUT
 import json
 import os
 import subprocess
@@ -17,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from command import TIMEOUT
 import pytest
 import torch
 

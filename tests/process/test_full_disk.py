@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from command import TIMEOUT
 import errno
 import os
 import resource
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from command import TIMEOUT
 import numpy as np
 import pytest
 from lowtide import disk

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from command import TIMEOUT
 import errno
 import os
 import sqlite3
@@ -11,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from command import TIMEOUT
 import pytest
 from lowtide.errors import LowtideError, RecordingError
 from lowtide.size import throughput, trial

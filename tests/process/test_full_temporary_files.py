@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from command import TIMEOUT
 import errno
 import json
 import os
@@ -11,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from command import TIMEOUT
 import pytest
 from lowtide.checkpoint import whole
 from lowtide.data import wire

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from command import TIMEOUT
 import contextlib
 import json
 import os
@@ -17,10 +16,11 @@ import textwrap
 import time
 import urllib.request
 
+from command import TIMEOUT
+from patience import until
 import psutil
 import pytest
 from forked import forked
-from patience import until
 
 from lowtide.guard.cause import Cause
 from lowtide.guard.fence import cgroup

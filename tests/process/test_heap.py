@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from command import TIMEOUT
 import gc
 import os
 import signal
@@ -11,6 +10,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+from command import TIMEOUT
 import pytest
 from forked import forked_call
 from lowtide.live.heap import counters

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from command import TIMEOUT
-from patience import gone, until
 import json
 import os
 import signal
@@ -12,6 +10,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from command import TIMEOUT
+from patience import gone, until
 import numpy as np
 import pytest
 from forked import forked

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from command import TIMEOUT
 import html as html_text
 import json
 import re
@@ -11,6 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from command import TIMEOUT
 import numpy as np
 import pytest
 import torch

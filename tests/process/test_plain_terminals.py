@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from command import TIMEOUT
 import ast
 import errno
 import io
@@ -13,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from command import TIMEOUT
 import lowtide
 import pytest
 from lowtide import tell

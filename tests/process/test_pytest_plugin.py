@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from command import TIMEOUT
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+from command import TIMEOUT
 import pytest
 
 TESTS = """

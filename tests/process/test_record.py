@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from command import TIMEOUT
 import base64
 import io
 import json
@@ -17,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from command import TIMEOUT
 import numpy as np
 import pytest
 from forked import forked

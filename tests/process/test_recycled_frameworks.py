@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from command import TIMEOUT
 import json
 import os
 import signal
@@ -11,6 +10,7 @@ import sys
 import textwrap
 import time
 
+from command import TIMEOUT
 import psutil
 import pytest
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from command import TIMEOUT
 import json
 import os
 import subprocess
 import sys
 import textwrap
 
+from command import TIMEOUT
 import pytest
 from lowtide.leak.watch import Progress, Watch, Watched, python
 from lowtide.probe.marks import Kind

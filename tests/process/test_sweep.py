@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from command import TIMEOUT
-from patience import gone, until
 import json
 import os
 import random
@@ -13,6 +11,8 @@ import subprocess
 import sys
 import textwrap
 
+from command import TIMEOUT
+from patience import gone, until
 import pytest
 from forked import forked
 

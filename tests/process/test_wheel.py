@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from command import TIMEOUT
 import os
 import subprocess
 import sys
 import venv
 from pathlib import Path
+
+from command import TIMEOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 

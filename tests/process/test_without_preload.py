@@ -3,7 +3,6 @@ as a preloaded one: blocks from before are booked, requests are counted and capp
 
 from __future__ import annotations
 
-from command import TIMEOUT
 import json
 import os
 import subprocess
@@ -11,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from command import TIMEOUT
 import pytest
 from lowtide.live.heap import library_path
 

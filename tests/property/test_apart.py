@@ -3,8 +3,6 @@ was told of it until then holds."""
 
 from __future__ import annotations
 
-from command import TIMEOUT
-from patience import in_time
 import contextlib
 import subprocess
 import sys
@@ -12,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from command import TIMEOUT
+from patience import in_time
 import numpy as np
 import psutil
 import pytest

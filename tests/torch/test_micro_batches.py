@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from command import TIMEOUT
 import gc
 import os
 import subprocess
@@ -11,6 +10,7 @@ import textwrap
 import warnings
 import weakref
 
+from command import TIMEOUT
 import numpy as np
 import pytest
 import torch

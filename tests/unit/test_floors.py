@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from command import TIMEOUT
 import ast
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from command import TIMEOUT
 import pytest
 
 import lowtide

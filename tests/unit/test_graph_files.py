@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from command import TIMEOUT
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from command import TIMEOUT
 import pytest
 
 from lowtide.errors import GraphError
