@@ -9,7 +9,7 @@ PYTEST = LD_PRELOAD=$(HEAP) $(BIN)/python -m pytest --dist loadgroup
 
 SUITE = tests/unit tests/property tests/torch tests/process
 
-.PHONY: demo test test-long test-slow test-cuda lint bench bench-planner bench-record bench-leaks bench-guard bench-sizes bench-device picture clean
+.PHONY: demo test test-long test-slow test-cuda lint bench bench-planner bench-record bench-leaks bench-guard bench-sizes bench-device mutate picture clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -56,6 +56,11 @@ bench-planner: $(STAMP)
 bench-leaks: $(STAMP)
 	$(BIN)/python benchmarks/leaks/suite.py --json benchmarks/results/leaks.json
 	$(BIN)/python benchmarks/leaks/accuse.py --seeds 3 --json benchmarks/results/accuse.json
+
+# Which small faults the tests notice, sampled by package: hours.
+mutate: $(STAMP)
+	$(BIN)/python -m pip install --quiet cosmic-ray
+	$(BIN)/python benchmarks/mutants.py --json benchmarks/results/mutants.json
 
 bench-guard: $(STAMP)
 	$(BIN)/python benchmarks/guard/graceful.py --json benchmarks/results/guard.json

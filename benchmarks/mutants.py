@@ -1,0 +1,163 @@
+"""Which faults the tests notice: small changes of the code, sampled by package, and the tests of that package run on each.
+
+Cosmic Ray (https://cosmic-ray.readthedocs.io) makes the mutants: another operator, another constant, a condition turned, a
+loop that ends at once. A mutant *survives* if every test of its package still passes. Docstrings, annotations and formatted
+texts are left out. Everything happens in a copy of the tree, which is mutated in place.
+
+Prints a table by package and, with ``--json FILE``, writes every survivor with its difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import shlex
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+ROOT = Path(__file__).parent.parent
+MOST_SECONDS = 900.0
+"""Of the tests on one mutant; one that takes longer is caught."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """Code, and the tests that are about it.
+
+    Attributes:
+        modules: below ``src/lowtide``.
+        tests: files below ``tests``, and options of pytest.
+    """
+
+    modules: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+PACKAGES = {
+    "live": Package(("live",), (
+        "unit/test_rises.py", "unit/test_crossings.py", "unit/test_peak_statistics.py", "torch/test_runtime.py",
+        "torch/test_levers.py", "torch/test_second_board.py", "torch/test_micro_batches.py", "torch/test_begun_late.py",
+        "torch/test_new_sizes.py", "torch/test_situations.py", "torch/test_random_programs.py", "process/test_trust.py",
+    )),
+    "leak": Package(("leak",), (
+        "unit/test_trend.py", "unit/test_unseen.py", "unit/test_retention.py", "unit/test_ablation_rules.py",
+        "process/test_leak.py",
+    )),
+    "guard": Package(("guard",), ("unit/test_guard_rules.py", "process/test_guard.py")),
+    "checkpoint": Package(("checkpoint",), ("process/test_checkpoint.py",)),
+    "size": Package(("size",), ("unit/test_minimum.py", "process/test_size.py", "torch/test_predict.py")),
+    "store": Package(("store.py",), ("unit/test_journal.py", "process/test_record.py", "process/test_full_disk.py")),
+    "findings": Package(("advise.py",), (
+        "torch/test_findings.py", "torch/test_everyday_findings.py", "torch/test_float64_findings.py",
+    )),
+}  # fmt: skip
+
+
+def _telling(file: Path) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Where texts and annotations begin and end, as (line, column): a change there changes no figure."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        parts: list[ast.expr | None] = []
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            parts = [node.returns]
+        elif isinstance(node, (ast.arg, ast.AnnAssign)):
+            parts = [node.annotation]
+        elif isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            parts = [node if isinstance(node, ast.JoinedStr) else node.value]
+        for part in parts:
+            if part is not None:
+                found.append(((part.lineno, part.col_offset), (part.end_lineno or part.lineno, part.end_col_offset or 0)))
+    return found
+
+
+def _sampled(session: Path, tree: Path, count: int, seed: int) -> int:
+    """Leave so many mutants in a session, drawn at random; how many there were."""
+    with sqlite3.connect(session) as base:
+        rows = base.execute(
+            "SELECT job_id, module_path, operator_name, start_pos_row, start_pos_col FROM mutation_specs ORDER BY job_id"
+        ).fetchall()
+        telling = {path: _telling(tree / path) for path in {row[1] for row in rows}}
+        fit = sorted(
+            (path, line, column, name, job) for job, path, name, line, column in rows
+            if not any(start <= (line, column) < end for start, end in telling[path])
+        )
+        kept = {row[-1] for row in random.Random(seed).sample(fit, min(count, len(fit)))}
+        for job, *_ in rows:
+            if job not in kept:
+                base.execute("DELETE FROM mutation_specs WHERE job_id = ?", (job,))
+                base.execute("DELETE FROM work_items WHERE job_id = ?", (job,))
+    return len(fit)
+
+
+def measure(name: str, count: int, seed: int) -> dict[str, Any]:
+    """Mutants of one package, and what became of them."""
+    package = PACKAGES[name]
+    with tempfile.TemporaryDirectory(prefix="lowtide-mutants-") as folder:
+        tree = Path(folder)
+        for part in ("src", "tests", "examples"):
+            shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", tree)
+        heap = next((tree / "src/lowtide").glob("_heap*.so"))
+        tests = " ".join(f"tests/{t}" for t in package.tests)
+        run = f'{sys.executable} -m pytest -x -q -m "not takes_long" -p no:cacheprovider {tests}'
+        (tree / "mutants.toml").write_text("\n".join([
+            "[cosmic-ray]", f"module-path = {json.dumps([f'src/lowtide/{m}' for m in package.modules])}",
+            f"timeout = {MOST_SECONDS}", "excluded-modules = []", f"test-command = {json.dumps(run)}",
+            "[cosmic-ray.distributor]", 'name = "local"',
+        ]))  # fmt: skip
+        environment = {
+            **os.environ, "PYTHONPATH": str(tree / "src"), "LD_PRELOAD": str(heap), "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }  # fmt: skip
+        ray = [str(Path(sys.executable).parent / "cosmic-ray")]
+        subprocess.run([*ray, "init", "mutants.toml", "session.sqlite"], cwd=tree, check=True)
+        there = _sampled(tree / "session.sqlite", tree, count, seed)
+        # where the tests fail as it is, every mutant would be caught
+        subprocess.run(shlex.split(run), cwd=tree, env=environment, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([*ray, "exec", "mutants.toml", "session.sqlite"], cwd=tree, env=environment, check=True)
+        with sqlite3.connect(tree / "session.sqlite") as base:
+            rows = base.execute(
+                "SELECT module_path, start_pos_row, operator_name, test_outcome, diff "
+                "FROM mutation_specs JOIN work_results USING (job_id)"
+            ).fetchall()
+    survivors = [
+        {"module": path, "line": line, "operator": operator, "difference": diff}
+        for path, line, operator, outcome, diff in rows
+        if str(outcome).lower().endswith("survived")
+    ]
+    return {"package": name, "there": there, "tried": len(rows), "caught": len(rows) - len(survivors), "survivors": survivors}
+
+
+def main() -> None:
+    """Measure and print."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--packages", nargs="*", default=list(PACKAGES), choices=list(PACKAGES))
+    options.add_argument("--count", type=int, default=25, help="mutants of each package")
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--json", type=Path)
+    given = options.parse_args()
+    rows = [measure(name, given.count, given.seed) for name in track(given.packages, "mutants")]
+    table = Table("package", "mutants", "tried", "caught", "survive")
+    for row in rows:
+        caught, survive = f"{row['caught'] / max(1, row['tried']):.0%}", str(len(row["survivors"]))
+        table.add_row(row["package"], str(row["there"]), str(row["tried"]), caught, survive)
+    Console().print(table)
+    if given.json:
+        given.json.write_text(json.dumps({"seed": given.seed, "packages": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
