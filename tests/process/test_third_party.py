@@ -1,0 +1,35 @@
+"""Law: loops that are written as public example scripts write them print what they print without Lowtide, under any budget.
+
+The Hugging Face Trainer, Lightning, DDP and FSDP2 are in `test_frameworks`, Keras in `test_trust` and `test_leak`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command import call, lowtide_in
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "third_party.py")
+ONE = {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "share"), [
+    ("word_language_model", 0.7), ("vae", 0.95), ("mnist", 0.9), ("graph_network", 0.5), ("ppo", 0.75),
+])
+def test_a_loop_that_nobody_here_wrote_keeps_its_digest_and_its_budget(tmp_path: Path, name: str, share: float) -> None:
+    plain = call(tmp_path, SCRIPT, name, **ONE)
+    assert plain.returncode == 0, plain.stderr
+    roomy = lowtide_in(tmp_path, "run", "--budget", "4GiB", "--json", "f.json", SCRIPT, name, **ONE)
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert roomy.stdout == plain.stdout
+    resident, peak = figures["plan"]["resident_bytes"], max(s["peak_bytes"] for s in figures["steps"])
+    budget = str(int(resident + share * (peak - resident)))
+    tight = lowtide_in(tmp_path, "run", "--budget", budget, "--json", "f.json", SCRIPT, name, **ONE)
+    assert tight.stdout == plain.stdout, tight.stderr
+    assert tight.returncode == 0, tight.stderr
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert figures["held"]
+    assert any(s["recomputed_ops"] or s["offloaded_bytes"] for s in figures["steps"])
