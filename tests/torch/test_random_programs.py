@@ -9,7 +9,7 @@ import lowtide
 from harness import FIRST_CALLS_BYTES, FULL, TOLERANCE_BYTES, above_of, budgeted, close, plain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from programs import Program, job_of, programs
+from drawn import Program, job_of, programs
 
 STEPS = 6
 PROGRAMS = 2000 if FULL else 20
