@@ -9,7 +9,7 @@ from typing import TypeVar
 import psutil
 
 Answer = TypeVar("Answer")
-PATIENCE = 900.0
+PATIENCE = 900
 """Seconds that anything may take which takes a few on an idle machine."""
 
 
