@@ -70,7 +70,7 @@ def programs(draw: st.DrawFn) -> Program:
     )  # fmt: skip
 
 
-class _Doubled(torch.autograd.Function):
+class _Silu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
@@ -90,7 +90,7 @@ class Layer(nn.Module):
         """With what it needs of parameters."""
         super().__init__()
         self.kind, self.step = kind, 0
-        if kind in ("linear", "residual", "checkpointed", "halves", "by_step", "hooked", "complex"):
+        if kind in ("linear", "residual", "checkpointed", "by_step", "hooked", "complex"):
             self.inner = nn.Linear(width, width)
         if kind == "halves":
             self.inner = nn.Linear(width // 2, width // 2)
@@ -136,7 +136,7 @@ class Layer(nn.Module):
             case "transposed":
                 return torch.tanh(x.t().contiguous()).t() * 0.9
             case "own_function":
-                return _Doubled.apply(x)
+                return _Silu.apply(x)
             case "checkpointed":
                 return checkpoint(lambda y: F.silu(self.inner(y)), x, use_reentrant=False)
             case "by_step":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import html
-import os
 import sys
 from collections.abc import Iterator
 from functools import cached_property
@@ -16,7 +15,7 @@ from lowtide.errors import UsageError
 from lowtide.live import watch
 from lowtide.live.outcome import Outcome
 from lowtide.live.runtime import Runtime, Settings
-from lowtide.live.task import ACTIVE
+from lowtide.live.task import runs_here
 from lowtide.planner import Plan
 from lowtide.store import Recording, Writer, read
 from lowtide.tell import tell
@@ -82,7 +81,7 @@ def budget(
     runtime = Runtime(Settings(
         budget=asked, keep=kept, plan=plan, offload=offload, allow=allowed, without=excluded, keep_going=keep_going
     ))
-    if _has_command():
+    if runs_here():
         tell("lowtide: the script's own lowtide.budget is not used: the command that runs it decides")
         yield Budgeted(Runtime.of_command or runtime)
         return
@@ -144,7 +143,7 @@ def record(path: str | Path = "recording.lowtide", *, level: Literal["ops", "pha
     if _running:
         raise UsageError("a budget is in force already (or a recording is made): leave it before another begins")
     file = Path(path)
-    if _has_command():
+    if runs_here():
         tell(f"lowtide: the script's own lowtide.record writes no {file}: the command that runs it decides")
         yield Recorded(file)
         return
@@ -161,8 +160,3 @@ def record(path: str | Path = "recording.lowtide", *, level: Literal["ops", "pha
         watch.end(watcher, complete=failed is None)
         writer.close(code=int(failed is not None), error=failed)
         _running.remove(watcher)
-
-
-def _has_command() -> bool:
-    """Whether a verb of the command line runs this process: two at once would each count the other's tensors."""
-    return os.environ.get(ACTIVE) == str(os.getpid())

@@ -23,7 +23,6 @@ from lowtide.sweep.results import MAIN, Results
 from small_disk import small_disk
 
 
-
 def _full(*_: Any, **__: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -17,7 +17,7 @@ import time
 import urllib.request
 
 from command import TIMEOUT
-from patience import until
+from patience import gone, until
 import psutil
 import pytest
 from forked import forked
@@ -360,7 +360,7 @@ def test_when_the_guard_is_killed_the_run_saves_and_stops(tmp_path, shell):
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) == 2 + shell
     process.kill()
-    until(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children))
+    until(lambda: all(gone(c.pid) for c in children))
     assert list((tmp_path / "c").glob("0*"))
 
 
@@ -375,7 +375,7 @@ def test_when_the_guard_is_killed_what_does_not_listen_is_ended_after_the_patien
     until(lambda: (tmp_path / "ready").exists())
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
-    until(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children))
+    until(lambda: all(gone(c.pid) for c in children))
 
 
 def test_a_run_behind_a_pipe_goes_on_though_the_pipe_says_zero(tmp_path):

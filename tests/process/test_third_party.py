@@ -1,6 +1,6 @@
 """Law: loops that are written as public example scripts write them print what they print without Lowtide, under any budget.
 
-The Hugging Face Trainer, Lightning, DDP and FSDP2 are in `test_frameworks`, Keras in `test_trust` and `test_leak`.
+The Hugging Face Trainer, Lightning, DDP and FSDP2 are in `test_frameworks`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lowtide.live import board
+from lowtide.live import available, board
 from lowtide.live.available import available_bytes, is_in_memory
 
 MIB = 1 << 20
@@ -121,3 +121,9 @@ def test_freed_memory_is_returned_where_a_limit_leaves_little_more_than_the_budg
     told, returned = ran(budget_mib=400)
     assert told == "True"
     assert returned >= 120
+
+
+def test_a_budget_that_may_be_of_a_device_changes_nothing_of_malloc(monkeypatch):
+    monkeypatch.setattr(available, "_left_of_limits", lambda: 0.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not available.return_freed_memory(1 << 30)

@@ -14,7 +14,7 @@ import msgspec
 
 from lowtide.disk import write_file
 from lowtide.errors import UsageError
-from lowtide.live.task import ACTIVE, Task, agent_command, environment_of
+from lowtide.live.task import Task, agent_command, environment_of, runs_here
 from lowtide.tell import readable, tell
 
 
@@ -103,7 +103,7 @@ def check_alone() -> None:
     Raises:
         UsageError: in that case.
     """
-    if os.environ.get(ACTIVE) == str(os.getpid()):
+    if runs_here():
         raise UsageError("this process is run by Lowtide already (`lowtide run` or `record`): use one of them only")
 
 

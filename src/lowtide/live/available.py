@@ -37,8 +37,7 @@ def available_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int((free + idle) * (1 - SPARED))
-    found = [psutil.virtual_memory().available, *_left_of_limits(), *(limit - used for limit, used in groups())]
-    return int(max(0, min(found)) * (1 - SPARED))
+    return int(max(0, min(psutil.virtual_memory().available, _left_of_limits())) * (1 - SPARED))
 
 
 def return_freed_memory(budget_bytes: int) -> bool:
@@ -47,7 +46,8 @@ def return_freed_memory(budget_bytes: int) -> bool:
     glibc raises the size from which a block is mapped by itself to as much as 32 MiB as such blocks are freed, after which
     tensors share a heap whose holes stay resident: under a budget of 151 MiB, examples/small_gpt.py reaches 760 MiB as it is
     and 630 MiB when freed blocks are returned. It costs page faults, 30 % of that step, so it is done only where a limit (a
-    control group's, ``ulimit -d``, ``ulimit -v``) is near. See ``M_MMAP_THRESHOLD`` in ``man 3 mallopt``.
+    control group's, ``ulimit -d``, ``ulimit -v``) is near. Where there is CUDA the budget may be a device's, beside which
+    limits of the host say nothing. See ``M_MMAP_THRESHOLD`` in ``man 3 mallopt``.
 
     Args:
         budget_bytes: of tensors.
@@ -55,8 +55,7 @@ def return_freed_memory(budget_bytes: int) -> bool:
     Returns:
         Whether malloc was told so.
     """
-    room = min([math.inf, *_left_of_limits(), *(limit - used for limit, used in groups())])
-    if room >= CRAMPED * budget_bytes:
+    if torch.cuda.is_available() or _left_of_limits() >= CRAMPED * budget_bytes:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in musl or on macOS
     if mallopt is None:
@@ -92,7 +91,12 @@ def _limit_of(folder: Path) -> Iterator[tuple[int, int]]:
             yield int(most), used
 
 
-def _left_of_limits() -> Iterator[int]:
+def _left_of_limits() -> float:
+    """Bytes that the process's own limits leave, those of its control groups among them; infinite where it has none."""
+    return min([math.inf, *_left_of_ulimits(), *(limit - used for limit, used in groups())])
+
+
+def _left_of_ulimits() -> Iterator[int]:
     """What ``ulimit -d`` and ``ulimit -v`` leave."""
     try:
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

@@ -19,6 +19,11 @@ ACTIVE: Final = "LOWTIDE_ACTIVE"
 PRELOAD: Final = "LD_PRELOAD"
 
 
+def runs_here() -> bool:
+    """Whether a verb of the command line runs this very process: a second watcher would count the first one's tensors."""
+    return os.environ.get(ACTIVE) == str(os.getpid())
+
+
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     """What ``lowtide run`` was asked.
 

@@ -35,24 +35,25 @@ def figures_of(
         resident_bytes: parameters, buffers and optimizer states.
     """
     state, seconds = solution.state, problem.seconds
-    plain = max(problem.plain_peak + likely_bytes, between_bytes)
-    return PlanFigures(
-        predicted_peak_bytes=None if state is None else max(state.timeline.peak_bytes + shift_bytes, between_bytes),
+    plain = problem.plain_peak + likely_bytes
+    inside = PlanFigures(
+        predicted_peak_bytes=None if state is None else state.timeline.peak_bytes + shift_bytes,
         baseline_peak_bytes=plain,
         resident_bytes=resident_bytes,
         predicted_step_seconds=None if state is None else seconds + state.timeline.extra_seconds,
         baseline_step_seconds=seconds,
         extra_seconds=None if state is None else state.timeline.extra_seconds,
-        bound_peak_bytes=max(solution.bound.peak_bytes + certain_bytes, between_bytes),
+        bound_peak_bytes=solution.bound.peak_bytes + certain_bytes,
         bound_extra_seconds=solution.bound_seconds,
-        lowest_peak_bytes=min(plain, max(solution.lowest_bytes + shift_bytes, between_bytes)),
+        lowest_peak_bytes=min(plain, solution.lowest_bytes + shift_bytes),
         status=solution.status.value,
         solve_seconds=solution.solve_seconds,
     )
+    return raised(inside, between_bytes)
 
 
 def raised(figures: PlanFigures, between_bytes: int) -> PlanFigures:
-    """Figures of a plan beside which something outside the units has reached so far: no plan lowers that.
+    """Figures of a plan, none of whose peaks lies below what something outside the units has reached: no plan lowers that.
 
     Args:
         figures: of the plan.
