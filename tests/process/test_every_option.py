@@ -148,6 +148,7 @@ def test_recordings_of_a_prediction_are_kept_where_told(tmp_path: Path) -> None:
 # --- leak ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_ticks_and_samples_are_as_asked(tmp_path: Path) -> None:
     """Where nothing marks steps, one is a tick of the clock; a rate is of samples."""
     script = script_in(tmp_path, "while True:\n    sum(range(1000))\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import signal
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from scipy import stats
 from lowtide.errors import UsageError
 from lowtide.guard.cause import Cause, Ending, why
 from lowtide.guard.forecast import Forecast, slopes
-from lowtide.guard import fence, keep, memory
+from lowtide.guard import fence, keep, memory, process
 from lowtide.guard.fence import Watching, cgroup
 from lowtide.guard.memory import Reading
 from lowtide.guard.outcome import Generation, Live
@@ -254,6 +255,14 @@ def kept_up(monkeypatch, generations, restarts):
     monkeypatch.setattr(keep.Keeper, "_sleep", lambda *_: None)
     outcome = keep.Keeper(keep.Settings(command=["x"], cap_bytes=MIB, restarts=restarts)).run()
     return outcome, waits
+
+
+def test_orphans_of_others_are_not_adopted_once_a_run_is_over(monkeypatch):
+    """A process that goes on would gather them, ended and never waited for."""
+    kept_up(monkeypatch, [(Cause.FINISHED, 1)], restarts=0)
+    adopts = ctypes.c_int()
+    assert ctypes.CDLL(None).prctl(process._PR_GET_CHILD_SUBREAPER, ctypes.byref(adopts), 0, 0, 0) == 0
+    assert not adopts.value
 
 
 def test_failures_after_a_new_checkpoint_are_counted_anew(monkeypatch):

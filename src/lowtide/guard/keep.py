@@ -26,7 +26,7 @@ from lowtide.guard.fence import (
 from lowtide.guard.forecast import Forecast, Growth
 from lowtide.guard.memory import Reading
 from lowtide.guard.outcome import Generation, Listener, Live, Outcome
-from lowtide.guard.process import LEAVE_SECONDS, Guarded, adopt
+from lowtide.guard.process import LEAVE_SECONDS, Guarded, adopting
 from lowtide.guard.rule import Kind, Rule
 from lowtide.probe.beat import STOPPED, Beat
 
@@ -102,10 +102,9 @@ class Keeper:
         Raises:
             UsageError: if the cap cannot be enforced as asked.
         """
-        adopt()
         if self._settings.done_file is not None and self._settings.done_file.exists():
             return self._outcome(0, f"all done before: {self._settings.done_file} is there")
-        with self._listening():
+        with adopting(), self._listening():
             failures, idle = 0, 0
             while True:
                 wait = 0.0 if not failures else min(BACK_OFF_SECONDS[0] * 2 ** (failures - 1), BACK_OFF_SECONDS[1])

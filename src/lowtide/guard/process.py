@@ -12,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -27,6 +27,7 @@ from lowtide.probe.lend import lend
 
 _LIBC: Final = ctypes.CDLL(None)
 _PR_SET_CHILD_SUBREAPER: Final = 36
+_PR_GET_CHILD_SUBREAPER: Final = 37
 OF_A_CHILD: Final = (
     "ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException", "BrokenProcessPool",
 )
@@ -46,9 +47,16 @@ A signal at its parent's death would reach the command alone, and both together 
 """
 
 
-def adopt() -> None:
-    """Become the parent of every descendant whose own parent goes, so that none is lost."""
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """This process is the parent of every descendant whose own parent ends (a subreaper, ``man 2 prctl``): none is lost."""
+    before = ctypes.c_int(0)
+    _LIBC.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
 @final
