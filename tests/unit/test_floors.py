@@ -16,7 +16,7 @@ import lowtide
 SOURCE = Path(lowtide.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "", "units", "allowed", "tell", "disk", "interrupts"),
+    ("errors", "", "units", "allowed", "tell", "disk", "interrupts", "processes", "scratch"),
     (
         "trace", "store", "probe.marks", "probe.counters", "probe.family", "probe.census", "probe.keras_arms", "probe.arms", "probe.sampler", "probe.catalogue", "probe.beat",
         "probe.lend", "probe.site.sitecustomize",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from lowtide.cli.launch import check_alone, check_folder, check_target, write, w
 from lowtide.cli.script import Finite, takes_script
 from lowtide.errors import UsageError
 from lowtide.live.constants import with_constants
+from lowtide.scratch import Scratch
 from lowtide.size.trial import MOST_SECONDS
 from lowtide.size.vary import ENVIRONMENT, LARGEST
 from lowtide.tell import tell
@@ -184,12 +184,12 @@ def _predict_by_recording(
             raise UsageError(f"--vary {axis.name}: one size shows nothing: give two or more, and larger ones to predict")
     small = [_smallest(a.values) for a in vary.axes]
     recorded = list(itertools.product(*small))
-    with tempfile.TemporaryDirectory(prefix="lowtide-") as folder, console().status("recording") as status:
+    with Scratch() as folder, console().status("recording") as status:
         found, files = [], []
         for number, values in enumerate(recorded):
             setting = vary.set(values)
             status.update(f"recording {', '.join(f'{k}={v:g}' for k, v in setting.sizes.items())}")
-            file = Path(folder, f"{number}.lowtide")
+            file = folder / f"{number}.lowtide"
             record(target, setting, steps, file)
             files.append(file)
             found.append((setting.sizes, read(file)))

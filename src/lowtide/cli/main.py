@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import sys
+import traceback
 from typing import Any, NoReturn
 
 import click
@@ -51,9 +52,12 @@ def _trouble(error: OSError) -> str:
     """What an error of the system's is of; where it names no file, the disk is most often full."""
     if error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    if is_full(error) or error.errno == errno.ENOENT:  # tempfile's, which has looked everywhere
+    if error.errno in (errno.EAGAIN, errno.ENOMEM):
+        return f"a process cannot be started ({why(error)}): end others, or raise the limit (`ulimit -u`, a container's pids)"
+    if error.errno != errno.EIO and (is_full(error) or error.errno == errno.ENOENT):  # tempfile's, which has looked everywhere
         return f"{why(error)}: make room, or set TMPDIR to a folder that has it"
-    raise error
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{why(error)} (in {frame.name}, {frame.filename}:{frame.lineno})"
 
 
 def fail(message: str, *, code: int = 2) -> NoReturn:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,12 +17,14 @@ from typing import Any, Final, final
 
 import psutil
 
+from lowtide.disk import why
 from lowtide.errors import UsageError
 from lowtide.guard.fence import Fence
 from lowtide.guard.memory import Tree
 from lowtide.probe import beat
 from lowtide.probe.beat import Beat
 from lowtide.probe.lend import lend
+from lowtide.scratch import Scratch
 
 _LIBC: Final = ctypes.CDLL(None)
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -32,6 +33,10 @@ OF_A_CHILD: Final = (
     "ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException", "BrokenProcessPool",
 )
 """Errors of launchers and pools whose child has failed: what that child says is the reason."""
+_PLACES: Final = ("/dev/shm", ".")  # noqa: S108 - the folder's name is made up
+"""For temporary files, where their own disk has filled up after hours of work."""
+AGAIN_SECONDS: Final = (0.1, 0.5, 1.0, 2.0, 4.0)
+"""Waits between tries to start a process where the system has no room for one more."""
 LEAVE_SECONDS: Final = 5.0
 """What processes get between SIGTERM and SIGKILL."""
 _WARDEN: Final = """
@@ -77,32 +82,29 @@ class Guarded:
         """
         self._command, self._generation, self._rule, self._fence = list(command), generation, rule, fence
         self._patience = patience_seconds
+        self._warden: subprocess.Popen[str] | None = None
         self._lost: int | None = None
         self._passed = False
 
     def __enter__(self) -> Guarded:
         """Start it."""
-        self._folder = _folder()
+        self._scratch = Scratch((None, *_PLACES))
+        self._folder = self._scratch.path
         environment = dict(os.environ)
         environment[beat.FOLDER] = str(self._folder)
         environment[beat.RECYCLE] = self._rule
         environment[beat.GENERATION] = str(self._generation)
         lend(environment)
-        self._warden = subprocess.Popen(  # noqa: S603 - what is run is above
-            ["/bin/sh", "-c", _WARDEN, "lowtide-warden"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, start_new_session=True, text=True,
-        )  # fmt: skip
-        self.began = time.monotonic()
         try:
-            self._process = subprocess.Popen(  # noqa: S603 - the user's own command
-                self._command,
-                env=environment,
-                start_new_session=True,
-                preexec_fn=self._fence.enter,  # noqa: PLW1509 - threads of this process hold no locks that are needed there
-            )
+            self._warden = _started(
+                ["/bin/sh", "-c", _WARDEN, "lowtide-warden"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, start_new_session=True, text=True,
+            )  # fmt: skip
+            self.began = time.monotonic()
+            self._process = _started(self._command, env=environment, start_new_session=True, preexec_fn=self._fence.enter)
         except (OSError, subprocess.SubprocessError) as error:
             self._dismiss()
-            raise UsageError(f"cannot start {self._command[0]}: {error}") from None
+            raise UsageError(f"cannot start {self._command[0]}: {why(error)}") from None
         assert self._warden.stdin is not None
         self._warden.stdin.write(f"{self._process.pid} {math.ceil(self._patience)}\n")
         self._warden.stdin.flush()
@@ -115,9 +117,10 @@ class Guarded:
         self._dismiss()
 
     def _dismiss(self) -> None:
-        self._warden.kill()
-        self._warden.communicate()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._warden is not None:
+            self._warden.kill()
+            self._warden.communicate()
+        self._scratch.remove()
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs. Reaps what was adopted."""
@@ -215,20 +218,16 @@ class Guarded:
         return -1 if self._lost is None else self._lost
 
 
-def _folder() -> Path:
-    """A new folder: where temporary files lie, or anywhere: after hours of work that disk may have filled up.
-
-    Raises:
-        OSError: if there is no place for it.
-    """
-    failed: OSError | None = None
-    for place in (None, "/dev/shm", "."):  # noqa: S108 - the folder's name is made up
+def _started(command: Sequence[str], **how: Any) -> subprocess.Popen[Any]:
+    """Start a process, in seconds from now where there are too many at the moment: a long run must not end for that."""
+    for seconds in AGAIN_SECONDS:
         try:
-            return Path(tempfile.mkdtemp(prefix="lowtide-", dir=place)).resolve()
+            return subprocess.Popen(command, **how)  # noqa: S603 - the user's own, or the warden
         except OSError as error:
-            failed = failed or error
-    assert failed is not None
-    raise failed
+            if error.errno not in (errno.EAGAIN, errno.ENOMEM):
+                raise
+        time.sleep(seconds)
+    return subprocess.Popen(command, **how)  # noqa: S603 - as above
 
 
 def _catches(pid: int, number: int) -> bool:

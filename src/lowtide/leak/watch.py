@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import resource
@@ -11,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,10 +26,10 @@ from lowtide.probe.counters import ABSENT, COLUMNS, INDEX
 from lowtide.probe.lend import lend
 from lowtide.probe.marks import Kind
 from lowtide.probe.sampler import ENOUGH, TASK
+from lowtide.processes import end_with_parent
+from lowtide.scratch import Scratch
 
 _PACKAGE: Final = Path(__file__).resolve().parent.parent
-_LIBC: Final = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG: Final = 1
 LOOK_SECONDS: Final = 0.1
 """Between two looks at a running process."""
 PATIENCE_SECONDS: Final = 10.0
@@ -233,7 +231,8 @@ class Watched:
 
     def __enter__(self) -> Watched:
         """Start it."""
-        self._folder = Path(tempfile.mkdtemp(prefix="lowtide-"))
+        self._scratch = Scratch()
+        self._folder = self._scratch.path
         w = self._watch
         task = {
             "folder": str(self._folder),
@@ -249,24 +248,27 @@ class Watched:
             "arm": w.arm,
             "collect_every": w.collect_every,
         }
-        self._output = (self._folder / "output").open("wb")
-        self._began = time.perf_counter()
-        self._process = subprocess.Popen(  # noqa: S603 - the user's own command
-            self._command,
-            env=environment_of(self._given, task),
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=self._output if self._quiet else None,
-            stderr=subprocess.STDOUT if self._quiet else self._output,
-            preexec_fn=self._limit,  # noqa: PLW1509 - this process has no threads that hold locks here
-        )
+        with contextlib.ExitStack() as undone:
+            undone.callback(self._scratch.remove)
+            self._output = undone.enter_context((self._folder / "output").open("wb"))
+            self._began = time.perf_counter()
+            self._process = subprocess.Popen(  # noqa: S603 - the user's own command
+                self._command,
+                env=environment_of(self._given, task),
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=self._output if self._quiet else None,
+                stderr=subprocess.STDOUT if self._quiet else self._output,
+                preexec_fn=self._limit,  # noqa: PLW1509 - this process has no threads that hold locks here
+            )
+            undone.pop_all()
         return self
 
     def _limit(self) -> None:
         """In the new process: it goes when this one goes, however that ends, and gets no more address space than it may
         have.
         """
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
         if self._watch.cap_bytes:
             resource.setrlimit(resource.RLIMIT_AS, (self._watch.cap_bytes, self._watch.cap_bytes))
 
@@ -274,7 +276,7 @@ class Watched:
         """End it."""
         self._kill()
         self._output.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._scratch.remove()
 
     def _kill(self) -> None:
         """End the process and whatever is left of its session."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from lowtide.errors import RecordingError
+from lowtide.scratch import Scratch
 from lowtide.store import Recording, read
 
 
@@ -33,7 +33,7 @@ def load(file: Path) -> list[Recording]:
     """
     if not zipfile.is_zipfile(file):
         return [read(file)]
-    with zipfile.ZipFile(file) as archive, tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
+    with zipfile.ZipFile(file) as archive, Scratch() as folder:
         names = sorted(n for n in archive.namelist() if n.endswith(".lowtide") and "/" not in n)
         if not names:
             raise RecordingError(f"{file} is an archive without recordings")

@@ -7,7 +7,6 @@ import os
 import signal
 import statistics
 import subprocess
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,8 @@ import msgspec
 from lowtide.disk import ROOM_FOR_TEMPORARY_FILES
 from lowtide.errors import RecordingError
 from lowtide.live.task import PRELOAD, RecordOptions, Task, TrialOptions, agent_command, environment_of
+from lowtide.processes import end_with_parent
+from lowtide.scratch import Scratch
 from lowtide.size.vary import Set
 from lowtide.store import tail_path
 
@@ -127,8 +128,8 @@ class Ran:
 
 def run(target: Target, setting: Set, asked: Asked) -> Ran:
     """Run a script; its whole session is gone when this returns."""
-    with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
-        result, log = Path(folder, "result.json"), Path(folder, "log")
+    with Scratch() as folder:
+        result, log = folder / "result.json", folder / "log"
         options = TrialOptions(
             steps=asked.steps,
             budget_bytes=asked.budget_bytes,
@@ -169,8 +170,8 @@ def record(target: Target, setting: Set, steps: int, file: Path) -> None:
     options = RecordOptions(
         output=str(file), operators=True, cap_bytes=0, steps=steps, sizes=dict(setting.sizes), json=None, quiet=True
     )
-    with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
-        log = Path(folder, "log")
+    with Scratch() as folder:
+        log = folder / "log"
         code = _process(target, setting, options, log, None)
         if code != 0:
             sizes = ", ".join(f"{k}={v:g}" for k, v in setting.sizes.items())
@@ -203,6 +204,7 @@ def _process(
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=end_with_parent,  # noqa: PLW1509 - this process has no threads that hold locks here
         )
         try:
             return _ended(process, target.seconds, result)

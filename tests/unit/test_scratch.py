@@ -1,0 +1,81 @@
+"""Law: a temporary folder goes with the process that made it; one that was killed leaves it to the next that makes one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command import TIMEOUT
+from lowtide.scratch import Scratch
+
+HOLDS = """
+import sys
+from lowtide.scratch import Scratch
+with Scratch() as folder:
+    (folder / "inside").write_text("x")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def _holder(place: Path) -> tuple[subprocess.Popen[str], Path]:
+    process = subprocess.Popen([sys.executable, "-c", HOLDS], env={**os.environ, "TMPDIR": str(place)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def test_a_folder_is_removed_with_what_is_in_it(place: Path) -> None:
+    with Scratch() as folder:
+        (folder / "deep").mkdir()
+        (folder / "deep" / "file").touch()
+        assert folder.parent == place
+    assert not list(place.iterdir())
+
+
+def test_the_folder_of_a_killed_process_is_removed_by_the_next_and_that_of_a_running_one_is_not(place: Path) -> None:
+    killed, of_killed = _holder(place)
+    running, of_running = _holder(place)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait(TIMEOUT)
+    assert (of_killed / "inside").exists()
+    (place / "lowtide-of-a-user").mkdir()
+    with Scratch():
+        assert not of_killed.exists()
+        assert (of_running / "inside").exists()
+        assert (place / "lowtide-of-a-user").exists(), "not made by us: it has no lock"
+    running.communicate("", timeout=TIMEOUT)
+    assert not of_running.exists()
+
+
+def test_where_the_first_place_has_no_room_the_next_is_taken(place: Path) -> None:
+    (place / "file").touch()
+    (place / "other").mkdir()
+    with Scratch((str(place / "file"), str(place / "other"))) as folder:
+        assert folder.parent == place / "other"
+    with pytest.raises(NotADirectoryError):
+        Scratch((str(place / "file"), str(place / "missing")))
+
+
+def test_a_folder_that_cannot_be_locked_is_nobody_elses_to_remove(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some network file systems have no locks."""
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    with monkeypatch.context() as without:
+        without.setattr("lowtide.scratch.fcntl.flock", unsupported)
+        unlocked = Scratch()
+    with Scratch():
+        assert unlocked.path.exists()
+    unlocked.remove()
+    assert not list(place.iterdir())
