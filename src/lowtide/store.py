@@ -436,7 +436,7 @@ class Writer:
         self._inherited = False
         self.stopped: str | None = None
         self._base: sqlite3.Connection | None = None
-        self._names_file = -1
+        self._names_file, self._inode = -1, -1
         self.journal = Journal(None)
         self._former = path.with_name(f".{path.name}.{os.getpid()}") if path.exists() else None
         try:
@@ -457,7 +457,9 @@ class Writer:
             self.path.replace(self._former)
         for old in (tail_path(self.path), names_path(self.path)):
             old.unlink(missing_ok=True)
-        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))  # says why, which SQLite does not
+        made = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)  # says why, which SQLite does not
+        self._inode = os.fstat(made).st_ino
+        os.close(made)
         self._base = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
         self._base.executescript(
             f"PRAGMA application_id={APPLICATION}; PRAGMA journal_mode=MEMORY; PRAGMA synchronous=OFF; BEGIN; {_TABLES} COMMIT"
@@ -499,6 +501,13 @@ class Writer:
         self.journal.silent = True
         remedy = "make room there, or record to another disk" if disk.is_full(error) else "record anew"
         tell(f"lowtide: the recording stops: {self.stopped} at {self.path}: {remedy}; training goes on")
+
+    def _is_there(self) -> bool:
+        """Whether the path leads to what was written: on Unix a file that was removed can be written to all the same."""
+        try:
+            return self.path.stat().st_ino == self._inode
+        except OSError:
+            return False
 
     def _change(self, change: Callable[[sqlite3.Connection], object], *, last: bool = False) -> bool:
         """One change of the SQLite file, made wholly or not at all: no other place writes to it. Whether it was made.
@@ -587,6 +596,8 @@ class Writer:
             return True
         if self._base is None:
             return False
+        if self.stopped is None and not self._is_there():
+            self._stop(FileNotFoundError(errno.ENOENT, "It was removed or replaced meanwhile"))
         stopped = self.stopped
         said = None if error is None else f"{type(error).__name__}: {error}"[:500]
         self.put_meta({"exit_code": code, "error": said}, last=True)

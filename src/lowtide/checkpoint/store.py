@@ -331,7 +331,8 @@ class Store:
         """The state of a checkpoint, of the newest whole one where none is given; None where there is none.
 
         Raises:
-            CheckpointError: if the one that is asked for is damaged, or all are; or was saved by another number of ranks.
+            CheckpointError: if the one that is asked for is damaged, or all are; was saved by another number of ranks; or
+                cannot be read, on this rank or another.
         """
         chosen = self.newest() if saved is None else saved
         if chosen is None and any(ranks.gather(bool(self._folders()))):
@@ -344,11 +345,31 @@ class Store:
             trouble = [t for t in ranks.gather(self._trouble(saved.path)) if t]
             if trouble:
                 raise CheckpointError(f"checkpoint {saved.path} is damaged: {trouble[0]}")
-        folder = chosen.path / f"rank-{ranks.rank()}"
-        body = _read_manifest(chosen.path / _MANIFEST)
-        assert body is not None
-        places: Mapping[str, str] = body["parts"][ranks.rank()]["arrays"]
-        return unpack(json.loads((folder / "state.json").read_text()), _Arrays(folder, places).get)
+        found, problem = None, None
+        try:
+            found = _read_part(chosen.path)
+        except Exception as error:
+            if not _is_of_the_system(error):
+                raise
+            problem = f"cannot read checkpoint {chosen.path}: {_reason(error)}"
+        troubles = [t for t in ranks.gather(problem) if t]
+        if troubles:
+            raise CheckpointError(troubles[0])
+        return found
+
+
+def _read_part(checkpoint: Path) -> Any:
+    """This rank's state.
+
+    Raises:
+        OSError, SafetensorError: if a file cannot be read.
+    """
+    body = _read_manifest(checkpoint / _MANIFEST)
+    if body is None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(checkpoint / _MANIFEST))
+    folder = checkpoint / f"rank-{ranks.rank()}"
+    places: Mapping[str, str] = body["parts"][ranks.rank()]["arrays"]
+    return unpack(json.loads((folder / "state.json").read_text()), _Arrays(folder, places).get)
 
 
 class _Arrays:
@@ -363,8 +384,14 @@ class _Arrays:
         kind = "pt" if name.startswith("t") else "np"
         if kind == "pt":
             loaded_torch()
-        with safe_open(self._folder / self._places[name], framework=kind) as file:
-            found = file.get_tensor(name)
+        path = self._folder / self._places[name]
+        try:
+            with safe_open(path, framework=kind) as file:
+                found = file.get_tensor(name)
+        except RuntimeError as error:  # torch maps the file itself, and names it
+            if str(path) not in str(error):
+                raise
+            raise OSError(errno.EIO, str(error)) from error
         # aligned memory of its own: kernels give other bits at other alignments, and the file may go
         return found.clone() if kind == "pt" else found.copy()
 
@@ -473,8 +500,8 @@ def _explained(what: str, store: Store) -> Iterator[None]:
     """Turn the system's errors into ours."""
     try:
         yield
-    except Exception as error:  # safetensors raises errors of its own for a full disk
-        if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":
+    except Exception as error:
+        if not _is_of_the_system(error):
             raise
         if _full(error):
             free = ""
@@ -482,8 +509,16 @@ def _explained(what: str, store: Store) -> Iterator[None]:
                 free = f" ({format_bytes(shutil.disk_usage(store.folder).free)} free)"
             left = store._what_is_left()
             raise CheckpointError(f"{what}: the disk is full{free}{left}: make room, or keep fewer") from error
-        reason = getattr(error, "strerror", None) or str(error)
-        raise CheckpointError(f"{what}: {reason}{store._what_is_left()}") from error
+        raise CheckpointError(f"{what}: {_reason(error)}{store._what_is_left()}") from error
+
+
+def _is_of_the_system(error: Exception) -> bool:
+    """Whether a file could not be read or written; safetensors has an error of its own for that."""
+    return isinstance(error, OSError) or type(error).__name__ == "SafetensorError"
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _full(error: Exception) -> bool:
