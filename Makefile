@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 HEAP = $$($(BIN)/python -c "from pathlib import Path; import lowtide; print(next(iter(Path(lowtide.__file__).parent.glob('_heap*.so')), ''))")
 PYTEST = LD_PRELOAD=$(HEAP) $(BIN)/python -m pytest --dist loadgroup
 
-SUITE = tests/unit tests/property tests/torch tests/process
+SUITE = tests/unit tests/property tests/torch tests/process tests/faults
 
 .PHONY: demo test test-long test-slow test-cuda lint bench bench-planner bench-record bench-leaks bench-guard bench-sizes bench-device mutate picture clean
 
