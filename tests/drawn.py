@@ -40,6 +40,7 @@ class Program:
         keep: what the script holds of the step before: nothing, its output, or its loss with its graph.
         varying: whether every third batch has half the rows.
         schedule: whether the learning rate changes.
+        autocast: whether the forward runs under autocast.
     """
 
     layers: tuple[str, ...]
@@ -55,6 +56,7 @@ class Program:
     keep: str
     varying: bool
     schedule: bool
+    autocast: bool
 
 
 @st.composite
@@ -62,11 +64,12 @@ def programs(draw: st.DrawFn) -> Program:
     """Any script."""
     return Program(
         layers=tuple(draw(st.lists(st.sampled_from(KINDS), min_size=2, max_size=9))),
-        width=draw(st.sampled_from([32, 64, 128])), rows=draw(st.sampled_from([64, 256, 512])),
+        width=draw(st.sampled_from([32, 64, 128, 256])), rows=draw(st.sampled_from([64, 512, 2048])),
         loss=draw(st.sampled_from(LOSSES)), optimizer=draw(st.sampled_from(OPTIMIZERS)),
         accumulate=draw(st.sampled_from([1, 1, 2, 3])), zero=draw(st.sampled_from(["forward", "backward", "step", "in_place"])),
         evaluate=draw(st.booleans()), clip=draw(st.booleans()), read=draw(st.sampled_from([-1, -1, 2, 4])),
         keep=draw(st.sampled_from(["nothing", "output", "loss"])), varying=draw(st.booleans()), schedule=draw(st.booleans()),
+        autocast=draw(st.sampled_from([False, False, True])),
     )  # fmt: skip
 
 
@@ -218,7 +221,9 @@ def job_of(program: Program) -> zoo.Job:
         told = torch.zeros(())
         for piece in range(program.accumulate):
             x = torch.randn(rows, program.width, requires_grad=program.loss == "penalty")
-            out = net(x, number)
+            with torch.autocast("cpu", torch.bfloat16, enabled=program.autocast):
+                out = net(x, number)
+            out = out.float()
             if not piece:
                 zero("backward")
             loss = _backward(program.loss, out, x)
