@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+from patience import until
 import pytest
 from command import PACKAGE, TIMEOUT, Done, call, environment, hears_interrupts, lowtide_in, script_in
 from forked import forked
@@ -194,9 +195,7 @@ def test_ctrl_c_interrupts_the_script(tmp_path: Path) -> None:
         cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True,
         preexec_fn=hears_interrupts,  # noqa: PLW1509 - no threads between fork and exec here
     )  # fmt: skip
-    deadline = time.monotonic() + TIMEOUT
-    while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until((tmp_path / "ready").exists)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=TIMEOUT)
     assert process.returncode in (-signal.SIGINT, INTERRUPTED)
@@ -369,7 +368,12 @@ def test_quiet_says_nothing(tmp_path: Path) -> None:
 
 def test_help_and_version(tmp_path: Path) -> None:
     """``--help`` and ``--version`` print on standard output and exit with 0."""
-    for arguments in (("--help",), ("run", "--help"), ("-h",), ("--version",)):
-        done = lowtide_in(tmp_path, *arguments)
+    said = {}
+    for arguments in ("--help", "run --help", "-h", "--version"):
+        done = lowtide_in(tmp_path, *arguments.split())
         assert (done.returncode, done.stderr) == (0, "")
-        assert "owtide" in done.stdout or "Usage" in done.stdout
+        said[arguments] = done.stdout
+    assert said["--help"] == said["-h"]
+    assert all(f"\n  {verb} " in said["--help"] for verb in ("run", "record", "plan", "guard", "leak", "sweep", "min", "batch"))
+    assert said["run --help"].splitlines()[0].endswith("run [OPTIONS] SCRIPT [ARGUMENTS]...")
+    assert said["--version"].split()[-1] == importlib.metadata.version("lowtide")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import json
 import re
 from pathlib import Path
@@ -53,13 +55,30 @@ def _options() -> list[tuple[str, frozenset[str]]]:
     return found
 
 
+CALLED_BY = {"guard": "(?:guard|started|guarded)", "leak": "(?:leak|judged)", "record": "(?:record|_recorded|_train)", "plan": "(?:plan|_lowtide)"}
+"""Functions of tests that call a verb."""
+
+
+@functools.cache
+def _tests() -> tuple[str, ...]:
+    """The text of every test, with its decorators."""
+    found = []
+    for file in TESTS.rglob("test_*.py"):
+        text = file.read_text()
+        lines = text.splitlines()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                found.append("\n".join(lines[first - 1 : node.end_lineno]))
+    return tuple(found)
+
+
 @pytest.mark.parametrize(("verb", "spellings"), _options(), ids=lambda x: x if isinstance(x, str) else max(x, key=len))
 def test_every_option_is_given_to_its_verb_in_some_test(verb: str, spellings: frozenset[str]) -> None:
-    """In a file in which the verb is called, too."""
+    """In a test that calls the verb, or whose file has but one verb."""
     given = "|".join(re.escape(name) for name in spellings)
-    option, called = re.compile(rf"[\"' ({{]({given})[\"'= ,]"), re.compile(rf"[\"' ]{verb}[\"' ,(]|def {verb}\(")
-    texts = (file.read_text() for file in TESTS.rglob("test_*.py"))
-    assert any(option.search(text) and called.search(text) for text in texts)
+    option, called = re.compile(rf"[\"' ({{]({given})[\"'= ,]"), re.compile(rf"[\"' ]{verb}[\"' ,(]|\b{CALLED_BY.get(verb, verb)}\(")
+    assert any(option.search(text) and called.search(text) for text in _tests())
 
 
 # --- run -----------------------------------------------------------------------------------------------------------------
@@ -123,14 +142,51 @@ def test_batch_counts_samples_as_told_keeps_its_points_and_begins_anew_when_aske
     assert "other options: give --results, or --fresh" in other.stderr
 
 
+WEIGHTS = """
+import sys, torch
+torch.manual_seed(0)
+rows = int(sys.argv[sys.argv.index("--batch") + 1]) if "--batch" in sys.argv else 4
+net = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)])
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=False)
+for _ in range(6):
+    loss = net(torch.randn(rows, 512)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(loss.item().hex())
+"""
+"""8 MiB of weights and as much of gradients, of which an update in the backward keeps one at a time."""
+
+
 def test_batch_pulls_levers_that_are_allowed_under_its_budget(tmp_path: Path) -> None:
-    script = script_in(tmp_path, NET)
-    words = ["batch", "--vary", "batch=64", "--steps", "4"]
-    alone = lowtide_in(tmp_path, *words, "--allow", "split-ops", script)
+    script = script_in(tmp_path, WEIGHTS)
+    words = ["batch", "--vary", "batch=4", "--steps", "4", "--fresh"]
+    alone = lowtide_in(tmp_path, *words, "--allow", "update-in-backward", script)
     assert alone.returncode == 2
     assert "--allow goes with --budget" in alone.stderr
-    assert lowtide_in(tmp_path, *words, "--allow", "split-ops", "--budget", "1GiB", "--json", "b.json", script).returncode == 0
-    assert _read(tmp_path, "b.json")["points"][0]["fits"]
+    limits = ["--budget", "12MiB", "--memory", "13MiB"]
+    for more, fits in (([], False), (["--allow", "update-in-backward"], True)):
+        lowtide_in(tmp_path, *words, *limits, *more, "--json", "b.json", script)
+        points = [(point["how"], point["fits"]) for point in _read(tmp_path, "b.json")["points"]]
+        assert points == [("plain", False), ("budget", fits)]
+
+
+def test_run_uses_what_it_is_allowed_and_says_so(tmp_path: Path) -> None:
+    script = script_in(tmp_path, WEIGHTS)
+    plain = call(tmp_path, script)
+    done = lowtide_in(tmp_path, "run", "--budget", "12MiB", "--allow", "update-in-backward", "--json", "f.json", script)
+    assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
+    assert [x["name"] for x in _read(tmp_path, "f.json")["levers"] if x["used"]] == ["update-in-backward"]
+
+
+def test_run_moves_where_it_may(tmp_path: Path) -> None:
+    script = script_in(tmp_path, NET)
+    moved = {}
+    for switch in ("--offload", "--no-offload"):
+        done = lowtide_in(tmp_path, "run", "--budget", "60%", switch, "--json", "f.json", script, "--short")
+        assert done.returncode == 0, done.stderr
+        moved[switch] = sum(s["offloaded_bytes"] for s in _read(tmp_path, "f.json")["steps"])
+    assert moved["--offload"] > 0 == moved["--no-offload"]
 
 
 @pytest.mark.long

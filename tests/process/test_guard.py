@@ -64,6 +64,7 @@ NUMPY = """
     weights, random, kept = np.zeros(1000), np.random.default_rng(7), []
     state = {"weights": weights, "random": random, "log": (log := [])}
     at = lowtide.checkpoint.resume(folder, state)
+    open(folder + ".begun", "w").close()
     for step in range(at.get("step", 0), total):
         weights += random.standard_normal(1000) * np.random.rand()
         log.append(float(weights[0]))
@@ -191,7 +192,6 @@ def test_a_person_who_kills_is_not_taken_for_memory(tmp_path):
     path = script(tmp_path, "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(100000)")
     process = started("--json", tmp_path / "guard.json", path, cwd=tmp_path)
     until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
-    time.sleep(0.3)
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
     process.communicate(timeout=TIMEOUT)
     assert process.returncode == 137
@@ -247,8 +247,7 @@ def test_a_fresh_process_that_is_near_the_cap_is_given_up(tmp_path):
 def test_a_stop_by_a_person_saves_first(tmp_path, number):
     path = script(tmp_path, NUMPY)
     process = started("--json", tmp_path / "guard.json", path, tmp_path / "c", "1", "100000", "0.01")
-    until(lambda: (tmp_path / "c").exists())
-    time.sleep(0.5)
+    until((tmp_path / "c.begun").exists)
     process.send_signal(number)
     _, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 75, err
@@ -355,8 +354,7 @@ def test_when_the_guard_is_killed_the_run_saves_and_stops(tmp_path, shell):
     path = script(tmp_path, NUMPY)
     words = [sys.executable, path, tmp_path / "c", "1", "100000", "0.01"]
     process = started("--", *(["bash", "-c", f"{shlex.join(map(str, words))}; true"] if shell else words))
-    until(lambda: (tmp_path / "c").exists())
-    time.sleep(0.5)
+    until((tmp_path / "c.begun").exists)
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) == 2 + shell
     process.kill()
@@ -391,8 +389,7 @@ def test_a_run_behind_a_pipe_goes_on_though_the_pipe_says_zero(tmp_path):
 def test_a_person_behind_a_pipe_gets_75_when_it_was_saved(tmp_path):
     path = script(tmp_path, NUMPY)
     process = started("--", "bash", "-c", f"{sys.executable} {path} {tmp_path / 'c'} 1 100000 0.01 | cat")
-    until(lambda: (tmp_path / "c").exists())
-    time.sleep(0.5)
+    until((tmp_path / "c.begun").exists)
     process.terminate()
     process.communicate(timeout=TIMEOUT)
     assert process.returncode == 75
@@ -412,13 +409,14 @@ def test_when_nobody_reads_what_is_shown_the_run_goes_on(tmp_path):
 
 
 def test_nohup_stays_what_it_is(tmp_path):
-    path = script(tmp_path, "import time\nopen('ready', 'w').close()\ntime.sleep(2)\nprint('done')")
+    path = script(tmp_path, "import os, time\nopen('ready', 'w').close()\nwhile not os.path.exists('sent'): time.sleep(0.05)\nprint('done')")
     process = subprocess.Popen(
         [sys.executable, "-m", "lowtide", "guard", "--quiet", path], stdout=subprocess.PIPE, text=True, cwd=tmp_path,
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
     )
     until(lambda: (tmp_path / "ready").exists())
     process.send_signal(signal.SIGHUP)
+    (tmp_path / "sent").touch()
     out, _ = process.communicate(timeout=TIMEOUT)
     assert (process.returncode, out) == (0, "done\n")
 
@@ -456,10 +454,12 @@ def test_memory_that_forks_share_is_counted_once(tmp_path):
 
 def test_a_late_request_does_not_kill_what_has_finished(tmp_path):
     path = script(tmp_path, """
-        import atexit, sys, time
+        import atexit, os, sys, time
         def slowly():
             open("ending", "w").close()
-            time.sleep(1.5)
+            while not os.path.exists("asked"):
+                time.sleep(0.02)
+            open("ended", "w").close()
         atexit.register(slowly)     # runs last
         import lowtide
         state = {"log": []}
@@ -469,8 +469,12 @@ def test_a_late_request_does_not_kill_what_has_finished(tmp_path):
     process = started("--json", tmp_path / "guard.json", path, tmp_path / "c", cwd=tmp_path)
     until(lambda: (tmp_path / "ending").exists())
     process.send_signal(signal.SIGTERM)
+    assert any("it saves at its next safe point" in line or "SIGTERM" in line for line in iter(process.stderr.readline, ""))
+    (tmp_path / "asked").touch()
     process.communicate(timeout=TIMEOUT)
-    assert json.loads((tmp_path / "guard.json").read_text())["generations"][0]["exit"] in {0, -signal.SIGTERM}
+    (found,) = json.loads((tmp_path / "guard.json").read_text())["generations"]
+    assert (found["exit"], found["reason"]) == (0, "finished")
+    assert (tmp_path / "ended").exists()
 
 
 def test_a_stop_between_exits_is_obeyed(tmp_path):
@@ -571,12 +575,14 @@ def test_a_file_that_cannot_be_run_is_bad_usage(tmp_path):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("text", ["raise ValueError('bad [/foo] x')", "raise ValueError('sur \\udcff')"])
-def test_any_message_of_an_error_is_told_as_it_is(tmp_path, text):
+@pytest.mark.parametrize(("text", "told"), [
+    ("raise ValueError('bad [/foo] x')", "bad [/foo] x"), ("raise ValueError('sur \\udcff')", "sur \ufffd"),
+])
+def test_any_message_of_an_error_is_told_as_it_is(tmp_path, text, told):
     code, _, err, figures = guard(tmp_path, script(tmp_path, text))
     assert code == 1
-    assert figures["generations"][0]["error"].startswith("ValueError: ")
-    assert "error: ValueError: " in err
+    assert figures["generations"][0]["error"] == f"ValueError: {told}"
+    assert f"error: ValueError: {told}" in " ".join(err.split())
 
 
 def test_a_port_that_is_taken_is_bad_usage(tmp_path):

@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 from command import TIMEOUT
-from patience import gone, until
+from patience import gone, in_time, until
 import numpy as np
 import pytest
 from forked import forked
@@ -526,8 +526,11 @@ def test_a_page_that_cannot_be_written_loses_nothing_else(tmp_path):
 
 
 def test_what_was_asked_for_is_written_though_the_program_timed_out(tmp_path):
-    path = script(tmp_path, "import time, lowtide\nlowtide.step()\ntime.sleep(60)\n")
-    done = leak("--timeout", "3", "--json", tmp_path / "x.json", "--html", tmp_path / "x.html", path)
+    path = script(tmp_path, "import time, lowtide\nlowtide.step()\nopen('stepped', 'w').close()\ntime.sleep(100000)\n")
+    done = in_time(
+        lambda seconds: leak("--timeout", str(seconds), "--json", tmp_path / "x.json", "--html", tmp_path / "x.html", path, cwd=tmp_path),
+        lambda _: (tmp_path / "stepped").exists(), first=3,
+    )
     assert done.returncode == 2
     assert json.loads((tmp_path / "x.json").read_text())["verdict"] == "inconclusive"
     assert (tmp_path / "x.html").exists()

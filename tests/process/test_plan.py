@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from command import TIMEOUT
+from patience import PATIENCE
 import pytest
 from forked import forked
 
+SECONDS = str(PATIENCE)
+"""Of a search: these graphs are so small that it ends by itself."""
 
 
 def _lowtide(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -43,7 +46,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def test_a_plan_is_written_verified_and_refused_when_changed(graph: Path, tmp_path: Path) -> None:
     """--json, then --check on it, then on a tampered copy."""
-    done = _lowtide("plan", graph, "--budget", "60%", "--seconds", "2", "--json", "s.json", "--html", "p.html", cwd=tmp_path)
+    done = _lowtide("plan", graph, "--budget", "60%", "--seconds", SECONDS, "--json", "s.json", "--html", "p.html", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = _read(tmp_path / "s.json")
     assert found["status"] in ("optimal", "feasible")
@@ -62,7 +65,7 @@ def test_a_plan_is_written_verified_and_refused_when_changed(graph: Path, tmp_pa
 
 def test_blocks_of_an_allocator_are_counted_and_verified(graph: Path, tmp_path: Path) -> None:
     """--rounding: bytes of every value are whole blocks, in the plan and in its check."""
-    done = _lowtide("plan", graph, "--budget", "70%", "--rounding", "16", "--seconds", "1", "--json", "s.json", cwd=tmp_path)
+    done = _lowtide("plan", graph, "--budget", "70%", "--rounding", "16", "--seconds", SECONDS, "--json", "s.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = _read(tmp_path / "s.json")
     assert found["given_peak_bytes"] % 16 == found["peak_bytes"] % 16 == 0
@@ -81,7 +84,7 @@ def test_a_budget_below_the_floor_is_infeasible_with_its_proof(graph: Path, tmp_
 
 def test_the_curve_is_monotone_and_no_plan_beats_its_bound(graph: Path, tmp_path: Path) -> None:
     """From the given peak to the floor."""
-    done = _lowtide("plan", graph, "--budget", "70%", "--curve", "--seconds", "3", "--json", "s.json", cwd=tmp_path)
+    done = _lowtide("plan", graph, "--budget", "70%", "--curve", "--seconds", SECONDS, "--json", "s.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     curve = _read(tmp_path / "s.json")["curve"]
     assert len(curve) >= 12
@@ -104,14 +107,15 @@ def test_classics_are_played_by_name(graph: Path, tmp_path: Path, strategy: str)
     assert _lowtide("plan", graph, "--check", "s.json", cwd=tmp_path).returncode == 0
 
 
-@pytest.mark.parametrize("strategy", ["best-order", "worst-order"])
-def test_orders_by_name_are_of_any_order_and_hold(tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize(("strategy", "peak"), [("best-order", 101), ("worst-order", 102)])
+def test_orders_by_name_are_of_any_order_and_hold(tmp_path: Path, strategy: str, peak: int) -> None:
     """Whatever --order says: the given one is not kept, so nothing is claimed of it."""
     nodes = [{"id": i, "bytes": size, "seconds": 1} for i, size in enumerate((50, 1, 50, 1, 1))]
     links = [{"source": a, "target": b} for a, b in ((0, 1), (2, 3), (1, 4), (3, 4), (0, 3))]
     (tmp_path / "net.json").write_text(json.dumps({"nodes": nodes, "links": links}))
     done = _lowtide("plan", "net.json", "--strategy", strategy, "--budget", "100%", "--json", "s.json", cwd=tmp_path)
-    assert done.returncode in (0, 1), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert _read(tmp_path / "s.json")["peak_bytes"] == peak
     assert _read(tmp_path / "s.json")["order"] == "free"
     assert _lowtide("plan", "net.json", "--check", "s.json", cwd=tmp_path).returncode == 0
 
@@ -169,14 +173,17 @@ def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
 
 def test_offload_is_used_where_it_is_cheaper(graph: Path, tmp_path: Path) -> None:
     """A fast second board beats running anything again; one that is full does not."""
-    done = _lowtide("plan", graph, "--budget", "60%", "--offload", "1000000", "--seconds", "1", "--json", "s.json", cwd=tmp_path)
+    done = _lowtide("plan", graph, "--budget", "60%", "--offload", "1000000", "--seconds", SECONDS, "--json", "s.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = _read(tmp_path / "s.json")
     assert found["moved_bytes"] > 0
     assert found["extra_fraction"] < 0.001
-    done = _lowtide("plan", graph, "--budget", "60%", "--offload", "1000000", "--host", "11", "--seconds", "1", "--json", "h.json",
+    done = _lowtide("plan", graph, "--budget", "60%", "--offload", "1000000", "--host", "11", "--seconds", SECONDS, "--json", "h.json",
                     cwd=tmp_path)  # fmt: skip
-    assert _read(tmp_path / "h.json")["host_peak_bytes"] <= 11
+    assert done.returncode == 0, done.stderr
+    full = _read(tmp_path / "h.json")
+    assert 0 < full["host_peak_bytes"] <= 11
+    assert full["extra_fraction"] > 0.05
 
 
 SCRIPT = """
@@ -197,7 +204,7 @@ def test_a_recorded_step_is_planned_as_it_was_recorded(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     assert _lowtide("record", "--quiet", "-o", "r.lowtide", "--json", "r.json", "train.py", cwd=tmp_path).returncode == 0
     recorded = max(p["peak_bytes"] for s in _read(tmp_path / "r.json")["steps"] for p in s.get("phases", []))
-    done = _lowtide("plan", "r.lowtide", "--budget", "75%", "--seconds", "2", "--json", "s.json", cwd=tmp_path)
+    done = _lowtide("plan", "r.lowtide", "--budget", "75%", "--seconds", SECONDS, "--json", "s.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = _read(tmp_path / "s.json")
     assert found["given_peak_bytes"] == recorded
@@ -212,7 +219,7 @@ def test_levers_that_are_allowed_are_part_of_a_plan_which_is_verified_with_them(
     """Gradients are most of this step: below its floor there is a plan with the lever, and a verdict on that plan alone."""
     (tmp_path / "train.py").write_text(LARGE_WEIGHTS.format(hooks="", step="optimizer.step(); optimizer.zero_grad()"))
     assert _lowtide("record", "--quiet", "-o", "r.lowtide", "train.py", cwd=tmp_path).returncode == 0
-    options = ("plan", "r.lowtide", "--step", "1", "--budget", "12MiB", "--seconds", "1", "--json")
+    options = ("plan", "r.lowtide", "--step", "1", "--budget", "12MiB", "--seconds", SECONDS, "--json")
     done = _lowtide(*options, "plain.json", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     plain = _read(tmp_path / "plain.json")

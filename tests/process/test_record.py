@@ -94,6 +94,7 @@ def test_the_json_has_steps_phases_peak_and_findings(home: Path) -> None:
     assert found["peak"]["bytes"] == max(s["peak_bytes"] for s in found["steps"])
     assert {"bytes", "role", "name", "module", "source"} <= set(found["peak"]["top"][0])
     assert any(t["module"].startswith("Net.body") and "train.py" in t["source"] for t in found["peak"]["top"])
+    assert {f["id"] for f in found["findings"]} >= {"second-step", "backward-extra", "optimizer-states", "memory-floor"}
     assert all({"id", "text", "saving_bytes"} <= set(f) for f in found["findings"])
 
 

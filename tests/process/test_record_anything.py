@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from command import TIMEOUT
 import pytest
 
 MIB = 1 << 20
@@ -33,6 +34,7 @@ start = time.monotonic()
 while time.monotonic() - start < 3.3:
     kept.append(np.ones((1 << 20) // 8))
     time.sleep(0.05)
+print(len(kept))
 """
 
 CHILDREN = """
@@ -42,12 +44,12 @@ import numpy as np, lowtide
 def work(ready, done):
     held = np.ones((64 << 20) // 8)
     ready.set()
-    done.wait(20)
+    done.wait()
 
 ready, done = multiprocessing.Event(), multiprocessing.Event()
 child = multiprocessing.Process(target=work, args=(ready, done))
 child.start()
-ready.wait(20)
+ready.wait()
 lowtide.step()
 done.set()
 child.join()
@@ -67,7 +69,7 @@ model.train_on_batch(x[:10], y[:10])
 """
 
 
-def _recorded(folder: Path, script: str, *, timeout: int = 100) -> dict[str, Any]:
+def _recorded(folder: Path, script: str, *, timeout: int = TIMEOUT) -> dict[str, Any]:
     (folder / "script.py").write_text(script)
     done = subprocess.run(
         [sys.executable, "-m", "lowtide", "record", "-o", "a.lowtide", "--json", "a.json", "script.py"], cwd=folder,
@@ -104,7 +106,9 @@ def test_without_marks_time_makes_the_steps(tmp_path: Path) -> None:
     rows = found["process"]
     assert len(rows) >= 3
     assert not any(r["marked"] for r in rows)
-    assert all(r["change_bytes"] > 5 * MIB * min(1, r["seconds"]) for r in rows[1:-1])
+    grown = sum(r["change_bytes"] for r in rows[1:])
+    assert all(r["change_bytes"] > 0 for r in rows[1:-1])
+    assert 10 * MIB < grown < (int(found["stdout"]) + 20) * MIB
 
 
 def test_child_processes_count_by_their_share(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lowtide.errors import INTERRUPTED
 import pytest
 from patience import PATIENCE, until
 from command import PACKAGE, TIMEOUT, Done, environment, hears_interrupts, lowtide_in, script_in
@@ -197,7 +198,7 @@ def _maps(pid: int) -> str:
 def test_ctrl_c_before_the_script_begins_shows_no_frame_of_ours(tmp_path: Path) -> None:
     """Wherever it comes once Lowtide has begun: while the command line is imported, torch, or anything after it."""
     script = script_in(tmp_path, "import time, pathlib\npathlib.Path('ready').touch()\ntime.sleep(100000)\n")
-    for loaded, later in (("msgspec", 0.0), ("msgspec", 0.1), ("libtorch_cpu", 0.0), ("libtorch_cpu", 0.2), ("ready", 0.0)):
+    for loaded in ("msgspec", "_decimal", "libtorch_cpu", "libtorch_python", "ready"):
         (tmp_path / "ready").unlink(missing_ok=True)
         process = subprocess.Popen(
             [sys.executable, "-m", "lowtide", "run", "--budget", "1GiB", script],
@@ -205,10 +206,10 @@ def test_ctrl_c_before_the_script_begins_shows_no_frame_of_ours(tmp_path: Path) 
             preexec_fn=hears_interrupts,  # noqa: PLW1509 - no threads between fork and exec here
         )  # fmt: skip
         until(lambda: (tmp_path / "ready").exists() or loaded in _maps(process.pid))
-        time.sleep(later)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=PATIENCE)
-        assert process.returncode != 0
+        assert process.returncode in (-signal.SIGINT, INTERRUPTED), errors
+        assert errors.splitlines()[-1:] in ([], ["KeyboardInterrupt"])
         assert PACKAGE not in errors, errors
 
 
@@ -351,4 +352,5 @@ def test_a_percentage_is_of_the_largest_step_seen(tmp_path: Path) -> None:
     assert largest > 700 << 20
     assert abs(found["budget_bytes"] - (largest + found["plan"]["resident_bytes"]) / 2) < 8 << 20
     assert "50% is" in done.stderr
-    assert found["held"] or found["over"] == [2]
+    assert found["over"] in ([], [2])
+    assert done.returncode == (0 if found["held"] else 3)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+from patience import PATIENCE
 import pytest
 
 from lowtide.pebble import account, segments
@@ -76,7 +77,7 @@ def test_operators_of_little_time_are_priced_as_they_are() -> None:
 
 def test_an_optimal_plan_without_a_budget_is_no_higher_than_the_given_order() -> None:
     graph = there_and_back()
-    lie = account.to_json(Solver(graph).lowest(seconds=0.2))
+    lie = account.to_json(Solver(graph).lowest(seconds=PATIENCE))
     assert check(graph, lie) == []
     lie["schedule"] = [move for move in lie["schedule"] if move[0] != "free"]
     high = sum(n.bytes for n in graph.nodes)
@@ -125,7 +126,7 @@ def test_shares_are_exact_however_long_the_step_is() -> None:
 
 def test_reserved_bytes_are_looked_at_without_a_budget_too() -> None:
     graph = there_and_back().rounded(segments.BLOCK_BYTES)
-    answer = Solver(graph).lowest(seconds=0.2)
+    answer = Solver(graph).lowest(seconds=PATIENCE)
     held = segments.reserved(answer.graph, answer.schedule).peak_bytes
     true = account.to_json(answer, rounding_bytes=segments.BLOCK_BYTES) | {"allocator": "cuda", "reserved_bytes": held}
     assert check(graph, true) == []

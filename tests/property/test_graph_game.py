@@ -207,10 +207,10 @@ def test_search_and_bounds_enclose_the_cheapest_schedule(graph: Graph, fixed: bo
         return
     budget = data.draw(st.integers(solver.floor.bytes, solver.given.peak_bytes - 1))
     wanted = cheapest(graph, budget, fixed=fixed)
-    answer = solver.searched(budget, seconds=0.1)
     if wanted is None:
-        assert answer.status is Status.UNKNOWN
+        assert solver.searched(budget, seconds=0.1).status is Status.UNKNOWN
         return
+    answer = in_time(lambda seconds: solver.searched(budget, seconds=seconds), lambda answer: answer.status.has_plan, first=0.1)
     assert answer.time_bound.seconds <= wanted - graph.base_seconds + 1e-9
     every = bound.one_instant(solver.game, solver.precedence, solver.instants, budget, seconds=1)
     assert every.seconds <= wanted - graph.base_seconds + 1e-9
@@ -218,9 +218,8 @@ def test_search_and_bounds_enclose_the_cheapest_schedule(graph: Graph, fixed: bo
     if len(chain) > 1:
         found = chain_seconds(solver.game, solver.precedence, chain, budget, seconds=2)
         assert found.seconds <= wanted - graph.base_seconds + 1e-9
-    if answer.status is not Status.UNKNOWN:
-        assert answer.timeline.peak_bytes <= budget
-        assert answer.timeline.seconds >= wanted - 1e-9
+    assert answer.timeline.peak_bytes <= budget
+    assert answer.timeline.seconds >= wanted - 1e-9
     if answer.status is Status.OPTIMAL:
         assert math.isclose(answer.timeline.seconds, wanted, abs_tol=1e-6)
     assert check(graph, account.to_json(answer)) == []
@@ -248,10 +247,9 @@ def test_every_plan_of_the_literature_keeps_the_rules(graph: Graph, share: float
     """Whatever is held, may not run again, works in place or is a view: what applies to a graph can be played on it."""
     game = game_of(graph)
     budget = int(share * play(graph, unfold(graph, game.row(game.given))).peak_bytes)
-    for plan in STRATEGIES.values():
-        with contextlib.suppress(GraphError):
-            ops = plan(game, budget)
-            play(graph, unfold(graph, game.row(ops)))
+    for name, plan in STRATEGIES.items():
+        with contextlib.suppress(GraphError) if name == "revolve" else contextlib.nullcontext():  # that one is for chains
+            play(graph, unfold(graph, game.row(plan(game, budget))))
 
 
 @_FEW

@@ -9,12 +9,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from patience import in_time
 import pytest
 
 from lowtide.pebble.anneal import Annealer, library
 from lowtide.pebble.programs import Programs
 from lowtide.pebble.search import Hunt
-from lowtide.pebble.solve import Solver
+from lowtide.pebble.solve import Answer, Solver
 from lowtide.pebble.windows import Chain
 from property.test_long_graphs import blocks
 
@@ -57,11 +58,9 @@ def test_no_thread_goes_on_where_programs_fail(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Programs, "prove", failing)
     solver, before = Solver(blocks(KINDS, 30)), threading.active_count()
-    began = time.monotonic()
     with pytest.raises(RuntimeError, match="a program failed"):
-        solver.searched((solver.floor.bytes + solver.given.peak_bytes) // 2, seconds=60)
+        solver.searched((solver.floor.bytes + solver.given.peak_bytes) // 2, seconds=100_000)  # the error alone can end it
     assert threading.active_count() == before
-    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize(("depth", "share"), [(10, 2), (20, 10), (30, 5)])
@@ -81,9 +80,15 @@ def test_what_any_chain_of_instants_proves_is_told(depth: int, share: int, monke
     monkeypatch.setattr(Chain, "_bound", weaker)
     solver = Solver(blocks(KINDS, depth))
     budget = solver.floor.bytes + (solver.given.peak_bytes - solver.floor.bytes) * share // 100
-    answer = solver.searched(budget, seconds=2.0)
-    assert proven
-    assert answer.time_bound.seconds >= max(proven)
+
+    def searched(seconds: float) -> Answer:
+        proven.clear()
+        made.clear()
+        return solver.searched(budget, seconds=seconds)
+
+    answer = in_time(searched, lambda _: len(made) > 1 and max(proven) > 0, first=2)
+    assert len(made) > 1
+    assert answer.time_bound.seconds >= max(proven) > 0
 
 
 def test_a_limit_that_no_clock_knows_is_a_long_one() -> None:

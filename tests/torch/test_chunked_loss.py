@@ -87,7 +87,7 @@ def test_loss_and_gradients_are_no_further_from_float64_than_plain(name: str, bi
     found, outcome = _in_pieces(form, bias=bias, autocast=autocast)
     assert outcome.levers[0].used
     for ours, theirs in zip(_errors(found, exact), plain, strict=True):
-        assert ours <= 1.1 * theirs + 2e-7
+        assert ours <= 1.1 * theirs + (2e-7 if autocast else 2**-23)
 
 
 def test_logits_that_are_read_have_the_plain_bits() -> None:

@@ -43,6 +43,11 @@ def _filled_view(h: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def _singular(matrices: torch.Tensor) -> torch.Tensor:
+    """Determinants of some are zero: those have another formula."""
+    return matrices * (torch.arange(16) > 0) * (torch.arange(len(matrices)) % 7 > 0)[:, None, None] + torch.eye(16)
+
+
 OTHERWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "prod": lambda h: _small(h[0]).prod(),
     "prod of rows": lambda h: _small(h).prod(1),
@@ -50,7 +55,7 @@ OTHERWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "cumprod": lambda h: _small(h).cumprod(1),
     "filled by a tensor": lambda h: h.masked_fill(_mask(h), h.mean()),
     "weighed entropy": lambda h: F.binary_cross_entropy_with_logits(h, torch.rand_like(h), pos_weight=h.detach()[0].exp()),
-    "determinants": lambda h: torch.linalg.det(h.view(-1, 16, 16)[::16] / 8 + torch.eye(16)),
+    "determinants": lambda h: torch.linalg.det(_singular(h.view(-1, 16, 16))),
     "a view filled by a tensor": lambda h: _filled_view(h),
     "in a checkpoint": lambda h: checkpoint(lambda x: _small(x).prod(1).cumprod(0), h, use_reentrant=False),
     "in a reentrant checkpoint": lambda h: checkpoint(lambda x: _small(x).prod(1).cumprod(0), h, use_reentrant=True),
@@ -85,7 +90,8 @@ def test_the_same_bits_in_as_many_bytes(name: str, how: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", [n for n in OTHERWISE if "reentrant" not in n])
 def test_the_same_bits_of_a_second_derivative(name: str, how: str, tmp_path: Path) -> None:
     plain = _twice(OTHERWISE[name], nullcontext())
-    assert torch.equal(_twice(OTHERWISE[name], looking_on(how, tmp_path)), plain)
+    found = _twice(OTHERWISE[name], looking_on(how, tmp_path))
+    assert torch.equal(found.view(torch.int32), plain.view(torch.int32)), "where a determinant is zero it is no number"
 
 
 def test_a_backward_within_a_backward_and_the_script_s_own_hooks(tmp_path: Path) -> None:

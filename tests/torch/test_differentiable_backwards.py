@@ -61,8 +61,11 @@ def now_and_then(every: int) -> situations.Callable[[], zoo.Job]:
 def test_what_the_second_backward_makes_is_of_the_modules_of_the_forward(make: situations.Callable[[], zoo.Job], tmp_path: Path) -> None:
     with lowtide.record(tmp_path / "a.lowtide"):
         zoo.run(make, 3)
-    for step in explain.steps_of(store.read(tmp_path / "a.lowtide"))[1:]:
+    steps = explain.steps_of(store.read(tmp_path / "a.lowtide"))[1:]
+    assert len(steps) == 3
+    for step in steps:
         made = [b for b in step.blocks if b.phase == "backward" and b.born >= 0 and b.counted]
+        assert len(made) > 10
         assert sum(b.bytes for b in made if b.module) >= 0.9 * sum(b.bytes for b in made)
 
 

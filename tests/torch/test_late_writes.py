@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 import numpy as np
+from lowtide.errors import ReplayError
 import pytest
 import torch
 import zoo
@@ -20,7 +21,6 @@ import torch.utils.dlpack
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-import lowtide
 
 STEPS, CHANGE, WIDTH, ROWS = 7, 4, 128, 512
 
@@ -188,6 +188,10 @@ SCRIPTS = {
 }
 
 
+UNSEEN = {"batch_in_a_thread", "batch_by_storage", "edge_hook"}
+"""Their writes reach no operator that torch shows."""
+
+
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("share", [0.85, 0.7])
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -196,10 +200,16 @@ def test_bits_hold_when_writes_change_under_a_plan(name: str, share: float, offl
     reference = plain_of(make, STEPS)
     try:
         run = budgeted(make, above_of(reference, share), STEPS, offload=offload)
-    except lowtide.LowtideError:  # stopping is allowed, other bits are not
+    except ReplayError:  # stopping is allowed, other bits are not
+        assert name in UNSEEN, "only what torch cannot see stops a run"
+        assert not (offload and share > 0.8), "there it is moved, and need not be made again"
         return
+    finally:
+        torch.ones((), requires_grad=True).backward()  # after an error the engine holds the graph until it runs again
     assert run.bits == reference.bits
-    assert any(s.recomputed_ops or s.offloaded_bytes for s in run.outcome.steps)
+    before = run.outcome.steps[CHANGE - 1]
+    assert before.policy == "planned", "the writes change under a plan"
+    assert before.recomputed_ops or before.offloaded_bytes
 
 
 def test_what_tells_of_late_writes_is_of_the_tensor_that_is_there_not_of_one_that_lay_there_before() -> None:

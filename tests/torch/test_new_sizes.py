@@ -243,13 +243,18 @@ WRITES = {
 def test_bits_hold_where_blocks_are_written_in_part_and_inputs_are_sparse(name: str, offload: bool) -> None:
     """Law: at every budget the plain run's bits, and no error; where values may be moved, in the budget."""
     reference = plain_of(WRITES[name], len(SIZES))
+    held = []
     for share in (0.85, 0.7, 0.6, 0.5):
         try:
             run = budgeted(WRITES[name], above_of(reference, share), len(SIZES), offload=offload)
         except lowtide.BudgetError:
+            assert share < 0.85, "there it is seen"
             continue
+        held.append(share)
         assert run.bits == reference.bits
+        assert run.outcome.held <= kept(run), "what is not kept is said"
         assert kept(run) or not offload, (share, run.over)
+    assert held
 
 
 class Cropping(nn.Module):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import heap
-from patience import in_time
+from patience import PATIENCE, in_time
 from lowtide.allowed import LEVERS, LOSS, PIECES, SLICES, UPDATE
 from lowtide.choice import Planned, best, carried, others, sets_of
 from lowtide.errors import LeverError
@@ -22,6 +22,7 @@ from lowtide.pebble.check import check
 from lowtide.pebble.graph import Graph, Node
 from lowtide.pebble.schedule import Act, Move
 from lowtide.pebble.solve import Order, Solver
+from lowtide.pebble.status import Status
 from lowtide.store import read
 from torch import nn
 from torch.nn import functional as F
@@ -45,6 +46,11 @@ def _pictures() -> nn.Module:
     )
 
 
+def _wide() -> nn.Module:
+    """What the second convolution's backward takes is most of the step."""
+    return nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1))
+
+
 def _square(net: nn.Module) -> torch.Tensor:
     return net(torch.randn(16, 384)).square().mean()
 
@@ -52,10 +58,6 @@ def _square(net: nn.Module) -> torch.Tensor:
 def _words(net: nn.Module) -> torch.Tensor:
     words = torch.randint(4096, (1024,))
     return F.cross_entropy(net(words), words)
-
-
-def _drawn(net: nn.Module) -> torch.Tensor:
-    return net(torch.randn(16, 3, 64, 64)).square().mean()
 
 
 def _adamw(parameters: Iterable[nn.Parameter], **how: bool) -> torch.optim.Optimizer:
@@ -107,7 +109,7 @@ CASES: dict[str, tuple[str, Callable[[], nn.Module], Loss, Make]] = {
         for foreach in (False, True)
     },
     "loss": (LOSS, _classes, _words, _adamw),
-    "pictures": (PIECES, _pictures, _drawn, _adamw),
+    "pictures": (PIECES, _wide, lambda net: net(torch.randn(8, 3, 40, 40)).sum(), _adamw),
 }
 
 
@@ -121,7 +123,7 @@ def test_a_lever_saves_in_a_run_what_the_plan_says(
     said = peak_of(with_levers(step, ())) - peak_of(with_levers(step, (name,)))
     plain = _peak(train, None)
     saved = plain - _peak(train, None, allow=(name,))
-    assert saved > 0.02 * plain or name == PIECES
+    assert saved > 0.02 * plain
     assert saved - 0.05 * plain < said < saved + 0.02 * plain
 
 
@@ -232,8 +234,8 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Step, list[Planne
     step = _recorded(tmp_path_factory.mktemp("planned"), partial(_train, _classes, _words, partial(_adamw, foreach=True)))
     solver = Solver(with_levers(step, ()))
     budget = solver.told_floor.bytes + (solver.given.peak_bytes - solver.told_floor.bytes) // 5
-    plain = Planned(names=(), solver=solver, answer=solver.at(budget, seconds=2), own_seconds=0.0)
-    found = others(step, plain, prepared=lambda g: g, answered=lambda s, _, share, rows: s.at(budget, seconds=2 * share, seeds=rows))
+    plain = Planned(names=(), solver=solver, answer=solver.at(budget, seconds=PATIENCE), own_seconds=0.0)
+    found = others(step, plain, prepared=lambda g: g, answered=lambda s, _, share, rows: s.at(budget, seconds=PATIENCE * share, seeds=rows))
     return step, [plain, *found]
 
 
@@ -243,10 +245,13 @@ def test_every_set_of_levers_has_a_plan_that_an_independent_checker_verifies(pla
     for s in sets:
         assert s.answer is not None
         assert not check(with_levers(step, s.names), to_json(s.answer))
+    without = {s.names: s.answer.status for s in sets if s.answer is not None and not s.answer.status.has_plan}
+    assert without in ({}, {(UPDATE,): Status.INFEASIBLE}), "that lever alone may not reach this budget"
 
 
 def test_more_levers_never_make_a_plan_slower_but_for_what_they_take_themselves(planned: tuple[Step, list[Planned]]) -> None:
     _, sets = planned
+    compared = 0
     for few in sets:
         for more in sets:
             if set(few.names) < set(more.names) and few.answer is not None and few.answer.status.has_plan:
@@ -255,6 +260,8 @@ def test_more_levers_never_make_a_plan_slower_but_for_what_they_take_themselves(
                     continue
                 assert more.answer is not None
                 assert more.answer.extra_seconds <= few.answer.extra_seconds + 1e-9 * few.solver.graph.base_seconds
+                compared += 1
+    assert compared >= 5
 
 
 def test_a_plan_in_free_order_is_begun_from_those_with_fewer_levers(planned: tuple[Step, list[Planned]]) -> None:

@@ -88,7 +88,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.Tens
 @pytest.mark.parametrize("foreach", [False, True])
 def test_each_operator_is_as_high_as_was_measured(tmp_path: Path, name: str, *, foreach: bool) -> None:
     make, loss_of = CASES[name]
-    for step in recorded(tmp_path, make(), loss_of, foreach=foreach):
+    steps = recorded(tmp_path, make(), loss_of, foreach=foreach)
+    assert len(steps) == 3
+    for step in steps:
         found = heights(graph_of(step))
         assert len(found) == len(step.ops)
         highest = [int(peak) for peak in step.peaks]

@@ -10,7 +10,7 @@ import pytest
 import torch
 import zoo
 from harness import above_of, budgeted, plain_of
-from lowtide.live import numerics
+from lowtide.live import numerics, value
 from lowtide.live.wraps import Wraps
 from torch import nn
 
@@ -58,10 +58,17 @@ SETTINGS: dict[str, tuple[Callable[[], object], Callable[[nn.Module], torch.Tens
 }
 
 
+TOLD: dict[str, Callable[[], object]] = {
+    "threads": torch.get_num_threads, "precision": torch.get_float32_matmul_precision, "library": torch._C._get_mkldnn_enabled,
+    "default_dtype": torch.get_default_dtype, "denormals": lambda: bool((torch.full((1,), 1e-39) * 1.0).any()),
+}
+
+
 @pytest.mark.long("threads-0.7")
 @pytest.mark.parametrize("share", [0.7, 0.5])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings_that_change_between_forward_and_backward(name: str, share: float) -> None:
+def test_settings_that_change_between_forward_and_backward(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a processor where they change no bits, too, each replay meets the settings of the first run."""
     within, loss_of = SETTINGS[name]
 
     def make() -> zoo.Job:
@@ -80,8 +87,20 @@ def test_settings_that_change_between_forward_and_backward(name: str, share: flo
 
     reference = plain_of(make, STEPS)
     before = numerics.current()
+    outside = TOLD[name]()
+    with within():  # type: ignore[attr-defined]
+        inside = TOLD[name]()
+    assert inside != outside
+    met, call = set(), value.Record._draws_as_before
+
+    def noting(*given: Any) -> Any:
+        met.add(TOLD[name]())
+        return call(*given)
+
+    monkeypatch.setattr(value.Record, "_draws_as_before", noting)
     run = budgeted(make, above_of(reference, share), STEPS, offload=False)
     assert run.bits == reference.bits
+    assert met == {inside}
     assert any(s.recomputed_ops for s in run.outcome.steps[2:])
     assert numerics.current() == before
 

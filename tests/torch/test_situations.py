@@ -59,7 +59,9 @@ def test_bits_and_budget_hold(name: str, place: float, offload: bool) -> None:
     run = budgeted(make, above_of(reference, minimum + place * (1 - minimum)), STEPS, offload=offload)
     assert run.bits == reference.bits
     if (name, offload) in NOT_HELD_AT_ONCE:
-        assert run.outcome.held == (not run.outcome.over)
+        assert run.outcome.held == (run.peak_bytes <= run.budget_bytes)
+        assert max(s.peak_bytes for s in run.outcome.steps) == run.peak_bytes
+        assert len(run.outcome.over) <= 1, run.over
         return
     assert run.outcome.held
     assert run.peak_bytes <= run.budget_bytes + FIRST_CALLS_BYTES, run.over

@@ -116,7 +116,7 @@ def test_attention_whose_scores_are_whole_runs_sample_by_sample() -> None:
     with lowtide.budget(None, allow=ALLOW) as run:
         pieces, after = once()
         assert run.outcome.levers[0].used
-    assert after < before
+    assert after < 0.7 * before
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(pieces, plain, strict=True))
 
 

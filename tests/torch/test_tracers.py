@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -27,67 +27,83 @@ def pictures() -> torch.Tensor:
     return torch.randn(8, 3, 112, 112)
 
 
-def traced() -> None:
+def ran(model: Callable[..., torch.Tensor], parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Output and gradients of a step."""
+    held = list(parameters)
+    out = model(pictures())
+    out.square().mean().backward()
+    return [out.detach(), *(p.grad for p in held if p.grad is not None)]
+
+
+def traced() -> list[torch.Tensor]:
     """``torch.jit.trace``."""
-    torch.jit.trace(net(), pictures())(pictures()).sum().backward()
+    model = torch.jit.trace(net(), pictures())
+    return ran(model, model.parameters())
 
 
-def scripted() -> None:
+def scripted() -> list[torch.Tensor]:
     """``torch.jit.script``."""
-    torch.jit.script(net())(pictures()).sum().backward()
+    model = torch.jit.script(net())
+    return ran(model, model.parameters())
 
 
-def exported() -> None:
+def exported() -> list[torch.Tensor]:
     """``torch.export``."""
-    torch.export.export(net().eval(), (pictures(),)).module()(pictures()).sum().backward()
+    model = torch.export.export(net().eval(), (pictures(),)).module()
+    return ran(model, model.parameters())
 
 
-def symbolic() -> None:
+def symbolic() -> list[torch.Tensor]:
     """``torch.fx.symbolic_trace``."""
-    torch.fx.symbolic_trace(net())(pictures()).sum().backward()
+    model = torch.fx.symbolic_trace(net())
+    return ran(model, model.parameters())
 
 
-def proxies() -> None:
+def proxies() -> list[torch.Tensor]:
     """``make_fx``, with tensors and with fake ones."""
-    for mode in ("real", "fake"):
-        make_fx(lambda a: (a * 2).sin(), tracing_mode=mode)(torch.randn(4))
+    made = [make_fx(lambda a: (a * 2).sin(), tracing_mode=mode)(torch.randn(4)) for mode in ("real", "fake")]
+    return [graph(torch.randn(4)) for graph in made]
 
 
-def fakes() -> None:
+def fakes() -> list[torch.Tensor]:
     """A whole step of tensors without bytes, and a real one after it."""
     with FakeTensorMode():
         net()(pictures()).sum().backward()
-    net()(pictures()).sum().backward()
+    model = net()
+    return ran(model, model.parameters())
 
 
-def metas() -> None:
+def metas() -> list[torch.Tensor]:
     """The same on the meta device."""
     with torch.device("meta"):
         net()(pictures()).sum().backward()
+    model = net()
+    return ran(model, model.parameters())
 
 
-def compiled() -> None:
+def compiled() -> list[torch.Tensor]:
     """``torch.compile`` without code of its own."""
-    torch.compile(net(), backend="aot_eager")(pictures()).sum().backward()
+    model = net()
+    return ran(torch.compile(model, backend="aot_eager"), model.parameters())
 
 
-def hessian() -> None:
+def hessian() -> list[torch.Tensor]:
     """Loads torch's scripted decompositions the first time."""
-    torch.func.hessian(lambda a: (a**3).sum())(torch.randn(4))
+    return [torch.func.hessian(lambda a: (a**3).sum())(torch.randn(4))]
 
 
-def lazy() -> None:
+def lazy() -> list[torch.Tensor]:
     """Parameters that have no bytes yet."""
     model = nn.Sequential(nn.LazyConv2d(8, 3), nn.LazyBatchNorm2d(), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4))
     for _ in range(2):
         model(torch.randn(4, 3, 16, 16)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+    return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def lazy_in_turn() -> None:
+def lazy_in_turn() -> list[torch.Tensor]:
     """One lazy module after another: the next has no bytes yet where what is resident is looked at."""
-    for _ in range(3):
-        lazy()
+    return [tensor for _ in range(3) for tensor in lazy()]
 
 
 def under(how: str, folder: Path) -> AbstractContextManager[Any]:
@@ -102,9 +118,15 @@ def under(how: str, folder: Path) -> AbstractContextManager[Any]:
 @pytest.mark.parametrize(
     "job", [traced, scripted, exported, symbolic, proxies, fakes, metas, compiled, lazy, lazy_in_turn, hessian], ids=lambda f: f.__name__
 )
-def test_tracers_work_as_they_do_without_us(job: Callable[[], None], how: str, tmp_path: Path) -> None:
+def test_tracers_work_as_they_do_without_us(job: Callable[[], list[torch.Tensor]], how: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
+    plain = job()
+    assert plain
     for _ in range(2):
+        torch.manual_seed(0)
         with under(how, tmp_path):
-            job()
+            found = job()
+        assert len(found) == len(plain)
+        for a, b in zip(found, plain, strict=True):
+            assert torch.equal(a, b) if how != "pieces" else torch.allclose(a, b, rtol=1e-4, atol=1e-5)
     job()

@@ -121,7 +121,6 @@ def recorded(make: Callable[[], Any], judge: Judge) -> tuple[dict[str, int], dic
     """The same by the recording; the worst shares of unknown bytes; and of backward's bytes the share whose line is known."""
     torch.manual_seed(0)
     gc.collect()
-    base = judge.live.value
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "a.lowtide"
         with lowtide.record(file):
@@ -144,7 +143,6 @@ def recorded(make: Callable[[], Any], judge: Judge) -> tuple[dict[str, int], dic
             assert (step.at_peak.sum(axis=1) == step.entries["peak"][step.ops]).all()
             unknown = abs(step.at_peak[:, Role.UNKNOWN] - left).max()
             worst[str(step.row.step)] = float(unknown / max(int(step.peaks.max()) - start, 1))
-    assert base >= 0
     made = [b for s in steps_of(recording) for b in s.blocks if b.phase == "backward" and b.born >= 0 and b.counted]
     known = sum(b.bytes for b in made if b.source)
     return found, worst, known / sum(b.bytes for b in made) if made else 1.0
@@ -162,11 +160,13 @@ def main() -> None:
         have, worst, lines = recorded(make, judge)
         off = {}
         top = max(want.values())
-        for phase in ("forward", "loss", "evaluation", "backward", "optimizer"):
+        phases = ("forward", "loss", "evaluation", "backward", "optimizer")
+        for phase in phases:
             if phase in want and phase in have:
                 off[phase] = abs(want[phase] - have[phase])
+        lost = [phase for phase in phases if phase in want and phase not in have]
         off["all"] = abs(top - max(have.values()))
-        told[name] = {"want": want, "have": have, "off": off, "allowed": max(SMALLEST, int(SHARE * top)), "unknown": worst, "peak": top, "lines": lines}
+        told[name] = {"want": want, "have": have, "off": off, "lost": lost, "allowed": max(SMALLEST, int(SHARE * top)), "unknown": worst, "peak": top, "lines": lines}
     print(json.dumps(told))
 
 
