@@ -45,6 +45,7 @@ AROUND = {
 }
 
 
+@pytest.mark.long("leak")
 @pytest.mark.parametrize("outer", AROUND)
 def test_verbs_around_run_keep_its_lever_its_budget_and_the_losses(tmp_path: Path, outer: str) -> None:
     """What they put into the process (hooks, samplers) is not taken for the script's, and switches no lever off."""
@@ -63,6 +64,7 @@ def test_verbs_around_run_keep_its_lever_its_budget_and_the_losses(tmp_path: Pat
         assert [line for line in plain.splitlines() if line in done.stdout.splitlines()] == plain.splitlines()
 
 
+@pytest.mark.long("leak")
 @pytest.mark.parametrize("outer", ["guard", "leak"])
 def test_verbs_around_record_keep_what_it_records(tmp_path: Path, outer: str) -> None:
     script = script_in(tmp_path, TRAINS)

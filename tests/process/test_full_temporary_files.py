@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import pytest
 from lowtide.checkpoint import whole
 from lowtide.data import wire
 from lowtide.errors import CheckpointError
+from lowtide.guard.process import PLACES
 from lowtide.probe import beat
 from lowtide.probe.marks import Kind
 from lowtide.probe.sampler import Sampler
+from lowtide.scratch import Scratch
 from small_disk import small_disk
 
 GOES_ON = "make room there, or set TMPDIR to a folder that has it; training goes on"
@@ -193,9 +196,7 @@ def test_a_store_whose_folder_has_gone_raises_an_error_of_ours(tmp_path: Path) -
 
 @pytest.mark.parametrize("fails", [1, 2, 3])
 def test_the_guard_finds_a_folder_where_it_can(tmp_path: Path, fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowtide.guard import process
-
-    real, left = process.tempfile.mkdtemp, [fails]
+    real, left = tempfile.mkdtemp, [fails]
 
     def made(**how: Any) -> str:
         left[0] -= 1
@@ -203,9 +204,9 @@ def test_the_guard_finds_a_folder_where_it_can(tmp_path: Path, fails: int, monke
             _full()
         return real(prefix=how["prefix"], dir=tmp_path)
 
-    monkeypatch.setattr(process.tempfile, "mkdtemp", made)
+    monkeypatch.setattr(tempfile, "mkdtemp", made)
     if fails < 3:
-        assert process._folder().is_dir()
+        assert Scratch(PLACES).path.is_dir()
     else:
         with pytest.raises(OSError, match="No space left"):
-            process._folder()
+            Scratch(PLACES)

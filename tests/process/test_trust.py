@@ -343,6 +343,7 @@ def test_the_plain_first_step_of_a_percentage_takes_no_more_than_there_is(tmp_pa
     assert _figures(tmp_path)["plan"]["baseline_peak_bytes"] > 400 << 20
 
 
+@pytest.mark.long
 def test_a_percentage_is_of_the_largest_step_seen(tmp_path: Path) -> None:
     """Later steps take twice as much: the budget is set anew, and its line says of which step."""
     script = script_in(tmp_path, LAYERS.replace("GROWS", "2").replace("range(6)", "range(9)"))

@@ -33,8 +33,8 @@ OF_A_CHILD: Final = (
     "ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException", "BrokenProcessPool",
 )
 """Errors of launchers and pools whose child has failed: what that child says is the reason."""
-_PLACES: Final = ("/dev/shm", ".")  # noqa: S108 - the folder's name is made up
-"""For temporary files, where their own disk has filled up after hours of work."""
+PLACES: Final = (None, "/dev/shm", ".")  # noqa: S108 - the folder's name is made up
+"""For temporary files, in turn: after hours of work their own disk may have filled up."""
 AGAIN_SECONDS: Final = (0.1, 0.5, 1.0, 2.0, 4.0)
 """Waits between tries to start a process where the system has no room for one more."""
 LEAVE_SECONDS: Final = 5.0
@@ -88,7 +88,7 @@ class Guarded:
 
     def __enter__(self) -> Guarded:
         """Start it."""
-        self._scratch = Scratch((None, *_PLACES))
+        self._scratch = Scratch(PLACES)
         self._folder = self._scratch.path
         environment = dict(os.environ)
         environment[beat.FOLDER] = str(self._folder)
