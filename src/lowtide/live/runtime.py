@@ -785,8 +785,11 @@ class Runtime:
             if solution.state is None and perhaps < shift:
                 doubtful, shift, solution = True, perhaps, self._solve(entry, perhaps)
         figures = self._tell_figures(unit, entry, solution, shift)
-        refused = bool(self.budget_bytes) and solution.state is None and self._crossings.mostly(
-            kind, at_least=CROSSED if entry.left.bytes else 0
+        refused = (
+            bool(self.budget_bytes)
+            and solution.state is None
+            and max(figures.bound_peak_bytes, figures.lowest_peak_bytes) > self.budget_bytes
+            and self._crossings.mostly(kind, at_least=CROSSED if entry.left.bytes else 0)
         )
         worn = self.recordings.is_worn(kind)
         warm = worn or entry.followed > 0
