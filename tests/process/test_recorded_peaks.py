@@ -23,8 +23,8 @@ COMPILER = shutil.which("cc") or shutil.which("gcc")
 pytestmark = [
     pytest.mark.skipif(COMPILER is None or library_path() is None, reason="no C compiler: no counters"),
 ]
-_LOST = {"optimizer_in_backward"}
-"""A phase of these is in another: the optimizer's, in the backward."""
+_LOST = {"optimizer_in_backward": ["optimizer"], "compiled_function": ["evaluation"]}
+"""Phases of these that are in others: an update in the backward, and what is compiled whole."""
 _NO_OPERATORS = {"plain_functions"}
 _COMPILED = {"compiled_part": 0.015, "compiled_function": 0.015}
 """Besides, the compiler keeps generator states (some 40 KiB of these 5 MB) until its first step is over."""
@@ -76,7 +76,7 @@ def test_peaks_by_phase_are_exact_and_roles_are_known(group: int, judge: Path) -
     told = _judged(judge, sorted(recorded_jobs.JOBS)[group::GROUPS])
     off = {n: t for n, t in told.items() if any(x > t["allowed"] for k, x in t["off"].items() if (n, k) not in _HELD)}
     assert not off
-    assert {n: t["lost"] for n, t in told.items() if t["lost"] and n not in _LOST} == {}
+    assert {n: t["lost"] for n, t in told.items() if t["lost"]} == {n: _LOST[n] for n in told if n in _LOST}
     assert all(len(t["unknown"]) > 1 for n, t in told.items() if n not in _NO_OPERATORS)
     lines = {n: t["lines"] for n, t in told.items() if t["lines"] < ATTRIBUTED}
     assert not lines

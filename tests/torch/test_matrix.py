@@ -14,7 +14,7 @@ MINIMUM = {
     "mlp": (0.270, 0.270), "cnn": (0.624, 0.624), "lstm": (0.603, 0.603), "gru_seq2seq": (0.375, 0.355),
     "gpt_eager": (0.210, 0.201), "gpt_sdpa": (0.186, 0.180), "hf_gpt2": (0.247, 0.247), "hf_bert": (0.298, 0.225),
     "hf_llama": (0.280, 0.280), "hf_t5": (0.295, 0.211), "hf_vit": (0.272, 0.255), "hf_resnet": (0.800, 0.800),
-    "hf_convnext": (0.495, 0.495), "hf_mamba": (0.423, 0.407),
+    "hf_convnext": (0.51, 0.51), "hf_mamba": (0.423, 0.407),
 }  # fmt: skip
 """The lowest peak of each model by recomputation alone, and with moving, as a share of what its plain peak has above what is
 resident: found once by plans of recorded steps, and held against runs from above and from below."""
@@ -33,7 +33,8 @@ LIKE_OTHERS = ("hf_llama", "hf_mamba")
 """At their floor these take long and did what the others did: `make test-slow` runs them there."""
 
 
-ON_LINE: frozenset[str] = frozenset()
+ON_LINE = frozenset({"gru_seq2seq"})
+"""Models whose last step may follow no plan: two units of it take turns at being the higher one."""
 
 
 def _above(name: str, place: float, *, offload: bool) -> int:
