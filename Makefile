@@ -9,7 +9,7 @@ PYTEST = LD_PRELOAD=$(HEAP) $(BIN)/python -m pytest --dist loadgroup
 
 SUITE = tests/unit tests/property tests/torch tests/process tests/faults
 
-.PHONY: demo test test-long test-slow test-cuda lint bench bench-planner bench-record bench-leaks bench-guard bench-sizes bench-device mutate picture clean
+.PHONY: demo test test-long test-slow test-cuda lint bench bench-planner bench-record bench-leaks bench-guard bench-sizes bench-device bench-planted mutate picture clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -25,8 +25,8 @@ test-long: $(STAMP)
 # The matrix with torch's own number of threads, one case at a time: two at once would wait for each other's threads.
 test-slow: $(STAMP)
 	LOWTIDE_FULL=1 $(PYTEST) -n 0 tests/torch/test_matrix.py tests/torch/test_situations.py
-	LOWTIDE_FULL=1 OMP_NUM_THREADS=1 $(PYTEST) -n 2 --timeout 1800 tests/slow tests/process/test_checkpoint.py \
-		tests/process/test_recycled_frameworks.py
+	LOWTIDE_FULL=1 OMP_NUM_THREADS=1 $(PYTEST) -n 2 --timeout 7200 tests/slow tests/faults tests/process/test_checkpoint.py \
+		tests/process/test_recycled_frameworks.py tests/torch/test_random_programs.py
 
 test-cuda: $(STAMP)
 	$(BIN)/python -m pytest tests/cuda -m cuda
@@ -61,6 +61,10 @@ bench-leaks: $(STAMP)
 mutate: $(STAMP)
 	$(BIN)/python -m pip install --quiet cosmic-ray
 	$(BIN)/python benchmarks/mutants.py --json benchmarks/results/mutants.json
+
+# How many random scripts it takes to find a fault that is put into the runtime: half an hour.
+bench-planted: $(STAMP)
+	$(BIN)/python benchmarks/planted.py --json benchmarks/results/planted.json
 
 bench-guard: $(STAMP)
 	$(BIN)/python benchmarks/guard/graceful.py --json benchmarks/results/guard.json

@@ -5,6 +5,7 @@ A `Program` is a description that prints itself whole; `job_of` makes a job of i
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 KINDS = (
     "linear", "relu", "relu_", "gelu", "tanh", "sigmoid", "layer_norm", "batch_norm", "dropout", "residual", "halves",
     "attention", "scaled_in_place", "added_in_place", "transposed", "own_function", "checkpointed", "shared", "by_step",
-    "expanded", "masked", "squared", "hooked", "complex",
+    "expanded", "masked", "squared", "hooked", "complex", "dropout", "noisy", "written_late", "running", "shifted",
 )  # fmt: skip
 LOSSES = ("square", "cross_entropy", "two", "two_backwards", "penalty")
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw_foreach", "adam_single", "two", "rmsprop", "adagrad")
@@ -33,7 +34,7 @@ class Program:
         layers: names out of `KINDS`, in order.
         width, rows: of what layers work on: (rows, width).
         accumulate: backwards of one step.
-        zero: when gradients are zeroed: before the forward, before the backward, after the step; in place or not.
+        zero: when gradients are zeroed: before the forward, before the backward, after the step; in place or not, or by hand.
         evaluate: whether the model evaluates without gradients in every second step, on more rows.
         clip: whether gradients are clipped.
         read: in which step gradients are read by the script; -1 for none.
@@ -41,6 +42,8 @@ class Program:
         varying: whether every third batch has half the rows.
         schedule: whether the learning rate changes.
         autocast: whether the forward runs under autocast.
+        flags: whether it runs without oneDNN, which the backward does not; not under autocast.
+        late: whether buffers that the forward read are written before the backward.
     """
 
     layers: tuple[str, ...]
@@ -57,6 +60,8 @@ class Program:
     varying: bool
     schedule: bool
     autocast: bool
+    flags: bool
+    late: bool
 
 
 @st.composite
@@ -66,10 +71,11 @@ def programs(draw: st.DrawFn) -> Program:
         layers=tuple(draw(st.lists(st.sampled_from(KINDS), min_size=2, max_size=9))),
         width=draw(st.sampled_from([32, 64, 128, 256])), rows=draw(st.sampled_from([64, 512, 2048])),
         loss=draw(st.sampled_from(LOSSES)), optimizer=draw(st.sampled_from(OPTIMIZERS)),
-        accumulate=draw(st.sampled_from([1, 1, 2, 3])), zero=draw(st.sampled_from(["forward", "backward", "step", "in_place"])),
+        accumulate=draw(st.sampled_from([1, 1, 2, 3])), zero=draw(st.sampled_from(["forward", "backward", "step", "in_place", "by_hand"])),
         evaluate=draw(st.booleans()), clip=draw(st.booleans()), read=draw(st.sampled_from([-1, -1, 2, 4])),
         keep=draw(st.sampled_from(["nothing", "output", "loss"])), varying=draw(st.booleans()), schedule=draw(st.booleans()),
-        autocast=draw(st.sampled_from([False, False, True])),
+        autocast=draw(st.sampled_from([False, False, True])), flags=draw(st.sampled_from([False, False, True])),
+        late=draw(st.sampled_from([False, False, True])),
     )  # fmt: skip
 
 
@@ -105,6 +111,8 @@ class Layer(nn.Module):
             self.norm = nn.LayerNorm(width)
         if kind == "batch_norm":
             self.norm = nn.BatchNorm1d(width)
+        if kind in ("running", "shifted"):
+            self.register_buffer("state", torch.zeros(width))
         if kind == "hooked":
             self.inner.register_forward_hook(lambda _m, _x, out: out * 0.5)
 
@@ -120,6 +128,20 @@ class Layer(nn.Module):
                 return self.norm(x)
             case "dropout":
                 return F.dropout(x, 0.3, training=self.training)
+            case "noisy":
+                return x.tanh() + torch.randn_like(x) * x.sigmoid()
+            case "written_late":
+                y = x * 2
+                z = y.sigmoid()
+                y.add_(1)
+                return z + y
+            case "running":
+                z = torch.tanh(x - self.state)
+                with torch.no_grad():
+                    self.state.mul_(0.9).add_(z.float().mean(0), alpha=0.1)
+                return z
+            case "shifted":
+                return torch.sigmoid(x + self.state)
             case "residual":
                 return x + F.gelu(self.inner(x))
             case "halves":
@@ -211,6 +233,10 @@ def job_of(program: Program) -> zoo.Job:
     held: list[torch.Tensor] = []
 
     def zero(when: str) -> None:
+        if when == "step" and program.zero == "by_hand":
+            for parameter in net.parameters():
+                parameter.grad = None
+            return
         if when == program.zero or (when == "forward" and program.zero == "in_place"):
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=program.zero != "in_place")
@@ -221,9 +247,16 @@ def job_of(program: Program) -> zoo.Job:
         told = torch.zeros(())
         for piece in range(program.accumulate):
             x = torch.randn(rows, program.width, requires_grad=program.loss == "penalty")
-            with torch.autocast("cpu", torch.bfloat16, enabled=program.autocast):
+            alone = program.flags and not program.autocast  # torch's own products of bfloat16 differ from run to run
+            flags = torch.backends.mkldnn.flags(enabled=False) if alone else contextlib.nullcontext()
+            with torch.autocast("cpu", torch.bfloat16, enabled=program.autocast), flags:
                 out = net(x, number)
             out = out.float()
+            if program.late:
+                with torch.no_grad():
+                    for layer in net.layers:
+                        if layer.kind == "shifted":
+                            layer.state.add_(0.01)
             if not piece:
                 zero("backward")
             loss = _backward(program.loss, out, x)

@@ -8,16 +8,20 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import lowtide
+import pytest
 import torch
 import zoo
 from harness import FIRST_CALLS_BYTES, FULL, TOLERANCE_BYTES, Plain, above_of, budgeted, close, plain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lowtide.live import runtime
 from lowtide.live.runtime import REFUSED
 from drawn import Program, job_of, programs
 
 STEPS = 6
 PROGRAMS = 2000 if FULL else 20
+PLAIN_TOO_HIGH = 0.05
+"""Share by which the plain peak may be told too high: 3.7 % were met, of two backwards and three micro-batches a step."""
 SHARES = (0.9, 0.75, 0.6, 0.4)
 """Of what the plain run takes above what is there before."""
 
@@ -52,8 +56,11 @@ def _held(make: Callable[[], zoo.Job], reference: Plain, above: int, *, offload:
 
         return replace(job, step=step)
 
+    told: list[str] = []
     try:
-        run = budgeted(counting, above, STEPS, offload=offload)
+        with pytest.MonkeyPatch.context() as listening:
+            listening.setattr(runtime, "tell", told.append)
+            run = budgeted(counting, above, STEPS, offload=offload)
     except lowtide.BudgetError as refused:
         assert done[0] < REFUSED
         outside = refused.budget_bytes - above
@@ -61,14 +68,17 @@ def _held(make: Callable[[], zoo.Job], reference: Plain, above: int, *, offload:
         assert max(refused.bound_bytes, refused.lowest_bytes) > refused.budget_bytes
         return max(refused.bound_bytes, refused.lowest_bytes) - outside
     outcome = run.outcome
-    assert run.bits == reference.bits
+    assert run.bits == reference.bits or plain(make, STEPS).bits != reference.bits, "unless no run has those of another"
     assert len(outcome.steps) == STEPS
     assert abs(max(s.peak_bytes for s in outcome.steps) - run.peak_bytes) <= FIRST_CALLS_BYTES, "as the heap counted"
     if not outcome.excused:
         assert outcome.held == (run.peak_bytes <= run.budget_bytes), run.over
+    late = [s.index for s in outcome.over if s.index >= REFUSED]
+    assert [f"step {n} peaked at" in line for n, line in zip(late, told)] == [True] * bool(late), "the first is told at once"
     last, plan = outcome.steps[-1], outcome.plan
     if plan is not None:
-        assert plan.baseline_peak_bytes - (run.budget_bytes - above) <= reference.above_bytes + TOLERANCE_BYTES
+        too_high = plan.baseline_peak_bytes - (run.budget_bytes - above) - reference.above_bytes
+        assert too_high <= max(TOLERANCE_BYTES, PLAIN_TOO_HIGH * reference.above_bytes)
         if outcome.held:
             assert plan.bound_peak_bytes <= max(s.peak_bytes for s in outcome.steps) + TOLERANCE_BYTES
         if outcome.held and last.policy == "planned" and plan.predicted_peak_bytes is not None:
