@@ -42,7 +42,7 @@ class Program:
         varying: whether every third batch has half the rows.
         schedule: whether the learning rate changes.
         autocast: whether the forward runs under autocast.
-        flags: whether it runs without oneDNN, which the backward does not; not under autocast.
+        flags: whether it runs without oneDNN, which the backward does not.
         late: whether buffers that the forward read are written before the backward.
     """
 
@@ -247,8 +247,7 @@ def job_of(program: Program) -> zoo.Job:
         told = torch.zeros(())
         for piece in range(program.accumulate):
             x = torch.randn(rows, program.width, requires_grad=program.loss == "penalty")
-            alone = program.flags and not program.autocast  # torch's own products of bfloat16 differ from run to run
-            flags = torch.backends.mkldnn.flags(enabled=False) if alone else contextlib.nullcontext()
+            flags = torch.backends.mkldnn.flags(enabled=False) if program.flags else contextlib.nullcontext()
             with torch.autocast("cpu", torch.bfloat16, enabled=program.autocast), flags:
                 out = net(x, number)
             out = out.float()

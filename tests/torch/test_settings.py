@@ -151,3 +151,29 @@ def test_random_numbers_of_a_generator_of_the_scripts_own(draw: Callable[..., to
     run = budgeted(make, above_of(reference, 0.5), STEPS, offload=False)
     assert run.bits == reference.bits
     assert any(s.recomputed_ops for s in run.outcome.steps[2:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("share", [0.8, 0.5])
+def test_no_kernel_is_exchanged_for_want_of_room(dtype: torch.dtype, share: float) -> None:
+    """torch catches what oneDNN's products raise where memory is refused, takes another kernel, and leaves oneDNN off."""
+
+    def make() -> zoo.Job:
+        layers = nn.ModuleList(nn.Linear(64, 64, dtype=dtype) for _ in range(4))
+
+        def loss_of(_: nn.Module, number: int) -> torch.Tensor:
+            x = torch.randn(32, 16, 64, dtype=dtype)
+            for layer in layers:
+                scores = torch.softmax(layer(x) @ x.transpose(1, 2), -1)
+                x = (scores @ x).tanh()
+            return x.float().square().mean()
+
+        return zoo.simple(layers, loss_of)
+
+    assert torch._C._get_mkldnn_enabled()
+    reference = plain_of(make, STEPS)
+    first = int(above_of(reference, share))
+    for above in range(first, first + (64 << 10), 8 << 10):
+        run = budgeted(make, above, STEPS, offload=False, keep_going=True)
+        assert torch._C._get_mkldnn_enabled()
+        assert run.bits == reference.bits

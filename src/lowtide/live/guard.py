@@ -57,6 +57,7 @@ SLACK_BYTES = 16 << 10
 
 LIBRARY_BYTES = 320 << 10
 """Memory that oneDNN may take inside an operator the first time, outside torch's allocator, where it cannot be refused."""
+SWALLOWED = "a library had no room, and torch went on without it"
 
 ASSUMED = Bandwidth(write=10e9, read=10e9, read_fresh=10e9)
 """Bytes per second between a device and pinned memory where there was no room to measure: PCIe 3.0 x16 gives some 12e9."""
@@ -106,6 +107,34 @@ class Exempt:
             self._met |= named
             found = self._known[module] = bool(named)
         return found
+
+
+@final
+class Refusals:
+    """Tells of requests for memory that were refused inside an operator which returned all the same.
+
+    torch catches what oneDNN's products of bfloat16 and float16 raise, computes them by another kernel, which has other bits,
+    and leaves oneDNN off from there on (``bmm_out_or_baddbmm_`` in ``aten/src/ATen/native/LinearAlgebra.cpp`` and
+    ``CPUBlas.cpp``). Such an operator has failed.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        """Of the requests that a meter refuses."""
+        self._meter = meter
+        self.begin()
+
+    def begin(self) -> None:
+        """An operator begins under a cap."""
+        self._denied = self._meter.denied()
+        self._onednn = torch._C._get_mkldnn_enabled()
+
+    def swallowed(self) -> bool:
+        """Whether one was refused since; oneDNN is on again if it was."""
+        if not self._meter.capped or self._meter.denied() == self._denied:
+            return False
+        if self._onednn and not torch._C._get_mkldnn_enabled():
+            torch._C._set_mkldnn_enabled(True)
+        return True
 
 
 @final
@@ -227,14 +256,19 @@ class Evictor:
         reserve = self._reserve(info.name) if limit else 0
         state = _generator_state(info, generator)
         lacking = LACKING_BYTES
+        refusals = Refusals(meter)
         meter.begin_library_window()
         while True:
             denied = meter.denied()
+            refusals.begin()
             self.attempt_live_bytes = meter.live()
             meter.begin_operator()
             meter.cap(max(limit - reserve - SLACK_BYTES, 1) if limit else 0)
             try:
                 out = func(*args, **kwargs)
+                if limit and refusals.swallowed():
+                    del out
+                    raise torch.OutOfMemoryError(SWALLOWED)
             except (RuntimeError, MemoryError) as error:
                 if not self.is_out_of_memory(error, denied) or (final and not info.mutates):
                     raise

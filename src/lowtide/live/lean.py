@@ -21,7 +21,7 @@ from lowtide.errors import ReplayError
 from lowtide.live.bits import digest
 from lowtide.live.board import FileBoard, PinnedBoard
 from lowtide.live.engine import in_place
-from lowtide.live.guard import Tally, held_alone
+from lowtide.live.guard import SWALLOWED, Refusals, Tally, held_alone
 from lowtide.live.mode import Mode, make_way
 from lowtide.live.ops import info_of
 from lowtide.live.origin import Origin
@@ -345,7 +345,8 @@ class LeanMode(Mode):
     def __init__(
         self, script: Script, run: LeanRun, fallback: Callable[[], Any],
         pack_fallback: Callable[[torch.Tensor], Any], out_of_memory: Callable[[BaseException], bool],
-        before_write: Callable[[Any, Any, Any], None], cap: Callable[[bool], None] | None = None, *, smaller: bool = False,
+        before_write: Callable[[Any, Any, Any], None], cap: Callable[[bool], None] | None = None, *,
+        refusals: Refusals | None = None, smaller: bool = False,
     ) -> None:
         """Stand at the beginning of a unit.
 
@@ -357,6 +358,7 @@ class LeanMode(Mode):
             out_of_memory: whether an error means that memory ran out.
             before_write: told an operator that writes in place (what is known of it, and its arguments) before it runs.
             cap: caps the allocator at the budget, or lifts the cap: an operator that would cross it leaves the plan.
+            refusals: tells whether an operator that returned was refused memory, under that cap.
             smaller: whether the unit is only smaller than the recorded one, and must not make anything larger.
         """
         super().__init__()
@@ -389,6 +391,7 @@ class LeanMode(Mode):
         self._delegate: Any = None
         self._cap = _uncapped if cap is None else cap
         self._caps = (False,) * len(script.again) if cap is None else script.again
+        self._refusals = refusals
         self._smaller = smaller
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -410,7 +413,7 @@ class LeanMode(Mode):
                 try:
                     if act is not None:
                         out = self._act(act, func, args, kwargs or {})
-                    elif self._clocked is None:
+                    elif self._clocked is None and not capped:
                         out = func(*args, **kwargs) if kwargs else func(*args)
                     else:
                         out = self._call(func, args, kwargs or {})
@@ -585,11 +588,15 @@ class LeanMode(Mode):
         return self.grown
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self._clocked is None:
-            return func(*args, **kwargs)
+        refusals = self._refusals if self._caps[self.at] else None
+        if refusals is not None:
+            refusals.begin()
         start = time.perf_counter()
         out = func(*args, **kwargs)
-        self._clocked.append(time.perf_counter() - start)
+        if self._clocked is not None:
+            self._clocked.append(time.perf_counter() - start)
+        if refusals is not None and refusals.swallowed():
+            raise torch.OutOfMemoryError(SWALLOWED)
         return out
 
     def _record(self, act: Act, func: Any, info: Any, args: Any, kwargs: Any) -> Record:

@@ -30,7 +30,7 @@ from lowtide.live.derivatives import Derivatives, Unseen
 from lowtide.live.enough import Enough
 from lowtide.live.full import FullMode
 from lowtide.live.gradients import MovedGradients
-from lowtide.live.guard import LIBRARY_BYTES, SLACK_BYTES, Evictor, Exempt, Tally
+from lowtide.live.guard import LIBRARY_BYTES, SLACK_BYTES, Evictor, Exempt, Refusals, Tally
 from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
 from lowtide.live.kind import Kind, is_smaller, kind_of
 from lowtide.live.lean import LeanMode, LeanRun, compile_script
@@ -934,7 +934,8 @@ class Runtime:
         if self.budget_bytes and self.meter.capped and self.evictor.moves:
             cap = functools.partial(self._cap, self.budget_bytes - SLACK_BYTES if unit.smaller else self.budget_bytes)
         unit.lean = LeanMode(
-            script, run, self._lost, self.saver.pack, self._out_of_memory(), self._writes, cap, smaller=unit.smaller
+            script, run, self._lost, self.saver.pack, self._out_of_memory(), self._writes, cap, refusals=Refusals(self.meter),
+            smaller=unit.smaller,
         )
         if not self.stack.put(unit.lean, unit.lean.pack, _unpack):
             unit.lean = None
