@@ -21,6 +21,8 @@ from lowtide.live.native import library_path
 
 FULL = bool(os.environ.get("LOWTIDE_FULL"))
 MOST, MOST_OF_A_STUDY = 2, 6
+EVERY_TIME = ("run", "record")
+"""Cases of ``make test``."""
 ALLOCATIONS = ("denied", "memory")
 T = str(TRAINED)
 SMALL = (T, "--code", "0", "--batch", "256")
@@ -84,13 +86,17 @@ def _spread(count: int, most: int | None) -> Iterator[int]:
     """Numbers from 1 to `count`: all, or so many."""
     if most is None or count <= most:
         yield from range(1, count + 1)
+    elif most == 1:
+        yield (count + 1) // 2
     else:
         yield from (1 + n * (count - 1) // (most - 1) for n in range(most))
 
 
 def _faults(case: Case, kind: str, count: int) -> Iterator[Fault]:
     some = case.slow or (kind in ALLOCATIONS and case.name != "run")
-    most = MOST if not FULL else MOST_OF_A_STUDY if some else None
+    most = MOST_OF_A_STUDY if some else None
+    if not FULL:
+        most = 1 if case.name in EVERY_TIME else MOST
     yield from (Fault(kind, at) for at in _spread(count, most))
     if kind not in ALLOCATIONS and count > 1:
         yield from (Fault(kind, at, lasting=True) for at in ({1, (count + 1) // 2} if FULL else {1}))
