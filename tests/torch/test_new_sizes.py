@@ -341,3 +341,30 @@ def test_packed_sequences_of_other_lengths_keep_the_budget_where_there_is_none(s
     assert run.bits == reference.bits
     assert kept(run)
     assert "plain" not in {s.policy for s in run.outcome.steps}
+
+
+def test_an_evaluation_above_the_budget_is_refused_though_every_step_has_a_size_of_its_own() -> None:
+    """No unit is ever like one that was recorded, so that no plan's floor tells of it."""
+    done = [0]
+
+    def make() -> zoo.Job:
+        model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(128, 128), nn.Tanh())))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(number: int) -> torch.Tensor:
+            loss = model(torch.randn(64 + 8 * number, 128)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                seen = model(torch.randn(8192, 128)).mean()
+            done[0] = number + 1
+            return loss.detach() + seen
+
+        return zoo.Job(step, [model], [optimizer])
+
+    reference = plain_of(make, 6)
+    with pytest.raises(lowtide.BudgetError, match="an evaluation without gradients needs") as refused:
+        budgeted(make, above_of(reference, 0.6), 6)
+    assert done[0] < 3
+    assert refused.value.bound_bytes <= refused.value.budget_bytes + 0.5 * reference.above_bytes

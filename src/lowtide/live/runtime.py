@@ -1167,11 +1167,12 @@ class Runtime:
         if not self.budget_bytes or not self.steps:
             return
         resident = self.resident.bytes(self.meter.counts)
-        if resident > self.budget_bytes:
-            last = self.steps[-1]
-            self.figures = resident_figures(resident, max(s.peak_bytes for s in self.steps), last.seconds)
+        figures = resident_figures(resident, max(s.peak_bytes for s in self.steps), self.steps[-1].seconds)
+        evaluated = raised(figures, self._evaluation_bytes)
+        if resident > self.budget_bytes or self._cannot_be_held(evaluated, warm=False):
+            self.figures = evaluated
             if self._may_refuse:
-                self._refuse(self.figures, proven=True)
+                self._refuse(evaluated, proven=True)
 
     @property
     def _may_refuse(self) -> bool:
