@@ -121,12 +121,12 @@ class Refusals:
     def __init__(self, meter: Meter) -> None:
         """Of the requests that a meter refuses."""
         self._meter = meter
-        self.begin()
+        self._denied, self._onednn = 0, False
 
     def begin(self) -> None:
         """An operator begins under a cap."""
-        self._denied = self._meter.denied()
-        self._onednn = torch._C._get_mkldnn_enabled()
+        if self._meter.capped:
+            self._denied, self._onednn = self._meter.denied(), torch._C._get_mkldnn_enabled()
 
     def swallowed(self) -> bool:
         """Whether one was refused since; oneDNN is on again if it was."""
