@@ -57,7 +57,6 @@ SLACK_BYTES = 16 << 10
 
 LIBRARY_BYTES = 320 << 10
 """Memory that oneDNN may take inside an operator the first time, outside torch's allocator, where it cannot be refused."""
-SWALLOWED = "a library had no room, and torch went on without it"
 
 ASSUMED = Bandwidth(write=10e9, read=10e9, read_fresh=10e9)
 """Bytes per second between a device and pinned memory where there was no room to measure: PCIe 3.0 x16 gives some 12e9."""
@@ -128,13 +127,17 @@ class Refusals:
         if self._meter.capped:
             self._denied, self._onednn = self._meter.denied(), torch._C._get_mkldnn_enabled()
 
-    def swallowed(self) -> bool:
-        """Whether one was refused since; oneDNN is on again if it was."""
+    def check(self) -> None:
+        """It has returned.
+
+        Raises:
+            OutOfMemoryError: if a request was refused since it began; oneDNN is on again then.
+        """
         if not self._meter.capped or self._meter.denied() == self._denied:
-            return False
+            return
         if self._onednn and not torch._C._get_mkldnn_enabled():
             torch._C._set_mkldnn_enabled(True)
-        return True
+        raise torch.OutOfMemoryError("a library had no room, and torch went on without it")
 
 
 @final
@@ -266,10 +269,10 @@ class Evictor:
             meter.cap(max(limit - reserve - SLACK_BYTES, 1) if limit else 0)
             try:
                 out = func(*args, **kwargs)
-                if limit and refusals.swallowed():
-                    del out
-                    raise torch.OutOfMemoryError(SWALLOWED)
+                if limit:
+                    refusals.check()
             except (RuntimeError, MemoryError) as error:
+                out = None  # what it returned although a request was refused
                 if not self.is_out_of_memory(error, denied) or (final and not info.mutates):
                     raise
                 last = error.with_traceback(None)
