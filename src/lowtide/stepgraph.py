@@ -28,6 +28,9 @@ _OF_A_NODE = 8
 _LITTLE = 1e-3
 """Of a block's bytes: operators after its last reader that rise no higher above that one decide nothing."""
 
+_HELD_BY_THEIR_OWNER = frozenset({Role.PARAMETER, Role.BUFFER, Role.GRADIENT, Role.OPTIMIZER_STATE})
+"""A module, a parameter or an optimizer refers to these, also where they were made within the step."""
+
 STATE_BYTES = 5056
 """Of a CPU generator's state (mt19937); a CUDA generator's is smaller."""
 
@@ -85,7 +88,7 @@ class _Builder:
         self.runs = [decode_run(int(f)) for f in step.entries["flags"][step.ops]]
         if self.count and not any(seconds for seconds, _, _ in self.runs):
             raise RecordingError("the recording does not say how long operators took: record anew with this version")
-        self.sources: list[_Entry] = []
+        self.sources: list[list[_Entry]] = [[] for _ in range(self.count + 1)]  # by the operator before which they are there
         self.ops: list[_Entry] = [_Entry({"id": f"op{k}"}) for k in range(self.count)]
         self.members: list[list[_Entry]] = [[] for _ in range(self.count)]
         self.made = np.zeros(self.count, dtype=np.int64)
@@ -104,8 +107,9 @@ class _Builder:
         before = self.step.before.sum(axis=1)
         unseen = before - np.cumsum(self.tracked)[: self.count] - self.resident
         base = int(unseen.min()) if self.count else 0
-        entries = list(self.sources)
+        entries: list[_Entry] = []
         for k, entry in enumerate(self.ops):
+            entries += self.sources[k]
             seconds, replayable, seeded = self.runs[k]
             inside = int(self.step.peaks[k]) - int(before[k])
             row = self.step.entries[self.step.ops[k]]
@@ -121,6 +125,7 @@ class _Builder:
                 self._in_place(k)
             entries.append(entry)
             entries += self.members[k]
+        entries += self.sources[self.count]
         resident = _Entry({"id": "resident", "bytes": max(0, self.resident + base), "seconds": 0.0, "resident": True})
         entries.insert(0, resident)
         return _assemble(entries, offload, name=f"step {self.step.row.step}")
@@ -129,13 +134,13 @@ class _Builder:
         """Versions of one block: one where it appeared, one for every operator that wrote it in place."""
         end = self.count if block.died >= len(self.step.entries) else self.ordinal(block.died)
         born = self.position.get(block.born, -1) if block.born >= 0 and not block.met else -1
-        first = born if born >= 0 else (self.ordinal(block.born) if block.met else -1)
         reads = [self.position[e] for e in block.reads if e in self.position]
         writes = [k for k in dict.fromkeys(self.position[e] for e in block.writes if e in self.position) if k > born]
-        if born < 0 and not writes and end >= self.count and first < 0:
+        there = self._there_before(block, reads) if block.met else 0
+        if born < 0 and not writes and end >= self.count and not there:
             self.resident += block.bytes
             return
-        self.tracked[max(first + 1, 0)] += block.bytes
+        self.tracked[born + 1 if born >= 0 else there] += block.bytes
         self.tracked[min(end + 1, self.count)] -= block.bytes
         if block.number in self.let_go and born < 0:
             return  # of the step before: it would be gone by now
@@ -149,7 +154,7 @@ class _Builder:
                 entry.node["overwrites"] = f"block{block.number}" if i == 1 else f"block{block.number}.{i - 1}"
             if start < 0:
                 entry.node |= {"recompute": False, "move": False}
-                self.sources.append(entry)
+                self.sources[there].append(entry)
             else:
                 entry.node["made_with"] = f"op{start}"
                 self.members[start].append(entry)
@@ -162,6 +167,11 @@ class _Builder:
             self._hold(block, entry, start, stop, mine, last=last, end=end)
             if last:
                 self._until_released(block, name, mine)
+
+    def _there_before(self, block: Block, reads: list[int]) -> int:
+        """The operator before which a block that no operator was seen to make was there: the one that met it, or the next."""
+        met = self.ordinal(block.born)
+        return met if met in reads else met + 1
 
     def _until_released(self, block: Block, name: str, reads: list[int]) -> None:
         """A saved tensor that was unpacked is there until its node has ended, which may run operators that do not read it.
@@ -201,7 +211,9 @@ class _Builder:
         ]
         read = reads[-1] if reads else start
         released = max((min(b, stop) for _, b in saved), default=-1)
-        if last and end > max(read, released) and (saved or end < self.count):
+        if block.role in _HELD_BY_THEIR_OWNER:
+            until = min(stop, self.count - 1)
+        elif last and end > max(read, released):
             until = min(end, self.count - 1)  # a variable of the script has it, and the run cannot take it from there
         elif saved:
             until = max((k for k in reads if k <= min(a for a, _ in saved)), default=start)

@@ -16,8 +16,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lowtide.errors import GraphError, StructureError
+from lowtide.leastpeak import with_board
 from lowtide.pebble import account, bound, exact
 from lowtide.pebble.anneal import Annealer, Found, library
+from lowtide.pebble.before import certain_in_order
 from lowtide.pebble.check import check
 from lowtide.pebble.classics import STRATEGIES
 from lowtide.pebble.game import Game, game_of, profile
@@ -433,6 +435,23 @@ def test_no_schedule_stays_below_what_one_instant_proves_with_what_comes_back(gr
         for floor in (lowest.bytes, stuck.bytes):
             if floor > 0:
                 assert exact.search(graph, floor - 1, fixed=fixed) is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(graph=full_graphs(most=9, once=3, held=True), offload=st.booleans(), stretches=st.integers(1, 4))
+def test_the_floor_in_fixed_order_is_that_of_all_operators_however_few_instants_are_looked_at(
+    graph: Graph, offload: bool, stretches: int
+) -> None:
+    """One sweep gives what is certain at every operator, and sampling a large graph never misses the highest of them."""
+    solver = Solver(with_board(graph) if offload else graph)
+    game, precedence = solver.game, solver.precedence
+    certain = [precedence.bytes_with(at, precedence.stuck(at)) for at in map(precedence.instant, range(game.plain))]
+    assert certain_in_order(game).tolist() == certain
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bound, "_EVERY", 0)
+        patch.setattr(bound, "_LOOKED_AT", stretches)
+        sampled = bound.looked_at(game, precedence)
+    assert bound.floor(game, precedence, sampled).bytes == max([graph.resident_bytes, *certain])
 
 
 def test_what_a_script_holds_is_not_taken_over_by_what_overwrites_it() -> None:

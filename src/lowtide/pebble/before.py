@@ -109,6 +109,29 @@ class Precedence:
         return int(game.bytes[present].sum()) + int(game.workspace[at.op]) + game.graph.resident_bytes
 
 
+def certain_in_order(game: Game) -> NDArray[np.int64]:
+    """Bytes that are there when each plain operator first runs, in every schedule that keeps the given order.
+
+    For each operator it is ``bytes_with(at, stuck(at))`` in fixed order, for all of them in one sweep: a value is there from
+    its maker to the end of its pin (and to its last reader if it has no way back), and at every reader after that.
+    """
+    change = np.zeros(game.plain + 2, dtype=np.int64)
+    for v, readers in enumerate(game.readers):
+        size, producer = int(game.bytes[v]), int(game.producer[v])
+        end = max(producer, int(game.pin[v]), readers[-1] if readers and not game.returns[v] else -1)
+        change[producer] += size
+        change[end + 1] -= size
+        for reader in readers:
+            if reader > end:
+                change[reader] += size
+                change[reader + 1] -= size
+        over = int(game.overwriter[v])
+        if over >= 0 and over in readers:
+            change[over] -= size
+            change[over + 1] += size
+    return np.cumsum(change)[: game.plain] + game.workspace[: game.plain] + game.graph.resident_bytes
+
+
 def _bits(number: int, size: int) -> Flags:
     raw = np.frombuffer(number.to_bytes(-(-size // 8), "little"), dtype=np.uint8)
     return np.unpackbits(raw, bitorder="little")[:size].astype(bool)

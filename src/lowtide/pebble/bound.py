@@ -20,7 +20,7 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_flow
 
 from lowtide.pebble.apart import Told, is_kept, solved_apart
-from lowtide.pebble.before import Instant, Precedence, chain
+from lowtide.pebble.before import Instant, Precedence, certain_in_order, chain
 from lowtide.pebble.game import Game, profile
 
 _EVERY = 1500
@@ -103,12 +103,19 @@ NOTHING = TimeBound(seconds=0.0, method="none", solved=True)
 
 
 def looked_at(game: Game, precedence: Precedence) -> list[Instant]:
-    """The instants that bounds look at: all of a small graph, the highest of each stretch of a large one."""
+    """The instants that bounds look at: all of a small graph, two of each stretch of a large one.
+
+    The two are the highest without a plan, and the one with the most bytes that are there whatever the plan: in fixed order
+    the floor is therefore the same as if every instant had been looked at.
+    """
     ops = list(range(game.plain))
     if game.plain > _EVERY:
-        high = profile(game, game.given)
-        width = game.plain // _LOOKED_AT
-        ops = [max(ops[i : i + width], key=lambda o: int(high[o])) for i in range(0, game.plain, width)]
+        width = max(1, game.plain // _LOOKED_AT)
+        ops = sorted({
+            start + int(np.argmax(high[start : start + width]))
+            for high in (profile(game, game.given), certain_in_order(game))
+            for start in range(0, game.plain, width)
+        })
     return [precedence.instant(o) for o in ops]
 
 
