@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lowtide.explain import Block, Step
+from lowtide.pebble.before import certain_in_order
 from lowtide.pebble.graph import Graph, Offload
 from lowtide.pebble.solve import Solver
 from lowtide.stepgraph import graph_of, operator_of
@@ -63,8 +64,7 @@ def floor_of(step: Step, plain_peak_bytes: int) -> Floor:
     """
     graph = with_board(graph_of(step))
     solver = Solver(graph)
-    once = _heights(solver)
-    more = _heights(Solver(_with_batch(graph, step)))
+    once, more = certain_in_order(solver.game), certain_in_order(Solver(_with_batch(graph, step)).game)
     if not len(once):
         return Floor(bytes=graph.resident_bytes, op=-1, batch_factor=1.0)
     slope = (more - once) / (_MORE - 1)
@@ -76,12 +76,6 @@ def floor_of(step: Step, plain_peak_bytes: int) -> Floor:
         op=operator_of(graph).get(floor.node, -1),
         batch_factor=float(room.min(initial=np.inf)),
     )
-
-
-def _heights(solver: Solver) -> np.ndarray:
-    """What is certain to be there at each instant that the bound looks at, bytes."""
-    precedence = solver.precedence
-    return np.asarray([precedence.bytes_with(at, precedence.stuck(at)) for at in solver.instants], dtype=np.float64)
 
 
 def _with_batch(graph: Graph, step: Step) -> Graph:
