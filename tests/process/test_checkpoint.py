@@ -11,9 +11,11 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 from command import TIMEOUT
 from patience import PATIENCE, until
@@ -314,6 +316,7 @@ def test_a_full_disk_is_a_clear_error_and_the_last_one_stays(tmp_path, full):
 
 
 def test_a_read_only_folder_is_a_clear_error(tmp_path):
+    """One that holds checkpoints can still be loaded from; saving there, and beginning in an empty one, is refused."""
     path = script(tmp_path, """
         import os, sys
         import numpy as np
@@ -321,23 +324,31 @@ def test_a_read_only_folder_is_a_clear_error(tmp_path):
         from lowtide.errors import CheckpointError
         if os.getuid() == 0:
             os.setuid(65534)
-        for use in (lambda: Store(sys.argv[1]), lambda: Store(sys.argv[1] + "/deeper")):
+        full, empty = sys.argv[1:]
+        print(Store(full).load())
+        for use in (lambda: Store(full).save({"x": 2}), lambda: Store(empty), lambda: Store(empty + "/deeper")):
             try:
                 use()
             except CheckpointError as error:
                 print(error)
     """)
-    folder = tmp_path / "locked"
-    Store(folder).save({"x": 1})
-    folder.chmod(0o555)
-    for parent in (tmp_path, *tmp_path.parents):
-        if parent.name.startswith("pytest-") or parent == tmp_path:
+    full, empty = tmp_path / "full", tmp_path / "empty"
+    Store(full).save({"x": 1})
+    empty.mkdir()
+    (full / ".lock").chmod(0o666)
+    for folder in (full, empty):
+        folder.chmod(0o555)
+    for parent in (tmp_path, *tmp_path.parents):  # the test's own, a worker's, the run's: another user may pass through
+        if parent.is_relative_to(Path(tempfile.gettempdir())) and parent != Path(tempfile.gettempdir()):
             parent.chmod(0o755)
-    said = run(path, folder).splitlines()
-    folder.chmod(0o755)
-    assert len(said) == 2
-    assert all("cannot write checkpoints" in line and "Permission denied" in line for line in said)
-    assert Store(folder).load() == {"x": 1}
+    loaded, *said = run(path, full, empty).splitlines()
+    for folder in (full, empty):
+        folder.chmod(0o755)
+    assert loaded == "{'x': 1}"
+    assert len(said) == 3
+    assert all("Permission denied" in line for line in said)
+    assert all("cannot write checkpoints" in line for line in said[1:])
+    assert Store(full).load() == {"x": 1}
 
 
 def test_a_failure_while_writing_leaves_nothing_half(tmp_path, monkeypatch):
