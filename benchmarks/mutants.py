@@ -48,10 +48,25 @@ class Package:
 
 
 PACKAGES = {
-    "live": Package(("live",), (
-        "unit/test_rises.py", "unit/test_crossings.py", "unit/test_peak_statistics.py", "torch/test_runtime.py",
-        "torch/test_levers.py", "torch/test_second_board.py", "torch/test_micro_batches.py", "torch/test_begun_late.py",
-        "torch/test_new_sizes.py", "torch/test_situations.py", "torch/test_random_programs.py", "process/test_trust.py",
+    "interception": Package(tuple(f"live/{m}.py" for m in (
+        "aside", "board", "derivatives", "engine", "full", "guard", "kind", "lean", "ledger", "origin", "owed", "patches",
+        "recorder", "recordings", "replay", "rises", "runtime", "saver", "unit", "value", "wraps",
+    )), (
+        "unit/test_rises.py", "unit/test_crossings.py", "torch/test_runtime.py", "torch/test_retained_graphs.py",
+        "torch/test_late_writes.py", "torch/test_overwritten_saves.py", "torch/test_exchanged_data.py",
+        "torch/test_backwards_within.py", "torch/test_held_in_backward.py", "torch/test_second_board.py",
+        "torch/test_derivatives_otherwise.py", "torch/test_derivatives_in_place.py", "torch/test_new_sizes.py",
+        "torch/test_settings.py", "torch/test_situations.py", "torch/test_random_programs.py", "process/test_trust.py",
+    )),
+    "levers": Package(tuple(f"live/{m}.py" for m in (
+        "gradients", "logits", "loss", "micro", "pieces", "samples", "single_update", "slices", "update",
+    )), (
+        "torch/test_micro_batches.py", "torch/test_chunked_loss.py", "torch/test_split_ops.py",
+        "torch/test_split_backwards.py", "torch/test_planned_levers.py", "torch/test_levers.py", "process/test_every_option.py",
+    )),
+    "recording": Package(tuple(f"live/{m}.py" for m in ("coarse", "frames", "steps", "watch")), (
+        "torch/test_begun_late.py", "torch/test_frames.py", "torch/test_recorded_graph.py", "torch/test_tracers.py",
+        "torch/test_findings.py", "process/test_record.py", "process/test_recorded_peaks.py", "process/test_one_floor.py",
     )),
     "leak": Package(("leak",), (
         "unit/test_trend.py", "unit/test_unseen.py", "unit/test_retention.py", "unit/test_ablation_rules.py",
@@ -59,10 +74,13 @@ PACKAGES = {
     )),
     "guard": Package(("guard",), ("unit/test_guard_rules.py", "process/test_guard.py")),
     "checkpoint": Package(("checkpoint",), ("process/test_checkpoint.py",)),
-    "size": Package(("size",), ("unit/test_minimum.py", "process/test_size.py", "torch/test_predict.py")),
+    "size": Package(("size",), (
+        "unit/test_minimum.py", "unit/test_trials.py", "process/test_size.py", "torch/test_predict.py",
+    )),
     "store": Package(("store.py",), ("unit/test_journal.py", "process/test_record.py", "process/test_full_disk.py")),
     "findings": Package(("advise.py",), (
         "torch/test_findings.py", "torch/test_everyday_findings.py", "torch/test_float64_findings.py",
+        "torch/test_post_mortem.py", "process/test_record.py",
     )),
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from scipy import stats
 
 from lowtide.errors import UsageError
 from lowtide.guard.cause import Cause, Ending, why
-from lowtide.guard.forecast import Forecast, slopes
+from lowtide.guard.forecast import Forecast, Growth, slopes
 from lowtide.guard import fence, keep, memory, process
 from lowtide.guard.fence import Watching, cgroup
 from lowtide.guard.memory import Reading
@@ -337,3 +337,32 @@ def test_an_error_in_the_handler_of_a_shortage_is_its_own():
             {}["missing"]
     except KeyError as error:
         assert out_of_memory(error) is None
+
+
+# --- one process that is looked at ----------------------------------------------------------------------------------------
+
+
+def watched(**fields):
+    """What the guard knows of a process that holds half of its cap, without the process."""
+    found = keep._Watched.__new__(keep._Watched)
+    defaults = {
+        "_beat": Beat(), "_cap": 100 * MIB, "_peaks": [1, 2, 3, 4], "_growth": None, "asked": "",
+        "process": SimpleNamespace(began=0.0),
+    }
+    for name, value in (defaults | fields).items():
+        setattr(found, name, value)
+    return found
+
+
+@pytest.mark.parametrize(("left", "points", "stops"), [(7.9, 2, True), (8.1, 2, False), (7.9, 1, False), (None, 2, False)])
+def test_it_is_asked_to_stop_while_two_gaps_and_two_saves_still_fit(left, points, stops):
+    """Gaps of 3 s, saves of 0.5 s, and one second to spare: 8 s."""
+    process_ = watched(_beat=Beat(points=points, longest_gap=3.0, longest_save=0.5))
+    live = SimpleNamespace(reading=SimpleNamespace(bytes=50 * MIB), left_seconds=left)
+    assert bool(process_.reason(live, 0.9)) == stops
+
+
+@pytest.mark.parametrize(("low", "told"), [(5.0, 10.0), (0.0, None), (-1.0, None)])
+def test_growth_is_told_of_a_generation_where_it_is_certain(low, told):
+    process_ = watched(_growth=Growth(rate=10.0, low=low, high=20.0, level=0.0))
+    assert process_.generation(0, Ending(code=0), 0.0, {}, []).growth_bytes_per_second == told

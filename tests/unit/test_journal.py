@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from lowtide.store import CARRIED, ENTRY, Journal, Kind, _tail
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lowtide.store import CARRIED, ENTRY, Journal, Kind, _tail, decode_run, encode_run
 
 PHASE = (0.0, int(Kind.PHASE), *[0] * (len(ENTRY.names or ()) - 2))
 
@@ -33,3 +36,13 @@ def test_phases_of_a_step_that_was_cut_off_go_on_from_the_high_water_of_the_step
     assert not row.complete
     assert (row.high_water_bytes, [p.high_water_bytes for p in row.phases]) == (5000, [5000])
     assert row.peak_bytes < 5000
+
+
+@given(st.floats(0, 1e4), st.booleans(), st.booleans())
+def test_an_operators_seconds_are_read_back_within_two_per_cent(seconds: float, replayable: bool, seeded: bool) -> None:
+    """Two bytes hold them, and whether it can run again; what was read is written as the same two bytes."""
+    written = encode_run(seconds, replayable=replayable, seeded=seeded)
+    read, *flags = decode_run(written)
+    assert flags == [replayable, seeded]
+    assert encode_run(read, replayable=replayable, seeded=seeded) == written
+    assert read == pytest.approx(seconds, rel=0.02, abs=1e-7)
