@@ -62,7 +62,8 @@ PACKAGES = {
         "gradients", "logits", "loss", "micro", "pieces", "samples", "single_update", "slices", "update",
     )), (
         "torch/test_micro_batches.py", "torch/test_chunked_loss.py", "torch/test_split_ops.py",
-        "torch/test_split_backwards.py", "torch/test_planned_levers.py", "torch/test_levers.py", "process/test_every_option.py",
+        "torch/test_split_backwards.py", "torch/test_planned_levers.py", "torch/test_levers.py",
+        "process/test_every_option.py",
     )),
     "recording": Package(tuple(f"live/{m}.py" for m in ("coarse", "frames", "steps", "watch")), (
         "torch/test_begun_late.py", "torch/test_frames.py", "torch/test_recorded_graph.py", "torch/test_tracers.py",
