@@ -524,3 +524,5 @@ def test_what_a_backward_gains_is_told_from_its_own_beginning(tmp_path: Path) ->
     found = _told(_recorded(two_backwards, tmp_path / "a"), "backward-extra")
     assert len(found) == 1
     assert not re.search(r"gained .*(activation|input)", found[0].text), found[0].text
+    rise, *parts = [float(n) for n in re.findall(r"([\d.]+) MiB", found[0].text)]
+    assert sum(parts) == pytest.approx(rise, rel=0.1), "all that it gained, less what it gave back"

@@ -25,7 +25,8 @@ from torch.nn import functional as F
 import lowtide
 from lowtide import store
 
-MOST_WRONG = 2
+MISSED = {"evaluation-graph-again"}
+"""It dies within the evaluation's forward, when nothing tells yet that no backward would have followed."""
 STEPS = 4
 
 
@@ -201,10 +202,11 @@ def _causes(folder: Path) -> dict[str, tuple[str, str]]:
 
 
 @pytest.mark.long
-def test_the_planted_cause_is_named_in_18_of_20(tmp_path: Path) -> None:
+def test_the_planted_cause_is_named_in_all_scripts_but_one(tmp_path: Path) -> None:
+    """At least 18 of 20 is the law; the one that is missed today is named, so that no other can join it unseen."""
     assert len(PLANTED) >= 20
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
         told = fresh.submit(_causes, tmp_path).result()
     wrong = {n: t for n, t in told.items() if t[0] != t[1]}
     assert len(told) == len(PLANTED)
-    assert len(wrong) <= MOST_WRONG, wrong
+    assert wrong.keys() <= MISSED, wrong
