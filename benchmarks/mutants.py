@@ -74,7 +74,7 @@ PACKAGES = {
         "process/test_leak.py",
     )),
     "guard": Package(("guard",), ("unit/test_guard_rules.py", "process/test_guard.py")),
-    "checkpoint": Package(("checkpoint",), ("process/test_checkpoint.py",)),
+    "checkpoint": Package(("checkpoint",), ("unit/test_safe_points.py", "process/test_checkpoint.py")),
     "size": Package(("size",), (
         "unit/test_minimum.py", "unit/test_trials.py", "process/test_size.py", "torch/test_predict.py",
     )),

@@ -1,0 +1,92 @@
+"""Laws of marked checkpoints and of safe points: nothing half-written is whole; a process stops when its rule says so."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from lowtide.checkpoint import Store, points, whole
+from lowtide.checkpoint.request import Requests
+
+
+def marked(path: Path, *, age: int = 0) -> Path:
+    """A checkpoint of two files in a folder, marked so many seconds ago."""
+    path.mkdir()
+    (path / "model.bin").write_bytes(b"weights")
+    (path / "state.json").write_bytes(b"{}")
+    whole.mark(path)
+    note = path.parent / f"{path.name}{whole._SUFFIX}"
+    then = note.stat().st_mtime - age
+    os.utime(note, (then, then))
+    return path
+
+
+def test_a_marked_checkpoint_is_whole(tmp_path: Path) -> None:
+    assert whole.whole(marked(tmp_path / "a"))
+    assert not whole.whole(tmp_path / "never-marked")
+
+
+@pytest.mark.parametrize("harm", ["other bytes", "shorter", "gone"])
+def test_a_checkpoint_that_was_changed_is_not_whole(harm: str, tmp_path: Path) -> None:
+    path = marked(tmp_path / "a")
+    file = path / "model.bin"
+    if harm == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(b"weightz" if harm == "other bytes" else b"weigh")
+    assert not whole.whole(path)
+
+
+def test_the_newest_whole_checkpoint_is_found_past_one_that_is_not(tmp_path: Path) -> None:
+    assert whole.newest(tmp_path) is None
+    marked(tmp_path / "old", age=20)
+    middle = marked(tmp_path / "middle", age=10)
+    broken = marked(tmp_path / "new")
+    assert whole.newest(tmp_path) == str(broken)
+    (broken / "model.bin").unlink()
+    assert whole.newest(tmp_path) == str(middle)
+
+
+def test_a_file_that_is_forgotten_leaves_no_mark(tmp_path: Path) -> None:
+    file = tmp_path / "epoch.ckpt"
+    file.write_bytes(b"weights")
+    whole.mark(file)
+    assert whole.whole(file)
+    whole.forget(file)
+    assert not list(tmp_path.iterdir())
+    whole.forget(file)  # once more is no error
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> Requests:
+    monkeypatch.setattr(Requests, "_listen", lambda _: None)
+    return Requests()
+
+
+@pytest.mark.parametrize(("kind", "every", "stops"), [
+    ("every", 3, [False, False, True, True]), ("epoch", 0, [False, True, False, True]), ("", 0, [False] * 4),
+])
+def test_a_rule_stops_at_its_safe_point(requests: Requests, kind: str, every: int, stops: list[bool]) -> None:
+    """Epochs end at every other safe point."""
+    requests._kind, requests._every = kind, every
+    assert [requests.at(epoch=bool(i % 2), last=False) for i in range(4)] == stops
+
+
+@pytest.mark.parametrize("kind", ["every", "epoch"])
+def test_no_rule_stops_a_process_that_has_nothing_left_to_do(requests: Requests, kind: str) -> None:
+    requests._kind, requests._every = kind, 1
+    assert not requests.at(epoch=True, last=True)
+    requests._asked = True
+    assert requests.at(epoch=True, last=True), "a person who asks is answered"
+
+
+def test_a_save_tells_how_long_it_took_and_how_large_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[float, int]] = []
+    clock = iter([100.0, 102.5])
+    monkeypatch.setattr(points.beat, "teller", lambda: SimpleNamespace(saved=lambda *what: told.append(what)))
+    monkeypatch.setattr(points, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    store = Store(tmp_path)
+    points._save(store, {}, {"epoch": 1}, None, wait=True)
+    assert told == [(2.5, store.saved()[-1].bytes)]
