@@ -127,7 +127,7 @@ def measure(name: str, count: int, seed: int) -> dict[str, Any]:
     package = PACKAGES[name]
     with tempfile.TemporaryDirectory(prefix="lowtide-mutants-") as folder:
         tree = Path(folder)
-        for part in ("src", "tests", "examples"):
+        for part in ("src", "tests", "examples", "benchmarks"):
             shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", tree)
         heap = next((tree / "src/lowtide").glob("_heap*.so"))

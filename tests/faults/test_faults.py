@@ -102,7 +102,10 @@ def _faults(case: Case, kind: str, count: int) -> Iterator[Fault]:
         yield from (Fault(kind, at, lasting=True) for at in ({1, (count + 1) // 2} if FULL else {1}))
 
 
-@pytest.mark.long("report", "guard", "plan", "share", "script", "checkpoints")
+@pytest.mark.long(
+    "report", "guard", "plan", "share", "script", "checkpoints", "record-open", "record-map", "record-sync", "record-folder",
+    "record-process", "record-pipe",
+)
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("case", [case for case in CASES if FULL or not case.slow], ids=str)
 def test_a_call_that_fails_ends_nothing(

@@ -12,7 +12,7 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "compiled_forms.py")
 FORMS = ("module", "full", "inplace", "blocks", "blocks-inplace", "function", "step", "optimize", "breaks", "reduce")
 
 
-@pytest.mark.long("inductor", "reduce", "full-aot_eager-1", "blocks-inplace-aot_eager-1", "optimize-aot_eager-1", "function-aot_eager-1")
+@pytest.mark.long("inductor", "reduce", "aot_eager-1", "optimize", "function", "inplace-aot_eager-2", "full")
 @pytest.mark.parametrize("backwards", [1, 2])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("form", FORMS)

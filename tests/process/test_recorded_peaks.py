@@ -86,6 +86,7 @@ def test_peaks_by_phase_are_exact_and_roles_are_known(group: int, judge: Path) -
     assert not unknown
 
 
+@pytest.mark.long
 def test_sums_of_gradients_take_what_they_take_in_the_plain_run(judge: Path) -> None:
     """Law: to the byte, but for the numbers that a step returns. The engine adds in place; others, and it at times, do not."""
     told = _judged(judge, sorted(recorded_jobs.SUMS))

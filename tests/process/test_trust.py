@@ -264,6 +264,7 @@ for step in range(6):
 """
 
 
+@pytest.mark.long("0.65")
 @pytest.mark.parametrize("share", [0.85, 0.65])
 def test_values_of_training_are_moved_out_of_the_way_of_an_evaluation(tmp_path: Path, share: float) -> None:
     """It runs while a graph waits for its backward: what the graph has saved, and gradients of the step before, leave."""
@@ -328,6 +329,7 @@ for step in range(6):
 """
 
 
+@pytest.mark.long
 def test_the_plain_first_step_of_a_percentage_takes_no_more_than_there_is(tmp_path: Path) -> None:
     """Under `ulimit -d` the plain step does not fit; what it saves makes way, and the share is of what it would have taken."""
     text = LAYERS.replace("GROWS", "99").replace("range(12)", "range(6)").replace("16384", "40000").replace("range(6):", "range(4):")
