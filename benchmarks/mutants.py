@@ -76,7 +76,8 @@ PACKAGES = {
     "guard": Package(("guard",), ("unit/test_guard_rules.py", "process/test_guard.py")),
     "checkpoint": Package(("checkpoint",), ("unit/test_safe_points.py", "process/test_checkpoint.py")),
     "size": Package(("size",), (
-        "unit/test_minimum.py", "unit/test_trials.py", "process/test_size.py", "torch/test_predict.py",
+        "unit/test_minimum.py", "unit/test_trials.py", "unit/test_fitted_sizes.py", "process/test_size.py",
+        "torch/test_predict.py",
     )),
     "store": Package(("store.py",), ("unit/test_journal.py", "process/test_record.py", "process/test_full_disk.py")),
     "findings": Package(("advise.py",), (

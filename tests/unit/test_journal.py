@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lowtide.store import CARRIED, ENTRY, Journal, Kind, _tail, decode_run, encode_run
+from lowtide.store import CARRIED, ENTRY, Journal, Kind, _Entry, _first_bytes, _tail, decode_run, encode_run
 
 PHASE = (0.0, int(Kind.PHASE), *[0] * (len(ENTRY.names or ()) - 2))
 
@@ -46,3 +46,13 @@ def test_an_operators_seconds_are_read_back_within_two_per_cent(seconds: float, 
     assert flags == [replayable, seeded]
     assert encode_run(read, replayable=replayable, seeded=seeded) == written
     assert read == pytest.approx(seconds, rel=0.02, abs=1e-7)
+
+
+@pytest.mark.parametrize(("head", "following", "bytes_"), [
+    (Kind.PHASE, Kind.OP, 30), (Kind.PHASE, Kind.DENIED, 10), (Kind.PHASE, None, 10), (Kind.OP, Kind.OP, 20), (Kind.BORN, None, 40),
+])
+def test_a_phase_begins_with_what_is_there_before_its_first_operator(head: Kind, following: Kind | None, bytes_: int) -> None:
+    """Where it begins with none, with what was there at its mark."""
+    first = _Entry(0.0, head, 0, 0, 0, 0, 0, size=20, live=10, peak=0)
+    next_ = None if following is None else first._replace(kind=following, size=30, live=31)
+    assert _first_bytes(first, next_, 40) == bytes_
