@@ -110,6 +110,10 @@ def budgeted(
     counter.tensor_peak = counter.tensor_live
     with lowtide.budget(budget, offload=offload, **how) as run:
         bits = zoo.run(make, steps)
+    for step in run.outcome.steps:  # parts of a step take no longer than it, and none where nothing was done
+        assert 0 <= step.offload_seconds <= step.seconds
+        assert 0 <= step.recompute_seconds <= step.seconds
+        assert step.recomputed_ops or not step.recompute_seconds
     return Budgeted(bits, budget, counter.tensor_peak, run.outcome)
 
 
