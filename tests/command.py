@@ -45,7 +45,8 @@ def script_in(folder: Path, text: str, name: str = "script.py") -> str:
 
 
 def hears_interrupts() -> None:
-    """Shells start background jobs deaf to SIGINT, and so would everything be that a test starts there."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """Shells start background jobs deaf to SIGINT, and nohup to SIGHUP, and so would everything be that a test starts there."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
 
 
