@@ -70,7 +70,8 @@ PACKAGES = {
         "torch/test_findings.py", "process/test_record.py", "process/test_recorded_peaks.py", "process/test_one_floor.py",
     )),
     "leak": Package(("leak",), (
-        "unit/test_trend.py", "unit/test_unseen.py", "unit/test_retention.py", "unit/test_ablation_rules.py",
+        "unit/test_trend.py", "unit/test_leak_rules.py", "unit/test_unseen.py", "unit/test_retention.py",
+        "unit/test_ablation_rules.py",
         "process/test_leak.py",
     )),
     "guard": Package(("guard",), ("unit/test_guard_rules.py", "process/test_guard.py")),
