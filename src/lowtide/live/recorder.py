@@ -212,7 +212,7 @@ class Recorder:
         if not value.saves:
             self._no_more_away(value)
         life.released = max(life.released, len(self.events) - 1, 0)
-        if not life.saves and life.held_until is not None:
+        if self.notes and not life.saves and life.held_until is not None:
             if life.is_held():
                 self.leaving.append(life)
             else:

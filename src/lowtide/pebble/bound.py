@@ -24,9 +24,9 @@ from lowtide.pebble.before import Instant, Precedence, certain_in_order, chain
 from lowtide.pebble.game import Game, profile
 
 _EVERY = 1500
-"""Operators up to which every one is an instant that is looked at; beyond, the highest of each stretch is."""
+"""Operators up to which every one is an instant that is looked at; beyond, two of each stretch are."""
 _LOOKED_AT = 96
-"""How many are looked at in larger graphs."""
+"""Stretches into which a larger graph is cut."""
 _WEIGHED = 24
 """Single instants at most whose programs are weighed."""
 _SOLVED = 3
