@@ -80,6 +80,37 @@ def test_a_budget_that_later_steps_cross_is_told_at_once_and_ends_in_code_3(tmp_
     assert "the budget was not held in 4 of 10 steps" in " ".join(done.stderr.split())
 
 
+HIGHEST_IN_FORWARD = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(784, 400), nn.ReLU(), nn.Linear(400, 784), nn.Sigmoid())
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+for i in range(6):
+    data = torch.rand(2048, 784)
+    optimizer.zero_grad()
+    nn.functional.binary_cross_entropy(net(data), data, reduction="sum").backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("missing", [10 << 10, 300 << 10])
+def test_a_floor_just_above_the_budget_is_refused_and_the_floor_itself_is_held(tmp_path: Path, missing: int) -> None:
+    """The first step has no optimizer states yet, and its floor is lower: it does not cross the budget."""
+    script = script_in(tmp_path, HIGHEST_IN_FORWARD)
+    lowtide_in(tmp_path, "run", "--budget", "1GiB", "--json", "f.json", script)
+    floor = json.loads((tmp_path / "f.json").read_text())["plan"]["bound"]["peak_bytes"]
+    held = lowtide_in(tmp_path, "run", "--budget", str(floor), "--json", "f.json", script)
+    assert held.returncode == 0, held.stderr
+    assert json.loads((tmp_path / "f.json").read_text())["held"]
+    refused = lowtide_in(tmp_path, "run", "--budget", str(floor - missing), "--json", "f.json", script)
+    assert refused.returncode == 1, refused.stderr
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert len(figures["steps"]) < 3
+    assert figures["steps"][0]["peak_bytes"] <= floor - missing
+
+
 def test_with_keep_going_the_exit_code_is_the_scripts_whatever_was_held(tmp_path: Path) -> None:
     script = script_in(tmp_path, NET + "\nfor i in range(5): step(i)\n")
     done = lowtide_in(tmp_path, "run", "--budget", "1MiB", "--keep-going", "--json", "f.json", script)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final, final
 
 from lowtide.live.kind import Kind, is_smaller
@@ -65,6 +66,14 @@ class Recordings:
     def is_worn(self, kind: Kind) -> bool:
         """Whether a kind was recorded often enough for another base to be only an offset."""
         return self._recorded.get(kind, 0) >= SEEN_TWICE
+
+    def is_warm(self, kind: Kind) -> bool:
+        """Whether the last recording of a kind is not its first: libraries have the memory by then that they keep.
+
+        A unit whose gradients are moved, or one that accumulates, runs the operators of one that does not.
+        """
+        alike = {other for k in (kind, replace(kind, engaged=False)) for other in (k, *k.siblings())}
+        return sum(self._recorded.get(k, 0) for k in alike) >= SEEN_TWICE
 
     def missed(self, kind: Kind, entry: Entry) -> None:
         """A plan's prediction was off: its recording is made again, unless that happened too often."""

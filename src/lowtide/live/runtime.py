@@ -60,6 +60,7 @@ from lowtide.live.unreached import COMPILED, TRANSFORM, Unreached
 from lowtide.live.update import Updates
 from lowtide.live.value import PLAIN_TYPES, bytes_of, written_by
 from lowtide.live.verdict import figures_of, raised, refusal, resident_figures
+from lowtide.pebble.eager.bound import forced_live
 from lowtide.pebble.eager.play import play
 from lowtide.pebble.eager.problem import Problem
 from lowtide.pebble.eager.solve import Front, Solution
@@ -555,16 +556,19 @@ class Runtime:
         self.evictor.tally.offloaded_bytes += storage.nbytes()
         return ticket
 
-    def _can_move_gradients(self, figures: PlanFigures) -> bool:
+    def _can_move_gradients(self, figures: PlanFigures, unit: Unit, entry: Entry) -> bool:
         """Whether the lever that moves gradients is left to lower the peak, and may lower it by enough.
 
-        It takes the gradients off, and what an update of all parameters at once has in temporaries.
+        It takes the gradients off, and what an update of all parameters at once has in temporaries. Of what is forced before
+        the first backward it takes the gradients that were there when the unit began, and no more.
         """
         if self._engaged or GRADIENTS in self.settings.without or not self.evictor.moves:
             return False
         parameters = {id(p): p for optimizer in self._optimizers for p in parameters_of(optimizer)}
         most = (1 + TEMPORARIES) * sum(bytes_of(p) for p in parameters.values())
-        lowest = max(figures.resident_bytes, figures.bound_peak_bytes - most)
+        first = entry.backward_starts[0] if entry.backward_starts else len(entry.trace.events)
+        forced = int(max(forced_live(entry.problem)[:first], default=0)) + self._certain_shift(entry, unit)
+        lowest = max(figures.resident_bytes, figures.bound_peak_bytes - most, forced - unit.gradient_bytes)
         return lowest <= self.budget_bytes and self.gradients.can_engage(self._optimizers)
 
     def _backward_begins(self, *, own_code: bool) -> None:
@@ -792,9 +796,11 @@ class Runtime:
             and self._crossings.mostly(kind, at_least=CROSSED if entry.left.bytes else 0)
         )
         worn = self.recordings.is_worn(kind)
-        warm = worn or entry.followed > 0
+        warm = self.recordings.is_warm(kind) or entry.followed > 0
         proven = bool(self.budget_bytes) and self._cannot_be_held(figures, warm=warm)
-        if (refused or proven) and self._can_move_gradients(figures):
+        likely_floor = max(figures.bound_peak_bytes, solution.bound.peak_bytes + entry.lower_shifts(unit)[0])
+        likely = bool(self.budget_bytes) and solution.state is None and likely_floor > self.budget_bytes
+        if (refused or proven or likely) and self._can_move_gradients(figures, unit, entry):
             self.gradients.engage(self._optimizers)
             if len(self.steps) < REFUSED:
                 self._excused = len(self.steps)
@@ -810,7 +816,7 @@ class Runtime:
             self._run_roomy(unit)
         elif solution.state is None:
             self._crossings.without_plan(kind)
-            self._run_fully(unit, None, record=not exact and not worn)
+            self._run_fully(unit, None, record=not worn and (likely or not exact))
         elif (exact or worn) and not (doubtful or self.recordings.is_wild(kind)):
             self._run_lean(unit, entry, solution)
         else:
