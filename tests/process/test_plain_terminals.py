@@ -16,7 +16,7 @@ from command import TIMEOUT
 import lowtide
 import pytest
 from lowtide import tell
-from lowtide.cli.launch import write, write_json
+from lowtide.outputs import write, write_json
 from lowtide.live.task import TASK, RunOptions, Task, environment_of, read_task
 from lowtide.store import read
 

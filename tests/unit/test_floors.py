@@ -16,7 +16,7 @@ import lowtide
 SOURCE = Path(lowtide.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "", "units", "allowed", "tell", "disk", "interrupts", "processes", "scratch"),
+    ("errors", "", "units", "allowed", "tell", "disk", "interrupts", "processes", "scratch", "outputs"),
     (
         "trace", "store", "probe.marks", "probe.counters", "probe.family", "probe.census", "probe.keras_arms", "probe.arms", "probe.sampler", "probe.catalogue", "probe.beat",
         "probe.lend", "probe.site.sitecustomize",
@@ -187,7 +187,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 """Every module, by floor, and on its floor in the order in which it may be imported; ``""`` is the package itself."""
 
-EXCEPTIONS = {("live.agent", "cli.launch"), ("live.agent", "report.terminal"), ("live.agent", "report.recording")}
+EXCEPTIONS = {("live.agent", "report.terminal"), ("live.agent", "report.recording")}
 """The agent is what a verb's process starts: it reads the verb's task and shows the figures at its end."""
 
 PURE = tuple(name for floor in FLOORS[:3] for name in floor if name)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowtide.allowed import parse_levers
-from lowtide.cli.launch import check_alone, check_folder, check_target, write, write_json
+from lowtide.cli.launch import check_alone, check_folder, check_target
 from lowtide.cli.script import Finite, takes_script
 from lowtide.errors import UsageError
 from lowtide.live.constants import with_constants
+from lowtide.outputs import write, write_json
 from lowtide.scratch import Scratch
 from lowtide.size.trial import MOST_SECONDS
 from lowtide.size.vary import ENVIRONMENT, LARGEST

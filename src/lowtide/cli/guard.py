@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import click
 
-from lowtide.cli.launch import check_alone, check_folder, write_json
+from lowtide.cli.launch import check_alone, check_folder
 from lowtide.cli.script import Finite, ScriptOrCommand, command_of, takes_script
 from lowtide.errors import UsageError
+from lowtide.outputs import write_json
 from lowtide.tell import tell
 from lowtide.units import parse_bytes
 

@@ -13,11 +13,12 @@ from typing import Any, Final
 
 import click
 
-from lowtide.cli.launch import Written, check_alone, check_folder, write, write_json
+from lowtide.cli.launch import check_alone, check_folder
 from lowtide.cli.script import Finite, ScriptOrCommand, command_of, takes_script
 from lowtide.disk import ROOM_FOR_TEMPORARY_FILES
 from lowtide.errors import UsageError
 from lowtide.leak.watch import Progress, Watch, Watched, end_on_sigterm
+from lowtide.outputs import Written, write, write_json
 from lowtide.tell import tell
 from lowtide.units import parse_bytes
 

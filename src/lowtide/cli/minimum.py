@@ -7,9 +7,10 @@ from collections.abc import Callable
 import click
 
 from lowtide.allowed import check_levers
-from lowtide.cli.launch import check_alone, check_folder, check_target, write, write_json
+from lowtide.cli.launch import check_alone, check_folder, check_target
 from lowtide.cli.script import Finite, takes_script
 from lowtide.errors import LowtideError
+from lowtide.outputs import write, write_json
 from lowtide.size.minimum import PROBE, STEPS, SURVIVES, covering, lever_sets, search
 from lowtide.size.trial import MOST_SECONDS, Asked, Ran, Target, run
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowtide.allowed import LEVERS, parse_levers
-from lowtide.cli.launch import check_folder, write, write_json
+from lowtide.cli.launch import check_folder
 from lowtide.cli.script import Finite
 from lowtide.errors import GraphError, UsageError
+from lowtide.outputs import write, write_json
 from lowtide.units import Auto, Share, parse_budget, parse_bytes
 
 if TYPE_CHECKING:

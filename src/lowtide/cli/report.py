@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lowtide.cli.launch import check_folder, write, write_json
+from lowtide.cli.launch import check_folder
+from lowtide.outputs import write, write_json
 
 if TYPE_CHECKING:
     from lowtide.store import Recording

@@ -8,10 +8,11 @@ from pathlib import Path
 import click
 
 from lowtide.allowed import check_levers
-from lowtide.cli.launch import absolute, become, check_alone, check_folder, check_target, write_json
+from lowtide.cli.launch import absolute, become, check_alone, check_folder, check_target
 from lowtide.cli.script import takes_script
 from lowtide.errors import UsageError
 from lowtide.live.task import PRELOAD, RunOptions, Task
+from lowtide.outputs import write_json
 from lowtide.units import parse_budget
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 
-from lowtide.cli.launch import Written, check_folder, write, write_json
+from lowtide.cli.launch import check_folder
 from lowtide.errors import UsageError
 from lowtide.leak.watch import end_on_sigterm
+from lowtide.outputs import Written, write, write_json
 from lowtide.tell import tell
 
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
 from lowtide import interrupts
-from lowtide.cli.launch import Written, replace_json, write_json
 from lowtide.errors import INTERRUPTED, NOT_HELD, BudgetError, LowtideError, RecordingError, UsageError
 from lowtide.live.constants import with_constants
 from lowtide.live.enough import Enough
 from lowtide.live.task import ACTIVE, PRELOAD, TASK, RecordOptions, RunOptions, Task, read_task
+from lowtide.outputs import Written, replace_json, write_json
 from lowtide.tell import tell
 
 if TYPE_CHECKING:
