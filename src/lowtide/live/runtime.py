@@ -560,15 +560,18 @@ class Runtime:
         """Whether the lever that moves gradients is left to lower the peak, and may lower it by enough.
 
         It takes the gradients off, and what an update of all parameters at once has in temporaries. Of what is forced before
-        the first backward it takes the gradients that were there when the unit began, and no more.
+        the first backward it takes the gradients that were there when the unit began, and no more: where the run may still be
+        refused, it is not tried in vain.
         """
         if self._engaged or GRADIENTS in self.settings.without or not self.evictor.moves:
             return False
         parameters = {id(p): p for optimizer in self._optimizers for p in parameters_of(optimizer)}
         most = (1 + TEMPORARIES) * sum(bytes_of(p) for p in parameters.values())
-        first = entry.backward_starts[0] if entry.backward_starts else len(entry.trace.events)
-        forced = int(max(forced_live(entry.problem)[:first], default=0)) + self._certain_shift(entry, unit)
-        lowest = max(figures.resident_bytes, figures.bound_peak_bytes - most, forced - unit.gradient_bytes)
+        lowest = max(figures.resident_bytes, figures.bound_peak_bytes - most)
+        if self._may_refuse:
+            first = entry.backward_starts[0] if entry.backward_starts else len(entry.trace.events)
+            forced = int(max(forced_live(entry.problem)[:first], default=0)) + self._certain_shift(entry, unit)
+            lowest = max(lowest, forced - unit.gradient_bytes)
         return lowest <= self.budget_bytes and self.gradients.can_engage(self._optimizers)
 
     def _backward_begins(self, *, own_code: bool) -> None:
