@@ -1,0 +1,1 @@
+"""What every part uses: errors, units, messages, files. Nothing here imports another part."""

@@ -1,0 +1,1 @@
+"""Plans of a graph: from textbook schedules to annealing and integer programs."""

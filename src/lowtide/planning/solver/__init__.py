@@ -1,0 +1,1 @@
+"""One answer from bounds and search, and its figures."""

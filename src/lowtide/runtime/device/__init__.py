@@ -1,0 +1,1 @@
+"""Memory meters and offload tiers of host and accelerator."""

@@ -1,0 +1,1 @@
+"""Holding a budget without a plan: operators are retried after an eviction."""

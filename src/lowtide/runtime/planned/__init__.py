@@ -1,0 +1,1 @@
+"""Following a plan with as little interception as it needs."""

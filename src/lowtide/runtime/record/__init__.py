@@ -1,0 +1,1 @@
+"""What is noted of operators and saved tensors while they run."""

@@ -1,0 +1,1 @@
+"""Making a dropped value again, bit for bit."""

@@ -1,0 +1,1 @@
+"""Storages, their versions, and what an operator's schema says of them."""
