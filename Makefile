@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.ready
-HEAP = $$($(BIN)/python -c "from pathlib import Path; import lowtide; print(next(iter(Path(lowtide.__file__).parent.glob('_heap*.so')), ''))")
+HEAP = $$($(BIN)/python -c "from pathlib import Path; import lowtide; print(next(iter(Path(lowtide.__file__).parent.glob('probe/_heap*.so')), ''))")
 PYTEST = LD_PRELOAD=$(HEAP) $(BIN)/python -m pytest --dist loadgroup
 
 SUITE = tests/unit tests/property tests/torch tests/process tests/faults
@@ -88,7 +88,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/resident.py --json benchmarks/results/resident.json
 
 # torch comes first, by itself: the package only asks for a lower bound and never replaces the torch that is there.
-$(STAMP): pyproject.toml setup.py src/lowtide/native/heap.c src/lowtide/native/search.c
+$(STAMP): pyproject.toml setup.py src/lowtide/probe/heap.c src/lowtide/planning/search/search.c
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel
 	$(BIN)/python -m pip install --quiet "$(TORCH)"

@@ -5,8 +5,8 @@ import sys
 from setuptools import Extension, setup
 
 heap = Extension(
-    "lowtide._heap",
-    ["src/lowtide/native/heap.c"],
+    "lowtide.probe._heap",
+    ["src/lowtide/probe/heap.c"],
     extra_compile_args=["-O2", "-fvisibility=hidden", "-std=gnu11"],
     libraries=["dl", "pthread"],
     optional=True,
@@ -17,8 +17,8 @@ heap = Extension(
 ANY_ORDER = ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"]
 
 search = Extension(
-    "lowtide._search",
-    ["src/lowtide/native/search.c"],
+    "lowtide.planning.search._search",
+    ["src/lowtide/planning/search/search.c"],
     extra_compile_args=["-O3", *ANY_ORDER, "-fvisibility=hidden", "-std=gnu11"],
     libraries=["m"],
     optional=True,

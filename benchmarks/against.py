@@ -32,7 +32,7 @@ from rich.table import Table
 
 import lowtide
 import torch
-from lowtide.units import format_bytes
+from lowtide.base.units import format_bytes
 from process import machine, with_counter
 
 SHARES = (0.5, 0.25)
@@ -92,7 +92,7 @@ class Training:
         environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": str(threads)}
         environment.pop("LD_PRELOAD", None)
         if budget:
-            environment["LD_PRELOAD"] = str(next((tree / "src/lowtide").glob("_heap*.so")))
+            environment["LD_PRELOAD"] = str(next((tree / "src/lowtide").rglob("_heap*.so")))
         self._process = subprocess.Popen(
             [sys.executable, HERE, "--train", name, "--budget", str(budget)],
             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -125,7 +125,7 @@ def floors(name: str, trees: dict[str, Path], threads: int) -> dict[str, dict[st
     """Of both trees."""
     found = {}
     for side, tree in trees.items():
-        library = next((tree / "src/lowtide").glob("_heap*.so"))
+        library = next((tree / "src/lowtide").rglob("_heap*.so"))
         done = subprocess.run(
             [sys.executable, HERE, "--floor", name],
             env={**os.environ, "PYTHONPATH": str(tree / "src"), "LD_PRELOAD": str(library), "OMP_NUM_THREADS": str(threads)},

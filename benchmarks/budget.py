@@ -27,8 +27,8 @@ from steps import Step, image, language
 
 import lowtide
 import torch
-from lowtide.live.heap import counters
-from lowtide.units import format_bytes
+from lowtide.base.units import format_bytes
+from lowtide.runtime.device.memory_meter import counters
 from process import in_turns, machine, with_counter
 from torch import nn
 

@@ -25,8 +25,8 @@ from rich.table import Table
 
 import lowtide
 import torch
-from lowtide.errors import BudgetError
-from lowtide.units import format_bytes
+from lowtide.base.errors import BudgetError
+from lowtide.base.units import format_bytes
 from process import in_turns, machine
 from torch import nn
 

@@ -29,10 +29,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from lowtide.size.predict import Model
-from lowtide.size.trial import Asked, Target, record, run
-from lowtide.size.vary import Set
-from lowtide.store import read
+from lowtide.recording.store import read
+from lowtide.studies.size.predict import Model
+from lowtide.studies.size.trial import Asked, Target, record, run
+from lowtide.studies.size.vary import Set
 
 BATCH = 32
 SMALL = (2, 3, 4)
@@ -141,7 +141,7 @@ def _find(name: str, cap: int) -> dict[str, Any]:
     from lightning.pytorch.tuner import Tuner
 
     import torch
-    from lowtide.live.heap import counters
+    from lowtide.runtime.device.memory_meter import counters
 
     counter = counters()
     assert counter is not None

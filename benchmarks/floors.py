@@ -24,9 +24,9 @@ from steps import Step, image, language
 
 import lowtide
 import torch
-from lowtide.allowed import PIECES, SLICES, UPDATE
-from lowtide.live.heap import counters
-from lowtide.units import format_bytes
+from lowtide.base.lever_catalogue import PIECES, SLICES, UPDATE
+from lowtide.base.units import format_bytes
+from lowtide.runtime.device.memory_meter import counters
 from process import machine, with_counter
 from torch import nn
 

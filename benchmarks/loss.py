@@ -26,7 +26,7 @@ def _part(part: str, args: argparse.Namespace, file: str) -> None:
 
     import lowtide
     import torch
-    from lowtide.live.heap import counters
+    from lowtide.runtime.device.memory_meter import counters
 
     counter = counters()
     assert counter is not None
@@ -103,7 +103,7 @@ def main() -> None:
     if args.part:
         _part(args.part, args, args.file)
         return
-    from lowtide.live.native import library_path
+    from lowtide.runtime.device.heap_counters import library_path
 
     found: dict[str, list[dict[str, Any]]] = {part: [] for part in PARTS}
     environment = {**os.environ, "LD_PRELOAD": str(library_path())}

@@ -48,40 +48,52 @@ class Package:
 
 
 PACKAGES = {
-    "interception": Package(tuple(f"live/{m}.py" for m in (
-        "aside", "board", "derivatives", "engine", "full", "guard", "kind", "lean", "ledger", "origin", "owed", "patches",
-        "recorder", "recordings", "replay", "rises", "runtime", "saver", "unit", "value", "wraps",
-    )), (
+    "interception": Package((
+        "runtime/intercept/bypass.py", "runtime/device/offload.py", "runtime/intercept/mode_sensitive_backward.py",
+        "runtime/intercept/inplace_accumulation.py", "runtime/online/mode.py", "runtime/online/eviction.py",
+        "runtime/control/unit_signature.py", "runtime/planned/mode.py", "runtime/storage/ledger.py",
+        "runtime/intercept/data_swaps.py", "runtime/planned/retained_graphs.py",
+        "runtime/intercept/pointer_escapes.py", "runtime/record/trace_recorder.py", "runtime/control/plan_cache.py",
+        "runtime/replay/chain.py", "runtime/control/peak_model.py", "runtime/control/runtime.py",
+        "runtime/record/saved_tensors.py", "runtime/control/unit.py", "runtime/storage/value.py",
+        "runtime/monkeypatch.py",
+    ), (
         "unit/test_rises.py", "unit/test_crossings.py", "torch/test_runtime.py", "torch/test_retained_graphs.py",
         "torch/test_late_writes.py", "torch/test_overwritten_saves.py", "torch/test_exchanged_data.py",
         "torch/test_backwards_within.py", "torch/test_held_in_backward.py", "torch/test_second_board.py",
         "torch/test_derivatives_otherwise.py", "torch/test_derivatives_in_place.py", "torch/test_new_sizes.py",
         "torch/test_settings.py", "torch/test_situations.py", "torch/test_random_programs.py", "process/test_trust.py",
     )),
-    "levers": Package(tuple(f"live/{m}.py" for m in (
-        "gradients", "logits", "loss", "micro", "pieces", "samples", "single_update", "slices", "update",
-    )), (
+    "levers": Package((
+        "runtime/levers/offloaded_gradients.py", "runtime/levers/deferred_logits.py",
+        "runtime/levers/chunked_cross_entropy.py", "runtime/micro_batch.py", "runtime/levers/split_layers.py",
+        "runtime/levers/split_backward.py", "runtime/levers/single_update.py", "runtime/levers/sliced_optimizer.py",
+        "runtime/levers/optimizer_in_backward.py",
+    ), (
         "torch/test_micro_batches.py", "torch/test_chunked_loss.py", "torch/test_split_ops.py",
         "torch/test_split_backwards.py", "torch/test_planned_levers.py", "torch/test_levers.py",
         "process/test_every_option.py",
     )),
-    "recording": Package(tuple(f"live/{m}.py" for m in ("coarse", "frames", "steps", "watch")), (
+    "recording": Package((
+        "runtime/record/process_sampler.py", "runtime/intercept/script_frames.py", "runtime/intercept/phases.py",
+        "runtime/record/run_recorder.py",
+    ), (
         "torch/test_begun_late.py", "torch/test_frames.py", "torch/test_recorded_graph.py", "torch/test_tracers.py",
         "torch/test_findings.py", "process/test_record.py", "process/test_recorded_peaks.py", "process/test_one_floor.py",
     )),
-    "leak": Package(("leak",), (
+    "leak": Package(("studies/leak",), (
         "unit/test_trend.py", "unit/test_leak_rules.py", "unit/test_unseen.py", "unit/test_retention.py",
         "unit/test_ablation_rules.py",
         "process/test_leak.py",
     )),
     "guard": Package(("guard",), ("unit/test_guard_rules.py", "process/test_guard.py")),
     "checkpoint": Package(("checkpoint",), ("unit/test_safe_points.py", "process/test_checkpoint.py")),
-    "size": Package(("size",), (
+    "size": Package(("studies/size",), (
         "unit/test_minimum.py", "unit/test_trials.py", "unit/test_fitted_sizes.py", "process/test_size.py",
         "torch/test_predict.py",
     )),
-    "store": Package(("store.py",), ("unit/test_journal.py", "process/test_record.py", "process/test_full_disk.py")),
-    "findings": Package(("advise.py",), (
+    "store": Package(("recording/store.py",), ("unit/test_journal.py", "process/test_record.py", "process/test_full_disk.py")),
+    "findings": Package(("recording/findings.py",), (
         "torch/test_findings.py", "torch/test_everyday_findings.py", "torch/test_float64_findings.py",
         "torch/test_post_mortem.py", "process/test_record.py",
     )),
@@ -132,7 +144,7 @@ def measure(name: str, count: int, seed: int) -> dict[str, Any]:
         for part in ("src", "tests", "examples", "benchmarks"):
             shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", tree)
-        heap = next((tree / "src/lowtide").glob("_heap*.so"))
+        heap = next((tree / "src/lowtide").rglob("_heap*.so"))
         tests = " ".join(f"tests/{t}" for t in package.tests)
         run = f'{sys.executable} -m pytest -x -q -m "not takes_long" -p no:cacheprovider {tests}'
         environment = {

@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from lowtide.pebble.account import to_json
-from lowtide.pebble.check import check
-from lowtide.pebble.graph import Graph, from_json, load
-from lowtide.pebble.solve import Order, Solver
-from lowtide.stepgraph import graph_of, operator_of
+from lowtide.planning.check.check import check
+from lowtide.planning.graph import Graph, from_json, load
+from lowtide.planning.solver.figures import to_json
+from lowtide.planning.solver.solve import Order, Solver
+from lowtide.recording.graph import graph_of, operator_of
 
 CELLS: dict[str, dict[int, float | None]] = {
     "rl1": {90: 0.0, 80: 0.3, 70: 2.2},
@@ -169,10 +169,10 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
 
 def recording(name: str) -> tuple[Graph, int]:
     """The last of four recorded steps of a model, and the bytes that were there before it."""
-    from lowtide.explain import steps_of
-    from lowtide.size.trial import Target, record
-    from lowtide.size.vary import Set
-    from lowtide.store import read
+    from lowtide.recording.explanation import steps_of
+    from lowtide.recording.store import read
+    from lowtide.studies.size.trial import Target, record
+    from lowtide.studies.size.vary import Set
 
     target = Target(script=str(Path(__file__).parent / "traces.py"), module=False, seconds=600)
     with tempfile.TemporaryDirectory() as folder:

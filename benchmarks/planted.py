@@ -90,7 +90,7 @@ def tried(fault: Fault, most: int, seed: int) -> dict[str, object]:
         if fault.old and text.count(fault.old) != 1:
             raise SystemExit(f"{fault.kind}: {fault.module} has its text {text.count(fault.old)} times: bring it up to date")
         file.write_text(text.replace(fault.old, fault.new))
-        heap = next((tree / "src/lowtide").glob("_heap*.so"))
+        heap = next((tree / "src/lowtide").rglob("_heap*.so"))
         paths = [tree / "src", tree / "tests", tree / "tests/torch"]
         done = subprocess.run(
             [sys.executable, "-c", DRAWS, str(most), str(seed)],

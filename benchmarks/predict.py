@@ -11,11 +11,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lowtide.errors import RecordingError
-from lowtide.size.predict import Model
-from lowtide.size.trial import Asked, Target, record, run
-from lowtide.size.vary import Set
-from lowtide.store import read
+from lowtide.base.errors import RecordingError
+from lowtide.recording.store import read
+from lowtide.studies.size.predict import Model
+from lowtide.studies.size.trial import Asked, Target, record, run
+from lowtide.studies.size.vary import Set
 
 MODELS = (
     "mlp",

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 
 import torch
-from lowtide.live.heap import counters, library_path
+from lowtide.runtime.device.memory_meter import counters, library_path
 
 
 def with_counter() -> None:

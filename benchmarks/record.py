@@ -26,9 +26,9 @@ from rich.table import Table
 
 import lowtide
 import torch
-from lowtide.live.heap import counters, library_path
-from lowtide.store import read
-from lowtide.units import format_bytes
+from lowtide.base.units import format_bytes
+from lowtide.recording.store import read
+from lowtide.runtime.device.memory_meter import counters, library_path
 from process import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -93,7 +93,7 @@ def _lowtide(level: Any) -> Iterator[Told]:
         recording = read(file)
         told["peak_bytes"] = max(row.peak_bytes for row in recording.steps)
         if level == "ops":
-            from lowtide.explain import Role, peak_report, steps_of
+            from lowtide.recording.explanation import Role, peak_report, steps_of
 
             reports = [r for r in map(peak_report, steps_of(recording)) if r is not None]
             top = max(reports, key=lambda r: r.bytes)

@@ -26,8 +26,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from lowtide.base.units import format_bytes
 from lowtide.guard import fence
-from lowtide.units import format_bytes
 from process import in_turns, machine
 
 ROOT = Path(__file__).parent.parent

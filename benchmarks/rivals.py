@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import small_gpt
 
 import lowtide
-from lowtide.live.heap import counters
-from lowtide.units import format_bytes
+from lowtide.base.units import format_bytes
+from lowtide.runtime.device.memory_meter import counters
 
 STEPS, SETTLED = 12, 5
 SHAPE = (8, 256)

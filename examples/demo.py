@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from lowtide.live.heap import library_path
-from lowtide.units import format_bytes, format_seconds
+from lowtide.base.units import format_bytes, format_seconds
+from lowtide.runtime.device.memory_meter import library_path
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = ("casino_lstm.py", "small_gpt.py")

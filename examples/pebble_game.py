@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from lowtide.pebble import classics
-from lowtide.pebble.exact import extreme_order
-from lowtide.pebble.game import game_of
-from lowtide.pebble.graph import Graph, from_json
-from lowtide.pebble.referee import play
-from lowtide.pebble.schedule import Act, Row, Schedule, plain_row, unfold
-from lowtide.pebble.solve import Order, Solver
+from lowtide.planning.graph import Graph, from_json
+from lowtide.planning.graph_arrays import game_of
+from lowtide.planning.referee import play
+from lowtide.planning.schedule import Act, Row, Schedule, plain_row, unfold
+from lowtide.planning.search import classics
+from lowtide.planning.search.exhaustive import extreme_order
+from lowtide.planning.solver.solve import Order, Solver
 
 PAGE = """<!doctype html><meta charset="utf-8"><title>The pebble game</title>
 <style>

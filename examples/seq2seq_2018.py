@@ -96,7 +96,7 @@ def train() -> None:
 
 def table(file: Path) -> list[tuple[str, int, int, int, int, int]]:
     """Rows (phase, step, allocated, highest so far, then allocated, then highest), MiB."""
-    from lowtide.store import read
+    from lowtide.recording.store import read
 
     rows = []
     for row in read(file).steps[-STEPS:]:
@@ -113,8 +113,8 @@ def table(file: Path) -> list[tuple[str, int, int, int, int, int]]:
 def main() -> None:
     """Record, and print the table and the findings."""
     import lowtide
-    from lowtide.advise import findings
-    from lowtide.store import read
+    from lowtide.recording.findings import findings
+    from lowtide.recording.store import read
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "seq2seq.lowtide"

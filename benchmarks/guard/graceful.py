@@ -20,10 +20,10 @@ from typing import Any
 
 from scipy import stats
 
+from lowtide.base.units import MIB
 from lowtide.guard.cause import Cause
 from lowtide.guard.keep import Keeper, Settings
 from lowtide.guard.outcome import Generation, Live
-from lowtide.units import MIB
 
 LEAKER = str(Path(__file__).parent / "leaker.py")
 BASE = 48 * MIB

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lowtide.leak.ablate import Failed, ablate
-from lowtide.leak.watch import Watch, python
+from lowtide.studies.leak.ablate import Failed, ablate
+from lowtide.studies.leak.watch import Watch, python
 
 HERE = Path(__file__).parent
 PARTS = ("loop", "forward", "backward", "optimizer", "checkpointing", "logging")

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from scipy.stats import bootstrap
 
-from lowtide.leak.study import audits_of
-from lowtide.leak.watch import Progress, Watch, Watched
+from lowtide.studies.leak.study import audits_of
+from lowtide.studies.leak.watch import Progress, Watch, Watched
 
 STEPS = 300
 KINDS = ("plain", "watched")

@@ -18,10 +18,10 @@ from programs import PROGRAMS
 from rich.progress import Progress as Bar
 from scipy import stats
 
-from lowtide.leak.books import close
-from lowtide.leak.study import STEPS, study
-from lowtide.leak.watch import Watch, python
-from lowtide.units import MIB
+from lowtide.base.units import MIB
+from lowtide.studies.leak.books import close
+from lowtide.studies.leak.study import STEPS, study
+from lowtide.studies.leak.watch import Watch, python
 
 HERE = Path(__file__).parent
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lowtide.errors import (
+from lowtide.base.errors import (
     BudgetError,
     CheckpointError,
     LeverError,
@@ -20,8 +20,8 @@ from lowtide.errors import (
 if TYPE_CHECKING:
     from lowtide import checkpoint, data
     from lowtide.api import budget, record
-    from lowtide.live.micro import micro_batched
     from lowtide.probe.marks import mark as step
+    from lowtide.runtime.micro_batch import micro_batched
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
 
     if name in ("checkpoint", "data"):
         return importlib.import_module(f"lowtide.{name}")
-    homes = {"budget": "lowtide.api", "record": "lowtide.api", "micro_batched": "lowtide.live.micro"}
+    homes = {"budget": "lowtide.api", "record": "lowtide.api", "micro_batched": "lowtide.runtime.micro_batch"}
     if name in homes:
         return getattr(importlib.import_module(homes[name]), name)
     if name == "step":

@@ -1,6 +1,6 @@
 """``lowtide``, and ``python -m lowtide``."""
 
-from lowtide import interrupts
+from lowtide.base import interrupts
 
 interrupts.hold()  # importing the command line takes half a second
 

@@ -10,18 +10,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from lowtide.allowed import check_levers
-from lowtide.errors import UsageError
-from lowtide.live import watch
-from lowtide.live.outcome import Outcome
-from lowtide.live.runtime import Runtime, Settings
-from lowtide.live.task import runs_here
-from lowtide.planner import Plan
-from lowtide.store import Recording, Writer, read
-from lowtide.tell import tell
-from lowtide.units import Size, as_budget
+from lowtide.base.errors import UsageError
+from lowtide.base.lever_catalogue import check_levers
+from lowtide.base.messages import tell
+from lowtide.base.units import Size, as_budget
+from lowtide.planning.unit.plan_file import Plan
+from lowtide.recording.store import Recording, Writer, read
+from lowtide.runtime.agent.task import runs_here
+from lowtide.runtime.control.runtime import Runtime, Settings
+from lowtide.runtime.record import run_recorder
+from lowtide.runtime.run_figures import Outcome
 
-_running: list[Runtime | watch.Watcher] = []
+_running: list[Runtime | run_recorder.Watcher] = []
 
 
 class Budgeted:
@@ -61,9 +61,10 @@ def budget(
     Args:
         size: ``"6 GiB"``, ``"50%"``, bytes, ``"auto"`` (CUDA), or None: no limit, only rescue from out-of-memory.
         keep: paths of modules (``"blocks.0"``) whose saved values are never dropped.
-        plan: a plan to begin with (``lowtide.planner.load_plan``).
+        plan: a plan to begin with (``lowtide.planning.unit.plan_file.load_plan``).
         offload: whether values may be moved to the second board (a file in ``TMPDIR``; pinned host memory for CUDA).
-        allow: levers that may be used (:mod:`lowtide.allowed`); those that are exact are used where they are needed anyhow.
+        allow: levers that may be used (:mod:`lowtide.base.lever_catalogue`); those that are exact are used where they are
+            needed anyhow.
         without: levers that must not be used.
         keep_going: whether training goes on even where the first steps show that the budget cannot be held; ``outcome.held``
             says whether it was.
@@ -148,7 +149,7 @@ def record(path: str | Path = "recording.lowtide", *, level: Literal["ops", "pha
         yield Recorded(file)
         return
     writer = Writer(file, {"script": sys.argv[0], "arguments": sys.argv[1:]})
-    watcher = watch.begin(writer, operators=level == "ops")
+    watcher = run_recorder.begin(writer, operators=level == "ops")
     _running.append(watcher)
     failed: BaseException | None = None
     try:
@@ -157,6 +158,6 @@ def record(path: str | Path = "recording.lowtide", *, level: Literal["ops", "pha
         failed = error
         raise
     finally:
-        watch.end(watcher, complete=failed is None)
+        run_recorder.end(watcher, complete=failed is None)
         writer.close(code=int(failed is not None), error=failed)
         _running.remove(watcher)

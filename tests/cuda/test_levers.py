@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from lowtide.size.trial import Asked, Target, run
-from lowtide.size.vary import Set
+from lowtide.studies.size.trial import Asked, Target, run
+from lowtide.studies.size.vary import Set
 from torch import nn
 from torch.nn import functional as F
 

@@ -35,7 +35,7 @@ static int error_code;
 static char under[PATH_MAX];
 static size_t under_length;
 
-/* What live/heap.py reads of Lowtide's own counters, where they are preloaded too: see native/heap.c. */
+/* What runtime/device/memory_meter.py reads of Lowtide's own counters, where they are preloaded too: see probe/heap.c. */
 static struct {
   _Atomic int64_t before_cap[9], cap, denied, denied_bytes;
 } *heap;

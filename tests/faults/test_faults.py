@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from injected import CLASSES, TRAINED, Case, Ended, Fault, built, ran, wrong_with
-from lowtide.live.native import library_path
+from lowtide.runtime.device.heap_counters import library_path
 
 FULL = bool(os.environ.get("LOWTIDE_FULL"))
 MOST, MOST_OF_A_STUDY = 2, 6

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from lowtide.leak.watch import Progress, Watch, Watched, python
+from lowtide.studies.leak.watch import Progress, Watch, Watched, python
 from lowtide.probe.arms import PARTS
 from lowtide.probe.marks import Kind
 

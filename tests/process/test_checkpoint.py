@@ -28,7 +28,7 @@ import lowtide
 from lowtide.checkpoint import Batches, Store, resume
 from lowtide.checkpoint import store as store_module
 from lowtide.checkpoint.sharded import assembled
-from lowtide.errors import CheckpointError, StateError
+from lowtide.base.errors import CheckpointError, StateError
 
 KILLS = 1000 if os.environ.get("LOWTIDE_FULL") else 200
 
@@ -293,7 +293,7 @@ def test_a_full_disk_is_a_clear_error_and_the_last_one_stays(tmp_path, full):
         import resource, signal, sys
         import numpy as np
         from lowtide.checkpoint import Store
-        from lowtide.errors import CheckpointError
+        from lowtide.base.errors import CheckpointError
         store = Store(sys.argv[1])
         store.save({"x": np.full(300_000, 1.0)})
         if sys.argv[2] == "limit":
@@ -321,7 +321,7 @@ def test_a_read_only_folder_is_a_clear_error(tmp_path):
         import os, sys
         import numpy as np
         from lowtide.checkpoint import Store
-        from lowtide.errors import CheckpointError
+        from lowtide.base.errors import CheckpointError
         if os.getuid() == 0:
             os.setuid(65534)
         full, empty = sys.argv[1:]
@@ -725,7 +725,7 @@ RANKS = r"""
     import torch, torch.distributed as dist
     import lowtide
     from lowtide.checkpoint import Store
-    from lowtide.errors import CheckpointError
+    from lowtide.base.errors import CheckpointError
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     folder, act = sys.argv[1], sys.argv[2]

@@ -30,8 +30,8 @@ from lowtide.data import Arrays, Blocks, dataset, isolate, stream
 from lowtide.data.isolate import LENT
 from lowtide.data.sources import gathers
 from lowtide.data.wire import Slot, receive, send
-from lowtide.errors import ReaderError
-from lowtide.units import MIB
+from lowtide.base.errors import ReaderError
+from lowtide.base.units import MIB
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # readers need not import what this module does
 TOTAL = 1000

@@ -26,10 +26,10 @@ from forked import forked, forked_call
 from lowtide.checkpoint import resume, store, whole
 from lowtide.checkpoint.tree import pack
 from lowtide import data
-from lowtide.errors import LowtideError
-from lowtide.pebble import graph, schedule
-from lowtide.planner import Plan, save_plan
-from lowtide.size.predict import Model
+from lowtide.base.errors import LowtideError
+from lowtide.planning import graph, schedule
+from lowtide.planning.unit.plan_file import Plan, save_plan
+from lowtide.studies.size.predict import Model
 
 import lowtide
 
@@ -186,7 +186,7 @@ def _in_no_folder(folder: Path) -> None:
 
 def _predicted_without_operators(folder: Path) -> None:
     _without_operators(folder)
-    recording = lowtide.store.read(folder / "a.lowtide")
+    recording = lowtide.recording.store.read(folder / "a.lowtide")
     Model([({"batch": 1.0}, recording), ({"batch": 2.0}, recording)])
 
 
@@ -299,7 +299,7 @@ def test_a_call_that_cannot_be_obeyed_says_why(name: str, tmp_path: Path) -> Non
 
 # --- whether that is all --------------------------------------------------------------------------------------------------
 
-SAYS = {name for name in dir(lowtide.errors) if name.endswith("Error")} | {"tell", "fail"}
+SAYS = {name for name in dir(lowtide.base.errors) if name.endswith("Error")} | {"tell", "fail"}
 ELSEWHERE: dict[str, str] = {
     "another rank could not save": "two ranks, of which one fails: tests/process/test_checkpoint.py looks at what is left",
     "ranks, and": "as many processes as saved it: the same",

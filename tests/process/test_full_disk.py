@@ -16,9 +16,9 @@ from typing import Any
 from command import TIMEOUT
 import numpy as np
 import pytest
-from lowtide import disk
-from lowtide.errors import RecordingError
-from lowtide.store import CARRIED, ENTRY, Journal, Kind, PhaseFigures, ProcessRow, StepRow, Writer, read
+from lowtide.base import files
+from lowtide.base.errors import RecordingError
+from lowtide.recording.store import CARRIED, ENTRY, Journal, Kind, PhaseFigures, ProcessRow, StepRow, Writer, read
 from small_disk import small_disk
 
 STOPS = "lowtide: the recording stops: "
@@ -95,7 +95,7 @@ def test_a_journal_that_cannot_grow_keeps_what_it_has(tmp_path: Path, monkeypatc
     failed: list[OSError] = []
     journal = Journal(tmp_path / "journal", failed.append)
     journal.begin(0, 0.0, 0, 0, NOBODY)
-    monkeypatch.setattr(disk, "reserve", _full)
+    monkeypatch.setattr(files, "reserve", _full)
     for _ in range(10_000):
         journal.add(*ENTRY_OF_A_PHASE)
     assert [e.errno for e in failed] == [errno.ENOSPC], "told once"
@@ -124,9 +124,9 @@ def test_reserving_writes_where_the_file_system_cannot_allocate(tmp_path: Path, 
 
     monkeypatch.setattr(os, "posix_fallocate", unsupported)
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    disk.reserve(file, 100_000)
+    files.reserve(file, 100_000)
     os.pwrite(file, b"x", 5)
-    disk.reserve(file, 200_000, since=100_000)
+    files.reserve(file, 200_000, since=100_000)
     assert os.fstat(file).st_size == 200_000
     assert os.pread(file, 6, 0) == b"\0\0\0\0\0x", "what was there is as it was"
     os.close(file)
@@ -237,8 +237,8 @@ def test_a_recording_that_cannot_begin_leaves_the_former_one(tmp_path: Path, err
     def fails(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(disk, "reserve", fails)
-    if disk.is_full(error):
+    monkeypatch.setattr(files, "reserve", fails)
+    if files.is_full(error):
         writer = Writer(path, {"script": "train.py", "arguments": []})
         assert len(_said(capsys)) == 1
         writer.journal.begin(0, 0.0, 0, 0, NOBODY)

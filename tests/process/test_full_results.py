@@ -12,14 +12,14 @@ from typing import Any
 
 from command import TIMEOUT
 import pytest
-from lowtide.errors import LowtideError, RecordingError
-from lowtide.size import throughput, trial
-from lowtide.size.throughput import Point, Rate
-from lowtide.size.vary import Set
-from lowtide.sweep import cell as runner
-from lowtide.sweep import run as sweep_run
-from lowtide.sweep.definition import Definition, File, OwnAxis, define
-from lowtide.sweep.results import MAIN, Results
+from lowtide.base.errors import LowtideError, RecordingError
+from lowtide.studies.size import throughput, trial
+from lowtide.studies.size.throughput import Point, Rate
+from lowtide.studies.size.vary import Set
+from lowtide.studies.sweep import cell as runner
+from lowtide.studies.sweep import run as sweep_run
+from lowtide.studies.sweep.definition import Definition, File, OwnAxis, define
+from lowtide.studies.sweep.results import MAIN, Results
 from small_disk import small_disk
 
 

@@ -15,12 +15,12 @@ from command import TIMEOUT
 import pytest
 from lowtide.checkpoint import whole
 from lowtide.data import wire
-from lowtide.errors import CheckpointError
+from lowtide.base.errors import CheckpointError
 from lowtide.guard.process import PLACES
 from lowtide.probe import beat
 from lowtide.probe.marks import Kind
 from lowtide.probe.sampler import Sampler
-from lowtide.scratch import Scratch
+from lowtide.base.temporary_folders import Scratch
 from small_disk import small_disk
 
 GOES_ON = "make room there, or set TMPDIR to a folder that has it; training goes on"

@@ -24,8 +24,8 @@ from forked import forked
 
 from lowtide.guard.cause import Cause
 from lowtide.guard.fence import cgroup
-from lowtide.store import read
-from lowtide.units import MIB
+from lowtide.recording.store import read
+from lowtide.base.units import MIB
 
 GROUP = cgroup(64 * MIB, f"lowtide-probe-{os.getpid()}")
 if GROUP is not None:

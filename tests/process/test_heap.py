@@ -1,4 +1,4 @@
-"""The heap counter (native/heap.c) in processes of its own: exact, capped, safe to fork, kind to its neighbours."""
+"""The heap counter (probe/heap.c) in processes of its own: exact, capped, safe to fork, kind to its neighbours."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pathlib import Path
 from command import TIMEOUT
 import pytest
 from forked import forked_call
-from lowtide.live.heap import counters
+from lowtide.runtime.device.memory_meter import counters
 
 import lowtide
 
-LIBRARY = next(iter(sorted(Path(lowtide.__file__).parent.glob("_heap*.so"))), None)
+LIBRARY = next(iter(sorted(Path(lowtide.__file__).parent.glob("probe/_heap*.so"))), None)
 
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the heap counter was not built")
 
 PRELUDE = """
 import ctypes, os, sys, threading
-from lowtide.live.heap import HeapMeter, counters
+from lowtide.runtime.device.memory_meter import HeapMeter, counters
 import torch
 torch.set_num_threads(1)
 c = counters()

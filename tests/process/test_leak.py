@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from forked import forked
 
-from lowtide.leak.books import close
-from lowtide.leak.study import audits_of
-from lowtide.leak.verdict import series_of
-from lowtide.leak.watch import Progress, Watch, Watched, python
+from lowtide.studies.leak.books import close
+from lowtide.studies.leak.study import audits_of
+from lowtide.studies.leak.verdict import series_of
+from lowtide.studies.leak.watch import Progress, Watch, Watched, python
 from lowtide.probe.marks import Kind
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -205,7 +205,7 @@ def test_a_process_with_a_million_objects_has_the_time_to_look_through_them(tmp_
             kept.append({"step": object()})
             lowtide.step()
     """)
-    monkeypatch.setattr("lowtide.leak.watch.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("lowtide.studies.leak.watch.PATIENCE_SECONDS", 0.0)
     lines = [line for looked in watched(path, census=True).census for line in looked["lines"]]
     assert any(line["source"] == f"{path}:5" for line in lines)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command import lowtide_in, script_in
 
-from lowtide.units import format_bytes
+from lowtide.base.units import format_bytes
 
 HELD = """
 import torch

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 from lowtide.report.html import page
-from lowtide.store import CARRIED, ENTRY, PHASES, Flag, Kind, Writer, read, summed
-from lowtide.trace import Phase
+from lowtide.recording.store import CARRIED, ENTRY, PHASES, Flag, Kind, Writer, read, summed
+from lowtide.base.trace import Phase
 
 import lowtide
 

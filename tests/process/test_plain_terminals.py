@@ -15,10 +15,10 @@ from typing import Any
 from command import TIMEOUT
 import lowtide
 import pytest
-from lowtide import tell
-from lowtide.outputs import write, write_json
-from lowtide.live.task import TASK, RunOptions, Task, environment_of, read_task
-from lowtide.store import read
+from lowtide.base import messages
+from lowtide.base.outputs import write, write_json
+from lowtide.runtime.agent.task import TASK, RunOptions, Task, environment_of, read_task
+from lowtide.recording.store import read
 
 PLAIN = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "COLUMNS": "100"}
 NAME = os.fsencode("trän_ü.py")
@@ -46,12 +46,12 @@ print("trained", *map(ascii, sys.argv[1:]))
 
 @pytest.mark.parametrize(("text", "known"), [("plain", "plain"), ("trän", "trän"), (FOREIGN, "trän.py"), ("\udcff", "\ufffd"), ("\ud800x", "?x")])
 def test_text_is_read_as_utf_8_has_it(text: str, known: str) -> None:
-    assert tell.readable(text) == known
+    assert messages.readable(text) == known
 
 
 @pytest.mark.parametrize("text", ["plain", "trän", "tr\udcffn", "\ud800"])
 def test_what_a_file_of_ours_says_can_be_given_to_a_process(text: str) -> None:
-    os.fsencode(tell.named_here(text))
+    os.fsencode(messages.named_here(text))
 
 
 def test_a_task_survives_its_way_through_the_environment() -> None:
@@ -75,7 +75,7 @@ def test_files_for_people_have_text(tmp_path: Path) -> None:
 def _written(text: str, encoding: str) -> str:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding=encoding, errors="backslashreplace")
-    shown = tell.shown(stream)
+    shown = messages.shown(stream)
     shown.write(text)
     shown.flush()
     return raw.getvalue().decode(encoding)
@@ -101,7 +101,7 @@ def test_all_that_reports_draw_has_a_letter() -> None:
     for path in sorted([*folder.glob("report/*.py"), *folder.glob("cli/*.py"), *folder.glob("guard/*.py")]):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                left = [c for c in node.value.translate(tell._PLAIN) if not c.isascii()]
+                left = [c for c in node.value.translate(messages._PLAIN) if not c.isascii()]
                 assert not left, f"{path.name}:{node.lineno} draws {left}"
 
 
@@ -116,7 +116,7 @@ def test_a_log_on_a_full_disk_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> N
             self.write("")
 
     monkeypatch.setattr(sys, "stderr", Full())
-    tell.tell("a line")
+    messages.tell("a line")
     console().print("a table")
     with pytest.raises(OSError, match="No space"):
         sys.stderr.write("the test's own")
@@ -129,7 +129,7 @@ def test_nobody_who_reads_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None
             raise BrokenPipeError
 
     with pytest.raises(BrokenPipeError):
-        tell.shown(Gone()).write("x")
+        messages.shown(Gone()).write("x")
 
 
 # --- verbs ----------------------------------------------------------------------------------------------------------------

@@ -82,14 +82,15 @@ def test_wrong_marks_are_refused_before_anything_runs_whatever_the_test_is_expec
 FULL = """
 import errno, os
 import pytest, torch
-from lowtide import api, disk
+from lowtide import api
+from lowtide.base import files
 
 def _full(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 @pytest.fixture
 def no_room(monkeypatch):
-    monkeypatch.setattr(disk, "reserve", _full)
+    monkeypatch.setattr(files, "reserve", _full)
 
 @pytest.mark.peak_memory("1 GiB")
 def test_begun_without_room(no_room):

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lowtide.errors import UsageError
-from lowtide.live.constants import with_constants
-from lowtide.size.minimum import CLOSE
-from lowtide.size.predict import Model
+from lowtide.base.errors import UsageError
+from lowtide.runtime.agent.script_constants import with_constants
+from lowtide.studies.size.minimum import CLOSE
+from lowtide.studies.size.predict import Model
 from lowtide.report.size import show_batch
-from lowtide.size.throughput import Point, Rate, Results, knee, largest, measure
-from lowtide.size.trial import Asked, Ran, Target, record, run
-from lowtide.size.vary import Set, Vary, option_of, parse_axis, with_option
-from lowtide.store import read
+from lowtide.studies.size.throughput import Point, Rate, Results, knee, largest, measure
+from lowtide.studies.size.trial import Asked, Ran, Target, record, run
+from lowtide.studies.size.vary import Set, Vary, option_of, parse_axis, with_option
+from lowtide.recording.store import read
 
 SCRIPT = Path(__file__).parent / "scripts" / "sized.py"
 TARGET = Target(script=str(SCRIPT), module=False, seconds=120)

@@ -10,7 +10,7 @@ import textwrap
 
 from command import TIMEOUT
 import pytest
-from lowtide.leak.watch import Progress, Watch, Watched, python
+from lowtide.studies.leak.watch import Progress, Watch, Watched, python
 from lowtide.probe.marks import Kind
 
 SCRIPTS = {

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lowtide.errors import INTERRUPTED
+from lowtide.base.errors import INTERRUPTED
 import pytest
 from patience import PATIENCE, until
 from command import PACKAGE, TIMEOUT, Done, environment, hears_interrupts, lowtide_in, script_in

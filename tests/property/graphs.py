@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from lowtide.pebble.graph import Graph, from_json
+from lowtide.planning.graph import Graph, from_json
 
 
 @st.composite

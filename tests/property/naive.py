@@ -1,6 +1,6 @@
 """The referee's rules once more, event by event with sets, for decisions to recompute only: slow and plain.
 
-Written from the docstrings of ``pebble/referee.py`` and ``pebble/problem.py``; it shares no code with ``_Play``.
+Written from the docstrings of ``planning/referee.py`` and ``planning/unit/problem.py``; it shares no code with ``_Play``.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 
-from lowtide.pebble.eager.problem import Away, Key, Problem
-from lowtide.trace import Need, Op
+from lowtide.planning.unit.problem import Away, Key, Problem
+from lowtide.base.trace import Need, Op
 
 
 @dataclass

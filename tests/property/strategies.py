@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from lowtide.pebble.eager.problem import Action, Away, Bandwidth, Key, Problem
-from lowtide.trace import Buffer, Need, Op, Phase, Save, Site, Trace
+from lowtide.planning.unit.problem import Action, Away, Bandwidth, Key, Problem
+from lowtide.base.trace import Buffer, Need, Op, Phase, Save, Site, Trace
 
 MOST_FORWARD_OPS = 6
 BASE_BYTES = 1000

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.pebble.anneal import Annealer, library
-from lowtide.pebble.game import game_of, profile
-from lowtide.pebble.graph import Graph, Node
-from lowtide.pebble.lazy import row_without
+from lowtide.planning.search.annealing import Annealer, library
+from lowtide.planning.graph_arrays import game_of, profile
+from lowtide.planning.graph import Graph, Node
+from lowtide.planning.search.rows_from_bound import row_without
 from property.graphs import full_graphs
 
 

@@ -14,10 +14,10 @@ from patience import in_time
 import numpy as np
 import psutil
 import pytest
-from lowtide.pebble import apart, bound
-from lowtide.pebble.apart import Told, kept_ready, solved_apart
-from lowtide.pebble.solve import Solver
-from lowtide.pebble.windows import Chain
+from lowtide.planning.bounds import lower_bounds, solver_process
+from lowtide.planning.bounds.solver_process import Told, kept_ready, solved_apart
+from lowtide.planning.solver.solve import Solver
+from lowtide.planning.bounds.windows import Chain
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from property.test_long_graphs import blocks
@@ -63,7 +63,7 @@ def test_a_process_that_was_ended_while_it_waited_costs_no_answer() -> None:
 
 
 def test_a_process_ends_with_a_parent_that_is_killed_whatever_it_is_at() -> None:
-    mine = "import time; from lowtide.pebble import apart; apart._end_with_parent(); print('armed', flush=True); time.sleep(100000)"
+    mine = "import time; from lowtide.pebble import apart; solver_process._end_with_parent(); print('armed', flush=True); time.sleep(100000)"
     begin = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {mine!r}]); print(p.pid, flush=True); p.wait()"
     parent = subprocess.Popen([sys.executable, "-c", begin], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -115,7 +115,7 @@ def test_one_process_answers_all_that_is_asked_while_it_is_kept_and_is_gone_afte
 def test_a_program_that_does_not_end_is_ended_with_what_was_told_and_the_next_one_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(apart, "_EARLY", -600.0)  # it is not told of its end
+    monkeypatch.setattr(solver_process, "_EARLY", -600.0)  # it is not told of its end
     asked = knapsack(200, 1)
     with kept_ready():
         assert solved_apart(knapsack(10, 1), seconds=60).ended  # HiGHS is there
@@ -132,7 +132,7 @@ def test_one_that_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.Mo
     def interrupted(pipe: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(apart, "_receive", interrupted)
+    monkeypatch.setattr(solver_process, "_receive", interrupted)
     with kept_ready(), pytest.raises(KeyboardInterrupt):
         solved_apart(knapsack(200, 1), seconds=60)
     assert not children()
@@ -172,16 +172,16 @@ def test_large_programs_with_whole_variables_go_there_and_prove_what_was_told_wh
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
-    told = iter((Told(), Told(bound=0.5 * bound._SCALE)))
+    told = iter((Told(), Told(bound=0.5 * lower_bounds._SCALE)))
 
     def never(arguments: Any, *, seconds: float, gap: float, start: Any, tell: Any) -> Told:
         asked.append((len(arguments["cost"]), seconds))
         return next(told)
 
-    monkeypatch.setattr(bound, "solved_apart", never)
-    monkeypatch.setattr(bound, "is_kept", lambda: True)
-    program = bound.Program()
-    count = bound._LARGE + 1
+    monkeypatch.setattr(lower_bounds, "solved_apart", never)
+    monkeypatch.setattr(lower_bounds, "is_kept", lambda: True)
+    program = lower_bounds.Program()
+    count = lower_bounds._LARGE + 1
     program.row({program.variable(i, 1.0): 1.0 for i in range(count)}, 1.0)
     nothing, half = program.solve(3.0), program.solve(3.0)
     assert (nothing.value, half.value) == (0.0, 0.5)
@@ -195,7 +195,7 @@ def test_nothing_of_a_search_is_printed_on_the_output_of_who_asks(capfd: pytest.
     """HiGHS 1.16 prints who it is when it is set up: a script's output under a budget would not be its own."""
     solver = Solver(blocks([(2, 20.0), (3, 2.0), (1, 1.0), (4, 20.0)], 12))
     budget = solver.floor.bytes + (solver.given.peak_bytes - solver.floor.bytes) // 30
-    chain = Chain(solver.bound_game, solver.precedence, bound.tight_chain(solver.precedence, solver.instants, budget, most=6), budget)
+    chain = Chain(solver.bound_game, solver.precedence, lower_bounds.tight_chain(solver.precedence, solver.instants, budget, most=6), budget)
     with kept_ready():
         chain.relax(seconds=5)
         chain.dive(seconds=5)

@@ -9,14 +9,14 @@ from itertools import pairwise
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from lowtide.pebble.anneal import library
-from lowtide.pebble import bound
-from lowtide.pebble.before import Instant
-from lowtide.pebble.checkpoints import SPACINGS, Crossings, Spacing
-from lowtide.pebble.graph import Graph
-from lowtide.pebble.referee import play
-from lowtide.pebble.schedule import unfold
-from lowtide.pebble.solve import Answer, Solver
+from lowtide.planning.search.annealing import library
+from lowtide.planning.bounds import lower_bounds
+from lowtide.planning.bounds.precedence import Instant
+from lowtide.planning.search.checkpoints import SPACINGS, Crossings, Spacing
+from lowtide.planning.graph import Graph
+from lowtide.planning.referee import play
+from lowtide.planning.schedule import unfold
+from lowtide.planning.solver.solve import Answer, Solver
 from patience import in_time
 from property.graphs import full_graphs
 from property.test_long_graphs import blocks
@@ -76,13 +76,13 @@ def test_rows_with_checkpoints_can_run_and_stay_below_their_budget_where_they_ar
     low, top = solver.floor.bytes, solver.given.peak_bytes
     assume(low < top)
     budget = low + (top - low) * percent // 100
-    for at in bound.binding(solver.precedence, solver.instants, budget)[:1]:
+    for at in lower_bounds.binding(solver.precedence, solver.instants, budget)[:1]:
         for kept in {Crossings(solver.game, at.op).values(s) for s in SPACINGS}:
             _check_rows(solver, at, budget, kept)
 
 
 def _check_rows(solver: Solver, at: Instant, budget: int, kept: frozenset[int]) -> None:
-    alone = bound.Alone(solver.bound_game, solver.precedence, at, budget)
+    alone = lower_bounds.Alone(solver.bound_game, solver.precedence, at, budget)
     programs = solver.programs(budget, deadline=time.monotonic() + 60)
     for row in programs.with_room(alone, kept=kept):
         timeline = play(solver.graph, unfold(solver.graph, solver.game.row(row)))

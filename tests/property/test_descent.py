@@ -7,11 +7,11 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lowtide.pebble.descent import Descent
-from lowtide.pebble.graph import Graph
-from lowtide.pebble.referee import play
-from lowtide.pebble.schedule import unfold
-from lowtide.pebble.solve import Solver
+from lowtide.planning.search.descent import Descent
+from lowtide.planning.graph import Graph
+from lowtide.planning.referee import play
+from lowtide.planning.schedule import unfold
+from lowtide.planning.solver.solve import Solver
 from property.graphs import full_graphs
 from property.test_long_graphs import blocks
 

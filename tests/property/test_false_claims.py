@@ -9,10 +9,10 @@ from typing import Any
 from patience import PATIENCE
 import pytest
 
-from lowtide.pebble import account, segments
-from lowtide.pebble.check import check
-from lowtide.pebble.graph import Graph, from_json
-from lowtide.pebble.solve import Order, Solver
+from lowtide.planning.solver import caching_allocator, figures
+from lowtide.planning.check.check import check
+from lowtide.planning.graph import Graph, from_json
+from lowtide.planning.solver.solve import Order, Solver
 
 
 def there_and_back(*, offload: bool = False, seconds: float = 1.0) -> Graph:
@@ -30,7 +30,7 @@ def told(graph: Graph, *, order: Order = Order.FIXED) -> dict[str, Any]:
     """A true solution at half of what lies above the floor."""
     solver = Solver(graph, order=order)
     answer = solver.searched((solver.floor.bytes + solver.given.peak_bytes) // 2, seconds=600)
-    found = account.to_json(answer)
+    found = figures.to_json(answer)
     assert found["bound"]["extra_seconds"] > 0 or graph.offload is not None
     assert check(solver.graph, found) == []
     return found
@@ -63,7 +63,7 @@ def test_operators_of_little_time_are_priced_as_they_are() -> None:
     graph = from_json({"nodes": nodes, "links": [{"source": p, "target": "end"} for p in ("cheap", "dear", "long")]})
     solver = Solver(graph)
     answer = solver.searched(9, seconds=600)
-    found = account.to_json(answer)
+    found = figures.to_json(answer)
     assert answer.extra_seconds == pytest.approx(1e-5)
     assert check(graph, found) == []
     found["bound"] |= {"extra_method": "instant", "instants": ["long"], "windows": [], "extra_seconds": 9e-5}
@@ -77,7 +77,7 @@ def test_operators_of_little_time_are_priced_as_they_are() -> None:
 
 def test_an_optimal_plan_without_a_budget_is_no_higher_than_the_given_order() -> None:
     graph = there_and_back()
-    lie = account.to_json(Solver(graph).lowest(seconds=PATIENCE))
+    lie = figures.to_json(Solver(graph).lowest(seconds=PATIENCE))
     assert check(graph, lie) == []
     lie["schedule"] = [move for move in lie["schedule"] if move[0] != "free"]
     high = sum(n.bytes for n in graph.nodes)
@@ -101,7 +101,7 @@ def _with_words_for_seconds(lie: dict[str, Any]) -> None:
 def test_points_of_a_curve_say_no_more_than_is_theirs(harm: Callable[[dict[str, Any]], None]) -> None:
     graph = there_and_back()
     solver = Solver(graph)
-    true = told(graph) | {"curve": account.curve_json(solver.curve(4, seconds=600))}
+    true = told(graph) | {"curve": figures.curve_json(solver.curve(4, seconds=600))}
     assert check(graph, true) == []
     lie = copy.deepcopy(true)
     harm(lie)
@@ -111,7 +111,7 @@ def test_points_of_a_curve_say_no_more_than_is_theirs(harm: Callable[[dict[str, 
 def test_what_has_no_plan_says_none_of_its_figures() -> None:
     graph = there_and_back()
     solver = Solver(graph)
-    true = account.to_json(solver.at(solver.floor.bytes - 1))
+    true = figures.to_json(solver.at(solver.floor.bytes - 1))
     assert true["status"] == "infeasible"
     assert check(graph, true) == []
     for key, value in (("seconds", 0.5), ("moved_bytes", -3), ("schedule", [["compute", "f0"]])):
@@ -125,10 +125,10 @@ def test_shares_are_exact_however_long_the_step_is() -> None:
 
 
 def test_reserved_bytes_are_looked_at_without_a_budget_too() -> None:
-    graph = there_and_back().rounded(segments.BLOCK_BYTES)
+    graph = there_and_back().rounded(caching_allocator.BLOCK_BYTES)
     answer = Solver(graph).lowest(seconds=PATIENCE)
-    held = segments.reserved(answer.graph, answer.schedule).peak_bytes
-    true = account.to_json(answer, rounding_bytes=segments.BLOCK_BYTES) | {"allocator": "cuda", "reserved_bytes": held}
+    held = caching_allocator.reserved(answer.graph, answer.schedule).peak_bytes
+    true = figures.to_json(answer, rounding_bytes=caching_allocator.BLOCK_BYTES) | {"allocator": "cuda", "reserved_bytes": held}
     assert check(graph, true) == []
     assert check(graph, true | {"reserved_bytes": held + 1})
 
@@ -137,4 +137,4 @@ def test_curves_of_graphs_that_take_no_time_hold() -> None:
     graph = there_and_back(offload=True, seconds=0.0)
     solver = Solver(graph)
     curve = solver.curve(4, seconds=600)
-    assert check(graph, account.to_json(curve[0]) | {"curve": account.curve_json(curve)}) == []
+    assert check(graph, figures.to_json(curve[0]) | {"curve": figures.curve_json(curve)}) == []

@@ -15,21 +15,23 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lowtide.errors import GraphError, StructureError
-from lowtide.leastpeak import with_board
-from lowtide.pebble import account, bound, exact
-from lowtide.pebble.anneal import Annealer, Found, library
-from lowtide.pebble.before import certain_in_order
-from lowtide.pebble.check import check
-from lowtide.pebble.classics import STRATEGIES
-from lowtide.pebble.game import Game, game_of, profile
-from lowtide.pebble.graph import Graph, from_json, to_json
-from lowtide.pebble.prefetch import faster, with_fetches_ahead
-from lowtide.pebble.referee import play
-from lowtide.pebble.schedule import Act, Move, Row, plain_row, unfold
-from lowtide.pebble.search import Hunt
-from lowtide.pebble.solve import Order, Solver, Status
-from lowtide.pebble.windows import chain_seconds
+from lowtide.base.errors import GraphError, StructureError
+from lowtide.recording.peak_floor import with_board
+from lowtide.planning.solver import figures
+from lowtide.planning.bounds import lower_bounds
+from lowtide.planning.search import exhaustive
+from lowtide.planning.search.annealing import Annealer, Found, library
+from lowtide.planning.bounds.precedence import certain_in_order
+from lowtide.planning.check.check import check
+from lowtide.planning.search.classics import STRATEGIES
+from lowtide.planning.graph_arrays import Game, game_of, profile
+from lowtide.planning.graph import Graph, from_json, to_json
+from lowtide.planning.search.prefetch import faster, with_fetches_ahead
+from lowtide.planning.referee import play
+from lowtide.planning.schedule import Act, Move, Row, plain_row, unfold
+from lowtide.planning.search.rounds import Hunt
+from lowtide.planning.solver.solve import Order, Solver, Status
+from lowtide.planning.bounds.windows import chain_seconds
 from patience import in_time
 from property.graphs import cheapest, full_graphs, plain_graphs
 
@@ -184,7 +186,7 @@ def test_small_graphs_are_solved_exactly(graph: Graph, fixed: bool, data: st.Dat
     solver = Solver(graph, order=Order.FIXED if fixed else Order.FREE)
     budget = data.draw(st.integers(max(1, solver.floor.bytes - 1), max(1, solver.given.peak_bytes)))
     wanted = cheapest(graph, budget, fixed=fixed)
-    row = exact.search(graph, budget, fixed=fixed)
+    row = exhaustive.search(graph, budget, fixed=fixed)
     assert (row is None) == (wanted is None)
     if row is not None and wanted is not None:
         timeline = play(graph, unfold(graph, row))
@@ -196,7 +198,7 @@ def test_small_graphs_are_solved_exactly(graph: Graph, fixed: bool, data: st.Dat
     else:
         assert answer.status is Status.OPTIMAL
         assert math.isclose(answer.timeline.seconds, wanted)
-    assert check(graph, account.to_json(answer)) == []
+    assert check(graph, figures.to_json(answer)) == []
 
 
 @pytest.mark.skipif(library() is None, reason="the search was not compiled")
@@ -214,9 +216,9 @@ def test_search_and_bounds_enclose_the_cheapest_schedule(graph: Graph, fixed: bo
         return
     answer = in_time(lambda seconds: solver.searched(budget, seconds=seconds), lambda answer: answer.status.has_plan, first=0.1)
     assert answer.time_bound.seconds <= wanted - graph.base_seconds + 1e-9
-    every = bound.one_instant(solver.game, solver.precedence, solver.instants, budget, seconds=1)
+    every = lower_bounds.one_instant(solver.game, solver.precedence, solver.instants, budget, seconds=1)
     assert every.seconds <= wanted - graph.base_seconds + 1e-9
-    chain = bound.tight_chain(solver.precedence, solver.instants, budget, most=9)
+    chain = lower_bounds.tight_chain(solver.precedence, solver.instants, budget, most=9)
     if len(chain) > 1:
         found = chain_seconds(solver.game, solver.precedence, chain, budget, seconds=2)
         assert found.seconds <= wanted - graph.base_seconds + 1e-9
@@ -224,7 +226,7 @@ def test_search_and_bounds_enclose_the_cheapest_schedule(graph: Graph, fixed: bo
     assert answer.timeline.seconds >= wanted - 1e-9
     if answer.status is Status.OPTIMAL:
         assert math.isclose(answer.timeline.seconds, wanted, abs_tol=1e-6)
-    assert check(graph, account.to_json(answer)) == []
+    assert check(graph, figures.to_json(answer)) == []
 
 
 @pytest.mark.skipif(library() is None, reason="the search was not compiled")
@@ -260,7 +262,7 @@ def test_no_order_is_lower_than_the_bounds_and_the_best_is_found(graph: Graph) -
     """One-shot: forced-live and minimum cut against the lowest peak of all orders."""
     solver = Solver(graph, order=Order.FREE)
     best = _lowest_peak(graph)
-    least = bound.once(solver.game, solver.precedence, solver.instants)
+    least = lower_bounds.once(solver.game, solver.precedence, solver.instants)
     assert least.bytes <= best
     answer = in_time(lambda seconds: solver.lowest(seconds=seconds), lambda found: found.timeline.peak_bytes == best, first=0.3)
     assert answer.timeline.peak_bytes == best
@@ -363,7 +365,7 @@ def test_no_false_claim_passes_the_check(graph: Graph, fixed: bool, budgeted: bo
         answer = solver.at(data.draw(st.integers(max(1, solver.floor.bytes - 1), max(1, solver.given.peak_bytes))))
     else:
         answer = solver.lowest()
-    told = account.to_json(answer)
+    told = figures.to_json(answer)
     assert check(graph, told) == []
     for lie in _LIES:
         assert not (changed := lie(told)) or check(graph, told | changed), changed
@@ -407,10 +409,10 @@ def test_no_false_claim_beside_a_plan_passes_the_check(graph: Graph, fixed: bool
     assume(answer.status.has_plan)
     points = [solver.at(budget, seconds=600) for budget in sorted({high, (low + high) // 2, low}, reverse=True)]
     points = [point for point in points if point.status.has_plan]  # of another there is no bound but its floor
-    told = account.to_json(answer) | {
-        "decides": account.decides_json(graph, account.decides(solver, answer)),
-        "modules": account.modules_json(account.by_module(answer)),
-        "curve": account.curve_json(points),
+    told = figures.to_json(answer) | {
+        "decides": figures.decides_json(graph, figures.decides(solver, answer)),
+        "modules": figures.modules_json(figures.by_module(answer)),
+        "curve": figures.curve_json(points),
     }
     assert check(graph, told) == []
     for lie in _LIES_BESIDES:
@@ -425,16 +427,16 @@ def test_no_false_claim_beside_a_plan_passes_the_check(graph: Graph, fixed: bool
 @given(graph=full_graphs(most=7, once=3, held=True), fixed=st.booleans())
 def test_no_schedule_stays_below_what_one_instant_proves_with_what_comes_back(graph: Graph, fixed: bool) -> None:
     """The floor by an instant's program, against all schedules; the checker proves it, too."""
-    if not exact.small(graph):
+    if not exhaustive.small(graph):
         return
     solver = Solver(graph, order=Order.FIXED if fixed else Order.FREE)
     for at in solver.instants:
-        lowest = bound.closed_floor(solver.bound_game, solver.precedence, at, seconds=60)
-        stuck = bound.floor(solver.game, solver.precedence, [at])
+        lowest = lower_bounds.closed_floor(solver.bound_game, solver.precedence, at, seconds=60)
+        stuck = lower_bounds.floor(solver.game, solver.precedence, [at])
         assert lowest.bytes == 0 or lowest.bytes >= stuck.bytes - 1
         for floor in (lowest.bytes, stuck.bytes):
             if floor > 0:
-                assert exact.search(graph, floor - 1, fixed=fixed) is None
+                assert exhaustive.search(graph, floor - 1, fixed=fixed) is None
 
 
 @settings(max_examples=300, deadline=None)
@@ -448,10 +450,10 @@ def test_the_floor_in_fixed_order_is_that_of_all_operators_however_few_instants_
     certain = [precedence.bytes_with(at, precedence.stuck(at)) for at in map(precedence.instant, range(game.plain))]
     assert certain_in_order(game).tolist() == certain
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bound, "_EVERY", 0)
-        patch.setattr(bound, "_LOOKED_AT", stretches)
-        sampled = bound.looked_at(game, precedence)
-    assert bound.floor(game, precedence, sampled).bytes == max([graph.resident_bytes, *certain])
+        patch.setattr(lower_bounds, "_EVERY", 0)
+        patch.setattr(lower_bounds, "_LOOKED_AT", stretches)
+        sampled = lower_bounds.looked_at(game, precedence)
+    assert lower_bounds.floor(game, precedence, sampled).bytes == max([graph.resident_bytes, *certain])
 
 
 def test_what_a_script_holds_is_not_taken_over_by_what_overwrites_it() -> None:
@@ -464,10 +466,10 @@ def test_what_a_script_holds_is_not_taken_over_by_what_overwrites_it() -> None:
     acts = [(Act.COMPUTE, 0), (Act.UPDATE, 1), (Act.COMPUTE, 2), (Act.FREE, 1), (Act.COMPUTE, 3)]
     with pytest.raises(StructureError, match="held"):
         play(graph, tuple(Move(act, v) for act, v in acts))
-    assert exact.search(graph, 29, fixed=True) is None
+    assert exhaustive.search(graph, 29, fixed=True) is None
     answer = Solver(graph).at(30)
     assert answer.status.has_plan
-    told = account.to_json(answer)
+    told = figures.to_json(answer)
     assert check(graph, told) == []
     told["schedule"] = [[act.value, nodes[v]["id"]] for act, v in acts]
     assert any("held" in line for line in check(graph, told))
@@ -493,7 +495,7 @@ def test_a_budget_that_one_instant_rules_out_is_refused_with_a_floor_that_the_ch
     assert answer.status is Status.INFEASIBLE
     assert answer.peak_bound.method == "instant"
     assert 209 <= answer.peak_bound.bytes <= 211
-    told = account.to_json(answer)
+    told = figures.to_json(answer)
     assert check(graph, told) == []
     told["bound"]["peak_bytes"] += 3
     assert any("bound.peak_bytes" in line for line in check(graph, told))
@@ -529,8 +531,8 @@ def test_no_schedule_whose_transfers_overlap_beats_what_its_peak_proves(
     rows.append(faster(graph, row, timeline, timeline.peak_bytes + int(share * (solver.given.peak_bytes - timeline.peak_bytes))))
     for _, played in rows:
         budget = played.peak_bytes
-        found = list(bound.single_instants(solver.bound_game, solver.precedence, solver.instants, budget, seconds=20))
-        chain = bound.tight_chain(solver.precedence, solver.instants, budget, most=4)
+        found = list(lower_bounds.single_instants(solver.bound_game, solver.precedence, solver.instants, budget, seconds=20))
+        chain = lower_bounds.tight_chain(solver.precedence, solver.instants, budget, most=4)
         if len(chain) > 1:
             found.append(chain_seconds(solver.bound_game, solver.precedence, chain, budget, seconds=20))
         for one in found:
@@ -569,7 +571,7 @@ def test_what_is_always_there_is_a_peak_without_any_operator() -> None:
     solver = Solver(from_json({"nodes": [{"id": "weights", "bytes": 6000, "seconds": 0, "resident": True}], "links": []}))
     assert solver.given.peak_bytes == 6000
     assert solver.at(100).status is Status.INFEASIBLE
-    assert check(solver.graph, account.to_json(solver.at(100))) == []
+    assert check(solver.graph, figures.to_json(solver.at(100))) == []
     assert solver.at(6000).status is Status.OPTIMAL
 
 
@@ -584,10 +586,10 @@ def test_a_small_graph_of_which_not_all_schedules_can_be_looked_at_in_time_is_se
     offload = {"write_bytes_per_second": 300.0, "read_bytes_per_second": 300.0}
     solver = Solver(from_json({"graph": {"offload": offload}, "nodes": nodes, "links": links}), order=Order.FREE)
     budget = (solver.floor.bytes + 9 * solver.given.peak_bytes) // 10
-    assert exact.small(solver.graph)
+    assert exhaustive.small(solver.graph)
     with pytest.raises(TimeoutError):
-        exact.search(solver.graph, budget, fixed=False, deadline=time.monotonic())
-    monkeypatch.setattr(exact, "search", _has_no_time)
+        exhaustive.search(solver.graph, budget, fixed=False, deadline=time.monotonic())
+    monkeypatch.setattr(exhaustive, "search", _has_no_time)
     answer = solver.at(budget, seconds=10.0)
     assert answer.status.has_plan
     assert answer.timeline.peak_bytes <= budget
@@ -597,7 +599,7 @@ def test_a_minimum_cut_that_there_is_no_time_for_leaves_what_is_forced() -> None
     nodes = [{"id": i, "bytes": 100 + i % 7, "seconds": 1.0} for i in range(40)]
     links = [{"source": a, "target": b} for b in range(1, 40) for a in {max(0, b - 1 - b % 5), max(0, b - 9)}]
     solver = Solver(from_json({"nodes": nodes, "links": links}), order=Order.FREE)
-    forced, cut = (bound.once(solver.game, solver.precedence, solver.instants, seconds=s) for s in (0.0, 60.0))
+    forced, cut = (lower_bounds.once(solver.game, solver.precedence, solver.instants, seconds=s) for s in (0.0, 60.0))
     assert forced.method == "forced"
     assert forced.bytes <= cut.bytes
 
@@ -608,17 +610,17 @@ def test_memory_has_no_price_where_its_programs_were_not_solved_in_time(monkeypa
     links = [{"source": i, "target": i + 1} for i in range(19)] + [{"source": i, "target": 19 - i} for i in range(9)]
     solver = Solver(from_json({"nodes": nodes, "links": links}))
     budget = (solver.floor.bytes + solver.given.peak_bytes) // 2
-    proven = bound.one_instant(solver.bound_game, solver.precedence, solver.instants, budget, seconds=600)
+    proven = lower_bounds.one_instant(solver.bound_game, solver.precedence, solver.instants, budget, seconds=600)
     asked = (solver.bound_game, solver.precedence, proven, budget, 100)
-    assert bound.price(*asked) > 0
-    solve, calls = bound.Program.solve, itertools.count()
+    assert lower_bounds.price(*asked) > 0
+    solve, calls = lower_bounds.Program.solve, itertools.count()
 
-    def cut_off(self: bound.Program, seconds: float, **how: Any) -> bound.Solved:
+    def cut_off(self: lower_bounds.Program, seconds: float, **how: Any) -> lower_bounds.Solved:
         found = solve(self, seconds, **how)
         return found if next(calls) % 2 == 0 else replace(found, value=0.0, ended=False, x=None)
 
-    monkeypatch.setattr(bound.Program, "solve", cut_off)
-    assert bound.price(*asked) == 0
+    monkeypatch.setattr(lower_bounds.Program, "solve", cut_off)
+    assert lower_bounds.price(*asked) == 0
 
 
 def test_plans_of_graphs_that_take_no_time_are_checked() -> None:
@@ -628,4 +630,4 @@ def test_plans_of_graphs_that_take_no_time_are_checked() -> None:
     solver = Solver(from_json({"graph": {"offload": offload}, "nodes": nodes, "links": links}))
     answer = solver.at((solver.floor.bytes + solver.given.peak_bytes) // 2, seconds=600)
     assert answer.status.has_plan
-    assert check(solver.graph, account.to_json(answer)) == []
+    assert check(solver.graph, figures.to_json(answer)) == []

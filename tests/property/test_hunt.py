@@ -12,11 +12,11 @@ from typing import Any
 from patience import in_time
 import pytest
 
-from lowtide.pebble.anneal import Annealer, library
-from lowtide.pebble.programs import Programs
-from lowtide.pebble.search import Hunt
-from lowtide.pebble.solve import Answer, Solver
-from lowtide.pebble.windows import Chain
+from lowtide.planning.search.annealing import Annealer, library
+from lowtide.planning.search.programs import Programs
+from lowtide.planning.search.rounds import Hunt
+from lowtide.planning.solver.solve import Answer, Solver
+from lowtide.planning.bounds.windows import Chain
 from property.test_long_graphs import blocks
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the search was not compiled")

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings, target
 from hypothesis import strategies as st
 
-from lowtide.errors import StructureError
-from lowtide.pebble.eager.ahead import fetches_ahead
-from lowtide.pebble.eager.bound import TimeBound, forced_live, peak_bound
-from lowtide.pebble.eager.walk import State, backtracked, lightened, pareto, walk
-from lowtide.pebble.eager.problem import Action, Away, Bandwidth, Key, Problem
-from lowtide.pebble.eager.play import play
-from lowtide.pebble.eager.relax import Relaxed
-from lowtide.pebble.eager.solve import Front, Status
-from lowtide.trace import Buffer, Need, Op, Phase, Save, Site, Trace
+from lowtide.base.errors import StructureError
+from lowtide.planning.unit.prefetch import fetches_ahead
+from lowtide.planning.unit.bound import TimeBound, forced_live, peak_bound
+from lowtide.planning.unit.greedy import State, backtracked, lightened, pareto, walk
+from lowtide.planning.unit.problem import Action, Away, Bandwidth, Key, Problem
+from lowtide.planning.unit.simulate import play
+from lowtide.planning.unit.lp_plan import Relaxed
+from lowtide.planning.unit.solve import Front, Status
+from lowtide.base.trace import Buffer, Need, Op, Phase, Save, Site, Trace
 from property.naive import Naive
 from property.strategies import BASE_BYTES, plans, problems
 

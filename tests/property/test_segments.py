@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lowtide.cli.main import main
-from lowtide.pebble.account import to_json
-from lowtide.pebble.check import check
-from lowtide.pebble.check_segments import Device
-from lowtide.pebble.graph import Graph, Node
-from lowtide.pebble.schedule import plain_row, unfold
-from lowtide.pebble.segments import Allocator, reserved, within
-from lowtide.pebble.solve import Solver
-from lowtide.pebble.status import Status
+from lowtide.planning.solver.figures import to_json
+from lowtide.planning.check.check import check
+from lowtide.planning.check.caching_allocator import Device
+from lowtide.planning.graph import Graph, Node
+from lowtide.planning.schedule import plain_row, unfold
+from lowtide.planning.solver.caching_allocator import Allocator, reserved, within
+from lowtide.planning.solver.solve import Solver
+from lowtide.planning.status import Status
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = st.sampled_from((1, 512, 513, 300 * KIB, MIB - 1, MIB, MIB + 1, 3 * MIB, 9 * MIB, 10 * MIB - 1, 10 * MIB, 11 * MIB, 33 * MIB))

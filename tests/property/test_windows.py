@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.pebble import account, bound, windows
-from lowtide.pebble.anneal import library
-from lowtide.pebble.check import check
-from lowtide.pebble.solve import Order, Solver, Status
-from lowtide.pebble.windows import Chain
+from lowtide.planning.solver import figures
+from lowtide.planning.bounds import lower_bounds, windows
+from lowtide.planning.search.annealing import library
+from lowtide.planning.check.check import check
+from lowtide.planning.solver.solve import Order, Solver, Status
+from lowtide.planning.bounds.windows import Chain
 from property.graphs import cheapest, full_graphs
 from property.test_long_graphs import blocks
 
@@ -24,7 +25,7 @@ def tight_blocks(share: int, most: int) -> tuple[Solver, int, Chain]:
     """A network of blocks within a share of what lies above its floor, and a chain of the instants at which it binds."""
     solver = Solver(blocks(KINDS, 12))
     budget = solver.floor.bytes + (solver.given.peak_bytes - solver.floor.bytes) * share // 100
-    tight = bound.tight_chain(solver.precedence, solver.instants, budget, most=most)
+    tight = lower_bounds.tight_chain(solver.precedence, solver.instants, budget, most=most)
     return solver, budget, Chain(solver.bound_game, solver.precedence, tight, budget)
 
 
@@ -36,7 +37,7 @@ def test_no_schedule_beats_a_chain_with_its_rows_whatever_is_taken_for_nothing(g
         return
     budget = data.draw(st.integers(solver.floor.bytes, solver.given.peak_bytes - 1))
     wanted = cheapest(graph, budget, fixed=fixed)
-    tight = bound.tight_chain(solver.precedence, solver.instants, budget, most=9)
+    tight = lower_bounds.tight_chain(solver.precedence, solver.instants, budget, most=9)
     if wanted is None or not tight:
         return
     light = data.draw(st.frozensets(st.integers(0, len(solver.game.value_nodes) - 1)))
@@ -99,10 +100,10 @@ def test_where_rounding_much_leaves_no_answer_less_is_rounded(share, monkeypatch
 def test_plans_of_long_graphs_are_no_cheaper_and_the_checker_proves_the_same(share):
     """Law: no plan that annealing finds is cheaper; the checker's own rows prove the bound, and nothing above it."""
     solver, budget, chain = tight_blocks(share, 6)
-    found = chain.dive(seconds=PATIENCE) if chain.relax(seconds=PATIENCE).seconds else bound.NOTHING
+    found = chain.dive(seconds=PATIENCE) if chain.relax(seconds=PATIENCE).seconds else lower_bounds.NOTHING
     answer = in_time(lambda seconds: solver.searched(budget, seconds=seconds), lambda answer: answer.status.has_plan, first=0.5)
     assert 0 < found.seconds < 0.999 * answer.extra_seconds
-    told = account.to_json(dataclasses.replace(answer, status=Status.FEASIBLE, time_bound=found))
+    told = figures.to_json(dataclasses.replace(answer, status=Status.FEASIBLE, time_bound=found))
     assert check(solver.graph, told) == []
     told["bound"]["extra_seconds"] = (found.seconds + answer.extra_seconds) / 2
     told["bound"]["windows"] = []

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.leak.ablate import ablate
-from lowtide.leak.watch import Watch, python
+from lowtide.studies.leak.ablate import ablate
+from lowtide.studies.leak.watch import Watch, python
 
 PLANTED = Path(__file__).parents[2] / "benchmarks" / "leaks" / "planted.py"
 

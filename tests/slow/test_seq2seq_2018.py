@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from lowtide.advise import findings
-from lowtide.store import read
+from lowtide.recording.findings import findings
+from lowtide.recording.store import read
 
 import lowtide
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import zoo
-from lowtide.live.heap import Counters, counters
-from lowtide.live.outcome import Outcome
+from lowtide.runtime.device.memory_meter import Counters, counters
+from lowtide.runtime.run_figures import Outcome
 
 import lowtide
 

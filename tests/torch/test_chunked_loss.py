@@ -13,8 +13,8 @@ import pytest
 import torch
 import zoo
 from harness import heap, live_now
-from lowtide.errors import LeverError
-from lowtide.live.outcome import Outcome
+from lowtide.base.errors import LeverError
+from lowtide.runtime.run_figures import Outcome
 from torch import nn
 from torch.nn import functional as F
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide import store
+from lowtide.recording import store
 
 ROWS, COLUMNS = 512, 256
 

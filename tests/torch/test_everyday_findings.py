@@ -9,19 +9,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from lowtide.trace import Phase
+from lowtide.base.trace import Phase
 import pytest
 import torch
 from harness import heap, live_now
-from lowtide.advise import findings, would_fit
-from lowtide.explain import peak_report, steps_of
-from lowtide.finding import Finding
+from lowtide.recording.findings import findings, would_fit
+from lowtide.recording.explanation import peak_report, steps_of
+from lowtide.recording.whatif import Finding
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lowtide
-from lowtide import store
+from lowtide.recording import store
 
 SHARE = 0.02
 """A saving may be off by so much of itself."""

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from harness import heap
-from lowtide.advise import CHUNKS, findings
-from lowtide.errors import BudgetError
-from lowtide.explain import peak_report, steps_of
-from lowtide.leastpeak import Floor, floor_of
+from lowtide.recording.findings import CHUNKS, findings
+from lowtide.base.errors import BudgetError
+from lowtide.recording.explanation import peak_report, steps_of
+from lowtide.recording.peak_floor import Floor, floor_of
 from torch import nn
 from torch.nn import functional as F
 
 import lowtide
-from lowtide import explain, store
+from lowtide.recording import explanation, store
 
 SHARE = 0.02
 """A saving may be off by so much of itself ..."""
@@ -278,7 +278,7 @@ def test_the_saving_without_foreach_is_that_of_the_optimizers_own_loop(name: str
 def test_what_pythons_library_makes_has_the_scripts_line(tmp_path: Path) -> None:
     """``copy.deepcopy`` clones in ``copy.py``; the line that is told is the one that asked for it."""
     recording = _recorded(copies_of_the_best, tmp_path / "copies", mended=False)
-    clones = {b.source for step in explain.steps_of(recording) for b in step.blocks if b.op.startswith("aten.clone")}
+    clones = {b.source for step in explanation.steps_of(recording) for b in step.blocks if b.op.startswith("aten.clone")}
     assert clones
     assert all("test_findings.py" in source and "copies_of_the_best" in source for source in clones), clones
 

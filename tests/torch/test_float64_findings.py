@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from lowtide.advise import findings
-from lowtide.finding import Finding
+from lowtide.recording.findings import findings
+from lowtide.recording.whatif import Finding
 from torch import nn
 from torch.nn import functional as F
 
 import lowtide
-from lowtide import store
+from lowtide.recording import store
 
 STEPS = 3
 SHARE, BYTES = 0.02, 4096

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from lowtide.advise import findings
-from lowtide.live.frames import holders
-from lowtide.store import read
+from lowtide.recording.findings import findings
+from lowtide.runtime.intercept.script_frames import holders
+from lowtide.recording.store import read
 from torch import nn
 
 import lowtide

@@ -10,15 +10,15 @@ import threading
 from collections.abc import Callable
 
 import numpy as np
-from lowtide.errors import ReplayError
+from lowtide.base.errors import ReplayError
 import pytest
 import torch
 import zoo
 from harness import above_of, budgeted, plain_of
-from lowtide.live.bits import digest
-from lowtide.live.guard import Evictor
-from lowtide.live.lean import LeanMode
-from lowtide.pebble.eager.problem import Bandwidth
+from lowtide.runtime.storage.checksum import digest
+from lowtide.runtime.online.eviction import Evictor
+from lowtide.runtime.planned.mode import LeanMode
+from lowtide.planning.unit.problem import Bandwidth
 import torch.utils.dlpack
 from torch import nn
 from torch.autograd.graph import get_gradient_edge

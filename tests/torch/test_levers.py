@@ -13,9 +13,9 @@ import pytest
 import torch
 import zoo
 from harness import heap, live_now, trained_under
-from lowtide.errors import LeverError
-from lowtide.live import update
-from lowtide.live.outcome import Outcome
+from lowtide.base.errors import LeverError
+from lowtide.runtime.levers import optimizer_in_backward
+from lowtide.runtime.run_figures import Outcome
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -650,9 +650,9 @@ def test_a_planned_backward_that_nobody_looks_at_updates_no_weight_that_another_
     """From step 8 on the same operators read the last layer's weight by ``.data``, long after its gradient is whole."""
     torch.use_deterministic_algorithms(mode=True)
     seen, per_step = [0], []
-    true = update.Updates.look_at
+    true = optimizer_in_backward.Updates.look_at
 
-    def look_at(self: update.Updates, func: Any, args: Any, kwargs: Any) -> None:
+    def look_at(self: optimizer_in_backward.Updates, func: Any, args: Any, kwargs: Any) -> None:
         seen[0] += 1
         true(self, func, args, kwargs)
 
@@ -673,7 +673,7 @@ def test_a_planned_backward_that_nobody_looks_at_updates_no_weight_that_another_
         return found
 
     plain = train(9)
-    monkeypatch.setattr(update.Updates, "look_at", look_at)
+    monkeypatch.setattr(optimizer_in_backward.Updates, "look_at", look_at)
     per_step.clear()
     with lowtide.budget(live_now() + (14 << 20), allow=("update-in-backward",)) as run:
         assert train(9) == plain

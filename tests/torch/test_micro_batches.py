@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.errors import MicroBatchError
+from lowtide.base.errors import MicroBatchError
 
 SHORT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
 
@@ -288,7 +288,7 @@ RANKS = """
     import os, random, sys
     import torch, torch.distributed as dist
     import lowtide
-    from lowtide.errors import MicroBatchError
+    from lowtide.base.errors import MicroBatchError
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)

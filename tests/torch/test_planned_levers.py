@@ -12,18 +12,18 @@ import pytest
 import torch
 from harness import heap
 from patience import PATIENCE, in_time
-from lowtide.allowed import LEVERS, LOSS, PIECES, SLICES, UPDATE
-from lowtide.choice import Planned, best, carried, others, sets_of
-from lowtide.errors import LeverError
-from lowtide.explain import Step, highest, steps_of
-from lowtide.levers import each_lever, peak_of, with_levers
-from lowtide.pebble.account import to_json
-from lowtide.pebble.check import check
-from lowtide.pebble.graph import Graph, Node
-from lowtide.pebble.schedule import Act, Move
-from lowtide.pebble.solve import Order, Solver
-from lowtide.pebble.status import Status
-from lowtide.store import read
+from lowtide.base.lever_catalogue import LEVERS, LOSS, PIECES, SLICES, UPDATE
+from lowtide.recording.choose_levers import Planned, best, carried, others, sets_of
+from lowtide.base.errors import LeverError
+from lowtide.recording.explanation import Step, highest, steps_of
+from lowtide.recording.rewrite_levers import each_lever, peak_of, with_levers
+from lowtide.planning.solver.figures import to_json
+from lowtide.planning.check.check import check
+from lowtide.planning.graph import Graph, Node
+from lowtide.planning.schedule import Act, Move
+from lowtide.planning.solver.solve import Order, Solver
+from lowtide.planning.status import Status
+from lowtide.recording.store import read
 from torch import nn
 from torch.nn import functional as F
 

@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 import torch
 from harness import heap
-from lowtide.advise import findings, would_fit
-from lowtide.explain import peak_report, steps_of
+from lowtide.recording.findings import findings, would_fit
+from lowtide.recording.explanation import peak_report, steps_of
 from test_findings import CASES
 from torch import nn
 from torch.nn import functional as F
 
 import lowtide
-from lowtide import store
+from lowtide.recording import store
 
 MISSED = {"evaluation-graph-again"}
 """It dies within the evaluation's forward, when nothing tells yet that no backward would have followed."""

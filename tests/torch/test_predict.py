@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from lowtide.size.predict import Model
-from lowtide.store import Kind, Recording, decode_run, encode_run, read
+from lowtide.studies.size.predict import Model
+from lowtide.recording.store import Kind, Recording, decode_run, encode_run, read
 from torch import nn
 from torch.nn import functional as F
 

@@ -14,8 +14,8 @@ import zoo
 from harness import FIRST_CALLS_BYTES, FULL, TOLERANCE_BYTES, Plain, above_of, budgeted, close, plain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lowtide.live import runtime
-from lowtide.live.runtime import REFUSED
+from lowtide.runtime.control import runtime
+from lowtide.runtime.control.runtime import REFUSED
 from drawn import Program, job_of, programs
 
 STEPS = 6

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from lowtide.explain import Step, steps_of
-from lowtide.pebble.graph import Graph
-from lowtide.pebble.schedule import Act, plain_row, unfold
-from lowtide.stepgraph import graph_of, operator_of
-from lowtide.store import read
+from lowtide.recording.explanation import Step, steps_of
+from lowtide.planning.graph import Graph
+from lowtide.planning.schedule import Act, plain_row, unfold
+from lowtide.recording.graph import graph_of, operator_of
+from lowtide.recording.store import read
 from torch import nn
 from torch.nn import functional as F
 

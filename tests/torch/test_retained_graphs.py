@@ -14,7 +14,7 @@ import pytest
 import torch
 import zoo
 from harness import above_of, budgeted, heap, kept, live_now, plain_of
-from lowtide.errors import ReplayError
+from lowtide.base.errors import ReplayError
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.flop_counter import FlopCounterMode

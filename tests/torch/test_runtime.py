@@ -14,12 +14,14 @@ import pytest
 import torch
 import zoo
 from harness import TOLERANCE_BYTES, above_of, budgeted, heap, kept, live_now, plain_of
-from lowtide.live import board, runtime, stopwatch
-from lowtide.live.trial import Plain
-from lowtide.pebble.eager import bound
-from lowtide.pebble.eager.problem import Bandwidth, Problem
-from lowtide.planner import dropped_sites
-from lowtide.pebble.eager.solve import Front
+from lowtide.runtime.device import offload
+from lowtide.runtime.control import runtime
+from lowtide.runtime.planned import timing
+from lowtide.runtime.agent.measured_run import Plain
+from lowtide.planning.unit import bound
+from lowtide.planning.unit.problem import Bandwidth, Problem
+from lowtide.planning.unit.plan_file import dropped_sites
+from lowtide.planning.unit.solve import Front
 from lowtide.report.terminal import show_outcome
 from torch import nn
 from torch.nn import functional as F
@@ -248,11 +250,11 @@ def test_fetches_that_begin_early_change_no_bit_and_lift_no_peak(make, monkeypat
         taken.append(self._begun is not None)
         return plain_fetch(self)
 
-    plain_begin, plain_fetch = board._FileTicket.begin, board._FileTicket.fetch
-    monkeypatch.setattr(board.FileBoard, "overlaps", True)
-    monkeypatch.setattr(board.FileBoard, "measure", lambda _: Bandwidth(write=1e12, read=1e11, read_fresh=1e11))
-    monkeypatch.setattr(board._FileTicket, "begin", begin)
-    monkeypatch.setattr(board._FileTicket, "fetch", fetch)
+    plain_begin, plain_fetch = offload._FileTicket.begin, offload._FileTicket.fetch
+    monkeypatch.setattr(offload.FileBoard, "overlaps", True)
+    monkeypatch.setattr(offload.FileBoard, "measure", lambda _: Bandwidth(write=1e12, read=1e11, read_fresh=1e11))
+    monkeypatch.setattr(offload._FileTicket, "begin", begin)
+    monkeypatch.setattr(offload._FileTicket, "fetch", fetch)
     reference = plain_of(make, 6)
     run = budgeted(make, above_of(reference, 0.75), 6)
     assert run.bits == reference.bits
@@ -329,7 +331,7 @@ def test_a_budget_below_what_is_resident_is_refused_though_no_two_steps_are_alik
 
 def test_sizes_that_change_all_the_time_do_not_make_the_second_boards_file_grow() -> None:
     """Law: places are used again by what is a little smaller; what comes back has its own size and bits."""
-    file = board.FileBoard()
+    file = offload.FileBoard()
     sizes = random.Random(0)
     for _ in range(150):
         plain = [torch.randn(sizes.randint(1 << 18, 1 << 19)) for _ in range(4)]
@@ -344,7 +346,7 @@ def test_sizes_that_change_all_the_time_do_not_make_the_second_boards_file_grow(
 def test_views_of_a_storage_that_was_moved_come_back_as_one() -> None:
     """Whoever asks gets the storage that another has, and the bytes that were moved; a new copy once nobody has it."""
     plain = torch.arange(1024, dtype=torch.float32)
-    ticket = board.Shared(board.FileBoard().put(plain.untyped_storage()))
+    ticket = offload.Shared(offload.FileBoard().put(plain.untyped_storage()))
     one, other = ticket.fetch(), ticket.fetch()
     assert one._cdata == other._cdata
     assert torch.equal(torch.empty(0).set_(one), plain)
@@ -442,9 +444,9 @@ STEPS = 6
 
 def _timed(monkeypatch: pytest.MonkeyPatch, again: float, bytes_per_second: float) -> None:
     """Let the clock of a planned step say that each operator took so long, and transfers went so fast."""
-    true = stopwatch.Stopwatch.problem
+    true = timing.Stopwatch.problem
 
-    def problem(self: stopwatch.Stopwatch, recorded: Problem, funcs: Sequence[tuple[int, Any]]) -> Problem:
+    def problem(self: timing.Stopwatch, recorded: Problem, funcs: Sequence[tuple[int, Any]]) -> Problem:
         assert len(self.forward) == len(funcs)
         assert self.again or self.written
         self.again = {i: [again] for i in range(len(self.forward))}
@@ -452,13 +454,13 @@ def _timed(monkeypatch: pytest.MonkeyPatch, again: float, bytes_per_second: floa
         self.read = [(size, size / bytes_per_second) for size, _ in self.read]
         return true(self, recorded, funcs)
 
-    monkeypatch.setattr(stopwatch, "LEAST_BYTES", 1)
-    monkeypatch.setattr(stopwatch.Stopwatch, "problem", problem)
+    monkeypatch.setattr(timing, "LEAST_BYTES", 1)
+    monkeypatch.setattr(timing.Stopwatch, "problem", problem)
 
 
 def _fixed_speed(monkeypatch: pytest.MonkeyPatch, bytes_per_second: float) -> None:
     speed = Bandwidth(write=bytes_per_second, read=bytes_per_second, read_fresh=bytes_per_second)
-    monkeypatch.setattr(board.FileBoard, "measure", lambda _: speed)
+    monkeypatch.setattr(offload.FileBoard, "measure", lambda _: speed)
 
 
 @pytest.mark.parametrize(("name", "share"), [("gpt_eager", 0.5), ("cnn", 0.8)])

@@ -10,8 +10,9 @@ import pytest
 import torch
 import zoo
 from harness import above_of, budgeted, plain_of
-from lowtide.live import numerics, value
-from lowtide.live.wraps import Wraps
+from lowtide.runtime import numeric_settings
+from lowtide.runtime.storage import value
+from lowtide.runtime.monkeypatch import Wraps
 from torch import nn
 
 STEPS, WIDTH, ROWS = 6, 256, 512
@@ -86,7 +87,7 @@ def test_settings_that_change_between_forward_and_backward(name: str, share: flo
         return zoo.Job(step, [model], [optimizer])
 
     reference = plain_of(make, STEPS)
-    before = numerics.current()
+    before = numeric_settings.current()
     outside = TOLD[name]()
     with within():  # type: ignore[attr-defined]
         inside = TOLD[name]()
@@ -102,28 +103,28 @@ def test_settings_that_change_between_forward_and_backward(name: str, share: flo
     assert run.bits == reference.bits
     assert met == {inside}
     assert any(s.recomputed_ops for s in run.outcome.steps[2:])
-    assert numerics.current() == before
+    assert numeric_settings.current() == before
 
 
 def test_every_setting_is_put_back_and_seen_as_soon_as_it_changes() -> None:
     wraps = Wraps()
     torch.set_float32_matmul_precision("highest")  # said once, it is not what it is where it was never said
-    before = numerics.current()
-    numerics.watch(wraps)
+    before = numeric_settings.current()
+    numeric_settings.watch(wraps)
     try:
         torch.set_float32_matmul_precision("medium")
         torch.set_flush_denormal(True)
-        changed = numerics.current()
+        changed = numeric_settings.current()
         assert changed != before
-        with numerics.under(before):
+        with numeric_settings.under(before):
             assert torch.get_float32_matmul_precision() == "highest"
-        assert numerics.current() == changed
+        assert numeric_settings.current() == changed
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
         torch.set_flush_denormal(False)
         wraps.undo()
-    assert numerics.current() == before
+    assert numeric_settings.current() == before
 
 
 @pytest.mark.parametrize("draw", [

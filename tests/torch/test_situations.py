@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import situations
 from harness import FIRST_CALLS_BYTES, FULL, TOLERANCE_BYTES, above_of, budgeted, heap, plain_of
-from lowtide.live.board import FileBoard
-from lowtide.pebble.eager.problem import Bandwidth
+from lowtide.runtime.device.offload import FileBoard
+from lowtide.planning.unit.problem import Bandwidth
 
 import lowtide
 

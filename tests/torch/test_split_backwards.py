@@ -13,7 +13,7 @@ import pytest
 import torch
 import zoo
 from harness import heap, trained_under
-from lowtide.errors import BudgetError
+from lowtide.base.errors import BudgetError
 from torch import nn
 from torch.nn import functional as F
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import zoo
 from harness import heap, trained_under
-from lowtide.live.outcome import Outcome
+from lowtide.runtime.run_figures import Outcome
 from torch import nn
 from torch.nn import functional as F
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from lowtide.live import board
-from lowtide.live.stopwatch import Stopwatch
-from lowtide.pebble.eager.problem import Bandwidth
+from lowtide.runtime.device import offload
+from lowtide.runtime.planned.timing import Stopwatch
+from lowtide.planning.unit.problem import Bandwidth
 
 SLOW = Bandwidth(write=1e6, read=1e6, read_fresh=1e6)
 
@@ -24,8 +24,8 @@ def test_one_copy_that_waited_is_not_the_boards_speed(late: int, monkeypatch: py
             now += 1.0 if call // 2 == late else 1e-3
         return now
 
-    monkeypatch.setattr(board.time, "perf_counter", clock)
-    speed = board.FileBoard().measure()
+    monkeypatch.setattr(offload.time, "perf_counter", clock)
+    speed = offload.FileBoard().measure()
     assert next(calls) == 2 * 9
     expected = (8 << 20) / 1e-3
     assert (speed.write, speed.read, speed.read_fresh) == pytest.approx((expected, expected, expected))

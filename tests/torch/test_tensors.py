@@ -6,7 +6,7 @@ import warnings
 from typing import Any, Self
 
 import torch
-from lowtide.live.tensors import grad_of, storages_of, with_gradients
+from lowtide.runtime.tensors import grad_of, storages_of, with_gradients
 
 
 class Halves(torch.Tensor):

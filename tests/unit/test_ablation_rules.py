@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from lowtide.leak.ablate import HOLDERS, Arm, Contrast, Failed, _layers, _measured
-from lowtide.leak.watch import Module, Run
+from lowtide.studies.leak.ablate import HOLDERS, Arm, Contrast, Failed, _layers, _measured
+from lowtide.studies.leak.watch import Module, Run
 from lowtide.probe.counters import ABSENT, COLUMNS
 
 RATE = 16_384.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.allowed import GRADIENTS, LEVERS, LOSS, PIECES, SLICES, UPDATE, check_levers, parse_levers
-from lowtide.errors import UsageError
+from lowtide.base.lever_catalogue import GRADIENTS, LEVERS, LOSS, PIECES, SLICES, UPDATE, check_levers, parse_levers
+from lowtide.base.errors import UsageError
 
 
 @pytest.mark.parametrize("texts", ["chunked-loss, split-ops", ("chunked-loss,split-ops",), ["split-ops", "chunked-loss"]])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lowtide.live.kind import Kind
-from lowtide.live.recordings import CROSSED, Crossings
+from lowtide.runtime.control.unit_signature import Kind
+from lowtide.runtime.control.plan_cache import CROSSED, Crossings
 
 LARGE, SMALL = Kind((1,)), Kind((2,))
 

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lowtide.pebble import exact, solve
-from lowtide.pebble.graph import Graph, from_json
-from lowtide.pebble.solve import Answer, Solver
+from lowtide.planning.search import exhaustive
+from lowtide.planning.solver import solve
+from lowtide.planning.graph import Graph, from_json
+from lowtide.planning.solver.solve import Answer, Solver
 
 POINTS, SECONDS = 6, 12.0
 
@@ -29,7 +30,7 @@ def test_what_easy_budgets_leave_is_given_to_those_that_follow(monkeypatch: pyte
         return original(solver, budget_bytes, **options)
 
     monkeypatch.setattr(Solver, "at", at)
-    for module in (solve, exact):  # by this clock nothing that is asked takes any time
+    for module in (solve, exhaustive):  # by this clock nothing that is asked takes any time
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.0))
     Solver(_chain(8)).curve(POINTS, seconds=SECONDS)  # so small that each is looked at whole, at once
     assert given == [SECONDS / (POINTS - k) for k in range(POINTS)]

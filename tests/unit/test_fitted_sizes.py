@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lowtide.size import predict
+from lowtide.studies.size import predict
 
 
 def model(**fields: Any) -> Any:

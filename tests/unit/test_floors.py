@@ -1,8 +1,9 @@
-"""The floors of the house: who may import whom (DESIGN.md, section 2)."""
+"""Which package may import which, and where torch may be imported (docs/rooms.py lists the packages in order)."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,207 +11,33 @@ from pathlib import Path
 
 from command import TIMEOUT
 import pytest
+from rooms import PACKAGES, RUNTIME, SOURCE, TORCH_FREE, package_of
 
-import lowtide
+FOLDER_MODULES = 14
+"""How many modules a folder may hold ("about a dozen")."""
+ENTRIES = 12
+"""How many packages and modules may lie directly below ``lowtide``, ``__init__`` and ``__main__`` aside."""
 
-SOURCE = Path(lowtide.__file__).parent
+EXCEPTIONS = {("runtime.agent.main", "report"), ("data", "runtime")}
+"""Imports within functions that lead upwards. The agent runs the script of a verb and shows its summary in the end;
+``lowtide.data.dataset`` and ``stream`` are classes of torch, loaded when they are asked for."""
 
-FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "", "units", "allowed", "tell", "disk", "interrupts", "processes", "scratch", "outputs"),
-    (
-        "trace", "store", "probe.marks", "probe.counters", "probe.family", "probe.census", "probe.keras_arms", "probe.arms", "probe.sampler", "probe.catalogue", "probe.beat",
-        "probe.lend", "probe.site.sitecustomize",
-        "checkpoint.sharded", "checkpoint.tree", "checkpoint.ranks", "checkpoint.store", "checkpoint.parts", "checkpoint.batches", "checkpoint.request",
-        "checkpoint.points", "checkpoint.whole", "checkpoint.callbacks", "checkpoint",
-        "data.sources", "data.blocks", "data.wire", "data.worker", "data.isolate", "data",
-    ),
-    (
-        "pebble.status",
-        "pebble.graph",
-        "pebble.schedule",
-        "pebble.referee",
-        "pebble.check_segments",
-        "pebble.check",
-        "pebble.game",
-        "pebble.anneal",
-        "pebble.search",
-        "pebble.before",
-        "pebble.apart",
-        "pebble.bound",
-        "pebble.windows",
-        "pebble.lazy",
-        "pebble.checkpoints",
-        "pebble.descent",
-        "pebble.prefetch",
-        "pebble.programs",
-        "pebble.classics",
-        "pebble.exact",
-        "pebble.solve",
-        "pebble.segments",
-        "pebble.account",
-        "pebble.eager.problem",
-        "pebble.eager.play",
-        "pebble.eager.ahead",
-        "pebble.eager.bound",
-        "pebble.eager.walk",
-        "pebble.eager.relax",
-        "pebble.eager.solve",
-        "planner",
-    ),
-    (
-        "data.datasets",
-        "live.micro",
-        "live.ops",
-        "live.mode",
-        "live.native",
-        "live.wraps",
-        "live.peak_statistics",
-        "live.task",
-        "live.enough",
-        "live.constants",
-        "live.coarse",
-        "live.outcome",
-        "live.tensors",
-        "live.kind",
-        "live.heap",
-        "live.available",
-        "live.board",
-        "live.derivatives",
-        "live.steps",
-        "live.stack",
-        "live.origin",
-        "live.aside",
-        "live.frames",
-        "live.numerics",
-        "live.bits",
-        "live.value",
-        "live.unreached",
-        "live.replay",
-        "live.foresee",
-        "live.ledger",
-        "live.recorder",
-        "live.guard",
-        "live.saver",
-        "live.patches",
-        "live.engine",
-        "live.full",
-        "live.stopwatch",
-        "live.rises",
-        "live.lean",
-        "live.owed",
-        "live.unit",
-        "live.recordings",
-        "live.resident",
-        "live.agree",
-        "live.verdict",
-        "live.slices",
-        "live.single_update",
-        "live.update",
-        "live.gradients",
-        "live.loss",
-        "live.logits",
-        "live.samples",
-        "live.pieces",
-        "live.runtime",
-        "live.trial",
-        "live.watch",
-        "live.agent",
-    ),
-    (
-        "explain",
-        "finding",
-        "stepgraph",
-        "leastpeak",
-        "precision",
-        "advise",
-        "earlyupdates",
-        "levers",
-        "choice",
-        "size.vary",
-        "size.trial",
-        "size.minimum",
-        "size.throughput",
-        "size.predict",
-        "size.fit",
-        "size.bundle",
-        "leak.watch",
-        "leak.trend",
-        "leak.verdict",
-        "leak.study",
-        "leak.books",
-        "leak.ablate",
-        "leak.findings",
-        "sweep.axes",
-        "sweep.definition",
-        "sweep.results",
-        "sweep.cell",
-        "sweep.run",
-        "sweep.trends",
-        "guard.rule",
-        "guard.forecast",
-        "guard.fence",
-        "guard.memory",
-        "guard.cause",
-        "guard.process",
-        "guard.outcome",
-        "guard.keep",
-        "api",
-    ),
-    (
-        "report.terminal",
-        "report.pages",
-        "report.recording",
-        "report.process",
-        "report.html",
-        "report.export",
-        "report.plan",
-        "report.leak",
-        "report.sweep",
-        "report.guard",
-        "report.size",
-        "cli.launch",
-        "cli.script",
-        "cli.run",
-        "cli.leak",
-        "cli.sweep",
-        "cli.guard",
-        "cli.minimum",
-        "cli.batch",
-        "cli.plan",
-        "cli.record",
-        "cli.report",
-        "cli.main",
-        "pytest_plugin",
-        "start",
-        "__main__",
-    ),
-)
-"""Every module, by floor, and on its floor in the order in which it may be imported; ``""`` is the package itself."""
-
-EXCEPTIONS = {("live.agent", "report.terminal"), ("live.agent", "report.recording")}
-"""The agent is what a verb's process starts: it reads the verb's task and shows the figures at its end."""
-
-PURE = tuple(name for floor in FLOORS[:3] for name in floor if name)
-
-RANK = {name: rank for rank, name in enumerate(name for floor in FLOORS for name in floor)}
-
-
-def _at_import_imports(path: Path) -> bool:
-    return any(isinstance(n, ast.Import | ast.ImportFrom) for n in ast.walk(ast.parse(path.read_text())))
+RANK = {package: rank for rank, package in enumerate(PACKAGES)}
 
 
 def _modules() -> dict[str, Path]:
-    """Every module of the package but import-free sub-package ``__init__`` files, by its name within the package."""
+    """Every module, by its name within ``lowtide``; a package's ``__init__`` bears the package's name."""
     found = {}
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        if path.parent == SOURCE or path.name != "__init__.py" or _at_import_imports(path):
-            found[name] = path
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
-def _at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+MODULES = _modules()
+
+
+def _at_import(body: list[ast.stmt]) -> Iterator[ast.AST]:
     """Statements that run when a module is imported."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -223,52 +50,104 @@ def _at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _at_import(getattr(node, part, []))
 
 
-def _imports(name: str, path: Path) -> set[str]:
-    """Modules of the package that a module imports when it is imported."""
+def _names(nodes: Iterator[ast.AST]) -> set[str]:
+    """Full names of what is imported: of modules, where the name is one's."""
     found: set[str] = set()
-    for node in _at_import(ast.parse(path.read_text()).body):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{name} imports relatively, line {node.lineno}"
-            deeper = {f"{node.module}.{alias.name}" for alias in node.names}
-            known = {full for full in deeper if full.removeprefix("lowtide.") in RANK}
-            found |= known or {node.module or ""}
-    return {m.removeprefix("lowtide").removeprefix(".") for m in found if m.split(".")[0] == "lowtide"}
+            assert not node.level, f"relative import, line {node.lineno}"
+            module = node.module or ""
+            deeper = {f"{module}.{alias.name}" for alias in node.names}
+            known = {full for full in deeper if full.removeprefix("lowtide.") in MODULES}
+            found |= known or {module}
+    return found
 
 
-MODULES = _modules()
+def _ours(names: set[str]) -> set[str]:
+    """Those of this package, without its name in front."""
+    return {n.removeprefix("lowtide").removeprefix(".") for n in names if n.split(".")[0] == "lowtide"}
 
 
-def test_every_module_has_a_floor() -> None:
-    """The list above names every module of the package, and no other."""
-    assert set(MODULES) == set(RANK)
+def _imported(name: str) -> set[str]:
+    """Modules of this package that a module imports when it is loaded."""
+    return _ours(_names(_at_import(ast.parse(MODULES[name].read_text()).body)))
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
+def _run(node: ast.AST) -> Iterator[ast.AST]:
+    """All that a module may run, within functions, too; what only a type checker reads is left out."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield from _run(child)
+
+
+def _imported_anywhere(name: str) -> set[str]:
+    """Modules of this package that a module imports when it is loaded, or later within a function."""
+    return _ours(_names(_run(ast.parse(MODULES[name].read_text()))))
+
+
+def test_every_package_is_listed() -> None:
+    """The list in docs/rooms.py names every package, and no other."""
+    assert {package_of(path) for path in MODULES.values()} == set(PACKAGES)
+
+
+@pytest.mark.parametrize("name", sorted(n for n in MODULES if n))
 def test_imports_go_down_only(name: str) -> None:
-    """A module imports from lower floors, or from modules named before it on its own."""
-    up = {m for m in _imports(name, MODULES[name]) if RANK.get(m, len(RANK)) >= RANK.get(name, -1)}
-    assert {(name, m) for m in up} <= EXCEPTIONS
+    """A module imports from its own package or from those before it; within functions, too, but for the exceptions."""
+    mine = RANK[package_of(MODULES[name])]
+    up = {package_of(MODULES[m]) for m in _imported_anywhere(name) if RANK[package_of(MODULES[m])] > mine}
+    assert {(name, package) for package in up} <= EXCEPTIONS
 
 
 def test_the_exceptions_are_still_in_use() -> None:
     """An exception whose module no longer needs it is struck off."""
-    text = MODULES["live.agent"].read_text()
-    assert all(importer == "live.agent" and f"from lowtide.{m} import" in text for importer, m in EXCEPTIONS)
+    for name, package in EXCEPTIONS:
+        assert package in {package_of(MODULES[m]) for m in _imported_anywhere(name)}
 
 
-@pytest.mark.parametrize("name", [n for n in sorted(MODULES) if n in PURE])
-def test_floors_0_to_2_name_no_torch(name: str) -> None:
-    """Not even inside a function do the lower floors import torch."""
-    nodes = ast.walk(ast.parse(MODULES[name].read_text()))
-    named = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
-    named |= {n.module or "" for n in ast.walk(ast.parse(MODULES[name].read_text())) if isinstance(n, ast.ImportFrom)}
-    assert not {m for m in named if m.split(".")[0] == "torch"}
+def test_modules_of_a_package_import_each_other_one_way() -> None:
+    """No module needs itself to be loaded, however many lie between."""
+    graphlib.TopologicalSorter({name: _imported(name) - {name} for name in MODULES if name}).prepare()
 
 
-def test_floors_0_to_2_import_without_torch() -> None:
-    """In a fresh interpreter that has no torch at all, the lower floors import."""
+def test_folders_are_small() -> None:
+    """A reader finds the module in a list that is seen at one glance."""
+    below = [p for p in SOURCE.iterdir() if (p.is_dir() and (p / "__init__.py").exists()) or p.suffix == ".py"]
+    assert len([p for p in below if not p.stem.startswith("__")]) <= ENTRIES
+    for package in PACKAGES:
+        held = [p for p in MODULES.values() if package_of(p) == package and p.name != "__init__.py"]
+        assert len(held) <= FOLDER_MODULES, package
+
+
+def test_the_table_of_rooms_is_up_to_date() -> None:
+    """docs/architecture.md shows the modules as they are."""
+    done = subprocess.run(
+        [sys.executable, SOURCE.parent.parent / "docs" / "rooms.py", "--check"],
+        capture_output=True, text=True, timeout=TIMEOUT, check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", [n for n in sorted(MODULES) if package_of(MODULES[n]) in TORCH_FREE])
+def test_torch_free_packages_do_not_name_torch(name: str) -> None:
+    """Not even inside a function do they import torch."""
+    assert not {n for n in _names(ast.walk(ast.parse(MODULES[name].read_text()))) if n.split(".")[0] == "torch"}
+
+
+@pytest.mark.parametrize("name", [n for n in sorted(MODULES) if package_of(MODULES[n]) not in RUNTIME])
+def test_only_the_runtime_imports_torch_when_it_is_loaded(name: str) -> None:
+    """Elsewhere torch is imported within functions at most."""
+    nodes = _at_import(ast.parse(MODULES[name].read_text()).body)
+    assert not {n for n in _names(nodes) if n.split(".")[0] == "torch"}
+
+
+PURE = tuple(name for name in MODULES if name and package_of(MODULES[name]) in TORCH_FREE)
+
+
+def test_torch_free_packages_import_without_torch() -> None:
+    """In a fresh interpreter that has no torch at all, they import."""
     lines = "\n".join(f"import lowtide.{name}" for name in PURE)
     code = f"import sys\nsys.modules['torch'] = None\n{lines}\nassert sys.modules['torch'] is None"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT, check=False)
@@ -276,7 +155,7 @@ def test_floors_0_to_2_import_without_torch() -> None:
 
 
 def test_the_package_itself_does_not_load_torch() -> None:
-    """``import lowtide`` and the lower floors leave torch unloaded until it is asked for."""
+    """``import lowtide`` and the torch-free packages leave torch unloaded until it is asked for."""
     lines = "\n".join(f"import lowtide.{name}" for name in PURE)
     code = f"import sys, lowtide\n{lines}\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT, check=False)

@@ -11,13 +11,13 @@ from typing import Any
 from command import TIMEOUT
 import pytest
 
-from lowtide.errors import GraphError
-from lowtide.pebble import classics
-from lowtide.pebble.exact import extreme_order
-from lowtide.pebble.game import game_of
-from lowtide.pebble.graph import Graph, from_json, load, to_json
-from lowtide.pebble.referee import play
-from lowtide.pebble.schedule import plain_row, unfold
+from lowtide.base.errors import GraphError
+from lowtide.planning.search import classics
+from lowtide.planning.search.exhaustive import extreme_order
+from lowtide.planning.graph_arrays import game_of
+from lowtide.planning.graph import Graph, from_json, load, to_json
+from lowtide.planning.referee import play
+from lowtide.planning.schedule import plain_row, unfold
 
 GOOD: dict[str, Any] = {
     "nodes": [{"id": "a", "bytes": 4, "seconds": 1}, {"id": "b", "bytes": 2, "seconds": 1}],
@@ -179,7 +179,7 @@ def test_files_are_read_with_what_networkx_calls_edges(tmp_path: Path) -> None:
 
 def test_without_the_compiled_search_classics_and_bounds_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no compiler was at hand: a plan of the literature that fits, judged and bounded like any other."""
-    from lowtide.pebble import solve
+    from lowtide.planning.solver import solve
 
     monkeypatch.setattr(solve, "library", lambda: None)
     graph = chain(16)
@@ -193,7 +193,7 @@ def test_without_the_compiled_search_classics_and_bounds_answer(monkeypatch: pyt
 def test_loading_the_compiled_search_leaves_floating_point_as_it_was() -> None:
     """Subnormal numbers are not flushed to zero in a process that has planned something."""
     code = (
-        "from lowtide.pebble.anneal import library; library(); "
+        "from lowtide.planning.search.annealing import library; library(); "
         "import numpy as np; x = np.full(4, 1e-310); assert (x / 2 > 0).all() and 1e-310 / 2 > 0"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT, check=False)

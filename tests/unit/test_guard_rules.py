@@ -12,7 +12,7 @@ import psutil
 import pytest
 from scipy import stats
 
-from lowtide.errors import UsageError
+from lowtide.base.errors import UsageError
 from lowtide.guard.cause import Cause, Ending, why
 from lowtide.guard.forecast import Forecast, Growth, slopes
 from lowtide.guard import fence, keep, memory, process
@@ -23,7 +23,7 @@ from lowtide.guard.rule import Kind, Rule, parse
 from lowtide.probe.beat import Beat
 from lowtide.probe.catalogue import Where, out_of_memory
 from lowtide.report.guard import forecast
-from lowtide.units import MIB
+from lowtide.base.units import MIB
 
 # --- rules ----------------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lowtide.store import CARRIED, ENTRY, Journal, Kind, _Entry, _first_bytes, _tail, decode_run, encode_run
+from lowtide.recording.store import CARRIED, ENTRY, Journal, Kind, _Entry, _first_bytes, _tail, decode_run, encode_run
 
 PHASE = (0.0, int(Kind.PHASE), *[0] * (len(ENTRY.names or ()) - 2))
 

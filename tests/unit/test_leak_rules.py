@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lowtide.leak.trend import like_sized
-from lowtide.leak.verdict import Kind, Verdict, _copies, _counts, _notes
+from lowtide.studies.leak.trend import like_sized
+from lowtide.studies.leak.verdict import Kind, Verdict, _copies, _counts, _notes
 
 TOLERANCE = 1024.0
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lowtide.report.size import minimum_json, minimum_page
-from lowtide.size.minimum import CLOSE, MOST_RUNS, SURVIVES, Found, covering, lever_sets, search
-from lowtide.size.trial import Asked, Ran
+from lowtide.studies.size.minimum import CLOSE, MOST_RUNS, SURVIVES, Found, covering, lever_sets, search
+from lowtide.studies.size.trial import Asked, Ran
 
 PLAIN = 1_000_000_000
 

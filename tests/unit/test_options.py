@@ -13,8 +13,8 @@ import pytest
 import torch
 from lowtide.cli.main import main
 from lowtide.cli.script import Finite
-from lowtide.errors import ReaderError, StateError, UsageError
-from lowtide.sweep.definition import File, define
+from lowtide.base.errors import ReaderError, StateError, UsageError
+from lowtide.studies.sweep.definition import File, define
 
 import lowtide
 

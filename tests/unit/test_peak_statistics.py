@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from types import SimpleNamespace
 
-from lowtide.live.peak_statistics import PeakStatistics
+from lowtide.runtime.device.peak_statistics import PeakStatistics
 
 
 class Allocator(SimpleNamespace):

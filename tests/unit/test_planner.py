@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from lowtide.errors import PlanFileError, UsageError
-from lowtide.pebble.eager.problem import Action, Away, Bandwidth, Key, Problem
-from lowtide.pebble.eager.solve import Solution, Status, solve
-from lowtide.planner import FORMAT, Plan, decisions_of, dropped_sites, fingerprint, load_plan, plan_of, save_plan
-from lowtide.trace import Buffer, Need, Op, Phase, Save, Site, Trace
+from lowtide.base.errors import PlanFileError, UsageError
+from lowtide.planning.unit.problem import Action, Away, Bandwidth, Key, Problem
+from lowtide.planning.unit.solve import Solution, Status, solve
+from lowtide.planning.unit.plan_file import FORMAT, Plan, decisions_of, dropped_sites, fingerprint, load_plan, plan_of, save_plan
+from lowtide.base.trace import Buffer, Need, Op, Phase, Save, Site, Trace
 
 LAYERS = 6
 SIZE = 1000

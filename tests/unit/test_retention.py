@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from lowtide.leak.verdict import SETTLED_STEPS, Verdict, judge
-from lowtide.leak.watch import Run
+from lowtide.studies.leak.verdict import SETTLED_STEPS, Verdict, judge
+from lowtide.studies.leak.watch import Run
 from lowtide.probe.counters import ABSENT, COLUMNS
 
 KIB = 1024

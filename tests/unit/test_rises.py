@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lowtide.live.kind import Kind
-from lowtide.live.rises import CONFIRMED, PROFILES, REMEMBERED, STRANGERS, UNSTEADY, Rises
+from lowtide.runtime.control.unit_signature import Kind
+from lowtide.runtime.control.peak_model import CONFIRMED, PROFILES, REMEMBERED, STRANGERS, UNSTEADY, Rises
 
 
 def _kind(*shapes: tuple[int, ...], who: int = 0) -> Kind:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from command import TIMEOUT
-from lowtide.scratch import Scratch
+from lowtide.base.temporary_folders import Scratch
 
 HOLDS = """
 import sys
-from lowtide.scratch import Scratch
+from lowtide.base.temporary_folders import Scratch
 with Scratch() as folder:
     (folder / "inside").write_text("x")
     print(folder, flush=True)
@@ -73,7 +73,7 @@ def test_a_folder_that_cannot_be_locked_is_nobody_elses_to_remove(place: Path, m
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     with monkeypatch.context() as without:
-        without.setattr("lowtide.scratch.fcntl.flock", unsupported)
+        without.setattr("lowtide.base.temporary_folders.fcntl.flock", unsupported)
         unlocked = Scratch()
     with Scratch():
         assert unlocked.path.exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tracemalloc
 
 import pytest
-from lowtide.live.outcome import POLICIES, LeverFigures, Outcome, StepFigures, Steps
+from lowtide.runtime.run_figures import POLICIES, LeverFigures, Outcome, StepFigures, Steps
 from lowtide.report.terminal import show_outcome
 
 

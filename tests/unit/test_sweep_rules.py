@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lowtide.errors import UsageError
-from lowtide.leak.watch import Run
+from lowtide.base.errors import UsageError
+from lowtide.studies.leak.watch import Run
 from lowtide.probe.counters import ABSENT, COLUMNS
 from lowtide.report.sweep import markdown, report_of
-from lowtide.sweep.cell import figures
-from lowtide.sweep.definition import Config, Definition, File, OwnAxis, define
-from lowtide.sweep.results import MAIN, Cell
-from lowtide.sweep.trends import Row, effects_of, front_of, recommended
+from lowtide.studies.sweep.cell import figures
+from lowtide.studies.sweep.definition import Config, Definition, File, OwnAxis, define
+from lowtide.studies.sweep.results import MAIN, Cell
+from lowtide.studies.sweep.trends import Row, effects_of, front_of, recommended
 
 
 def _definition() -> Definition:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.leak.trend import like_sized, settled, trend
-from lowtide.leak.verdict import Counter, Verdict, part_of
+from lowtide.studies.leak.trend import like_sized, settled, trend
+from lowtide.studies.leak.verdict import Counter, Verdict, part_of
 
 KIB = 1024
 STEPS = 300

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from lowtide.size import trial
-from lowtide.size.throughput import Point, Rate, _decode, to_json
+from lowtide.studies.size import trial
+from lowtide.studies.size.throughput import Point, Rate, _decode, to_json
 
 
 @pytest.mark.parametrize("values", [("8",), ("8", "128")])

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.errors import SizeError
-from lowtide.units import GIB, KIB, MIB, Auto, Share, as_budget, format_bytes, format_seconds, parse_budget, parse_bytes
+from lowtide.base.errors import SizeError
+from lowtide.base.units import GIB, KIB, MIB, Auto, Share, as_budget, format_bytes, format_seconds, parse_budget, parse_bytes
 
 GOOD = {
     "1": 1,

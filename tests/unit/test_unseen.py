@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lowtide.leak.study import _half_way
-from lowtide.leak.verdict import SETTLED_STEPS, Judgement, Verdict, judge, together
-from lowtide.leak.watch import Run, Watch
+from lowtide.studies.leak.study import _half_way
+from lowtide.studies.leak.verdict import SETTLED_STEPS, Judgement, Verdict, judge, together
+from lowtide.studies.leak.watch import Run, Watch
 from lowtide.probe.counters import ABSENT, COLUMNS
 
 KIB = 1024

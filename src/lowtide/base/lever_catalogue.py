@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from lowtide.errors import UsageError
+from lowtide.base.errors import UsageError
 
 GRADIENTS: Final = "move-gradients"
 UPDATE: Final = "update-in-backward"

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from lowtide.disk import write_file
-from lowtide.tell import readable, tell
+from lowtide.base.files import write_file
+from lowtide.base.messages import readable, tell
 
 
 def write_json(file: str, found: Any) -> None:

@@ -1,8 +1,8 @@
 """What is known of one recorded unit of training: a forward and the backward that consumes it.
 
 Time is counted in *events*: event ``e`` is either an operator that ran, or a *need*, the moment at which backward asks
-for a saved tensor. Bytes change only at events. The recorder (``live/recorder.py``) writes a :class:`Trace`; the
-planner reads it; nobody changes it.
+for a saved tensor. Bytes change only at events. The recorder (``runtime/record/trace_recorder.py``) writes a
+:class:`Trace`; the planner reads it; nobody changes it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Final, SupportsIndex
 
-from lowtide.errors import SizeError
+from lowtide.base.errors import SizeError
 
 KIB: Final = 1024
 MIB: Final = 1024**2

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from lowtide.base.errors import CheckpointError
 from lowtide.checkpoint import ranks, whole
 from lowtide.checkpoint.parts import random_state, set_random_state
 from lowtide.checkpoint.points import Place, Stop, checkpoint, resume
 from lowtide.checkpoint.request import requests
-from lowtide.errors import CheckpointError
 from lowtide.probe import beat
 
 KEEP: Final = 2

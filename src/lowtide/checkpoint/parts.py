@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from lowtide.base.errors import StateError
 from lowtide.checkpoint.tree import loaded_torch, torch
-from lowtide.errors import StateError
 
 
 def random_state() -> dict[str, Any]:

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from lowtide.base.errors import StateError
 from lowtide.checkpoint import ranks
 from lowtide.checkpoint.parts import put_back, random_state, set_random_state, state_of
 from lowtide.checkpoint.request import requests
 from lowtide.checkpoint.store import Store
-from lowtide.errors import StateError
 from lowtide.probe import beat
 
 Place = Store | str | os.PathLike[str]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from lowtide.errors import StateError
+from lowtide.base.errors import StateError
 
 
 def is_sharded(tensor: Any) -> bool:

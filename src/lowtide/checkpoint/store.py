@@ -30,11 +30,11 @@ import filelock
 import numpy as np
 import psutil
 
+from lowtide.base.errors import CheckpointError
+from lowtide.base.messages import tell
+from lowtide.base.units import MIB, format_bytes
 from lowtide.checkpoint import ranks
 from lowtide.checkpoint.tree import Arrays, loaded_torch, pack, torch, unpack
-from lowtide.errors import CheckpointError
-from lowtide.tell import tell
-from lowtide.units import MIB, format_bytes
 
 FORMAT: Final = 1
 SHARD: Final = 256 * MIB

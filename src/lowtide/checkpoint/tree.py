@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from lowtide.base.errors import StateError
 from lowtide.checkpoint.sharded import assembled, is_sharded, layout_of
-from lowtide.errors import StateError
 
 TAG: Final = "!"
 """Key that marks what JSON has no word for."""

@@ -8,9 +8,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from lowtide.base.errors import CheckpointError
+from lowtide.base.files import is_full, why
 from lowtide.checkpoint.store import digest, sync
-from lowtide.disk import is_full, why
-from lowtide.errors import CheckpointError
 
 _SUFFIX = ".whole.json"
 

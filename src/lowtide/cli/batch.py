@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowtide.allowed import parse_levers
+from lowtide.base.errors import UsageError
+from lowtide.base.lever_catalogue import parse_levers
+from lowtide.base.messages import tell
+from lowtide.base.outputs import write, write_json
+from lowtide.base.temporary_folders import Scratch
+from lowtide.base.units import parse_bytes
 from lowtide.cli.launch import check_alone, check_folder, check_target
 from lowtide.cli.script import Finite, takes_script
-from lowtide.errors import UsageError
-from lowtide.live.constants import with_constants
-from lowtide.outputs import write, write_json
-from lowtide.scratch import Scratch
-from lowtide.size.trial import MOST_SECONDS
-from lowtide.size.vary import ENVIRONMENT, LARGEST
-from lowtide.tell import tell
-from lowtide.units import parse_bytes
+from lowtide.runtime.agent.script_constants import with_constants
+from lowtide.studies.size.trial import MOST_SECONDS
+from lowtide.studies.size.vary import ENVIRONMENT, LARGEST
 
 if TYPE_CHECKING:
-    from lowtide.size.predict import Model
-    from lowtide.size.throughput import Point
-    from lowtide.size.trial import Target
-    from lowtide.size.vary import Vary
+    from lowtide.studies.size.predict import Model
+    from lowtide.studies.size.throughput import Point
+    from lowtide.studies.size.trial import Target
+    from lowtide.studies.size.vary import Vary
 
 RECORDED = 3
 """Smallest values of an axis that are recorded for predictions, where more are given."""
@@ -74,10 +74,10 @@ def batch(
     arguments: tuple[str, ...],
 ) -> int:
     """Run SCRIPT at each size in a fresh process: samples per second, peak, the knee, and the largest that fits."""
-    from lowtide.leak.watch import end_on_sigterm
-    from lowtide.size.throughput import TIMED, WARM
-    from lowtide.size.trial import Target
-    from lowtide.size.vary import Vary, parse_axis
+    from lowtide.studies.leak.watch import end_on_sigterm
+    from lowtide.studies.size.throughput import TIMED, WARM
+    from lowtide.studies.size.trial import Target
+    from lowtide.studies.size.vary import Vary, parse_axis
 
     check_alone()
     check_target(script, module=module)
@@ -119,8 +119,8 @@ def _measure(
 ) -> int:
     from lowtide.report.size import batch_json, batch_page, show_batch
     from lowtide.report.terminal import console
-    from lowtide.size.throughput import Results, measure
-    from lowtide.size.trial import Asked, run
+    from lowtide.studies.size.throughput import Results, measure
+    from lowtide.studies.size.trial import Asked, run
 
     about = {
         "script": target.script,
@@ -171,12 +171,12 @@ def _predict_by_recording(
 ) -> int:
     import itertools
 
+    from lowtide.recording.store import read
     from lowtide.report.size import prediction_json, show_predictions
     from lowtide.report.terminal import console
-    from lowtide.size import bundle
-    from lowtide.size.predict import Model
-    from lowtide.size.trial import record
-    from lowtide.store import read
+    from lowtide.studies.size import bundle
+    from lowtide.studies.size.predict import Model
+    from lowtide.studies.size.trial import record
 
     if any(a.open for a in vary.axes):
         raise UsageError("--predict needs to know which sizes: leave the `...` out")
@@ -245,9 +245,9 @@ def predict(
     The exit code is 0 if the step fits (plainly or by a plan) or no --memory is given, 1 if it does not.
     """
     from lowtide.report.size import fit_json, show_fit
-    from lowtide.size import bundle
-    from lowtide.size.fit import fit
-    from lowtide.size.predict import Model, sizes_of
+    from lowtide.studies.size import bundle
+    from lowtide.studies.size.fit import fit
+    from lowtide.studies.size.predict import Model, sizes_of
 
     for file in (plan_file, json_file):
         check_folder(file)
@@ -266,7 +266,7 @@ def predict(
     answer = fit(model, sizes, limit)
     show_fit(answer)
     if plan_file is not None and answer.plan is not None:
-        from lowtide.pebble.account import to_json
+        from lowtide.planning.solver.figures import to_json
 
         write_json(plan_file, to_json(answer.plan, strategy="search", rounding_bytes=1))
     if json_file is not None:

@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import click
 
+from lowtide.base.errors import UsageError
+from lowtide.base.messages import tell
+from lowtide.base.outputs import write_json
+from lowtide.base.units import parse_bytes
 from lowtide.cli.launch import check_alone, check_folder
 from lowtide.cli.script import Finite, ScriptOrCommand, command_of, takes_script
-from lowtide.errors import UsageError
-from lowtide.outputs import write_json
-from lowtide.tell import tell
-from lowtide.units import parse_bytes
 
 
 @click.command(cls=ScriptOrCommand, context_settings={"allow_interspersed_args": False})

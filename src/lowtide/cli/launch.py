@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from lowtide.errors import UsageError
-from lowtide.live.task import Task, agent_command, environment_of, runs_here
+from lowtide.base.errors import UsageError
+from lowtide.runtime.agent.task import Task, agent_command, environment_of, runs_here
 
 
 def check_target(target: str, *, module: bool) -> None:

@@ -13,14 +13,14 @@ from typing import Any, Final
 
 import click
 
+from lowtide.base.errors import UsageError
+from lowtide.base.files import ROOM_FOR_TEMPORARY_FILES
+from lowtide.base.messages import tell
+from lowtide.base.outputs import Written, write, write_json
+from lowtide.base.units import parse_bytes
 from lowtide.cli.launch import check_alone, check_folder
 from lowtide.cli.script import Finite, ScriptOrCommand, command_of, takes_script
-from lowtide.disk import ROOM_FOR_TEMPORARY_FILES
-from lowtide.errors import UsageError
-from lowtide.leak.watch import Progress, Watch, Watched, end_on_sigterm
-from lowtide.outputs import Written, write, write_json
-from lowtide.tell import tell
-from lowtide.units import parse_bytes
+from lowtide.studies.leak.watch import Progress, Watch, Watched, end_on_sigterm
 
 LEAST_STEPS: Final = 50
 """Fewer never tell anything."""
@@ -34,7 +34,7 @@ def tolerance_of(tolerance: str | None, memory_left: str | None, planned_steps: 
     Raises:
         UsageError: if what is given does not go together.
     """
-    from lowtide.leak.verdict import TOLERANCE
+    from lowtide.studies.leak.verdict import TOLERANCE
 
     if (memory_left is None) != (planned_steps is None):
         raise UsageError("--memory-left and --planned-steps go together: what is let pass is the one divided by the other")
@@ -127,10 +127,10 @@ def leak(
             raise UsageError(f"--step-line {step_line!r} is no regular expression: {error}") from None
     if deep:
         _check_memray()
-    from lowtide.leak.findings import suspects_of, to_json
-    from lowtide.leak.study import audits_of, study
-    from lowtide.leak.verdict import Verdict, threshold_of
     from lowtide.report.leak import page, show
+    from lowtide.studies.leak.findings import suspects_of, to_json
+    from lowtide.studies.leak.study import audits_of, study
+    from lowtide.studies.leak.verdict import Verdict, threshold_of
 
     watch = Watch(steps=steps, lines=step_line or "", every_seconds=every, timeout_seconds=timeout or 0.0)
     with _progress(steps, quiet=quiet) as told:
@@ -173,7 +173,7 @@ def _looked(command: list[str], watch: Watch, told: Told) -> Any:
 
 
 def _ablated(command: list[str], watch: Watch, tolerance: float, counter: str, told: Told) -> Any:
-    from lowtide.leak.ablate import Failed, ablate
+    from lowtide.studies.leak.ablate import Failed, ablate
 
     try:
         return ablate(command, watch, tolerance=tolerance, counter=counter, progress=told)

@@ -9,7 +9,11 @@ from typing import Any, NoReturn
 
 import click
 
-from lowtide import __version__, interrupts
+from lowtide import __version__
+from lowtide.base import interrupts
+from lowtide.base.errors import INTERRUPTED, LowtideError, UsageError
+from lowtide.base.files import is_full, why
+from lowtide.base.messages import tell
 from lowtide.cli.batch import batch, predict
 from lowtide.cli.guard import guard
 from lowtide.cli.leak import leak
@@ -19,9 +23,6 @@ from lowtide.cli.record import record
 from lowtide.cli.report import diff, report
 from lowtide.cli.run import run
 from lowtide.cli.sweep import sweep
-from lowtide.disk import is_full, why
-from lowtide.errors import INTERRUPTED, LowtideError, UsageError
-from lowtide.tell import tell
 
 
 class _Lowtide(click.Group):

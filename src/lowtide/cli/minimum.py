@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import click
 
-from lowtide.allowed import check_levers
+from lowtide.base.errors import LowtideError
+from lowtide.base.lever_catalogue import check_levers
+from lowtide.base.outputs import write, write_json
 from lowtide.cli.launch import check_alone, check_folder, check_target
 from lowtide.cli.script import Finite, takes_script
-from lowtide.errors import LowtideError
-from lowtide.outputs import write, write_json
-from lowtide.size.minimum import PROBE, STEPS, SURVIVES, covering, lever_sets, search
-from lowtide.size.trial import MOST_SECONDS, Asked, Ran, Target, run
+from lowtide.studies.size.minimum import PROBE, STEPS, SURVIVES, covering, lever_sets, search
+from lowtide.studies.size.trial import MOST_SECONDS, Asked, Ran, Target, run
 
 
 @click.command("min", context_settings={"allow_interspersed_args": False})
@@ -45,10 +45,10 @@ def minimum(
     many as it takes to meet the step that needs most: the smallest that passes, and one within a per cent of it that fails;
     without levers, with the exact ones, and with those of --allow.
     """
-    from lowtide.leak.watch import end_on_sigterm
     from lowtide.report.size import minimum_json, minimum_page, show_minimum
     from lowtide.report.terminal import console
-    from lowtide.size.vary import Set
+    from lowtide.studies.leak.watch import end_on_sigterm
+    from lowtide.studies.size.vary import Set
 
     check_alone()
     allowed, excluded = check_levers(allow, without)
@@ -91,6 +91,6 @@ def minimum(
 
 
 def _doing(what: str, count: int, asked: Asked) -> str:
-    from lowtide.units import format_bytes
+    from lowtide.base.units import format_bytes
 
     return f"{what}: run {count}, {asked.steps} steps at {format_bytes(asked.budget_bytes)}"

@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowtide.allowed import LEVERS, parse_levers
+from lowtide.base.errors import GraphError, UsageError
+from lowtide.base.lever_catalogue import LEVERS, parse_levers
+from lowtide.base.outputs import write, write_json
+from lowtide.base.units import Auto, Share, parse_budget, parse_bytes
 from lowtide.cli.launch import check_folder
 from lowtide.cli.script import Finite
-from lowtide.errors import GraphError, UsageError
-from lowtide.outputs import write, write_json
-from lowtide.units import Auto, Share, parse_budget, parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from lowtide.choice import Planned
-    from lowtide.explain import Step
-    from lowtide.pebble.graph import Graph, Offload
-    from lowtide.pebble.schedule import Row
-    from lowtide.pebble.segments import Reserved
-    from lowtide.pebble.solve import Answer, Solver
+    from lowtide.planning.graph import Graph, Offload
+    from lowtide.planning.schedule import Row
+    from lowtide.planning.solver.caching_allocator import Reserved
+    from lowtide.planning.solver.solve import Answer, Solver
+    from lowtide.recording.choose_levers import Planned
+    from lowtide.recording.explanation import Step
 
 _SQLITE = b"SQLite format 3\0"
 _ORDERS = ("best-order", "worst-order")
@@ -94,7 +94,7 @@ def plan(
     html_file: str | None,
 ) -> int:
     """Plan GRAPH.json, or a step of a recording, within a budget: what to keep, run again or move, and how good that is."""
-    from lowtide.pebble import segments, solve
+    from lowtide.planning.solver import caching_allocator, solve
 
     for file in (json_file, html_file):
         check_folder(file)
@@ -106,7 +106,7 @@ def plan(
     if allocator is not None:
         if curve or rounding > 1:
             raise UsageError("--allocator has blocks of its own, and is for one budget: leave out --rounding and --curve")
-        rounding = segments.BLOCK_BYTES
+        rounding = caching_allocator.BLOCK_BYTES
     allowed = parse_levers(allow)
     if allowed and (source.step is None or budget is None or strategy != "search" or allocator is not None):
         raise UsageError("--allow is for a recording and a --budget, without --strategy and --allocator")
@@ -120,18 +120,20 @@ def plan(
     asked = _budget(budget, solver, source.resident)
     limit = solve.SECONDS if seconds is None else seconds
     points = _curve(solver, limit) if curve and not allowed else []
-    held: segments.Reserved | None = None
+    held: caching_allocator.Reserved | None = None
     if allocator is None:
         answer = _answer(solver, asked, strategy, limit, points)
     elif asked is None:
         answer = _answer(solver, None, strategy, limit, points)
-        held = segments.reserved(answer.graph, answer.schedule)
+        held = caching_allocator.reserved(answer.graph, answer.schedule)
     else:
-        answer, held = segments.within(asked, lambda room, share: _answer(solver, room, strategy, share * limit, points))
+        answer, held = caching_allocator.within(
+            asked, lambda room, share: _answer(solver, room, strategy, share * limit, points)
+        )
     sets: list[Planned] = []
     chosen: Planned | None = None
     if source.step is not None:
-        from lowtide.choice import Planned
+        from lowtide.recording.choose_levers import Planned
 
         plain = Planned(names=(), solver=solver, answer=None if asked is None else answer, own_seconds=0.0)
         compared = strategy == "search" and allocator is None
@@ -160,7 +162,7 @@ class _Source:
 
 
 def _load(path: Path, step: int | None) -> _Source:
-    from lowtide.pebble.graph import load
+    from lowtide.planning.graph import load
 
     try:
         with path.open("rb") as file:
@@ -171,9 +173,9 @@ def _load(path: Path, step: int | None) -> _Source:
         if step is not None:
             raise UsageError("--step is for recordings: a graph has none")
         return _Source(graph=load(path))
-    from lowtide.explain import highest, peak_report, steps_of
-    from lowtide.stepgraph import graph_of
-    from lowtide.store import read
+    from lowtide.recording.explanation import highest, peak_report, steps_of
+    from lowtide.recording.graph import graph_of
+    from lowtide.recording.store import read
 
     steps = [s for s in steps_of(read(path)) if s.row.complete]
     found = highest(steps) if step is None else next((s for s in steps if s.row.step == step >= 0), None)
@@ -195,8 +197,8 @@ def _chosen(
 
     All sets together take as long as the plan without levers, and the chosen one as long again where that leaves a gap.
     """
-    from lowtide.choice import best, others
-    from lowtide.pebble.status import Status
+    from lowtide.planning.status import Status
+    from lowtide.recording.choose_levers import best, others
     from lowtide.report.terminal import console
 
     if budget is None:
@@ -218,7 +220,7 @@ def _chosen(
 
 
 def _with_offload(graph: Graph, speed: str | None, host: str | None, overlap: bool | None) -> Graph:
-    from lowtide.pebble.graph import Offload
+    from lowtide.planning.graph import Offload
 
     board2: Offload | None = graph.offload
     if speed is not None:
@@ -250,8 +252,8 @@ def _budget(text: str | None, solver: Solver, resident: int) -> int | None:
 def _check(source: _Source, prepared: Callable[[Graph], Graph], path: Path) -> int:
     from rich.progress import Progress
 
-    from lowtide.pebble.check import check, is_solution
-    from lowtide.pebble.graph import read_json
+    from lowtide.planning.check.check import check, is_solution
+    from lowtide.planning.graph import read_json
     from lowtide.report.terminal import console
 
     found = read_json(path, "solution")
@@ -274,7 +276,7 @@ def _check(source: _Source, prepared: Callable[[Graph], Graph], path: Path) -> i
 
 def _with_levers(source: _Source, names: object, path: Path) -> Graph:
     """The graph that a solution with levers is of."""
-    from lowtide.levers import with_levers
+    from lowtide.recording.rewrite_levers import with_levers
 
     if source.step is None:
         raise UsageError(f"{path} is a plan with levers: give the recording that it was made for")
@@ -296,16 +298,16 @@ def _curve(solver: Solver, seconds: float, known: Sequence[Answer] = ()) -> list
 
 
 def _answer(solver: Solver, budget: int | None, strategy: str, seconds: float, points: list[Answer]) -> Answer:
-    from lowtide.pebble import classics, exact
-    from lowtide.pebble.anneal import Found
-    from lowtide.pebble.schedule import plain_row
+    from lowtide.base.units import format_seconds
+    from lowtide.planning.schedule import plain_row
+    from lowtide.planning.search import classics, exhaustive
+    from lowtide.planning.search.annealing import Found
     from lowtide.report.terminal import console
-    from lowtide.units import format_seconds
 
     game = solver.game
     if strategy in _ORDERS:
         return solver.follow(
-            plain_row(solver.graph, exact.extreme_order(solver.graph, worst=strategy == "worst-order")), budget
+            plain_row(solver.graph, exhaustive.extreme_order(solver.graph, worst=strategy == "worst-order")), budget
         )
     if strategy != "search":
         if strategy not in classics.STRATEGIES:
@@ -329,8 +331,8 @@ def _answer(solver: Solver, budget: int | None, strategy: str, seconds: float, p
 
 def _floor_with_moving(source: _Source, solver: Solver) -> int | None:
     """What no plan of a recording goes below that moves values, as a run does; None if this one may, or for a graph."""
-    from lowtide.leastpeak import with_board
-    from lowtide.pebble.solve import Solver
+    from lowtide.planning.solver.solve import Solver
+    from lowtide.recording.peak_floor import with_board
 
     if source.step is None or solver.graph.offload is not None:
         return None
@@ -352,7 +354,7 @@ class _Told:
 def _tell(
     solver: Solver, answer: Answer, points: list[Answer], sets: list[Planned], chosen: Planned | None, told: _Told
 ) -> None:
-    from lowtide.pebble.account import by_module, curve_json, decides, decides_json, modules_json, to_json
+    from lowtide.planning.solver.figures import by_module, curve_json, decides, decides_json, modules_json, to_json
     from lowtide.report.plan import page, set_json, show_curve, show_plan, show_sets
 
     decided = answer.status.has_plan and answer.budget_bytes is not None and answer.schedule

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lowtide.disk import ROOM_FOR_TEMPORARY_FILES
-from lowtide.errors import LowtideError, RecordingError, UsageError
+from lowtide.base.errors import LowtideError, RecordingError, UsageError
+from lowtide.base.files import ROOM_FOR_TEMPORARY_FILES
 
 if TYPE_CHECKING:
-    from lowtide.store import Recording
+    from lowtide.recording.store import Recording
 
 MARK = "peak_memory"
 TOP = 5
@@ -51,7 +51,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
         return (yield)
     limit, phase = _asked(*mark.args, **mark.kwargs)
     from lowtide import api
-    from lowtide.store import read
+    from lowtide.recording.store import read
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "test.lowtide"
@@ -67,8 +67,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def _asked(size: str | int, phase: str | None = None) -> tuple[int, str | None]:
-    from lowtide.trace import Phase
-    from lowtide.units import parse_bytes
+    from lowtide.base.trace import Phase
+    from lowtide.base.units import parse_bytes
 
     if phase is not None and phase not in set(Phase):
         raise UsageError(f"no phase {phase!r}; there are {', '.join(Phase)}")
@@ -91,10 +91,10 @@ def _judge(recording: Recording, limit: int, phase: str | None) -> None:
 
 def _told(recording: Recording, peak: int, base: int, limit: int, phase: str | None) -> str:
     """What was live at the highest point, and what would lower it."""
-    from lowtide.advise import findings
-    from lowtide.explain import ROLES, steps_of
-    from lowtide.store import PHASES
-    from lowtide.units import format_bytes
+    from lowtide.base.units import format_bytes
+    from lowtide.recording.explanation import ROLES, steps_of
+    from lowtide.recording.findings import findings
+    from lowtide.recording.store import PHASES
 
     lines = [f"{MARK}: {format_bytes(peak)} ({peak:,} bytes) in {phase or 'the test'}, {format_bytes(limit)} were allowed"]
     for step in steps_of(recording):

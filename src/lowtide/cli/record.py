@@ -8,11 +8,11 @@ from typing import NoReturn
 
 import click
 
+from lowtide.base.errors import UsageError
+from lowtide.base.units import parse_bytes
 from lowtide.cli.launch import absolute, become, check_alone, check_folder, check_target
 from lowtide.cli.script import takes_script
-from lowtide.errors import UsageError
-from lowtide.live.task import PRELOAD, RecordOptions, Task
-from lowtide.units import parse_bytes
+from lowtide.runtime.agent.task import PRELOAD, RecordOptions, Task
 
 _LEAST_CAP = 4096
 """Bytes; below, a unit was forgotten: importing torch takes more."""

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from lowtide.base.outputs import write, write_json
 from lowtide.cli.launch import check_folder
-from lowtide.outputs import write, write_json
 
 if TYPE_CHECKING:
-    from lowtide.store import Recording
+    from lowtide.recording.store import Recording
 
 
 @click.command()
@@ -26,8 +26,8 @@ def report(
     speedscope: str | None,
 ) -> None:
     """Show what RECORDING says: phases, the high-water mark, what would lower it."""
+    from lowtide.recording.store import read
     from lowtide.report.recording import show_recording, to_json
-    from lowtide.store import read
 
     for file in (json_file, html_file, snapshot, perfetto, speedscope):
         check_folder(file)
@@ -60,8 +60,8 @@ def _export(found: Recording, *, snapshot: str | None, perfetto: str | None, spe
 @click.option("--html", "html_file", metavar="FILE", help="Write a page that shows AFTER, with BEFORE beside it.")
 def diff(*, before: Path, after: Path, json_file: str | None, html_file: str | None) -> None:
     """Show what changed from recording BEFORE to recording AFTER."""
+    from lowtide.recording.store import read
     from lowtide.report.recording import difference, show_difference
-    from lowtide.store import read
 
     check_folder(json_file)
     check_folder(html_file)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 
-from lowtide.allowed import check_levers
+from lowtide.base.errors import UsageError
+from lowtide.base.lever_catalogue import check_levers
+from lowtide.base.outputs import write_json
+from lowtide.base.units import parse_budget
 from lowtide.cli.launch import absolute, become, check_alone, check_folder, check_target
 from lowtide.cli.script import takes_script
-from lowtide.errors import UsageError
-from lowtide.live.task import PRELOAD, RunOptions, Task
-from lowtide.outputs import write_json
-from lowtide.units import parse_budget
+from lowtide.runtime.agent.task import PRELOAD, RunOptions, Task
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -88,14 +88,14 @@ def run(
 
 def _list_levers(script: str, arguments: tuple[str, ...], *, module: bool, json_file: str | None) -> int:
     """Each lever tried for some steps, beside the plain run."""
-    from lowtide.allowed import LEVERS
-    from lowtide.errors import LowtideError
-    from lowtide.leak.watch import end_on_sigterm
+    from lowtide.base.errors import LowtideError
+    from lowtide.base.lever_catalogue import LEVERS
     from lowtide.report.size import levers_json, show_levers
     from lowtide.report.terminal import console
-    from lowtide.size.minimum import STEPS, probed
-    from lowtide.size.trial import MOST_SECONDS, Asked, Ran, Target, run
-    from lowtide.size.vary import Set
+    from lowtide.studies.leak.watch import end_on_sigterm
+    from lowtide.studies.size.minimum import STEPS, probed
+    from lowtide.studies.size.trial import MOST_SECONDS, Asked, Ran, Target, run
+    from lowtide.studies.size.vary import Set
 
     check_target(script, module=module)
     check_folder(json_file)

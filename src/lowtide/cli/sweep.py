@@ -9,11 +9,11 @@ from typing import Any
 
 import click
 
+from lowtide.base.errors import UsageError
+from lowtide.base.messages import tell
+from lowtide.base.outputs import Written, write, write_json
 from lowtide.cli.launch import check_folder
-from lowtide.errors import UsageError
-from lowtide.leak.watch import end_on_sigterm
-from lowtide.outputs import Written, write, write_json
-from lowtide.tell import tell
+from lowtide.studies.leak.watch import end_on_sigterm
 
 
 @click.command()
@@ -55,10 +55,10 @@ def sweep(
     The table goes to standard output as Markdown. A sweep that was interrupted, or killed, goes on where it was.
     """
     from lowtide.report.sweep import as_csv, markdown, page, report_of, show, to_json
-    from lowtide.sweep.definition import load
-    from lowtide.sweep.results import CONFIRM, MAIN, Results
-    from lowtide.sweep.run import Dask, Executor, Local, go
-    from lowtide.sweep.trends import recommended, rows_of
+    from lowtide.studies.sweep.definition import load
+    from lowtide.studies.sweep.results import CONFIRM, MAIN, Results
+    from lowtide.studies.sweep.run import Dask, Executor, Local, go
+    from lowtide.studies.sweep.trends import recommended, rows_of
 
     end_on_sigterm()
     path = Path(file)
@@ -117,7 +117,7 @@ class _Told:
 
     def finished(self, result: dict[str, Any]) -> None:
         """A cell has run."""
-        from lowtide.sweep.cell import last_words
+        from lowtide.studies.sweep.cell import last_words
 
         if self._bar is not None:
             why = last_words(result)

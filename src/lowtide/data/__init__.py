@@ -18,7 +18,7 @@ from lowtide.data.isolate import Isolated, isolate
 from lowtide.data.sources import Arrays, Source, open_source
 
 if TYPE_CHECKING:
-    from lowtide.data.datasets import dataset, stream
+    from lowtide.runtime.datasets import dataset, stream
 
 __all__ = ["Arrays", "Blocks", "Isolated", "Source", "dataset", "isolate", "open", "stream"]
 
@@ -28,7 +28,7 @@ open = open_source  # noqa: A001 - read as lowtide.data.open
 def __getattr__(name: str) -> Any:
     """What needs torch, when it is asked for."""
     if name in {"dataset", "stream"}:
-        from lowtide.data import datasets
+        from lowtide.runtime import datasets
 
         return getattr(datasets, name)
     raise AttributeError(f"module 'lowtide.data' has no attribute {name!r}")

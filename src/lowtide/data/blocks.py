@@ -8,9 +8,9 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtide.base.errors import ReaderError
+from lowtide.base.units import MIB, parse_bytes
 from lowtide.data.sources import Source, gathers, read_into
-from lowtide.errors import ReaderError
-from lowtide.units import MIB, parse_bytes
 
 READ_BYTES: Final = 4 * MIB
 """A block, where nothing else is asked: few enough seeks, little enough memory."""

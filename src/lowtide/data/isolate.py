@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Final, final
 
+from lowtide.base.errors import ReaderError
+from lowtide.base.units import format_bytes, parse_bytes
 from lowtide.data.wire import Slot, fetch, generators, receive, send
-from lowtide.errors import ReaderError
-from lowtide.units import format_bytes, parse_bytes
 
 AHEAD: Final = 2
 """Items that are read ahead while iterating."""

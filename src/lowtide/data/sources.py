@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.errors import ReaderError
+from lowtide.base.errors import ReaderError
 
 Array = NDArray[Any]
 ONE_BY_ONE_BYTES: Final = 16 << 10

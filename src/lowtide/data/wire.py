@@ -16,8 +16,8 @@ from typing import Any, Final, final
 
 import cloudpickle
 
+from lowtide.base.files import reserve, why
 from lowtide.checkpoint.parts import random_state
-from lowtide.disk import reserve, why
 
 _LEAST: Final = 1 << 20
 _ALIGNED: Final = 64

@@ -13,7 +13,7 @@ from typing import Final, Protocol, final
 
 import psutil
 
-from lowtide.units import KIB, LARGEST
+from lowtide.base.units import KIB, LARGEST
 
 CGROUPS: Final = Path("/sys/fs/cgroup")
 

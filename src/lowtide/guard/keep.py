@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Literal, final
 
-from lowtide.errors import UsageError
+from lowtide.base.errors import UsageError
 from lowtide.guard.cause import Cause, Ending, why
 from lowtide.guard.fence import (
     DataLimit,

@@ -17,14 +17,14 @@ from typing import Any, Final, final
 
 import psutil
 
-from lowtide.disk import why
-from lowtide.errors import UsageError
+from lowtide.base.errors import UsageError
+from lowtide.base.files import why
+from lowtide.base.temporary_folders import Scratch
 from lowtide.guard.fence import Fence
 from lowtide.guard.memory import Tree
 from lowtide.probe import beat
 from lowtide.probe.beat import Beat
 from lowtide.probe.lend import lend
-from lowtide.scratch import Scratch
 
 _LIBC: Final = ctypes.CDLL(None)
 _PR_SET_CHILD_SUBREAPER: Final = 36

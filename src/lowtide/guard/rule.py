@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from lowtide.errors import UsageError
+from lowtide.base.errors import UsageError
 
 
 class Kind(enum.Enum):

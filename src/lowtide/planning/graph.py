@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from lowtide.errors import GraphError
+from lowtide.base.errors import GraphError
 
 Id = int | str
 

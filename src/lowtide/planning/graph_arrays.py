@@ -13,8 +13,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.pebble.graph import Graph
-from lowtide.pebble.schedule import Act, Move, Row
+from lowtide.planning.graph import Graph
+from lowtide.planning.schedule import Act, Move, Row
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float64]

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.errors import StructureError
-from lowtide.pebble.graph import Graph, Offload
-from lowtide.pebble.schedule import Act, Move, Schedule
+from lowtide.base.errors import StructureError
+from lowtide.planning.graph import Graph, Offload
+from lowtide.planning.schedule import Act, Move, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from lowtide.errors import GraphError
-from lowtide.pebble.graph import Graph
+from lowtide.base.errors import GraphError
+from lowtide.planning.graph import Graph
 
 
 class Act(StrEnum):

@@ -17,11 +17,11 @@ import time
 from types import TracebackType
 from typing import Any, Final, NamedTuple, final
 
-from lowtide.disk import ROOM_FOR_TEMPORARY_FILES, reserve, why
+from lowtide.base.files import ROOM_FOR_TEMPORARY_FILES, reserve, why
+from lowtide.base.messages import tell as say
 from lowtide.probe import marks
 from lowtide.probe.catalogue import out_of_memory
 from lowtide.probe.marks import Kind, WhenImported
-from lowtide.tell import tell as say
 
 FOLDER: Final = "LOWTIDE_GUARD"
 """Environment variable: the folder that guard and process share."""

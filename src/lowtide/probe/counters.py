@@ -102,7 +102,7 @@ class Allocators:
         self._print = self._printer()
 
     def _counted(self) -> tuple[Any, Any, Any]:
-        """The preloaded counter's cells (``native/heap.c``: ``heap_live``, ``tensor_live``, ``heap_peak``)."""
+        """The preloaded counter's cells (``probe/heap.c``: ``heap_live``, ``tensor_live``, ``heap_peak``)."""
         with contextlib.suppress(ValueError):
             base = ctypes.addressof((ctypes.c_int64 * 8).in_dll(self._libc, "lowtide_heap"))
             heap, tensor, peak = (ctypes.c_int64.from_address(base + 8 * i) for i in (6, 1, 7))

@@ -30,7 +30,7 @@
 #define SHARDS 256
 #define FIRST_SLOTS 256
 
-/* Read and, for the caps and the window peaks, written by Python through ctypes: keep in step with live/heap.py. */
+/* Read and, for the caps and the window peaks, written by Python through ctypes: keep in step with runtime/device/memory_meter.py. */
 struct counters {
   _Atomic int64_t layout;           /* size of this struct: a guard against a stale library */
   _Atomic int64_t tensor_live;      /* bytes */

@@ -19,12 +19,12 @@ import time
 from collections.abc import Iterator
 from typing import Any, Final, final
 
-from lowtide.disk import ROOM_FOR_TEMPORARY_FILES, why, write
+from lowtide.base.files import ROOM_FOR_TEMPORARY_FILES, why, write
+from lowtide.base.messages import tell
 from lowtide.probe import marks
 from lowtide.probe.counters import ABSENT, COLUMNS, Allocators, Gate, Kernel, books, cuda
 from lowtide.probe.family import Family
 from lowtide.probe.marks import Kind, WhenImported
-from lowtide.tell import tell
 
 TASK: Final = "LOWTIDE_PROBE"
 """Environment variable that carries the task."""

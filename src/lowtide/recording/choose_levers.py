@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lowtide.allowed import LEVERS, SLICES, UPDATE
-from lowtide.errors import GraphError, StructureError
-from lowtide.explain import Step
-from lowtide.levers import each_lever, with_levers
-from lowtide.pebble.graph import Graph
-from lowtide.pebble.schedule import Act, Move, Row, plain_row
-from lowtide.pebble.solve import Answer, Order, Solver
-from lowtide.pebble.status import Status
+from lowtide.base.errors import GraphError, StructureError
+from lowtide.base.lever_catalogue import LEVERS, SLICES, UPDATE
+from lowtide.planning.graph import Graph
+from lowtide.planning.schedule import Act, Move, Row, plain_row
+from lowtide.planning.solver.solve import Answer, Order, Solver
+from lowtide.planning.status import Status
+from lowtide.recording.explanation import Step
+from lowtide.recording.rewrite_levers import each_lever, with_levers
 
 _ALL_SETS: Final = 3
 """Levers up to which every set of them is planned; with more, each alone and all together."""
@@ -29,7 +29,7 @@ class Planned:
     """A step with a set of levers, and its plan.
 
     Attributes:
-        names: of the levers, in the order of :data:`lowtide.allowed.LEVERS`.
+        names: of the levers, in the order of :data:`lowtide.base.lever_catalogue.LEVERS`.
         solver: of its graph.
         answer: its plan; None where no budget was asked.
         own_seconds: that the levers add themselves, whatever the plan.

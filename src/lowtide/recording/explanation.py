@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.pebble.eager.play import play
-from lowtide.pebble.eager.problem import Problem
-from lowtide.store import COMPILED, PHASES, Flag, Kind, Recording, Role, StepRow
-from lowtide.trace import Buffer, Op, Phase, Site, Trace
+from lowtide.base.trace import Buffer, Op, Phase, Site, Trace
+from lowtide.planning.unit.problem import Problem
+from lowtide.planning.unit.simulate import play
+from lowtide.recording.store import COMPILED, PHASES, Flag, Kind, Recording, Role, StepRow
 
 ROLES: Final = tuple(Role)
 TOP: Final = 10

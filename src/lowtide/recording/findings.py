@@ -9,14 +9,14 @@ from typing import Final
 
 import numpy as np
 
-from lowtide.errors import RecordingError
-from lowtide.explain import Block, Step, steps_of, telling
-from lowtide.finding import Case, Change, Finding
-from lowtide.leastpeak import blocks_at, floor_of, grows_with_the_batch
-from lowtide.precision import WIDE, has_convolutions, has_lstms, in_float32
-from lowtide.store import BY_ZERO, HELD_BYTES, PHASES, Kind, Recording, Role
-from lowtide.trace import Phase
-from lowtide.units import format_bytes
+from lowtide.base.errors import RecordingError
+from lowtide.base.trace import Phase
+from lowtide.base.units import format_bytes
+from lowtide.recording.explanation import Block, Step, steps_of, telling
+from lowtide.recording.peak_floor import blocks_at, floor_of, grows_with_the_batch
+from lowtide.recording.precision import WIDE, has_convolutions, has_lstms, in_float32
+from lowtide.recording.store import BY_ZERO, HELD_BYTES, PHASES, Kind, Recording, Role
+from lowtide.recording.whatif import Case, Change, Finding
 
 NOTABLE: Final = 0.01
 """Share of the peak from which on blocks are worth a finding."""

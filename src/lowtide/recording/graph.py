@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from lowtide.errors import RecordingError
-from lowtide.explain import Block, Step
-from lowtide.pebble.graph import Graph, Node, Offload
-from lowtide.store import PHASES, Role, decode_run
-from lowtide.trace import Phase
+from lowtide.base.errors import RecordingError
+from lowtide.base.trace import Phase
+from lowtide.planning.graph import Graph, Node, Offload
+from lowtide.recording.explanation import Block, Step
+from lowtide.recording.store import PHASES, Role, decode_run
 
 BACKWARD = PHASES.index(Phase.BACKWARD)
 _OF_A_NODE = 8

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lowtide.explain import Block, Step
-from lowtide.pebble.before import certain_in_order
-from lowtide.pebble.graph import Graph, Offload
-from lowtide.pebble.solve import Solver
-from lowtide.stepgraph import graph_of, operator_of
-from lowtide.store import PHASES, Role
-from lowtide.trace import Phase
+from lowtide.base.trace import Phase
+from lowtide.planning.bounds.precedence import certain_in_order
+from lowtide.planning.graph import Graph, Offload
+from lowtide.planning.solver.solve import Solver
+from lowtide.recording.explanation import Block, Step
+from lowtide.recording.graph import graph_of, operator_of
+from lowtide.recording.store import PHASES, Role
 
 _BOARD = Offload(write_bytes_per_second=1e9, read_bytes_per_second=1e9)
 """That there is a second board matters here, not how fast it is."""

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Set as AbstractSet
 from typing import Final
 
-from lowtide.explain import Block
-from lowtide.finding import Case, Change
+from lowtide.recording.explanation import Block
+from lowtide.recording.whatif import Case, Change
 
 WIDE: Final = ("float64", "complex128")
 """Types (a label's beginning) that have a counterpart of half their size."""

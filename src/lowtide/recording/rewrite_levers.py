@@ -13,8 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Final
 
-from lowtide.advise import CHUNKS, LARGE, loss_blocks
-from lowtide.allowed import (
+from lowtide.base.lever_catalogue import (
     CHANNEL_PIECES,
     LEAST_LOGITS_BYTES,
     LEAST_PIECES_BYTES,
@@ -26,13 +25,14 @@ from lowtide.allowed import (
     WIDE,
     sample_pieces,
 )
-from lowtide.earlyupdates import FOREACH, consumed, lists_apart, updates_at_once
-from lowtide.explain import Block, Step
-from lowtide.pebble.graph import Graph, Node
-from lowtide.pebble.referee import play
-from lowtide.pebble.schedule import plain_row, unfold
-from lowtide.stepgraph import BACKWARD, block_of, graph_of, inside_of, operator_of
-from lowtide.trace import Phase
+from lowtide.base.trace import Phase
+from lowtide.planning.graph import Graph, Node
+from lowtide.planning.referee import play
+from lowtide.planning.schedule import plain_row, unfold
+from lowtide.recording.explanation import Block, Step
+from lowtide.recording.findings import CHUNKS, LARGE, loss_blocks
+from lowtide.recording.graph import BACKWARD, block_of, graph_of, inside_of, operator_of
+from lowtide.recording.rewrite_update import FOREACH, consumed, lists_apart, updates_at_once
 
 _CROSS_ENTROPY: Final = ("_log_softmax", "nll_loss")
 """Operators of the loss that can be had in pieces."""

@@ -1,7 +1,8 @@
 """The update in the backward, on a recorded step's graph: whether it may be, operators of lists apart, and their new order.
 
-Whether a script allows the lever is seen while it runs (``live/update``); here it is told from the operators that were
-recorded, so what leaves no operator behind (a hook, a changed learning rate, several processes) is not known.
+Whether a script allows the lever is seen while it runs (``runtime/levers/optimizer_in_backward``); here it is told from the
+operators that were recorded, so what leaves no operator behind (a hook, a changed learning rate, several processes) is not
+known.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Final
 
 import numpy as np
 
-from lowtide.explain import Step
-from lowtide.pebble.graph import Graph
-from lowtide.pebble.schedule import plain_row
-from lowtide.stepgraph import BACKWARD, block_of, inside_of, operator_of
-from lowtide.store import PHASES, Flag, Kind, Role
-from lowtide.trace import Phase
+from lowtide.base.trace import Phase
+from lowtide.planning.graph import Graph
+from lowtide.planning.schedule import plain_row
+from lowtide.recording.explanation import Step
+from lowtide.recording.graph import BACKWARD, block_of, inside_of, operator_of
+from lowtide.recording.store import PHASES, Flag, Kind, Role
 
 OPTIMIZER: Final = PHASES.index(Phase.OPTIMIZER)
 FOREACH: Final = "_foreach_"

@@ -34,10 +34,10 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from lowtide import disk
-from lowtide.errors import RecordingError
-from lowtide.tell import readable, tell
-from lowtide.trace import Phase
+from lowtide.base import files
+from lowtide.base.errors import RecordingError
+from lowtide.base.messages import readable, tell
+from lowtide.base.trace import Phase
 
 FORMAT: Final = 2
 """Version of the file."""
@@ -326,7 +326,7 @@ class Journal:
         least = -(-needed // page) * page
         for size in (max(wished, least), least):
             try:
-                disk.reserve(self._file, size, since=self._size)
+                files.reserve(self._file, size, since=self._size)
             except OSError:
                 if size == least:
                     raise
@@ -443,8 +443,8 @@ class Writer:
             self._create({"format": FORMAT, "python": sys.version.split()[0], "pid": os.getpid(), "device": "cpu", **meta})
         except (sqlite3.Error, OSError) as error:
             self._restore()
-            if not disk.is_full(error):
-                raise RecordingError(f"cannot write {path}: {disk.why(error)}") from None
+            if not files.is_full(error):
+                raise RecordingError(f"cannot write {path}: {files.why(error)}") from None
             self._stop(error)
         except BaseException:
             self._restore()
@@ -497,9 +497,9 @@ class Writer:
         """Nothing can be written any more: say so once, from whichever thread saw it first."""
         if not self._told.acquire(blocking=False):
             return
-        self.stopped = disk.why(error)
+        self.stopped = files.why(error)
         self.journal.silent = True
-        remedy = "make room there, or record to another disk" if disk.is_full(error) else "record anew"
+        remedy = "make room there, or record to another disk" if files.is_full(error) else "record anew"
         tell(f"lowtide: the recording stops: {self.stopped} at {self.path}: {remedy}; training goes on")
 
     def _is_there(self) -> bool:
@@ -552,7 +552,7 @@ class Writer:
             if found is None:
                 found = self._names[text] = len(self._names)
                 try:
-                    disk.write(self._names_file, json.dumps(readable(text)).encode() + b"\n")
+                    files.write(self._names_file, json.dumps(readable(text)).encode() + b"\n")
                 except OSError as error:
                     self._stop(error)
         return found

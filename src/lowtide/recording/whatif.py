@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from lowtide.explain import Block, Step, peak_of
-from lowtide.store import Role
-from lowtide.trace import Buffer, Op, Trace
+from lowtide.base.trace import Buffer, Op, Trace
+from lowtide.recording.explanation import Block, Step, peak_of
+from lowtide.recording.store import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

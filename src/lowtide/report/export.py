@@ -12,9 +12,9 @@ import pickle
 from pathlib import Path
 from typing import Any, Final
 
-from lowtide.disk import write_file
-from lowtide.explain import ROLES, Block, Step, steps_of
-from lowtide.store import Recording
+from lowtide.base.files import write_file
+from lowtide.recording.explanation import ROLES, Block, Step, steps_of
+from lowtide.recording.store import Recording
 
 _MICROSECONDS: Final = 1e6
 _ALIGNMENT: Final = 512

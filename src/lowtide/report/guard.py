@@ -17,12 +17,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from lowtide.disk import why
+from lowtide.base.files import why
+from lowtide.base.messages import shown, tell
+from lowtide.base.units import format_bytes, format_seconds
 from lowtide.guard.outcome import Generation, Live, Outcome
+from lowtide.recording.store import ProcessRow, Writer
 from lowtide.report.terminal import console
-from lowtide.store import ProcessRow, Writer
-from lowtide.tell import shown, tell
-from lowtide.units import format_bytes, format_seconds
 
 WIDTH: Final = 40
 """Of the bar, in characters."""

@@ -9,12 +9,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.advise import findings
-from lowtide.explain import ROLES, Block, Step, highest, peak_report, steps_of
+from lowtide.recording.explanation import ROLES, Block, Step, highest, peak_report, steps_of
+from lowtide.recording.findings import findings
+from lowtide.recording.store import Recording
 from lowtide.report.pages import render
 from lowtide.report.process import process_page
 from lowtide.report.recording import COLOURS, difference, ended_at
-from lowtide.store import Recording
 
 INSTANTS: Final = 20_000
 """Instants drawn per step; of longer steps each stretch shows its highest."""

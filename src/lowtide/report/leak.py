@@ -9,15 +9,15 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from lowtide.leak.ablate import Ablation
-from lowtide.leak.findings import MEANING, SINGULAR, Suspect, books_of, spread_of
-from lowtide.leak.study import Study
-from lowtide.leak.verdict import Verdict, series_of, threshold_of
-from lowtide.leak.watch import Run
+from lowtide.base.units import format_bytes, format_seconds
 from lowtide.probe.marks import Kind
 from lowtide.report.pages import render
 from lowtide.report.terminal import console
-from lowtide.units import format_bytes, format_seconds
+from lowtide.studies.leak.ablate import Ablation
+from lowtide.studies.leak.findings import MEANING, SINGULAR, Suspect, books_of, spread_of
+from lowtide.studies.leak.study import Study
+from lowtide.studies.leak.verdict import Verdict, series_of, threshold_of
+from lowtide.studies.leak.watch import Run
 
 _COLOUR: Final = {Verdict.LEAK: "red", Verdict.CLEAN: "green", Verdict.INCONCLUSIVE: "yellow"}
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"

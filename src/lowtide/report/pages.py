@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import jinja2
 
-from lowtide.units import format_bytes, format_seconds
+from lowtide.base.units import format_bytes, format_seconds
 
 _ASSETS: Final = Path(__file__).parent / "assets"
 

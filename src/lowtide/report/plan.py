@@ -10,14 +10,14 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from lowtide.choice import Planned
-from lowtide.pebble.account import Decides, Share, by_module, profile
-from lowtide.pebble.graph import Graph
-from lowtide.pebble.solve import Answer, Solver
-from lowtide.pebble.status import Status
+from lowtide.base.units import format_bytes, format_seconds
+from lowtide.planning.graph import Graph
+from lowtide.planning.solver.figures import Decides, Share, by_module, profile
+from lowtide.planning.solver.solve import Answer, Solver
+from lowtide.planning.status import Status
+from lowtide.recording.choose_levers import Planned
 from lowtide.report.pages import render
 from lowtide.report.terminal import console
-from lowtide.units import format_bytes, format_seconds
 
 _ROWS: Final = 12
 """Modules, and values, listed."""

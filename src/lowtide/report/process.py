@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lowtide.base.units import format_seconds
+from lowtide.recording.store import ProcessRow, Recording
 from lowtide.report.pages import render
-from lowtide.store import ProcessRow, Recording
-from lowtide.units import format_seconds
 
 
 def process_page(recording: Recording) -> str:

@@ -12,13 +12,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from lowtide.advise import by_role, findings, would_fit
-from lowtide.explain import PeakReport, highest, last_moment, peak_report, steps_of, telling
-from lowtide.finding import Finding
+from lowtide.base.trace import Phase
+from lowtide.base.units import KIB, MIB, format_bytes, format_seconds
+from lowtide.recording.explanation import PeakReport, highest, last_moment, peak_report, steps_of, telling
+from lowtide.recording.findings import by_role, findings, would_fit
+from lowtide.recording.store import PhaseFigures, ProcessRow, Recording, StepRow
+from lowtide.recording.whatif import Finding
 from lowtide.report.terminal import console
-from lowtide.store import PhaseFigures, ProcessRow, Recording, StepRow
-from lowtide.trace import Phase
-from lowtide.units import KIB, MIB, format_bytes, format_seconds
 
 COLOURS: Final = {
     "parameter": "#4e79a7", "buffer": "#76b7b2", "gradient": "#f28e2b", "optimizer_state": "#59a14f", "input": "#9c755f",

@@ -8,16 +8,16 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from lowtide.allowed import LEVERS
+from lowtide.base.lever_catalogue import LEVERS
+from lowtide.base.units import format_bytes, format_seconds
 from lowtide.report.pages import render
 from lowtide.report.terminal import console
-from lowtide.size.fit import Fit
-from lowtide.size.minimum import Found
-from lowtide.size.predict import Model, Prediction
-from lowtide.size.throughput import Point, knee, largest, to_json
-from lowtide.size.trial import Ran
-from lowtide.size.vary import Vary
-from lowtide.units import format_bytes, format_seconds
+from lowtide.studies.size.fit import Fit
+from lowtide.studies.size.minimum import Found
+from lowtide.studies.size.predict import Model, Prediction
+from lowtide.studies.size.throughput import Point, knee, largest, to_json
+from lowtide.studies.size.trial import Ran
+from lowtide.studies.size.vary import Vary
 
 _BAR: Final = 28
 

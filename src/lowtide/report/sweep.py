@@ -13,11 +13,11 @@ from rich.markup import escape
 
 from lowtide.report.pages import render
 from lowtide.report.terminal import console
-from lowtide.sweep.axes import pasted
-from lowtide.sweep.cell import last_words
-from lowtide.sweep.definition import Definition, named
-from lowtide.sweep.results import Cell
-from lowtide.sweep.trends import LEAK, OPEN, Effect, Row, confirmed, effects_of, front_of, recommended, rows_of
+from lowtide.studies.sweep.axes import pasted
+from lowtide.studies.sweep.cell import last_words
+from lowtide.studies.sweep.definition import Definition, named
+from lowtide.studies.sweep.results import Cell
+from lowtide.studies.sweep.trends import LEAK, OPEN, Effect, Row, confirmed, effects_of, front_of, recommended, rows_of
 
 _COLUMNS: Final = ("min (KB)", "Q1 (KB)", "median (KB)", "Q3 (KB)", "max (KB)", "mean (KB)", "rate (/s)", "verdict")
 _KB: Final = 1000.0

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lowtide.tell import stream
-from lowtide.units import format_bytes, format_seconds
+from lowtide.base.messages import stream
+from lowtide.base.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from lowtide.live.outcome import Outcome
+    from lowtide.runtime.run_figures import Outcome
 
 
 SETTLED = 2

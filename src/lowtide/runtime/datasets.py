@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import torch
+from lowtide.base.errors import ReaderError
 from lowtide.data.blocks import Blocks
 from lowtide.data.isolate import Isolated
 from lowtide.data.sources import Source
-from lowtide.errors import ReaderError
 
 
 def dataset(source: Source | Isolated) -> SourceDataset:

@@ -13,8 +13,8 @@ from typing import Any, Final, Literal, final, get_args
 import numpy as np
 
 import torch
+from lowtide.base.errors import MicroBatchError
 from lowtide.checkpoint import ranks
-from lowtide.errors import MicroBatchError
 from lowtide.probe.catalogue import out_of_memory
 
 Reduction = Literal["mean", "sum"]

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
-from lowtide.live.wraps import Wraps
+from lowtide.runtime.monkeypatch import Wraps
 
 _FLAGS: Final = (
     "float32_matmul_precision", "mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled", "cudnn_enabled",

@@ -108,7 +108,7 @@ class PlanFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeverFigures:
-    """What became of one lever (:mod:`lowtide.allowed`).
+    """What became of one lever (:mod:`lowtide.base.lever_catalogue`).
 
     Attributes:
         used: whether it changed how anything ran.

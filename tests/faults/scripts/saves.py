@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from lowtide.checkpoint import Store
-from lowtide.errors import CheckpointError
+from lowtide.base.errors import CheckpointError
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import lowtide
-from lowtide.errors import LowtideError
+from lowtide.base.errors import LowtideError
 
 
 def trained() -> str:

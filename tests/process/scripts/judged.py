@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import recorded_jobs
 import torch
 from torch.optim import optimizer as optim
-from lowtide.explain import Role, steps_of
+from lowtide.recording.explanation import Role, steps_of
 
 import lowtide
 

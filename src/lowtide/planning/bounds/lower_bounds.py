@@ -19,9 +19,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_flow
 
-from lowtide.pebble.apart import Told, is_kept, solved_apart
-from lowtide.pebble.before import Instant, Precedence, certain_in_order, chain
-from lowtide.pebble.game import Game, profile
+from lowtide.planning.bounds.precedence import Instant, Precedence, certain_in_order, chain
+from lowtide.planning.bounds.solver_process import Told, is_kept, solved_apart
+from lowtide.planning.graph_arrays import Game, profile
 
 _EVERY = 1500
 """Operators up to which every one is an instant that is looked at; beyond, two of each stretch are."""

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.pebble.game import Game
+from lowtide.planning.graph_arrays import Game
 
 Flags = NDArray[np.bool_]
 

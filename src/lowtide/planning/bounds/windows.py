@@ -17,9 +17,9 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.pebble.before import Instant, Precedence
-from lowtide.pebble.bound import Program, Solved, TimeBound, again_for, chosen, fetch_in, run_in, stages
-from lowtide.pebble.game import Game
+from lowtide.planning.bounds.lower_bounds import Program, Solved, TimeBound, again_for, chosen, fetch_in, run_in, stages
+from lowtide.planning.bounds.precedence import Instant, Precedence
+from lowtide.planning.graph_arrays import Game
 
 _ROUNDS = 8
 """How often rows join, at most."""

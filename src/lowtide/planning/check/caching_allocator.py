@@ -1,6 +1,7 @@
 """The checker's own caching allocator: segments as lists, searched from end to end.
 
-It shares nothing with :mod:`lowtide.pebble.segments` but the rules, which are torch's (``c10/cuda/CUDACachingAllocator.cpp``).
+It shares nothing with :mod:`lowtide.planning.solver.caching_allocator` but the rules, which are torch's
+(``c10/cuda/CUDACachingAllocator.cpp``).
 """
 
 from __future__ import annotations

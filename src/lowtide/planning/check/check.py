@@ -15,9 +15,9 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_array
 
-from lowtide.pebble.check_segments import Device
-from lowtide.pebble.graph import Graph
-from lowtide.pebble.status import Status
+from lowtide.planning.check.caching_allocator import Device
+from lowtide.planning.graph import Graph
+from lowtide.planning.status import Status
 
 _SECONDS = 1e-9
 """Relative difference in seconds that sums may show."""

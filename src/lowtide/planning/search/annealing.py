@@ -1,4 +1,4 @@
-"""The compiled search (``native/search.c``) behind Python: rows of operators in, better rows out."""
+"""The compiled search (``search.c``) behind Python: rows of operators in, better rows out."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from lowtide.pebble.game import Game
+from lowtide.planning.graph_arrays import Game
 
-_PACKAGE: Final = Path(__file__).resolve().parent.parent
+_HERE: Final = Path(__file__).resolve().parent
 _NO_LIMIT: Final = 1e300
 _SLACK: Final = 2.5
 """Slots per operator: room to put a copy between any two."""
@@ -23,7 +23,7 @@ _WEIGHT: Final = 10.0
 
 
 class _Game(ctypes.Structure):
-    """Keep in step with ``native/search.c``."""
+    """Keep in step with ``search.c``."""
 
     _fields_ = (
         [(name, ctypes.c_int64) for name in ("ops", "plain", "values")]
@@ -94,7 +94,7 @@ class Found:
 @cache
 def library() -> Any | None:
     """The compiled search; None where it was not built."""
-    path = next(iter(sorted(_PACKAGE.glob("_search*.so"))), None)
+    path = next(iter(sorted(_HERE.glob("_search*.so"))), None)
     if path is None:
         return None
     try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.pebble.game import Game
+from lowtide.planning.graph_arrays import Game
 
 _REACH = 0.5
 """Around where the next one would stand, so much of the distance to it is looked over for where least crosses."""

@@ -14,9 +14,9 @@ import math
 from collections.abc import Callable
 from functools import cache
 
-from lowtide.errors import GraphError
-from lowtide.pebble.game import Game, profile
-from lowtide.pebble.schedule import Row
+from lowtide.base.errors import GraphError
+from lowtide.planning.graph_arrays import Game, profile
+from lowtide.planning.schedule import Row
 
 
 def keep_all(game: Game) -> tuple[int, ...]:

@@ -13,8 +13,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from lowtide.pebble.game import Game, profile
-from lowtide.pebble.lazy import row_without
+from lowtide.planning.graph_arrays import Game, profile
+from lowtide.planning.search.rows_from_bound import row_without
 
 _STEP_SHARE = 0.01
 """Share of what the given order has above the floor by which one step lowers the highest place at least, if it can."""

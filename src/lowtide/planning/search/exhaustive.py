@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from itertools import count
 from typing import NamedTuple
 
-from lowtide.errors import GraphError
-from lowtide.pebble.graph import Graph
-from lowtide.pebble.schedule import Act, Move, Row
+from lowtide.base.errors import GraphError
+from lowtide.planning.graph import Graph
+from lowtide.planning.schedule import Act, Move, Row
 
 MOST_NODES = 10
 """Nodes up to which all schedules are looked at."""

@@ -12,9 +12,9 @@ from bisect import bisect_left
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.pebble.graph import Graph
-from lowtide.pebble.referee import Timeline, play
-from lowtide.pebble.schedule import Act, Move, Row, life_ends, unfold
+from lowtide.planning.graph import Graph
+from lowtide.planning.referee import Timeline, play
+from lowtide.planning.schedule import Act, Move, Row, life_ends, unfold
 
 
 def with_fetches_ahead(graph: Graph, row: Row, timeline: Timeline, budget: int) -> Row:

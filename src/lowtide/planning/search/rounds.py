@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowtide.pebble.anneal import Annealer, Found, end
-from lowtide.pebble.game import Game
+from lowtide.planning.graph_arrays import Game
+from lowtide.planning.search.annealing import Annealer, Found, end
 
 _WORKERS = 2
 _HEATS = (1e-2, 3e-3, 3e-2, 1e-3)
@@ -250,7 +250,7 @@ def lowest_order(game: Game, *, deadline: float, stop_bytes: int, first_peak: in
         stop_bytes: a peak that no order goes below.
         first_peak: peak of the given order.
     """
-    from lowtide.pebble.game import profile
+    from lowtide.planning.graph_arrays import profile
 
     best, peak = game.given, first_peak
     step, seed = 0.1, 1

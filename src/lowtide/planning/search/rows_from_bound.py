@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 
-from lowtide.pebble.game import Game
+from lowtide.planning.graph_arrays import Game
 
 
 def row_without(

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Final, final
 
-from lowtide.pebble.graph import Graph
-from lowtide.pebble.schedule import Act, Schedule
-from lowtide.pebble.solve import Answer
-from lowtide.pebble.status import Status
+from lowtide.planning.graph import Graph
+from lowtide.planning.schedule import Act, Schedule
+from lowtide.planning.solver.solve import Answer
+from lowtide.planning.status import Status
 
 BLOCK_BYTES: Final = 512
 """Sizes are multiples of this."""

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.pebble import bound, schedule
-from lowtide.pebble.graph import Graph
-from lowtide.pebble.schedule import Act
-from lowtide.pebble.solve import Answer, Solver
+from lowtide.planning import schedule
+from lowtide.planning.bounds import lower_bounds
+from lowtide.planning.graph import Graph
+from lowtide.planning.schedule import Act
+from lowtide.planning.solver.solve import Answer, Solver
 
 _MORE = 0.02
 """Share of the budget by which it is raised to see what memory is worth."""
@@ -82,7 +83,7 @@ def decides(solver: Solver, answer: Answer) -> Decides:
     more = int(_MORE * (answer.budget_bytes or 0))
     saved = 0.0
     if answer.budget_bytes is not None and answer.time_bound.seconds > 0:
-        saved = bound.price(solver.bound_game, solver.precedence, answer.time_bound, answer.budget_bytes, more)
+        saved = lower_bounds.price(solver.bound_game, solver.precedence, answer.time_bound, answer.budget_bytes, more)
     again = []
     for v, runs in enumerate(answer.timeline.runs):
         size = sum(graph.nodes[u].bytes for u in (v, *graph.members[v]))

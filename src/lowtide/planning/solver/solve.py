@@ -2,12 +2,12 @@
 
 | question | solver | answer |
 |---|---|---|
-| the floor is above the budget | ``bound.floor`` | ``infeasible``, with the node that proves it |
+| the floor is above the budget | ``lower_bounds.floor`` | ``infeasible``, with the node that proves it |
 | the given order fits | none | ``optimal``, nothing runs twice |
-| few nodes | ``exact.search`` | ``optimal`` or ``infeasible``, all schedules looked at; where time is short, as any other |
-| any other | ``search.Hunt`` beside ``bound`` | ``optimal`` where plan and bound meet, else ``feasible`` with the gap |
+| few nodes | ``exhaustive.search`` | ``optimal`` or ``infeasible``, every schedule; where time is short, as any other |
+| any other | ``rounds.Hunt`` beside ``lower_bounds`` | ``optimal`` where plan and bound meet, else ``feasible`` with the gap |
 | nothing fits | | ``unknown``: no plan found, none ruled out |
-| no budget | ``search.lowest_order`` beside ``bound.once`` | the order of the lowest peak found, each operator once |
+| no budget | ``rounds.lowest_order`` beside ``lower_bounds.once`` | the order of the lowest peak found, each operator once |
 
 Every answer is played by the referee before it is returned.
 """
@@ -23,21 +23,22 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
-from lowtide.errors import StructureError
-from lowtide.pebble import bound, classics, exact
-from lowtide.pebble.anneal import Annealer, Found, library
-from lowtide.pebble.apart import kept_ready
-from lowtide.pebble.before import Instant, Precedence
-from lowtide.pebble.bound import PeakBound, TimeBound
-from lowtide.pebble.descent import Descent
-from lowtide.pebble.game import Game, game_of
-from lowtide.pebble.graph import Graph
-from lowtide.pebble.prefetch import faster
-from lowtide.pebble.programs import LARGE, SAME, Programs
-from lowtide.pebble.referee import Timeline, play
-from lowtide.pebble.schedule import Row, Schedule, plain_row, unfold
-from lowtide.pebble.search import Hunt, lowest_order
-from lowtide.pebble.status import Status
+from lowtide.base.errors import StructureError
+from lowtide.planning.bounds import lower_bounds
+from lowtide.planning.bounds.lower_bounds import PeakBound, TimeBound
+from lowtide.planning.bounds.precedence import Instant, Precedence
+from lowtide.planning.bounds.solver_process import kept_ready
+from lowtide.planning.graph import Graph
+from lowtide.planning.graph_arrays import Game, game_of
+from lowtide.planning.referee import Timeline, play
+from lowtide.planning.schedule import Row, Schedule, plain_row, unfold
+from lowtide.planning.search import classics, exhaustive
+from lowtide.planning.search.annealing import Annealer, Found, library
+from lowtide.planning.search.descent import Descent
+from lowtide.planning.search.prefetch import faster
+from lowtide.planning.search.programs import LARGE, SAME, Programs
+from lowtide.planning.search.rounds import Hunt, lowest_order
+from lowtide.planning.status import Status
 
 SECONDS = 8.0
 """How long a search may take by default."""
@@ -138,7 +139,7 @@ class Solver:
     @cached_property
     def instants(self) -> list[Instant]:
         """First runs that the bounds look at."""
-        return bound.looked_at(self.game, self.precedence)
+        return lower_bounds.looked_at(self.game, self.precedence)
 
     @cached_property
     def _other(self) -> Solver:
@@ -148,7 +149,7 @@ class Solver:
     @cached_property
     def floor(self) -> PeakBound:
         """The peak that no plan goes below."""
-        return bound.floor(self.game, self.precedence, self.instants)
+        return lower_bounds.floor(self.game, self.precedence, self.instants)
 
     def closed_floor(self, *, seconds: float = _FLOOR_SECONDS) -> PeakBound:
         """The same, or what the highest instant proves with what comes back there, if that is higher.
@@ -160,8 +161,8 @@ class Solver:
         limit = min(seconds, _FLOOR_SECONDS)
         if limit <= 0:
             return self.floor
-        highest = bound.binding(self.precedence, self.instants, 0)[:1]
-        closed = [bound.closed_floor(self.bound_game, self.precedence, at, seconds=limit) for at in highest]
+        highest = lower_bounds.binding(self.precedence, self.instants, 0)[:1]
+        closed = [lower_bounds.closed_floor(self.bound_game, self.precedence, at, seconds=limit) for at in highest]
         found = max(*closed, self.floor, key=lambda f: f.bytes) if closed else self.floor
         if limit == _FLOOR_SECONDS or all(one.bytes for one in closed):  # else it was perhaps for want of time
             self._closed = found
@@ -170,7 +171,7 @@ class Solver:
     @property
     def told_floor(self) -> PeakBound:
         """The closed floor, where it takes no time worth speaking of; else the other one."""
-        return self.floor if self.game.plain > _CLOSED or exact.small(self.graph) else self.closed_floor()
+        return self.floor if self.game.plain > _CLOSED or exhaustive.small(self.graph) else self.closed_floor()
 
     @cached_property
     def descent(self) -> Descent:
@@ -180,12 +181,12 @@ class Solver:
     def lowest(self, *, seconds: float = SECONDS) -> Answer:
         """The order of the lowest peak, every operator once."""
         began, seconds = time.monotonic(), min(seconds, _LONGEST)
-        least = bound.once(self.game, self.precedence, self.instants, seconds=seconds / 2)
+        least = lower_bounds.once(self.game, self.precedence, self.instants, seconds=seconds / 2)
         row = self.row
         if not self.fixed and library() is not None:
             ops = lowest_order(self.game, deadline=began + seconds, stop_bytes=least.bytes, first_peak=self.given.peak_bytes)
             row = self.game.row(ops)
-        answer = self._answer(Status.FEASIBLE, None, row, bound.NOTHING, began, 0, peak_bound=least)
+        answer = self._answer(Status.FEASIBLE, None, row, lower_bounds.NOTHING, began, 0, peak_bound=least)
         met = answer.timeline.peak_bytes <= least.bytes or self.fixed
         return replace(answer, status=Status.OPTIMAL) if met else answer
 
@@ -207,10 +208,10 @@ class Solver:
         """
         began, seconds = time.monotonic(), min(seconds, _LONGEST)
         if self.given.peak_bytes <= budget_bytes:
-            return self._answer(Status.OPTIMAL, budget_bytes, self.row, bound.NOTHING, began, 0)
+            return self._answer(Status.OPTIMAL, budget_bytes, self.row, lower_bounds.NOTHING, began, 0)
         if self.floor.bytes > budget_bytes:
-            return self._answer(Status.INFEASIBLE, budget_bytes, self.row, bound.NOTHING, began, 0)
-        if exact.small(self.graph):
+            return self._answer(Status.INFEASIBLE, budget_bytes, self.row, lower_bounds.NOTHING, began, 0)
+        if exhaustive.small(self.graph):
             with contextlib.suppress(TimeoutError):
                 return self._exact(budget_bytes, deadline=began + _EXACT_SHARE * seconds)
             seconds -= time.monotonic() - began
@@ -226,7 +227,7 @@ class Solver:
 
     def _exact(self, budget: int, *, deadline: float) -> Answer:
         began = time.monotonic()
-        row = exact.search(self.graph, budget, fixed=self.fixed, deadline=deadline)
+        row = exhaustive.search(self.graph, budget, fixed=self.fixed, deadline=deadline)
         looked = TimeBound(seconds=0.0, method="search", solved=True)
         if row is None:
             return self._answer(Status.INFEASIBLE, budget, self.row, looked, began, 0)
@@ -264,16 +265,17 @@ class Solver:
             progress: told the share that is done.
         """
         top = self.given.peak_bytes
-        low = self.floor.bytes if exact.small(self.graph) else self.closed_floor(seconds=_CURVE_DESCENT_SHARE * seconds).bytes
+        small = exhaustive.small(self.graph)
+        low = self.floor.bytes if small else self.closed_floor(seconds=_CURVE_DESCENT_SHARE * seconds).bytes
         budgets = [top - (top - low) * k // max(1, points - 1) for k in range(points)]
         found: list[Answer] = []
         began = time.monotonic()
         deadline = began + seconds
-        if not exact.small(self.graph):
+        if not exhaustive.small(self.graph):
             self.descent.below(low, deadline=began + _CURVE_DESCENT_SHARE * seconds)
         for k, budget in enumerate(budgets):
             seeds = [a.row for a in (*found[-1:], *known) if a.status.has_plan]
-            if not exact.small(self.graph):
+            if not exhaustive.small(self.graph):
                 seeds.append(self.game.row(self.descent.below(budget, deadline=0.0)))
             share = max((deadline - time.monotonic()) / (points - k), _LEAST_SHARE * seconds / points)
             found.append(self.at(budget, seconds=share, seeds=seeds))
@@ -303,7 +305,7 @@ class Solver:
     def follow(self, row: Row, budget: int | None) -> Answer:
         """A named plan, judged like any other: where it does not fit, ``infeasible`` if no plan does, else ``unknown``."""
         began = time.monotonic()
-        answer = self._answer(Status.FEASIBLE, budget, row, bound.NOTHING, began, 0)
+        answer = self._answer(Status.FEASIBLE, budget, row, lower_bounds.NOTHING, began, 0)
         if budget is None or answer.timeline.peak_bytes <= budget:
             return answer
         return replace(answer, status=Status.INFEASIBLE if self.floor.bytes > budget else Status.UNKNOWN)
@@ -321,22 +323,23 @@ class Solver:
         deadline = began + seconds - min(_PLAYED * self._playing, _PLAYED_SHARE * seconds)
         if library() is None:
             rows = [self.row, *seeds, *classics.rows(self.game, budget)]
-            bound_ = bound.all_instants(self.game, self.precedence, self.instants, budget, seconds=seconds)
+            bound_ = lower_bounds.all_instants(self.game, self.precedence, self.instants, budget, seconds=seconds)
             return self._best(budget, rows, bound_, began, 0, ranked=False)
         programs = self.programs(budget, deadline=deadline, seeds=seeds, progress=progress)
         hunt = programs.hunt
         with kept_ready() if self.game.plain > LARGE else contextlib.nullcontext():
-            single = bound.binding(self.precedence, self.instants, budget)
+            single = lower_bounds.binding(self.precedence, self.instants, budget)
             highest = itertools.chain.from_iterable(
-                bound.highest_instant(self.bound_game, self.precedence, at, budget, deadline=deadline) for at in single[:1]
+                lower_bounds.highest_instant(self.bound_game, self.precedence, at, budget, deadline=deadline)
+                for at in single[:1]
             )
-            first = next(highest, bound.NOTHING)
+            first = next(highest, lower_bounds.NOTHING)
             if first.seconds == math.inf:
                 lowest = self.closed_floor(seconds=deadline - time.monotonic())
                 if lowest.bytes > budget:
-                    return self._answer(Status.INFEASIBLE, budget, self.row, bound.NOTHING, began, 0, peak_bound=lowest)
-                first = next(highest, bound.NOTHING)
-            others = bound.other_instants(self.bound_game, self.precedence, single[1:], budget, deadline=deadline)
+                    return self._answer(Status.INFEASIBLE, budget, self.row, lower_bounds.NOTHING, began, 0, peak_bound=lowest)
+                first = next(highest, lower_bounds.NOTHING)
+            others = lower_bounds.other_instants(self.bound_game, self.precedence, single[1:], budget, deadline=deadline)
             hunt.start()
             try:
                 proof = programs.prove((itertools.chain([first], highest), others))

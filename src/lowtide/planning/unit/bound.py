@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.pebble.eager.problem import Problem
-from lowtide.trace import Need
+from lowtide.base.trace import Need
+from lowtide.planning.unit.problem import Problem
 
 _EVENTS_TRIED = 32
 """How many of the highest events are tried for the bound on extra time."""

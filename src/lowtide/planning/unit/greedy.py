@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from lowtide.pebble.eager.play import Timeline, play
-from lowtide.pebble.eager.problem import Action, Away, Key, Problem
-from lowtide.trace import Op
+from lowtide.base.trace import Op
+from lowtide.planning.unit.problem import Action, Away, Key, Problem
+from lowtide.planning.unit.simulate import Timeline, play
 
 _STEP_SHARE = 0.01
 """Share of (plain peak - base) by which one move of the walk lowers its highest point at least, if it can."""

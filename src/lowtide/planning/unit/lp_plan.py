@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lowtide.pebble import bound, windows
-from lowtide.pebble.before import Precedence
-from lowtide.pebble.bound import TimeBound
-from lowtide.pebble.eager.play import play
-from lowtide.pebble.eager.problem import Action, Away, Key, Problem
-from lowtide.pebble.eager.walk import State, lowered
-from lowtide.pebble.game import Game, game_of
-from lowtide.pebble.graph import Graph, Node, Offload
-from lowtide.trace import Op
+from lowtide.base.trace import Op
+from lowtide.planning.bounds import lower_bounds, windows
+from lowtide.planning.bounds.lower_bounds import TimeBound
+from lowtide.planning.bounds.precedence import Precedence
+from lowtide.planning.graph import Graph, Node, Offload
+from lowtide.planning.graph_arrays import Game, game_of
+from lowtide.planning.unit.greedy import State, lowered
+from lowtide.planning.unit.problem import Action, Away, Key, Problem
+from lowtide.planning.unit.simulate import play
 
 _INSTANTS = 6
 """Instants at most that a program looks at."""
@@ -144,13 +144,13 @@ class Relaxed:
         self.problem = problem
         self.layout = layout(problem)
         self.precedence = Precedence(self.layout.game, fixed=True)
-        self.instants = bound.looked_at(self.layout.game, self.precedence)
+        self.instants = lower_bounds.looked_at(self.layout.game, self.precedence)
         self.back = {i: v for v, i in enumerate(self.layout.values) if i >= 0}
 
     def at(self, budget_bytes: int, *, seconds: float) -> tuple[list[State], TimeBound]:
         """Decisions that hold a budget, or come near, and the bound; the states are played by the judge of units."""
         deadline = time.perf_counter() + seconds
-        best = bound.NOTHING
+        best = lower_bounds.NOTHING
         states: list[State] = []
         for found in self._programs(budget_bytes, deadline, states):
             if found.seconds > best.seconds:
@@ -163,7 +163,7 @@ class Relaxed:
     def _programs(self, budget: int, deadline: float, states: list[State]) -> Iterator[TimeBound]:
         game = self.layout.game
         left = deadline - time.perf_counter()
-        found = bound.one_instant(game, self.precedence, self.instants, budget, seconds=_STEP * left)
+        found = lower_bounds.one_instant(game, self.precedence, self.instants, budget, seconds=_STEP * left)
         yield found
         ops = {game.nodes.index(v) for v in found.nodes}
         while found.absent:

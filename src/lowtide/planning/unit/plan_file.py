@@ -6,11 +6,11 @@ from pathlib import Path
 
 import msgspec
 
-from lowtide.disk import write_file
-from lowtide.errors import PlanFileError
-from lowtide.pebble.eager.problem import Action, Away, Key, Problem
-from lowtide.pebble.eager.solve import Solution
-from lowtide.trace import Op, Trace
+from lowtide.base.errors import PlanFileError
+from lowtide.base.files import write_file
+from lowtide.base.trace import Op, Trace
+from lowtide.planning.unit.problem import Action, Away, Key, Problem
+from lowtide.planning.unit.solve import Solution
 
 FORMAT = 1
 """Version of the plan file."""

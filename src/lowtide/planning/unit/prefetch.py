@@ -11,9 +11,9 @@ from bisect import bisect_left
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.pebble.eager.play import Timeline
-from lowtide.pebble.eager.problem import Problem
-from lowtide.trace import Op
+from lowtide.base.trace import Op
+from lowtide.planning.unit.problem import Problem
+from lowtide.planning.unit.simulate import Timeline
 
 Need = tuple[int, int]
 """(value, which of its needs)."""

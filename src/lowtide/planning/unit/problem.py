@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.trace import Need, Op, Trace
+from lowtide.base.trace import Need, Op, Trace
 
 
 class Action(StrEnum):

@@ -1,6 +1,6 @@
 """The judge: plays decisions on a problem exactly as the runtime carries them out.
 
-The rules, which ``live/lean.py`` and ``live/replay.py`` follow to the letter:
+The rules, which ``runtime/planned/mode.py`` and ``runtime/replay/chain.py`` follow to the letter:
 
 * A value that is away in a gap leaves when nothing but autograd holds it and the node of its last need has finished.
 * At a need of an absent value the chain of operators that makes it again from what is present runs in recorded order.
@@ -23,9 +23,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.errors import StructureError
-from lowtide.pebble.eager.problem import FOREVER, Action, Away, Key, Problem
-from lowtide.trace import Op
+from lowtide.base.errors import StructureError
+from lowtide.base.trace import Op
+from lowtide.planning.unit.problem import FOREVER, Action, Away, Key, Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

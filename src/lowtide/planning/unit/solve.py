@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from lowtide.pebble.eager.bound import Bound, TimeBound, peak_bound
-from lowtide.pebble.eager.play import play
-from lowtide.pebble.eager.problem import Problem
-from lowtide.pebble.eager.walk import State, backtracked, lightened, pareto, walk
-from lowtide.pebble.status import Status
+from lowtide.planning.status import Status
+from lowtide.planning.unit.bound import Bound, TimeBound, peak_bound
+from lowtide.planning.unit.greedy import State, backtracked, lightened, pareto, walk
+from lowtide.planning.unit.problem import Problem
+from lowtide.planning.unit.simulate import play
 
 if TYPE_CHECKING:
-    from lowtide.pebble.eager.relax import Relaxed
+    from lowtide.planning.unit.lp_plan import Relaxed
 
 SECONDS = 4.0
 """How long the walk may take by default."""
@@ -102,7 +102,7 @@ class Front:
 
     @cached_property
     def _relaxed(self) -> Relaxed:
-        from lowtide.pebble.eager.relax import Relaxed  # brings scipy's solvers, which only a plan needs
+        from lowtide.planning.unit.lp_plan import Relaxed  # brings scipy's solvers, which only a plan needs
 
         return Relaxed(self.problem)
 

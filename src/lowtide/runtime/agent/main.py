@@ -19,21 +19,21 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
-from lowtide import interrupts
-from lowtide.errors import INTERRUPTED, NOT_HELD, BudgetError, LowtideError, RecordingError, UsageError
-from lowtide.live.constants import with_constants
-from lowtide.live.enough import Enough
-from lowtide.live.task import ACTIVE, PRELOAD, TASK, RecordOptions, RunOptions, Task, read_task
-from lowtide.outputs import Written, replace_json, write_json
-from lowtide.tell import tell
+from lowtide.base import interrupts
+from lowtide.base.errors import INTERRUPTED, NOT_HELD, BudgetError, LowtideError, RecordingError, UsageError
+from lowtide.base.messages import tell
+from lowtide.base.outputs import Written, replace_json, write_json
+from lowtide.base.package import PACKAGE
+from lowtide.runtime.agent.script_constants import with_constants
+from lowtide.runtime.agent.task import ACTIVE, PRELOAD, TASK, RecordOptions, RunOptions, Task, read_task
+from lowtide.runtime.early_stop import Enough
 
 if TYPE_CHECKING:
-    from lowtide.live.trial import Trial
+    from lowtide.runtime.agent.measured_run import Trial
 
-_PACKAGE: Final = str(Path(__file__).resolve().parent.parent)
 RECURSION: Final = 1000
 """Depth that our own figures need, whatever limit the script has set."""
-_HIDDEN: Final = (_PACKAGE, "<frozen runpy>", runpy.__file__)
+_HIDDEN: Final = (str(PACKAGE), "<frozen runpy>", runpy.__file__)
 
 
 _ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
@@ -74,7 +74,7 @@ def _run(task: Task) -> int:
     elif isinstance(options, RecordOptions):
         job = _Record(task, options)
     else:
-        from lowtide.live.trial import Trial
+        from lowtide.runtime.agent.measured_run import Trial
 
         job = Trial(options)
     code: Any = 0
@@ -180,9 +180,9 @@ class _Budget:
     """``lowtide run``: the script under a budget."""
 
     def __init__(self, options: RunOptions) -> None:
-        from lowtide.live.runtime import Runtime, Settings
-        from lowtide.planner import load_plan
-        from lowtide.units import parse_budget
+        from lowtide.base.units import parse_budget
+        from lowtide.planning.unit.plan_file import load_plan
+        from lowtide.runtime.control.runtime import Runtime, Settings
 
         self._options = options
         self.runtime = Runtime(
@@ -220,7 +220,7 @@ class _Budget:
 
     def finish(self, code: int, error: BaseException | None = None) -> None:
         """Stop watching; write and show the figures."""
-        from lowtide.planner import save_plan
+        from lowtide.planning.unit.plan_file import save_plan
         from lowtide.probe.catalogue import out_of_memory
         from lowtide.report.terminal import show_outcome
 
@@ -247,10 +247,10 @@ class _Record:
     """``lowtide record``: the script as it is, into a recording."""
 
     def __init__(self, task: Task, options: RecordOptions) -> None:
-        from lowtide.live.coarse import Coarse
-        from lowtide.live.native import preloaded
         from lowtide.probe.marks import WhenImported, watch_keras
-        from lowtide.store import Writer
+        from lowtide.recording.store import Writer
+        from lowtide.runtime.device.heap_counters import preloaded
+        from lowtide.runtime.record.process_sampler import Coarse
 
         self._options = options
         self._path = Path(options.output + _rank_suffix())
@@ -269,18 +269,18 @@ class _Record:
         self._awaited = [WhenImported("torch", self._torch_arrived), WhenImported("keras", watch_keras)]
 
     def _torch_arrived(self, _: types.ModuleType) -> None:
-        from lowtide.live import watch
+        from lowtide.runtime.record import run_recorder
 
-        self._watcher = watch.begin(self._writer, operators=self._options.operators, steps=self._options.steps)
+        self._watcher = run_recorder.begin(self._writer, operators=self._options.operators, steps=self._options.steps)
 
     def finish(self, code: int, error: BaseException | None = None) -> None:
         """Close the recording; write and show what it says."""
         for awaited in self._awaited:
             awaited.forget()
         if self._watcher is not None:
-            from lowtide.live import watch
+            from lowtide.runtime.record import run_recorder
 
-            watch.end(self._watcher, complete=error is None, whole=True)
+            run_recorder.end(self._watcher, complete=error is None, whole=True)
         self._coarse.stop()
         from lowtide.probe.catalogue import out_of_memory
 
@@ -289,8 +289,8 @@ class _Record:
             if self._writer.stopped is None:  # else it was said
                 tell(f"lowtide: no step was recorded: {self._path} is as it was before")
             return
+        from lowtide.recording.store import read
         from lowtide.report.recording import show_recording, to_json
-        from lowtide.store import read
 
         options = self._options
         if options.json is None and (options.quiet or _rank_suffix()):

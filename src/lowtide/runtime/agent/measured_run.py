@@ -10,17 +10,17 @@ import msgspec
 import psutil
 
 import torch
-from lowtide.errors import BudgetError, UsageError
-from lowtide.live.enough import Enough
-from lowtide.live.heap import CudaMeter, HeapMeter, Meter, counters
-from lowtide.live.native import preloaded
-from lowtide.live.runtime import Runtime, Settings
-from lowtide.live.steps import Clock
-from lowtide.live.task import TrialOptions
-from lowtide.live.tensors import modules_of, own_tensors, storages_of
+from lowtide.base.errors import BudgetError, UsageError
+from lowtide.base.trace import Phase
 from lowtide.probe.catalogue import out_of_memory
 from lowtide.probe.marks import Rounds
-from lowtide.trace import Phase
+from lowtide.runtime.agent.task import TrialOptions
+from lowtide.runtime.control.runtime import Runtime, Settings
+from lowtide.runtime.device.heap_counters import preloaded
+from lowtide.runtime.device.memory_meter import CudaMeter, HeapMeter, Meter, counters
+from lowtide.runtime.early_stop import Enough
+from lowtide.runtime.intercept.phases import Clock
+from lowtide.runtime.tensors import modules_of, own_tensors, storages_of
 
 MACHINE_SHARE = 0.9
 """Of the memory that the machine has available: what a run may take that is not capped otherwise."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping
 
-from lowtide.errors import UsageError
+from lowtide.base.errors import UsageError
 
 
 def with_constants(source: bytes, constants: Mapping[str, str], name: str) -> ast.Module:

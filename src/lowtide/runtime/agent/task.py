@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from lowtide.live.native import library_path
+from lowtide.runtime.device.heap_counters import library_path
 
 TASK: Final = "LOWTIDE_TASK"
 """Environment variable that carries the task to the agent; the agent removes it."""
@@ -119,7 +119,7 @@ def read_task(text: str) -> Task:
 def agent_command() -> list[str]:
     """The command of such a process: this interpreter with its options."""
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # the interpreter's own -X, -W, -O
-    return [sys.executable, *flags, "-m", "lowtide.start"]
+    return [sys.executable, *flags, "-m", "lowtide.runtime.agent.start"]
 
 
 def environment_of(task: Task) -> dict[str, str]:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from lowtide.errors import BudgetError
-from lowtide.live.outcome import PlanFigures
-from lowtide.pebble.eager.problem import Problem
-from lowtide.pebble.eager.solve import Solution
-from lowtide.pebble.status import Status
-from lowtide.units import format_bytes
+from lowtide.base.errors import BudgetError
+from lowtide.base.units import format_bytes
+from lowtide.planning.status import Status
+from lowtide.planning.unit.problem import Problem
+from lowtide.planning.unit.solve import Solution
+from lowtide.runtime.run_figures import PlanFigures
 
 ROOM: Final = 1.1
 """Of the lowest plan's peak, what a refusal names as a budget: libraries' workspaces and what a script adds come and go."""

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from lowtide.live.tensors import grad_of, modules_of, own_tensors, storages_of, tensors_in
-from lowtide.live.value import bytes_of
+from lowtide.runtime.storage.value import bytes_of
+from lowtide.runtime.tensors import grad_of, modules_of, own_tensors, storages_of, tensors_in
 
 
 @final

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final, final
 
-from lowtide.live.kind import Kind, is_smaller
-from lowtide.live.unit import Entry, near
+from lowtide.runtime.control.unit import Entry, near
+from lowtide.runtime.control.unit_signature import Kind, is_smaller
 
 SEEN_TWICE: Final = 2
 """Recordings of a kind of unit after which the nearest one is trusted on another base: its shift is then only an offset."""

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lowtide.pebble.eager.play import play
-from lowtide.pebble.eager.problem import Problem
-from lowtide.pebble.eager.solve import Solution
-from lowtide.pebble.eager.walk import State
-from lowtide.planner import Plan, decisions_of, fingerprint, plan_of
+from lowtide.planning.unit.greedy import State
+from lowtide.planning.unit.plan_file import Plan, decisions_of, fingerprint, plan_of
+from lowtide.planning.unit.problem import Problem
+from lowtide.planning.unit.simulate import play
+from lowtide.planning.unit.solve import Solution
 
 
 def wanted() -> bool:

@@ -20,56 +20,56 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
 import torch
-from lowtide.allowed import GRADIENTS, LOSS, PIECES, SLICES, UPDATE
-from lowtide.errors import BudgetError, SizeError
-from lowtide.live import agree
-from lowtide.live.aside import Asides
-from lowtide.live.available import available_bytes, return_freed_memory
-from lowtide.live.board import FileBoard, PinnedBoard, Ticket
-from lowtide.live.derivatives import Derivatives, Unseen
-from lowtide.live.enough import Enough
-from lowtide.live.full import FullMode
-from lowtide.live.gradients import MovedGradients
-from lowtide.live.guard import LIBRARY_BYTES, SLACK_BYTES, Evictor, Exempt, Refusals, Tally
-from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
-from lowtide.live.kind import Kind, is_smaller, kind_of
-from lowtide.live.lean import LeanMode, LeanRun, compile_script
-from lowtide.live.ledger import Ledger
-from lowtide.live.logits import Logits
-from lowtide.live.mode import tell_of_forks
-from lowtide.live.ops import OpInfo
-from lowtide.live.origin import is_applying
-from lowtide.live.outcome import POLICIES, Outcome, PlanFigures, StepFigures, Steps
-from lowtide.live.owed import GuardMode, Owed
-from lowtide.live.patches import Patches
-from lowtide.live.pieces import Pieces
-from lowtide.live.recorder import Bystander, Recorder
-from lowtide.live.recordings import CROSSED, Crossings, Recordings
-from lowtide.live.resident import Resident
-from lowtide.live.rises import TOLERANCE_SHARE as SMALLER_SHARE
-from lowtide.live.rises import Rises
-from lowtide.live.saver import Saver
-from lowtide.live.single_update import parameters_of
-from lowtide.live.slices import TEMPORARIES, Slices
-from lowtide.live.stack import Stack
-from lowtide.live.steps import Clock
-from lowtide.live.stopwatch import MATTERS_SHARE, Stopwatch
-from lowtide.live.tensors import beneath_autograd, node_of, storages_of, tensors_in, with_gradients
-from lowtide.live.unit import TOLERANCE_BYTES, TOLERANCE_SHARE, Entry, Left, Unit, near
-from lowtide.live.unreached import COMPILED, TRANSFORM, Unreached
-from lowtide.live.update import Updates
-from lowtide.live.value import PLAIN_TYPES, bytes_of, written_by
-from lowtide.live.verdict import figures_of, raised, refusal, resident_figures
-from lowtide.pebble.eager.bound import forced_live
-from lowtide.pebble.eager.play import play
-from lowtide.pebble.eager.problem import Problem
-from lowtide.pebble.eager.solve import Front, Solution
-from lowtide.pebble.eager.walk import State
-from lowtide.planner import Plan, dropped_sites, plan_of
+from lowtide.base.errors import BudgetError, SizeError
+from lowtide.base.lever_catalogue import GRADIENTS, LOSS, PIECES, SLICES, UPDATE
+from lowtide.base.messages import tell
+from lowtide.base.trace import Phase
+from lowtide.base.units import Auto, Share, Size, format_bytes
+from lowtide.planning.unit.bound import forced_live
+from lowtide.planning.unit.greedy import State
+from lowtide.planning.unit.plan_file import Plan, dropped_sites, plan_of
+from lowtide.planning.unit.problem import Problem
+from lowtide.planning.unit.simulate import play
+from lowtide.planning.unit.solve import Front, Solution
 from lowtide.probe.marks import Rounds
-from lowtide.tell import tell
-from lowtide.trace import Phase
-from lowtide.units import Auto, Share, Size, format_bytes
+from lowtide.runtime.control import plan_consensus
+from lowtide.runtime.control.budget_error import figures_of, raised, refusal, resident_figures
+from lowtide.runtime.control.peak_model import TOLERANCE_SHARE as SMALLER_SHARE
+from lowtide.runtime.control.peak_model import Rises
+from lowtide.runtime.control.persistent_state import Resident
+from lowtide.runtime.control.plan_cache import CROSSED, Crossings, Recordings
+from lowtide.runtime.control.unit import TOLERANCE_BYTES, TOLERANCE_SHARE, Entry, Left, Unit, near
+from lowtide.runtime.control.unit_signature import Kind, is_smaller, kind_of
+from lowtide.runtime.device.available_memory import available_bytes, return_freed_memory
+from lowtide.runtime.device.memory_meter import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
+from lowtide.runtime.device.offload import FileBoard, PinnedBoard, Ticket
+from lowtide.runtime.early_stop import Enough
+from lowtide.runtime.intercept.bypass import Asides
+from lowtide.runtime.intercept.coverage import COMPILED, TRANSFORM, Unreached
+from lowtide.runtime.intercept.data_swaps import is_applying
+from lowtide.runtime.intercept.dispatch_mode import tell_of_forks
+from lowtide.runtime.intercept.mode_sensitive_backward import Derivatives, Unseen
+from lowtide.runtime.intercept.mode_stack import Stack
+from lowtide.runtime.intercept.phases import Clock
+from lowtide.runtime.intercept.pointer_escapes import Patches
+from lowtide.runtime.levers.deferred_logits import Logits
+from lowtide.runtime.levers.offloaded_gradients import MovedGradients
+from lowtide.runtime.levers.optimizer_in_backward import Updates
+from lowtide.runtime.levers.single_update import parameters_of
+from lowtide.runtime.levers.sliced_optimizer import TEMPORARIES, Slices
+from lowtide.runtime.levers.split_layers import Pieces
+from lowtide.runtime.online.eviction import LIBRARY_BYTES, SLACK_BYTES, Evictor, Exempt, Refusals, Tally
+from lowtide.runtime.online.mode import FullMode
+from lowtide.runtime.planned.mode import LeanMode, LeanRun, compile_script
+from lowtide.runtime.planned.retained_graphs import GuardMode, Owed
+from lowtide.runtime.planned.timing import MATTERS_SHARE, Stopwatch
+from lowtide.runtime.record.saved_tensors import Saver
+from lowtide.runtime.record.trace_recorder import Bystander, Recorder
+from lowtide.runtime.run_figures import POLICIES, Outcome, PlanFigures, StepFigures, Steps
+from lowtide.runtime.storage.ledger import Ledger
+from lowtide.runtime.storage.op_schema import OpInfo
+from lowtide.runtime.storage.value import PLAIN_TYPES, bytes_of, written_by
+from lowtide.runtime.tensors import beneath_autograd, node_of, storages_of, tensors_in, with_gradients
 
 CLOCKED = 1
 """Units that must have followed their recording before the next one is timed: the second board's pages are warm then."""
@@ -98,7 +98,8 @@ class Settings:
         keep: modules whose values are never dropped.
         plan: a plan loaded from a file.
         offload: whether values may be moved to the second board.
-        allow: levers (:mod:`lowtide.allowed`) that may be used; exact ones are, where they are needed, without being named.
+        allow: levers (:mod:`lowtide.base.lever_catalogue`) that may be used; exact ones are, where they are needed, without
+            being named.
         without: levers that must not be used.
         refusal: makes what is raised when the budget cannot be held; the :class:`BudgetError` itself by default.
         steps: after which the script is ended; 0 for never.
@@ -773,7 +774,7 @@ class Runtime:
             self._run_fully(unit, None, record=False)
             return
         entry = self.recordings.nearest(kind, base)
-        if self._units in AGREED_UNITS and agree.wanted():
+        if self._units in AGREED_UNITS and plan_consensus.wanted():
             self._agree(entry, unit)
         if entry is None:
             self._check_resident()
@@ -863,9 +864,9 @@ class Runtime:
 
     def _agree(self, entry: Entry | None, unit: Unit) -> None:
         """All ranks take part, whether they have a plan or not: these are collectives."""
-        room = agree.on_room(None if entry is None else self._room_for(entry, entry.shift(unit)))
+        room = plan_consensus.on_room(None if entry is None else self._room_for(entry, entry.shift(unit)))
         mine = None if entry is None or room is None else self._within(entry, room)
-        agreed = agree.on_plan(None if entry is None else entry.problem, mine)
+        agreed = plan_consensus.on_plan(None if entry is None else entry.problem, mine)
         if entry is not None:
             entry.agreed = agreed
 

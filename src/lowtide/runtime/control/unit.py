@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
-from lowtide.live.kind import Kind
-from lowtide.live.lean import LeanMode, Script
-from lowtide.live.recorder import Recorder
-from lowtide.pebble.eager.problem import Problem
-from lowtide.pebble.eager.solve import Front, Solution
-from lowtide.pebble.eager.walk import State
-from lowtide.trace import Trace
+from lowtide.base.trace import Trace
+from lowtide.planning.unit.greedy import State
+from lowtide.planning.unit.problem import Problem
+from lowtide.planning.unit.solve import Front, Solution
+from lowtide.runtime.control.unit_signature import Kind
+from lowtide.runtime.planned.mode import LeanMode, Script
+from lowtide.runtime.record.trace_recorder import Recorder
 
 TOLERANCE_BYTES = 64 << 10
 """Two bases, or a prediction and a measurement, agree within so much ..."""

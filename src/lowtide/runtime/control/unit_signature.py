@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from lowtide.live.tensors import grad_of, modules_of
+from lowtide.runtime.tensors import grad_of, modules_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The counters of ``native/heap.c``, as memory that Python reads; nothing here needs torch."""
+"""The counters of ``probe/heap.c``, as memory that Python reads; nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import ctypes
 from pathlib import Path
 from typing import Final
 
-_PACKAGE: Final = Path(__file__).resolve().parent.parent
+from lowtide.base.package import PACKAGE
+
 FIELDS: Final = (
     "layout",
     "tensor_live",
@@ -27,14 +28,14 @@ FIELDS: Final = (
 
 
 class Counters(ctypes.Structure):
-    """The library's counters, in its own memory: keep in step with ``native/heap.c``."""
+    """The library's counters, in its own memory: keep in step with ``probe/heap.c``."""
 
     _fields_ = [(name, ctypes.c_int64) for name in FIELDS]
 
 
 def library_path() -> Path | None:
     """Where the compiled counter lies; None where it was not built (no compiler, no Linux)."""
-    return next(iter(sorted(_PACKAGE.glob("_heap*.so"))), None)
+    return next(iter(sorted((PACKAGE / "probe").glob("_heap*.so"))), None)
 
 
 def preloaded() -> Counters | None:

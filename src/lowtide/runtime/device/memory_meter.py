@@ -1,6 +1,6 @@
 """Meters: live and peak bytes of a device, behind one interface.
 
-``HeapMeter`` reads the counter of ``native/heap.c``; ``CudaMeter`` reads CUDA's caching allocator. Where neither is there,
+``HeapMeter`` reads the counter of ``probe/heap.c``; ``CudaMeter`` reads CUDA's caching allocator. Where neither is there,
 ``LedgerMeter`` knows the storages that the dispatch mode has seen, and has torch's profiler look into single operators.
 """
 
@@ -15,9 +15,9 @@ from functools import cached_property
 from typing import Any, Protocol, final
 
 import torch
-from lowtide.live.native import FIELDS, Counters, library_path
-from lowtide.live.peak_statistics import PeakStatistics
-from lowtide.live.tensors import storages_of, tensors_so_far, with_gradients
+from lowtide.runtime.device.heap_counters import FIELDS, Counters, library_path
+from lowtide.runtime.device.peak_statistics import PeakStatistics
+from lowtide.runtime.tensors import storages_of, tensors_so_far, with_gradients
 
 _PROBE_BYTES = 4096
 """A block that tells who is taken for whom."""

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any, Protocol, final
 
 import torch
-from lowtide.disk import ROOM_FOR_TEMPORARY_FILES, reserve, why
-from lowtide.live.available import groups, is_in_memory
-from lowtide.pebble.eager.problem import Bandwidth
-from lowtide.tell import tell
+from lowtide.base.files import ROOM_FOR_TEMPORARY_FILES, reserve, why
+from lowtide.base.messages import tell
+from lowtide.planning.unit.problem import Bandwidth
+from lowtide.runtime.device.available_memory import groups, is_in_memory
 
 _PROBE_BYTES = 8 << 20
 """Bytes written and read to measure a board ..."""

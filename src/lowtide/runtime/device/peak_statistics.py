@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, final
 
 import torch
-from lowtide.live.wraps import Wraps
+from lowtide.runtime.monkeypatch import Wraps
 
 _READERS: Final = ("_cuda_memoryStats", "_accelerator_getDeviceStats")
 _RESETTERS: Final = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")

@@ -21,11 +21,11 @@ from torch._functorch import eager_transforms
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch
-from lowtide.live.origin import watch_exchanges
-from lowtide.live.stack import Stack
-from lowtide.live.steps import Clock
-from lowtide.live.wraps import Wraps, lifted
 from lowtide.probe.marks import WhenImported
+from lowtide.runtime.intercept.data_swaps import watch_exchanges
+from lowtide.runtime.intercept.mode_stack import Stack
+from lowtide.runtime.intercept.phases import Clock
+from lowtide.runtime.monkeypatch import Wraps, lifted
 
 Around = Callable[[Any, Callable[..., Any], Any, Any], Any]
 """What runs a compiled region: given what is known of it (a module or a function), what calls it, and its arguments."""

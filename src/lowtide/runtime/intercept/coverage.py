@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Final, final
 
 import torch
-from lowtide.live.stack import Stack
-from lowtide.live.tensors import tensors_in
-from lowtide.live.value import PLAIN_TYPES
+from lowtide.runtime.intercept.mode_stack import Stack
+from lowtide.runtime.storage.value import PLAIN_TYPES
+from lowtide.runtime.tensors import tensors_in
 
 THREAD: Final = "a model is called in another thread than the one in which Lowtide was started"
 TRANSFORM: Final = "a model is called under a transform of torch.func, or in a level of dual numbers"

@@ -16,8 +16,8 @@ from typing import Any, Protocol, final
 from torch.utils import checkpoint
 
 import torch
-from lowtide.live.tensors import node_of
-from lowtide.live.wraps import Wraps
+from lowtide.runtime.monkeypatch import Wraps
+from lowtide.runtime.tensors import node_of
 
 
 class Keeper(Protocol):

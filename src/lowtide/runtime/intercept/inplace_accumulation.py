@@ -22,7 +22,7 @@ from typing import Any, Final, final
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch
-from lowtide.live.value import sole_owner
+from lowtide.runtime.storage.value import sole_owner
 
 _ATEN: Final = torch.ops.aten
 _SELECTING: Final = frozenset({"Max", "Min", "Kthvalue", "Median", "Nanmedian", "Mode", "Topk", "Sort"})

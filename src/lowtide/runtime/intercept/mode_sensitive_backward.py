@@ -26,9 +26,9 @@ from torch._functorch import predispatch
 from torch.autograd import forward_ad
 
 import torch
-from lowtide.live.mode import ours_alone, put_back, take_all
-from lowtide.live.tensors import node_of
-from lowtide.live.wraps import Wraps
+from lowtide.runtime.intercept.dispatch_mode import ours_alone, put_back, take_all
+from lowtide.runtime.monkeypatch import Wraps
+from lowtide.runtime.tensors import node_of
 
 
 class _Otherwise(NamedTuple):

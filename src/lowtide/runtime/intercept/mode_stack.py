@@ -9,7 +9,7 @@ from typing import Any, final
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 import torch
-from lowtide.live.mode import Mode
+from lowtide.runtime.intercept.dispatch_mode import Mode
 
 
 @final

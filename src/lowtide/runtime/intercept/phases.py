@@ -20,10 +20,10 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.optim import optimizer as optim
 
 import torch
-from lowtide.live.derivatives import Derivatives
-from lowtide.live.wraps import Wraps
+from lowtide.base.trace import Phase
 from lowtide.probe.marks import watch_made
-from lowtide.trace import Phase
+from lowtide.runtime.intercept.mode_sensitive_backward import Derivatives
+from lowtide.runtime.monkeypatch import Wraps
 
 MOST_ACCUMULATED = 4096
 """Backwards without an optimizer's step after which none is expected any more, though there is one."""

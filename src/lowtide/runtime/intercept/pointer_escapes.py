@@ -4,7 +4,7 @@
   value is not made again from its operator; under a plan, what replays would read there is made at once, and stays.
 * ``Tensor.register_hook`` and its kin, ``autograd.Function.apply``: code of the script will run in backward, so writes are
   watched there. ``Tensor.grad_fn`` and ``get_gradient_edge`` lead to the nodes of the graph, on which hooks may be put unseen.
-* Setters of what decides bits (``live/numerics``).
+* Setters of what decides bits (``runtime/numeric_settings``).
 * ``UntypedStorage.resize_``: FSDP frees and fills the storages of parameters so; nothing is made again from such a storage.
 """
 
@@ -19,17 +19,18 @@ from typing import TYPE_CHECKING, Any, Final, final
 import torch.utils.dlpack
 
 import torch
-from lowtide.live import numerics
-from lowtide.live.origin import applying
-from lowtide.live.tensors import on_storage
-from lowtide.live.wraps import Wraps
+from lowtide.base.package import PACKAGE
+from lowtide.runtime import numeric_settings
+from lowtide.runtime.intercept.data_swaps import applying
+from lowtide.runtime.monkeypatch import Wraps
+from lowtide.runtime.tensors import on_storage
 
 if TYPE_CHECKING:
-    from lowtide.live.runtime import Runtime
+    from lowtide.runtime.control.runtime import Runtime
 
 _POINTERS: Final = ("numpy", "__array__", "data_ptr", "__dlpack__")
 _CAPSULES: Final = ((torch, "to_dlpack"), (torch.utils.dlpack, "to_dlpack"), (torch._C, "_to_dlpack"))
-_OWN: Final = (str(Path(str(torch.__file__)).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep)
+_OWN: Final = (str(Path(str(torch.__file__)).parent) + os.sep, str(PACKAGE) + os.sep)
 """Whose looks at a tensor's node put no code of the script there."""
 
 
@@ -56,7 +57,7 @@ class Patches:
         self._wraps.put(torch.Tensor, "grad_fn", self._leading)
         if hasattr(torch.autograd.graph, "get_gradient_edge"):
             self._wraps.put(torch.autograd.graph, "get_gradient_edge", self._hooking)
-        numerics.watch(self._wraps)
+        numeric_settings.watch(self._wraps)
 
     def remove(self) -> None:
         """Take them off."""

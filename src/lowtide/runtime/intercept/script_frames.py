@@ -17,8 +17,9 @@ from types import CodeType, FrameType, FunctionType, MemberDescriptorType
 from typing import Any, Final
 
 import torch
+from lowtide.base.package import PACKAGE
 
-_HIDDEN: Final = (str(Path(torch.__file__).parent), str(Path(__file__).resolve().parent.parent), "<frozen", "<string>")
+_HIDDEN: Final = (str(Path(torch.__file__).parent), str(PACKAGE), "<frozen", "<string>")
 _LIBRARY: Final = sysconfig.get_path("stdlib") + os.sep
 """Python's own library, in whose folder (``site-packages``) others may be installed."""
 _DEPTH: Final = 3

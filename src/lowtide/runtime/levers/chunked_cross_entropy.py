@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lowtide.allowed import LOSS
-from lowtide.errors import LeverError
+from lowtide.base.errors import LeverError
+from lowtide.base.lever_catalogue import LOSS
 
 CAST_BYTES = 256 << 10
 """Of a sum that is cast at once."""

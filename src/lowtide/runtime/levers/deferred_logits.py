@@ -17,13 +17,13 @@ from typing import Any, Final, final
 from torch.nn import functional
 
 import torch
-from lowtide.allowed import LEAST_LOGITS_BYTES, LOSS, WIDE
-from lowtide.errors import LeverError
-from lowtide.live.loss import Asked, ChunkedLoss, Step
-from lowtide.live.outcome import LeverFigures
-from lowtide.live.tensors import node_of
-from lowtide.live.value import PLAIN_TYPES, flatten
-from lowtide.live.wraps import Wraps, unwrapped
+from lowtide.base.errors import LeverError
+from lowtide.base.lever_catalogue import LEAST_LOGITS_BYTES, LOSS, WIDE
+from lowtide.runtime.levers.chunked_cross_entropy import Asked, ChunkedLoss, Step
+from lowtide.runtime.monkeypatch import Wraps, unwrapped
+from lowtide.runtime.run_figures import LeverFigures
+from lowtide.runtime.storage.value import PLAIN_TYPES, flatten
+from lowtide.runtime.tensors import node_of
 
 SAMPLES: Final = 64
 """Elements of a tensor by which a write that no counter shows is noticed."""

@@ -3,8 +3,8 @@
 The lever that a budget pulls by itself where no plan holds it otherwise. When autograd has accumulated a parameter's gradient,
 its bytes are moved and ``parameter.grad`` is left empty; whoever reads ``parameter.grad`` gets the gradient back, bit for bit,
 so that no script can go wrong by it. The optimizer's step is where the bytes count: it runs one parameter at a time
-(:mod:`lowtide.live.single_update`), and each gradient is there for its own update alone. Where that is not possible (an
-unknown optimizer, a closure, step hooks), the step reads all gradients as it always does.
+(:mod:`lowtide.runtime.levers.single_update`), and each gradient is there for its own update alone. Where that is not possible
+(an unknown optimizer, a closure, step hooks), the step reads all gradients as it always does.
 
 Readers in Python are found by a property in place of ``Parameter.grad``. In C++ only autograd's ``AccumulateGrad`` reads it
 (``torch/csrc/autograd/functions/accumulate_grad.h``): a gradient that is added to one that was moved is added here.
@@ -21,13 +21,13 @@ from typing import Any, Final, final
 from torch.optim import optimizer as optim
 
 import torch
-from lowtide.allowed import GRADIENTS
-from lowtide.live.board import Ticket
-from lowtide.live.outcome import LeverFigures
-from lowtide.live.single_update import in_order, parameters_of, unfit, update_one
-from lowtide.live.tensors import beneath_autograd, is_plain
-from lowtide.live.value import PLAIN_TYPES, Meta, meta_of, sole_owner, view_on
-from lowtide.live.wraps import Wraps, unwrapped
+from lowtide.base.lever_catalogue import GRADIENTS
+from lowtide.runtime.device.offload import Ticket
+from lowtide.runtime.levers.single_update import in_order, parameters_of, unfit, update_one
+from lowtide.runtime.monkeypatch import Wraps, unwrapped
+from lowtide.runtime.run_figures import LeverFigures
+from lowtide.runtime.storage.value import PLAIN_TYPES, Meta, meta_of, sole_owner, view_on
+from lowtide.runtime.tensors import beneath_autograd, is_plain
 
 LEAST_BYTES: Final = 4096
 """Smaller gradients stay: moving them would cost more than they do."""

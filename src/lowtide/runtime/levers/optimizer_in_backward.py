@@ -3,9 +3,10 @@
 Exact only where nobody looks at the gradients, or at the parameters, between the backward and the optimizer's step. So the
 lever acts only where the user asks for it by name, and what the script does is watched for as long as it runs: whoever does
 one of those things gets a :class:`LeverError` before anything wrong is computed, because a consumed gradient cannot be given
-back. (:mod:`lowtide.live.gradients` is the lever that a budget may pull by itself: it keeps gradients readable.)
+back. (:mod:`lowtide.runtime.levers.offloaded_gradients` is the lever that a budget may pull by itself: it keeps gradients
+readable.)
 
-The update itself is the optimizer's own code, run on one parameter (:mod:`lowtide.live.single_update`).
+The update itself is the optimizer's own code, run on one parameter (:mod:`lowtide.runtime.levers.single_update`).
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from torch.optim import optimizer as optim
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _get_current_dispatch_mode_stack
 
 import torch
-from lowtide.allowed import UPDATE
-from lowtide.errors import LeverError
-from lowtide.live.mode import Mode
-from lowtide.live.outcome import LeverFigures
-from lowtide.live.single_update import in_order, parameters_of, unfit, update_one
-from lowtide.live.tensors import grad_of, is_plain, on_storage, storages_of
-from lowtide.live.value import flatten, sole_owner
-from lowtide.live.wraps import Wraps, unwrapped
-from lowtide.tell import tell
-from lowtide.trace import Phase
+from lowtide.base.errors import LeverError
+from lowtide.base.lever_catalogue import UPDATE
+from lowtide.base.messages import tell
+from lowtide.base.package import PACKAGE
+from lowtide.base.trace import Phase
+from lowtide.runtime.intercept.dispatch_mode import Mode
+from lowtide.runtime.levers.single_update import in_order, parameters_of, unfit, update_one
+from lowtide.runtime.monkeypatch import Wraps, unwrapped
+from lowtide.runtime.run_figures import LeverFigures
+from lowtide.runtime.storage.value import flatten, sole_owner
+from lowtide.runtime.tensors import grad_of, is_plain, on_storage, storages_of
 
 SHARED: Final = "something else (a NumPy array, a view) refers to a parameter's memory when the optimizer is made"
 
 _GRAD: Any = torch._C.TensorBase.grad
 _TORCH: Final = str(Path(torch.__file__).parent)
-_PACKAGE: Final = str(Path(__file__).resolve().parent.parent)
 _MODULES: Final = torch.nn.modules.module.__file__
 
 
@@ -532,6 +533,6 @@ def _moves_modules() -> bool:
 def _where() -> str:
     """The script's own line, for people."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _PACKAGE)):
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, str(PACKAGE))):
         frame = frame.f_back  # type: ignore[assignment]
     return "" if frame is None else f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"

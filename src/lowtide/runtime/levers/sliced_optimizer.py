@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any, Final, final
 
 import torch
-from lowtide.allowed import SLICES
-from lowtide.live.outcome import LeverFigures
-from lowtide.live.value import bytes_of
-from lowtide.live.wraps import Wraps
+from lowtide.base.lever_catalogue import SLICES
+from lowtide.runtime.monkeypatch import Wraps
+from lowtide.runtime.run_figures import LeverFigures
+from lowtide.runtime.storage.value import bytes_of
 
 _KINDS: Final = ("sgd", "adam", "rmsprop", "adagrad", "adadelta", "adamax", "nadam", "radam")
 

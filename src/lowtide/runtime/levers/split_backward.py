@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
-from lowtide.allowed import CHANNEL_PIECES, sample_pieces
+from lowtide.base.lever_catalogue import CHANNEL_PIECES, sample_pieces
 
 
 def pieces_of(x: torch.Tensor) -> int:

@@ -1,5 +1,5 @@
 """One layer in pieces, so that no operator works on all of it: recurrent layers over time, attention over samples, backwards
-of convolutions and batch norms over samples and channels (``live/samples``).
+of convolutions and batch norms over samples and channels (``runtime/levers/split_backward``).
 
 oneDNN and cuDNN run a recurrent layer over the whole sequence as one operator, whose workspace and whose backward are as large
 as the sequence. In pieces the state is carried from one to the next; each piece's saved values can be let go and made again
@@ -16,10 +16,10 @@ from typing import Any, Final, final
 from torch.nn import functional
 
 import torch
-from lowtide.allowed import LEAST_PIECES_BYTES, PIECES
-from lowtide.live.outcome import LeverFigures
-from lowtide.live.samples import Convolution, Norm, pieces_of
-from lowtide.live.wraps import Wraps
+from lowtide.base.lever_catalogue import LEAST_PIECES_BYTES, PIECES
+from lowtide.runtime.levers.split_backward import Convolution, Norm, pieces_of
+from lowtide.runtime.monkeypatch import Wraps
+from lowtide.runtime.run_figures import LeverFigures
 
 COUNT: Final = 10
 """Pieces of a sequence ..."""

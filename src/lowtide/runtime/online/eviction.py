@@ -17,16 +17,18 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from lowtide.errors import ReplayError
-from lowtide.live.bits import checksum
-from lowtide.live.board import FileBoard, PinnedBoard, Shared
-from lowtide.live.foresee import bytes_beside, fresh_bytes
-from lowtide.live.heap import Meter
-from lowtide.live.ledger import Ledger
-from lowtide.live.ops import OpInfo
-from lowtide.live.replay import remake
-from lowtide.live.tensors import beneath_autograd, on_storage
-from lowtide.live.value import (
+from lowtide.base.errors import ReplayError
+from lowtide.base.trace import Site
+from lowtide.planning.unit.problem import Bandwidth
+from lowtide.probe.catalogue import out_of_memory
+from lowtide.runtime.device.memory_meter import Meter
+from lowtide.runtime.device.offload import FileBoard, PinnedBoard, Shared
+from lowtide.runtime.replay.chain import remake
+from lowtide.runtime.storage.checksum import checksum
+from lowtide.runtime.storage.ledger import Ledger
+from lowtide.runtime.storage.op_schema import OpInfo
+from lowtide.runtime.storage.output_size import bytes_beside, fresh_bytes
+from lowtide.runtime.storage.value import (
     PLAIN_TYPES,
     Anchor,
     Argument,
@@ -40,9 +42,7 @@ from lowtide.live.value import (
     whole,
     written_by,
 )
-from lowtide.pebble.eager.problem import Bandwidth
-from lowtide.probe.catalogue import out_of_memory
-from lowtide.trace import Site
+from lowtide.runtime.tensors import beneath_autograd, on_storage
 
 SMALLEST_BYTES = 2048
 """Values below this size are never dropped: their book-keeping would cost more than they do."""

@@ -12,11 +12,11 @@ import weakref
 from typing import TYPE_CHECKING, Any, final
 
 import torch
-from lowtide.live.engine import in_place
-from lowtide.live.mode import Mode, make_way
-from lowtide.live.ops import OpInfo, info_of
-from lowtide.live.tensors import on_storage
-from lowtide.live.value import (
+from lowtide.base.trace import Op, Site
+from lowtide.runtime.intercept.dispatch_mode import Mode, make_way
+from lowtide.runtime.intercept.inplace_accumulation import in_place
+from lowtide.runtime.storage.op_schema import OpInfo, info_of
+from lowtide.runtime.storage.value import (
     NO_DISPATCH,
     PLAIN_TYPES,
     Argument,
@@ -29,14 +29,14 @@ from lowtide.live.value import (
     state_bytes,
     written_by,
 )
-from lowtide.trace import Op, Site
+from lowtide.runtime.tensors import on_storage
 
 if TYPE_CHECKING:
-    from lowtide.live.guard import Evictor
-    from lowtide.live.ledger import Ledger
-    from lowtide.live.owed import Guard
-    from lowtide.live.recorder import Recorder
-    from lowtide.live.steps import Clock
+    from lowtide.runtime.intercept.phases import Clock
+    from lowtide.runtime.online.eviction import Evictor
+    from lowtide.runtime.planned.retained_graphs import Guard
+    from lowtide.runtime.record.trace_recorder import Recorder
+    from lowtide.runtime.storage.ledger import Ledger
 
 
 

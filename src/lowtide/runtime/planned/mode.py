@@ -17,19 +17,22 @@ from operator import itemgetter
 from typing import Any, final
 
 import torch
-from lowtide.errors import ReplayError
-from lowtide.live.bits import digest
-from lowtide.live.board import FileBoard, PinnedBoard
-from lowtide.live.engine import in_place
-from lowtide.live.guard import Refusals, Tally, held_alone
-from lowtide.live.mode import Mode, make_way
-from lowtide.live.ops import info_of
-from lowtide.live.origin import Origin
-from lowtide.live.replay import remake
-from lowtide.live.saver import Kept, detached, modified_in_place
-from lowtide.live.stopwatch import Stopwatch
-from lowtide.live.tensors import beneath_autograd, on_storage
-from lowtide.live.value import (
+from lowtide.base.errors import ReplayError
+from lowtide.base.trace import Op, Trace
+from lowtide.planning.unit.greedy import State
+from lowtide.planning.unit.prefetch import fetches_ahead
+from lowtide.planning.unit.problem import Action, Problem
+from lowtide.runtime.device.offload import FileBoard, PinnedBoard
+from lowtide.runtime.intercept.data_swaps import Origin
+from lowtide.runtime.intercept.dispatch_mode import Mode, make_way
+from lowtide.runtime.intercept.inplace_accumulation import in_place
+from lowtide.runtime.online.eviction import Refusals, Tally, held_alone
+from lowtide.runtime.planned.timing import Stopwatch
+from lowtide.runtime.record.saved_tensors import Kept, detached, modified_in_place
+from lowtide.runtime.replay.chain import remake
+from lowtide.runtime.storage.checksum import digest
+from lowtide.runtime.storage.op_schema import info_of
+from lowtide.runtime.storage.value import (
     PLAIN_TYPES,
     Anchor,
     Argument,
@@ -51,10 +54,7 @@ from lowtide.live.value import (
     watch,
     whole,
 )
-from lowtide.pebble.eager.ahead import fetches_ahead
-from lowtide.pebble.eager.problem import Action, Problem
-from lowtide.pebble.eager.walk import State
-from lowtide.trace import Op, Trace
+from lowtide.runtime.tensors import beneath_autograd, on_storage
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Protocol, final
 
 import torch
-from lowtide.live.lean import LeanMode
-from lowtide.live.mode import Mode, make_way
-from lowtide.live.ops import info_of
-from lowtide.live.value import PLAIN_TYPES, written_by
+from lowtide.runtime.intercept.dispatch_mode import Mode, make_way
+from lowtide.runtime.planned.mode import LeanMode
+from lowtide.runtime.storage.op_schema import info_of
+from lowtide.runtime.storage.value import PLAIN_TYPES, written_by
 
 
 class Guard(Protocol):

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any, final
 
-from lowtide.pebble.eager.problem import FRESH_BYTES, Bandwidth, Problem
-from lowtide.trace import Op
+from lowtide.base.trace import Op
+from lowtide.planning.unit.problem import FRESH_BYTES, Bandwidth, Problem
 
 LEAST_BYTES = 1 << 20
 """Fewer bytes moved say nothing of a board's speed."""

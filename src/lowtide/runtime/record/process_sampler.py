@@ -13,10 +13,10 @@ from typing import Final, final
 
 import psutil
 
-from lowtide.live.native import preloaded
 from lowtide.probe import marks
 from lowtide.probe.marks import Kind
-from lowtide.store import ProcessRow, Writer
+from lowtide.recording.store import ProcessRow, Writer
+from lowtide.runtime.device.heap_counters import preloaded
 
 INTERVAL_SECONDS: Final = 0.02
 """Between two looks at the resident size (one read of ``/proc``)."""

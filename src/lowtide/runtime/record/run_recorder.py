@@ -1,7 +1,7 @@
 """Recording a script as it is: what appears, is saved, is let go, and how high memory stands, into a recording.
 
 Nothing is held that the plain run would not hold, and nothing is decided: names, roles and causes are worked out by the
-reader (:mod:`lowtide.explain`) from what is written here.
+reader (:mod:`lowtide.recording.explanation`) from what is written here.
 """
 
 from __future__ import annotations
@@ -24,22 +24,34 @@ from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedte
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 import torch
-from lowtide.live.aside import Asides
-from lowtide.live.derivatives import Derivatives, Unseen
-from lowtide.live.engine import Engine, in_place, reaches_twice, running
-from lowtide.live.enough import Enough
-from lowtide.live.frames import holders, user_line
-from lowtide.live.heap import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
-from lowtide.live.mode import Mode, make_way, tell_of_forks
-from lowtide.live.ops import OpInfo, info_of
-from lowtide.live.saver import Kept
-from lowtide.live.stack import Stack
-from lowtide.live.steps import Clock
-from lowtide.live.tensors import beneath_autograd, grad_of, on_storage, tensors_in, tensors_so_far
-from lowtide.live.value import NO_DISPATCH, PLAIN_TYPES, StorageRef, written_by
+from lowtide.base.trace import Phase
 from lowtide.probe.marks import Rounds
-from lowtide.store import BY_ZERO, CARRIED, COMPILED, HELD_BYTES, PHASES, Flag, Kind, Role, Writer, encode_run, summed
-from lowtide.trace import Phase
+from lowtide.recording.store import (
+    BY_ZERO,
+    CARRIED,
+    COMPILED,
+    HELD_BYTES,
+    PHASES,
+    Flag,
+    Kind,
+    Role,
+    Writer,
+    encode_run,
+    summed,
+)
+from lowtide.runtime.device.memory_meter import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
+from lowtide.runtime.early_stop import Enough
+from lowtide.runtime.intercept.bypass import Asides
+from lowtide.runtime.intercept.dispatch_mode import Mode, make_way, tell_of_forks
+from lowtide.runtime.intercept.inplace_accumulation import Engine, in_place, reaches_twice, running
+from lowtide.runtime.intercept.mode_sensitive_backward import Derivatives, Unseen
+from lowtide.runtime.intercept.mode_stack import Stack
+from lowtide.runtime.intercept.phases import Clock
+from lowtide.runtime.intercept.script_frames import holders, user_line
+from lowtide.runtime.record.saved_tensors import Kept
+from lowtide.runtime.storage.op_schema import OpInfo, info_of
+from lowtide.runtime.storage.value import NO_DISPATCH, PLAIN_TYPES, StorageRef, written_by
+from lowtide.runtime.tensors import beneath_autograd, grad_of, on_storage, tensors_in, tensors_so_far
 
 FIRST_STEPS: Final = 3
 """Steps whose entries are always kept: the first allocates states and gradients, the second is warm, the third confirms."""

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from lowtide.live.board import Ticket
-from lowtide.live.guard import Evictor
-from lowtide.live.ledger import Ledger
-from lowtide.live.origin import Origin
-from lowtide.live.recorder import Recorder
-from lowtide.live.tensors import beneath_autograd, node_of, on_storage
-from lowtide.live.value import NO_DISPATCH, PLAIN_TYPES, Meta, Value, meta_of, view_on, watch
+from lowtide.runtime.device.offload import Ticket
+from lowtide.runtime.intercept.data_swaps import Origin
+from lowtide.runtime.online.eviction import Evictor
+from lowtide.runtime.record.trace_recorder import Recorder
+from lowtide.runtime.storage.ledger import Ledger
+from lowtide.runtime.storage.value import NO_DISPATCH, PLAIN_TYPES, Meta, Value, meta_of, view_on, watch
+from lowtide.runtime.tensors import beneath_autograd, node_of, on_storage
 
 
 def modified_in_place(meta: Meta, found: int, expected: int) -> RuntimeError:

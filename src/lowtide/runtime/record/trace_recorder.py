@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
 import torch
-from lowtide.live.heap import Meter
-from lowtide.live.value import Value, sole_owner
-from lowtide.trace import Buffer, Need, Op, Save, Trace
+from lowtide.base.trace import Buffer, Need, Op, Save, Trace
+from lowtide.runtime.device.memory_meter import Meter
+from lowtide.runtime.storage.value import Value, sole_owner
 
 _POLLED = 64
 """Saved values looked at per operator, to learn when the script lets go of them."""

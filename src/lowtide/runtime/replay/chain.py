@@ -1,6 +1,6 @@
 """Making a value resident again: which operators run, in which order, and what of theirs stays.
 
-The rules are the referee's (``pebble/referee.py``), so that a plan's predicted peak is the measured one.
+The rules are the referee's (``planning/referee.py``), so that a plan's predicted peak is the measured one.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import time
 from typing import final
 
 import torch
-from lowtide.errors import ReplayError
-from lowtide.live.tensors import beneath_autograd
-from lowtide.live.value import Record, Replayer, Value, whole
+from lowtide.base.errors import ReplayError
+from lowtide.runtime.storage.value import Record, Replayer, Value, whole
+from lowtide.runtime.tensors import beneath_autograd
 
 
 def chain_of(value: Value) -> tuple[list[Record], list[Value]]:
@@ -46,7 +46,7 @@ def chain_of(value: Value) -> tuple[list[Record], list[Value]]:
 
 
 def remake(value: Value, how: Replayer) -> torch.UntypedStorage:
-    """Make a value resident again by the referee's rules (``pebble/referee.py``); it is not resident now.
+    """Make a value resident again by the referee's rules (``planning/referee.py``); it is not resident now.
 
     Raises:
         ReplayError: if it cannot be made again.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 
 import torch
-from lowtide.live.tensors import beneath_autograd, on_storage
+from lowtide.runtime.tensors import beneath_autograd, on_storage
 
 _DIRECT_BYTES = 1 << 20
 """So many bytes are read one by one; of more, blocks are summed up first."""

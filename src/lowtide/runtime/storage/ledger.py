@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import final
 
 import torch
-from lowtide.live.value import Record, StorageRef, Value
+from lowtide.runtime.storage.value import Record, StorageRef, Value
 
 
 @final

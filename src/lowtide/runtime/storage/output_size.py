@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lowtide.live.tensors import beneath_autograd, on_storage
-from lowtide.live.value import flatten, map_tensors
+from lowtide.runtime.storage.value import flatten, map_tensors
+from lowtide.runtime.tensors import beneath_autograd, on_storage
 
 
 def fresh_bytes(func: Any, args: Any, kwargs: Any) -> int | None:

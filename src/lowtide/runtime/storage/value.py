@@ -12,12 +12,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Protocol, final
 
 import torch
-from lowtide.errors import ReplayError
-from lowtide.live.bits import digest
-from lowtide.live.board import Board, Ticket, flat
-from lowtide.live.numerics import Numerics, current, under
-from lowtide.live.ops import OpInfo
-from lowtide.live.tensors import beneath_autograd, node_of, on_storage
+from lowtide.base.errors import ReplayError
+from lowtide.runtime.device.offload import Board, Ticket, flat
+from lowtide.runtime.numeric_settings import Numerics, current, under
+from lowtide.runtime.storage.checksum import digest
+from lowtide.runtime.storage.op_schema import OpInfo
+from lowtide.runtime.tensors import beneath_autograd, node_of, on_storage
 
 
 def _references_beside_tensors() -> int:

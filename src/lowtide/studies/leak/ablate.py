@@ -18,11 +18,11 @@ from typing import Any, Final
 import numpy as np
 from scipy import stats
 
-from lowtide.leak.study import audits_of, collecting
-from lowtide.leak.trend import Series, finite, trend
-from lowtide.leak.verdict import series_of
-from lowtide.leak.watch import Module, Progress, Run, Watch, Watched
 from lowtide.probe.arms import PARTS
+from lowtide.studies.leak.study import audits_of, collecting
+from lowtide.studies.leak.trend import Series, finite, trend
+from lowtide.studies.leak.verdict import series_of
+from lowtide.studies.leak.watch import Module, Progress, Run, Watch, Watched
 
 RISK: Final = 0.01
 """Of a wrong accusation, over all contrasts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lowtide.leak.watch import Run
+from lowtide.studies.leak.watch import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from lowtide.leak.books import Books, close
-from lowtide.leak.study import Study
-from lowtide.leak.trend import finite
-from lowtide.leak.watch import Run
+from lowtide.studies.leak.books import Books, close
+from lowtide.studies.leak.study import Study
+from lowtide.studies.leak.trend import finite
+from lowtide.studies.leak.watch import Run
 
 SUSPECTS: Final = 12
 """Suspects told."""

@@ -9,9 +9,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.leak.verdict import TOLERANCE, Judgement, Verdict, garbage_rate, judge, together
-from lowtide.leak.watch import Look, Progress, Run, Watch, Watched
-from lowtide.units import format_bytes
+from lowtide.base.units import format_bytes
+from lowtide.studies.leak.verdict import TOLERANCE, Judgement, Verdict, garbage_rate, judge, together
+from lowtide.studies.leak.watch import Look, Progress, Run, Watch, Watched
 
 STEPS: Final = 300
 """Steps of a process where nothing else is asked."""

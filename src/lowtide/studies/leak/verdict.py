@@ -17,10 +17,10 @@ from typing import Final
 
 import numpy as np
 
-from lowtide.leak.trend import FEWEST, Series, Trend, like_sized, trend
-from lowtide.leak.watch import Run
+from lowtide.base.units import KIB, format_bytes
 from lowtide.probe.marks import Kind
-from lowtide.units import KIB, format_bytes
+from lowtide.studies.leak.trend import FEWEST, Series, Trend, like_sized, trend
+from lowtide.studies.leak.watch import Run
 
 TOLERANCE: Final = 1 * KIB
 """Bytes per step that are let pass where nothing else is asked."""

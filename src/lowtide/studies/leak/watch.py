@@ -19,17 +19,17 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.errors import UsageError
-from lowtide.live.native import library_path
+from lowtide.base.errors import UsageError
+from lowtide.base.package import PACKAGE
+from lowtide.base.processes import end_with_parent
+from lowtide.base.temporary_folders import Scratch
 from lowtide.probe.census import users
 from lowtide.probe.counters import ABSENT, COLUMNS, INDEX
 from lowtide.probe.lend import lend
 from lowtide.probe.marks import Kind
 from lowtide.probe.sampler import ENOUGH, TASK
-from lowtide.processes import end_with_parent
-from lowtide.scratch import Scratch
+from lowtide.runtime.device.heap_counters import library_path
 
-_PACKAGE: Final = Path(__file__).resolve().parent.parent
 LOOK_SECONDS: Final = 0.1
 """Between two looks at a running process."""
 PATIENCE_SECONDS: Final = 10.0
@@ -373,7 +373,7 @@ def native_stacks(path: Path) -> tuple[dict[str, Any], ...]:
     with memray.FileReader(path) as reader:
         for record in sorted(reader.get_leaked_allocation_records(merge_threads=True), key=lambda r: -r.size):
             frames = record.hybrid_stack_trace(max_stacks=FRAMES)
-            ours = any(Path(file).is_relative_to(_PACKAGE) for _, file, _ in frames)
+            ours = any(Path(file).is_relative_to(PACKAGE) for _, file, _ in frames)
             if ours or record.n_allocations < REPEATED:
                 continue
             source = next((f"{file}:{line}" for _, file, line in frames if file.endswith(".py") and users(file)), "")

@@ -6,9 +6,9 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from lowtide.errors import RecordingError
-from lowtide.scratch import Scratch
-from lowtide.store import Recording, read
+from lowtide.base.errors import RecordingError
+from lowtide.base.temporary_folders import Scratch
+from lowtide.recording.store import Recording, read
 
 
 def save(files: Sequence[Path], bundle: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtide.pebble.solve import Answer, Solver
-from lowtide.size.predict import Model, Prediction, Sizes
+from lowtide.planning.solver.solve import Answer, Solver
+from lowtide.studies.size.predict import Model, Prediction, Sizes
 
 SECONDS = 8.0
 """How long a plan is searched."""

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from lowtide.allowed import LEVERS
-from lowtide.size.trial import Asked, Ran
+from lowtide.base.lever_catalogue import LEVERS
+from lowtide.studies.size.trial import Asked, Ran
 
 CLOSE: Final = 0.01
 """A budget that fails is within this share of the one that passes."""

@@ -22,12 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from lowtide.errors import UsageError
-from lowtide.explain import Step, steps_of
-from lowtide.pebble.graph import Graph
-from lowtide.size.vary import option_of
-from lowtide.stepgraph import graph_of
-from lowtide.store import Recording, decode_run
+from lowtide.base.errors import UsageError
+from lowtide.planning.graph import Graph
+from lowtide.recording.explanation import Step, steps_of
+from lowtide.recording.graph import graph_of
+from lowtide.recording.store import Recording, decode_run
+from lowtide.studies.size.vary import option_of
 
 DEGREES: Final = 4
 """Highest degree that is tried: attention over the patches of an image grows with the fourth power of its side."""

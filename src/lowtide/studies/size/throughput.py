@@ -13,11 +13,11 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from lowtide.disk import why, write
-from lowtide.errors import UsageError
-from lowtide.size.trial import Asked, Ran
-from lowtide.size.vary import Set, Vary
-from lowtide.tell import tell
+from lowtide.base.errors import UsageError
+from lowtide.base.files import why, write
+from lowtide.base.messages import tell
+from lowtide.studies.size.trial import Asked, Ran
+from lowtide.studies.size.vary import Set, Vary
 
 WARM: Final = 2
 """Steps that are not timed: the first allocates, the second is the first with the optimizer's states."""
@@ -49,7 +49,7 @@ class Point:
     Attributes:
         values: as the user wrote them, one for each axis.
         how: ``plain``, or ``budget``: under the budget, where the plain run does not fit.
-        ended: as in :class:`lowtide.size.trial.Ran`.
+        ended: as in :class:`lowtide.studies.size.trial.Ran`.
         rate: None where it did not run.
         cold_peak_bytes: of the first step.
         peak_bytes: of all steps; None where it did not run.

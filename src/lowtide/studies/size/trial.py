@@ -14,13 +14,13 @@ from typing import Any, Final
 
 import msgspec
 
-from lowtide.disk import ROOM_FOR_TEMPORARY_FILES
-from lowtide.errors import RecordingError
-from lowtide.live.task import PRELOAD, RecordOptions, Task, TrialOptions, agent_command, environment_of
-from lowtide.processes import end_with_parent
-from lowtide.scratch import Scratch
-from lowtide.size.vary import Set
-from lowtide.store import tail_path
+from lowtide.base.errors import RecordingError
+from lowtide.base.files import ROOM_FOR_TEMPORARY_FILES
+from lowtide.base.processes import end_with_parent
+from lowtide.base.temporary_folders import Scratch
+from lowtide.recording.store import tail_path
+from lowtide.runtime.agent.task import PRELOAD, RecordOptions, Task, TrialOptions, agent_command, environment_of
+from lowtide.studies.size.vary import Set
 
 MOST_SECONDS: Final = 3600.0
 """Of one run, where the user says nothing."""

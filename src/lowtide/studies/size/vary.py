@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, final
 
-from lowtide.errors import UsageError
+from lowtide.base.errors import UsageError
 
 ENVIRONMENT: Final = "env:"
 LARGEST: Final = 1e12

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from lowtide.errors import UsageError
+from lowtide.base.errors import UsageError
 from lowtide.probe.sampler import SETTINGS
 
 Value = str | int | float | bool

@@ -1,4 +1,4 @@
-"""One cell: a fresh process of the command, watched; ``python -m lowtide.sweep.cell TASK`` runs one beside the sweep.
+"""One cell: a fresh process of the command, watched; ``python -m lowtide.studies.sweep.cell TASK`` runs one beside the sweep.
 
 It is a process of its own so that a sweep that is killed loses nothing: the cell goes on, leaves its result, and the
 next sweep takes it. The result is written under another name and then renamed, so that a result that is there is whole.
@@ -19,11 +19,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.disk import is_full, reserve, write
-from lowtide.leak.findings import spread_of
-from lowtide.leak.study import audits_of
-from lowtide.leak.verdict import TOLERANCE, judge
-from lowtide.leak.watch import Progress, Run, Watch, Watched, end_on_sigterm
+from lowtide.base.files import is_full, reserve, write
+from lowtide.studies.leak.findings import spread_of
+from lowtide.studies.leak.study import audits_of
+from lowtide.studies.leak.verdict import TOLERANCE, judge
+from lowtide.studies.leak.watch import Progress, Run, Watch, Watched, end_on_sigterm
 
 CLAIM_SECONDS: Final = 2.0
 NO_ROOM: Final = 74

@@ -17,11 +17,11 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from lowtide.errors import UsageError
-from lowtide.leak.watch import check_command
-from lowtide.sweep.axes import DEFAULT, Setting, Value, setting_of
-from lowtide.tell import named_here, readable
-from lowtide.units import parse_bytes
+from lowtide.base.errors import UsageError
+from lowtide.base.messages import named_here, readable
+from lowtide.base.units import parse_bytes
+from lowtide.studies.leak.watch import check_command
+from lowtide.studies.sweep.axes import DEFAULT, Setting, Value, setting_of
 
 MOST_CELLS: Final = 10_000
 """More would never end."""

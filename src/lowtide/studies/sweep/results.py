@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
-from lowtide.disk import is_full, why
-from lowtide.errors import LowtideError, UsageError
-from lowtide.sweep.definition import Config, Definition
+from lowtide.base.errors import LowtideError, UsageError
+from lowtide.base.files import is_full, why
+from lowtide.studies.sweep.definition import Config, Definition
 
 MAIN: Final = "sweep"
 CONFIRM: Final = "confirm"
@@ -33,7 +33,7 @@ class Cell:
 
     Attributes:
         part: ``sweep`` or ``confirm``.
-        result: what :mod:`lowtide.sweep.cell` found; None where it has not run to its end.
+        result: what :mod:`lowtide.studies.sweep.cell` found; None where it has not run to its end.
     """
 
     id: int

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, final
 
-from lowtide.disk import write_file
-from lowtide.errors import LowtideError, UsageError
-from lowtide.sweep.axes import applied
-from lowtide.sweep.cell import NO_ROOM, NOTHING, measure
-from lowtide.sweep.definition import Definition
-from lowtide.sweep.results import CONFIRM, Cell, Results
-from lowtide.tell import named_here
+from lowtide.base.errors import LowtideError, UsageError
+from lowtide.base.files import write_file
+from lowtide.base.messages import named_here
+from lowtide.studies.sweep.axes import applied
+from lowtide.studies.sweep.cell import NO_ROOM, NOTHING, measure
+from lowtide.studies.sweep.definition import Definition
+from lowtide.studies.sweep.results import CONFIRM, Cell, Results
 
 LOOK_SECONDS: Final = 0.05
 LOST: Final = 3
@@ -135,7 +135,7 @@ class Local:
         asked = {"command": task.command, "environment": task.environment, "watch": task.watch}
         write_file(path, json.dumps(asked).encode())
         return subprocess.Popen(  # noqa: S603 - our own module
-            [sys.executable, "-m", "lowtide.sweep.cell", str(path)],
+            [sys.executable, "-m", "lowtide.studies.sweep.cell", str(path)],
             start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from lowtide.leak.verdict import TOLERANCE, Verdict
-from lowtide.sweep.axes import Value
-from lowtide.sweep.definition import Config, Definition, named
-from lowtide.sweep.results import Cell
-from lowtide.units import format_bytes
+from lowtide.base.units import format_bytes
+from lowtide.studies.leak.verdict import TOLERANCE, Verdict
+from lowtide.studies.sweep.axes import Value
+from lowtide.studies.sweep.definition import Config, Definition, named
+from lowtide.studies.sweep.results import Cell
 
 LEAK: Final = Verdict.LEAK.value
 OPEN: Final = Verdict.INCONCLUSIVE.value
