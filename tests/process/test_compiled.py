@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from command import call, lowtide_in
+from command import call, lowtide_in, script_in
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "compiled_forms.py")
 FORMS = ("module", "full", "inplace", "blocks", "blocks-inplace", "function", "step", "optimize", "breaks", "reduce")
 
 
-@pytest.mark.long("inductor", "reduce", "aot_eager-1", "optimize", "function", "inplace-aot_eager-2", "full")
+@pytest.mark.long("inductor", "blocks", "breaks", "reduce", "aot_eager-1", "optimize", "function", "inplace-aot_eager-2", "full")
 @pytest.mark.parametrize("backwards", [1, 2])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("form", FORMS)
@@ -27,3 +27,11 @@ def test_dynamo_sees_no_frame_of_ours(tmp_path: Path, form: str, backend: str, b
     assert ours.stdout == plain.stdout
     assert ours.stderr.count("\n") == plain.stderr.count("\n"), ours.stderr
     assert len(json.loads((tmp_path / "f.json").read_text())["steps"]) == 4
+
+
+@pytest.mark.parametrize("words", [("run", "--budget", "1GiB"), ("record", "--quiet", "-o", "r.lowtide")], ids=lambda w: w[0])
+def test_a_script_that_compiles_nothing_loads_no_compiler(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Dynamo takes most of a second to import."""
+    text = "import sys, torch; torch.nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward(); print('torch._dynamo' in sys.modules)"
+    done = lowtide_in(tmp_path, *words, script_in(tmp_path, text))
+    assert done.stdout == "False\n", done.stderr

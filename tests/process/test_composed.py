@@ -45,7 +45,7 @@ AROUND = {
 }
 
 
-@pytest.mark.long("leak")
+@pytest.mark.long("leak", "sweep")
 @pytest.mark.parametrize("outer", AROUND)
 def test_verbs_around_run_keep_its_lever_its_budget_and_the_losses(tmp_path: Path, outer: str) -> None:
     """What they put into the process (hooks, samplers) is not taken for the script's, and switches no lever off."""
@@ -90,6 +90,7 @@ def test_two_verbs_for_one_process_are_one_too_many(tmp_path: Path, outer: tuple
     assert "Traceback" not in said
 
 
+@pytest.mark.long("record-budget", "run-record")
 @pytest.mark.parametrize(
     ("verb", "block"),
     [("run", 'budget("24.5MiB")'), ("run", 'record("own.lowtide")'), ("record", 'budget("24.5MiB")'), ("record", 'record("own.lowtide")')],

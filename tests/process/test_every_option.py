@@ -158,6 +158,7 @@ print(loss.item().hex())
 """8 MiB of weights and as much of gradients, of which an update in the backward keeps one at a time."""
 
 
+@pytest.mark.long
 def test_batch_pulls_levers_that_are_allowed_under_its_budget(tmp_path: Path) -> None:
     script = script_in(tmp_path, WEIGHTS)
     words = ["batch", "--vary", "batch=4", "--steps", "4", "--fresh"]

@@ -307,7 +307,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
     return done.stdout
 
 
-@pytest.mark.long("8", "16", "64")
+@pytest.mark.long("8", "16", "64", "96")
 @pytest.mark.parametrize("kib", [8, 16, 32, 48, 64, 96])
 def test_training_on_a_small_disk_goes_on(tmp_path: Path, plain: str, kib: int) -> None:
     with small_disk(tmp_path / "disk", f"{kib}k") as disk_:
@@ -334,7 +334,7 @@ def test_a_disk_that_fills_up_while_it_trains_leaves_the_steps_before(tmp_path: 
         _report(disk_ / "a.lowtide")
 
 
-@pytest.mark.long("1", "40")
+@pytest.mark.long("1", "40", "60")
 @pytest.mark.parametrize("kib", [1, 20, 40, 60])
 def test_training_under_a_quota_goes_on(tmp_path: Path, plain: str, kib: int) -> None:
     """A limit on the size of files fails as a quota does: at whatever write comes first to it."""
@@ -344,6 +344,7 @@ def test_training_under_a_quota_goes_on(tmp_path: Path, plain: str, kib: int) ->
     _one_line(done)
 
 
+@pytest.mark.long("rmtree", "5000", "names")
 @pytest.mark.parametrize(("trouble", "is_whole"), [
     ("shutil.rmtree(folder)", False), ("(folder / 'a.lowtide').unlink()", False), ("os.truncate(folder / 'a.lowtide', 0)", False),
     ("os.truncate(folder / 'a.lowtide-names', 0)", True), ("os.truncate(folder / 'a.lowtide', 5000)", False),

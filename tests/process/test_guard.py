@@ -89,7 +89,7 @@ def test_numpy_recycled_is_numpy_uninterrupted(tmp_path, rule):
     assert sum(g["safe_points"] for g in figures["generations"]) == 200
 
 
-@pytest.mark.long("cgroup")
+@pytest.mark.long("cgroup", "rlimit")
 @pytest.mark.parametrize("fence", [*FENCES, "rlimit"])
 def test_a_leaking_run_stays_under_the_cap_and_loses_nothing(tmp_path, fence):
     path = script(tmp_path, "import numpy as np\nnp.random.seed(3)\n" + textwrap.dedent(NUMPY))

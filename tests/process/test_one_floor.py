@@ -109,7 +109,7 @@ SCRIPTS = {"operators": MANY_OPERATORS, "output": KEPT_OUTPUT, "update": UPDATE,
 LEVERS = "move-gradients,sliced-update,split-ops"
 
 
-@pytest.mark.long("operators")
+@pytest.mark.long("operators", "update", "rebuilt")
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_plan_and_run_tell_the_same_plain_peak_and_floor(tmp_path: Path, kind: str) -> None:
     script, one = script_in(tmp_path, SCRIPTS[kind]), {"OMP_NUM_THREADS": "1"}

@@ -94,6 +94,7 @@ def test_sums_of_gradients_take_what_they_take_in_the_plain_run(judge: Path) -> 
     assert not off
 
 
+@pytest.mark.long
 def test_what_only_a_recording_takes_does_not_meet_the_cap(tmp_path: Path) -> None:
     """Law: under a cap, a script that fits as it is fits as it is recorded: the engine's sums are out of place there."""
     script = tmp_path / "scan.py"

@@ -95,6 +95,7 @@ for i in range(6):
 """
 
 
+@pytest.mark.long("307200")
 @pytest.mark.parametrize("missing", [10 << 10, 300 << 10])
 def test_a_floor_just_above_the_budget_is_refused_and_the_floor_itself_is_held(tmp_path: Path, missing: int) -> None:
     """The first step has no optimizer states yet, and its floor is lower: it does not cross the budget."""
@@ -119,6 +120,7 @@ def test_with_keep_going_the_exit_code_is_the_scripts_whatever_was_held(tmp_path
     assert not json.loads((tmp_path / "f.json").read_text())["held"]
 
 
+@pytest.mark.long
 def test_a_failing_script_keeps_its_own_code_although_the_budget_was_not_held(tmp_path: Path) -> None:
     done = lowtide_in(tmp_path, "run", "--budget", "60MiB", "--no-offload", script_in(tmp_path, GROWS + "\nsys.exit(7)\n"))
     assert done.returncode == 7, done.stderr
@@ -206,6 +208,7 @@ def test_a_child_that_leaves_by_os_exit_writes_nothing(tmp_path: Path) -> None:
     assert "\n4\n" in done.stdout
 
 
+@pytest.mark.long("0---json", "7---save-plan")
 @pytest.mark.parametrize("option", ["--json", "--save-plan"])
 @pytest.mark.parametrize("code", [0, 7])
 def test_a_file_that_cannot_be_written_in_the_end_takes_neither_code_nor_summary(tmp_path: Path, option: str, code: int) -> None:
@@ -264,6 +267,7 @@ for step in range(8):
 """
 
 
+@pytest.mark.long("1")
 @pytest.mark.parametrize("before_step", [1, 5])
 def test_an_evaluation_that_needs_more_than_training_counts(tmp_path: Path, before_step: int) -> None:
     """For the plain peak, for the floor, and for the refusal while little is lost."""

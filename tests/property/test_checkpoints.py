@@ -55,6 +55,7 @@ def test_distances_grow_away_from_the_instant() -> None:
 
 @pytest.mark.skipif(library() is None, reason="the search was not compiled")
 @pytest.mark.timeout(900)
+@pytest.mark.long("150")
 @pytest.mark.parametrize("depth", [50, 150])
 def test_networks_where_many_instants_bind_end_next_to_the_proof(depth: int) -> None:
     """Without checkpoints 0.8 and 1.1 points of the graph's seconds above it, whatever the time."""

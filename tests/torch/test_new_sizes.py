@@ -238,6 +238,7 @@ WRITES = {
 }
 
 
+@pytest.mark.long("False")
 @pytest.mark.parametrize("offload", [True, False])
 @pytest.mark.parametrize("name", WRITES)
 def test_bits_hold_where_blocks_are_written_in_part_and_inputs_are_sparse(name: str, offload: bool) -> None:
@@ -334,6 +335,7 @@ def test_packed_sequences_of_other_lengths_run_as_they_are_where_there_is_room()
     assert [s.policy for s in run.outcome.steps[-4:]] == ["plain"] * 4
 
 
+@pytest.mark.long("0.9")
 @pytest.mark.parametrize("share", [0.9, 0.7])
 def test_packed_sequences_of_other_lengths_keep_the_budget_where_there_is_none(share: float) -> None:
     reference = plain_of(packed, STEPS)

@@ -187,6 +187,7 @@ GROWING = {"written_by_another_forward"}
 """Jobs that take more, and are planned at all, once they hold on to graphs."""
 
 
+@pytest.mark.long("0.85-True", "0.7-False")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("share", [0.85, 0.7])
 @pytest.mark.parametrize("name", JOBS)
@@ -402,7 +403,7 @@ def test_what_is_made_again_beside_a_retained_graph_is_learned_of(share: float) 
     assert sum(above > 0 for _, above in over[1:]) <= 2, over
 
 
-@pytest.mark.long("asked_again_sometimes-0.6-False", "asked_again_sometimes-0.8-True")
+@pytest.mark.long("asked_again_sometimes", "retained_sometimes-0.8")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("share", [0.8, 0.6])
 @pytest.mark.parametrize("make", [retained_sometimes, asked_again_sometimes])

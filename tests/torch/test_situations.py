@@ -46,7 +46,7 @@ def test_every_script_states_what_it_shows() -> None:
 
 
 @pytest.mark.long("meta_learning", "compiled_part", "compiled_function-0.15-True", "autocast_attention-0.15-True", "-pinned-0.15-True",
-                  "loader_workers-0.4-False")
+                  "loader_workers", "loader_pinned")
 @pytest.mark.parametrize(("place", "offload"), [(0.4, False), (0.15, True), *([(0.15, False), (0.6, True)] if FULL else [])])
 @pytest.mark.parametrize("name", [n for n in MINIMUM if MINIMUM[n] != (1.0, 1.0)])
 def test_bits_and_budget_hold(name: str, place: float, offload: bool) -> None:
@@ -146,6 +146,7 @@ def test_each_step_is_a_step_of_its_own_and_no_floor_is_above_a_peak_that_was_re
     assert max(floors) <= min(reached)
 
 
+@pytest.mark.long("loader", "compiled_part", "meta_learning")
 @pytest.mark.parametrize("name", situations.SITUATIONS)
 def test_bits_hold_with_room_to_spare(name: str) -> None:
     make = situations.SITUATIONS[name]

@@ -19,9 +19,8 @@ from __future__ import annotations
 import sys
 from typing import Any, Final, final
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
 import torch
+from lowtide.runtime.intercept.dispatch_mode import Mode
 from lowtide.runtime.storage.value import sole_owner
 
 _ATEN: Final = torch.ops.aten
@@ -50,11 +49,11 @@ def in_place(func: Any, args: Any) -> Any:
     return found[0] if alone else func
 
 
-class _Probe(TorchDispatchMode):
+class _Probe(Mode):
     """Looks at the references of one sum that the engine makes of tensors that nobody else holds."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seen: tuple[int, int, int] | None = None
         self.sparse: tuple[int, int] | None = None
 
