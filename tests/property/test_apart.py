@@ -48,7 +48,7 @@ def here(asked: dict[str, Any]) -> float:
 
 def children() -> list[psutil.Process]:
     """Processes of this one that serve programs."""
-    return [p for p in psutil.Process().children() if any("apart.py" in part for part in p.cmdline())]
+    return [p for p in psutil.Process().children() if any("solver_process.py" in part for part in p.cmdline())]
 
 
 def test_a_process_that_was_ended_while_it_waited_costs_no_answer() -> None:
@@ -63,7 +63,7 @@ def test_a_process_that_was_ended_while_it_waited_costs_no_answer() -> None:
 
 
 def test_a_process_ends_with_a_parent_that_is_killed_whatever_it_is_at() -> None:
-    mine = "import time; from lowtide.pebble import apart; solver_process._end_with_parent(); print('armed', flush=True); time.sleep(100000)"
+    mine = "import time; from lowtide.planning.bounds import solver_process; solver_process._end_with_parent(); print('armed', flush=True); time.sleep(100000)"
     begin = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {mine!r}]); print(p.pid, flush=True); p.wait()"
     parent = subprocess.Popen([sys.executable, "-c", begin], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

@@ -1,7 +1,7 @@
 """Fetches that may begin before they are asked for, so that a board that copies on its own works while the device computes.
 
 A fetch begins when an earlier need was served, as late as still hides it, and only where the plan's own peak leaves room for
-its bytes until they are asked for: the peak that the judge (``play.py``) found stays the peak.
+its bytes until they are asked for: the peak that the judge (``simulate.py``) found stays the peak.
 """
 
 from __future__ import annotations

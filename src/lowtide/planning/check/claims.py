@@ -1,0 +1,280 @@
+"""What a solution claims, held against the graph: figures, the schedule, the bounds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lowtide.planning.check.caching_allocator import Device
+from lowtide.planning.check.exhaustive import Search
+from lowtide.planning.check.points import Points
+from lowtide.planning.check.program import TOLERANCE, Program, closed, cut
+from lowtide.planning.check.replay import RUNS, Board
+from lowtide.planning.graph import Graph
+from lowtide.planning.status import Status
+
+SECONDS = 1e-9
+"""Relative difference in seconds that sums may show."""
+_NONE_WITHOUT_A_PLAN = ("peak_bytes", "host_peak_bytes", "moved_bytes", "seconds", "wait_seconds", "extra_fraction")
+_OPTIMAL = 1.1e-9
+"""Share of the graph's seconds by which an optimal plan's bound may lie below it: a billionth, and what sums differ by."""
+_MOST_SEARCHED = 10
+"""Nodes up to which a claim that all schedules were looked at is verified by looking at them."""
+
+
+class Claims:
+    """What a solution says of a graph, claim by claim."""
+
+    def __init__(self, graph: Graph, solution: Mapping[str, Any]) -> None:
+        """Nothing was looked at yet.
+
+        Args:
+            graph: what was solved.
+            solution: the file's content, whose fields have the right kinds (``check.check`` sees to that).
+        """
+        unit = int(solution["rounding_bytes"])
+        self.points = Points(graph.rounded(unit) if unit > 1 else graph, fixed=solution["order"] == "fixed")
+        self.solution = solution
+        self.wrong: list[str] = []
+
+    def claim(self, holds: bool, text: str) -> None:
+        """Note what is wrong where a claim does not hold."""
+        if not holds:
+            self.wrong.append(text)
+
+    def run(self) -> list[str]:
+        """Look at all claims, and return what is wrong."""
+        s = self.solution
+        status, budget = s["status"], s.get("budget_bytes")
+        base = math.fsum(n.seconds for n in self.points.graph.nodes if not n.resident)
+        self.claim(
+            math.isclose(s["base_seconds"], base, rel_tol=SECONDS),
+            f"base_seconds is {s['base_seconds']}, every node once takes {base}",
+        )
+        self.claim(
+            s["given_peak_bytes"] == (given := self.points.given_peak()),
+            f"given_peak_bytes is {s['given_peak_bytes']}, the given order reaches {given}",
+        )
+        self.peak_bound(s["bound"]["node"], s["bound"]["method"], s["bound"]["peak_bytes"])
+        if status in (Status.INFEASIBLE, Status.UNKNOWN):
+            told = [key for key in _NONE_WITHOUT_A_PLAN if s.get(key) is not None]
+            self.claim(not told and s["schedule"] == [], f"{status} is claimed, but it says {', '.join(told) or 'a schedule'}")
+        if budget is None:
+            self.replay(base)
+            if s.get("allocator") is not None:
+                self.segments(None)
+            self.once_each()
+        elif status == Status.INFEASIBLE:
+            self.infeasible(budget)
+        elif status == Status.UNKNOWN:
+            self.extra_bound(budget, base)
+        else:
+            self.replay(base)
+            self.claim(s["peak_bytes"] <= budget, f"the peak {s['peak_bytes']} is above the budget {budget}")
+            if s.get("allocator") is not None:
+                self.segments(budget)
+            self.extra_time(budget, base)
+        return self.wrong
+
+    def infeasible(self, budget: int) -> None:
+        """Nothing fits the budget."""
+        bound = self.solution["bound"]
+        if bound["extra_method"] != "search":
+            self.claim(bound["peak_bytes"] > budget, "infeasible is claimed, but the bound on the peak does not prove it")
+            return
+        found = self.searched(budget)
+        self.claim(found is None, f"infeasible is claimed, but a schedule of {found} s fits the budget")
+
+    def once_each(self) -> None:
+        """Without a budget a plan is an order of the lowest peak, with every operator run once and nothing moved."""
+        s = self.solution
+        acts = [act for act, _ in s["schedule"]]
+        self.claim(not s["bound"]["extra_seconds"], "a bound on extra seconds is claimed, but for no budget")
+        if s["strategy"] != "search":
+            self.claim(s["status"] != Status.OPTIMAL, "optimal is claimed for a plan that was not searched for")
+            return
+        runs = sum(act in RUNS for act in acts)
+        self.claim(runs == len(self.points.ops), "an operator runs again, but no budget asks for it")
+        self.claim("offload" not in acts, "a value is moved, but no budget asks for it")
+        if s["status"] == Status.OPTIMAL:
+            proved = self.points.given_peak() if self.points.fixed else s["bound"]["peak_bytes"]
+            self.claim(s["peak_bytes"] <= proved, f"optimal is claimed at {s['peak_bytes']} bytes, but the bound is {proved}")
+
+    def searched(self, budget: int) -> float | None:
+        """Seconds of the cheapest schedule within a budget, by looking at all of them; None where there is none."""
+        if sum(1 for n in self.points.graph.nodes if not n.resident) > _MOST_SEARCHED:
+            self.claim(False, "all schedules are said to have been looked at, but the graph is too large for that")
+            return None
+        return Search(self.points, budget).seconds()
+
+    def peak_bound(self, node: Any, method: str, claimed: int) -> None:
+        """The bound on the peak: of all schedules, or where there is no budget of those that run every operator once."""
+        if method == "stuck":
+            proved = self.points.floor(node)
+        elif method == "instant":
+            self.claim(node is not None, "bound.method is instant, but bound.node names none")
+            proved = 0 if node is None else closed(self.points, self.points.index[node])
+        else:
+            single = self.solution["budget_bytes"] is None
+            self.claim(single, f"bound.method is {method}: that is about running every operator once, but there is a budget")
+            proved = cut(self.points, node)
+        self.claim(claimed <= proved, f"bound.peak_bytes is {claimed}, its node proves {proved}")
+
+    def segments(self, budget: int | None) -> None:
+        """Play the schedule on a device that has the budget (None: without end), under torch's caching allocator."""
+        device = Device(budget)
+        denied = self.denied(device)
+        if denied is not None:
+            self.claim(False, f"the segments of the {self.solution['allocator']} allocator exceed the budget at move {denied}")
+            return
+        told = self.solution.get("reserved_bytes")
+        self.claim(told == device.peak, f"reserved_bytes is {told}, the schedule reserves {device.peak}")
+
+    def denied(self, device: Device) -> int | None:
+        """The first move at which a device has too few bytes; None if it has enough for all."""
+        nodes = self.points.graph.nodes
+        pieces: dict[int, Any] = {v: device.allocate(n.bytes) for v, n in enumerate(nodes) if n.resident and n.bytes}
+        if None in pieces.values():
+            return 0
+        for t, (act, name) in enumerate(self.solution["schedule"]):
+            v = self.points.index[name]
+            if act == "free" and v in pieces:
+                device.release(pieces.pop(v))
+            if act not in (*RUNS, "fetch"):
+                continue
+            over = {u for u in (self.points.overwritten(v) if act == "update" else ()) if u in pieces}
+            for u in self.points.made[v] if act in RUNS else [v]:
+                old = nodes[u].overwrites
+                if old in over and nodes[old].bytes == nodes[u].bytes:
+                    over.remove(old)
+                    pieces[u] = pieces.pop(old)
+                elif nodes[u].bytes and (piece := device.allocate(nodes[u].bytes)) is not None:
+                    pieces[u] = piece
+                elif nodes[u].bytes:
+                    return t
+            for o in over:
+                device.release(pieces.pop(o))
+            if act in RUNS and nodes[v].workspace_bytes:
+                room = device.allocate(nodes[v].workspace_bytes)
+                if room is None:
+                    return t
+                device.release(room)
+        return None
+
+    def replay(self, base: float) -> None:
+        """Play the schedule, and hold its figures against those that are claimed."""
+        s = self.solution
+        moves = [(act, self.points.index[name]) for act, name in s["schedule"]]
+        board = Board(self.points, moves, self.claim)
+        for t, (act, v) in enumerate(moves):
+            board.move(t, act, v)
+        board.end()
+        firsts = list(dict.fromkeys(v for act, v in moves if act in RUNS))
+        self.claim(not self.points.fixed or firsts == self.points.ops, "first runs do not keep the given order")
+        self.claim(board.peak == s["peak_bytes"], f"peak_bytes is {s['peak_bytes']}, the schedule reaches {board.peak}")
+        close = math.isclose(board.clock, s["seconds"], rel_tol=SECONDS, abs_tol=1e-12)
+        self.claim(close, f"seconds is {s['seconds']}, the schedule takes {board.clock}")
+        extra = max(0.0, board.clock / base - 1) if base else 0.0
+        waits = board.clock - math.fsum(self.points.graph.nodes[v].seconds * n for v, n in board.runs.items())
+        least = SECONDS * (base or 1.0)
+        figures = (
+            ("extra_fraction", extra, SECONDS),
+            ("wait_seconds", waits, least),
+            ("extra_seconds", max(0.0, board.clock - base), least),
+        )
+        for key, found, tolerated in figures:
+            close = key not in s or math.isclose(found, s[key], rel_tol=TOLERANCE, abs_tol=tolerated)
+            self.claim(close, f"{key} is {s.get(key)}, the schedule's is {found}")
+        written = sum(self.points.graph.nodes[v].bytes for act, v in moves if act == "offload")
+        for key, bytes_ in (
+            ("lowest_peak_bytes", board.peak), ("host_peak_bytes", board.host_peak), ("moved_bytes", written)
+        ):
+            self.claim(s[key] == bytes_, f"{key} is {s[key]}, the schedule's is {bytes_}")
+        if "decides" in s:
+            self.decides(board, s["decides"])
+        if "modules" in s:
+            self.modules(board, {v for act, v in moves if act == "fetch"})
+
+    def decides(self, board: Board, told: Mapping[str, Any]) -> None:
+        """What is said to decide: a node at which the peak is reached, and what runs again."""
+        tight = self.points.index[told["tight_node"]]
+        self.claim(tight in board.highest, f"{told['tight_node']!r} is said to run at the peak, which is not reached there")
+        for row in told["dear"]:
+            v = self.points.index[row["node"]]
+            again = self.points.graph.nodes[v].seconds * (board.runs[v] - 1)
+            self.claim(board.runs[v] > 1, f"{row['node']!r} is said to run again, and does not")
+            self.claim(math.isclose(row["seconds"], again, rel_tol=SECONDS), f"running {row['node']!r} again takes {again} s")
+            made = sum(self.points.graph.nodes[u].bytes for u in self.points.made[v])
+            self.claim(row["bytes"] == made, f"{row['node']!r} makes {made} bytes, not {row['bytes']}")
+
+    def modules(self, board: Board, fetched: set[int]) -> None:
+        """Bytes of each module's values by what becomes of them, and seconds of what runs again."""
+        sums: dict[str, dict[str, float]] = {}
+        for v, node in enumerate(self.points.graph.nodes):
+            if node.resident:
+                continue
+            leader = self.points.leader(v)
+            module = node.module or self.points.graph.nodes[leader].module
+            row = sums.setdefault(module, {"kept_bytes": 0, "recomputed_bytes": 0, "moved_bytes": 0, "seconds": 0.0})
+            again = board.runs[leader] > 1
+            row["moved_bytes" if v in fetched else "recomputed_bytes" if again else "kept_bytes"] += node.bytes
+            row["seconds"] += node.seconds * max(0, board.runs[v] - 1)
+        told = {row["module"]: row for row in self.solution["modules"]}
+        self.claim(told.keys() == sums.keys(), "its modules are not those of the graph")
+        for module in told.keys() & sums.keys():
+            for key, value in sums[module].items():
+                close = math.isclose(told[module][key], value, rel_tol=SECONDS, abs_tol=1e-12)
+                self.claim(close, f"{key} of module {module!r} is {told[module][key]}, the schedule's is {value}")
+
+    def extra_bound(self, budget: int, base: float) -> None:
+        """The bound on extra seconds."""
+        bound = self.solution["bound"]
+        claimed, method = bound["extra_seconds"], bound["extra_method"]
+        if claimed <= 0:
+            return
+        if method == "search" and self.points.graph.offload is not None and self.points.graph.offload.overlap:
+            self.claim(False, "all schedules are said to have been looked at, which nobody does where transfers overlap")
+            return
+        if method == "search":
+            found = self.searched(budget)
+            proved = math.inf if found is None else max(0.0, found - base)
+        elif method == "none":
+            proved = 0.0
+        else:
+            proved = self.program(budget, base or 1.0, claimed)
+        self.claim(
+            claimed <= proved * (1 + TOLERANCE) + 1e-9 * base, f"bound.extra_seconds is {claimed}, by {method} it is {proved}"
+        )
+
+    def extra_time(self, budget: int, base: float) -> None:
+        """The bound on extra seconds, and what the status says about it."""
+        s, claimed = self.solution, self.solution["bound"]["extra_seconds"]
+        extra = max(0.0, s["seconds"] - base)
+        self.claim(
+            claimed <= extra * (1 + TOLERANCE) + SECONDS * max(1.0, base),
+            f"the bound {claimed} s is above the plan's own {extra} s",
+        )
+        if s["status"] == "optimal":
+            self.claim(
+                math.isclose(claimed, extra, rel_tol=SECONDS, abs_tol=_OPTIMAL * base),
+                f"optimal is claimed, but the bound is {claimed} s and the plan adds {extra} s",
+            )
+        self.extra_bound(budget, base)
+
+    def program(self, budget: int, base: float, claimed: float) -> float:
+        """Solve a bound's program anew: relaxed, if that is enough for what is claimed."""
+        found, told = Program(self.points, budget, base), self.solution["bound"]
+        if told["extra_method"] == "instants":
+            found.all_instants()
+        else:
+            at = [self.points.index[x] for x in told["instants"]]
+            follow = all(v in self.points.place for v in at)
+            follow = follow and all(a in self.points.around(b)[0] for a, b in itertools.pairwise(at))
+            self.claim(follow, "the bound's instants are no operators that first run one after the other in every schedule")
+            if not follow:
+                return 0.0
+            found.several(at)
+            found.windows(at, [(start, end, self.points.index[x]) for start, end, x in told.get("windows", ())])
+        return found.solve(claimed / base) * base

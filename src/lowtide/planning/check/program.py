@@ -1,0 +1,293 @@
+"""The programs behind bounds, set up again from the graph alone, and what they prove."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.sparse import csr_array
+
+from lowtide.planning.check.points import Points
+
+TOLERANCE = 1e-6
+"""Relative difference in a bound that two runs of the program's solver may show."""
+_LIMIT = 120.0
+"""Seconds for solving the bound's program again."""
+_IMPOSSIBLE = 2
+"""What the solver says of a program without an answer."""
+_WAITED = 1000.0
+"""So many times the graph's seconds a bound may be made of waiting, at most."""
+_SCALE = 1e4
+"""Costs of a program are made so many times larger: what its solver tolerates is nothing beside them then."""
+
+
+def _matrix(rows: list[dict[int, float]], width: int) -> Any:
+    """Rows of a program as a matrix of so many columns; at least one row, which solvers ask for."""
+    entries = [(i, j, a) for i, terms in enumerate(rows) for j, a in terms.items()]
+    at, of, data = zip(*entries, strict=True) if entries else ((), (), ())
+    return csr_array((data, (at, of)), shape=(max(1, len(rows)), width))
+
+
+class Program:
+    """A bound's program, set up from the graph alone: names, costs, rows ``sum >= least``."""
+
+    def __init__(self, points: Points, budget: int, base: float) -> None:
+        """Without rows.
+
+        Args:
+            points: of the graph.
+            budget: in bytes.
+            base: seconds of all operators together.
+        """
+        self.points = points
+        self.nodes = points.graph.nodes
+        self.budget = budget
+        self.base = base
+        self.names: dict[Any, int] = {}
+        self.cost: list[float] = []
+        self.whole: list[bool] = []
+        self.rows: list[dict[int, float]] = []
+        self.low: list[float] = []
+        self.tied: set[tuple[int, int, int]] = set()
+
+    def var(self, name: Any, price: float = 0.0, *, whole: bool = True) -> int:
+        """The variable of a name, made where there is none yet."""
+        if name not in self.names:
+            self.names[name] = len(self.cost)
+            self.cost.append(price)
+            self.whole.append(whole)
+        return self.names[name]
+
+    def row(self, terms: dict[int, float], least: float) -> None:
+        """One more row: a sum that is not below a value."""
+        self.rows.append(terms)
+        self.low.append(least)
+
+    def back(self, v: int, when: Any, alone: Any) -> dict[int, float]:
+        """Ways for a value to be there again."""
+        ways: dict[int, float] = {}
+        o = self.points.leader(v)
+        if self.nodes[o].recompute:
+            ways[self.run(o, alone)] = 1.0
+        return ways | self.fetched(v, when)
+
+    def run(self, o: int, when: Any) -> int:
+        """An operator runs again."""
+        return self.var(("run", o, when), self.nodes[o].seconds / self.base)
+
+    def fetched(self, v: int, when: Any) -> dict[int, float]:
+        """A value is fetched, if it can be, and was moved before."""
+        offload = self.points.graph.offload
+        if offload is None or not self.nodes[v].move or not self.nodes[v].bytes:
+            return {}
+        size = 0.0 if offload.overlap else self.nodes[v].bytes / self.base
+        fetch = self.var(("fetch", v, when), size / offload.read_bytes_per_second)
+        self.row({self.var(("write", v), size / offload.write_bytes_per_second): 1.0, fetch: -1.0}, 0.0)
+        return {fetch: 1.0}
+
+    def read_later(self, v: int, after: set[int]) -> bool:
+        """Whether a value is read after a program point."""
+        return self.nodes[v].keep or bool(self.points.readers[v] & after)
+
+    def all_instants(self) -> None:
+        """One row per operator: what is absent when it first runs makes up for all above the budget."""
+        points = self.points
+        for op in points.ops:
+            before, after = points.around(op)
+            fixed = points.must_be_resident(op, before, after)
+            wanted = points.wanted(op, before, after)
+            need = points.least(op, wanted | fixed) - self.budget
+            if need <= 0:
+                continue
+            terms = {}
+            for v in wanted - fixed:
+                earlier = sum(1 for u in points.readers[v] if points.place[u] < points.place[op])
+                stretch = earlier if points.fixed else 0
+                gone = self.var(("gone", v, stretch))
+                single = len(points.made[points.leader(v)]) == 1
+                self.row(self.back(v, stretch, stretch if single else 0) | {gone: -1.0}, 0.0)
+                terms[gone] = self.nodes[v].bytes / need
+            self.row(terms, 1.0)
+
+    def several(self, at: list[int], *, channels: bool = True) -> None:
+        """What must be on the board from one instant to the next."""
+        points, nodes = self.points, self.nodes
+        sides = [points.around(op) for op in at]
+        made = [{v for v, n in enumerate(nodes) if not n.resident and points.leader(v) in before} for before, _ in sides]
+        for t, op in enumerate(at):
+            before, after = sides[t]
+            here = made[t] - points.overwritten(op)
+            room = (points.least(op, set()) - self.budget) / self.budget
+            self.row({self.var(("on", t, v)): -nodes[v].bytes / self.budget for v in here}, room)
+            fixed = points.must_be_resident(op, before, after)
+            for v in here:
+                terms = {self.var(("on", t, v)): 1.0}
+                if v not in fixed and self.read_later(v, after):
+                    for q in range(t + 1, len(at) + 1):
+                        terms |= self.back(v, q, q)
+                if v in fixed or self.read_later(v, after):
+                    self.row(terms, 1.0)
+        for t in range(1, len(at) + 1):
+            self.between(t, at, sides, made[t - 1])
+        if channels and points.graph.offload is not None and points.graph.offload.overlap:
+            for t in range(len(at)):
+                self.channels(t, at[t], *sides[t], len(at))
+
+    def channels(self, t: int, op: int, before: set[int], after: set[int], count: int) -> None:
+        """Each channel of the second board moves one value at a time: of what is written before an instant, and read after it.
+
+        ``("idle", s)`` is time in the stretch ``s`` in which nothing runs that the program knows of.
+        """
+        offload, nodes = self.points.graph.offload, self.nodes
+        assert offload is not None
+        moved = sorted({name[1] for name in self.names if name[0] == "fetch"})
+        early: dict[int, float] = {}
+        late: dict[int, float] = {}
+        for s in range(count + 1):
+            side = late if s > t else early
+            side[self.var(("idle", s), _WAITED, whole=False)] = _WAITED
+            side |= {j: self.cost[j] for name, j in self.names.items() if name[0] == "run" and name[2] == s}
+        write_terms, read_terms = dict(early), dict(late)
+        for v in moved:
+            share = nodes[v].bytes / self.base
+            later = [j for s in range(t + 1, count + 1) if (j := self.names.get(("fetch", v, s))) is not None]
+            for j in later:
+                read_terms[j] = -share / offload.read_bytes_per_second
+            here = self.names.get(("on", t, v))
+            if here is None or not later:
+                continue
+            copied = self.var(("copied", t, v), whole=False)
+            write_terms[copied] = -share / offload.write_bytes_per_second
+            anew = [self.names.get(("run", self.points.leader(v), s)) for s in range(t + 1, count + 1)]
+            for j in later:
+                self.row({copied: 1.0, j: -1.0, here: 1.0} | {k: 1.0 for k in anew if k is not None}, 0.0)
+        rest = self.base - nodes[op].seconds
+        self.row(write_terms, (math.fsum(nodes[o].seconds for o in after) - rest) / self.base)
+        self.row(read_terms, (math.fsum(nodes[o].seconds for o in before) - rest) / self.base)
+
+    def least_bytes(self, op: int) -> float:
+        """What is on the board at least when an operator first runs, as a share of the budget; at most all of it."""
+        self.several([op], channels=False)
+        self.cost = [0.0] * len(self.cost)
+        self.rows[0] |= {self.var("peak", 1.0): 1.0}
+        self.low[0] = self.points.least(op, set()) / self.budget
+        return self._solved(whole=False)
+
+    def between(self, t: int, at: list[int], sides: list[tuple[set[int], set[int]]], made: set[int]) -> None:
+        """What is there at instant ``t`` or runs before it was there at ``t - 1`` or came back between them."""
+        points, nodes = self.points, self.nodes
+        before, after = sides[t - 1]
+        final = t == len(at)
+
+        def there(v: int) -> dict[int, float]:
+            return {self.var(("on", t - 1, v)): 1.0} | self.back(v, t, t)
+
+        overwritten = set() if final else points.overwritten(at[t])
+        for v in made - overwritten if not final else ():
+            self.row(there(v) | {self.var(("on", t, v)): -1.0}, 0.0)
+        for o in before:
+            if nodes[o].recompute:
+                again = self.run(o, t)
+                for p in points.needed[o]:
+                    if not nodes[p].resident:
+                        self.row(there(p) | {again: -1.0}, 0.0)
+        for o in after if final else after & (sides[t][0] | {at[t]}):
+            for p in points.needed[o] & made:
+                self.row(there(p), 1.0)
+
+    def windows(self, at: list[int], told: Sequence[tuple[int, int, int]]) -> None:
+        """What is there at an instant was there at an earlier one, or came back between; so did what it came back from.
+
+        Args:
+            at: the instants.
+            told: of which two of them (their numbers; their count for the end), and of which values, rows are wanted.
+        """
+        points = self.points
+        sides = [points.around(op) for op in at]
+        for start, end, v in told:
+            here, later = self.names.get(("on", start, v)), self.names.get(("on", end, v))
+            if here is None or not 0 <= start < end <= len(at):
+                continue
+            if end < len(at) and later is not None:
+                self.row({here: 1.0} | self.between_far(start, end, v) | {later: -1.0}, 0.0)
+            elif end == len(at) and points.leader(v) in sides[start][0] and self.read_later(v, sides[start][1]):
+                self.row({here: 1.0} | self.between_far(start, end, v), 1.0)
+
+    def between_far(self, start: int, end: int, v: int) -> dict[int, float]:
+        """Ways for a value to come back between two instants."""
+        stretches = range(start + 1, end + 1)
+        asked = [v]
+        while asked:
+            o = self.points.leader(asked.pop())
+            if not self.nodes[o].recompute or (o, start, end) in self.tied:
+                continue
+            self.tied.add((o, start, end))
+            again = self.var(("again", o, start, end), whole=False)
+            self.row({self.run(o, t): 1.0 for t in stretches} | {again: -1.0}, 0.0)
+            for p in self.points.needed[o]:
+                there = self.names.get(("on", start, p))
+                if there is not None:
+                    asked.append(p)
+                    self.row({there: 1.0} | self.ways_far(start, end, p) | {again: -1.0}, 0.0)
+        return self.ways_far(start, end, v)
+
+    def ways_far(self, start: int, end: int, v: int) -> dict[int, float]:
+        """Ways for a value to come back between two program points, its maker's run being told by one variable."""
+        o = self.points.leader(v)
+        ways = {self.var(("again", o, start, end), whole=False): 1.0} if self.nodes[o].recompute else {}
+        for t in range(start + 1, end + 1):
+            ways |= self.fetched(v, t)
+        return ways
+
+    def solve(self, enough: float) -> float:
+        """What the program proves: with real variables, if that is enough, else with whole ones."""
+        if not self.rows:
+            return 0.0
+        relaxed = self._solved(whole=False)
+        return relaxed if relaxed * (1 + TOLERANCE) >= enough else max(relaxed, self._solved(whole=True))
+
+    def _solved(self, *, whole: bool) -> float:
+        result = milp(
+            _SCALE * np.asarray(self.cost),
+            constraints=LinearConstraint(_matrix(self.rows, len(self.cost)), self.low, np.inf),
+            bounds=Bounds(0, 1),
+            integrality=np.asarray(self.whole) & whole,
+            options={"time_limit": _LIMIT, "mip_rel_gap": 0.0},
+        )
+        if result.status == _IMPOSSIBLE:
+            return math.inf
+        proven = getattr(result, "mip_dual_bound", None) if whole else result.fun if result.status == 0 else None
+        return float(proven or 0.0) / _SCALE
+
+
+def closed(points: Points, op: int) -> int:
+    """The least that is on the board when an operator first runs, with what all that is absent needs to come back."""
+    before, after = points.around(op)
+    most = max(1, points.least(op, points.wanted(op, before, after) | points.must_be_resident(op, before, after)))
+    base = math.fsum(n.seconds for n in points.graph.nodes if not n.resident) or 1.0
+    return math.floor(min(1.0, Program(points, most, base).least_bytes(op)) * most)
+
+
+def cut(points: Points, node: Any) -> int:
+    """The least that is on the board when an operator first runs, over all sets of operators that may have run by then."""
+    if node is None:
+        return points.floor(node)
+    op, nodes = points.index[node], points.graph.nodes
+    before, after = points.around(op)
+    values = [v for v, n in enumerate(nodes) if not n.resident and points.leader(v) != op]
+    ran = {o: i for i, o in enumerate(points.ops)}
+    there = {v: len(ran) + i for i, v in enumerate(values)}
+    rows = [{ran[o]: 1.0, ran[points.leader(p)]: -1.0} for o in points.ops for p in points.needed[o] if not nodes[p].resident]
+    for v in values:
+        until = nodes[v].held_until
+        ends = points.readers[v] | (set() if until is None else {points.leader(until)})
+        rows += [{ran[points.leader(v)]: 1.0, ran[r]: -1.0, there[v]: -1.0} for r in ends - {points.leader(v)}]
+        rows += [{ran[points.leader(v)]: 1.0, there[v]: -1.0}] if nodes[v].keep else []
+    cost = np.asarray([0.0] * len(ran) + [float(nodes[v].bytes) for v in values])
+    limits = [(float(o in before), float(o not in after and o != op)) for o in points.ops] + [(0.0, 1.0)] * len(values)
+    found = linprog(cost, A_ub=_matrix(rows, len(cost)), b_ub=np.zeros(max(1, len(rows))), bounds=limits)
+    taken_over = sum(nodes[old].bytes for old in points.overwritten(op))
+    return round(found.fun) + points.least(op, set()) - taken_over if found.status == 0 else 0
