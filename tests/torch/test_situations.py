@@ -153,7 +153,7 @@ def test_bits_hold_with_room_to_spare(name: str) -> None:
     reference = plain_of(make, STEPS)
     run = budgeted(make, 4 * reference.above_bytes, STEPS)
     assert run.bits == reference.bits
-    assert not any(s.recomputed_ops or s.overrun for s in run.outcome.steps)
+    assert [s for s in run.outcome.steps if s.recomputed_ops or s.overrun] == [], run.budget_bytes
 
 
 @pytest.mark.parametrize("offload", [False, True])
