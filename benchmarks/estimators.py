@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from lowtide.recording.store import read
+from lowtide.recording.reader import read
 from lowtide.studies.size.predict import Model
 from lowtide.studies.size.trial import Asked, Target, record, run
 from lowtide.studies.size.vary import Set

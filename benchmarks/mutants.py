@@ -92,7 +92,8 @@ PACKAGES = {
         "unit/test_minimum.py", "unit/test_trials.py", "unit/test_fitted_sizes.py", "process/test_size.py",
         "torch/test_predict.py",
     )),
-    "store": Package(("recording/store.py",), ("unit/test_journal.py", "process/test_record.py", "process/test_full_disk.py")),
+    "store": Package(tuple(f"recording/{m}.py" for m in ("file_format", "journal", "writer", "reader", "summary")), (
+        "unit/test_journal.py", "process/test_record.py", "process/test_full_disk.py")),
     "findings": Package(("recording/findings.py",), (
         "torch/test_findings.py", "torch/test_everyday_findings.py", "torch/test_float64_findings.py",
         "torch/test_post_mortem.py", "process/test_record.py",

@@ -170,7 +170,7 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
 def recording(name: str) -> tuple[Graph, int]:
     """The last of four recorded steps of a model, and the bytes that were there before it."""
     from lowtide.recording.explanation import steps_of
-    from lowtide.recording.store import read
+    from lowtide.recording.reader import read
     from lowtide.studies.size.trial import Target, record
     from lowtide.studies.size.vary import Set
 

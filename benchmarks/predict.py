@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.base.errors import RecordingError
-from lowtide.recording.store import read
+from lowtide.recording.reader import read
 from lowtide.studies.size.predict import Model
 from lowtide.studies.size.trial import Asked, Target, record, run
 from lowtide.studies.size.vary import Set

@@ -27,7 +27,7 @@ from rich.table import Table
 import lowtide
 import torch
 from lowtide.base.units import format_bytes
-from lowtide.recording.store import read
+from lowtide.recording.reader import read
 from lowtide.runtime.device.memory_meter import counters, library_path
 from process import machine
 

@@ -96,7 +96,7 @@ def train() -> None:
 
 def table(file: Path) -> list[tuple[str, int, int, int, int, int]]:
     """Rows (phase, step, allocated, highest so far, then allocated, then highest), MiB."""
-    from lowtide.recording.store import read
+    from lowtide.recording.reader import read
 
     rows = []
     for row in read(file).steps[-STEPS:]:
@@ -114,7 +114,7 @@ def main() -> None:
     """Record, and print the table and the findings."""
     import lowtide
     from lowtide.recording.findings import findings
-    from lowtide.recording.store import read
+    from lowtide.recording.reader import read
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "seq2seq.lowtide"

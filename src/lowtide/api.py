@@ -15,7 +15,8 @@ from lowtide.base.lever_catalogue import check_levers
 from lowtide.base.messages import tell
 from lowtide.base.units import Size, as_budget
 from lowtide.planning.unit.plan_file import Plan
-from lowtide.recording.store import Recording, Writer, read
+from lowtide.recording.reader import Recording, read
+from lowtide.recording.writer import Writer
 from lowtide.runtime.agent.task import runs_here
 from lowtide.runtime.control.runtime import Runtime, Settings
 from lowtide.runtime.record import run_recorder

@@ -186,7 +186,7 @@ def _in_no_folder(folder: Path) -> None:
 
 def _predicted_without_operators(folder: Path) -> None:
     _without_operators(folder)
-    recording = lowtide.recording.store.read(folder / "a.lowtide")
+    recording = lowtide.recording.reader.read(folder / "a.lowtide")
     Model([({"batch": 1.0}, recording), ({"batch": 2.0}, recording)])
 
 

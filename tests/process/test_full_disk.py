@@ -18,7 +18,10 @@ import numpy as np
 import pytest
 from lowtide.base import files
 from lowtide.base.errors import RecordingError
-from lowtide.recording.store import CARRIED, ENTRY, Journal, Kind, PhaseFigures, ProcessRow, StepRow, Writer, read
+from lowtide.recording.file_format import CARRIED, ENTRY, Kind, PhaseFigures, ProcessRow, StepRow
+from lowtide.recording.journal import Journal
+from lowtide.recording.reader import read
+from lowtide.recording.writer import Writer
 from small_disk import small_disk
 
 STOPS = "lowtide: the recording stops: "

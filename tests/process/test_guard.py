@@ -24,7 +24,7 @@ from forked import forked
 
 from lowtide.guard.cause import Cause
 from lowtide.guard.fence import cgroup
-from lowtide.recording.store import read
+from lowtide.recording.reader import read
 from lowtide.base.units import MIB
 
 GROUP = cgroup(64 * MIB, f"lowtide-probe-{os.getpid()}")

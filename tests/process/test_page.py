@@ -15,7 +15,10 @@ import numpy as np
 import pytest
 import torch
 from lowtide.report.html import page
-from lowtide.recording.store import CARRIED, ENTRY, PHASES, Flag, Kind, Writer, read, summed
+from lowtide.recording.file_format import CARRIED, ENTRY, PHASES, Flag, Kind
+from lowtide.recording.reader import read
+from lowtide.recording.summary import summarize_step
+from lowtide.recording.writer import Writer
 from lowtide.base.trace import Phase
 
 import lowtide
@@ -160,7 +163,7 @@ def _million(path: Path) -> None:
     first["kind"][half:], first["a"][half:] = Kind.READ, back
     second["kind"][half:], second["a"][half:] = Kind.RELEASED, back
     third["kind"][half:], third["a"][half:] = Kind.DIED, back
-    writer.step(summed(0, 0.0, 1 << 20, 1 << 20, entries, np.zeros(0, dtype=CARRIED), complete=True))
+    writer.step(summarize_step(0, 0.0, 1 << 20, 1 << 20, entries, np.zeros(0, dtype=CARRIED), complete=True))
     writer.close()
 
 

@@ -18,7 +18,7 @@ import pytest
 from lowtide.base import messages
 from lowtide.base.outputs import write, write_json
 from lowtide.runtime.agent.task import TASK, RunOptions, Task, environment_of, read_task
-from lowtide.recording.store import read
+from lowtide.recording.reader import read
 
 PLAIN = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "COLUMNS": "100"}
 NAME = os.fsencode("trän_ü.py")

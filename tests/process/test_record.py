@@ -25,7 +25,7 @@ from lowtide.runtime.device.memory_meter import library_path
 from lowtide.report.export import snapshot, speedscope, trace_events
 from lowtide.report.html import page
 from lowtide.report.recording import show_recording, to_json
-from lowtide.recording.store import read
+from lowtide.recording.reader import read
 from rich.console import Console
 
 
@@ -100,7 +100,7 @@ def test_the_json_has_steps_phases_peak_and_findings(home: Path) -> None:
 
 def test_backward_is_attributed_to_the_forward_that_saved_it(home: Path) -> None:
     from lowtide.recording.explanation import steps_of
-    from lowtide.recording.store import read
+    from lowtide.recording.reader import read
 
     step = next(s for s in steps_of(read(home / "a.lowtide")) if s.row.step == 1)
     made = [b for b in step.blocks if b.phase == "backward" and b.born >= 0 and b.counted]
@@ -150,7 +150,7 @@ def test_a_killed_run_leaves_its_last_step(home: Path) -> None:
     assert [s["complete"] for s in found["steps"]] == [True, True, False]
     assert found["steps"][2]["phases"][-1]["name"] in ("loss", "data")
     from lowtide.recording.explanation import Role, steps_of
-    from lowtide.recording.store import read
+    from lowtide.recording.reader import read
 
     last = steps_of(read(home / "k.lowtide"))[-1]
     assert last.row.step == 2

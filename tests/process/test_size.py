@@ -18,7 +18,7 @@ from lowtide.report.size import show_batch
 from lowtide.studies.size.throughput import Point, Rate, Results, knee, largest, measure
 from lowtide.studies.size.trial import Asked, Ran, Target, record, run
 from lowtide.studies.size.vary import Set, Vary, option_of, parse_axis, with_option
-from lowtide.recording.store import read
+from lowtide.recording.reader import read
 
 SCRIPT = Path(__file__).parent / "scripts" / "sized.py"
 TARGET = Target(script=str(SCRIPT), module=False, seconds=120)

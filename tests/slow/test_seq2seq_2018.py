@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from lowtide.recording.findings import findings
-from lowtide.recording.store import read
+from lowtide.recording.reader import read
 
 import lowtide
 

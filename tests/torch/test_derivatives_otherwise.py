@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.recording import store
+from lowtide.recording import file_format, reader
 
 ROWS, COLUMNS = 512, 256
 
@@ -232,9 +232,9 @@ def test_a_node_that_fails_leaves_the_watch_on(tmp_path: Path) -> None:
             out.sum().backward()
         model = nn.Linear(32, 32)
         model(leaf).prod(1).sum().backward()
-    recording = store.read(tmp_path / "run.lowtide")
+    recording = reader.read(tmp_path / "run.lowtide")
     ran = [recording.names[e["a"]] for step in recording.steps if step.entries is not None
-           for e in step.entries if e["kind"] == store.Kind.OP]
+           for e in step.entries if e["kind"] == file_format.Kind.OP]
     assert ran.count("ProdBackward1") == 1  # the other never began
     assert "aten.mm.default" in ran[ran.index("ProdBackward1"):]
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import lowtide
-from lowtide.recording import store
+from lowtide.recording import file_format, reader
 
 SHARE = 0.02
 """A saving may be off by so much of itself."""
@@ -46,17 +46,17 @@ def _update(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int = 64) 
     optimizer.step()
 
 
-def _recorded(script: Script, file: Path, *, mended: bool = False, whole: bool = True) -> store.Recording:
+def _recorded(script: Script, file: Path, *, mended: bool = False, whole: bool = True) -> reader.Recording:
     """As a script that was recorded to its end, if ``whole``."""
     torch.manual_seed(0)
     gc.collect()
     with lowtide.record(file):
         script(mended)
-    recording = store.read(file)
+    recording = reader.read(file)
     return replace(recording, meta={**recording.meta, "whole": whole})
 
 
-def _told(recording: store.Recording, kind: str) -> list[Finding]:
+def _told(recording: reader.Recording, kind: str) -> list[Finding]:
     return [f for f in findings(recording) if f.id == kind]
 
 
@@ -98,8 +98,8 @@ def test_a_loss_is_not_to_be_deleted_before_its_own_backward(tmp_path: Path) -> 
     recording = _recorded(large_scalar, tmp_path / "a")
     step = next(s for s in recording.steps if s.step == 2)
     assert step.entries is not None
-    held = step.entries[step.entries["kind"] == store.Kind.HELD]
-    names = [(recording.names[e["b"]].split(" ")[0], store.PHASES[e["phase"]]) for e in held]
+    held = step.entries[step.entries["kind"] == file_format.Kind.HELD]
+    names = [(recording.names[e["b"]].split(" ")[0], file_format.PHASES[e["phase"]]) for e in held]
     assert names == [("loss", Phase.FORWARD)]
 
 
@@ -317,7 +317,7 @@ def test_what_everyday_loops_could_let_go_of_is_found_with_what_it_saves(name: s
     assert len(found) == 1, [(f.id, f.text) for f in findings(flawed)]
     assert not _told(mended, kind)
 
-    def above(recording: store.Recording) -> int:
+    def above(recording: reader.Recording) -> int:
         peaks = {r.step: r.peak_bytes for r in recording.steps if r.step >= 0}
         highest = max(peaks.values()) if kind == "evaluation-graph" else peaks[found[0].step]
         return highest - recording.steps[0].start_bytes
@@ -458,7 +458,7 @@ def test_memory_that_ran_out_is_laid_to_what_could_have_been_let_go(name: str, t
             script(False)  # noqa: FBT003
     finally:
         heap().cap = 0
-    fitting = would_fit(findings(store.read(tmp_path / "oom")), cap)
+    fitting = would_fit(findings(reader.read(tmp_path / "oom")), cap)
     assert fitting[0].id == kind, [(f.id, f.text) for f in fitting]
 
 
@@ -472,7 +472,7 @@ def test_outputs_that_every_step_reads_are_not_blamed_for_a_step_that_was_cut_sh
     finally:
         heap().cap = 0
     torch.ones((), requires_grad=True).backward()  # after an error the engine's queue holds the graph until it runs again
-    recording = store.read(tmp_path / "oom")
+    recording = reader.read(tmp_path / "oom")
     assert not [f for f in _told(recording, "held-result") if "kept" in f.text]
 
 
@@ -500,7 +500,7 @@ def test_the_variable_that_holds_what_was_there_when_memory_ran_out_is_named(tmp
             model(x)
     finally:
         heap().cap = 0
-    recording = store.read(tmp_path / "oom")
+    recording = reader.read(tmp_path / "oom")
     report = peak_report(next(s for s in steps_of(recording) if s.denied.any()))
     assert report is not None
     named = {str(row["held_by"]).split(" ")[0] for row in report.top}

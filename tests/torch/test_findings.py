@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowtide
-from lowtide.recording import explanation, store
+from lowtide.recording import explanation, reader
 
 SHARE = 0.02
 """A saving may be off by so much of itself ..."""
@@ -195,12 +195,12 @@ CASES: dict[str, Script] = {
 }
 
 
-def _recorded(script: Script, file: Path, *, mended: bool) -> store.Recording:
+def _recorded(script: Script, file: Path, *, mended: bool) -> reader.Recording:
     torch.manual_seed(0)
     gc.collect()
     with lowtide.record(file):
         script(mended)
-    return store.read(file)
+    return reader.read(file)
 
 
 def copies_of_the_best(mended: bool) -> None:  # noqa: FBT001
@@ -226,7 +226,7 @@ def test_the_saving_is_what_the_change_saves(kind: str, script: Script, tmp_path
     left = sum(f.saving_bytes for f in findings(mended) if f.id == kind)
     assert not left or (kind == "loss-block" and left < found[0].saving_bytes / CHUNKS), "a chunk can be cut up again"
 
-    def above(recording: store.Recording, step: int) -> int:
+    def above(recording: reader.Recording, step: int) -> int:
         return next(r.peak_bytes for r in recording.steps if r.step == step) - recording.steps[0].start_bytes
 
     step = found[0].step
@@ -303,7 +303,7 @@ def test_a_graph_that_no_step_follows_counts_and_is_found(script: Callable[[], N
     with lowtide.record(tmp_path / "end"):
         script()
     peak = heap().tensor_peak
-    recording = store.read(tmp_path / "end")
+    recording = reader.read(tmp_path / "end")
     assert len([r for r in recording.steps if r.step >= 0]) == steps
     assert recording.steps[-1].peak_bytes == peak
     assert [f.step for f in findings(recording) if f.id == "evaluation-graph"] == [steps - 1]
@@ -326,7 +326,7 @@ def _gan() -> None:
 def test_a_graph_that_outlives_one_of_two_optimizers_is_not_called_unused(tmp_path: Path) -> None:
     with lowtide.record(tmp_path / "gan"):
         _gan()
-    recording = store.read(tmp_path / "gan")
+    recording = reader.read(tmp_path / "gan")
     assert len([r for r in recording.steps if r.step >= 0]) == STEPS + 1
     assert not [f for f in findings(recording) if f.id == "evaluation-graph"]
 
@@ -345,7 +345,7 @@ def test_a_recording_begun_in_mid_training_knows_what_was_there(tmp_path: Path) 
     elsewhere = heap().tensor_live - sum(3 * p.nbytes for p in model.parameters()) - sum(p.nbytes for p in model.parameters())
     with lowtide.record(tmp_path / "late"):
         step()
-    report = peak_report(next(s for s in steps_of(store.read(tmp_path / "late")) if s.row.step == 0))
+    report = peak_report(next(s for s in steps_of(reader.read(tmp_path / "late")) if s.row.step == 0))
     assert report is not None
     assert report.by_role.get("unknown", 0) - elsewhere <= 0.01 * report.bytes
     assert report.by_role["optimizer_state"] >= 2 * sum(p.nbytes for p in model.parameters())
@@ -375,7 +375,7 @@ def _floor_told(path: Path, rows: int) -> tuple[Floor, int, str]:
     """The floor of the step that the finding names, the step's plain peak and the finding's text."""
     with lowtide.record(path):
         _deep(rows)
-    recording = store.read(path)
+    recording = reader.read(path)
     told = [f for f in findings(recording) if f.id == "memory-floor"]
     assert len(told) == 1
     step = next(s for s in steps_of(recording) if s.row.step == told[0].step)
@@ -433,6 +433,6 @@ def test_data_that_lie_in_memory_whole_are_found_however_slices_are_taken(how: s
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-    found = [f for f in findings(store.read(tmp_path / "r.lowtide")) if f.id == "resident-data"]
+    found = [f for f in findings(reader.read(tmp_path / "r.lowtide")) if f.id == "resident-data"]
     assert len(found) == (how != "whole")
     assert all(f.saving_bytes >= 0.9 * data.nbytes for f in found)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowtide
-from lowtide.recording import store
+from lowtide.recording import reader
 
 STEPS = 3
 SHARE, BYTES = 0.02, 4096
@@ -129,7 +129,7 @@ def _told_and_saved(script: Script, folder: Path) -> tuple[Finding, int]:
         gc.collect()
         with lowtide.record(folder / "run.lowtide"):
             script(kind)
-        recorded.append(store.read(folder / "run.lowtide"))
+        recorded.append(reader.read(folder / "run.lowtide"))
     _, flawed, mended = recorded
     (found,) = (f for f in findings(flawed) if f.id == "float64")
     assert not [f for f in findings(mended) if f.id == "float64"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lowtide.recording.findings import findings
 from lowtide.runtime.intercept.script_frames import holders
-from lowtide.recording.store import read
+from lowtide.recording.reader import read
 from torch import nn
 
 import lowtide

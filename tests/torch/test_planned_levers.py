@@ -23,7 +23,7 @@ from lowtide.planning.graph import Graph, Node
 from lowtide.planning.schedule import Act, Move
 from lowtide.planning.solver.solve import Order, Solver
 from lowtide.planning.status import Status
-from lowtide.recording.store import read
+from lowtide.recording.reader import read
 from torch import nn
 from torch.nn import functional as F
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowtide
-from lowtide.recording import store
+from lowtide.recording import reader
 
 MISSED = {"evaluation-graph-again"}
 """It dies within the evaluation's forward, when nothing tells yet that no backward would have followed."""
@@ -170,7 +170,7 @@ def _peak(script: Callable[[bool], None], *, mended: bool) -> int:
     return counter.tensor_peak - base
 
 
-def cause(recording: store.Recording, cap: int) -> str:
+def cause(recording: reader.Recording, cap: int) -> str:
     """What a reader of the report sees first: a finding that alone lets it fit, else the largest role."""
     found = [f for f in findings(recording) if f.saving_bytes]
     fitting = would_fit(found, cap)
@@ -197,7 +197,7 @@ def _causes(folder: Path) -> dict[str, tuple[str, str]]:
                 script(False)  # noqa: FBT003
         finally:
             counter.cap = 0
-        told[name] = (cause(store.read(folder / name), cap), expected)
+        told[name] = (cause(reader.read(folder / name), cap), expected)
     return told
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from lowtide.studies.size.predict import Model
-from lowtide.recording.store import Kind, Recording, decode_run, encode_run, read
+from lowtide.recording.file_format import Kind, decode_run, encode_run
+from lowtide.recording.reader import Recording, read
 from torch import nn
 from torch.nn import functional as F
 

@@ -12,7 +12,7 @@ from lowtide.recording.explanation import Step, steps_of
 from lowtide.planning.graph import Graph
 from lowtide.planning.schedule import Act, plain_row, unfold
 from lowtide.recording.graph import graph_of, operator_of
-from lowtide.recording.store import read
+from lowtide.recording.reader import read
 from torch import nn
 from torch.nn import functional as F
 

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lowtide.recording.store import CARRIED, ENTRY, Journal, Kind, _Entry, _first_bytes, _tail, decode_run, encode_run
+from lowtide.recording.file_format import CARRIED, ENTRY, Kind, decode_run, encode_run
+from lowtide.recording.journal import Journal
+from lowtide.recording.reader import _tail
+from lowtide.recording.summary import _Entry, _first_bytes
 
 PHASE = (0.0, int(Kind.PHASE), *[0] * (len(ENTRY.names or ()) - 2))
 

@@ -171,7 +171,7 @@ def _predict_by_recording(
 ) -> int:
     import itertools
 
-    from lowtide.recording.store import read
+    from lowtide.recording.reader import read
     from lowtide.report.size import prediction_json, show_predictions
     from lowtide.report.terminal import console
     from lowtide.studies.size import bundle

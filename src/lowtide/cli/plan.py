@@ -175,7 +175,7 @@ def _load(path: Path, step: int | None) -> _Source:
         return _Source(graph=load(path))
     from lowtide.recording.explanation import highest, peak_report, steps_of
     from lowtide.recording.graph import graph_of
-    from lowtide.recording.store import read
+    from lowtide.recording.reader import read
 
     steps = [s for s in steps_of(read(path)) if s.row.complete]
     found = highest(steps) if step is None else next((s for s in steps if s.row.step == step >= 0), None)

@@ -18,7 +18,7 @@ from lowtide.base.errors import LowtideError, RecordingError, UsageError
 from lowtide.base.files import ROOM_FOR_TEMPORARY_FILES
 
 if TYPE_CHECKING:
-    from lowtide.recording.store import Recording
+    from lowtide.recording.reader import Recording
 
 MARK = "peak_memory"
 TOP = 5
@@ -51,7 +51,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
         return (yield)
     limit, phase = _asked(*mark.args, **mark.kwargs)
     from lowtide import api
-    from lowtide.recording.store import read
+    from lowtide.recording.reader import read
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "test.lowtide"
@@ -93,8 +93,8 @@ def _told(recording: Recording, peak: int, base: int, limit: int, phase: str | N
     """What was live at the highest point, and what would lower it."""
     from lowtide.base.units import format_bytes
     from lowtide.recording.explanation import ROLES, steps_of
+    from lowtide.recording.file_format import PHASES
     from lowtide.recording.findings import findings
-    from lowtide.recording.store import PHASES
 
     lines = [f"{MARK}: {format_bytes(peak)} ({peak:,} bytes) in {phase or 'the test'}, {format_bytes(limit)} were allowed"]
     for step in steps_of(recording):

@@ -11,7 +11,7 @@ from lowtide.base.outputs import write, write_json
 from lowtide.cli.launch import check_folder
 
 if TYPE_CHECKING:
-    from lowtide.recording.store import Recording
+    from lowtide.recording.reader import Recording
 
 
 @click.command()
@@ -26,7 +26,7 @@ def report(
     speedscope: str | None,
 ) -> None:
     """Show what RECORDING says: phases, the high-water mark, what would lower it."""
-    from lowtide.recording.store import read
+    from lowtide.recording.reader import read
     from lowtide.report.recording import show_recording, to_json
 
     for file in (json_file, html_file, snapshot, perfetto, speedscope):
@@ -60,7 +60,7 @@ def _export(found: Recording, *, snapshot: str | None, perfetto: str | None, spe
 @click.option("--html", "html_file", metavar="FILE", help="Write a page that shows AFTER, with BEFORE beside it.")
 def diff(*, before: Path, after: Path, json_file: str | None, html_file: str | None) -> None:
     """Show what changed from recording BEFORE to recording AFTER."""
-    from lowtide.recording.store import read
+    from lowtide.recording.reader import read
     from lowtide.report.recording import difference, show_difference
 
     check_folder(json_file)

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from lowtide.base.trace import Buffer, Op, Phase, Site, Trace
 from lowtide.planning.unit.problem import Problem
 from lowtide.planning.unit.simulate import play
-from lowtide.recording.store import COMPILED, PHASES, Flag, Kind, Recording, Role, StepRow
+from lowtide.recording.file_format import COMPILED, PHASES, Flag, Kind, Role, StepRow
+from lowtide.recording.reader import Recording
 
 ROLES: Final = tuple(Role)
 TOP: Final = 10

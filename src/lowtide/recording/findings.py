@@ -13,9 +13,10 @@ from lowtide.base.errors import RecordingError
 from lowtide.base.trace import Phase
 from lowtide.base.units import format_bytes
 from lowtide.recording.explanation import Block, Step, steps_of, telling
+from lowtide.recording.file_format import BY_ZERO, HELD_BYTES, PHASES, Kind, Role
 from lowtide.recording.peak_floor import blocks_at, floor_of, grows_with_the_batch
 from lowtide.recording.precision import WIDE, has_convolutions, has_lstms, in_float32
-from lowtide.recording.store import BY_ZERO, HELD_BYTES, PHASES, Kind, Recording, Role
+from lowtide.recording.reader import Recording
 from lowtide.recording.whatif import Case, Change, Finding
 
 NOTABLE: Final = 0.01

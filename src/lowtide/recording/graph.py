@@ -19,7 +19,7 @@ from lowtide.base.errors import RecordingError
 from lowtide.base.trace import Phase
 from lowtide.planning.graph import Graph, Node, Offload
 from lowtide.recording.explanation import Block, Step
-from lowtide.recording.store import PHASES, Role, decode_run
+from lowtide.recording.file_format import PHASES, Role, decode_run
 
 BACKWARD = PHASES.index(Phase.BACKWARD)
 _OF_A_NODE = 8

@@ -11,8 +11,8 @@ from lowtide.planning.bounds.precedence import certain_in_order
 from lowtide.planning.graph import Graph, Offload
 from lowtide.planning.solver.solve import Solver
 from lowtide.recording.explanation import Block, Step
+from lowtide.recording.file_format import PHASES, Role
 from lowtide.recording.graph import graph_of, operator_of
-from lowtide.recording.store import PHASES, Role
 
 _BOARD = Offload(write_bytes_per_second=1e9, read_bytes_per_second=1e9)
 """That there is a second board matters here, not how fast it is."""

@@ -18,8 +18,8 @@ from lowtide.base.trace import Phase
 from lowtide.planning.graph import Graph
 from lowtide.planning.schedule import plain_row
 from lowtide.recording.explanation import Step
+from lowtide.recording.file_format import PHASES, Flag, Kind, Role
 from lowtide.recording.graph import BACKWARD, block_of, inside_of, operator_of
-from lowtide.recording.store import PHASES, Flag, Kind, Role
 
 OPTIMIZER: Final = PHASES.index(Phase.OPTIMIZER)
 FOREACH: Final = "_foreach_"

@@ -17,7 +17,7 @@ import numpy as np
 
 from lowtide.base.trace import Buffer, Op, Trace
 from lowtide.recording.explanation import Block, Step, peak_of
-from lowtide.recording.store import Role
+from lowtide.recording.file_format import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from lowtide.base.files import write_file
 from lowtide.recording.explanation import ROLES, Block, Step, steps_of
-from lowtide.recording.store import Recording
+from lowtide.recording.reader import Recording
 
 _MICROSECONDS: Final = 1e6
 _ALIGNMENT: Final = 512

@@ -21,7 +21,8 @@ from lowtide.base.files import why
 from lowtide.base.messages import shown, tell
 from lowtide.base.units import format_bytes, format_seconds
 from lowtide.guard.outcome import Generation, Live, Outcome
-from lowtide.recording.store import ProcessRow, Writer
+from lowtide.recording.file_format import ProcessRow
+from lowtide.recording.writer import Writer
 from lowtide.report.terminal import console
 
 WIDTH: Final = 40

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lowtide.recording.explanation import ROLES, Block, Step, highest, peak_report, steps_of
 from lowtide.recording.findings import findings
-from lowtide.recording.store import Recording
+from lowtide.recording.reader import Recording
 from lowtide.report.pages import render
 from lowtide.report.process import process_page
 from lowtide.report.recording import COLOURS, difference, ended_at

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowtide.base.units import format_seconds
-from lowtide.recording.store import ProcessRow, Recording
+from lowtide.recording.file_format import ProcessRow
+from lowtide.recording.reader import Recording
 from lowtide.report.pages import render
 
 

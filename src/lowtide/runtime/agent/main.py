@@ -248,7 +248,7 @@ class _Record:
 
     def __init__(self, task: Task, options: RecordOptions) -> None:
         from lowtide.probe.marks import WhenImported, watch_keras
-        from lowtide.recording.store import Writer
+        from lowtide.recording.writer import Writer
         from lowtide.runtime.device.heap_counters import preloaded
         from lowtide.runtime.record.process_sampler import Coarse
 
@@ -289,7 +289,7 @@ class _Record:
             if self._writer.stopped is None:  # else it was said
                 tell(f"lowtide: no step was recorded: {self._path} is as it was before")
             return
-        from lowtide.recording.store import read
+        from lowtide.recording.reader import read
         from lowtide.report.recording import show_recording, to_json
 
         options = self._options

@@ -15,7 +15,8 @@ import psutil
 
 from lowtide.probe import marks
 from lowtide.probe.marks import Kind
-from lowtide.recording.store import ProcessRow, Writer
+from lowtide.recording.file_format import ProcessRow
+from lowtide.recording.writer import Writer
 from lowtide.runtime.device.heap_counters import preloaded
 
 INTERVAL_SECONDS: Final = 0.02

@@ -26,19 +26,9 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 import torch
 from lowtide.base.trace import Phase
 from lowtide.probe.marks import Rounds
-from lowtide.recording.store import (
-    BY_ZERO,
-    CARRIED,
-    COMPILED,
-    HELD_BYTES,
-    PHASES,
-    Flag,
-    Kind,
-    Role,
-    Writer,
-    encode_run,
-    summed,
-)
+from lowtide.recording.file_format import BY_ZERO, CARRIED, COMPILED, HELD_BYTES, PHASES, Flag, Kind, Role, encode_run
+from lowtide.recording.summary import summarize_step
+from lowtide.recording.writer import Writer
 from lowtide.runtime.device.memory_meter import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
 from lowtide.runtime.early_stop import Enough
 from lowtide.runtime.intercept.bypass import Asides
@@ -381,7 +371,9 @@ class Watcher:
         entries = self.writer.journal.entries()
         if not len(entries):
             return
-        row = summed(self.step, self._step_start, self._step_bytes, self._step_high, entries, self._carried, complete=complete)
+        row = summarize_step(
+            self.step, self._step_start, self._step_bytes, self._step_high, entries, self._carried, complete=complete
+        )
         self._high = max(self._high, row.high_water_bytes)
         full = len(self._kept) + FIRST_STEPS >= MOST_STEPS
         higher = self.step >= FIRST_STEPS and row.peak_bytes > (HIGHER_STILL if full else HIGHER) * self._best
@@ -558,8 +550,8 @@ class Watcher:
         before, denied = meter.live(), meter.denied()
         module, source = self._where()
         op = self._name_of(func, args) if info is None else self.writer.name(info.name)
-        summed = self._sums(func, args)
-        beside = sum(part.nbytes for part in _parts(args[0])) if summed else 0
+        summarize_step = self._sums(func, args)
+        beside = sum(part.nbytes for part in _parts(args[0])) if summarize_step else 0
         self._move_cap(beside)
         meter.begin_operator()
         began = time.perf_counter()
@@ -575,7 +567,7 @@ class Watcher:
             raise
         info = info or info_of(func)
         self._latest = op, module, source
-        self._note_run(info, took, before, summed=summed)
+        self._note_run(info, took, before, summarize_step=summarize_step)
         self._note_tensors(info, args, kwargs, out, self._latest)
         self._note_rest()
         return out
@@ -604,7 +596,7 @@ class Watcher:
         if self.clock.differentiable:
             self._note_origin(*origin[1:])
         self._latest = origin
-        self._note_run(UNSEEN, took, before, summed=False)
+        self._note_run(UNSEEN, took, before, summarize_step=False)
         self._note_tensors(UNSEEN, what.given, {}, what.made, origin)
         self._note_rest()
 
@@ -632,10 +624,10 @@ class Watcher:
         if by and self._heap is not None and self._heap.cap:
             self._heap.cap += by
 
-    def _note_run(self, info: OpInfo, took: float, before: int, *, summed: bool) -> None:
+    def _note_run(self, info: OpInfo, took: float, before: int, *, summarize_step: bool) -> None:
         """The latest operator ran."""
-        peak, after = (before, before) if summed else (self.meter.op_peak(), self.meter.live())
-        self._summed = summed
+        peak, after = (before, before) if summarize_step else (self.meter.op_peak(), self.meter.live())
+        self._summed = summarize_step
         self._phase_peak = max(self._phase_peak, peak)
         run = encode_run(took, replayable=info.replayable, seeded=info.seeded)
         self.write(Kind.OP, *self._latest, flags=run, size=before, live=after, peak=peak)

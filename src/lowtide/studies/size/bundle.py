@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lowtide.base.errors import RecordingError
 from lowtide.base.temporary_folders import Scratch
-from lowtide.recording.store import Recording, read
+from lowtide.recording.reader import Recording, read
 
 
 def save(files: Sequence[Path], bundle: Path) -> None:

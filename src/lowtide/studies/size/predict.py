@@ -25,8 +25,9 @@ from scipy.optimize import nnls
 from lowtide.base.errors import UsageError
 from lowtide.planning.graph import Graph
 from lowtide.recording.explanation import Step, steps_of
+from lowtide.recording.file_format import decode_run
 from lowtide.recording.graph import graph_of
-from lowtide.recording.store import Recording, decode_run
+from lowtide.recording.reader import Recording
 from lowtide.studies.size.vary import option_of
 
 DEGREES: Final = 4

@@ -18,7 +18,7 @@ from lowtide.base.errors import RecordingError
 from lowtide.base.files import ROOM_FOR_TEMPORARY_FILES
 from lowtide.base.processes import end_with_parent
 from lowtide.base.temporary_folders import Scratch
-from lowtide.recording.store import tail_path
+from lowtide.recording.file_format import tail_path
 from lowtide.runtime.agent.task import PRELOAD, RecordOptions, Task, TrialOptions, agent_command, environment_of
 from lowtide.studies.size.vary import Set
 
