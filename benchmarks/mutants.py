@@ -94,7 +94,7 @@ PACKAGES = {
     )),
     "store": Package(tuple(f"recording/{m}.py" for m in ("file_format", "journal", "writer", "reader", "summary")), (
         "unit/test_journal.py", "process/test_record.py", "process/test_full_disk.py")),
-    "findings": Package(("recording/findings.py",), (
+    "findings": Package(("recording/findings",), (
         "torch/test_findings.py", "torch/test_everyday_findings.py", "torch/test_float64_findings.py",
         "torch/test_post_mortem.py", "process/test_record.py",
     )),

@@ -113,7 +113,7 @@ def table(file: Path) -> list[tuple[str, int, int, int, int, int]]:
 def main() -> None:
     """Record, and print the table and the findings."""
     import lowtide
-    from lowtide.recording.findings import findings
+    from lowtide.recording.findings.all_findings import findings
     from lowtide.recording.reader import read
 
     with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,7 @@ from patience import in_time
 import numpy as np
 import psutil
 import pytest
-from lowtide.planning.bounds import lower_bounds, solver_process
+from lowtide.planning.bounds import bound_program, solver_process, time_bounds
 from lowtide.planning.bounds.solver_process import Told, kept_ready, solved_apart
 from lowtide.planning.solver.solve import Solver
 from lowtide.planning.bounds.windows import Chain
@@ -172,16 +172,16 @@ def test_large_programs_with_whole_variables_go_there_and_prove_what_was_told_wh
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
-    told = iter((Told(), Told(bound=0.5 * lower_bounds._SCALE)))
+    told = iter((Told(), Told(bound=0.5 * bound_program._SCALE)))
 
     def never(arguments: Any, *, seconds: float, gap: float, start: Any, tell: Any) -> Told:
         asked.append((len(arguments["cost"]), seconds))
         return next(told)
 
-    monkeypatch.setattr(lower_bounds, "solved_apart", never)
-    monkeypatch.setattr(lower_bounds, "is_kept", lambda: True)
-    program = lower_bounds.Program()
-    count = lower_bounds._LARGE + 1
+    monkeypatch.setattr(bound_program, "solved_apart", never)
+    monkeypatch.setattr(bound_program, "is_kept", lambda: True)
+    program = bound_program.Program()
+    count = bound_program._LARGE + 1
     program.row({program.variable(i, 1.0): 1.0 for i in range(count)}, 1.0)
     nothing, half = program.solve(3.0), program.solve(3.0)
     assert (nothing.value, half.value) == (0.0, 0.5)
@@ -195,7 +195,7 @@ def test_nothing_of_a_search_is_printed_on_the_output_of_who_asks(capfd: pytest.
     """HiGHS 1.16 prints who it is when it is set up: a script's output under a budget would not be its own."""
     solver = Solver(blocks([(2, 20.0), (3, 2.0), (1, 1.0), (4, 20.0)], 12))
     budget = solver.floor.bytes + (solver.given.peak_bytes - solver.floor.bytes) // 30
-    chain = Chain(solver.bound_game, solver.precedence, lower_bounds.tight_chain(solver.precedence, solver.instants, budget, most=6), budget)
+    chain = Chain(solver.bound_game, solver.precedence, time_bounds.tight_chain(solver.precedence, solver.instants, budget, most=6), budget)
     with kept_ready():
         chain.relax(seconds=5)
         chain.dive(seconds=5)

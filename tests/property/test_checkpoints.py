@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from lowtide.planning.search.annealing import library
-from lowtide.planning.bounds import lower_bounds
+from lowtide.planning.bounds import time_bounds
 from lowtide.planning.bounds.precedence import Instant
 from lowtide.planning.search.checkpoints import SPACINGS, Crossings, Spacing
 from lowtide.planning.graph import Graph
@@ -77,13 +77,13 @@ def test_rows_with_checkpoints_can_run_and_stay_below_their_budget_where_they_ar
     low, top = solver.floor.bytes, solver.given.peak_bytes
     assume(low < top)
     budget = low + (top - low) * percent // 100
-    for at in lower_bounds.binding(solver.precedence, solver.instants, budget)[:1]:
+    for at in time_bounds.binding(solver.precedence, solver.instants, budget)[:1]:
         for kept in {Crossings(solver.game, at.op).values(s) for s in SPACINGS}:
             _check_rows(solver, at, budget, kept)
 
 
 def _check_rows(solver: Solver, at: Instant, budget: int, kept: frozenset[int]) -> None:
-    alone = lower_bounds.Alone(solver.bound_game, solver.precedence, at, budget)
+    alone = time_bounds.Alone(solver.bound_game, solver.precedence, at, budget)
     programs = solver.programs(budget, deadline=time.monotonic() + 60)
     for row in programs.with_room(alone, kept=kept):
         timeline = play(solver.graph, unfold(solver.graph, solver.game.row(row)))

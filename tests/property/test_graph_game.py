@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from lowtide.base.errors import GraphError, StructureError
 from lowtide.recording.peak_floor import with_board
 from lowtide.planning.solver import figures
-from lowtide.planning.bounds import lower_bounds
+from lowtide.planning.bounds import bound_program, peak_bounds, time_bounds
 from lowtide.planning.search import exhaustive
 from lowtide.planning.search.annealing import Annealer, Found, library
 from lowtide.planning.bounds.precedence import certain_in_order
@@ -216,9 +216,9 @@ def test_search_and_bounds_enclose_the_cheapest_schedule(graph: Graph, fixed: bo
         return
     answer = in_time(lambda seconds: solver.searched(budget, seconds=seconds), lambda answer: answer.status.has_plan, first=0.1)
     assert answer.time_bound.seconds <= wanted - graph.base_seconds + 1e-9
-    every = lower_bounds.one_instant(solver.game, solver.precedence, solver.instants, budget, seconds=1)
+    every = time_bounds.one_instant(solver.game, solver.precedence, solver.instants, budget, seconds=1)
     assert every.seconds <= wanted - graph.base_seconds + 1e-9
-    chain = lower_bounds.tight_chain(solver.precedence, solver.instants, budget, most=9)
+    chain = time_bounds.tight_chain(solver.precedence, solver.instants, budget, most=9)
     if len(chain) > 1:
         found = chain_seconds(solver.game, solver.precedence, chain, budget, seconds=2)
         assert found.seconds <= wanted - graph.base_seconds + 1e-9
@@ -262,7 +262,7 @@ def test_no_order_is_lower_than_the_bounds_and_the_best_is_found(graph: Graph) -
     """One-shot: forced-live and minimum cut against the lowest peak of all orders."""
     solver = Solver(graph, order=Order.FREE)
     best = _lowest_peak(graph)
-    least = lower_bounds.once(solver.game, solver.precedence, solver.instants)
+    least = peak_bounds.once(solver.game, solver.precedence, solver.instants)
     assert least.bytes <= best
     answer = in_time(lambda seconds: solver.lowest(seconds=seconds), lambda found: found.timeline.peak_bytes == best, first=0.3)
     assert answer.timeline.peak_bytes == best
@@ -431,8 +431,8 @@ def test_no_schedule_stays_below_what_one_instant_proves_with_what_comes_back(gr
         return
     solver = Solver(graph, order=Order.FIXED if fixed else Order.FREE)
     for at in solver.instants:
-        lowest = lower_bounds.closed_floor(solver.bound_game, solver.precedence, at, seconds=60)
-        stuck = lower_bounds.floor(solver.game, solver.precedence, [at])
+        lowest = peak_bounds.closed_floor(solver.bound_game, solver.precedence, at, seconds=60)
+        stuck = peak_bounds.floor(solver.game, solver.precedence, [at])
         assert lowest.bytes == 0 or lowest.bytes >= stuck.bytes - 1
         for floor in (lowest.bytes, stuck.bytes):
             if floor > 0:
@@ -450,10 +450,10 @@ def test_the_floor_in_fixed_order_is_that_of_all_operators_however_few_instants_
     certain = [precedence.bytes_with(at, precedence.stuck(at)) for at in map(precedence.instant, range(game.plain))]
     assert certain_in_order(game).tolist() == certain
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lower_bounds, "_EVERY", 0)
-        patch.setattr(lower_bounds, "_LOOKED_AT", stretches)
-        sampled = lower_bounds.looked_at(game, precedence)
-    assert lower_bounds.floor(game, precedence, sampled).bytes == max([graph.resident_bytes, *certain])
+        patch.setattr(peak_bounds, "_EVERY", 0)
+        patch.setattr(peak_bounds, "_LOOKED_AT", stretches)
+        sampled = peak_bounds.looked_at(game, precedence)
+    assert peak_bounds.floor(game, precedence, sampled).bytes == max([graph.resident_bytes, *certain])
 
 
 def test_what_a_script_holds_is_not_taken_over_by_what_overwrites_it() -> None:
@@ -531,8 +531,8 @@ def test_no_schedule_whose_transfers_overlap_beats_what_its_peak_proves(
     rows.append(faster(graph, row, timeline, timeline.peak_bytes + int(share * (solver.given.peak_bytes - timeline.peak_bytes))))
     for _, played in rows:
         budget = played.peak_bytes
-        found = list(lower_bounds.single_instants(solver.bound_game, solver.precedence, solver.instants, budget, seconds=20))
-        chain = lower_bounds.tight_chain(solver.precedence, solver.instants, budget, most=4)
+        found = list(time_bounds.single_instants(solver.bound_game, solver.precedence, solver.instants, budget, seconds=20))
+        chain = time_bounds.tight_chain(solver.precedence, solver.instants, budget, most=4)
         if len(chain) > 1:
             found.append(chain_seconds(solver.bound_game, solver.precedence, chain, budget, seconds=20))
         for one in found:
@@ -599,7 +599,7 @@ def test_a_minimum_cut_that_there_is_no_time_for_leaves_what_is_forced() -> None
     nodes = [{"id": i, "bytes": 100 + i % 7, "seconds": 1.0} for i in range(40)]
     links = [{"source": a, "target": b} for b in range(1, 40) for a in {max(0, b - 1 - b % 5), max(0, b - 9)}]
     solver = Solver(from_json({"nodes": nodes, "links": links}), order=Order.FREE)
-    forced, cut = (lower_bounds.once(solver.game, solver.precedence, solver.instants, seconds=s) for s in (0.0, 60.0))
+    forced, cut = (peak_bounds.once(solver.game, solver.precedence, solver.instants, seconds=s) for s in (0.0, 60.0))
     assert forced.method == "forced"
     assert forced.bytes <= cut.bytes
 
@@ -610,17 +610,17 @@ def test_memory_has_no_price_where_its_programs_were_not_solved_in_time(monkeypa
     links = [{"source": i, "target": i + 1} for i in range(19)] + [{"source": i, "target": 19 - i} for i in range(9)]
     solver = Solver(from_json({"nodes": nodes, "links": links}))
     budget = (solver.floor.bytes + solver.given.peak_bytes) // 2
-    proven = lower_bounds.one_instant(solver.bound_game, solver.precedence, solver.instants, budget, seconds=600)
+    proven = time_bounds.one_instant(solver.bound_game, solver.precedence, solver.instants, budget, seconds=600)
     asked = (solver.bound_game, solver.precedence, proven, budget, 100)
-    assert lower_bounds.price(*asked) > 0
-    solve, calls = lower_bounds.Program.solve, itertools.count()
+    assert time_bounds.price(*asked) > 0
+    solve, calls = bound_program.Program.solve, itertools.count()
 
-    def cut_off(self: lower_bounds.Program, seconds: float, **how: Any) -> lower_bounds.Solved:
+    def cut_off(self: bound_program.Program, seconds: float, **how: Any) -> bound_program.Solved:
         found = solve(self, seconds, **how)
         return found if next(calls) % 2 == 0 else replace(found, value=0.0, ended=False, x=None)
 
-    monkeypatch.setattr(lower_bounds.Program, "solve", cut_off)
-    assert lower_bounds.price(*asked) == 0
+    monkeypatch.setattr(bound_program.Program, "solve", cut_off)
+    assert time_bounds.price(*asked) == 0
 
 
 def test_plans_of_graphs_that_take_no_time_are_checked() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.planning.bounds import lower_bounds
+from lowtide.planning.bounds import time_bounds
 from lowtide.planning.search import programs
 from lowtide.planning.search.annealing import library
 from lowtide.planning.graph_arrays import game_of, profile
@@ -61,9 +61,9 @@ def test_what_is_on_the_board_only_in_part_is_absent_so_the_instant_fits(kinds, 
     at = max(solver.instants, key=solver.precedence.bytes_once)
     if solver.precedence.bytes_once(at) <= budget:
         return
-    found = lower_bounds.Alone(solver.game, solver.precedence, at, budget).absent(budget, seconds=60)
+    found = time_bounds.Alone(solver.game, solver.precedence, at, budget).absent(budget, seconds=60)
     row = row_without(solver.game, found.absent, found.fetched)
-    proven = next(lower_bounds.single_instants(solver.game, solver.precedence, [at], budget, seconds=60))
+    proven = next(time_bounds.single_instants(solver.game, solver.precedence, [at], budget, seconds=60))
     first = row.index(at.op)
     assert profile(solver.game, row)[first] <= budget
     assert seconds_of(solver.graph, row) >= solver.game.base_seconds + proven.seconds - 1e-6
@@ -76,7 +76,7 @@ def test_a_row_costs_what_the_program_that_it_comes_from_says(graph, percent):
     """Values that no operator reads any more may be what the program computes others from."""
     solver = Solver(graph)
     budget = solver.floor.bytes + (solver.given.peak_bytes - solver.floor.bytes) * percent // 100
-    for found in lower_bounds.single_instants(solver.game, solver.precedence, solver.instants, budget, seconds=10):
+    for found in time_bounds.single_instants(solver.game, solver.precedence, solver.instants, budget, seconds=10):
         if found.solved and found.absent:
             row = row_without(solver.game, found.absent, found.fetched)
             assert seconds_of(solver.graph, row) <= graph.base_seconds + found.seconds + 1e-6
@@ -106,21 +106,21 @@ def test_the_limit_only_ends_a_search_more_time_asks_the_same_programs_first(mon
             asked.append(("instants", tuple(at.op for at in tight)))
             super().__init__(game, precedence, tight, budget, **given)
 
-        def relax(self, *, rounds: int = 8, **given: Any) -> lower_bounds.TimeBound:
+        def relax(self, *, rounds: int = 8, **given: Any) -> time_bounds.TimeBound:
             asked.append(("relaxed", rounds))
             return super().relax(rounds=rounds, **given)
 
-        def dive(self, **given: Any) -> lower_bounds.TimeBound:
+        def dive(self, **given: Any) -> time_bounds.TimeBound:
             asked.append(("dived", given["gap"]))
             return super().dive(**given)
 
-        def whole(self, **given: Any) -> lower_bounds.TimeBound:
+        def whole(self, **given: Any) -> time_bounds.TimeBound:
             asked.append(("whole", None))
             return super().whole(**given)
 
     monkeypatch.setattr(programs, "Chain", Watched)
     monkeypatch.setattr(programs, "_DIVED_SECONDS", 60.0)  # what ends a program early must not be this machine
-    monkeypatch.setattr(lower_bounds, "_TRIED_SECONDS", 60.0)
+    monkeypatch.setattr(time_bounds, "_TRIED_SECONDS", 60.0)
     limits: list[float] = []
 
     def programs_within(seconds: float) -> list[tuple[str, object]]:

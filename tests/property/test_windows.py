@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.planning.solver import figures
-from lowtide.planning.bounds import lower_bounds, windows
+from lowtide.planning.bounds import time_bounds, windows
 from lowtide.planning.search.annealing import library
 from lowtide.planning.check.check import check
 from lowtide.planning.solver.solve import Order, Solver, Status
@@ -25,7 +25,7 @@ def tight_blocks(share: int, most: int) -> tuple[Solver, int, Chain]:
     """A network of blocks within a share of what lies above its floor, and a chain of the instants at which it binds."""
     solver = Solver(blocks(KINDS, 12))
     budget = solver.floor.bytes + (solver.given.peak_bytes - solver.floor.bytes) * share // 100
-    tight = lower_bounds.tight_chain(solver.precedence, solver.instants, budget, most=most)
+    tight = time_bounds.tight_chain(solver.precedence, solver.instants, budget, most=most)
     return solver, budget, Chain(solver.bound_game, solver.precedence, tight, budget)
 
 
@@ -37,7 +37,7 @@ def test_no_schedule_beats_a_chain_with_its_rows_whatever_is_taken_for_nothing(g
         return
     budget = data.draw(st.integers(solver.floor.bytes, solver.given.peak_bytes - 1))
     wanted = cheapest(graph, budget, fixed=fixed)
-    tight = lower_bounds.tight_chain(solver.precedence, solver.instants, budget, most=9)
+    tight = time_bounds.tight_chain(solver.precedence, solver.instants, budget, most=9)
     if wanted is None or not tight:
         return
     light = data.draw(st.frozensets(st.integers(0, len(solver.game.value_nodes) - 1)))
@@ -100,7 +100,7 @@ def test_where_rounding_much_leaves_no_answer_less_is_rounded(share, monkeypatch
 def test_plans_of_long_graphs_are_no_cheaper_and_the_checker_proves_the_same(share):
     """Law: no plan that annealing finds is cheaper; the checker's own rows prove the bound, and nothing above it."""
     solver, budget, chain = tight_blocks(share, 6)
-    found = chain.dive(seconds=PATIENCE) if chain.relax(seconds=PATIENCE).seconds else lower_bounds.NOTHING
+    found = chain.dive(seconds=PATIENCE) if chain.relax(seconds=PATIENCE).seconds else time_bounds.NOTHING
     answer = in_time(lambda seconds: solver.searched(budget, seconds=seconds), lambda answer: answer.status.has_plan, first=0.5)
     assert 0 < found.seconds < 0.999 * answer.extra_seconds
     told = figures.to_json(dataclasses.replace(answer, status=Status.FEASIBLE, time_bound=found))

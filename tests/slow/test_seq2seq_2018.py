@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lowtide.recording.findings import findings
+from lowtide.recording.findings.all_findings import findings
 from lowtide.recording.reader import read
 
 import lowtide

@@ -13,7 +13,7 @@ from lowtide.base.trace import Phase
 import pytest
 import torch
 from harness import heap, live_now
-from lowtide.recording.findings import findings, would_fit
+from lowtide.recording.findings.all_findings import findings, would_fit
 from lowtide.recording.explanation import peak_report, steps_of
 from lowtide.recording.whatif import Finding
 from torch import nn

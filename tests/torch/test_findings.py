@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from harness import heap
-from lowtide.recording.findings import CHUNKS, findings
+from lowtide.recording.findings.all_findings import findings
+from lowtide.recording.findings.loss_and_data import CHUNKS
 from lowtide.base.errors import BudgetError
 from lowtide.recording.explanation import peak_report, steps_of
 from lowtide.recording.peak_floor import Floor, floor_of

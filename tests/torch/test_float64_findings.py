@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lowtide.recording.findings import findings
+from lowtide.recording.findings.all_findings import findings
 from lowtide.recording.whatif import Finding
 from torch import nn
 from torch.nn import functional as F

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lowtide.recording.findings import findings
+from lowtide.recording.findings.all_findings import findings
 from lowtide.runtime.intercept.script_frames import holders
 from lowtide.recording.reader import read
 from torch import nn

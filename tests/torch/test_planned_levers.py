@@ -13,10 +13,10 @@ import torch
 from harness import heap
 from patience import PATIENCE, in_time
 from lowtide.base.lever_catalogue import LEVERS, LOSS, PIECES, SLICES, UPDATE
-from lowtide.recording.choose_levers import Planned, best, carried, others, sets_of
+from lowtide.recording.rewrites.choose_levers import Planned, best, carried, others, sets_of
 from lowtide.base.errors import LeverError
 from lowtide.recording.explanation import Step, highest, steps_of
-from lowtide.recording.rewrite_levers import each_lever, peak_of, with_levers
+from lowtide.recording.rewrites.levers import each_lever, peak_of, with_levers
 from lowtide.planning.solver.figures import to_json
 from lowtide.planning.check.check import check
 from lowtide.planning.graph import Graph, Node

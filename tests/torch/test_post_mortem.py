@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import heap
-from lowtide.recording.findings import findings, would_fit
+from lowtide.recording.findings.all_findings import findings, would_fit
 from lowtide.recording.explanation import peak_report, steps_of
 from test_findings import CASES
 from torch import nn

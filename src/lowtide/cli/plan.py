@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from lowtide.planning.schedule import Row
     from lowtide.planning.solver.caching_allocator import Reserved
     from lowtide.planning.solver.solve import Answer, Solver
-    from lowtide.recording.choose_levers import Planned
     from lowtide.recording.explanation import Step
+    from lowtide.recording.rewrites.choose_levers import Planned
 
 _SQLITE = b"SQLite format 3\0"
 _ORDERS = ("best-order", "worst-order")
@@ -133,7 +133,7 @@ def plan(
     sets: list[Planned] = []
     chosen: Planned | None = None
     if source.step is not None:
-        from lowtide.recording.choose_levers import Planned
+        from lowtide.recording.rewrites.choose_levers import Planned
 
         plain = Planned(names=(), solver=solver, answer=None if asked is None else answer, own_seconds=0.0)
         compared = strategy == "search" and allocator is None
@@ -198,7 +198,7 @@ def _chosen(
     All sets together take as long as the plan without levers, and the chosen one as long again where that leaves a gap.
     """
     from lowtide.planning.status import Status
-    from lowtide.recording.choose_levers import best, others
+    from lowtide.recording.rewrites.choose_levers import best, others
     from lowtide.report.terminal import console
 
     if budget is None:
@@ -276,7 +276,7 @@ def _check(source: _Source, prepared: Callable[[Graph], Graph], path: Path) -> i
 
 def _with_levers(source: _Source, names: object, path: Path) -> Graph:
     """The graph that a solution with levers is of."""
-    from lowtide.recording.rewrite_levers import with_levers
+    from lowtide.recording.rewrites.levers import with_levers
 
     if source.step is None:
         raise UsageError(f"{path} is a plan with levers: give the recording that it was made for")

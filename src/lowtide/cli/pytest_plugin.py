@@ -94,7 +94,7 @@ def _told(recording: Recording, peak: int, base: int, limit: int, phase: str | N
     from lowtide.base.units import format_bytes
     from lowtide.recording.explanation import ROLES, steps_of
     from lowtide.recording.file_format import PHASES
-    from lowtide.recording.findings import findings
+    from lowtide.recording.findings.all_findings import findings
 
     lines = [f"{MARK}: {format_bytes(peak)} ({peak:,} bytes) in {phase or 'the test'}, {format_bytes(limit)} were allowed"]
     for step in steps_of(recording):

@@ -15,7 +15,7 @@ from lowtide.planning.graph import Graph
 from lowtide.planning.solver.figures import Decides, Share, by_module, profile
 from lowtide.planning.solver.solve import Answer, Solver
 from lowtide.planning.status import Status
-from lowtide.recording.choose_levers import Planned
+from lowtide.recording.rewrites.choose_levers import Planned
 from lowtide.report.pages import render
 from lowtide.report.terminal import console
 

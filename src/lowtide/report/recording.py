@@ -16,7 +16,7 @@ from lowtide.base.trace import Phase
 from lowtide.base.units import KIB, MIB, format_bytes, format_seconds
 from lowtide.recording.explanation import PeakReport, highest, last_moment, peak_report, steps_of, telling
 from lowtide.recording.file_format import PhaseFigures, ProcessRow, StepRow
-from lowtide.recording.findings import by_role, findings, would_fit
+from lowtide.recording.findings.all_findings import by_role, findings, would_fit
 from lowtide.recording.reader import Recording
 from lowtide.recording.whatif import Finding
 from lowtide.report.terminal import console

@@ -17,8 +17,10 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.planning.bounds.lower_bounds import Program, Solved, TimeBound, again_for, chosen, fetch_in, run_in, stages
+from lowtide.planning.bounds.bound_program import Program, Solved
 from lowtide.planning.bounds.precedence import Instant, Precedence
+from lowtide.planning.bounds.program_points import again_for, fetch_in, run_in, stages
+from lowtide.planning.bounds.time_bounds import TimeBound, chosen
 from lowtide.planning.graph_arrays import Game
 
 _ROUNDS = 8

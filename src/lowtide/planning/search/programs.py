@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.planning.bounds import lower_bounds
-from lowtide.planning.bounds.lower_bounds import TimeBound
+from lowtide.planning.bounds import time_bounds
 from lowtide.planning.bounds.precedence import Instant, Precedence
 from lowtide.planning.bounds.solver_process import kept_ready
+from lowtide.planning.bounds.time_bounds import TimeBound
 from lowtide.planning.bounds.windows import Chain, chain_seconds
 from lowtide.planning.graph_arrays import Game, profile
 from lowtide.planning.search.checkpoints import SPACINGS, Crossings
@@ -112,10 +112,10 @@ class Programs:
         game = self.bound_game
         if self._left > _SET_UP * game.plain:
             seconds = min(self._left / 2, _EVERY_SECONDS)
-            every = lower_bounds.all_instants(game, self.precedence, self.instants, self.budget, seconds=seconds)
+            every = time_bounds.all_instants(game, self.precedence, self.instants, self.budget, seconds=seconds)
             best = self._stronger(best, every)
         for most in _STAGES:
-            chain = lower_bounds.tight_chain(self.precedence, self.instants, self.budget, most=most)
+            chain = time_bounds.tight_chain(self.precedence, self.instants, self.budget, most=most)
             few = self.hunt.over or self._left < _LEAST_SECONDS or len(chain) < 2
             if few or 2 * len(chain) * len(game.value_nodes) > _VARIABLES:
                 break
@@ -124,7 +124,7 @@ class Programs:
                 break
         return best
 
-    def with_room(self, alone: lower_bounds.Alone, *, over: int = 0, kept: AbstractSet[int] = frozenset()) -> Rows:
+    def with_room(self, alone: time_bounds.Alone, *, over: int = 0, kept: AbstractSet[int] = frozenset()) -> Rows:
         """Rows of one instant, for ever lower budgets until one fits: what comes back elsewhere needs room there.
 
         Of a long graph of small blocks that is little; such a row is near the best.
@@ -181,7 +181,7 @@ class Programs:
         Returns:
             The strongest bound, and the last program of several instants, if its rows are near.
         """
-        found = best = lower_bounds.NOTHING
+        found = best = time_bounds.NOTHING
         rows: Rows = []
         row: tuple[int, ...] = ()
         for k, proven in enumerate(single):
@@ -224,7 +224,7 @@ class Programs:
             near relaxed ones (of none where values are left out).
         """
         rows: Rows = []
-        several, best, answer = None, lower_bounds.NOTHING, lower_bounds.NOTHING
+        several, best, answer = None, time_bounds.NOTHING, time_bounds.NOTHING
         known: AbstractSet[int] = {self.game.nodes.index(v) for v in found.nodes}
         while row and not self.hunt.over:
             grown = self._grown(known, row, most=_NEW if several is None else _MORE)
@@ -278,7 +278,7 @@ class Programs:
             The last of these programs, and what was proven.
         """
         dived: float | None = None
-        best, fresh, least_over = lower_bounds.NOTHING, False, np.inf
+        best, fresh, least_over = time_bounds.NOTHING, False, np.inf
         while not self.hunt.over:
             best = self._stronger(best, several.relax(seconds=self._left, rounds=1))
             proven = several.proven.seconds
@@ -362,7 +362,7 @@ class Programs:
     def _mended(self, found: TimeBound, row: tuple[int, ...]) -> Rows:
         """Rows of an instant that have room elsewhere: with less on the board then, and with checkpoints."""
         at = self.precedence.instant(self.bound_game.nodes.index(found.nodes[0]))
-        alone = lower_bounds.Alone(self.bound_game, self.precedence, at, self.budget)
+        alone = time_bounds.Alone(self.bound_game, self.precedence, at, self.budget)
         over = self._over(row)
         rows = self.with_room(alone, over=over) if 0 < over < _HOPELESS * self.budget else []
         self.hunt.suggest(rows)

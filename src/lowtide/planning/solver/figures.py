@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.planning import schedule
-from lowtide.planning.bounds import lower_bounds
+from lowtide.planning.bounds import time_bounds
 from lowtide.planning.graph import Graph
 from lowtide.planning.schedule import Act
 from lowtide.planning.solver.solve import Answer, Solver
@@ -83,7 +83,7 @@ def decides(solver: Solver, answer: Answer) -> Decides:
     more = int(_MORE * (answer.budget_bytes or 0))
     saved = 0.0
     if answer.budget_bytes is not None and answer.time_bound.seconds > 0:
-        saved = lower_bounds.price(solver.bound_game, solver.precedence, answer.time_bound, answer.budget_bytes, more)
+        saved = time_bounds.price(solver.bound_game, solver.precedence, answer.time_bound, answer.budget_bytes, more)
     again = []
     for v, runs in enumerate(answer.timeline.runs):
         size = sum(graph.nodes[u].bytes for u in (v, *graph.members[v]))

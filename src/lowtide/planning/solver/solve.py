@@ -2,12 +2,12 @@
 
 | question | solver | answer |
 |---|---|---|
-| the floor is above the budget | ``lower_bounds.floor`` | ``infeasible``, with the node that proves it |
+| the floor is above the budget | ``peak_bounds.floor`` | ``infeasible``, with the node that proves it |
 | the given order fits | none | ``optimal``, nothing runs twice |
 | few nodes | ``exhaustive.search`` | ``optimal`` or ``infeasible``, every schedule; where time is short, as any other |
-| any other | ``rounds.Hunt`` beside ``lower_bounds`` | ``optimal`` where plan and bound meet, else ``feasible`` with the gap |
+| any other | ``rounds.Hunt`` beside ``time_bounds`` | ``optimal`` where plan and bound meet, else ``feasible`` with the gap |
 | nothing fits | | ``unknown``: no plan found, none ruled out |
-| no budget | ``rounds.lowest_order`` beside ``lower_bounds.once`` | the order of the lowest peak found, each operator once |
+| no budget | ``rounds.lowest_order`` beside ``peak_bounds.once`` | the order of the lowest peak found, each operator once |
 
 Every answer is played by the referee before it is returned.
 """
@@ -24,10 +24,11 @@ from enum import StrEnum
 from functools import cached_property
 
 from lowtide.base.errors import StructureError
-from lowtide.planning.bounds import lower_bounds
-from lowtide.planning.bounds.lower_bounds import PeakBound, TimeBound
+from lowtide.planning.bounds import peak_bounds, time_bounds
+from lowtide.planning.bounds.peak_bounds import PeakBound
 from lowtide.planning.bounds.precedence import Instant, Precedence
 from lowtide.planning.bounds.solver_process import kept_ready
+from lowtide.planning.bounds.time_bounds import TimeBound
 from lowtide.planning.graph import Graph
 from lowtide.planning.graph_arrays import Game, game_of
 from lowtide.planning.referee import Timeline, play
@@ -139,7 +140,7 @@ class Solver:
     @cached_property
     def instants(self) -> list[Instant]:
         """First runs that the bounds look at."""
-        return lower_bounds.looked_at(self.game, self.precedence)
+        return peak_bounds.looked_at(self.game, self.precedence)
 
     @cached_property
     def _other(self) -> Solver:
@@ -149,7 +150,7 @@ class Solver:
     @cached_property
     def floor(self) -> PeakBound:
         """The peak that no plan goes below."""
-        return lower_bounds.floor(self.game, self.precedence, self.instants)
+        return peak_bounds.floor(self.game, self.precedence, self.instants)
 
     def closed_floor(self, *, seconds: float = _FLOOR_SECONDS) -> PeakBound:
         """The same, or what the highest instant proves with what comes back there, if that is higher.
@@ -161,8 +162,8 @@ class Solver:
         limit = min(seconds, _FLOOR_SECONDS)
         if limit <= 0:
             return self.floor
-        highest = lower_bounds.binding(self.precedence, self.instants, 0)[:1]
-        closed = [lower_bounds.closed_floor(self.bound_game, self.precedence, at, seconds=limit) for at in highest]
+        highest = time_bounds.binding(self.precedence, self.instants, 0)[:1]
+        closed = [peak_bounds.closed_floor(self.bound_game, self.precedence, at, seconds=limit) for at in highest]
         found = max(*closed, self.floor, key=lambda f: f.bytes) if closed else self.floor
         if limit == _FLOOR_SECONDS or all(one.bytes for one in closed):  # else it was perhaps for want of time
             self._closed = found
@@ -181,12 +182,12 @@ class Solver:
     def lowest(self, *, seconds: float = SECONDS) -> Answer:
         """The order of the lowest peak, every operator once."""
         began, seconds = time.monotonic(), min(seconds, _LONGEST)
-        least = lower_bounds.once(self.game, self.precedence, self.instants, seconds=seconds / 2)
+        least = peak_bounds.once(self.game, self.precedence, self.instants, seconds=seconds / 2)
         row = self.row
         if not self.fixed and library() is not None:
             ops = lowest_order(self.game, deadline=began + seconds, stop_bytes=least.bytes, first_peak=self.given.peak_bytes)
             row = self.game.row(ops)
-        answer = self._answer(Status.FEASIBLE, None, row, lower_bounds.NOTHING, began, 0, peak_bound=least)
+        answer = self._answer(Status.FEASIBLE, None, row, time_bounds.NOTHING, began, 0, peak_bound=least)
         met = answer.timeline.peak_bytes <= least.bytes or self.fixed
         return replace(answer, status=Status.OPTIMAL) if met else answer
 
@@ -208,9 +209,9 @@ class Solver:
         """
         began, seconds = time.monotonic(), min(seconds, _LONGEST)
         if self.given.peak_bytes <= budget_bytes:
-            return self._answer(Status.OPTIMAL, budget_bytes, self.row, lower_bounds.NOTHING, began, 0)
+            return self._answer(Status.OPTIMAL, budget_bytes, self.row, time_bounds.NOTHING, began, 0)
         if self.floor.bytes > budget_bytes:
-            return self._answer(Status.INFEASIBLE, budget_bytes, self.row, lower_bounds.NOTHING, began, 0)
+            return self._answer(Status.INFEASIBLE, budget_bytes, self.row, time_bounds.NOTHING, began, 0)
         if exhaustive.small(self.graph):
             with contextlib.suppress(TimeoutError):
                 return self._exact(budget_bytes, deadline=began + _EXACT_SHARE * seconds)
@@ -305,7 +306,7 @@ class Solver:
     def follow(self, row: Row, budget: int | None) -> Answer:
         """A named plan, judged like any other: where it does not fit, ``infeasible`` if no plan does, else ``unknown``."""
         began = time.monotonic()
-        answer = self._answer(Status.FEASIBLE, budget, row, lower_bounds.NOTHING, began, 0)
+        answer = self._answer(Status.FEASIBLE, budget, row, time_bounds.NOTHING, began, 0)
         if budget is None or answer.timeline.peak_bytes <= budget:
             return answer
         return replace(answer, status=Status.INFEASIBLE if self.floor.bytes > budget else Status.UNKNOWN)
@@ -323,23 +324,23 @@ class Solver:
         deadline = began + seconds - min(_PLAYED * self._playing, _PLAYED_SHARE * seconds)
         if library() is None:
             rows = [self.row, *seeds, *classics.rows(self.game, budget)]
-            bound_ = lower_bounds.all_instants(self.game, self.precedence, self.instants, budget, seconds=seconds)
+            bound_ = time_bounds.all_instants(self.game, self.precedence, self.instants, budget, seconds=seconds)
             return self._best(budget, rows, bound_, began, 0, ranked=False)
         programs = self.programs(budget, deadline=deadline, seeds=seeds, progress=progress)
         hunt = programs.hunt
         with kept_ready() if self.game.plain > LARGE else contextlib.nullcontext():
-            single = lower_bounds.binding(self.precedence, self.instants, budget)
+            single = time_bounds.binding(self.precedence, self.instants, budget)
             highest = itertools.chain.from_iterable(
-                lower_bounds.highest_instant(self.bound_game, self.precedence, at, budget, deadline=deadline)
+                time_bounds.highest_instant(self.bound_game, self.precedence, at, budget, deadline=deadline)
                 for at in single[:1]
             )
-            first = next(highest, lower_bounds.NOTHING)
+            first = next(highest, time_bounds.NOTHING)
             if first.seconds == math.inf:
                 lowest = self.closed_floor(seconds=deadline - time.monotonic())
                 if lowest.bytes > budget:
-                    return self._answer(Status.INFEASIBLE, budget, self.row, lower_bounds.NOTHING, began, 0, peak_bound=lowest)
-                first = next(highest, lower_bounds.NOTHING)
-            others = lower_bounds.other_instants(self.bound_game, self.precedence, single[1:], budget, deadline=deadline)
+                    return self._answer(Status.INFEASIBLE, budget, self.row, time_bounds.NOTHING, began, 0, peak_bound=lowest)
+                first = next(highest, time_bounds.NOTHING)
+            others = time_bounds.other_instants(self.bound_game, self.precedence, single[1:], budget, deadline=deadline)
             hunt.start()
             try:
                 proof = programs.prove((itertools.chain([first], highest), others))

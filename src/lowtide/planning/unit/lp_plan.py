@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lowtide.base.trace import Op
-from lowtide.planning.bounds import lower_bounds, windows
-from lowtide.planning.bounds.lower_bounds import TimeBound
+from lowtide.planning.bounds import peak_bounds, time_bounds, windows
 from lowtide.planning.bounds.precedence import Precedence
+from lowtide.planning.bounds.time_bounds import TimeBound
 from lowtide.planning.graph import Graph, Node, Offload
 from lowtide.planning.graph_arrays import Game, game_of
 from lowtide.planning.unit.greedy import State, lowered
@@ -144,13 +144,13 @@ class Relaxed:
         self.problem = problem
         self.layout = layout(problem)
         self.precedence = Precedence(self.layout.game, fixed=True)
-        self.instants = lower_bounds.looked_at(self.layout.game, self.precedence)
+        self.instants = peak_bounds.looked_at(self.layout.game, self.precedence)
         self.back = {i: v for v, i in enumerate(self.layout.values) if i >= 0}
 
     def at(self, budget_bytes: int, *, seconds: float) -> tuple[list[State], TimeBound]:
         """Decisions that hold a budget, or come near, and the bound; the states are played by the judge of units."""
         deadline = time.perf_counter() + seconds
-        best = lower_bounds.NOTHING
+        best = time_bounds.NOTHING
         states: list[State] = []
         for found in self._programs(budget_bytes, deadline, states):
             if found.seconds > best.seconds:
@@ -163,7 +163,7 @@ class Relaxed:
     def _programs(self, budget: int, deadline: float, states: list[State]) -> Iterator[TimeBound]:
         game = self.layout.game
         left = deadline - time.perf_counter()
-        found = lower_bounds.one_instant(game, self.precedence, self.instants, budget, seconds=_STEP * left)
+        found = time_bounds.one_instant(game, self.precedence, self.instants, budget, seconds=_STEP * left)
         yield found
         ops = {game.nodes.index(v) for v in found.nodes}
         while found.absent:

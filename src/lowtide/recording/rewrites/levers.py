@@ -30,9 +30,9 @@ from lowtide.planning.graph import Graph, Node
 from lowtide.planning.referee import play
 from lowtide.planning.schedule import plain_row, unfold
 from lowtide.recording.explanation import Block, Step
-from lowtide.recording.findings import CHUNKS, LARGE, loss_blocks
+from lowtide.recording.findings.loss_and_data import CHUNKS, LARGE, loss_blocks
 from lowtide.recording.graph import BACKWARD, block_of, graph_of, inside_of, operator_of
-from lowtide.recording.rewrite_update import FOREACH, consumed, lists_apart, updates_at_once
+from lowtide.recording.rewrites.update import FOREACH, consumed, lists_apart, updates_at_once
 
 _CROSS_ENTROPY: Final = ("_log_softmax", "nll_loss")
 """Operators of the loss that can be had in pieces."""

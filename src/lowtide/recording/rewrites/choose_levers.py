@@ -14,7 +14,7 @@ from lowtide.planning.schedule import Act, Move, Row, plain_row
 from lowtide.planning.solver.solve import Answer, Order, Solver
 from lowtide.planning.status import Status
 from lowtide.recording.explanation import Step
-from lowtide.recording.rewrite_levers import each_lever, with_levers
+from lowtide.recording.rewrites.levers import each_lever, with_levers
 
 _ALL_SETS: Final = 3
 """Levers up to which every set of them is planned; with more, each alone and all together."""

@@ -1,0 +1,279 @@
+"""Lower bounds on extra seconds, each with the program points that prove it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from lowtide.planning.bounds.bound_program import WHOLE, Program, Solved
+from lowtide.planning.bounds.peak_bounds import looked_at
+from lowtide.planning.bounds.precedence import Instant, Precedence, chain
+from lowtide.planning.bounds.program_points import stages
+from lowtide.planning.graph_arrays import Game
+
+_WEIGHED = 24
+"""Single instants at most whose programs are weighed."""
+_SOLVED = 3
+"""How many of them are solved with all variables whole."""
+_WEIGHED_SHARE, _WEIGHED_SECONDS = 0.25, 1.5
+"""Share of the time, and seconds, after which no further instant is weighed."""
+_HARDER = 30
+"""So many times what it takes relaxed a program may take with whole variables; HiGHS does not always look at the clock."""
+_TRIED, _TRIED_SECONDS = 10, 2.0
+"""It is given up after so many times that, and so many seconds; most that end in time end sooner."""
+_PRICED = 2.0
+"""Seconds that one of the two programs behind a price may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeBound:
+    """Extra seconds that no schedule within a budget does without.
+
+    Attributes:
+        seconds: the bound.
+        method: ``none``, ``instants`` (each instant's values against the budget), ``instant`` (one of them, with all that must
+            run again for what is absent), ``chain`` (what must be on the board from one instant to the next), ``search`` (all
+            schedules were looked at).
+        solved: whether the program was solved to its end; otherwise its bound at the time limit is given.
+        nodes: whose first runs the program looks at, where they are named (all that bind for ``instants``).
+        windows: of which two of them (their numbers; their count for the end), and of which value's node, ``chain`` has rows.
+        absent: per operator of these, values that the program's answer does not have on the board then.
+        fetched: values that the program's answer fetches.
+    """
+
+    seconds: float
+    method: str
+    solved: bool
+    nodes: tuple[int, ...] = ()
+    windows: tuple[tuple[int, int, int], ...] = ()
+    absent: Mapping[int, frozenset[int]] = field(default_factory=dict, compare=False)
+    fetched: frozenset[int] = frozenset()
+
+
+NOTHING = TimeBound(seconds=0.0, method="none", solved=True)
+
+
+def all_instants(
+    game: Game, precedence: Precedence, instants: Sequence[Instant], budget_bytes: int, *, seconds: float
+) -> TimeBound:
+    """Extra seconds that no schedule within the budget does without, all instants in one program."""
+    program = _over_instants(game, precedence, instants, budget_bytes)
+    if program is None:
+        return NOTHING
+    found = program.solve(seconds)
+    return TimeBound(seconds=found.value * (game.base_seconds or 1.0), method="instants", solved=found.ended)
+
+
+def _over_instants(game: Game, precedence: Precedence, instants: Sequence[Instant], budget_bytes: int) -> Program | None:
+    """One row per instant at which the budget binds; None where there is none.
+
+    At an instant, what was made before and is read afterwards is on the board or is placed again; what is placed again must
+    make up for all that would stand above the budget. Every operator is paid for once (in fixed order once for every stretch
+    between two reads of its value).
+    """
+    program = Program()
+    for at in instants:
+        present, fixed = precedence.forced(at), precedence.stuck(at)
+        need = precedence.bytes_with(at, present | fixed) - budget_bytes
+        if need > 0:
+            free = np.nonzero(present & ~fixed)[0].tolist()
+            program.row({_absent(program, game, precedence, v, at.op): float(game.bytes[v]) / need for v in free}, 1.0)
+    return program if program.rows else None
+
+
+def price(game: Game, precedence: Precedence, found: TimeBound, budget_bytes: int, more_bytes: int) -> float:
+    """Seconds that the bound falls by when the budget grows by so many bytes: what memory is worth, by the bound's account."""
+    ops = {v: o for o, v in enumerate(game.nodes[: game.plain])}
+    at = [precedence.instant(ops[v]) for v in found.nodes]
+
+    def relaxed(budget: int) -> Solved:
+        if found.method in ("instant", "chain"):
+            program = stages(game, precedence, at, budget)
+        else:
+            program = _over_instants(game, precedence, looked_at(game, precedence), budget) or Program()
+        return program.solve(_PRICED, whole=False)
+
+    if found.method not in ("instant", "instants", "chain"):
+        return 0.0
+    less, more = relaxed(budget_bytes), relaxed(budget_bytes + more_bytes)
+    if not (less.ended and more.ended):
+        return 0.0
+    return max(0.0, less.value - more.value) * (game.base_seconds or 1.0)
+
+
+def _absent(program: Program, game: Game, precedence: Precedence, v: int, op: int) -> int:
+    """The variable for a value being absent at an instant."""
+    o, base = int(game.producer[v]), game.base_seconds or 1.0
+    stretch = sum(1 for r in game.readers[v] if r < op) if precedence.fixed else 0
+    name = ("absent", v, stretch)
+    if name in program.index:
+        return program.index[name]
+    absent = program.variable(name)
+    terms = {absent: -1.0}
+    if game.again[o]:
+        alone = len(game.outputs[o]) == 1
+        terms[program.variable(("run", o, stretch if alone else 0), float(game.seconds[o]) / base)] = 1.0
+    fetch = int(game.fetcher[v])
+    if fetch >= 0:
+        moved = program.variable(("fetch", v, stretch), float(game.seconds[fetch]) / base)
+        terms[moved] = 1.0
+        program.row({program.variable(("write", v), float(game.once[fetch]) / base): 1.0, moved: -1.0}, 0.0)
+    program.row(terms, 0.0)
+    return absent
+
+
+def tight_chain(
+    precedence: Precedence, instants: Sequence[Instant], budget_bytes: int, *, most: int
+) -> list[Instant]:
+    """Comparable instants at which the budget binds, the heaviest chain of them, thinned to ``most``."""
+    over = []
+    for at in instants:
+        need = precedence.bytes_once(at) - budget_bytes
+        if need > 0:
+            over.append((at, need))
+    if not over:
+        return []
+    by_op = {at.op: (at, need) for at, need in over}
+    found = chain([at.op for at, _ in over], [need / budget_bytes + 1e-3 for _, need in over], precedence)
+    while len(found) > most:
+        width = len(found) / most
+        found = [
+            max(found[int(i * width) : max(int(i * width) + 1, int((i + 1) * width))], key=lambda o: by_op[o][1])
+            for i in range(most)
+        ]
+    return [by_op[o][0] for o in found]
+
+
+def one_instant(
+    game: Game, precedence: Precedence, instants: Sequence[Instant], budget_bytes: int, *, seconds: float
+) -> TimeBound:
+    """The strongest of :func:`single_instants`."""
+    every = single_instants(game, precedence, instants, budget_bytes, seconds=seconds)
+    return max((t for t in every if t.seconds < np.inf), key=lambda t: t.seconds, default=NOTHING)
+
+
+def single_instants(
+    game: Game, precedence: Precedence, instants: Sequence[Instant], budget_bytes: int, *, seconds: float
+) -> Iterator[TimeBound]:
+    """Extra seconds that single instants prove: the highest, then the others."""
+    deadline = time.monotonic() + seconds
+    spread = binding(precedence, instants, budget_bytes)
+    for at in spread[:1]:
+        yield from highest_instant(game, precedence, at, budget_bytes, deadline=deadline)
+    yield from other_instants(game, precedence, spread[1:], budget_bytes, deadline=deadline)
+
+
+def binding(precedence: Precedence, instants: Sequence[Instant], budget_bytes: int) -> list[Instant]:
+    """Instants at which the budget binds, apart from each other, the highest first."""
+    over = sorted(((precedence.bytes_once(at) - budget_bytes, i) for i, at in enumerate(instants)), reverse=True)
+    spread: list[int] = []
+    for need, i in over:
+        if need > 0 and len(spread) < _WEIGHED and all(abs(i - j) > len(instants) // (4 * _WEIGHED) for j in spread):
+            spread.append(i)
+    return [instants[i] for i in spread]
+
+
+def highest_instant(
+    game: Game, precedence: Precedence, at: Instant, budget_bytes: int, *, deadline: float
+) -> Iterator[TimeBound]:
+    """What an instant proves: what is absent then and runs again needs, in turn, what it reads.
+
+    Yields:
+        What its program proves relaxed (what that has on the board only in part is absent) and, if there is time until the
+        deadline (of :func:`time.monotonic`), with all variables whole; first of all endless seconds where it has no answer.
+    """
+    one = _weighed(game, precedence, at, budget_bytes, deadline)
+    if one.relaxed.impossible:
+        yield TimeBound(seconds=np.inf, method="instant", solved=True, nodes=(game.nodes[at.op],))
+    yield from _solved(game, one, deadline)
+
+
+def other_instants(
+    game: Game, precedence: Precedence, others: Sequence[Instant], budget_bytes: int, *, deadline: float
+) -> Iterator[TimeBound]:
+    """The same for several, those first of which the relaxed program says most; as many as there is time for."""
+    now = time.monotonic()
+    weigh_until = now + min((deadline - now) * _WEIGHED_SHARE, _WEIGHED_SECONDS)
+    weighed: list[_Weighed] = []
+    for at in others:
+        if time.monotonic() > weigh_until:
+            break
+        weighed.append(_weighed(game, precedence, at, budget_bytes, deadline))
+    weighed.sort(key=lambda w: -w.relaxed.value)
+    for one in weighed[: _SOLVED - 1]:
+        yield from _solved(game, one, deadline)
+
+
+@dataclass(frozen=True, slots=True)
+class _Weighed:
+    """An instant, its program, what came of that relaxed, and in how many seconds."""
+
+    at: Instant
+    program: Program
+    relaxed: Solved
+    seconds: float
+
+
+def _weighed(game: Game, precedence: Precedence, at: Instant, budget_bytes: int, deadline: float) -> _Weighed:
+    program = stages(game, precedence, [at], budget_bytes)
+    began = time.monotonic()
+    relaxed = program.solve(deadline - began, whole=False)
+    return _Weighed(at, program, relaxed, time.monotonic() - began)
+
+
+def _solved(game: Game, one: _Weighed, deadline: float) -> Iterator[TimeBound]:
+    """What an instant proves: relaxed, then with whole variables if there is time."""
+    yield _single(one.program, one.at, game, one.relaxed.value, one.relaxed.x, ended=False)
+    left = deadline - time.monotonic()
+    if left > _HARDER * one.seconds:
+        found = one.program.solve(min(left / 2, max(_TRIED_SECONDS, _TRIED * one.seconds)))
+        yield _single(one.program, one.at, game, max(found.value, one.relaxed.value), found.x, ended=found.ended)
+
+
+class Alone:
+    """One instant's program, relaxed, asked for several budgets: what it has absent, and nothing proven."""
+
+    def __init__(self, game: Game, precedence: Precedence, at: Instant, budget_bytes: int) -> None:
+        """Set it up.
+
+        Args:
+            game: what is played.
+            precedence: of it.
+            at: the instant.
+            budget_bytes: the largest that is asked.
+        """
+        self._at, self._budget = at, budget_bytes
+        self._program = stages(game, precedence, [at], budget_bytes)
+        self._own = precedence.bytes_with(at, np.zeros(len(game.value_nodes), dtype=bool))
+
+    def absent(self, budget_bytes: int, *, seconds: float, kept: AbstractSet[int] = frozenset()) -> TimeBound:
+        """What it leaves absent within a budget where some values are to be on the board; nothing where it has no answer."""
+        program = self._program
+        program.low[0] = -(budget_bytes - self._own) / self._budget  # the budget is the first row
+        there = {j: 1.0 for v in kept if (j := program.index.get(("on", 0, v))) is not None}
+        found = program.solve(seconds, whole=False, settled=there)
+        return replace(NOTHING, **({} if found.x is None else chosen(program, found.x, [self._at])))
+
+
+def _single(program: Program, at: Instant, game: Game, value: float, x: Any, *, ended: bool) -> TimeBound:
+    """What the program of one instant proves, with an answer of its if there is one."""
+    proven = value * (game.base_seconds or 1.0)
+    bound = TimeBound(seconds=proven, method="instant", solved=ended, nodes=(game.nodes[at.op],))
+    return bound if x is None else replace(bound, **chosen(program, x, [at]))
+
+
+def chosen(program: Program, x: Any, instants: Sequence[Instant], *, least: float = 1 - WHOLE) -> dict[str, Any]:
+    """Which values a program's answer leaves absent (it has less than so much of them), and which it fetches."""
+    absent: dict[int, set[int]] = {at.op: set() for at in instants}
+    fetched: set[int] = set()
+    for name, j in program.index.items():
+        if name[0] == "on" and j < len(x) and x[j] < least:
+            absent[instants[name[1]].op].add(name[2])
+        elif name[0] == "write" and j < len(x) and x[j] > WHOLE:
+            fetched.add(name[1])
+    return {"absent": {o: frozenset(v) for o, v in absent.items()}, "fetched": frozenset(fetched)}

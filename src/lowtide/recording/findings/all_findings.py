@@ -1,0 +1,61 @@
+"""Advice: what of a recorded peak need not be, found by one function per kind of finding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from lowtide.recording.explanation import Step, steps_of, telling
+from lowtide.recording.file_format import Role
+from lowtide.recording.findings.evaluation import evaluation_graph
+from lowtide.recording.findings.held import double_precision, graph_kept, held_results, model_copies, zeroed_gradients
+from lowtide.recording.findings.loss_and_data import loss_block, resident_data, smaller_batch
+from lowtide.recording.findings.optimizer import foreach_extra, optimizer_states
+from lowtide.recording.findings.run import allocator_cache, backward_extra, cold_step, memory_floor, second_step
+from lowtide.recording.reader import Recording
+from lowtide.recording.whatif import Case, Finding
+
+LEVERS: Final = ("loss-block", "foreach", "resident-data", "smaller-batch")
+"""Findings that are ways to do with less; the others are oversights, and come first."""
+
+
+def findings(recording: Recording) -> list[Finding]:
+    """All findings of a recording: oversights, then levers, each by its saving; answers last."""
+    recorded = steps_of(recording)
+    steps = [s for s in recorded if s.row.step >= 0] or recorded
+    step = telling(steps)
+    if step is None:
+        return []
+    last = step.row.step == recording.steps[-1].step
+    case = Case(
+        recorded, step, int(recording.meta.get("cap_bytes") or 0), recording.meta.get("allocator") or {}, last=last,
+        later_use=_later_use(recording.meta.get("later")),
+        whole=bool(recording.meta.get("whole")),
+    )
+    found = [f for finder in FINDERS for f in finder(case)]
+    return sorted(found, key=lambda f: (f.id in LEVERS, -f.saving_bytes) if f.saving_bytes else (True, 1))
+
+
+def _later_use(found: object) -> dict[int, tuple[int, int]]:
+    """Rows of (block, last step that read it, last that wrote it), out of a file that may have been changed."""
+    rows = found if isinstance(found, list) else []
+    sound = (r for r in rows if isinstance(r, list) and len(r) == 3 and all(isinstance(x, int) for x in r))
+    return {number: (read, written) for number, read, written in sound}
+
+
+FINDERS: Final[tuple[Callable[[Case], Iterable[Finding]], ...]] = (
+    zeroed_gradients, held_results, double_precision, graph_kept, model_copies, evaluation_graph, foreach_extra, loss_block,
+    resident_data, smaller_batch, second_step, cold_step, allocator_cache, backward_extra, optimizer_states,
+    memory_floor,
+)
+
+
+def would_fit(found: Iterable[Finding], cap_bytes: int) -> list[Finding]:
+    """The findings each of which alone would have kept the step within a limit."""
+    return [f for f in found if f.saving_bytes and f.changed_peak_bytes <= cap_bytes]
+
+
+def by_role(step: Step) -> Mapping[str, int]:
+    """Bytes per role at a step's highest point."""
+    roles = step.at_peak[step.peak_op]
+    return {Role(r).name.lower(): int(roles[r]) for r in range(len(roles)) if roles[r]}

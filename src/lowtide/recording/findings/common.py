@@ -1,0 +1,106 @@
+"""What several finders ask of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate, groupby, pairwise
+from typing import Final
+
+import numpy as np
+
+from lowtide.base.trace import Phase
+from lowtide.recording.explanation import Block, Step
+from lowtide.recording.file_format import BY_ZERO, HELD_BYTES, PHASES, Role
+from lowtide.recording.whatif import Case
+
+NOTABLE: Final = 0.01
+"""Share of the peak from which on blocks are worth a finding."""
+_ZEROS: Final = ("aten.zero_", "aten._foreach_zero_")
+
+
+def zeroes(step: Step, write: int) -> bool:
+    """Whether it is an operator that fills with zeros, or one of ``zero_grad``, that wrote."""
+    entry = step.entries[write]
+    name = step.names[entry["a"]]
+    return bool(entry["phase"] == PHASES.index(Phase.ZERO_GRAD)) or name.startswith(_ZEROS) or name.endswith(BY_ZERO)
+
+
+def last_use(block: Block) -> int:
+    """The last entry at which an operator read a block, or autograd had it."""
+    return max(block.last_read, *(end for _, end in block.saved), -1)
+
+
+def is_kept_for_more(block: Block) -> bool:
+    """Whether it was there before the step, and is read within: then it is likely to be read in the next one, too."""
+    return block.born < 0 and bool(block.reads)
+
+
+def is_past_use(block: Block, role: Role, case: Case) -> bool:
+    """Whether nothing asks for a block any more, as far as is known: in doubt, somebody does."""
+    if is_kept_for_more(block) or case.is_used_later(block):
+        return False
+    if role is Role.INPUT:
+        return block.born < 0 and case.whole
+    known = block.born >= 0 or case.step.row.complete or block.variable in case.idle_variables
+    return role is Role.OUTPUT and known
+
+
+def is_idle(block: Block, case: Case) -> bool:
+    """Whether nothing reads a block, now or later: no average of the parameters, nor the first ones, to begin anew from."""
+    return not (block.saved or block.reads or case.is_written_later(block) or case.is_used_later(block))
+
+
+def is_batch(block: Block) -> bool:
+    """Whether it is an input, or what a plain variable referred to when a model was called."""
+    return block.role is Role.INPUT or (block.role is None and bool(block.held) and block.variable[0].isidentifier()
+                                        and "[" not in block.held[-1])
+
+
+def until_the_next(inputs: list[tuple[int, Block]], step: Step) -> dict[int, int]:
+    """A batch that no graph holds is there until its variable is given the next one."""
+    ends: dict[int, int] = {}
+    for _, same in groupby(sorted(inputs, key=lambda x: (x[1].label, x[1].born)), key=lambda x: x[1].label):
+        ends |= {i: step.op_at(max(b.last_read, after.born)) for (i, b), (_, after) in pairwise(same) if after.born >= 0}
+    return ends
+
+
+def most_at_once(blocks: Iterable[Block]) -> int:
+    """The most bytes of blocks that are there at the same time."""
+    changes = sorted(change for b in blocks for change in ((b.born, b.bytes), (b.died, -b.bytes)))
+    return max(accumulate((size for _, size in changes)), default=0)
+
+
+def is_used(block: Block, step: Step) -> bool:
+    """Whether a backward of the step asked for a block, or let go of it."""
+    phases, backward = step.entries["phase"], PHASES.index(Phase.BACKWARD)
+    ends = [e for _, e in block.saved if e < len(phases)]
+    return any(phases[e] == backward for e in (*ends, *block.reads))
+
+
+def is_saved_still(block: Block, step: Step) -> bool:
+    """Whether autograd still holds a block when the step ends."""
+    return any(e >= len(step.entries) for _, e in block.saved)
+
+
+def may_be_used(block: Block, case: Case) -> bool:
+    """Whether a backward of a later step uses what is still saved when this one ends, as far as the recording tells."""
+    if case.whole and block.bytes >= HELD_BYTES:
+        return case.is_used_later(block)
+    after = case.following
+    if after is None:
+        return not (case.last and case.step.row.complete)
+    there = case.later.get(block.number)
+    return there is not None and (is_used(there, after) or is_saved_still(there, after))
+
+
+def op_to_compare(first: Step, second: Step) -> int:
+    """Of one step the operator to compare with another's highest: the highest of that phase, else of all."""
+    phases = first.entries["phase"][first.ops]
+    there = np.flatnonzero(phases == second.entries["phase"][second.ops[second.peak_op]])
+    return int(there[np.argmax(first.peaks[there])]) if len(there) else first.peak_op
+
+
+def place_of(block: Block) -> str:
+    """The module and the line that made a block, for the end of a sentence."""
+    places = [p for p in (block.module, block.source) if p]
+    return f", {', '.join(places)}" if places else ""
