@@ -55,7 +55,7 @@ PACKAGES = {
         "runtime/intercept/data_swaps.py", "runtime/planned/retained_graphs.py",
         "runtime/intercept/pointer_escapes.py", "runtime/record/trace_recorder.py", "runtime/control/plan_cache.py",
         "runtime/replay/chain.py", "runtime/control/peak_model.py", "runtime/control/runtime.py",
-        "runtime/record/saved_tensors.py", "runtime/control/unit.py", "runtime/storage/value.py",
+        "runtime/record/saved_tensors.py", "runtime/control/unit.py", "runtime/storage/value.py", "runtime/storage/views.py",
         "runtime/monkeypatch.py",
     ), (
         "unit/test_rises.py", "unit/test_crossings.py", "torch/test_runtime.py", "torch/test_retained_graphs.py",

@@ -1,4 +1,7 @@
-"""Lower bounds on the peak, with recomputation and without, each with the program point that proves it."""
+"""Lower bounds on the peak, with recomputation and without, each with the program point that proves it.
+
+The proofs stand in ``docs/planner.md``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Lower bounds on extra seconds, each with the program points that prove it."""
+"""Lower bounds on extra seconds, each with the program points that prove it.
+
+The proofs stand in ``docs/planner.md``.
+"""
 
 from __future__ import annotations
 

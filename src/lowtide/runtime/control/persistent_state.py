@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from lowtide.runtime.storage.value import bytes_of
+from lowtide.runtime.storage.views import bytes_of
 from lowtide.runtime.tensors import grad_of, modules_of, own_tensors, storages_of, tensors_in
 
 

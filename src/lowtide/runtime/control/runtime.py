@@ -66,9 +66,10 @@ from lowtide.runtime.planned.timing import MATTERS_SHARE, Stopwatch
 from lowtide.runtime.record.saved_tensors import Saver
 from lowtide.runtime.record.trace_recorder import Bystander, Recorder
 from lowtide.runtime.run_figures import POLICIES, Outcome, PlanFigures, StepFigures, Steps
+from lowtide.runtime.storage.arguments import PLAIN_TYPES, written_by
 from lowtide.runtime.storage.ledger import Ledger
 from lowtide.runtime.storage.op_schema import OpInfo
-from lowtide.runtime.storage.value import PLAIN_TYPES, bytes_of, written_by
+from lowtide.runtime.storage.views import bytes_of
 from lowtide.runtime.tensors import beneath_autograd, node_of, storages_of, tensors_in, with_gradients
 
 CLOCKED = 1

@@ -6,7 +6,7 @@ from typing import Any, Final, final
 
 import torch
 from lowtide.runtime.intercept.mode_stack import Stack
-from lowtide.runtime.storage.value import PLAIN_TYPES
+from lowtide.runtime.storage.arguments import PLAIN_TYPES
 from lowtide.runtime.tensors import tensors_in
 
 THREAD: Final = "a model is called in another thread than the one in which Lowtide was started"

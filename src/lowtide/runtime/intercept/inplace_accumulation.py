@@ -21,7 +21,7 @@ from typing import Any, Final, final
 
 import torch
 from lowtide.runtime.intercept.dispatch_mode import Mode
-from lowtide.runtime.storage.value import sole_owner
+from lowtide.runtime.storage.views import sole_owner
 
 _ATEN: Final = torch.ops.aten
 _SELECTING: Final = frozenset({"Max", "Min", "Kthvalue", "Median", "Nanmedian", "Mode", "Topk", "Sort"})

@@ -22,7 +22,7 @@ from lowtide.base.lever_catalogue import LEAST_LOGITS_BYTES, LOSS, WIDE
 from lowtide.runtime.levers.chunked_cross_entropy import Asked, ChunkedLoss, Step
 from lowtide.runtime.monkeypatch import Wraps, unwrapped
 from lowtide.runtime.run_figures import LeverFigures
-from lowtide.runtime.storage.value import PLAIN_TYPES, flatten
+from lowtide.runtime.storage.arguments import PLAIN_TYPES, flatten
 from lowtide.runtime.tensors import node_of
 
 SAMPLES: Final = 64

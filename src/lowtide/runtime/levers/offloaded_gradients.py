@@ -26,7 +26,8 @@ from lowtide.runtime.device.offload import Ticket
 from lowtide.runtime.levers.single_update import in_order, parameters_of, unfit, update_one
 from lowtide.runtime.monkeypatch import Wraps, unwrapped
 from lowtide.runtime.run_figures import LeverFigures
-from lowtide.runtime.storage.value import PLAIN_TYPES, Meta, meta_of, sole_owner, view_on
+from lowtide.runtime.storage.arguments import PLAIN_TYPES
+from lowtide.runtime.storage.views import Meta, meta_of, sole_owner, view_on
 from lowtide.runtime.tensors import beneath_autograd, is_plain
 
 LEAST_BYTES: Final = 4096

@@ -34,7 +34,8 @@ from lowtide.runtime.intercept.dispatch_mode import Mode
 from lowtide.runtime.levers.single_update import in_order, parameters_of, unfit, update_one
 from lowtide.runtime.monkeypatch import Wraps, unwrapped
 from lowtide.runtime.run_figures import LeverFigures
-from lowtide.runtime.storage.value import flatten, sole_owner
+from lowtide.runtime.storage.arguments import flatten
+from lowtide.runtime.storage.views import sole_owner
 from lowtide.runtime.tensors import grad_of, is_plain, on_storage, storages_of
 
 SHARED: Final = "something else (a NumPy array, a view) refers to a parameter's memory when the optimizer is made"

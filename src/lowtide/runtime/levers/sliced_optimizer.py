@@ -15,7 +15,7 @@ import torch
 from lowtide.base.lever_catalogue import SLICES
 from lowtide.runtime.monkeypatch import Wraps
 from lowtide.runtime.run_figures import LeverFigures
-from lowtide.runtime.storage.value import bytes_of
+from lowtide.runtime.storage.views import bytes_of
 
 _KINDS: Final = ("sgd", "adam", "rmsprop", "adagrad", "adadelta", "adamax", "nadam", "radam")
 

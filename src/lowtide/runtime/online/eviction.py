@@ -24,24 +24,13 @@ from lowtide.probe.catalogue import out_of_memory
 from lowtide.runtime.device.memory_meter import Meter
 from lowtide.runtime.device.offload import FileBoard, PinnedBoard, Shared
 from lowtide.runtime.replay.chain import remake
+from lowtide.runtime.storage.arguments import PLAIN_TYPES, flatten, written_by
 from lowtide.runtime.storage.checksum import checksum
 from lowtide.runtime.storage.ledger import Ledger
 from lowtide.runtime.storage.op_schema import OpInfo
 from lowtide.runtime.storage.output_size import bytes_beside, fresh_bytes
-from lowtide.runtime.storage.value import (
-    PLAIN_TYPES,
-    Anchor,
-    Argument,
-    Record,
-    Value,
-    bytes_of,
-    flatten,
-    generator_of,
-    records_behind,
-    sole_owner,
-    whole,
-    written_by,
-)
+from lowtide.runtime.storage.value import Anchor, Argument, Record, Value, generator_of, records_behind
+from lowtide.runtime.storage.views import as_bytes, bytes_of, sole_owner
 from lowtide.runtime.tensors import beneath_autograd, on_storage
 
 SMALLEST_BYTES = 2048
@@ -216,7 +205,7 @@ class Evictor:
         if value.record is None:  # the plan drops it, but what it was made from has been written since
             self.weakly.discard(value)
         if value.tensor is None and value not in self.weakly:
-            value.tensor = whole(storage)
+            value.tensor = as_bytes(storage)
             self.kept[value] = None
 
     def inherited(self, old: Value, new: Value) -> None:
@@ -228,7 +217,7 @@ class Evictor:
             if new.tensor is None and new.weak is not None:
                 storage = new.weak()
                 assert storage is not None
-                new.tensor = whole(storage)
+                new.tensor = as_bytes(storage)
             self.kept[new] = None
 
     def released(self, value: Value) -> None:
@@ -590,7 +579,7 @@ class Evictor:
             if value.checksum is not None:
                 verify(value, storage)
         if value.tensor is None and value.saves:
-            value.tensor = whole(storage)
+            value.tensor = as_bytes(storage)
             self.kept[value] = None
         self.clock += 1
         value.touched = self.clock
@@ -701,7 +690,7 @@ def verify(value: Value, storage: torch.UntypedStorage) -> None:
     Raises:
         ReplayError: if they differ.
     """
-    found = checksum(whole(storage))
+    found = checksum(as_bytes(storage))
     if found != value.checksum:
         name = value.record.info.name if value.record is not None else "an operator"
         raise ReplayError(

@@ -15,20 +15,9 @@ import torch
 from lowtide.base.trace import Op, Site
 from lowtide.runtime.intercept.dispatch_mode import Mode, make_way
 from lowtide.runtime.intercept.inplace_accumulation import in_place
+from lowtide.runtime.storage.arguments import NO_DISPATCH, PLAIN_TYPES, map_tensors, overwritten_by, written_by
 from lowtide.runtime.storage.op_schema import OpInfo, info_of
-from lowtide.runtime.storage.value import (
-    NO_DISPATCH,
-    PLAIN_TYPES,
-    Argument,
-    Record,
-    Value,
-    covers_blindly,
-    generator_of,
-    map_tensors,
-    overwritten_by,
-    state_bytes,
-    written_by,
-)
+from lowtide.runtime.storage.value import Argument, Record, Value, covers_blindly, generator_of, state_bytes
 from lowtide.runtime.tensors import on_storage
 
 if TYPE_CHECKING:

@@ -30,30 +30,21 @@ from lowtide.runtime.online.eviction import Refusals, Tally, held_alone
 from lowtide.runtime.planned.timing import Stopwatch
 from lowtide.runtime.record.saved_tensors import Kept, detached, modified_in_place
 from lowtide.runtime.replay.chain import remake
+from lowtide.runtime.storage.arguments import PLAIN_TYPES, flatten, map_tensors, overwritten_by
 from lowtide.runtime.storage.checksum import digest
 from lowtide.runtime.storage.op_schema import info_of
 from lowtide.runtime.storage.value import (
-    PLAIN_TYPES,
     Anchor,
     Argument,
-    Meta,
     Record,
     Value,
-    bytes_of,
     covers,
     covers_blindly,
-    flatten,
     generator_of,
-    map_tensors,
-    meta_of,
-    overwritten_by,
     records_behind,
-    sole_owner,
     state_bytes,
-    view_on,
-    watch,
-    whole,
 )
+from lowtide.runtime.storage.views import Meta, as_bytes, bytes_of, meta_of, sole_owner, version_probe, view_on
 from lowtide.runtime.tensors import beneath_autograd, on_storage
 
 
@@ -229,7 +220,7 @@ class LeanHandle:
         self.run = mode.run
         self.value = value
         self.meta: Meta = meta_of(tensor)
-        self.watched = watch(tensor)
+        self.watched = version_probe(tensor)
         self.version = tensor._version
         self.origin = Origin.of(tensor, self)
         self.instead: torch.Tensor | None = None
@@ -282,7 +273,7 @@ class LeanRun:
         if key not in self.script.stays and (value.record is not None or value.ticket is not None):
             value.tensor = None
         elif value.tensor is None:
-            value.tensor = whole(storage)
+            value.tensor = as_bytes(storage)
         for number in self.script.ahead.get(key, ()):
             self._begin_fetch(number)
         return storage
@@ -565,7 +556,7 @@ class LeanMode(Mode):
                 except ReplayError:
                     return False
                 self.forced = True
-            value.tensor = whole(storage)
+            value.tensor = as_bytes(storage)
         return True
 
     def _act(self, act: Act, func: Any, args: Any, kwargs: Any) -> Any:
@@ -707,7 +698,7 @@ class LeanMode(Mode):
         """A version has the saved tensors of the one before it: what was written is not theirs, or autograd will say so."""
         alive = [handle for ref in handles if (handle := ref()) is not None and handle.instead is None]
         value.saves = len(alive)
-        value.tensor = whole(storage) if alive and held is None and value.number in self.script.held else held
+        value.tensor = as_bytes(storage) if alive and held is None and value.number in self.script.held else held
         for handle in alive:
             handle.value = value
         if value.number in self.script.elders:
@@ -752,7 +743,7 @@ class LeanMode(Mode):
                 storage = tensor.untyped_storage()
                 if value.weak is not None and value.weak() is storage:
                     if not value.saves and number in self.script.held:
-                        value.tensor = whole(storage)
+                        value.tensor = as_bytes(storage)
                     handle = LeanHandle(self, value, tensor)
                     if number in self.script.elders:
                         self._elders.setdefault(number, []).append(weakref.ref(handle))

@@ -7,8 +7,8 @@ from typing import Any, Protocol, final
 import torch
 from lowtide.runtime.intercept.dispatch_mode import Mode, make_way
 from lowtide.runtime.planned.mode import LeanMode
+from lowtide.runtime.storage.arguments import PLAIN_TYPES, written_by
 from lowtide.runtime.storage.op_schema import info_of
-from lowtide.runtime.storage.value import PLAIN_TYPES, written_by
 
 
 class Guard(Protocol):

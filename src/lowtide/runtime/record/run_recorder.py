@@ -39,8 +39,9 @@ from lowtide.runtime.intercept.mode_stack import Stack
 from lowtide.runtime.intercept.phases import Clock
 from lowtide.runtime.intercept.script_frames import holders, user_line
 from lowtide.runtime.record.saved_tensors import Kept
+from lowtide.runtime.storage.arguments import NO_DISPATCH, PLAIN_TYPES, written_by
 from lowtide.runtime.storage.op_schema import OpInfo, info_of
-from lowtide.runtime.storage.value import NO_DISPATCH, PLAIN_TYPES, StorageRef, written_by
+from lowtide.runtime.storage.views import StorageRef
 from lowtide.runtime.tensors import beneath_autograd, grad_of, on_storage, tensors_in, tensors_so_far
 
 FIRST_STEPS: Final = 3

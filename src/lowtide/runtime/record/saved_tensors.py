@@ -10,8 +10,10 @@ from lowtide.runtime.device.offload import Ticket
 from lowtide.runtime.intercept.data_swaps import Origin
 from lowtide.runtime.online.eviction import Evictor
 from lowtide.runtime.record.trace_recorder import Recorder
+from lowtide.runtime.storage.arguments import NO_DISPATCH, PLAIN_TYPES
 from lowtide.runtime.storage.ledger import Ledger
-from lowtide.runtime.storage.value import NO_DISPATCH, PLAIN_TYPES, Meta, Value, meta_of, view_on, watch
+from lowtide.runtime.storage.value import Value
+from lowtide.runtime.storage.views import Meta, meta_of, version_probe, view_on
 from lowtide.runtime.tensors import beneath_autograd, node_of, on_storage
 
 
@@ -93,7 +95,7 @@ class Handle:
         self.saver = saver
         self.value = value
         self.meta: Meta = meta_of(tensor)
-        self.watched = watch(tensor)
+        self.watched = version_probe(tensor)
         self.version = tensor._version
         self.origin = Origin.of(tensor, self)
         self.instead: torch.Tensor | None = None

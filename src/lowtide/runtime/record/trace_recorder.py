@@ -16,7 +16,8 @@ from typing import Any, ClassVar, final
 import torch
 from lowtide.base.trace import Buffer, Need, Op, Save, Trace
 from lowtide.runtime.device.memory_meter import Meter
-from lowtide.runtime.storage.value import Value, sole_owner
+from lowtide.runtime.storage.value import Value
+from lowtide.runtime.storage.views import sole_owner
 
 _POLLED = 64
 """Saved values looked at per operator, to learn when the script lets go of them."""

@@ -10,7 +10,8 @@ from typing import final
 
 import torch
 from lowtide.base.errors import ReplayError
-from lowtide.runtime.storage.value import Record, Replayer, Value, whole
+from lowtide.runtime.storage.value import Record, Replayer, Value
+from lowtide.runtime.storage.views import as_bytes
 from lowtide.runtime.tensors import beneath_autograd
 
 
@@ -123,4 +124,4 @@ class _Chain:
             self.fresh[v] = storage
             self.how.attach(v, storage)
             if held:
-                v.tensor = whole(storage)
+                v.tensor = as_bytes(storage)

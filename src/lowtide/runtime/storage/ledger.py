@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import final
 
 import torch
-from lowtide.runtime.storage.value import Record, StorageRef, Value
+from lowtide.runtime.storage.value import Record, Value
+from lowtide.runtime.storage.views import StorageRef
 
 
 @final

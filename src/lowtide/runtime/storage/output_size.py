@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lowtide.runtime.storage.value import flatten, map_tensors
+from lowtide.runtime.storage.arguments import flatten, map_tensors
 from lowtide.runtime.tensors import beneath_autograd, on_storage
 
 

@@ -1,108 +1,24 @@
-"""Values at run time: resident, dropped or moved, and how a dropped one is made again.
+"""Values at run time, resident, dropped or offloaded; what holds their bytes; the operators that make them again.
 
-A :class:`Value` is one version of one storage. Nothing here refers upwards: a record refers to the values it read, a value
-to the record that made it, a handle (what autograd keeps) to its value. So memory falls by reference count alone.
+A :class:`Value` is one version of one storage. References point one way: a record refers to the values that it read, a value
+to the record that made it, a handle (what autograd keeps) to its value. So memory is freed by reference counts alone.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 from lowtide.base.errors import ReplayError
-from lowtide.runtime.device.offload import Board, Ticket, flat
+from lowtide.runtime.device.offload import Board, Ticket
 from lowtide.runtime.numeric_settings import Numerics, current, under
+from lowtide.runtime.storage.arguments import flatten
 from lowtide.runtime.storage.checksum import digest
 from lowtide.runtime.storage.op_schema import OpInfo
+from lowtide.runtime.storage.views import Meta, StorageRef, as_bytes, meta_of, view_on
 from lowtide.runtime.tensors import beneath_autograd, node_of, on_storage
-
-
-def _references_beside_tensors() -> int:
-    """References to a storage that are not tensors while it is counted (its Python object, the count's own)."""
-    storage = torch.empty(1).untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
-
-
-_BESIDE = _references_beside_tensors()
-_NO_GUARDS: Final = nullcontext()
-
-
-def sole_owner(storage: torch.UntypedStorage, own: int) -> bool:
-    """Whether no tensor but ``own`` aliases of ours refers to a storage."""
-    return int(torch._C._storage_Use_Count(storage._cdata)) <= own + _BESIDE  # type: ignore[attr-defined]
-
-
-def _beneath() -> AbstractContextManager[None]:
-    """For a new view: it wants no gradient, and autocast has no rule for it, so only modes are to be kept out, if any."""
-    return beneath_autograd() if torch._C._len_torch_dispatch_stack() else _NO_GUARDS  # type: ignore[attr-defined]
-
-
-def view_on(storage: torch.UntypedStorage, meta: Meta) -> torch.Tensor:
-    """A tensor on a storage."""
-    size, stride, offset, dtype, conjugated, negated = meta
-    with _beneath():
-        view = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)  # type: ignore[call-overload]
-    if conjugated:
-        torch._C._set_conj(view, True)
-    if negated:
-        torch._C._set_neg(view, True)
-    return view  # type: ignore[no-any-return]
-
-
-Meta = tuple[torch.Size, tuple[int, ...], int, torch.dtype, bool, bool]
-"""Size, stride, offset (in elements) and type of a view on a storage; whether it is conjugated or negated when it is read."""
-
-
-def meta_of(tensor: torch.Tensor) -> Meta:
-    """View metadata of a strided tensor."""
-    return tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.is_conj(), tensor.is_neg()
-
-
-_NOTHING: dict[torch.device, torch.Tensor] = {}
-_DATA: Any = torch._C.TensorBase.data
-
-
-def watch(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without bytes that shares another's version counter."""
-    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-        alias = tensor.detach()
-        nothing = _NOTHING.get(tensor.device)
-        if nothing is None:
-            nothing = _NOTHING[tensor.device] = torch.empty(0, device=tensor.device)
-        _DATA.__set__(alias, nothing)
-        return alias
-
-
-PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-"""Types of tensors whose operators a mode may take as they are; others have a say of their own."""
-NO_DISPATCH: Final = torch.Tensor.__torch_dispatch__
-"""What types have that do not see operators themselves, subclasses made by ``as_subclass`` among them."""
-
-
-def bytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements; of a sparse one, of the tensors that it is made of."""
-    if tensor.layout is torch.strided:
-        return tensor.nbytes
-    with beneath_autograd():
-        if tensor.layout is torch.sparse_coo:
-            return tensor._indices().nbytes + tensor._values().nbytes
-        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-            return tensor.crow_indices().nbytes + tensor.col_indices().nbytes + tensor.values().nbytes
-        if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-            return tensor.ccol_indices().nbytes + tensor.row_indices().nbytes + tensor.values().nbytes
-    return tensor.numel() * tensor.element_size()
-
-
-class StorageRef(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference to a storage that knows its value and address."""
-
-    __slots__ = ("cdata", "value")
-
-    value: Any
-    cdata: int
 
 
 @final
@@ -245,7 +161,7 @@ def _anchor(value: Value | None, tensor: torch.Tensor) -> Anchor:
         return Anchor(tensor if node_of(tensor) is None else tensor.detach())
     found = None if value is None else value.anchored()
     if found is None:
-        found = Anchor(whole(tensor.untyped_storage()))
+        found = Anchor(as_bytes(tensor.untyped_storage()))
         if value is not None:
             value.anchor = weakref.ref(found)
     return found
@@ -283,7 +199,7 @@ class Argument:
         assert storage is not None
         found = self.value.anchored()
         if found is None:
-            found = Anchor(whole(storage))
+            found = Anchor(as_bytes(storage))
             self.value.anchor = weakref.ref(found)
         self.anchor = found
         return found
@@ -453,25 +369,6 @@ def _filled(item: Any, stand_ins: dict[int, torch.Tensor]) -> Any:
     return item
 
 
-def map_tensors(item: Any, at: int | str | None, visit: Callable[[torch.Tensor, int | str | None], Any]) -> Any:
-    """An argument with ``visit`` applied to each tensor in it.
-
-    Not a closure that calls itself: that would be a reference cycle, and would hold tensors until the collector runs.
-
-    Args:
-        item: the argument.
-        at: its position or name; None for what lies inside a list.
-        visit: told each tensor and ``at``.
-    """
-    if isinstance(item, torch.Tensor):
-        return visit(item, at)
-    if type(item) is list:
-        return [map_tensors(x, None, visit) for x in item]
-    if type(item) is tuple:
-        return tuple(map_tensors(x, None, visit) for x in item)
-    return item
-
-
 def _state_tensor(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
@@ -500,38 +397,6 @@ def generator_of(args: Any, kwargs: Any, devices: Iterable[torch.device]) -> Any
 def state_bytes(generator: Any) -> bytes:
     """A generator's state."""
     return bytes(torch._C.TensorBase.numpy(generator.get_state()).data)
-
-
-def flatten(out: Any) -> list[Any]:
-    """An operator's result as a flat list."""
-    if isinstance(out, torch.Tensor):
-        return [out]
-    if isinstance(out, (list, tuple)):
-        return [x for item in out for x in flatten(item)]
-    return [out]
-
-
-def written_by(info: OpInfo, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, bool]]:
-    """Tensors that an operator writes, in the order of its arguments, and whether it does so secretly."""
-    found = [
-        (t, i in info.secret_at)
-        for i, a in enumerate(args) if i in info.writes_at or i in info.secret_at
-        for t in flatten((a,)) if isinstance(t, torch.Tensor)
-    ]
-    return found + [(t, False) for k, v in kwargs.items() if k in info.writes_at
-                    for t in flatten((v,)) if isinstance(t, torch.Tensor)]
-
-
-def overwritten_by(info: OpInfo, args: Any, kwargs: Any) -> list[tuple[int, torch.Tensor, bool]]:
-    """The same with their places, of each storage the first alone: it has one next version, however many views are written."""
-    seen: set[int] = set()
-    found = []
-    for place, (tensor, secret) in enumerate(written_by(info, args, kwargs)):
-        address = tensor.untyped_storage()._cdata if on_storage(tensor) else -1
-        if address < 0 or address not in seen:
-            found.append((place, tensor, secret))
-            seen.add(address)
-    return found
 
 
 def records_behind(value: Value, through: Callable[[Argument], bool]) -> Iterator[Record]:
@@ -570,9 +435,3 @@ class Replayer(Protocol):
 
     def taken(self, value: Value) -> None:
         """An in-place operator used up a remade value's storage."""
-
-
-def whole(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A tensor over all bytes of a storage: our way to hold it."""
-    with _beneath():
-        return flat(storage)
