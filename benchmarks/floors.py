@@ -24,7 +24,7 @@ from steps import Step, image, language
 
 import lowtide
 import torch
-from lowtide.base.lever_catalogue import PIECES, SLICES, UPDATE
+from lowtide.base.lever_catalogue import SLICES, SPLIT_OPS, UPDATE
 from lowtide.base.units import format_bytes
 from lowtide.runtime.device.memory_meter import counters
 from process import machine, with_counter
@@ -152,7 +152,7 @@ def measure(name: str) -> dict[str, Any]:
     _, plan = budgeted(resident + int(0.9 * (plain - resident)))
     lowest, bound = plan.lowest_peak_bytes - outside, plan.bound_peak_bytes - outside
     held, _ = budgeted(lowest + (64 << 10))
-    _, pieces = budgeted(resident + int(0.9 * (plain - resident)), (PIECES,))
+    _, pieces = budgeted(resident + int(0.9 * (plain - resident)), (SPLIT_OPS,))
     return {
         "model": name, "what": (MODELS[name].__doc__ or "").rstrip("."), "plain_peak_bytes": plain, "resident_bytes": resident,
         "gradient_bytes": step.gradient_bytes, "bound_bytes": bound, "lowest_bytes": lowest, "held_bytes": held,

@@ -74,8 +74,10 @@ def table() -> str:
         if package and init.exists():
             lines.append(f"| **`{package}`** | | {sentence(init)} |")
             lines += [f"| | `{path.stem}` | {sentence(path)} |" for path in modules]
+        elif package:
+            lines += [f"| **`{package}`** | `{path.stem}` | {sentence(path)} |" for path in modules]
         else:
-            lines += [f"| **`{path.stem}`** | | {sentence(path)} |" for path in modules if path.stem != "__init__"]
+            lines += [f"| **`lowtide`** | | {sentence(path)} |" for path in modules]
     return "\n".join(lines)
 
 

@@ -22,7 +22,7 @@ from lowtide.runtime.control.runtime import Runtime, Settings
 from lowtide.runtime.record import run_recorder
 from lowtide.runtime.run_figures import Outcome
 
-_running: list[Runtime | run_recorder.Watcher] = []
+_running: list[Runtime | run_recorder.RunRecorder] = []
 
 
 class Budgeted:

@@ -74,9 +74,9 @@ def test_failing_operator_is_tried_again_after_cuda_ran_out_of_memory() -> None:
 
 
 def test_moved_values_come_back_bit_for_bit_from_pinned_memory() -> None:
-    from lowtide.runtime.device.offload import PinnedBoard
+    from lowtide.runtime.device.offload import PinnedTier
 
-    board = PinnedBoard(torch.device("cuda", 0))
+    board = PinnedTier(torch.device("cuda", 0))
     for _ in range(20):
         source = torch.randn(1 << 20, device="cuda")
         expected = source.clone()
@@ -89,9 +89,9 @@ def test_moved_values_come_back_bit_for_bit_from_pinned_memory() -> None:
 
 def test_fetches_that_begin_early_wait_for_their_copies_on_any_stream() -> None:
     """What is fetched is whole although the copying stream is busy, on the stream that began the fetch and on another."""
-    from lowtide.runtime.device.offload import PinnedBoard
+    from lowtide.runtime.device.offload import PinnedTier
 
-    board = PinnedBoard(torch.device("cuda", 0))
+    board = PinnedTier(torch.device("cuda", 0))
     other = torch.cuda.Stream()
     for i in range(20):
         source = torch.randn(1 << 22, device="cuda")

@@ -9,7 +9,7 @@ import pytest
 
 from lowtide.studies.leak.watch import Progress, Watch, Watched, python
 from lowtide.probe.arms import PARTS
-from lowtide.probe.marks import Kind
+from lowtide.probe.marks import MarkSource
 
 SCRIPT = """
     import json, logging, sys, torch
@@ -45,7 +45,7 @@ def seen(tmp_path, monkeypatch, **task):
     with Watched(python("script.py", module=False, arguments=()), Watch(steps=0, arm=arm)) as process:
         run = process.wait(Progress())
     assert run.code == 0, run.tail
-    assert (run.kind, run.steps) == (Kind.OPTIMIZER, 30)
+    assert (run.kind, run.steps) == (MarkSource.OPTIMIZER, 30)
     assert [(m.path, m.type) for m in run.modules] == [("", "Sequential"), ("0", "Linear"), ("1", "Counting"), ("2", "Linear")]
     assert [m.holds for m in run.modules] == [True, False, False, False]
     found = json.loads((tmp_path / "seen").read_text())

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from lowtide.base import files
 from lowtide.base.errors import RecordingError
-from lowtide.recording.file_format import CARRIED, ENTRY, Kind, PhaseFigures, ProcessRow, StepRow
+from lowtide.recording.file_format import CARRIED, ENTRY, EntryKind, PhaseFigures, ProcessRow, StepRow
 from lowtide.recording.journal import Journal
 from lowtide.recording.reader import read
 from lowtide.recording.writer import Writer
@@ -26,7 +26,7 @@ from small_disk import small_disk
 
 STOPS = "lowtide: the recording stops: "
 GOES_ON = "; training goes on"
-ENTRY_OF_A_PHASE = (0.0, int(Kind.PHASE), *[0] * (len(ENTRY.names or ()) - 2))
+ENTRY_OF_A_PHASE = (0.0, int(EntryKind.PHASE), *[0] * (len(ENTRY.names or ()) - 2))
 NOBODY = np.zeros(0, dtype=CARRIED)
 TRAINING = """
 import pathlib, sys

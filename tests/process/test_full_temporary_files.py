@@ -18,7 +18,7 @@ from lowtide.data import wire
 from lowtide.base.errors import CheckpointError
 from lowtide.guard.process import PLACES
 from lowtide.probe import beat
-from lowtide.probe.marks import Kind
+from lowtide.probe.marks import MarkSource
 from lowtide.probe.sampler import Sampler
 from lowtide.base.temporary_folders import Scratch
 from small_disk import small_disk
@@ -41,7 +41,7 @@ def test_a_beat_without_room_is_said_once_and_ends_nothing(tmp_path: Path, monke
     monkeypatch.setattr(beat, "reserve", _full)
     teller = beat.Teller(str(tmp_path))
     for _ in range(3):
-        teller.stepped(Kind.OPTIMIZER, None)
+        teller.stepped(MarkSource.OPTIMIZER, None)
         teller.passed(0.5)
     assert teller.beat.steps == 3
     (said,) = _said(capsys)
@@ -100,7 +100,7 @@ def _sampler(folder: Path, **task: Any) -> Sampler:
 @pytest.mark.parametrize("what", ["open", "write", "both"])
 def test_samples_without_room_are_said_once_and_end_nothing(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     sampler = _sampler(tmp_path)
-    sampler.marked(Kind.OPTIMIZER, None)
+    sampler.marked(MarkSource.OPTIMIZER, None)
     sampler._finish()
     assert next(tmp_path.glob("rows-*")).stat().st_size
     with monkeypatch.context() as patch:
@@ -109,7 +109,7 @@ def test_samples_without_room_are_said_once_and_end_nothing(tmp_path: Path, what
         if what != "write":
             patch.setattr("builtins.open", _full)  # the audit's
         for _ in range(200):
-            sampler.marked(Kind.OPTIMIZER, None)
+            sampler.marked(MarkSource.OPTIMIZER, None)
         sampler._finish()
     (said,) = _said(capsys)
     assert said.startswith(f"lowtide: memory is sampled no more: no space left on device in {tmp_path}: ")

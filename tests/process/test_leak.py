@@ -20,7 +20,7 @@ from lowtide.studies.leak.books import close
 from lowtide.studies.leak.study import audits_of
 from lowtide.studies.leak.verdict import series_of
 from lowtide.studies.leak.watch import Progress, Watch, Watched, python
-from lowtide.probe.marks import Kind
+from lowtide.probe.marks import MarkSource
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "benchmarks" / "leaks" / "programs.py"
@@ -210,7 +210,7 @@ def test_a_process_with_a_million_objects_has_the_time_to_look_through_them(tmp_
     assert any(line["source"] == f"{path}:5" for line in lines)
 
 
-@pytest.mark.parametrize("known", [None, Kind.SCRIPT])
+@pytest.mark.parametrize("known", [None, MarkSource.SCRIPT])
 def test_what_grows_while_imports_take_long_is_not_what_grows_with_the_steps(tmp_path, known):
     """Ticks of the clock are steps only where nothing else marks any; on a slow machine imports alone take many."""
     path = script(tmp_path, """
@@ -288,7 +288,7 @@ def test_steps_are_those_of_the_first_optimizer(tmp_path):
         print("done")
     """)
     run = watched(path, steps=0)
-    assert (run.kind, run.steps, run.ended, run.code) == (Kind.OPTIMIZER, 80, "itself", 0)
+    assert (run.kind, run.steps, run.ended, run.code) == (MarkSource.OPTIMIZER, 80, "itself", 0)
     assert "done" in run.tail
 
 
@@ -299,14 +299,14 @@ def test_lines_of_output_mark_steps(tmp_path):
             print("something else")
     """)
     run = watched(path, steps=0, lines=r"^step \d+")
-    assert (run.kind, run.steps) == (Kind.SCRIPT, 120)
+    assert (run.kind, run.steps) == (MarkSource.SCRIPT, 120)
 
 
 def test_without_marks_the_clock_ticks(tmp_path):
     """As often as was asked, or more seldom where the machine is busy."""
     path = script(tmp_path, "while True:\n    sum(range(1000))\n")
     run = watched(path, steps=30, every_seconds=0.05, least_seconds=0.0)
-    assert (run.kind, run.ended) == (Kind.CLOCK, "enough")
+    assert (run.kind, run.ended) == (MarkSource.CLOCK, "enough")
     assert run.steps >= 30
     assert run.steps <= np.ptp(run.column("time_ns")) / 1e9 / 0.05 + 2
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from lowtide.report.html import page
-from lowtide.recording.file_format import CARRIED, ENTRY, PHASES, Flag, Kind
+from lowtide.recording.file_format import CARRIED, ENTRY, PHASES, Flag, EntryKind
 from lowtide.recording.reader import read
 from lowtide.recording.summary import summarize_step
 from lowtide.recording.writer import Writer
@@ -150,19 +150,19 @@ def _million(path: Path) -> None:
     rising = np.minimum(np.arange(n), n - 1 - np.arange(n)).astype(np.int64) * 1024
     entries["phase"] = np.where(np.arange(4 * n) < 4 * half, PHASES.index(Phase.FORWARD), PHASES.index(Phase.BACKWARD))
     op = entries[0::4]
-    op["kind"], op["a"], op["b"], op["c"] = Kind.OP, 1, 2, 3
+    op["kind"], op["a"], op["b"], op["c"] = EntryKind.OP, 1, 2, 3
     op["size"] = rising + (1 << 20)
     op["live"] = op["peak"] = op["size"] + 1024
     first, second, third = entries[1::4], entries[2::4], entries[3::4]
     blocks = np.arange(1, n + 1)
-    first["kind"][:half], first["a"][:half], first["b"][:half] = Kind.BORN, blocks[:half], 4
+    first["kind"][:half], first["a"][:half], first["b"][:half] = EntryKind.BORN, blocks[:half], 4
     first["size"][:half], first["flags"][:half] = 1024, Flag.COUNTED
-    second["kind"][:half], second["a"][:half] = Kind.SAVED, blocks[:half]
-    third["kind"][:half], third["a"][:half] = Kind.READ, blocks[:half]
+    second["kind"][:half], second["a"][:half] = EntryKind.SAVED, blocks[:half]
+    third["kind"][:half], third["a"][:half] = EntryKind.READ, blocks[:half]
     back = blocks[:half][::-1]
-    first["kind"][half:], first["a"][half:] = Kind.READ, back
-    second["kind"][half:], second["a"][half:] = Kind.RELEASED, back
-    third["kind"][half:], third["a"][half:] = Kind.DIED, back
+    first["kind"][half:], first["a"][half:] = EntryKind.READ, back
+    second["kind"][half:], second["a"][half:] = EntryKind.RELEASED, back
+    third["kind"][half:], third["a"][half:] = EntryKind.DIED, back
     writer.step(summarize_step(0, 0.0, 1 << 20, 1 << 20, entries, np.zeros(0, dtype=CARRIED), complete=True))
     writer.close()
 

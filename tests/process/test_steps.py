@@ -11,7 +11,7 @@ import textwrap
 from command import TIMEOUT
 import pytest
 from lowtide.studies.leak.watch import Progress, Watch, Watched, python
-from lowtide.probe.marks import Kind
+from lowtide.probe.marks import MarkSource
 
 SCRIPTS = {
     "one optimizer": (60, """
@@ -69,7 +69,7 @@ def test_a_watched_process_takes_a_row_at_each(case):
     path, steps = case
     with Watched(python(str(path), module=False, arguments=()), Watch(steps=0)) as process:
         run = process.wait(Progress())
-    assert (run.kind, run.steps, run.code) == (Kind.OPTIMIZER, steps, 0)
+    assert (run.kind, run.steps, run.code) == (MarkSource.OPTIMIZER, steps, 0)
 
 
 def test_a_recording_has_each(case):

@@ -234,7 +234,7 @@ def test_a_node_that_fails_leaves_the_watch_on(tmp_path: Path) -> None:
         model(leaf).prod(1).sum().backward()
     recording = reader.read(tmp_path / "run.lowtide")
     ran = [recording.names[e["a"]] for step in recording.steps if step.entries is not None
-           for e in step.entries if e["kind"] == file_format.Kind.OP]
+           for e in step.entries if e["kind"] == file_format.EntryKind.OP]
     assert ran.count("ProdBackward1") == 1  # the other never began
     assert "aten.mm.default" in ran[ran.index("ProdBackward1"):]
 

@@ -98,7 +98,7 @@ def test_a_loss_is_not_to_be_deleted_before_its_own_backward(tmp_path: Path) -> 
     recording = _recorded(large_scalar, tmp_path / "a")
     step = next(s for s in recording.steps if s.step == 2)
     assert step.entries is not None
-    held = step.entries[step.entries["kind"] == file_format.Kind.HELD]
+    held = step.entries[step.entries["kind"] == file_format.EntryKind.HELD]
     names = [(recording.names[e["b"]].split(" ")[0], file_format.PHASES[e["phase"]]) for e in held]
     assert names == [("loss", Phase.FORWARD)]
 

@@ -45,7 +45,7 @@ def test_a_budget_is_held_without_a_second_board(what: str, monkeypatch: pytest.
 
 
 def test_a_board_that_fills_up_says_so_once_and_gives_back_what_it_has(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    found = offload.FileBoard()
+    found = offload.FileTier()
     monkeypatch.setattr(offload, "_SEGMENT_BYTES", 1 << 16)
     values = torch.arange(1 << 14, dtype=torch.float32)
     ticket = found.put(values.untyped_storage())
@@ -67,7 +67,7 @@ def test_a_board_takes_what_there_is_where_a_segment_is_too_much(monkeypatch: py
         real(file, size, since=since)
 
     monkeypatch.setattr(offload, "reserve", small)
-    found = offload.FileBoard()
+    found = offload.FileTier()
     values = torch.arange(1 << 10, dtype=torch.float32)
     tickets = [found.put((values + i).untyped_storage()) for i in range(3)]
     for i, ticket in enumerate(tickets):

@@ -17,7 +17,7 @@ import zoo
 from harness import above_of, budgeted, plain_of
 from lowtide.runtime.storage.checksum import digest
 from lowtide.runtime.online.eviction import Evictor
-from lowtide.runtime.planned.mode import LeanMode
+from lowtide.runtime.planned.mode import PlannedMode
 from lowtide.planning.unit.problem import Bandwidth
 import torch.utils.dlpack
 from torch import nn
@@ -220,7 +220,7 @@ def test_bits_hold_when_writes_change_under_a_plan(
 
 
 def test_what_tells_of_late_writes_is_of_the_tensor_that_is_there_not_of_one_that_lay_there_before() -> None:
-    mode = LeanMode.__new__(LeanMode)
+    mode = PlannedMode.__new__(PlannedMode)
     mode._witnessed = {}
     places = set()
     for i in range(20):

@@ -650,9 +650,9 @@ def test_a_planned_backward_that_nobody_looks_at_updates_no_weight_that_another_
     """From step 8 on the same operators read the last layer's weight by ``.data``, long after its gradient is whole."""
     torch.use_deterministic_algorithms(mode=True)
     seen, per_step = [0], []
-    true = optimizer_in_backward.Updates.look_at
+    true = optimizer_in_backward.OptimizerInBackward.look_at
 
-    def look_at(self: optimizer_in_backward.Updates, func: Any, args: Any, kwargs: Any) -> None:
+    def look_at(self: optimizer_in_backward.OptimizerInBackward, func: Any, args: Any, kwargs: Any) -> None:
         seen[0] += 1
         true(self, func, args, kwargs)
 
@@ -673,7 +673,7 @@ def test_a_planned_backward_that_nobody_looks_at_updates_no_weight_that_another_
         return found
 
     plain = train(9)
-    monkeypatch.setattr(optimizer_in_backward.Updates, "look_at", look_at)
+    monkeypatch.setattr(optimizer_in_backward.OptimizerInBackward, "look_at", look_at)
     per_step.clear()
     with lowtide.budget(live_now() + (14 << 20), allow=("update-in-backward",)) as run:
         assert train(9) == plain

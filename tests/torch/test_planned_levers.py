@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness import heap
 from patience import PATIENCE, in_time
-from lowtide.base.lever_catalogue import LEVERS, LOSS, PIECES, SLICES, UPDATE
+from lowtide.base.lever_catalogue import LEVERS, LOSS, SPLIT_OPS, SLICES, UPDATE
 from lowtide.recording.rewrites.choose_levers import Planned, best, carried, others, sets_of
 from lowtide.base.errors import LeverError
 from lowtide.recording.explanation import Step, highest, steps_of
@@ -109,7 +109,7 @@ CASES: dict[str, tuple[str, Callable[[], nn.Module], Loss, Make]] = {
         for foreach in (False, True)
     },
     "loss": (LOSS, _classes, _words, _adamw),
-    "pictures": (PIECES, _wide, lambda net: net(torch.randn(8, 3, 40, 40)).sum(), _adamw),
+    "pictures": (SPLIT_OPS, _wide, lambda net: net(torch.randn(8, 3, 40, 40)).sum(), _adamw),
 }
 
 
@@ -217,7 +217,7 @@ def _alone(net: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("name", "make", "loss_of"), [
-    (LOSS, _segmented, _pixels), (LOSS, _classes, _counted), (LOSS, _dense, _square), (PIECES, _pictures, _alone), (PIECES, _dense, _square),
+    (LOSS, _segmented, _pixels), (LOSS, _classes, _counted), (LOSS, _dense, _square), (SPLIT_OPS, _pictures, _alone), (SPLIT_OPS, _dense, _square),
     (SLICES, _dense, _square),
 ])
 def test_nothing_is_said_of_a_lever_that_a_run_finds_nothing_for(
@@ -305,7 +305,7 @@ def test_of_sets_that_cost_the_same_the_one_with_fewer_levers_is_chosen(planned:
 
 
 @pytest.mark.parametrize(("names", "sets"), [
-    ((), 1), ((UPDATE,), 2), ((UPDATE, SLICES), 3), ((UPDATE, SLICES, LOSS), 6), ((SLICES, LOSS), 4), ((UPDATE, SLICES, LOSS, PIECES), 11),
+    ((), 1), ((UPDATE,), 2), ((UPDATE, SLICES), 3), ((UPDATE, SLICES, LOSS), 6), ((SLICES, LOSS), 4), ((UPDATE, SLICES, LOSS, SPLIT_OPS), 11),
 ])
 def test_slices_are_never_planned_with_an_update_in_the_backward(names: tuple[str, ...], sets: int) -> None:
     found = sets_of(names)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from lowtide.studies.size.predict import Model
-from lowtide.recording.file_format import Kind, decode_run, encode_run
+from lowtide.recording.file_format import EntryKind, decode_run, encode_run
 from lowtide.recording.reader import Recording, read
 from torch import nn
 from torch.nn import functional as F
@@ -131,7 +131,7 @@ def _lasting(recording: Recording, microseconds: int) -> Recording:
     for step in recording.steps:
         assert step.entries is not None
         entries = step.entries.copy()
-        timed = (entries["kind"] == Kind.OP) & (entries["flags"] > 0)
+        timed = (entries["kind"] == EntryKind.OP) & (entries["flags"] > 0)
         entries["flags"][timed] = [
             encode_run(1e-6 * microseconds, replayable=replayable, seeded=seeded)
             for _, replayable, seeded in (decode_run(int(f)) for f in entries["flags"][timed])
@@ -147,7 +147,7 @@ def test_a_steps_predicted_time_is_that_of_its_operators_without_what_recording_
         model = Model([(sizes, _lasting(recording, microseconds)) for sizes, recording in found])
         entries = found[-1][1].steps[-1].entries
         assert entries is not None
-        timed = int(((entries["kind"] == Kind.OP) & (entries["flags"] > 0)).sum())
+        timed = int(((entries["kind"] == EntryKind.OP) & (entries["flags"] > 0)).sum())
         assert model.at({"batch": 8.0}).step_seconds == pytest.approx(1e-6 * microseconds * timed, rel=0.05)
 
 

@@ -251,8 +251,8 @@ def test_fetches_that_begin_early_change_no_bit_and_lift_no_peak(make, monkeypat
         return plain_fetch(self)
 
     plain_begin, plain_fetch = offload._FileTicket.begin, offload._FileTicket.fetch
-    monkeypatch.setattr(offload.FileBoard, "overlaps", True)
-    monkeypatch.setattr(offload.FileBoard, "measure", lambda _: Bandwidth(write=1e12, read=1e11, read_fresh=1e11))
+    monkeypatch.setattr(offload.FileTier, "overlaps", True)
+    monkeypatch.setattr(offload.FileTier, "measure", lambda _: Bandwidth(write=1e12, read=1e11, read_fresh=1e11))
     monkeypatch.setattr(offload._FileTicket, "begin", begin)
     monkeypatch.setattr(offload._FileTicket, "fetch", fetch)
     reference = plain_of(make, 6)
@@ -331,7 +331,7 @@ def test_a_budget_below_what_is_resident_is_refused_though_no_two_steps_are_alik
 
 def test_sizes_that_change_all_the_time_do_not_make_the_second_boards_file_grow() -> None:
     """Law: places are used again by what is a little smaller; what comes back has its own size and bits."""
-    file = offload.FileBoard()
+    file = offload.FileTier()
     sizes = random.Random(0)
     for _ in range(150):
         plain = [torch.randn(sizes.randint(1 << 18, 1 << 19)) for _ in range(4)]
@@ -346,7 +346,7 @@ def test_sizes_that_change_all_the_time_do_not_make_the_second_boards_file_grow(
 def test_views_of_a_storage_that_was_moved_come_back_as_one() -> None:
     """Whoever asks gets the storage that another has, and the bytes that were moved; a new copy once nobody has it."""
     plain = torch.arange(1024, dtype=torch.float32)
-    ticket = offload.Shared(offload.FileBoard().put(plain.untyped_storage()))
+    ticket = offload.Shared(offload.FileTier().put(plain.untyped_storage()))
     one, other = ticket.fetch(), ticket.fetch()
     assert one._cdata == other._cdata
     assert torch.equal(torch.empty(0).set_(one), plain)
@@ -460,7 +460,7 @@ def _timed(monkeypatch: pytest.MonkeyPatch, again: float, bytes_per_second: floa
 
 def _fixed_speed(monkeypatch: pytest.MonkeyPatch, bytes_per_second: float) -> None:
     speed = Bandwidth(write=bytes_per_second, read=bytes_per_second, read_fresh=bytes_per_second)
-    monkeypatch.setattr(offload.FileBoard, "measure", lambda _: speed)
+    monkeypatch.setattr(offload.FileTier, "measure", lambda _: speed)
 
 
 @pytest.mark.parametrize(("name", "share"), [("gpt_eager", 0.5), ("cnn", 0.8)])

@@ -24,7 +24,7 @@ def _resident_of_files() -> int:
 
 
 def test_moved_bytes_are_not_resident_and_come_back():
-    moved = offload.FileBoard()
+    moved = offload.FileTier()
     source = torch.randn(16 * MIB)
     expected = source.clone()
     before = _resident_of_files()
@@ -40,15 +40,15 @@ def test_moved_bytes_are_not_resident_and_come_back():
 
 
 def test_no_more_than_a_piece_of_a_value_is_resident_while_it_is_moved(monkeypatch):
-    seen, leave = [], offload.FileBoard.leave
+    seen, leave = [], offload.FileTier.leave
 
     def leaving(moved, place, read=None):
         seen.append(_resident_of_files())
         leave(moved, place, read)
 
-    monkeypatch.setattr(offload.FileBoard, "leave", leaving)
+    monkeypatch.setattr(offload.FileTier, "leave", leaving)
     source, before = torch.randn(32 * MIB), _resident_of_files()
-    ticket = offload.FileBoard().put(source.untyped_storage())
+    ticket = offload.FileTier().put(source.untyped_storage())
     assert torch.equal(torch.empty(0).set_(ticket.fetch()), source)
     assert len(seen) == 2 * 128 // 16
     assert max(seen) - before < 24 * MIB

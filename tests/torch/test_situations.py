@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import situations
 from harness import FIRST_CALLS_BYTES, FULL, TOLERANCE_BYTES, above_of, budgeted, heap, plain_of
-from lowtide.runtime.device.offload import FileBoard
+from lowtide.runtime.device.offload import FileTier
 from lowtide.planning.unit.problem import Bandwidth
 
 import lowtide
@@ -101,7 +101,7 @@ def test_graphs_left_over_from_the_step_before_are_reckoned_with(
     a plan for what is left over is found at one budget depends on the processor's workspaces: at one of these it is.
     """
     if speed is not None:
-        monkeypatch.setattr(FileBoard, "measure", lambda _: Bandwidth(write=speed, read=speed, read_fresh=0.8 * speed))
+        monkeypatch.setattr(FileTier, "measure", lambda _: Bandwidth(write=speed, read=speed, read_fresh=0.8 * speed))
     reference = plain_of(situations.SITUATIONS[name], STEPS)
     policies = set()
     for share in (0.75,) if speed is None else (0.55, 0.75):

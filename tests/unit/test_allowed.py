@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.base.lever_catalogue import GRADIENTS, LEVERS, LOSS, PIECES, SLICES, UPDATE, check_levers, parse_levers
+from lowtide.base.lever_catalogue import GRADIENTS, LEVERS, LOSS, SPLIT_OPS, SLICES, UPDATE, check_levers, parse_levers
 from lowtide.base.errors import UsageError
 
 
 @pytest.mark.parametrize("texts", ["chunked-loss, split-ops", ("chunked-loss,split-ops",), ["split-ops", "chunked-loss"]])
 def test_a_text_several_texts_and_a_list_in_one_text_mean_the_same(texts):
-    assert parse_levers(texts) == {LOSS, PIECES}
+    assert parse_levers(texts) == {LOSS, SPLIT_OPS}
 
 
 def test_exact_and_all_stand_for_several():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from lowtide.runtime.control.unit_signature import Kind
-from lowtide.runtime.control.plan_cache import CROSSED, Crossings
+from lowtide.runtime.control.unit_signature import UnitSignature
+from lowtide.runtime.control.plan_cache import CROSSED, BudgetCrossings
 
-LARGE, SMALL = Kind((1,)), Kind((2,))
+LARGE, SMALL = UnitSignature((1,)), UnitSignature((2,))
 
 
-def _run(crossings: Crossings, pattern: str) -> None:
+def _run(crossings: BudgetCrossings, pattern: str) -> None:
     """Steps: O, the large kind over the budget; o, the large kind within it; s, the small kind."""
     for step in pattern:
         if step in "Oo":
@@ -17,7 +17,7 @@ def _run(crossings: Crossings, pattern: str) -> None:
 
 
 def test_every_second_step_over_the_budget_is_enough() -> None:
-    crossings = Crossings()
+    crossings = BudgetCrossings()
     _run(crossings, "s" + "Os" * CROSSED)
     assert not crossings.mostly(LARGE, at_least=0)
     _run(crossings, "Os")
@@ -26,13 +26,13 @@ def test_every_second_step_over_the_budget_is_enough() -> None:
 
 
 def test_a_kind_that_mostly_holds_is_not_refused() -> None:
-    crossings = Crossings()
+    crossings = BudgetCrossings()
     _run(crossings, "s" + "ossss" * 4 + "Ossss" * 3)
     assert not crossings.mostly(LARGE, at_least=0)
 
 
 def test_the_first_step_of_all_does_not_count() -> None:
-    crossings = Crossings()
+    crossings = BudgetCrossings()
     _run(crossings, "s")
     assert not crossings.mostly(LARGE, at_least=0)
     _run(crossings, "O")

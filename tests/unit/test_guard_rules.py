@@ -19,7 +19,7 @@ from lowtide.guard import fence, keep, memory, process
 from lowtide.guard.fence import Watching, cgroup
 from lowtide.guard.memory import Reading
 from lowtide.guard.outcome import Generation, Live
-from lowtide.guard.rule import Kind, Rule, parse
+from lowtide.guard.rule import RecycleWhen, Rule, parse
 from lowtide.probe.beat import Beat
 from lowtide.probe.catalogue import Where, out_of_memory
 from lowtide.report.guard import forecast
@@ -29,8 +29,8 @@ from lowtide.base.units import MIB
 
 
 @pytest.mark.parametrize(("text", "rule"), [
-    ("epoch", Rule(Kind.EPOCH)), ("exit", Rule(Kind.EXIT)), ("never", Rule(Kind.NEVER)), ("every=500", Rule(Kind.EVERY, every=500)),
-    ("watermark", Rule(Kind.WATERMARK)), ("watermark=80%", Rule(Kind.WATERMARK, watermark=0.8)),
+    ("epoch", Rule(RecycleWhen.EPOCH)), ("exit", Rule(RecycleWhen.EXIT)), ("never", Rule(RecycleWhen.NEVER)), ("every=500", Rule(RecycleWhen.EVERY, every=500)),
+    ("watermark", Rule(RecycleWhen.WATERMARK)), ("watermark=80%", Rule(RecycleWhen.WATERMARK, watermark=0.8)),
 ])
 def test_a_rule_reads_as_it_is_written(text, rule):
     assert parse(text) == rule

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lowtide.recording.file_format import CARRIED, ENTRY, Kind, decode_run, encode_run
+from lowtide.recording.file_format import CARRIED, ENTRY, EntryKind, decode_run, encode_run
 from lowtide.recording.journal import Journal
 from lowtide.recording.reader import _tail
 from lowtide.recording.summary import _Entry, _first_bytes
 
-PHASE = (0.0, int(Kind.PHASE), *[0] * (len(ENTRY.names or ()) - 2))
+PHASE = (0.0, int(EntryKind.PHASE), *[0] * (len(ENTRY.names or ()) - 2))
 
 
 def test_entries_are_those_that_were_added_and_what_lies_beyond_is_not_looked_at(tmp_path: Path) -> None:
@@ -52,9 +52,9 @@ def test_an_operators_seconds_are_read_back_within_two_per_cent(seconds: float, 
 
 
 @pytest.mark.parametrize(("head", "following", "bytes_"), [
-    (Kind.PHASE, Kind.OP, 30), (Kind.PHASE, Kind.DENIED, 10), (Kind.PHASE, None, 10), (Kind.OP, Kind.OP, 20), (Kind.BORN, None, 40),
+    (EntryKind.PHASE, EntryKind.OP, 30), (EntryKind.PHASE, EntryKind.DENIED, 10), (EntryKind.PHASE, None, 10), (EntryKind.OP, EntryKind.OP, 20), (EntryKind.BORN, None, 40),
 ])
-def test_a_phase_begins_with_what_is_there_before_its_first_operator(head: Kind, following: Kind | None, bytes_: int) -> None:
+def test_a_phase_begins_with_what_is_there_before_its_first_operator(head: EntryKind, following: EntryKind | None, bytes_: int) -> None:
     """Where it begins with none, with what was there at its mark."""
     first = _Entry(0.0, head, 0, 0, 0, 0, 0, size=20, live=10, peak=0)
     next_ = None if following is None else first._replace(kind=following, size=30, live=31)

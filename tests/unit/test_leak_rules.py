@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from lowtide.studies.leak.trend import like_sized
-from lowtide.studies.leak.verdict import Kind, Verdict, _copies, _counts, _notes
+from lowtide.probe.marks import MarkSource
+from lowtide.studies.leak.verdict import Verdict, _copies, _counts, _notes
 
 TOLERANCE = 1024.0
 
@@ -34,7 +35,7 @@ def test_address_space_counts_where_pages_bear_it_out(
 
 def run(**fields: Any) -> Any:
     """What was seen of a process of two steps."""
-    return SimpleNamespace(**{"audits": [], "children": 1, "kind": Kind.OPTIMIZER} | fields)
+    return SimpleNamespace(**{"audits": [], "children": 1, "kind": MarkSource.OPTIMIZER} | fields)
 
 
 @pytest.mark.parametrize(("jump", "noted"), [(TOLERANCE * 100 / 4 + 1, True), (TOLERANCE * 100 / 4 - 1, False)])

@@ -12,7 +12,7 @@ GRADIENTS: Final = "move-gradients"
 UPDATE: Final = "update-in-backward"
 SLICES: Final = "sliced-update"
 LOSS: Final = "chunked-loss"
-PIECES: Final = "split-ops"
+SPLIT_OPS: Final = "split-ops"
 
 WIDE: Final = 512
 """Outputs that a linear layer has at least, for its loss to run in pieces ..."""
@@ -43,7 +43,7 @@ def sample_pieces(samples: int, elements: int, dimensions: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allowed:
+class Lever:
     """One lever.
 
     Attributes:
@@ -61,37 +61,37 @@ class Allowed:
     bits: str
 
 
-LEVERS: Final[dict[str, Allowed]] = {
+LEVERS: Final[dict[str, Lever]] = {
     known.name: known
     for known in (
-        Allowed(
+        Lever(
             name=GRADIENTS,
             exact=True,
             automatic=True,
             text="each gradient moved to the second board as soon as it is whole, and back for its own parameter's update",
             bits="the same",
         ),
-        Allowed(
+        Lever(
             name=UPDATE,
             exact=True,
             text="each parameter updated in the backward, as soon as its gradient is whole, and the gradient let go",
             bits="the same",
         ),
-        Allowed(
+        Lever(
             name=SLICES,
             exact=True,
             automatic=True,
             text="a foreach optimizer's update in slices whose temporaries fit",
             bits="the same",
         ),
-        Allowed(
+        Lever(
             name=LOSS,
             exact=False,
             text="a wide linear layer and the cross entropy after it run piece by piece; the logits are never whole",
             bits="the sums of the loss are rounded in another order",
         ),
-        Allowed(
-            name=PIECES,
+        Lever(
+            name=SPLIT_OPS,
             exact=False,
             text="recurrent layers over pieces of the sequence, attention and convolutions' backwards over samples",
             bits="the sums of weights' gradients are rounded in another order",

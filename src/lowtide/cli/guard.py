@@ -83,10 +83,10 @@ def guard(
     """
     check_alone()
     from lowtide.guard.keep import Enforce, Keeper, Settings
-    from lowtide.guard.rule import Kind, parse
+    from lowtide.guard.rule import RecycleWhen, parse
 
     rule = parse(recycle)
-    exits = rule.kind is Kind.EXIT
+    exits = rule.kind is RecycleWhen.EXIT
     if exits and done_file is None and done_code is None:
         raise UsageError("--recycle exit needs --done FILE or --done-code N: what says that all is done")
     if not exits and (done_file is not None or done_code is not None):

@@ -27,7 +27,7 @@ from lowtide.guard.forecast import Forecast, Growth
 from lowtide.guard.memory import Reading
 from lowtide.guard.outcome import Generation, Listener, Live, Outcome
 from lowtide.guard.process import LEAVE_SECONDS, Guarded, adopting
-from lowtide.guard.rule import Kind, Rule
+from lowtide.guard.rule import RecycleWhen, Rule
 from lowtide.probe.beat import STOPPED, Beat
 
 LOOK_SECONDS: Final = 0.1
@@ -50,8 +50,8 @@ class Settings:
         enforce: what holds it to the cap.
         patience_seconds: what it gets to stop when a person asks, before it is ended.
         restarts: how many times in a row it is started again after a failure for want of memory without a new checkpoint.
-        done_file: whose presence says that all is done (`Kind.EXIT`).
-        done_code: exit code that says so (`Kind.EXIT`).
+        done_file: whose presence says that all is done (`RecycleWhen.EXIT`).
+        done_code: exit code that says so (`RecycleWhen.EXIT`).
     """
 
     command: Sequence[str]
@@ -133,7 +133,7 @@ class Keeper:
     def _after(self, found: Generation) -> tuple[int, str] | None:
         """The exit code and why, where the run is over; None where it goes on."""
         s = self._settings
-        if s.rule.kind is Kind.EXIT:
+        if s.rule.kind is RecycleWhen.EXIT:
             if _shell(found.exit) == s.done_code or (s.done_file is not None and s.done_file.exists()):
                 return 0, "all done"
             if not found.exit or found.exit == STOPPED:
@@ -146,7 +146,7 @@ class Keeper:
             if saved or (not found.points and before is Cause.RECYCLED):  # nothing was done since the last save
                 return STOPPED, "saved and stopped"
             return 128 + self._signals[0], found.cause.value
-        if s.rule.kind is Kind.NEVER or not found.cause.of_memory:
+        if s.rule.kind is RecycleWhen.NEVER or not found.cause.of_memory:
             return _shell(found.exit), found.cause.value + (f": {found.error}" if found.error else "")
         return None
 
@@ -200,7 +200,7 @@ class Keeper:
             watched.look()
             live = watched.live(tuple(self._done))
             self._tell("looked", live)
-            if not watched.asked and self._settings.rule.kind is not Kind.NEVER:
+            if not watched.asked and self._settings.rule.kind is not RecycleWhen.NEVER:
                 reason = watched.reason(live, self._settings.rule.watermark)
                 if reason and watched.process.ask():
                     watched.asked = reason

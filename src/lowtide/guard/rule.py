@@ -10,7 +10,7 @@ from typing import Final
 from lowtide.base.errors import UsageError
 
 
-class Kind(enum.Enum):
+class RecycleWhen(enum.Enum):
     """What the process stops after."""
 
     NEVER = "never"
@@ -30,18 +30,18 @@ class Rule:
 
     Attributes:
         kind: after what.
-        every: safe points, where it is `Kind.EVERY`.
+        every: safe points, where it is `RecycleWhen.EVERY`.
         watermark: share of the cap at which a stop is asked for, whatever the kind is.
     """
 
-    kind: Kind = Kind.WATERMARK
+    kind: RecycleWhen = RecycleWhen.WATERMARK
     every: int = 0
     watermark: float = WATERMARK
 
     @property
     def text(self) -> str:
         """As the process is told."""
-        return f"every={self.every}" if self.kind is Kind.EVERY else self.kind.value
+        return f"every={self.every}" if self.kind is RecycleWhen.EVERY else self.kind.value
 
 
 def parse(text: str) -> Rule:
@@ -53,9 +53,9 @@ def parse(text: str) -> Rule:
     name, _, value = text.strip().lower().partition("=")
     percent = re.fullmatch(r"(\d+(?:\.\d+)?)%", value)
     if name in {"epoch", "exit", "never", "watermark"} and not value:
-        return Rule(Kind(name))
+        return Rule(RecycleWhen(name))
     if name == "watermark" and percent and 0 < float(percent[1]) < 100:
-        return Rule(Kind.WATERMARK, watermark=float(percent[1]) / 100)
+        return Rule(RecycleWhen.WATERMARK, watermark=float(percent[1]) / 100)
     if name == "every" and value.isdigit() and int(value) > 0:
-        return Rule(Kind.EVERY, every=int(value))
+        return Rule(RecycleWhen.EVERY, every=int(value))
     raise UsageError(f"--recycle {text!r} is not one of epoch, watermark, watermark=80%, every=N, exit, never")

@@ -21,7 +21,7 @@ from lowtide.base.files import ROOM_FOR_TEMPORARY_FILES, reserve, why
 from lowtide.base.messages import tell as say
 from lowtide.probe import marks
 from lowtide.probe.catalogue import out_of_memory
-from lowtide.probe.marks import Kind, WhenImported
+from lowtide.probe.marks import MarkSource, WhenImported
 
 FOLDER: Final = "LOWTIDE_GUARD"
 """Environment variable: the folder that guard and process share."""
@@ -128,7 +128,7 @@ class Teller:
             with contextlib.suppress(OSError), open(os.path.join(self.folder, f"{SAVED}{self._pid}"), "w"):
                 pass
 
-    def stepped(self, kind: Kind, loss: float | None) -> None:
+    def stepped(self, kind: MarkSource, loss: float | None) -> None:
         """A step of the framework is over."""
         del kind, loss
         now = time.monotonic()
@@ -205,9 +205,9 @@ def begin() -> None:
 
 def _first_kind(found: Teller) -> Any:
     """A listener that counts marks of the surest kind that comes."""
-    best = Kind.CLOCK
+    best = MarkSource.CLOCK
 
-    def marked(kind: Kind, loss: float | None) -> None:
+    def marked(kind: MarkSource, loss: float | None) -> None:
         nonlocal best
         if kind < best and found.beat.steps:
             found.tell(steps=0.0)

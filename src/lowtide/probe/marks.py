@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, Final, final
 
 
-class Kind(enum.IntEnum):
+class MarkSource(enum.IntEnum):
     """Who marked a step; where several do, the lowest counts."""
 
     SCRIPT = 0
@@ -29,16 +29,16 @@ class Kind(enum.IntEnum):
     CLOCK = 4
 
 
-listeners: Final[list[Callable[[Kind, float | None], None]]] = []
+listeners: Final[list[Callable[[MarkSource, float | None], None]]] = []
 """Who is told of each mark, with the step's loss where it is known."""
 
 
 def mark(loss: float | None = None) -> None:
     """A step of the script is over (``lowtide.step()``). Does nothing where nobody listens."""
-    tell(Kind.SCRIPT, loss)
+    tell(MarkSource.SCRIPT, loss)
 
 
-def tell(kind: Kind, loss: float | None = None) -> None:
+def tell(kind: MarkSource, loss: float | None = None) -> None:
     """Tell all listeners of a mark."""
     for listener in listeners:
         listener(kind, loss)
@@ -116,7 +116,7 @@ def watch_optimizers(module: Any) -> None:
 
     def stepped(optimizer: Any, *_: Any) -> None:
         for _once in range(rounds.stepped(optimizer)):
-            tell(Kind.OPTIMIZER)
+            tell(MarkSource.OPTIMIZER)
 
     watch_made(module.Optimizer, rounds.made)
     module.register_optimizer_step_post_hook(stepped)
@@ -131,7 +131,7 @@ def watch_loaders(module: Any) -> None:
     @functools.wraps(original)
     def following(self: Any) -> Any:
         found = original(self)
-        tell(Kind.LOADER)
+        tell(MarkSource.LOADER)
         return found
 
     kind.__next__ = following
@@ -150,7 +150,7 @@ def watch_keras(keras: Any) -> None:
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             """A batch is over."""
             del batch
-            tell(Kind.KERAS, _number((logs or {}).get("loss")))
+            tell(MarkSource.KERAS, _number((logs or {}).get("loss")))
 
     def fitting(original: Any) -> Any:
         @functools.wraps(original)
@@ -167,7 +167,7 @@ def watch_keras(keras: Any) -> None:
         def train_on_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
             found = original(self, *args, **kwargs)
             first = found[0] if isinstance(found, (list, tuple)) else found
-            tell(Kind.KERAS, _number(first.get("loss") if isinstance(first, dict) else first))
+            tell(MarkSource.KERAS, _number(first.get("loss") if isinstance(first, dict) else first))
             return found
 
         return train_on_batch

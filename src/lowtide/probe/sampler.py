@@ -1,6 +1,6 @@
 """Samples of a watched process: one row per step, a few audits, and the end after as many steps as were asked for.
 
-The task comes in an environment variable as JSON (``leak.watch.Watched`` writes it). Rows go into a file through a
+The task comes in an environment variable as JSON (``studies.leak.watch.Watched`` writes it). Rows go into a file through a
 small buffer, so that the sampler itself does not grow; its file is the record if the process is killed.
 """
 
@@ -24,7 +24,7 @@ from lowtide.base.messages import tell
 from lowtide.probe import marks
 from lowtide.probe.counters import ABSENT, COLUMNS, Allocators, Gate, Kernel, books, cuda
 from lowtide.probe.family import Family
-from lowtide.probe.marks import Kind, WhenImported
+from lowtide.probe.marks import MarkSource, WhenImported
 
 TASK: Final = "LOWTIDE_PROBE"
 """Environment variable that carries the task."""
@@ -98,7 +98,7 @@ class Sampler:
         self._flushed = 0
         self._file = -1
         self._pid = os.getpid()
-        self._kind = Kind.CLOCK
+        self._kind = MarkSource.CLOCK
         self._count = 0
         self._began = time.monotonic()
         self._ending = False
@@ -127,13 +127,13 @@ class Sampler:
 
     def _clock(self, seconds: float) -> None:
         following = time.monotonic()
-        while self._kind is Kind.CLOCK and not self._ending:
+        while self._kind is MarkSource.CLOCK and not self._ending:
             following = max(following + seconds, time.monotonic())
             time.sleep(max(0.0, following - time.monotonic()))
-            if self._kind is Kind.CLOCK:
-                self.marked(Kind.CLOCK, None)
+            if self._kind is MarkSource.CLOCK:
+                self.marked(MarkSource.CLOCK, None)
 
-    def marked(self, kind: Kind, loss: float | None) -> None:
+    def marked(self, kind: MarkSource, loss: float | None) -> None:
         """A step is over."""
         del loss
         if kind > self._kind or os.getpid() != self._pid:
@@ -152,7 +152,7 @@ class Sampler:
                 with self._unless_full():
                     self._audit()
             done = bool(self._steps) and self._count >= self._steps
-            if done and kind is Kind.CLOCK:
+            if done and kind is MarkSource.CLOCK:
                 done = time.monotonic() - self._began >= self._task["least_seconds"]
         if done or (not self._used and os.path.exists(os.path.join(self._task["folder"], ENOUGH))):
             self._end(kind)
@@ -178,7 +178,7 @@ class Sampler:
                 trouble = f"{why(error)} in {self._task['folder']}: {ROOM_FOR_TEMPORARY_FILES}"
                 tell(f"lowtide: memory is sampled no more: {trouble}; training goes on")
 
-    def _row(self, kind: Kind) -> None:
+    def _row(self, kind: MarkSource) -> None:
         if self._silent:
             return
         if self._file < 0:
@@ -313,10 +313,10 @@ class Sampler:
             self._census = Census(self._task["folder"], deep=self._task["deep"])
         self._census.look(self._count, kind=int(self._kind), last=self._count == max(self._audits))
 
-    def _end(self, kind: Kind) -> None:
+    def _end(self, kind: MarkSource) -> None:
         """Enough was seen: the script ends here. If it carries on regardless, the process does."""
         self._finish()
-        if self._ending or threading.current_thread() is not threading.main_thread() or kind is Kind.CLOCK:
+        if self._ending or threading.current_thread() is not threading.main_thread() or kind is MarkSource.CLOCK:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
             os._exit(0)

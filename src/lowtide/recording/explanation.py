@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from lowtide.base.trace import Buffer, Op, Phase, Site, Trace
 from lowtide.planning.unit.problem import Problem
 from lowtide.planning.unit.simulate import play
-from lowtide.recording.file_format import COMPILED, PHASES, Flag, Kind, Role, StepRow
+from lowtide.recording.file_format import COMPILED, PHASES, EntryKind, Flag, Role, StepRow
 from lowtide.recording.reader import Recording
 
 ROLES: Final = tuple(Role)
@@ -115,7 +115,7 @@ class Step:
         self.row = row
         self.names = names
         self.entries: NDArray[Any] = row.entries
-        self.ops: NDArray[np.int64] = np.flatnonzero(np.isin(self.entries["kind"], (Kind.OP, Kind.DENIED)))
+        self.ops: NDArray[np.int64] = np.flatnonzero(np.isin(self.entries["kind"], (EntryKind.OP, EntryKind.DENIED)))
 
     def _name(self, number: int) -> str:
         return self.names[number] if number < len(self.names) else "?"
@@ -140,10 +140,10 @@ class Step:
         at = -1
         failed = False
         for i, (_, kind, phase, flags, a, b, c, size, _, _) in enumerate(self.entries.tolist()):
-            if kind in (Kind.OP, Kind.DENIED):
-                op, at, failed = (a, b, c), i, kind == Kind.DENIED
+            if kind in (EntryKind.OP, EntryKind.DENIED):
+                op, at, failed = (a, b, c), i, kind == EntryKind.DENIED
                 continue
-            if kind == Kind.BORN:
+            if kind == EntryKind.BORN:
                 met = bool(flags & Flag.MET)
                 origin = (0, 0, 0) if met else op
                 found[a] = Block(
@@ -155,29 +155,29 @@ class Step:
             block = found.get(a)
             if block is None:
                 continue
-            if kind == Kind.DIED:
+            if kind == EntryKind.DIED:
                 block.died = i
                 if a in open_saves:  # of a compiled region, of whose letting go nobody tells
                     block.saved.append((open_saves.pop(a)[1], i))
-            elif kind == Kind.READ:
+            elif kind == EntryKind.READ:
                 block.reads.append(at)
                 block.shown[at] = block.shown.get(at, 0) + size
                 if flags & Flag.WRITTEN:
                     block.writes.append(at)
-            elif kind == Kind.SAVED:
+            elif kind == EntryKind.SAVED:
                 count, since = open_saves.get(a, (0, at if block.born == at else i))
                 open_saves[a] = (count + 1, since)
-            elif kind == Kind.RELEASED and a in open_saves:
+            elif kind == EntryKind.RELEASED and a in open_saves:
                 count, since = open_saves.pop(a)
                 if count > 1:
                     open_saves[a] = (count - 1, since)
                 else:
                     block.saved.append((since, i))
-            elif kind == Kind.ROLE:
+            elif kind == EntryKind.ROLE:
                 block.role, block.name = Role(flags), self._name(b)
-            elif kind == Kind.HELD and failed:
+            elif kind == EntryKind.HELD and failed:
                 block.holder = self._name(b)
-            elif kind == Kind.HELD:
+            elif kind == EntryKind.HELD:
                 block.held.append(self._name(b))
         for number, (_, since) in open_saves.items():
             found[number].saved.append((since, end))
@@ -216,7 +216,7 @@ class Step:
     @cached_property
     def denied(self) -> NDArray[np.bool_]:
         """Which operators failed for want of memory."""
-        found: NDArray[np.bool_] = self.entries["kind"][self.ops] == Kind.DENIED
+        found: NDArray[np.bool_] = self.entries["kind"][self.ops] == EntryKind.DENIED
         return found
 
     @cached_property
@@ -301,7 +301,7 @@ class Step:
 
 
 def peak_of(trace: Trace) -> int:
-    """Peak bytes of a trace as it is, by the referee."""
+    """Peak bytes of a trace as it is, played by ``planning/unit/simulate``."""
     return play(Problem(trace=trace, base_bytes=trace.base_bytes), {}).peak_bytes
 
 

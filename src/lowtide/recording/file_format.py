@@ -31,7 +31,7 @@ HEADER_BYTES: Final = 72
 """So much of a file is read to find it."""
 
 
-class Kind(IntEnum):
+class EntryKind(IntEnum):
     """What an entry says. Fields that are not named are 0."""
 
     OP = 1
@@ -113,7 +113,7 @@ ENTRY: Final = np.dtype(
     [("time", "<f8"), ("kind", "u1"), ("phase", "u1"), ("flags", "<u2"), ("a", "<u4"), ("b", "<u4"), ("c", "<u4"),
      ("size", "<i8"), ("live", "<i8"), ("peak", "<i8")]
 )
-"""One entry: seconds since the recording began, then as :class:`Kind` says; bytes where sizes are meant."""
+"""One entry: seconds since the recording began, then as :class:`EntryKind` says; bytes where sizes are meant."""
 PACK: Final = struct.Struct("<dBBHIIIqqq")
 CARRIED: Final = np.dtype(
     [("block", "<u4"), ("role", "<i2"), ("counted", "u1"), ("phase", "u1"), ("name", "<u4"), ("op", "<u4"), ("module", "<u4"),

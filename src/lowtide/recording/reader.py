@@ -25,7 +25,7 @@ from lowtide.recording.file_format import (
     FORMAT,
     LARGEST_BYTES,
     PHASES,
-    Kind,
+    EntryKind,
     PhaseFigures,
     ProcessRow,
     Role,
@@ -132,15 +132,16 @@ def _check(names: Sequence[str], steps: Iterable[StepRow]) -> None:
 def _valid_prefix(entries: NDArray[np.void], names: int) -> int:
     """How many entries come before the first that says what it cannot."""
     kind = entries["kind"]
-    named = [np.isin(kind, [Kind.OP, Kind.DENIED]), np.isin(kind, [Kind.OP, Kind.DENIED, Kind.BORN, Kind.ROLE, Kind.HELD])]
+    operators = [EntryKind.OP, EntryKind.DENIED]
+    named = [np.isin(kind, operators), np.isin(kind, [*operators, EntryKind.BORN, EntryKind.ROLE, EntryKind.HELD])]
     sizes = np.stack([entries[key] for key in ("size", "live", "peak")])
     wrong = (
-        ~np.isin(kind, list(Kind))
+        ~np.isin(kind, list(EntryKind))
         | (entries["phase"] >= len(PHASES))
-        | ((kind == Kind.ROLE) & (entries["flags"] >= len(Role)))
+        | ((kind == EntryKind.ROLE) & (entries["flags"] >= len(Role)))
         | (named[0] & ((entries["a"] >= names) | (entries["c"] >= names)))
         | (named[1] & (entries["b"] >= names))
-        | ((kind == Kind.BORN) & (entries["size"] < 0))
+        | ((kind == EntryKind.BORN) & (entries["size"] < 0))
         | (np.abs(sizes) > LARGEST_BYTES).any(axis=0)
         | ~np.isfinite(entries["time"])
     )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.recording.file_format import PHASES, Kind, PhaseFigures, StepRow
+from lowtide.recording.file_format import PHASES, EntryKind, PhaseFigures, StepRow
 
 
 def summarize_step(
@@ -18,10 +18,10 @@ def summarize_step(
 ) -> StepRow:
     """A step's figures out of its entries."""
     kinds = entries["kind"]
-    measured = entries[(kinds == Kind.OP) | (kinds == Kind.PHASE) | (kinds == Kind.DENIED)]
+    measured = entries[(kinds == EntryKind.OP) | (kinds == EntryKind.PHASE) | (kinds == EntryKind.DENIED)]
     end = float(entries["time"][-1])
     phases = tuple(_phases(measured, start, start_bytes, high_water_bytes, end))
-    if complete and len(phases) > 1 and measured[-1]["kind"] == Kind.PHASE:
+    if complete and len(phases) > 1 and measured[-1]["kind"] == EntryKind.PHASE:
         phases = phases[:-1]  # the entry that closes the last phase opens none
     peak = max((int(p.peak_bytes) for p in phases), default=start_bytes)
     return StepRow(
@@ -50,7 +50,7 @@ def _phases(
     measured: NDArray[np.void], start: float, live: int, high: int, end: float
 ) -> Iterable[PhaseFigures]:
     """Phases between their marks. What the script frees before the first operator of a phase is the phase before's."""
-    is_mark = measured["kind"] == Kind.PHASE
+    is_mark = measured["kind"] == EntryKind.PHASE
     bounds = sorted({0, *np.flatnonzero(is_mark).tolist(), len(measured)})
     spans = list(itertools.pairwise(bounds))
     if not spans:
@@ -63,7 +63,7 @@ def _phases(
     ]
     for n, (_, j) in enumerate(spans):
         closes = heads[n + 1] if n + 1 < len(spans) else None
-        begins = heads[n].time if heads[n].kind == Kind.PHASE else start
+        begins = heads[n].time if heads[n].kind == EntryKind.PHASE else start
         last = firsts[n + 1] if closes is not None else int(measured[j - 1]["live"])
         peak = max(firsts[n], last, peaks[n], 0 if closes is None else closes.peak)
         high = max(high, peak)
@@ -76,6 +76,6 @@ def _phases(
 
 def _first_bytes(head: _Entry, following: _Entry | None, live: int) -> int:
     """Bytes before the first operator of a phase; where it has none, at its mark."""
-    if head.kind != Kind.PHASE:
-        return head.size if head.kind == Kind.OP else live
-    return following.size if following is not None and following.kind == Kind.OP else head.live
+    if head.kind != EntryKind.PHASE:
+        return head.size if head.kind == EntryKind.OP else live
+    return following.size if following is not None and following.kind == EntryKind.OP else head.live

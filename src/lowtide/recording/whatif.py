@@ -1,8 +1,8 @@
-"""Findings: a change of a recorded step, and the bytes that it saves.
+"""What if: a change of a recorded step, and the bytes that it would save.
 
-A change makes blocks of the step's trace live shorter, or smaller, or not be there. The referee plays the changed trace, and
-what its peak is lower by is the saving. A finding whose change does not lower the peak is an answer to "what is this memory",
-with a saving of 0.
+A change makes blocks of the step's trace live shorter, or smaller, or not be there. ``planning/unit/simulate`` plays the
+changed trace; the saving is by how much its peak is lower. A finding whose change does not lower the peak is an answer to
+"what is this memory", with a saving of 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Finding:
     Attributes:
         id: which kind of finding.
         text: what it is, in bytes, and what to do.
-        saving_bytes: by how much the step's peak falls, played by the referee; 0 for a mere answer.
+        saving_bytes: by how much the step's peak falls, as the changed trace is played; 0 for a mere answer.
         changed_peak_bytes: the peak then.
         step: which step it is about.
     """
@@ -126,7 +126,7 @@ class Case:
 
     @cached_property
     def peak(self) -> int:
-        """The step's peak, as the referee plays it."""
+        """The step's peak, as ``planning/unit/simulate`` plays it."""
         return peak_of(self.step.trace)
 
     def is_used_later(self, block: Block) -> bool:
@@ -159,7 +159,7 @@ class Case:
         return [(i, b, b.role_at(entry)) for i, b in enumerate(self.step.blocks) if b.counted and b.born <= entry < b.died]
 
     def found(self, kind: str, text: str, change: Change | None) -> Finding:
-        """A finding, its change played by the referee."""
+        """A finding, its change played by ``planning/unit/simulate``."""
         before = self.peak
         after = before if change is None else peak_of(change.apply(self.step.trace))
         return Finding(id=kind, text=text, saving_bytes=max(0, before - after), changed_peak_bytes=after,

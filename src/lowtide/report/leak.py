@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lowtide.base.units import format_bytes, format_seconds
-from lowtide.probe.marks import Kind
+from lowtide.probe.marks import MarkSource
 from lowtide.report.pages import render
 from lowtide.report.terminal import console
 from lowtide.studies.leak.ablate import Ablation
@@ -39,7 +39,7 @@ def _longer(run: Run, steps: int) -> str:
     if run.ended != "itself":
         return f"give it --steps {steps}"
     what = f"the program ended by itself after {run.steps}"
-    return f"{what}: let it run longer{', or shorten a tick (--every)' if run.kind is Kind.CLOCK else ''}"
+    return f"{what}: let it run longer{', or shorten a tick (--every)' if run.kind is MarkSource.CLOCK else ''}"
 
 
 def sentence(study: Study) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Enough(SystemExit):
+class StepLimitReached(SystemExit):
     """Raised where the next step would begin; scripts do not catch it by ``except Exception``."""
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@
 |---|---|---|
 | the floor is above the budget | ``bound.peak_bound`` | ``infeasible``, with the event that proves it |
 | the plain run fits | none | ``optimal``, no decisions |
-| fixed order | ``walk`` and ``relax.Relaxed`` | ``feasible`` with the gap to the bound; ``optimal`` where it is zero |
+| fixed order | ``greedy`` and ``lp_plan.Relaxed`` | ``feasible`` with the gap to the bound; ``optimal`` where it is zero |
 | fixed order, nothing found that fits | | ``unknown``: no plan found, none ruled out |
 """
 

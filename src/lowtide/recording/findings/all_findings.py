@@ -1,4 +1,4 @@
-"""Advice: what of a recorded peak need not be, found by one function per kind of finding."""
+"""All findings of a recorded step, in order: each finder is asked, and what it finds is weighed."""
 
 from __future__ import annotations
 

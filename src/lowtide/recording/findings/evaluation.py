@@ -8,7 +8,7 @@ import numpy as np
 
 from lowtide.base.trace import Phase
 from lowtide.base.units import format_bytes
-from lowtide.recording.file_format import PHASES, Kind
+from lowtide.recording.file_format import PHASES, EntryKind
 from lowtide.recording.findings.common import (
     is_batch,
     is_saved_still,
@@ -25,7 +25,7 @@ from lowtide.recording.whatif import Case, Change, Finding
 def evaluation_graph(case: Case) -> Iterator[Finding]:
     """A forward that recorded a graph which no backward used."""
     step = case.step
-    calls = np.flatnonzero(step.entries["kind"] == Kind.CALL)
+    calls = np.flatnonzero(step.entries["kind"] == EntryKind.CALL)
     within = [b for b in step.blocks if b.role is None and b.saved and b.phase is Phase.FORWARD]
     trained = {int(np.searchsorted(calls, b.born)) for b in within if is_used(b, step)} - {0}
     unused, inputs = [], []
@@ -59,8 +59,8 @@ def _evaluation_that_failed(case: Case) -> Iterator[Finding]:
     What was read last before the failure is taken to be needed no more: a plain evaluation would have let go of it.
     """
     step = case.step
-    calls = np.flatnonzero(step.entries["kind"] == Kind.CALL)
-    trains = np.flatnonzero((step.entries["kind"] == Kind.CALL) & (step.entries["flags"] == 0))
+    calls = np.flatnonzero(step.entries["kind"] == EntryKind.CALL)
+    trains = np.flatnonzero((step.entries["kind"] == EntryKind.CALL) & (step.entries["flags"] == 0))
     backwards = np.flatnonzero(step.entries["phase"] == PHASES.index(Phase.BACKWARD))
     after = max((int(x[-1]) for x in (trains, backwards) if len(x)), default=-1)
     first = next((int(c) for c in calls if c > after), None)

@@ -9,7 +9,7 @@ import numpy as np
 from lowtide.base.errors import RecordingError
 from lowtide.base.trace import Phase
 from lowtide.base.units import format_bytes
-from lowtide.recording.file_format import PHASES, Kind, Role
+from lowtide.recording.file_format import PHASES, EntryKind, Role
 from lowtide.recording.findings.common import NOTABLE, op_to_compare
 from lowtide.recording.findings.loss_and_data import LARGE
 from lowtide.recording.peak_floor import blocks_at, floor_of
@@ -75,9 +75,10 @@ def backward_extra(case: Case) -> Iterator[Finding]:
         return
     largest = max(backward, key=lambda p: p.peak_bytes)
     extra = largest.peak_bytes - largest.start_bytes
-    begins = np.flatnonzero((step.entries["kind"] == Kind.PHASE) & (step.entries["phase"] == PHASES.index(Phase.BACKWARD)))
+    phases = step.entries["kind"] == EntryKind.PHASE
+    begins = np.flatnonzero(phases & (step.entries["phase"] == PHASES.index(Phase.BACKWARD)))
     first = begins[backward.index(largest)] if len(begins) == len(backward) else 0
-    ends = np.flatnonzero((step.entries["kind"] == Kind.PHASE) & (np.arange(len(step.entries)) > first))
+    ends = np.flatnonzero(phases & (np.arange(len(step.entries)) > first))
     until = ends[0] if len(ends) else len(step.entries)
     inside = np.flatnonzero(
         (step.entries["phase"][step.ops] == PHASES.index(Phase.BACKWARD)) & (step.ops >= first) & (step.ops < until)

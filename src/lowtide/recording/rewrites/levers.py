@@ -19,8 +19,8 @@ from lowtide.base.lever_catalogue import (
     LEAST_PIECES_BYTES,
     LEVERS,
     LOSS,
-    PIECES,
     SLICES,
+    SPLIT_OPS,
     UPDATE,
     WIDE,
     sample_pieces,
@@ -81,7 +81,7 @@ def with_levers(step: Step, names: Collection[str]) -> Graph:
     graph = graph_of(step, let_go=let_go)
     if LOSS in names:
         graph = _loss_in_pieces(step, graph)
-    if PIECES in names:
+    if SPLIT_OPS in names:
         graph = _libraries_take_less(step, graph)
     if let_go:
         graph = lists_apart(step, graph)

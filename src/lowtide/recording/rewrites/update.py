@@ -18,7 +18,7 @@ from lowtide.base.trace import Phase
 from lowtide.planning.graph import Graph
 from lowtide.planning.schedule import plain_row
 from lowtide.recording.explanation import Step
-from lowtide.recording.file_format import PHASES, Flag, Kind, Role
+from lowtide.recording.file_format import PHASES, EntryKind, Flag, Role
 from lowtide.recording.graph import BACKWARD, block_of, inside_of, operator_of
 
 OPTIMIZER: Final = PHASES.index(Phase.OPTIMIZER)
@@ -34,7 +34,7 @@ def consumed(step: Step) -> frozenset[int]:
     carried over from the step before, or another backward comes between.
     """
     phases = step.entries["phase"]
-    segments = np.cumsum(step.entries["kind"] == Kind.PHASE)
+    segments = np.cumsum(step.entries["kind"] == EntryKind.PHASE)
     of_segment = {int(s): int(p) for s, p in zip(segments, phases, strict=True)}
     gradients = [b for b in step.blocks if b.role is Role.GRADIENT and b.counted]
     left, found, unread = [], [], []
@@ -79,8 +79,8 @@ def _entries_of_lists(step: Step, k: int, *, fused: bool) -> dict[int, int]:
     """
     end = int(step.ops[k + 1]) if k + 1 < len(step.ops) else len(step.entries)
     noted = step.entries[int(step.ops[k]) + 1 : end]
-    read = noted[noted["kind"] == Kind.READ]
-    made = noted[(noted["kind"] == Kind.BORN) & ((noted["flags"] & Flag.MET) == 0)]
+    read = noted[noted["kind"] == EntryKind.READ]
+    made = noted[(noted["kind"] == EntryKind.BORN) & ((noted["flags"] & Flag.MET) == 0)]
     written = int(((read["flags"] & Flag.WRITTEN) != 0).sum())
     count = _parameters(step, read["a"]) if fused else len(made) or written
     if count < 2 or len(read) < count or len(made) not in (0, count):

@@ -26,7 +26,7 @@ from lowtide.base.outputs import Written, replace_json, write_json
 from lowtide.base.package import PACKAGE
 from lowtide.runtime.agent.script_constants import with_constants
 from lowtide.runtime.agent.task import ACTIVE, PRELOAD, TASK, RecordOptions, RunOptions, Task, read_task
-from lowtide.runtime.early_stop import Enough
+from lowtide.runtime.early_stop import StepLimitReached
 
 if TYPE_CHECKING:
     from lowtide.runtime.agent.measured_run import Trial
@@ -95,7 +95,7 @@ def _run(task: Task) -> int:
     try:
         interrupts.allow()
         _execute(task)
-    except Enough:
+    except StepLimitReached:
         finish(0)
         return 0
     except _Refusal:
@@ -250,7 +250,7 @@ class _Record:
         from lowtide.probe.marks import WhenImported, watch_keras
         from lowtide.recording.writer import Writer
         from lowtide.runtime.device.heap_counters import preloaded
-        from lowtide.runtime.record.process_sampler import Coarse
+        from lowtide.runtime.record.process_sampler import ProcessSampler
 
         self._options = options
         self._path = Path(options.output + _rank_suffix())
@@ -264,7 +264,7 @@ class _Record:
         if options.sizes:
             about["sizes"] = options.sizes
         self._writer = Writer(self._path, about)
-        self._coarse = Coarse(self._writer)
+        self._coarse = ProcessSampler(self._writer)
         self._coarse.start()
         self._awaited = [WhenImported("torch", self._torch_arrived), WhenImported("keras", watch_keras)]
 

@@ -18,8 +18,8 @@ from lowtide.runtime.agent.task import TrialOptions
 from lowtide.runtime.control.runtime import Runtime, Settings
 from lowtide.runtime.device.heap_counters import preloaded
 from lowtide.runtime.device.memory_meter import CudaMeter, HeapMeter, Meter, counters
-from lowtide.runtime.early_stop import Enough
-from lowtide.runtime.intercept.phases import Clock
+from lowtide.runtime.early_stop import StepLimitReached
+from lowtide.runtime.intercept.phases import PhaseTracker
 from lowtide.runtime.tensors import modules_of, own_tensors, storages_of
 
 MACHINE_SHARE = 0.9
@@ -55,7 +55,7 @@ class Trial:
 
     def _refuse(self, error: BudgetError) -> BaseException:
         self._refused = error
-        return Enough()
+        return StepLimitReached()
 
     def finish(self, code: int, error: BaseException | None = None) -> None:
         """Write what was measured."""
@@ -89,7 +89,7 @@ class Plain:
             steps: after which the script is ended; 0 for never.
         """
         self._most = steps
-        self._clock = Clock(self)
+        self._clock = PhaseTracker(self)
         self._rounds = Rounds()
         self._clock.on_optimizer = self._rounds.made
         self._steps: list[dict[str, Any]] = []
@@ -154,7 +154,7 @@ class Plain:
             self._close()
         self._open = False
         if self._most and len(self._steps) >= self._most:
-            raise Enough
+            raise StepLimitReached
         self._open, self._done, self._consumed = True, False, False
         self._started = time.perf_counter()
         if self._meter is None or (not isinstance(self._meter, CudaMeter) and torch.cuda.is_initialized()):

@@ -14,7 +14,7 @@ from lowtide.planning.unit.solve import Solution
 from lowtide.runtime.run_figures import PlanFigures
 
 ROOM: Final = 1.1
-"""Of the lowest plan's peak, what a refusal names as a budget: libraries' workspaces and what a script adds come and go."""
+"""A refusal suggests this multiple of the lowest plan's peak: libraries' workspaces and the script's own allocations vary."""
 
 
 def figures_of(
@@ -29,8 +29,8 @@ def figures_of(
         shift_bytes: how much higher than the recorded one the unit lies, at most.
         likely_bytes: the same without what may go before the peak (a result of the step before): figures that are told as
             the plain run's are not above it.
-        certain_bytes: how much higher it lies for certain: of what its base is above the recorded one's, what was made since
-            and stays (a leftover of the step before may go within the unit), less what graphs of former units held then.
+        certain_bytes: a lower bound on how much higher the unit lies: optimizer states allocated since the recording, less
+            what graphs of earlier units held then (a leftover of the previous step may be freed within the unit).
         between_bytes: highest point outside units: of the optimizer's update before this one, and of any evaluation.
         resident_bytes: parameters, buffers and optimizer states.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
-from lowtide.runtime.control.unit_signature import Kind, sizes_of
+from lowtide.runtime.control.unit_signature import UnitSignature, sizes_of
 
 CONFIRMED = 4
 """Units that must have been compared with others before there is a rule."""
@@ -45,7 +45,7 @@ class _Rise(NamedTuple):
 
 
 @final
-class Rises:
+class PeakModel:
     """What is known of the units of one run."""
 
     def __init__(self) -> None:
@@ -56,10 +56,10 @@ class Rises:
         self._slack: dict[Any, float] = {}
         self._broken: set[Any] = set()
         self._strayed: dict[Any, int] = {}
-        self._met: dict[Kind, None] = {}
+        self._met: dict[UnitSignature, None] = {}
         self._strangers = 0
 
-    def note(self, kinds: Sequence[Kind], rise_bytes: int, gradient_bytes: int) -> None:
+    def note(self, kinds: Sequence[UnitSignature], rise_bytes: int, gradient_bytes: int) -> None:
         """A unit of these root calls, which found such gradients, rose so far, or would have, had nothing been let go."""
         calls = _calls(kinds)
         if calls is None:
@@ -79,7 +79,7 @@ class Rises:
         if len(known) > PROFILES:
             known.pop(next(iter(known)))
 
-    def most(self, kinds: Sequence[Kind], gradient_bytes: int, *, unsteady: bool = False) -> int | None:
+    def most(self, kinds: Sequence[UnitSignature], gradient_bytes: int, *, unsteady: bool = False) -> int | None:
         """Bytes that a unit which begins with these root calls rises by at most; None where no rule says.
 
         Gradients that are not there, though they were when another unit began, are made within it.
@@ -102,7 +102,7 @@ class Rises:
             return max(limits, default=None)
         return min(limits, default=None)
 
-    def worth_recording(self, kind: Kind) -> bool:
+    def worth_recording(self, kind: UnitSignature) -> bool:
         """Whether a unit of a kind that has no recording is to get one, which takes time."""
         again = kind in self._met
         self._met[kind] = None
@@ -118,16 +118,16 @@ class Rises:
         """A unit of a kind that was recorded came again."""
         self._strangers = 0
 
-    def strayed(self, kind: Kind) -> None:
+    def strayed(self, kind: UnitSignature) -> None:
         """A unit did not follow the plan of a larger one to its end, or rose above it."""
         alike, _ = sizes_of(kind)
         self._strayed[alike] = self._strayed.get(alike, 0) + 1
 
-    def may_follow(self, kind: Kind) -> bool:
+    def may_follow(self, kind: UnitSignature) -> bool:
         """Whether units like this one run the operators of larger ones."""
         return bool(kind.call) and self._strayed.get(sizes_of(kind)[0], 0) < STRAYED
 
-    def broke(self, kinds: Sequence[Kind]) -> None:
+    def broke(self, kinds: Sequence[UnitSignature]) -> None:
         """A unit that was expected to fit did not."""
         calls = _calls(kinds)
         if calls is not None:
@@ -135,14 +135,14 @@ class Rises:
 
 
 def _limit(rise_bytes: int, calls: Calls, other: Calls) -> int | None:
-    """What a unit may rise by, as another has risen so far; None where that says nothing."""
+    """Bound a unit's rise above its base by the rise of a similar unit; None if the two cannot be compared."""
     growth = _growth(calls, other)
     if growth is None or growth > GROWTH:
         return None
     return int(rise_bytes * growth**2) + max(TOLERANCE_BYTES, int(TOLERANCE_SHARE * rise_bytes))
 
 
-def _calls(kinds: Sequence[Kind]) -> Calls | None:
+def _calls(kinds: Sequence[UnitSignature]) -> Calls | None:
     """The root calls of a unit; None where there is none, too many, or one whose sizes are no numbers."""
     if not 0 < len(kinds) <= CALLS or not all(kind.call for kind in kinds):
         return None

@@ -12,7 +12,7 @@ from lowtide.runtime.tensors import grad_of, modules_of, own_tensors, storages_o
 
 
 @final
-class Resident:
+class PersistentState:
     """What was seen of them.
 
     Attributes:

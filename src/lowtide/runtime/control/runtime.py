@@ -21,7 +21,7 @@ from typing import Any, ClassVar, final
 
 import torch
 from lowtide.base.errors import BudgetError, SizeError
-from lowtide.base.lever_catalogue import GRADIENTS, LOSS, PIECES, SLICES, UPDATE
+from lowtide.base.lever_catalogue import GRADIENTS, LOSS, SLICES, SPLIT_OPS, UPDATE
 from lowtide.base.messages import tell
 from lowtide.base.trace import Phase
 from lowtide.base.units import Auto, Share, Size, format_bytes
@@ -35,36 +35,36 @@ from lowtide.probe.marks import Rounds
 from lowtide.runtime.control import plan_consensus
 from lowtide.runtime.control.budget_error import figures_of, raised, refusal, resident_figures
 from lowtide.runtime.control.peak_model import TOLERANCE_SHARE as SMALLER_SHARE
-from lowtide.runtime.control.peak_model import Rises
-from lowtide.runtime.control.persistent_state import Resident
-from lowtide.runtime.control.plan_cache import CROSSED, Crossings, Recordings
-from lowtide.runtime.control.unit import TOLERANCE_BYTES, TOLERANCE_SHARE, Entry, Left, Unit, near
-from lowtide.runtime.control.unit_signature import Kind, is_smaller, kind_of
+from lowtide.runtime.control.peak_model import PeakModel
+from lowtide.runtime.control.persistent_state import PersistentState
+from lowtide.runtime.control.plan_cache import CROSSED, BudgetCrossings, PlanCache
+from lowtide.runtime.control.unit import TOLERANCE_BYTES, TOLERANCE_SHARE, RecordedUnit, RetainedBytes, Unit, near
+from lowtide.runtime.control.unit_signature import UnitSignature, is_smaller, kind_of
 from lowtide.runtime.device.available_memory import available_bytes, return_freed_memory
 from lowtide.runtime.device.memory_meter import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
-from lowtide.runtime.device.offload import FileBoard, PinnedBoard, Ticket
-from lowtide.runtime.early_stop import Enough
-from lowtide.runtime.intercept.bypass import Asides
-from lowtide.runtime.intercept.coverage import COMPILED, TRANSFORM, Unreached
+from lowtide.runtime.device.offload import FileTier, PinnedTier, Ticket
+from lowtide.runtime.early_stop import StepLimitReached
+from lowtide.runtime.intercept.bypass import Bypass
+from lowtide.runtime.intercept.coverage import COMPILED, TRANSFORM, Coverage
 from lowtide.runtime.intercept.data_swaps import is_applying
 from lowtide.runtime.intercept.dispatch_mode import tell_of_forks
-from lowtide.runtime.intercept.mode_sensitive_backward import Derivatives, Unseen
-from lowtide.runtime.intercept.mode_stack import Stack
-from lowtide.runtime.intercept.phases import Clock
-from lowtide.runtime.intercept.pointer_escapes import Patches
-from lowtide.runtime.levers.deferred_logits import Logits
-from lowtide.runtime.levers.offloaded_gradients import MovedGradients
-from lowtide.runtime.levers.optimizer_in_backward import Updates
+from lowtide.runtime.intercept.mode_sensitive_backward import ModeSensitiveBackward, Unseen
+from lowtide.runtime.intercept.mode_stack import ModeStack
+from lowtide.runtime.intercept.phases import PhaseTracker
+from lowtide.runtime.intercept.pointer_escapes import PointerEscapes
+from lowtide.runtime.levers.deferred_logits import DeferredLogits
+from lowtide.runtime.levers.offloaded_gradients import OffloadedGradients
+from lowtide.runtime.levers.optimizer_in_backward import OptimizerInBackward
 from lowtide.runtime.levers.single_update import parameters_of
-from lowtide.runtime.levers.sliced_optimizer import TEMPORARIES, Slices
-from lowtide.runtime.levers.split_layers import Pieces
-from lowtide.runtime.online.eviction import LIBRARY_BYTES, SLACK_BYTES, Evictor, Exempt, Refusals, Tally
-from lowtide.runtime.online.mode import FullMode
-from lowtide.runtime.planned.mode import LeanMode, LeanRun, compile_script
-from lowtide.runtime.planned.retained_graphs import GuardMode, Owed
+from lowtide.runtime.levers.sliced_optimizer import TEMPORARIES, SlicedOptimizer
+from lowtide.runtime.levers.split_layers import SplitLayers
+from lowtide.runtime.online.eviction import LIBRARY_BYTES, SLACK_BYTES, Evictor, KeptModules, Refusals, StepTally
+from lowtide.runtime.online.mode import OnlineMode
+from lowtide.runtime.planned.mode import PlannedMode, PlannedRun, compile_script
+from lowtide.runtime.planned.retained_graphs import RetainedGraphs, WriteMode
 from lowtide.runtime.planned.timing import MATTERS_SHARE, Stopwatch
-from lowtide.runtime.record.saved_tensors import Saver
-from lowtide.runtime.record.trace_recorder import Bystander, Recorder
+from lowtide.runtime.record.saved_tensors import SavedTensors
+from lowtide.runtime.record.trace_recorder import OwnershipTracker, TraceRecorder
 from lowtide.runtime.run_figures import POLICIES, Outcome, PlanFigures, StepFigures, Steps
 from lowtide.runtime.storage.arguments import PLAIN_TYPES, written_by
 from lowtide.runtime.storage.ledger import Ledger
@@ -137,47 +137,47 @@ class Runtime:
         self.meter: Meter = self._meter()
         self.board = self._board_of(self.meter)
         self.evictor = Evictor(self.meter, self.ledger, self.board)
-        self.evictor.exempt = Exempt(settings.keep)
+        self.evictor.exempt = KeptModules(settings.keep)
         self.evictor.moves = settings.offload
         self.evictor.on_unheld = self._unheld
         self.evictor.on_back = self._back
         self.evictor.on_anchored = self._anchored
-        self.saver = Saver(self.ledger, self.evictor)
-        self.clock = Clock(self, Derivatives(self))
-        self.full = FullMode(self.clock, self.ledger, self.evictor)
+        self.saver = SavedTensors(self.ledger, self.evictor)
+        self.clock = PhaseTracker(self, ModeSensitiveBackward(self))
+        self.full = OnlineMode(self.clock, self.ledger, self.evictor)
         self.saver.on_first = self._functional_begins
-        self.stack = Stack()
-        self.patches = Patches(self)
-        self.asides = Asides(self.stack, self.clock, self._run_region)
-        self.unreached = Unreached(self.stack)
-        self.updates = Updates(lambda: self.clock.phase, self._before_update)
-        self.gradients = MovedGradients(self._put_gradient)
+        self.stack = ModeStack()
+        self.patches = PointerEscapes(self)
+        self.asides = Bypass(self.stack, self.clock, self._run_region)
+        self.unreached = Coverage(self.stack)
+        self.updates = OptimizerInBackward(lambda: self.clock.phase, self._before_update)
+        self.gradients = OffloadedGradients(self._put_gradient)
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._rounds = Rounds()
         self.clock.on_optimizer = self._optimizer_made
-        self.slices = Slices(self._room)
-        self.logits = Logits()
-        self.pieces = Pieces()
+        self.slices = SlicedOptimizer(self._room)
+        self.logits = DeferredLogits()
+        self.pieces = SplitLayers()
         self.unit: Unit | None = None
-        self.recordings = Recordings()
-        self.rises = Rises()
+        self.recordings = PlanCache()
+        self.rises = PeakModel()
         self.budget_bytes = 0
         self.steps = Steps()
-        self._crossings = Crossings()
+        self._crossings = BudgetCrossings()
         self.figures: PlanFigures | None = None
         self._told: tuple[Any, ...] = ()
         self._found: PlanFigures | None = None
         self._solved: tuple[Problem, Solution] | None = None
         self.refused: BudgetError | None = None
         self._evaluation_low = self._evaluation_high = 0
-        self.resident = Resident()
+        self.resident = PersistentState()
         self._last_optimizer = 0
-        self._last_lean: LeanMode | None = None
-        self._last_kind: Kind | None = None
+        self._last_lean: PlannedMode | None = None
+        self._last_kind: UnitSignature | None = None
         self._excused = 0
         self._last_told = -math.inf
         self._units_a_step = 1
-        self._owed = Owed()
+        self._owed = RetainedGraphs()
         self._owing = False
         self._between_bytes = self._evaluation_bytes = self._evaluation_from = 0
         self._share_peak = self._share_step = self._there_bytes = 0
@@ -222,7 +222,7 @@ class Runtime:
             self.slices.install()
         if LOSS in settings.allow - settings.without:
             self.logits.install()
-        if PIECES in settings.allow - settings.without:
+        if SPLIT_OPS in settings.allow - settings.without:
             self.pieces.install()
         budget = self.settings.budget
         if isinstance(budget, int):
@@ -305,7 +305,7 @@ class Runtime:
                 *self.updates.figures(),
                 *self.slices.figures(),
                 *(self.logits.figures() if LOSS in self.settings.allow else ()),
-                *(self.pieces.figures() if PIECES in self.settings.allow else ()),
+                *(self.pieces.figures() if SPLIT_OPS in self.settings.allow else ()),
             ),
         )
 
@@ -327,9 +327,9 @@ class Runtime:
         return LedgerMeter(lambda: self.ledger.live_bytes)
 
     @staticmethod
-    def _board_of(meter: Meter) -> FileBoard | PinnedBoard:
+    def _board_of(meter: Meter) -> FileTier | PinnedTier:
         """Where values of the meter's device may be moved."""
-        return PinnedBoard(meter.device) if isinstance(meter, CudaMeter) else FileBoard()
+        return PinnedTier(meter.device) if isinstance(meter, CudaMeter) else FileTier()
 
     def _counts(self, storage: torch.UntypedStorage) -> bool:
         return self.meter.counts(storage)
@@ -392,7 +392,7 @@ class Runtime:
                 return
         self._begin_unit(kind)
 
-    def _goes_on(self, unit: Unit, kind: Kind) -> None:
+    def _goes_on(self, unit: Unit, kind: UnitSignature) -> None:
         """A unit has another root call."""
         unit.calls.append(kind)
         if unit.roomy and not self._has_room(unit):
@@ -450,8 +450,8 @@ class Runtime:
         """A module is called in another thread."""
         self.unreached.elsewhere(module)
 
-    def _is_over(self, unit: Unit, kind: Kind) -> bool:
-        """Whether an optimizer has stepped, and what it left is a graph that a backward retained, or the round begins anew."""
+    def _is_over(self, unit: Unit, kind: UnitSignature) -> bool:
+        """Whether a unit is over: its optimizer stepped and only a retained graph is left, or its module is called again."""
         anew = kind.call == unit.kind.call
         if not unit.consumed or not (unit.stepped or (anew and not self.clock.optimizers_seen)):
             return False
@@ -463,7 +463,7 @@ class Runtime:
         """Whether a backward has asked for all that a unit saved and that is still there."""
         return unit.recorder is None or not self.saver.awaited
 
-    def _is_stale(self, unit: Unit, kind: Kind) -> bool:
+    def _is_stale(self, unit: Unit, kind: UnitSignature) -> bool:
         """Whether the unit that runs was a forward that no backward will follow."""
         if unit.backwards:
             return False
@@ -485,7 +485,7 @@ class Runtime:
         if not self._is_outside():
             return None
         self._functional = True
-        self._begin_unit(Kind((), engaged=self._engaged, after=self._after()))
+        self._begin_unit(UnitSignature((), engaged=self._engaged, after=self._after()))
         unit: Unit | None = self.unit
         return None if unit is None or unit.lean is None else unit.lean.pack
 
@@ -498,7 +498,7 @@ class Runtime:
         self.unreached.note(COMPILED)
         begins = self._step_done or not self._step_trains  # else it is a later part of the step: its update, perhaps
         if self._active and self.unit is None and begins and torch.is_grad_enabled() and self._is_outside():
-            self._begin_unit(Kind((), engaged=self._engaged, after=self._after()))
+            self._begin_unit(UnitSignature((), engaged=self._engaged, after=self._after()))
         if not self._holds_on_line():
             return run(*args, **kwargs)
         with self.evictor.around_unseen(region, sum(t.nbytes for t in tensors_in((args, kwargs)))):
@@ -558,12 +558,12 @@ class Runtime:
         self.evictor.tally.offloaded_bytes += storage.nbytes()
         return ticket
 
-    def _can_move_gradients(self, figures: PlanFigures, unit: Unit, entry: Entry) -> bool:
+    def _can_move_gradients(self, figures: PlanFigures, unit: Unit, entry: RecordedUnit) -> bool:
         """Whether the lever that moves gradients is left to lower the peak, and may lower it by enough.
 
-        It takes the gradients off, and what an update of all parameters at once has in temporaries. Of what is forced before
-        the first backward it takes the gradients that were there when the unit began, and no more: where the run may still be
-        refused, it is not tried in vain.
+        The lever offloads the gradients, and avoids the temporaries of an update of all parameters at once. Before the first
+        backward only gradients that existed when the unit began can be offloaded: while the run may still be refused, the
+        lever is not engaged where that is too little.
         """
         if self._engaged or GRADIENTS in self.settings.without or not self.evictor.moves:
             return False
@@ -598,7 +598,7 @@ class Runtime:
         unit.backwards += 1
         unit.consumed += not (followed or is_applying())
 
-    def _check_lean(self, unit: Unit, lean: LeanMode, *, followed: bool, own_code: bool) -> None:
+    def _check_lean(self, unit: Unit, lean: PlannedMode, *, followed: bool, own_code: bool) -> None:
         """Before a planned backward: is memory where the plan says it is?"""
         script = lean.script
         if not followed:
@@ -613,7 +613,7 @@ class Runtime:
                 return
             self.stack.take()
             if own_code:
-                self.stack.put(GuardMode(lean, self._owed), self.saver.pack, _unpack, within=True)
+                self.stack.put(WriteMode(lean, self._owed), self.saver.pack, _unpack, within=True)
         else:
             lean.leave()
 
@@ -691,7 +691,7 @@ class Runtime:
             if self.clock.depth:
                 self.clock.begin_anew()
 
-    def _follow_again(self, lean: LeanMode) -> None:
+    def _follow_again(self, lean: PlannedMode) -> None:
         """A planned unit goes on after something that was none of its operators."""
         if self.stack.mode is not lean and not self.stack.put(lean, lean.pack, _unpack):
             lean.hold_all()
@@ -706,7 +706,7 @@ class Runtime:
             self._owed.updating = not self.clock.closure
             self.full.updating = not (self.clock.closure or self.saver.awaited)
             self._guard_update()
-        if not isinstance(self.stack.mode, FullMode):
+        if not isinstance(self.stack.mode, OnlineMode):
             self._writes_unseen()
         self.gradients.optimizer_begins(optimizer, closure=self.clock.closure)
 
@@ -714,11 +714,11 @@ class Runtime:
         """An optimizer steps beside a plan: its operators are no unit's, but may write to what replays read."""
         lean = None if self.unit is None else self.unit.lean
         following = lean is not None and not lean.lost
-        if following or isinstance(self.stack.mode, GuardMode):
+        if following or isinstance(self.stack.mode, WriteMode):
             self.stack.take()
             guards = (lean, self._owed) if lean is not None and following else (self._owed,)
             if self.stack.mode is None and (following or self._owed.left()):
-                self.stack.put_mode(GuardMode(*guards), within=True)
+                self.stack.put_mode(WriteMode(*guards), within=True)
 
     def _tell_owed(self, written: Iterable[torch.Tensor]) -> None:
         """Tensors are about to be written where no mode sees it."""
@@ -738,7 +738,7 @@ class Runtime:
         self._owed.updating = self.full.updating = False
         if unit is not None:
             unit.stepped = True
-        if isinstance(self.stack.mode, GuardMode):
+        if isinstance(self.stack.mode, WriteMode):
             self.stack.take()
         following = unit is not None and unit.lean is not None and not unit.lean.lost
         if unit is not None and unit.consumed and not unit.kind.call and not following and self._is_retained(unit):
@@ -750,13 +750,13 @@ class Runtime:
 
     # --- units -------------------------------------------------------------------------------------------------------
 
-    def _begin_unit(self, kind: Kind) -> None:
+    def _begin_unit(self, kind: UnitSignature) -> None:
         highest = self._end_span()
         if self._step_done or (self._step_units and not self.clock.optimizers_seen):
             self._close_step()
             self._open_step()
             if self.settings.steps and len(self.steps) >= self.settings.steps:
-                raise Enough
+                raise StepLimitReached
         self._step_units += 1
         self._units += 1
         self._owed.updating = self.full.updating = False  # an optimizer may have raised
@@ -783,7 +783,7 @@ class Runtime:
         else:
             self._run_known(unit, entry)
 
-    def _run_known(self, unit: Unit, entry: Entry) -> None:
+    def _run_known(self, unit: Unit, entry: RecordedUnit) -> None:
         """A unit of this kind was recorded: follow its plan, or refuse."""
         self.rises.familiar()
         kind, base = unit.kind, unit.base_bytes
@@ -827,7 +827,7 @@ class Runtime:
         else:
             self._run_fully(unit, entry, record=not worn or doubtful)
 
-    def _tell_figures(self, unit: Unit, entry: Entry, solution: Solution, shift: int) -> PlanFigures:
+    def _tell_figures(self, unit: Unit, entry: RecordedUnit, solution: Solution, shift: int) -> PlanFigures:
         told = (solution.state, solution.status, entry, shift, unit.base_bytes, self._between_bytes)
         if self._found is None or solution.state is None or not _same(told, self._told):
             self._told = told
@@ -841,29 +841,29 @@ class Runtime:
             self.figures = self._found  # of a step's units, those of the highest
         return self._found
 
-    def _left(self) -> Left:
+    def _left(self) -> RetainedBytes:
         """What graphs of former units still hold."""
         planned = 0 if self._last_lean is None else self._last_lean.left_bytes()
         if self.saver.outstanding <= 0:
-            return Left(planned)
-        return Left(planned + self.ledger.saved_bytes(), self.evictor.away_bytes(), self.evictor.has_dropped())
+            return RetainedBytes(planned)
+        return RetainedBytes(planned + self.ledger.saved_bytes(), self.evictor.away_bytes(), self.evictor.has_dropped())
 
-    def _solve(self, entry: Entry, shift: int) -> Solution:
+    def _solve(self, entry: RecordedUnit, shift: int) -> Solution:
         solution = self._within(entry, self._room_for(entry, shift))
         agreed = entry.agreed
         if agreed is None or agreed.timeline.peak_bytes > solution.budget_bytes:
             return solution
         return replace(solution, state=agreed)
 
-    def _room_for(self, entry: Entry, shift: int) -> int:
+    def _room_for(self, entry: RecordedUnit, shift: int) -> int:
         """What a plan made on a recording's base may reach, for a unit that lies higher to stay within the budget."""
         return (self.budget_bytes or entry.problem.plain_peak + abs(shift) + 1) - shift
 
-    def _within(self, entry: Entry, room: int) -> Solution:
+    def _within(self, entry: RecordedUnit, room: int) -> Solution:
         solution = entry.front.at(room - SLACK_BYTES)
         return entry.front.at(room) if solution.state is None else solution
 
-    def _agree(self, entry: Entry | None, unit: Unit) -> None:
+    def _agree(self, entry: RecordedUnit | None, unit: Unit) -> None:
         """All ranks take part, whether they have a plan or not: these are collectives."""
         room = plan_consensus.on_room(None if entry is None else self._room_for(entry, entry.shift(unit)))
         mine = None if entry is None or room is None else self._within(entry, room)
@@ -871,7 +871,7 @@ class Runtime:
         if entry is not None:
             entry.agreed = agreed
 
-    def _run_fully(self, unit: Unit, entry: Entry | None, *, record: bool = True) -> None:
+    def _run_fully(self, unit: Unit, entry: RecordedUnit | None, *, record: bool = True) -> None:
         """Hold the budget on line; the plan made for another base says what is dropped in the first place."""
         plan = self.plan if entry is not None or self.settings.plan is not None else None
         sites = dropped_sites(plan) if plan is not None else frozenset()
@@ -903,7 +903,7 @@ class Runtime:
         self.clock.detailed = False
         self._watch_nothing()
 
-    def _larger(self, unit: Unit) -> tuple[Entry, Solution] | None:
+    def _larger(self, unit: Unit) -> tuple[RecordedUnit, Solution] | None:
         """The recording of the least of all larger units, on no lower base, whose plan holds this one's bytes, too."""
         entry = self.recordings.larger(unit.kind, unit.base_bytes)
         if entry is None:
@@ -918,7 +918,7 @@ class Runtime:
         self._tell_figures(unit, entry, solution, entry.shift(unit))
         return entry, solution
 
-    def _run_lean(self, unit: Unit, entry: Entry, solution: Solution) -> None:
+    def _run_lean(self, unit: Unit, entry: RecordedUnit, solution: Solution) -> None:
         assert solution.state is not None
         unit.policy = "planned" if solution.state.decisions else "plain"
         unit.entry, unit.state = entry, solution.state
@@ -940,11 +940,11 @@ class Runtime:
             )
             entry.compiled = solution.state, script
         clocked = entry.followed == CLOCKED and solution.state.decisions and not (self.board.overlaps or unit.smaller)
-        run = LeanRun(script, self.evictor.tally, self.board, Stopwatch() if clocked else None)
+        run = PlannedRun(script, self.evictor.tally, self.board, Stopwatch() if clocked else None)
         cap = None
         if self.budget_bytes and self.meter.capped and self.evictor.moves:
             cap = functools.partial(self._cap, self.budget_bytes - SLACK_BYTES if unit.smaller else self.budget_bytes)
-        unit.lean = LeanMode(
+        unit.lean = PlannedMode(
             script, run, self._lost, self.saver.pack, self._out_of_memory(), self._writes, cap, refusals=Refusals(self.meter),
             smaller=unit.smaller,
         )
@@ -973,9 +973,9 @@ class Runtime:
     def _watch_owed(self) -> None:
         """Where nothing else is on: look on while graphs of former planned units are retained."""
         owed = self._owed.left()
-        if self.stack.mode is None and owed and not self.stack.put_mode(GuardMode(self._owed)):
+        if self.stack.mode is None and owed and not self.stack.put_mode(WriteMode(self._owed)):
             self._owed.hold_all()
-        elif isinstance(self.stack.mode, GuardMode) and not owed:
+        elif isinstance(self.stack.mode, WriteMode) and not owed:
             self.stack.take()
 
     def _out_of_memory(self) -> Callable[[BaseException], bool]:
@@ -983,7 +983,7 @@ class Runtime:
         denied = self.meter.denied()
         return lambda error: self.evictor.is_out_of_memory(error, denied)
 
-    def _lost(self) -> FullMode:
+    def _lost(self) -> OnlineMode:
         """A planned forward left its recording: hold the budget on line for the rest of the unit."""
         self._note_policy("online")
         assert self.unit is not None
@@ -999,11 +999,11 @@ class Runtime:
         self.saver.recorder = recorder
         return self.full
 
-    def _recorder(self, unit: Unit, *, notes: bool) -> Recorder:
-        """One for a unit; where memory is not counted, but added up, it is what is noted that is added up."""
-        return (Recorder if notes or not self.meter.exact else Bystander)(self.meter, unit.base_bytes)
+    def _recorder(self, unit: Unit, *, notes: bool) -> TraceRecorder:
+        """A unit's recorder: one that notes events where a trace is wanted, or where the meter sums what is noted."""
+        return (TraceRecorder if notes or not self.meter.exact else OwnershipTracker)(self.meter, unit.base_bytes)
 
-    def _watch_fully(self, recorder: Recorder | None) -> None:
+    def _watch_fully(self, recorder: TraceRecorder | None) -> None:
         self.clock.detailed = True
         self.full.begin(recorder, remember=self.unit is not None)
         self.full.guards = (self._owed,)
@@ -1055,7 +1055,7 @@ class Runtime:
         self.meter.reset_op_peak()
         self._end_span()
 
-    def _keep_recording(self, unit: Unit, recorder: Recorder) -> None:
+    def _keep_recording(self, unit: Unit, recorder: TraceRecorder) -> None:
         trace = recorder.finish(self.resident.bytes(), movable=True)
         problem = Problem(
             trace=trace,
@@ -1069,7 +1069,7 @@ class Runtime:
             names = ", ".join(self.evictor.exempt.unmet)
             tell(f"lowtide: --keep: no module of the first step has the path {names}; paths are like blocks.0")
         states = frozenset(self.resident.states())
-        entry = Entry(
+        entry = RecordedUnit(
             recorder.funcs, recorder.packs, unit.starts, Front(problem), unit.left, unit.gradient_bytes, states,
             tuple(unit.calls), tuple(unit.retains), recorder.leaving_bytes, bool(recorder.flights),
         )
@@ -1082,7 +1082,7 @@ class Runtime:
         if unit.roomy and peak > self.budget_bytes:
             self.rises.broke(unit.calls)
 
-    def _verify(self, unit: Unit, entry: Entry) -> None:
+    def _verify(self, unit: Unit, entry: RecordedUnit) -> None:
         """After a planned unit: was its peak what the plan said?"""
         measured, predicted = self.meter.op_peak(), unit.predicted_bytes
         assert predicted is not None
@@ -1105,17 +1105,20 @@ class Runtime:
             return
         self.recordings.missed(unit.kind, entry)
 
-    def _learn_crossing(self, kind: Kind, peak: int) -> None:
-        """A planned unit reached so far: above the budget its like do not go again, or not often."""
+    def _learn_crossing(self, kind: UnitSignature, peak: int) -> None:
+        """If a planned unit's peak exceeded the budget, note a surprise: units of its kind soon stop following the plan."""
         if self.budget_bytes and peak > self.budget_bytes:
             self.recordings.surprised(kind, decidedly=not near(peak, self.budget_bytes, peak))
 
     def _learn_of_retained(self, peak: int) -> None:
-        """Between two units: what the former one let go was made again beside its graph, as the script was to write it."""
+        """Hold the peak between two units against the previous unit's kind, if its dropped values had to be recomputed early.
+
+        That happens where the script is about to overwrite what their replays read.
+        """
         if self._last_kind is not None and self._last_lean is not None and self._last_lean.forced and self.meter.exact:
             self._learn_crossing(self._last_kind, peak)
 
-    def _retime(self, entry: Entry, state: State, stopwatch: Stopwatch) -> None:
+    def _retime(self, entry: RecordedUnit, state: State, stopwatch: Stopwatch) -> None:
         """Plan with the seconds of a warm step, where they say something else than those that were recorded."""
         self.evictor.learn(stopwatch.bandwidth(self.evictor.bandwidth))
         problem = stopwatch.problem(entry.problem, entry.funcs)
@@ -1151,12 +1154,12 @@ class Runtime:
             now, plain = format_bytes(self.budget_bytes), format_bytes(self._share_peak)
             tell(f"lowtide: {budget.fraction:.0%} is {now} from step {len(self.steps)} on, which takes {plain} plain")
 
-    def _likely_shift(self, entry: Entry, unit: Unit) -> int:
+    def _likely_shift(self, entry: RecordedUnit, unit: Unit) -> int:
         """How much higher than the recorded unit's the peak of another one lies: what may go within it is not counted."""
         made_anew = max(0, entry.gradient_bytes - unit.gradient_bytes)
         return min(entry.shift(unit), self._certain_shift(entry, unit) + made_anew)
 
-    def _certain_shift(self, entry: Entry, unit: Unit) -> int:
+    def _certain_shift(self, entry: RecordedUnit, unit: Unit) -> int:
         """How much higher than the recorded unit another one lies for certain: by what became optimizer state since."""
         grown = sum(size for state, size in self.resident.states().items() if state not in entry.states)
         return min(unit.base_bytes - entry.trace.base_bytes, grown - entry.left.bytes)
@@ -1214,7 +1217,7 @@ class Runtime:
     def _open_step(self) -> None:
         self.meter.begin_span()
         self._unseen_peak = self._step_peak = 0
-        self.evictor.tally = Tally()
+        self.evictor.tally = StepTally()
         self._step_started = time.perf_counter()
         self._step_policy, self._step_units, self._step_done, self._step_trains = "plain", 0, False, False
 

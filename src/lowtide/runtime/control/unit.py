@@ -11,9 +11,9 @@ from lowtide.base.trace import Trace
 from lowtide.planning.unit.greedy import State
 from lowtide.planning.unit.problem import Problem
 from lowtide.planning.unit.solve import Front, Solution
-from lowtide.runtime.control.unit_signature import Kind
-from lowtide.runtime.planned.mode import LeanMode, Script
-from lowtide.runtime.record.trace_recorder import Recorder
+from lowtide.runtime.control.unit_signature import UnitSignature
+from lowtide.runtime.planned.mode import CompiledPlan, PlannedMode
+from lowtide.runtime.record.trace_recorder import TraceRecorder
 
 TOLERANCE_BYTES = 64 << 10
 """Two bases, or a prediction and a measurement, agree within so much ..."""
@@ -28,7 +28,7 @@ def near(a: int, b: int, peak: int) -> bool:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Left:
+class RetainedBytes:
     """What graphs of former units hold when a unit begins.
 
     Attributes:
@@ -53,7 +53,7 @@ class Left:
 
 
 @dataclass(eq=False)
-class Entry:
+class RecordedUnit:
     """One recording of a kind of unit, and what was made of it.
 
     Attributes:
@@ -72,14 +72,14 @@ class Entry:
     packs: list[int]
     backward_starts: list[int]
     front: Front
-    left: Left
+    left: RetainedBytes
     gradient_bytes: int
     states: frozenset[int]
-    calls: tuple[Kind, ...]
+    calls: tuple[UnitSignature, ...]
     retains: tuple[bool, ...]
     leaving_bytes: int
     collective: bool
-    compiled: tuple[State, Script] | None = None
+    compiled: tuple[State, CompiledPlan] | None = None
     agreed: State | None = None
     for_smaller: Solution | None = None
     followed: int = 0
@@ -97,9 +97,9 @@ class Entry:
     def shift(self, unit: Unit) -> int:
         """How much higher than the recorded unit another of its kind lies, at most.
 
-        Gradients that only the recorded one found there are made anew within the other. Of what else is not there this time,
-        as much may be of what would have gone before the peak as went in the recorded one. Graphs of former units are there
-        as they were when it was recorded; of what was let go of them then, the plan knows nothing.
+        Gradients that only the recorded one found there are made anew within the other. Any other bytes missing from this base
+        may be bytes that the recorded unit freed before its peak, up to the amount that it freed. Graphs of earlier units are
+        as they were when the unit was recorded; the plan knows nothing of what had been evicted from them.
         """
         higher = unit.base_bytes - self.trace.base_bytes + max(0, self.gradient_bytes - unit.gradient_bytes)
         low = higher if higher >= 0 else min(0, higher + self.leaving_bytes)
@@ -133,15 +133,15 @@ class Unit:
         times: how often something had been let go before it began.
     """
 
-    kind: Kind
+    kind: UnitSignature
     base_bytes: int
-    left: Left
+    left: RetainedBytes
     gradient_bytes: int
     policy: str
-    recorder: Recorder | None = None
+    recorder: TraceRecorder | None = None
     keep: bool = False
-    lean: LeanMode | None = None
-    entry: Entry | None = None
+    lean: PlannedMode | None = None
+    entry: RecordedUnit | None = None
     state: State | None = None
     predicted_bytes: int | None = None
     certain: bool = True
@@ -150,7 +150,7 @@ class Unit:
     roomy: bool = False
     smaller: bool = False
     times: int = 0
-    calls: list[Kind] = field(default_factory=list)
+    calls: list[UnitSignature] = field(default_factory=list)
     stepped: bool = False
     starts: list[int] = field(default_factory=list)
     retains: list[bool] = field(default_factory=list)

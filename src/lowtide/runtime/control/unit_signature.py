@@ -11,7 +11,7 @@ from lowtide.runtime.tensors import grad_of, modules_of
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class UnitSignature:
     """What is known of a unit when it begins.
 
     Attributes:
@@ -26,13 +26,13 @@ class Kind:
     engaged: bool = False
     after: int = 0
 
-    def siblings(self) -> tuple[Kind, ...]:
+    def siblings(self) -> tuple[UnitSignature, ...]:
         """Kinds that run nearly the same, nearest first."""
         other = replace(self, accumulates=not self.accumulates)
         return (other, replace(self, after=0), replace(other, after=0)) if self.after else (other,)
 
 
-def kind_of(module: torch.nn.Module, args: Any, kwargs: Any, *, engaged: bool, after: int, turn: int) -> Kind:
+def kind_of(module: torch.nn.Module, args: Any, kwargs: Any, *, engaged: bool, after: int, turn: int) -> UnitSignature:
     """What kind of unit a root call begins.
 
     Where a module is called with tensors that take its parameters' places (the inner steps of meta-learning) and are others
@@ -48,7 +48,7 @@ def kind_of(module: torch.nn.Module, args: Any, kwargs: Any, *, engaged: bool, a
     frozen = hash(tuple(p.requires_grad for p in parameters))
     device = parameters[0].device.type if parameters else "cpu"
     call = (type(module), who, modes, frozen, _autocast(device), tuple(shapes))
-    return Kind(call, any(grad_of(p) is not None for p in parameters), engaged, after)
+    return UnitSignature(call, any(grad_of(p) is not None for p in parameters), engaged, after)
 
 
 def _autocast(device: str) -> tuple[Any, ...]:
@@ -57,7 +57,7 @@ def _autocast(device: str) -> tuple[Any, ...]:
     return tuple(torch.get_autocast_dtype(t) if t != "meta" and torch.is_autocast_enabled(t) else None for t in types)
 
 
-def sizes_of(kind: Kind) -> tuple[Any, tuple[int, ...]]:
+def sizes_of(kind: UnitSignature) -> tuple[Any, tuple[int, ...]]:
     """A kind without the sizes of its tensors, and these sizes in a row."""
     *rest, shapes = kind.call
     alike = tuple((len(shape), dtype, grad) for shape, dtype, grad in shapes)
@@ -65,7 +65,7 @@ def sizes_of(kind: Kind) -> tuple[Any, tuple[int, ...]]:
     return skeleton, tuple(size for shape, _, _ in shapes for size in shape)
 
 
-def is_smaller(kind: Kind, other: Kind) -> bool:
+def is_smaller(kind: UnitSignature, other: UnitSignature) -> bool:
     """Whether a kind is another one but for sizes of its tensors, none of which is larger."""
     if kind == other or not (kind.call and other.call):
         return False

@@ -20,7 +20,7 @@ from lowtide.runtime.device.peak_statistics import PeakStatistics
 from lowtide.runtime.tensors import storages_of, tensors_so_far, with_gradients
 
 _PROBE_BYTES = 4096
-"""A block that tells who is taken for whom."""
+"""Size of the probe allocation that shows whether the heap counter tells torch's requests from those of libraries."""
 
 
 def counters() -> Counters | None:

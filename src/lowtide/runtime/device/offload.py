@@ -49,7 +49,7 @@ class Ticket(Protocol):
         """A new storage on the device with the value's bytes: the one that was begun, if one was."""
 
 
-class Board(Protocol):
+class OffloadTier(Protocol):
     """A second board of one device.
 
     Attributes:
@@ -95,7 +95,7 @@ def flat(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 @final
-class FileBoard:
+class FileTier:
     """The CPU's second board: an unlinked temporary file (in ``TMPDIR``), mapped, so that copies run on all threads.
 
     Under pressure the kernel writes its pages to disk; until then they are page cache, which it can take back. They are not
@@ -253,7 +253,7 @@ def _fastest(copy: Callable[[], object]) -> float:
 class _FileTicket:
     __slots__ = ("_begun", "_board", "_place", "_size")
 
-    def __init__(self, board: FileBoard, place: torch.Tensor, size: int) -> None:
+    def __init__(self, board: FileTier, place: torch.Tensor, size: int) -> None:
         self._board, self._place, self._size = board, place, size
         self._begun: torch.UntypedStorage | None = None
 
@@ -278,7 +278,7 @@ class _FileTicket:
 
 
 @final
-class PinnedBoard:
+class PinnedTier:
     """A CUDA device's second board: pinned host memory, on a stream of its own.
 
     A storage that is put is marked as used by the copying stream (``record_stream``), so that the caching allocator gives
@@ -324,7 +324,7 @@ class PinnedBoard:
 class _PinnedTicket:
     __slots__ = ("_begun", "_board", "_done", "_host")
 
-    def __init__(self, board: PinnedBoard, host: torch.Tensor, done: Any) -> None:
+    def __init__(self, board: PinnedTier, host: torch.Tensor, done: Any) -> None:
         self._board, self._host, self._done = board, host, done
         self._begun: tuple[torch.Tensor, Any, Any] | None = None
 

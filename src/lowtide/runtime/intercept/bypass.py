@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import torch
 from lowtide.probe.marks import WhenImported
 from lowtide.runtime.intercept.data_swaps import watch_exchanges
-from lowtide.runtime.intercept.mode_stack import Stack
-from lowtide.runtime.intercept.phases import Clock
+from lowtide.runtime.intercept.mode_stack import ModeStack
+from lowtide.runtime.intercept.phases import PhaseTracker
 from lowtide.runtime.monkeypatch import Wraps, lifted
 
 Around = Callable[[Any, Callable[..., Any], Any, Any], Any]
@@ -36,7 +36,7 @@ def _nothing_around(_region: Any, run: Callable[..., Any], args: Any, kwargs: An
 
 
 @final
-class Asides:
+class Bypass:
     """Puts the mode and the hooks of a stack aside where they must not be.
 
     Attributes:
@@ -44,7 +44,9 @@ class Asides:
         only_hooks: whether the mode stays on where only the hooks are refused: it changes nothing then (a recording's).
     """
 
-    def __init__(self, stack: Stack, clock: Clock, around: Around = _nothing_around, *, only_hooks: bool = False) -> None:
+    def __init__(
+        self, stack: ModeStack, clock: PhaseTracker, around: Around = _nothing_around, *, only_hooks: bool = False
+    ) -> None:
         """Patch nothing yet."""
         self.stack = stack
         self.clock = clock

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final, final
 
 import torch
-from lowtide.runtime.intercept.mode_stack import Stack
+from lowtide.runtime.intercept.mode_stack import ModeStack
 from lowtide.runtime.storage.arguments import PLAIN_TYPES
 from lowtide.runtime.tensors import tensors_in
 
@@ -17,10 +17,10 @@ MODE: Final = "a dispatch mode of the script's own sees the operators first"
 
 
 @final
-class Unreached:
+class Coverage:
     """Collects reasons, each once, in the order in which they were met."""
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: ModeStack) -> None:
         """Nothing was met."""
         self._stack = stack
         self._reasons: dict[str, None] = {}

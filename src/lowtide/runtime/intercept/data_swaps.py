@@ -1,8 +1,8 @@
 """Tensors whose data is exchanged (``y.data = other``) after autograd saved them.
 
-Of what an operator reads, autograd keeps the tensor itself: backward reads what it shows by then. Of what an operator makes it
-keeps another one on the same bytes, which no exchange reaches (``torch/csrc/autograd/saved_variable.cpp``). What is kept in
-place of either does as they do.
+Autograd saves an operator's input as the tensor itself, so that backward reads its current data. It saves an output as another
+tensor on the same bytes, which assigning ``.data`` does not reach (``torch/csrc/autograd/saved_variable.cpp``). Lowtide's
+handles behave the same in both cases.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Origin(weakref.ref):  # type: ignore[type-arg]
 
 
 def watch_exchanges(wraps: Wraps) -> None:
-    """Have those told whose tensor's data is exchanged."""
+    """Notify the handles of a saved tensor when its ``.data`` is assigned."""
     wraps.put(torch.Tensor, "data", _telling)
     if hasattr(checkpoint, "_make_saved_tensor"):
         wraps.put(checkpoint, "_make_saved_tensor", _saving)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 
 class Mode(TorchDispatchMode):
-    """Beside compilers and higher-order operators, not in their way."""
+    """Base class of Lowtide's dispatch modes; compilers and higher-order operators may run under it."""
 
     supports_higher_order_operators = True
 

@@ -100,7 +100,7 @@ def reaches_twice() -> bool:
 
 
 @final
-class Engine:
+class InPlaceAccumulation:
     """Knows a sum of the engine that the plain run makes in place, and a copy that it does not make."""
 
     def __init__(self) -> None:

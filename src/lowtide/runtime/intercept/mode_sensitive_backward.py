@@ -1,4 +1,4 @@
-"""Derivatives that torch computes another way while a dispatch mode is on: they run without ours.
+"""ModeSensitiveBackward that torch computes another way while a dispatch mode is on: they run without ours.
 
 Backward: ``prod`` divides by its factors where none is zero, and does not under a mode; ``masked_fill`` sums the gradient of
 its value over what was filled, or over all; the second derivative of a determinant is solved otherwise: the bits differ.
@@ -83,7 +83,7 @@ class Listener(Protocol):
 
 
 @final
-class Derivatives:
+class ModeSensitiveBackward:
     """Around each run of autograd's engine, and around levels of dual numbers.
 
     Attributes:

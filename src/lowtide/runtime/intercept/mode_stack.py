@@ -13,7 +13,7 @@ from lowtide.runtime.intercept.dispatch_mode import Mode
 
 
 @final
-class Stack:
+class ModeStack:
     """One mode and one pair of hooks at a time; taken off only while they are on top."""
 
     def __init__(self) -> None:

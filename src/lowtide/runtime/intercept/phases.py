@@ -22,7 +22,7 @@ from torch.optim import optimizer as optim
 import torch
 from lowtide.base.trace import Phase
 from lowtide.probe.marks import watch_made
-from lowtide.runtime.intercept.mode_sensitive_backward import Derivatives
+from lowtide.runtime.intercept.mode_sensitive_backward import ModeSensitiveBackward
 from lowtide.runtime.monkeypatch import Wraps
 
 MOST_ACCUMULATED = 4096
@@ -45,7 +45,7 @@ class Listener(Protocol):
         """A module is called in another thread: it is not followed."""
 
     def backward_begins(self) -> None:
-        """Autograd's engine is about to run (:attr:`Clock.differentiable` says how)."""
+        """Autograd's engine is about to run (:attr:`PhaseTracker.differentiable` says how)."""
 
     def backward_ends(self) -> None:
         """Autograd's engine returned, or raised."""
@@ -58,7 +58,7 @@ class Listener(Protocol):
 
 
 @final
-class Clock:
+class PhaseTracker:
     """The current phase and module path.
 
     Attributes:
@@ -72,7 +72,7 @@ class Clock:
         on_optimizer: told of each optimizer that is made.
     """
 
-    def __init__(self, listener: Listener, derivatives: Derivatives | None = None) -> None:
+    def __init__(self, listener: Listener, derivatives: ModeSensitiveBackward | None = None) -> None:
         """Install nothing yet."""
         self.listener = listener
         self._derivatives = derivatives
@@ -110,7 +110,7 @@ class Clock:
 
     @property
     def depth(self) -> int:
-        """How many of the open module calls what runs now is a part of."""
+        """Number of open module calls that enclose the running code."""
         return self.open - self._floor
 
     @property
@@ -119,7 +119,7 @@ class Clock:
         return threading.get_ident() == self._owner
 
     def begin_anew(self) -> None:
-        """What the open module calls began is over within them (a whole step may be one call): from here it is as outside."""
+        """Treat what follows as outside any module, though module calls are open (a whole step may be one call)."""
         self._floor = self.open
 
     def expect_optimizer(self, optimizer: Any) -> None:

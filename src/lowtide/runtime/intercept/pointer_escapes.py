@@ -35,7 +35,7 @@ _OWN: Final = (str(Path(str(torch.__file__)).parent) + os.sep, str(PACKAGE) + os
 
 
 @final
-class Patches:
+class PointerEscapes:
     """Puts the wrappers on and takes them off."""
 
     def __init__(self, runtime: Runtime) -> None:

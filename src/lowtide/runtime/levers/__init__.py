@@ -1,1 +1,1 @@
-"""Changes of how a step runs that lower its peak and keep its bits."""
+"""Memory optimizations ("levers"): changes of how a step runs that lower its peak."""

@@ -71,7 +71,7 @@ _NODE: Final = _node_getter()
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
-class _Product:
+class _DeferredMatmul:
     """A deferred product and how it would be made.
 
     Attributes:
@@ -96,12 +96,12 @@ class _Product:
     turned: bool
     versions: tuple[Any, ...]
     make: Callable[[], torch.Tensor]
-    parent: _Product | None = None
+    parent: _DeferredMatmul | None = None
     real: torch.Tensor | None = None
-    children: list[weakref.ref[_Product]] = field(default_factory=list)
+    children: list[weakref.ref[_DeferredMatmul]] = field(default_factory=list)
     used: bool = False
 
-    def root(self) -> _Product:
+    def root(self) -> _DeferredMatmul:
         """The product itself."""
         return self if self.parent is None else self.parent.root()
 
@@ -109,10 +109,10 @@ class _Product:
 class Deferred(torch.Tensor):
     """A tensor without bytes; any use but those noted in :data:`_HANDLERS` makes the plain one."""
 
-    _product: _Product
+    _product: _DeferredMatmul
 
     @staticmethod
-    def of(product: _Product, alike: torch.Tensor) -> Deferred:
+    def of(product: _DeferredMatmul, alike: torch.Tensor) -> Deferred:
         """A deferred tensor.
 
         Args:
@@ -138,7 +138,7 @@ class Deferred(torch.Tensor):
         asks = node or getattr(func, "__name__", "") in _GRADIENTS
         if asks and any(d._product.root().used for d in _deferred((*args, *kwargs.values()))):
             if node:
-                return _Spent(node_of(real(args[0])))
+                return _ConsumedNode(node_of(real(args[0])))
             raise LeverError(TOO_LATE)
         first = args[0] if args else None
         if isinstance(first, Deferred) and first._product.real is None and torch.is_grad_enabled():
@@ -160,7 +160,7 @@ class Deferred(torch.Tensor):
         )
 
 
-class _Spent:
+class _ConsumedNode:
     """The node of logits whose loss was computed in pieces: no gradient of that loss comes through it."""
 
     def __init__(self, node: Any) -> None:
@@ -204,7 +204,7 @@ def real(deferred: Deferred) -> torch.Tensor:
     return _made(product)
 
 
-def _make_all(product: _Product) -> None:
+def _make_all(product: _DeferredMatmul) -> None:
     """Make a product and all that was derived from it: a later write to one must find the others as they would be."""
     if product.real is None:
         if product.parent is None and _versions(product) != product.versions:
@@ -219,7 +219,7 @@ def _make_all(product: _Product) -> None:
             _make_all(child)
 
 
-def _versions(product: _Product) -> tuple[Any, ...]:
+def _versions(product: _DeferredMatmul) -> tuple[Any, ...]:
     """What moves when inputs, weight or bias change: by a counted write, another storage, a write to ``.data`` (CPU only)."""
     found: list[Any] = []
     with torch._C._DisableTorchDispatch(), torch.no_grad():
@@ -240,7 +240,7 @@ def _derived(
 ) -> Deferred:
     """A deferred tensor made from another."""
     parent = of._product
-    product = _Product(
+    product = _DeferredMatmul(
         rows=parent.rows if rows is None else rows,
         weight=parent.weight,
         bias=parent.bias,
@@ -256,7 +256,7 @@ def _derived(
     return made
 
 
-def _made(product: _Product) -> torch.Tensor:
+def _made(product: _DeferredMatmul) -> torch.Tensor:
     """The plain tensor of a product that may be made."""
     if product.real is None:
         with torch.inference_mode(mode=False), torch.enable_grad():
@@ -428,10 +428,10 @@ _HANDLERS: Final[dict[Any, Callable[[Deferred, Any, Any, Any], Any]]] = {
 
 # --- on and off ------------------------------------------------------------------------------------------------------
 
-_current: Logits | None = None
+_current: DeferredLogits | None = None
 
 
-def _used(product: _Product) -> None:
+def _used(product: _DeferredMatmul) -> None:
     product.used = True
     if _current is not None:
         _current.losses += 1
@@ -439,7 +439,7 @@ def _used(product: _Product) -> None:
 
 
 @final
-class Logits:
+class DeferredLogits:
     """The lever: defers wide products while it is on.
 
     Attributes:
@@ -527,7 +527,7 @@ class Logits:
             return None
         if not again:
             self._tried[key] = tried + 1
-        product = _Product(x, weight, bias, dtype, (), turned=False, versions=(), make=_as_now(make, x.device.type))
+        product = _DeferredMatmul(x, weight, bias, dtype, (), turned=False, versions=(), make=_as_now(make, x.device.type))
         product.versions = _versions(product)
         with torch._C._DisableTorchDispatch():
             alike = torch.empty(*x.shape[:-1], weight.size(0), dtype=dtype or x.dtype, device="meta")

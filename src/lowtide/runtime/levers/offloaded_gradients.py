@@ -51,7 +51,7 @@ class _Moved:
 
 
 @final
-class MovedGradients:
+class OffloadedGradients:
     """The lever, for all parameters of a process.
 
     Attributes:

@@ -46,7 +46,7 @@ _MODULES: Final = torch.nn.modules.module.__file__
 
 
 @final
-class Updates:
+class OptimizerInBackward:
     """The lever, for all optimizers of a process.
 
     Attributes:
@@ -437,7 +437,7 @@ class Updates:
                 )
 
     def _settle(self) -> None:
-        """Nothing goes on after an error that the script has swallowed."""
+        """Raise the pending error again where the script has caught it."""
         if self._broken:
             raise LeverError(self._broken)
 
@@ -456,7 +456,7 @@ class Updates:
 class _Looker(Mode):
     """Sees which parameters are used while they must not be."""
 
-    def __init__(self, updates: Updates) -> None:
+    def __init__(self, updates: OptimizerInBackward) -> None:
         super().__init__()
         self._updates = updates
         self.on = False

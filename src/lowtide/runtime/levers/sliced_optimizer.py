@@ -24,11 +24,11 @@ TEMPORARIES: Final = 3
 
 
 SHARES: Final = 8
-"""Slices of an update where there is no budget."""
+"""SlicedOptimizer of an update where there is no budget."""
 
 
 @final
-class Slices:
+class SlicedOptimizer:
     """Cuts updates so that they fit.
 
     Attributes:

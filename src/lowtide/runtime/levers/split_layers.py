@@ -16,13 +16,13 @@ from typing import Any, Final, final
 from torch.nn import functional
 
 import torch
-from lowtide.base.lever_catalogue import LEAST_PIECES_BYTES, PIECES
+from lowtide.base.lever_catalogue import LEAST_PIECES_BYTES, SPLIT_OPS
 from lowtide.runtime.levers.split_backward import Convolution, Norm, pieces_of
 from lowtide.runtime.monkeypatch import Wraps
 from lowtide.runtime.run_figures import LeverFigures
 
 COUNT: Final = 10
-"""Pieces of a sequence ..."""
+"""SplitLayers of a sequence ..."""
 SHORTEST: Final = 4
 """... of so many time steps at least."""
 MATH: Final = 0
@@ -30,7 +30,7 @@ MATH: Final = 0
 
 
 @final
-class Pieces:
+class SplitLayers:
     """The lever.
 
     Attributes:
@@ -73,7 +73,7 @@ class Pieces:
             (self.convolutions, "backwards of convolutions"), (self.norms, "backwards of batch norms"),
         )
         told = [f"{n} {what} ran in pieces" for n, what in counts if n]
-        return [LeverFigures(name=PIECES, used=bool(told), text=", ".join(told) or "nothing was found to cut into pieces")]
+        return [LeverFigures(name=SPLIT_OPS, used=bool(told), text=", ".join(told) or "nothing was found to cut into pieces")]
 
     # --- recurrent layers --------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from lowtide.base.trace import Site
 from lowtide.planning.unit.problem import Bandwidth
 from lowtide.probe.catalogue import out_of_memory
 from lowtide.runtime.device.memory_meter import Meter
-from lowtide.runtime.device.offload import FileBoard, PinnedBoard, Shared
+from lowtide.runtime.device.offload import FileTier, PinnedTier, Shared
 from lowtide.runtime.replay.chain import remake
 from lowtide.runtime.storage.arguments import PLAIN_TYPES, flatten, written_by
 from lowtide.runtime.storage.checksum import checksum
@@ -59,7 +59,7 @@ LIBRARY_OPS = ("convolution", "mkldnn", "gelu", "linear", "mm")
 
 @final
 @dataclass(slots=True)
-class Tally:
+class StepTally:
     """What a policy did in one step."""
 
     recomputed_ops: int = 0
@@ -72,7 +72,7 @@ class Tally:
 
 
 @final
-class Exempt:
+class KeptModules:
     """Modules whose values are never dropped, by their paths, with or without the model's class in front."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
@@ -141,13 +141,13 @@ class Evictor:
         times: how often it let go of something.
     """
 
-    def __init__(self, meter: Meter, ledger: Ledger, board: FileBoard | PinnedBoard) -> None:
+    def __init__(self, meter: Meter, ledger: Ledger, board: FileTier | PinnedTier) -> None:
         """Nothing is limited yet."""
         self.meter = meter
         self.ledger = ledger
         self.board = board
         self.limit_bytes = 0
-        self.exempt = Exempt(())
+        self.exempt = KeptModules(())
         self.barred: weakref.WeakSet[Value] = weakref.WeakSet()
         self.moves = True
         self.planned: Callable[[Site, int], bool] | None = None
@@ -155,7 +155,7 @@ class Evictor:
         self.away: weakref.WeakSet[Value] = weakref.WeakSet()
         self.weakly: weakref.WeakSet[Value] = weakref.WeakSet()
         self.anchors: weakref.WeakSet[Anchor] = weakref.WeakSet()
-        self.tally = Tally()
+        self.tally = StepTally()
         self.times = 0
         self.on_unheld: Callable[[Value], None] | None = None
         self.on_back: Callable[[Value], None] | None = None
@@ -170,7 +170,7 @@ class Evictor:
         self._regions: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._bandwidth: Bandwidth | None = None
 
-    def use(self, meter: Meter, board: FileBoard | PinnedBoard) -> None:
+    def use(self, meter: Meter, board: FileTier | PinnedTier) -> None:
         """Watch another device from now on."""
         self.meter, self.board = meter, board
         self._bandwidth = None
@@ -391,7 +391,7 @@ class Evictor:
             self.limit_bytes = limit
 
     def make_room(self, needed: int) -> int:
-        """Let go of at least so many bytes, the cheapest per byte and time to next use first; the bytes freed."""
+        """Evict at least so many bytes, the cheapest per byte and time since last use first; return the bytes freed."""
         alone = self._alone()
         wanted: set[int] = set()
         offers = []

@@ -2,7 +2,7 @@
 
 Used for the first steps, for steps off the plan, and wherever no plan exists. Each operator of the forward pass leaves a
 record, so that what it made can be made again; when an operator would lift memory over the budget, or fails for want of
-memory, saved values are dropped or moved, the cheapest per byte and time to next use first, and the operator tries again.
+memory, saved values are dropped or moved, the cheapest per byte and time since last use first, and the operator runs again.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from lowtide.runtime.storage.value import Argument, Record, Value, covers_blindl
 from lowtide.runtime.tensors import on_storage
 
 if TYPE_CHECKING:
-    from lowtide.runtime.intercept.phases import Clock
+    from lowtide.runtime.intercept.phases import PhaseTracker
     from lowtide.runtime.online.eviction import Evictor
-    from lowtide.runtime.planned.retained_graphs import Guard
-    from lowtide.runtime.record.trace_recorder import Recorder
+    from lowtide.runtime.planned.retained_graphs import WriteListener
+    from lowtide.runtime.record.trace_recorder import TraceRecorder
     from lowtide.runtime.storage.ledger import Ledger
 
 
 
 @final
-class FullMode(Mode):
+class OnlineMode(Mode):
     """Sees every operator below autograd.
 
     Attributes:
@@ -38,21 +38,21 @@ class FullMode(Mode):
             is not brought back before. Whoever asks for it even so is told.
     """
 
-    def __init__(self, clock: Clock, ledger: Ledger, evictor: Evictor) -> None:
+    def __init__(self, clock: PhaseTracker, ledger: Ledger, evictor: Evictor) -> None:
         """Share the runtime's parts."""
         super().__init__()
         self.clock = clock
         self.ledger = ledger
         self.evictor = evictor
-        self.recorder: Recorder | None = None
+        self.recorder: TraceRecorder | None = None
         self.passive = False
         self.remembers = False
-        self.guards: tuple[Guard, ...] = ()
+        self.guards: tuple[WriteListener, ...] = ()
         self.updating = False
         self._order = 0
         self._counts: dict[tuple[str, str], int] = {}
 
-    def begin(self, recorder: Recorder | None, *, remember: bool) -> None:
+    def begin(self, recorder: TraceRecorder | None, *, remember: bool) -> None:
         """Note into a recorder from now on (None: nowhere), and remember operators so that they can run again."""
         self.recorder = recorder
         self.remembers = remember

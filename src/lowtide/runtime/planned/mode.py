@@ -1,8 +1,8 @@
 """The lean interception of planned steps: only the plan's own operators are looked at, the rest pass by a counter.
 
-A :class:`Script` is a plan compiled for one recorded unit: which operator comes when, which leave a record, which saved
+A :class:`CompiledPlan` is a plan compiled for one recorded unit: which operator comes when, which leave a record, which saved
 values are held weakly. The forward must follow the recording operator by operator; at the first one that does not, the full
-interception takes over (:class:`LeanMode` hands everything on to it). A backward runs without any mode, but for one that
+interception takes over (:class:`PlannedMode` hands everything on to it). A backward runs without any mode, but for one that
 builds a graph of its own (``create_graph``): that is followed like a forward.
 """
 
@@ -22,11 +22,11 @@ from lowtide.base.trace import Op, Trace
 from lowtide.planning.unit.greedy import State
 from lowtide.planning.unit.prefetch import fetches_ahead
 from lowtide.planning.unit.problem import Action, Problem
-from lowtide.runtime.device.offload import FileBoard, PinnedBoard
+from lowtide.runtime.device.offload import FileTier, PinnedTier
 from lowtide.runtime.intercept.data_swaps import Origin
 from lowtide.runtime.intercept.dispatch_mode import Mode, make_way
 from lowtide.runtime.intercept.inplace_accumulation import in_place
-from lowtide.runtime.online.eviction import Refusals, Tally, held_alone
+from lowtide.runtime.online.eviction import Refusals, StepTally, held_alone
 from lowtide.runtime.planned.timing import Stopwatch
 from lowtide.runtime.record.saved_tensors import Kept, detached, modified_in_place
 from lowtide.runtime.replay.chain import remake
@@ -49,7 +49,7 @@ from lowtide.runtime.tensors import beneath_autograd, on_storage
 
 
 @dataclass(frozen=True, slots=True)
-class Act:
+class PlannedStep:
     """What is done at one operator of a planned unit.
 
     Attributes:
@@ -68,7 +68,7 @@ class Act:
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
+class CompiledPlan:
     """A plan compiled for one recorded unit.
 
     Attributes:
@@ -91,7 +91,7 @@ class Script:
 
     funcs: tuple[Any, ...]
     seconds: tuple[float, ...]
-    acts: tuple[Act | None, ...]
+    acts: tuple[PlannedStep | None, ...]
     packs: tuple[int, ...]
     held: frozenset[int]
     elders: frozenset[int]
@@ -109,7 +109,7 @@ class Script:
 def compile_script(
     problem: Problem, state: State, funcs: list[tuple[int, Any]], packs: list[int], backward_starts: list[int], *,
     overlaps: bool,
-) -> Script:
+) -> CompiledPlan:
     """Compile decisions for the unit that they were made for.
 
     Args:
@@ -150,7 +150,7 @@ def compile_script(
              for start in backward_starts]
     held = frozenset(v for v in away if (v, problem.gap_starts[v]) not in state.decisions
                      or state.decisions[v, problem.gap_starts[v]].action is Action.MOVE)
-    return Script(
+    return CompiledPlan(
         funcs=(*(f for _, f in forward), None),
         seconds=tuple(seconds),
         acts=(*acts, None),
@@ -181,7 +181,7 @@ def _sizes(trace: Trace, event: int) -> tuple[int, ...]:
     return tuple(trace.buffers[v].bytes for v in op.writes)
 
 
-def _last_uses(acts: Sequence[Act | None], saves: Iterable[tuple[int, int]]) -> dict[int, int]:
+def _last_uses(acts: Sequence[PlannedStep | None], saves: Iterable[tuple[int, int]]) -> dict[int, int]:
     found = dict(saves)
     for i, act in enumerate(acts):
         for v in () if act is None else (*(v for _, v, _ in act.outs), *(v for pair in act.overwrites for v in pair),
@@ -196,7 +196,7 @@ def _made(op: Any) -> tuple[int, ...]:
 
 def _act(
     problem: Problem, state: State, event: int, ordinal: int, ours: set[int], moves: Mapping[int, list[int]]
-) -> Act | None:
+) -> PlannedStep | None:
     op = problem.trace.events[event]
     assert isinstance(op, Op)
     recorded = event in state.timeline.recorded
@@ -206,16 +206,16 @@ def _act(
         return None
     weak = frozenset(r for r in op.reads if r in ours) if recorded else frozenset()
     weak |= frozenset(o for o, _ in overwrites if o >= 0)
-    return Act(recorded, outs, overwrites, weak, tuple(moves.get(ordinal, ())))
+    return PlannedStep(recorded, outs, overwrites, weak, tuple(moves.get(ordinal, ())))
 
 
 @final
-class LeanHandle:
+class PlannedHandle:
     """A saved tensor of a value that the plan lets go."""
 
     __slots__ = ("__weakref__", "instead", "meta", "origin", "run", "value", "version", "watched")
 
-    def __init__(self, mode: LeanMode, value: Value, tensor: torch.Tensor) -> None:
+    def __init__(self, mode: PlannedMode, value: Value, tensor: torch.Tensor) -> None:
         """Refer to the value; the tensor itself is watched, not held."""
         self.run = mode.run
         self.value = value
@@ -250,11 +250,11 @@ class LeanHandle:
 
 
 @final
-class LeanRun:
+class PlannedRun:
     """One planned unit while its handles live: serves needs as the plan says."""
 
     def __init__(
-        self, script: Script, tally: Tally, board: FileBoard | PinnedBoard, stopwatch: Stopwatch | None = None
+        self, script: CompiledPlan, tally: StepTally, board: FileTier | PinnedTier, stopwatch: Stopwatch | None = None
     ) -> None:
         """Nothing is saved yet."""
         self.script = script
@@ -290,7 +290,7 @@ class LeanRun:
 class _Replayer:
     """The plan's way of bringing values back: what is held was decided beforehand, and room was left."""
 
-    def __init__(self, holds: frozenset[int], run: LeanRun) -> None:
+    def __init__(self, holds: frozenset[int], run: PlannedRun) -> None:
         self._holds = holds
         self._tally = run.tally
         self._stopwatch = run.stopwatch
@@ -323,7 +323,7 @@ class _Replayer:
 
 
 @final
-class LeanMode(Mode):
+class PlannedMode(Mode):
     """Follows a planned forward.
 
     Attributes:
@@ -334,7 +334,7 @@ class LeanMode(Mode):
     """
 
     def __init__(
-        self, script: Script, run: LeanRun, fallback: Callable[[], Any],
+        self, script: CompiledPlan, run: PlannedRun, fallback: Callable[[], Any],
         pack_fallback: Callable[[torch.Tensor], Any], out_of_memory: Callable[[BaseException], bool],
         before_write: Callable[[Any, Any, Any], None], cap: Callable[[bool], None] | None = None, *,
         refusals: Refusals | None = None, smaller: bool = False,
@@ -363,7 +363,7 @@ class LeanMode(Mode):
         self.values: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()
         run.values = self.values
         self._pins: dict[int, Value] = {}
-        self._elders: dict[int, list[weakref.ref[LeanHandle]]] = {}
+        self._elders: dict[int, list[weakref.ref[PlannedHandle]]] = {}
         self._left = False
         self.keeps: list[weakref.ref[Kept | Anchor]] = []
         self._guards: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -456,7 +456,7 @@ class LeanMode(Mode):
         self._delegate = self._fallback()
 
     def _guard(self, storage: torch.UntypedStorage) -> None:
-        """Replays read these bytes: who writes them must be the one that the recording has."""
+        """Guard a storage that replays read: only the operator that wrote it in the recording may write it."""
         self._guards[storage._cdata] = weakref.ref(storage)
 
     def guards(self, tensor: torch.Tensor) -> bool:
@@ -484,7 +484,7 @@ class LeanMode(Mode):
                 anchor.stale = True
 
     def expose(self, tensor: torch.Tensor) -> None:
-        """Somebody has a tensor's memory from now on: no replay may read it that is not in the plan already."""
+        """Mark a tensor's storage as exposed to code outside torch: no further operator that reads it may be replayed."""
         if on_storage(tensor):
             storage = tensor.untyped_storage()
             self._exposed[storage._cdata] = weakref.ref(storage)
@@ -503,7 +503,7 @@ class LeanMode(Mode):
         return any(t.untyped_storage()._cdata in exposed for t in read)
 
     def will_write(self, tensor: torch.Tensor) -> None:
-        """Somebody is about to write who is not in the plan: what would be made from these bytes is made now, and stays."""
+        """A write outside the plan is about to happen: recompute now, and keep, every value whose replay reads the tensor."""
         if not self.guards(tensor):
             return
         address = tensor.untyped_storage()._cdata
@@ -517,7 +517,7 @@ class LeanMode(Mode):
             if value.tensor is not None:
                 value.ticket = None
 
-    def _strays(self, act: Act | None, func: Any, args: Any, kwargs: Any) -> bool:
+    def _strays(self, act: PlannedStep | None, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether an operator writes to other bytes of ours than it did when it was recorded."""
         overwrites = () if act is None else act.overwrites
         info = info_of(func)
@@ -559,7 +559,7 @@ class LeanMode(Mode):
             value.tensor = as_bytes(storage)
         return True
 
-    def _act(self, act: Act, func: Any, args: Any, kwargs: Any) -> Any:
+    def _act(self, act: PlannedStep, func: Any, args: Any, kwargs: Any) -> Any:
         for number in act.moves:
             self.move(number)
         info = info_of(func)
@@ -591,7 +591,7 @@ class LeanMode(Mode):
             self._clocked.append(seconds)
         return out
 
-    def _record(self, act: Act, func: Any, info: Any, args: Any, kwargs: Any) -> Record:
+    def _record(self, act: PlannedStep, func: Any, info: Any, args: Any, kwargs: Any) -> Record:
         inputs: list[Argument] = []
         weak = {}
         for number in act.weak:
@@ -651,7 +651,7 @@ class LeanMode(Mode):
             self._witnessed[key] = weakref.ref(storage), found
         return found
 
-    def _note_outputs(self, act: Act, record: Record | None, args: Any, kwargs: Any, out: Any) -> None:
+    def _note_outputs(self, act: PlannedStep, record: Record | None, args: Any, kwargs: Any, out: Any) -> None:
         if not act.outs:
             return
         read = flatten((*args, *kwargs.values()))
@@ -669,7 +669,7 @@ class LeanMode(Mode):
             if record is not None:
                 record.outs.append((position, weakref.ref(value)))
 
-    def _note_writes(self, act: Act, record: Record | None, info: Any, args: Any, kwargs: Any) -> None:
+    def _note_writes(self, act: PlannedStep, record: Record | None, info: Any, args: Any, kwargs: Any) -> None:
         if not act.overwrites:
             return
         written = overwritten_by(info, args, kwargs)
@@ -693,9 +693,9 @@ class LeanMode(Mode):
                 record.overs[place] = (argument, weakref.ref(value), matters)
 
     def _inherit(
-        self, value: Value, held: torch.Tensor | None, storage: torch.UntypedStorage, handles: list[weakref.ref[LeanHandle]]
+        self, value: Value, held: torch.Tensor | None, storage: torch.UntypedStorage, handles: list[weakref.ref[PlannedHandle]]
     ) -> None:
-        """A version has the saved tensors of the one before it: what was written is not theirs, or autograd will say so."""
+        """Give a new version its predecessor's saved tensors; if the write touched their bytes, autograd raises."""
         alive = [handle for ref in handles if (handle := ref()) is not None and handle.instead is None]
         value.saves = len(alive)
         value.tensor = as_bytes(storage) if alive and held is None and value.number in self.script.held else held
@@ -744,7 +744,7 @@ class LeanMode(Mode):
                 if value.weak is not None and value.weak() is storage:
                     if not value.saves and number in self.script.held:
                         value.tensor = as_bytes(storage)
-                    handle = LeanHandle(self, value, tensor)
+                    handle = PlannedHandle(self, value, tensor)
                     if number in self.script.elders:
                         self._elders.setdefault(number, []).append(weakref.ref(handle))
                     return handle

@@ -6,12 +6,12 @@ from typing import Any, Protocol, final
 
 import torch
 from lowtide.runtime.intercept.dispatch_mode import Mode, make_way
-from lowtide.runtime.planned.mode import LeanMode
+from lowtide.runtime.planned.mode import PlannedMode
 from lowtide.runtime.storage.arguments import PLAIN_TYPES, written_by
 from lowtide.runtime.storage.op_schema import info_of
 
 
-class Guard(Protocol):
+class WriteListener(Protocol):
     """Who must know of writes beforehand."""
 
     def will_write(self, tensor: torch.Tensor) -> None:
@@ -19,7 +19,7 @@ class Guard(Protocol):
 
 
 @final
-class Owed:
+class RetainedGraphs:
     """Planned units that ended while autograd may still ask for what they saved: graphs that a script retains.
 
     Attributes:
@@ -29,9 +29,9 @@ class Owed:
     def __init__(self) -> None:
         """None is left."""
         self.updating = False
-        self._units: list[LeanMode] = []
+        self._units: list[PlannedMode] = []
 
-    def add(self, unit: LeanMode) -> None:
+    def add(self, unit: PlannedMode) -> None:
         """A unit ended."""
         if unit.owes():
             self._units.append(unit)
@@ -60,13 +60,13 @@ class Owed:
 
 
 @final
-class GuardMode(Mode):
+class WriteMode(Mode):
     """Looks on where no unit is followed but replays may still come: may what runs there write to what they read?
 
     In a planned backward in which code of the script may run (hooks, custom functions), and beside retained graphs.
     """
 
-    def __init__(self, *guards: Guard) -> None:
+    def __init__(self, *guards: WriteListener) -> None:
         """Tell these of writes."""
         super().__init__()
         self._guards = guards

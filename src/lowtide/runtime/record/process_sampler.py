@@ -14,7 +14,7 @@ from typing import Final, final
 import psutil
 
 from lowtide.probe import marks
-from lowtide.probe.marks import Kind
+from lowtide.probe.marks import MarkSource
 from lowtide.recording.file_format import ProcessRow
 from lowtide.recording.writer import Writer
 from lowtide.runtime.device.heap_counters import preloaded
@@ -27,7 +27,7 @@ _PAGE: Final = resource.getpagesize()
 
 
 @final
-class Coarse:
+class ProcessSampler:
     """Watches the process from a thread of its own."""
 
     def __init__(self, writer: Writer) -> None:
@@ -56,7 +56,7 @@ class Coarse:
         self._thread.join()
         self._close(None, marked=False)
 
-    def step(self, _: Kind, loss: float | None) -> None:
+    def step(self, _: MarkSource, loss: float | None) -> None:
         """A step is over."""
         self._marked = True
         self._close(loss, marked=True)

@@ -26,17 +26,17 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 import torch
 from lowtide.base.trace import Phase
 from lowtide.probe.marks import Rounds
-from lowtide.recording.file_format import BY_ZERO, CARRIED, COMPILED, HELD_BYTES, PHASES, Flag, Kind, Role, encode_run
+from lowtide.recording.file_format import BY_ZERO, CARRIED, COMPILED, HELD_BYTES, PHASES, EntryKind, Flag, Role, encode_run
 from lowtide.recording.summary import summarize_step
 from lowtide.recording.writer import Writer
 from lowtide.runtime.device.memory_meter import CudaMeter, HeapMeter, LedgerMeter, Meter, counters
-from lowtide.runtime.early_stop import Enough
-from lowtide.runtime.intercept.bypass import Asides
+from lowtide.runtime.early_stop import StepLimitReached
+from lowtide.runtime.intercept.bypass import Bypass
 from lowtide.runtime.intercept.dispatch_mode import Mode, make_way, tell_of_forks
-from lowtide.runtime.intercept.inplace_accumulation import Engine, in_place, reaches_twice, running
-from lowtide.runtime.intercept.mode_sensitive_backward import Derivatives, Unseen
-from lowtide.runtime.intercept.mode_stack import Stack
-from lowtide.runtime.intercept.phases import Clock
+from lowtide.runtime.intercept.inplace_accumulation import InPlaceAccumulation, in_place, reaches_twice, running
+from lowtide.runtime.intercept.mode_sensitive_backward import ModeSensitiveBackward, Unseen
+from lowtide.runtime.intercept.mode_stack import ModeStack
+from lowtide.runtime.intercept.phases import PhaseTracker
 from lowtide.runtime.intercept.script_frames import holders, user_line
 from lowtide.runtime.record.saved_tensors import Kept
 from lowtide.runtime.storage.arguments import NO_DISPATCH, PLAIN_TYPES, written_by
@@ -106,12 +106,12 @@ class Saved:
 
     __slots__ = ("blocks", "kept", "watcher")
 
-    def __init__(self, watcher: Watcher, blocks: list[Block], kept: Kept) -> None:
+    def __init__(self, watcher: RunRecorder, blocks: list[Block], kept: Kept) -> None:
         """Note that autograd saved it."""
         self.watcher, self.blocks, self.kept = watcher, blocks, kept
         for block in blocks:
             block.saves += 1
-            watcher.write(Kind.SAVED, a=block.number)
+            watcher.write(EntryKind.SAVED, a=block.number)
 
     def unpack(self) -> torch.Tensor:
         """The tensor."""
@@ -121,7 +121,7 @@ class Saved:
         """Autograd let go."""
         for block in self.blocks:
             block.saves -= 1
-            self.watcher.write(Kind.RELEASED, a=block.number)
+            self.watcher.write(EntryKind.RELEASED, a=block.number)
 
 
 def _unpack(packed: Kept | Saved) -> torch.Tensor:
@@ -132,7 +132,7 @@ def _unpack(packed: Kept | Saved) -> torch.Tensor:
 class _WatchMode(Mode):
     """Sees every operator below autograd."""
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, watcher: RunRecorder) -> None:
         super().__init__()
         self._watcher = watcher
         self.passive = False
@@ -173,7 +173,7 @@ class _Names:
 
 
 @final
-class Watcher:
+class RunRecorder:
     """One per process while a recording is made; listens to the clock.
 
     Attributes:
@@ -191,10 +191,10 @@ class Watcher:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self.meter = CudaMeter(torch.device("cuda", torch.cuda.current_device()))
         self._heap = found
-        self.clock = Clock(self, Derivatives(self))
+        self.clock = PhaseTracker(self, ModeSensitiveBackward(self))
         self.clock.detailed = operators
-        self.stack = Stack()
-        self.asides = Asides(self.stack, self.clock, self._run_region, only_hooks=True)
+        self.stack = ModeStack()
+        self.asides = Bypass(self.stack, self.clock, self._run_region, only_hooks=True)
         self.mode = _WatchMode(self)
         self.step = -1
         self._blocks: dict[int, StorageRef] = {}
@@ -229,7 +229,7 @@ class Watcher:
         self._origin: dict[int, tuple[int, int]] = {}
         self._last_origin, self._latest = (0, 0), (0, 0, 0)
         self._compiled = False
-        self._engine = Engine()
+        self._engine = InPlaceAccumulation()
         self._summed = False
         writer.name("")
 
@@ -244,7 +244,7 @@ class Watcher:
         self.meter.reset_op_peak()
         self._library_bytes = self.meter.library_live()
         self._begin_journal()
-        self.write(Kind.PHASE, live=self.meter.live(), size=self._outside())
+        self.write(EntryKind.PHASE, live=self.meter.live(), size=self._outside())
         if self.operators:
             self._meet_what_is_there()
             self.stack.put(self.mode, self._pack, _unpack)
@@ -271,7 +271,7 @@ class Watcher:
             with contextlib.suppress(AttributeError, RuntimeError):  # the script's objects are as the failure left them
                 self._recognise_all()
         peak = max(self._phase_peak, self.meter.op_peak())  # of the phase that runs, whoever took it
-        self.write(Kind.PHASE, live=self.meter.live(), peak=peak, size=self._outside())
+        self.write(EntryKind.PHASE, live=self.meter.live(), peak=peak, size=self._outside())
         self._active = False
         self.stack.take()
         self.clock.remove()
@@ -290,7 +290,7 @@ class Watcher:
         return not (self._most and self.step >= self._most) and len(self.later) < MOST_LATER
 
     def _note_last_use(self, block: Block) -> None:
-        """A large block that was used again after a step that is kept, in which it was there: in which last?"""
+        """Note the last step that used a large block, if the block was live in a kept step and used after it."""
         if block.bytes < HELD_BYTES or block.role in (Role.GRADIENT, Role.OPTIMIZER_STATE) or len(self.later) >= MOST_LATER:
             return
         if any(block.made <= step < block.read for step in (*range(-1, FIRST_STEPS), *self._kept)):
@@ -322,7 +322,8 @@ class Watcher:
         return max(highest, now, 0)
 
     def write(
-        self, kind: Kind, a: int = 0, b: int = 0, c: int = 0, *, flags: int = 0, size: int = 0, live: int = 0, peak: int = 0
+        self, kind: EntryKind, a: int = 0, b: int = 0, c: int = 0,
+        *, flags: int = 0, size: int = 0, live: int = 0, peak: int = 0,
     ) -> None:
         """One entry."""
         if self._active:
@@ -344,17 +345,17 @@ class Watcher:
         starts = phase in (Phase.ZERO_GRAD, Phase.FORWARD) and self._step_is_over()
         if starts:
             self._phase = phase
-            self.write(Kind.PHASE, live=live, peak=peak, size=self._outside())
+            self.write(EntryKind.PHASE, live=live, peak=peak, size=self._outside())
             self._close_step(complete=True)
             self._origin.clear()
             self.step += 1
             self._stepped, self._rounds_over, self._forwards, self._backwards = set(), 0, 0, 0
             self._begin_journal()
             if self._most and self.step >= self._most:
-                raise Enough
+                raise StepLimitReached
             peak = live
         self._phase = phase
-        self.write(Kind.PHASE, live=live, peak=peak, size=self._outside())
+        self.write(EntryKind.PHASE, live=live, peak=peak, size=self._outside())
 
     def _step_is_over(self) -> bool:
         """Whether what begins now belongs to the next step: a round of the optimizers (`probe.marks.Rounds`) is over."""
@@ -403,7 +404,7 @@ class Watcher:
                     self._recognise(tensor, Role.INPUT, "")
             self._look_for_holders(called=True)
             if isinstance(module, torch.nn.Module) and next(module.parameters(), None) is not None:
-                self.write(Kind.CALL, flags=int(torch.is_grad_enabled() and not module.training))
+                self.write(EntryKind.CALL, flags=int(torch.is_grad_enabled() and not module.training))
 
     def _meet(self, root: torch.nn.Module) -> None:
         if not any(isinstance(t, UninitializedTensorMixin) for t in (*root.parameters(), *root.buffers())):
@@ -529,7 +530,7 @@ class Watcher:
                 for part in _parts(tensor):
                     storage = part.untyped_storage()
                     block = self._find(storage) or self._enter(storage, part, self._latest, met=False)
-                    self.write(Kind.SAVED, a=block.number)
+                    self.write(EntryKind.SAVED, a=block.number)
 
     def _name_of(self, func: Any, args: Any) -> int:
         """An operator's name; one that the backward of a compiled region calls is a part of it."""
@@ -621,7 +622,7 @@ class Watcher:
         return not fresh or reaches_twice()
 
     def _move_cap(self, by: int) -> None:
-        """What the plain run does not take is not to make it fail."""
+        """Raise the cap by bytes that only the interception allocates, so that they cause no out-of-memory error."""
         if by and self._heap is not None and self._heap.cap:
             self._heap.cap += by
 
@@ -631,7 +632,7 @@ class Watcher:
         self._summed = summarize_step
         self._phase_peak = max(self._phase_peak, peak)
         run = encode_run(took, replayable=info.replayable, seeded=info.seeded)
-        self.write(Kind.OP, *self._latest, flags=run, size=before, live=after, peak=peak)
+        self.write(EntryKind.OP, *self._latest, flags=run, size=before, live=after, peak=peak)
 
     def _note_rest(self) -> None:
         """What the latest operator left in a library; from here on, it is the next one's."""
@@ -647,7 +648,7 @@ class Watcher:
         meter = self.meter
         if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and meter.denied() <= denied:
             return
-        self.write(Kind.DENIED, *origin, size=meter.denied_bytes(), live=meter.live(), peak=meter.op_peak())
+        self.write(EntryKind.DENIED, *origin, size=meter.denied_bytes(), live=meter.live(), peak=meter.op_peak())
         self._note_reads(info, args, kwargs)
         with contextlib.suppress(MemoryError):
             self._look_for_holders()
@@ -665,7 +666,7 @@ class Watcher:
         while self._library and live_bytes < self._library_bytes:
             block = self._library.pop()
             self._library_bytes -= block.bytes
-            self.write(Kind.DIED, block.number)
+            self.write(EntryKind.DIED, block.number)
         more = live_bytes - self._library_bytes
         if more <= 0:
             return
@@ -675,8 +676,8 @@ class Watcher:
         block.label = block.name = self.writer.name("kept by oneDNN")
         self._library.append(block)
         self._library_bytes += more
-        self.write(Kind.BORN, block.number, block.label, flags=Flag.COUNTED, size=more)
-        self.write(Kind.ROLE, block.number, block.name, flags=Role.CACHE)
+        self.write(EntryKind.BORN, block.number, block.label, flags=Flag.COUNTED, size=more)
+        self.write(EntryKind.ROLE, block.number, block.name, flags=Role.CACHE)
 
     def _note_reads(self, info: OpInfo, args: Any, kwargs: Any) -> None:
         read = tensors_in(list(args)) + (tensors_in(kwargs) if kwargs else [])
@@ -690,7 +691,8 @@ class Watcher:
                 block.read = self.step
                 if flags := Flag.WRITTEN if storage._cdata in written else 0:
                     block.written = self.step
-                self.write(Kind.READ, block.number, flags=flags, size=min(block.bytes, part.numel() * part.element_size()))
+                size = min(block.bytes, part.numel() * part.element_size())
+                self.write(EntryKind.READ, block.number, flags=flags, size=size)
 
     def _where(self, node: Any = None) -> tuple[int, int]:
         """Module and source line of the operator that is about to run: in backward, of the one whose gradient it makes."""
@@ -756,7 +758,7 @@ class Watcher:
         ref.cdata, ref.value = storage._cdata, block
         self._blocks[ref.cdata] = ref
         self._seen_bytes += size
-        self.write(Kind.BORN, block.number, label, flags=Flag.COUNTED * counted | Flag.MET * met, size=size)
+        self.write(EntryKind.BORN, block.number, label, flags=Flag.COUNTED * counted | Flag.MET * met, size=size)
         return block
 
     def _died(self, ref: StorageRef) -> None:
@@ -766,7 +768,7 @@ class Watcher:
         if block is not None:
             self._seen_bytes -= block.bytes
             self._note_last_use(block)
-            self.write(Kind.DIED, block.number)
+            self.write(EntryKind.DIED, block.number)
 
     def _recognise(self, tensor: torch.Tensor, role: Role, name: str) -> None:
         for part in _parts(tensor):
@@ -776,7 +778,7 @@ class Watcher:
                 continue
             if block.role < 0 or role < block.role:
                 block.role, block.name = role, self.writer.name(name)
-                self.write(Kind.ROLE, block.number, block.name, flags=role)
+                self.write(EntryKind.ROLE, block.number, block.name, flags=role)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         kept = Kept(tensor)
@@ -815,7 +817,7 @@ class Watcher:
             for part in _parts(tensor):
                 held = sizes.get(part.untyped_storage()._cdata)
                 if held is not None:
-                    self.write(Kind.HELD, held.number, self.writer.name(where))
+                    self.write(EntryKind.HELD, held.number, self.writer.name(where))
 
 
 def _place(optimizer: Any) -> int:
@@ -832,16 +834,16 @@ def _shapes_of(module: torch.nn.Module) -> tuple[Any, ...]:
     return tuple((p.dtype, p.size()) for p in module.parameters())
 
 
-def begin(writer: Writer, *, operators: bool, steps: int = 0) -> Watcher:
+def begin(writer: Writer, *, operators: bool, steps: int = 0) -> RunRecorder:
     """Start to record torch; after so many steps (0: never) the script is ended."""
     found = counters()
     writer.put_meta({"torch": torch.__version__, "level": "ops" if operators else "phases", "exact": found is not None})
-    watcher = Watcher(writer, operators=operators, steps=steps)
+    watcher = RunRecorder(writer, operators=operators, steps=steps)
     watcher.start()
     return watcher
 
 
-def end(watcher: Watcher, *, complete: bool, whole: bool = False) -> None:
+def end(watcher: RunRecorder, *, complete: bool, whole: bool = False) -> None:
     """Record torch no more; ``whole``: the script is over, nothing is used later."""
     watcher.stop(complete=complete)
     watcher.writer.put_meta({"later": watcher.later, "whole": whole and complete and watcher.knows_all_uses})

@@ -9,7 +9,7 @@ import torch
 from lowtide.runtime.device.offload import Ticket
 from lowtide.runtime.intercept.data_swaps import Origin
 from lowtide.runtime.online.eviction import Evictor
-from lowtide.runtime.record.trace_recorder import Recorder
+from lowtide.runtime.record.trace_recorder import TraceRecorder
 from lowtide.runtime.storage.arguments import NO_DISPATCH, PLAIN_TYPES
 from lowtide.runtime.storage.ledger import Ledger
 from lowtide.runtime.storage.value import Value
@@ -90,7 +90,7 @@ class Handle:
 
     __slots__ = ("__weakref__", "asked", "instead", "meta", "origin", "saver", "value", "version", "watched")
 
-    def __init__(self, saver: Saver, value: Value, tensor: torch.Tensor) -> None:
+    def __init__(self, saver: SavedTensors, value: Value, tensor: torch.Tensor) -> None:
         """Refer to the value; the tensor itself is watched, not held."""
         self.saver = saver
         self.value = value
@@ -135,7 +135,7 @@ class Handle:
 
 
 @final
-class Saver:
+class SavedTensors:
     """Saved-tensor hooks of the full interception.
 
     Attributes:
@@ -147,7 +147,7 @@ class Saver:
         """Share the runtime's parts."""
         self.ledger = ledger
         self.evictor = evictor
-        self.recorder: Recorder | None = None
+        self.recorder: TraceRecorder | None = None
         self.keep_only = False
         self.outstanding = 0
         self.awaited = 0

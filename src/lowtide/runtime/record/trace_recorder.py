@@ -50,7 +50,7 @@ class _Life:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _OpenNeed:
     """A need while its node still runs, in one of autograd's graph tasks; a backward within a node is a task of its own."""
 
     event: int
@@ -61,7 +61,7 @@ class _Asked:
 
 
 @dataclass(slots=True)
-class _Flight:
+class _InFlightCollective:
     """What a collective took, which a thread of its backend lets go of after it has told that it is done.
 
     Attributes:
@@ -76,15 +76,15 @@ class _Flight:
 
 
 @dataclass(eq=False)
-class Recorder:
+class TraceRecorder:
     """One unit while it runs; :meth:`finish` gives the trace."""
 
     notes: ClassVar[bool] = True
-    """Whether what happens is noted, and not only whose the values are."""
+    """Whether events are recorded; if False, only each value's owning unit is tracked."""
 
     meter: Meter
     base_bytes: int
-    events: list[Op | _Asked] = field(default_factory=list)
+    events: list[Op | _OpenNeed] = field(default_factory=list)
     funcs: list[tuple[int, Any]] = field(default_factory=list)
     lives: list[_Life] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
@@ -97,10 +97,10 @@ class Recorder:
     pending: list[Value] = field(default_factory=list)
     leaving: list[_Life] = field(default_factory=list)
     """Released by autograd, while something else, such as a node that is still running, holds the storage."""
-    asked: list[_Asked] = field(default_factory=list)
+    asked: list[_OpenNeed] = field(default_factory=list)
     away: set[Value] = field(default_factory=set)
     backward_event: int | None = None
-    flights: deque[_Flight] = field(default_factory=deque)
+    flights: deque[_InFlightCollective] = field(default_factory=deque)
     tracked: int = 0
     closed: bool = False
     _polled: int = 0
@@ -230,7 +230,7 @@ class Recorder:
     def need(self, value: Value) -> None:
         """Backward asks for a value."""
         self._look()
-        asked = _Asked(len(self.events), self.number(value), _node(), _task())
+        asked = _OpenNeed(len(self.events), self.number(value), _node(), _task())
         self.asked.append(asked)
         self.events.append(asked)
 
@@ -250,7 +250,7 @@ class Recorder:
         if len(self.flights) == _BACKEND_THREADS:
             for life in self.flights.popleft().late:
                 life.held_until = len(self.events)
-        self.flights.append(_Flight(frozenset(values), inside_bytes))
+        self.flights.append(_InFlightCollective(frozenset(values), inside_bytes))
 
     def after_op(self, func: Any, op: Op, *, scripted: bool) -> None:
         """An operator ended; a plan is to follow it, if it is scripted."""
@@ -279,7 +279,7 @@ class Recorder:
         self.spikes.pop()
 
     def _poll(self) -> None:
-        """See of which values only autograd, or we, are left as holders."""
+        """Find the values whose storage only autograd or Lowtide still references."""
         for life in self.leaving:
             if not (life.left or life.saves or life.is_held()):
                 self._leaves(life)
@@ -302,8 +302,8 @@ class Recorder:
             pending[self._polled - 1] = pending[-1]
             pending.pop()
 
-    def _let_go(self, asked: list[_Asked]) -> None:
-        """Nodes have run that asked for values; what one of them handed to somebody stays for as long as that holds it."""
+    def _let_go(self, asked: list[_OpenNeed]) -> None:
+        """Unpin values that finished nodes unpacked; one that a node passed on stays pinned while that reference lives."""
         for a in asked:
             a.node = None
             if not self.lives[a.value].is_held():
@@ -336,7 +336,7 @@ class Recorder:
         ongoing = {a.event for a in self.asked}
         events = tuple(
             Need(value=e.value, pinned_until=end if e.event in ongoing else (e.pinned_until or e.event))
-            if isinstance(e, _Asked)
+            if isinstance(e, _OpenNeed)
             else e
             for e in self.events
         )
@@ -365,8 +365,8 @@ class Recorder:
 
 
 @final
-class Bystander(Recorder):
-    """Knows of a unit whose the values are, which the policy on line asks for, and notes nothing: there will be no trace."""
+class OwnershipTracker(TraceRecorder):
+    """Tracks which values belong to a unit, as the eviction policy requires, without recording a trace."""
 
     notes = False
 

@@ -1,6 +1,6 @@
 """Making a value resident again: which operators run, in which order, and what of theirs stays.
 
-The rules are the referee's (``planning/referee.py``), so that a plan's predicted peak is the measured one.
+The rules are those of ``planning/unit/simulate.py``, so that a plan's predicted peak is the measured one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def chain_of(value: Value) -> tuple[list[Record], list[Value]]:
 
 
 def remake(value: Value, how: Replayer) -> torch.UntypedStorage:
-    """Make a value resident again by the referee's rules (``planning/referee.py``); it is not resident now.
+    """Make a value resident again by the rules of ``planning/unit/simulate.py``; it is not resident now.
 
     Raises:
         ReplayError: if it cannot be made again.

@@ -1,4 +1,4 @@
-"""Sums over bytes, by which it is told that they are others now."""
+"""Checksums over bytes, by which changes are detected."""
 
 from __future__ import annotations
 

@@ -24,6 +24,8 @@ _NEVER: Final = frozenset(
     {"aten::resize_", "aten::set_", "aten::_local_scalar_dense", "aten::item", "aten::record_stream",
      "aten::_cudnn_init_dropout_state", "aten::from_file", "aten::lift_fresh", "aten::lift"}
 )
+"""Operators that are never replayed: they change storages, leave torch, or return their input though their schema says that
+the result is new."""
 
 _OVERWRITE_FULLY: Final = frozenset(
     {"aten::copy_", "aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_", "aten::bernoulli_",

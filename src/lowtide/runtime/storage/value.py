@@ -12,7 +12,7 @@ from typing import Any, Protocol, final
 
 import torch
 from lowtide.base.errors import ReplayError
-from lowtide.runtime.device.offload import Board, Ticket
+from lowtide.runtime.device.offload import OffloadTier, Ticket
 from lowtide.runtime.numeric_settings import Numerics, current, under
 from lowtide.runtime.storage.arguments import flatten
 from lowtide.runtime.storage.checksum import digest
@@ -109,7 +109,7 @@ class Value:
             return self.tensor.untyped_storage()
         return None if self.weak is None else self.weak()
 
-    def move(self, board: Board) -> bool:
+    def move(self, board: OffloadTier) -> bool:
         """Put it on the second board and let go of it; whether bytes were written."""
         wrote = self.ticket is None
         if wrote:

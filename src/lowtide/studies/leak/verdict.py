@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from lowtide.base.units import KIB, format_bytes
-from lowtide.probe.marks import Kind
+from lowtide.probe.marks import MarkSource
 from lowtide.studies.leak.trend import FEWEST, Series, Trend, like_sized, trend
 from lowtide.studies.leak.watch import Run
 
@@ -368,7 +368,7 @@ def _notes(run: Run, by: dict[str, Counter], tolerance: float) -> tuple[list[str
     cycles = max((a["cycles_bytes"] for a in run.audits[1:]), default=0)
     if cycles > CYCLES:
         notes.append(f"up to {format_bytes(cycles)} waited in reference cycles for the garbage collector")
-    if run.kind is Kind.CLOCK:
+    if run.kind is MarkSource.CLOCK:
         notes.append(
             "the script marks no steps, so a step is a tick of the clock: call lowtide.step() in its loop, or give --step-line"
         )

@@ -26,7 +26,7 @@ from lowtide.base.temporary_folders import Scratch
 from lowtide.probe.census import users
 from lowtide.probe.counters import ABSENT, COLUMNS, INDEX
 from lowtide.probe.lend import lend
-from lowtide.probe.marks import Kind
+from lowtide.probe.marks import MarkSource
 from lowtide.probe.sampler import ENOUGH, TASK
 from lowtide.runtime.device.heap_counters import library_path
 
@@ -67,7 +67,7 @@ class Watch:
     every_seconds: float = 0.1
     least_seconds: float = 60.0
     census: bool = False
-    census_kind: Kind | None = None
+    census_kind: MarkSource | None = None
     deep: bool = False
     collect_every: int = 0
     arm: Mapping[str, Any] | None = None
@@ -118,7 +118,7 @@ class Run:
     """
 
     rows: NDArray[np.int64]
-    kind: Kind | None
+    kind: MarkSource | None
     audits: tuple[dict[str, Any], ...]
     census: tuple[dict[str, Any], ...]
     native: tuple[dict[str, Any], ...] = ()
@@ -284,15 +284,15 @@ class Watched:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def rows(self) -> tuple[NDArray[np.int64], Kind | None, int]:
+    def rows(self) -> tuple[NDArray[np.int64], MarkSource | None, int]:
         """Samples so far, who marked them, and the process they are of."""
-        best: tuple[NDArray[np.int64], Kind | None, int] = (np.empty((0, len(COLUMNS)), dtype=np.int64), None, 0)
+        best: tuple[NDArray[np.int64], MarkSource | None, int] = (np.empty((0, len(COLUMNS)), dtype=np.int64), None, 0)
         for path in sorted(self._folder.glob("rows-*")):
             raw = path.read_bytes()
             rows = np.frombuffer(raw[: len(raw) - len(raw) % (8 * len(COLUMNS))], dtype="<i8").reshape(-1, len(COLUMNS))
             if not len(rows):
                 continue
-            kind = Kind(int(rows[:, INDEX["kind"]].min()))
+            kind = MarkSource(int(rows[:, INDEX["kind"]].min()))
             rows = rows[rows[:, INDEX["kind"]] == kind]
             if best[1] is None or (-kind, len(rows)) > (-best[1], len(best[0])):
                 best = rows, kind, int(path.name.rpartition("-")[2])
@@ -331,7 +331,7 @@ class Watched:
                     look = None
             elif self._watch.steps and seen >= self._watch.steps:
                 rows, kind, _ = self.rows()
-                if kind is not Kind.CLOCK and len(rows) >= self._watch.steps:  # it should end by itself now
+                if kind is not MarkSource.CLOCK and len(rows) >= self._watch.steps:  # it should end by itself now
                     asked = seconds
         seconds = time.perf_counter() - self._began
         rows, kind, pid = self.rows()
@@ -351,7 +351,7 @@ class Watched:
             tail="\n".join(lines[-TAIL:]),
         )
 
-    def _entries(self, name: str, kind: Kind | None) -> tuple[dict[str, Any], ...]:
+    def _entries(self, name: str, kind: MarkSource | None) -> tuple[dict[str, Any], ...]:
         path = self._folder / name
         if not path.exists():
             return ()
