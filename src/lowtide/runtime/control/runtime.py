@@ -572,7 +572,7 @@ class Runtime:
         lowest = max(figures.resident_bytes, figures.bound_peak_bytes - most)
         if self._may_refuse:
             first = entry.backward_starts[0] if entry.backward_starts else len(entry.trace.events)
-            forced = int(max(forced_live(entry.problem)[:first], default=0)) + self._certain_shift(entry, unit)
+            forced = int(forced_live(entry.problem)[:first].max(initial=0)) + self._certain_shift(entry, unit)
             lowest = max(lowest, forced - unit.gradient_bytes)
         return lowest <= self.budget_bytes and self.gradients.can_engage(self._optimizers)
 
