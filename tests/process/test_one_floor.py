@@ -103,13 +103,46 @@ for step in range(6):
         net(torch.randn(4096, 64))
 """
 """What is evaluated takes more than a step of training."""
+FRAME = """
+import torch
+from torch import nn
 
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(128, 512), nn.Linear(512, 128), nn.LayerNorm(128)
 
-SCRIPTS = {"operators": MANY_OPERATORS, "output": KEPT_OUTPUT, "update": UPDATE, "rebuilt": REBUILT, "evaluation": EVALUATION}
+    def forward(self, x):
+        h = self.norm(x)
+        u = self.up(h)
+        gate = torch.sigmoid(u) * u
+        out = self.down(gate)
+        return x + out
+
+torch.manual_seed(0)
+net = nn.Sequential(*[Gated() for _ in range(4)])
+opt = torch.optim.Adam(net.parameters(), foreach=False)
+for step in range(4):
+    opt.zero_grad()
+    net(torch.randn(1024, 128)).square().mean().backward()
+    opt.step()
+"""
+"""Local variables of a forward hold what autograd has saved until it returns."""
+CHECKPOINTED = FRAME.replace("from torch import nn\n", "from torch import nn\nfrom torch.utils.checkpoint import checkpoint\n").replace(
+    "    net(torch.randn(1024, 128)).square()",
+    """    x = torch.randn(1024, 128)
+    for layer in net:
+        x = checkpoint(layer, x, use_reentrant=False)
+    x.square()""",
+)
+"""What a node of autograd asks for makes others run again, while it waits."""
+
+SCRIPTS = {"operators": MANY_OPERATORS, "output": KEPT_OUTPUT, "update": UPDATE, "rebuilt": REBUILT, "evaluation": EVALUATION, "frame": FRAME,
+           "checkpointed": CHECKPOINTED}
 LEVERS = "move-gradients,sliced-update,split-ops"
 
 
-@pytest.mark.long("operators", "update", "rebuilt")
+@pytest.mark.long("operators", "update", "rebuilt", "checkpointed")
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_plan_and_run_tell_the_same_plain_peak_and_floor(tmp_path: Path, kind: str) -> None:
     script, one = script_in(tmp_path, SCRIPTS[kind]), {"OMP_NUM_THREADS": "1"}

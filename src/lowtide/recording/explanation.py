@@ -8,6 +8,7 @@ unknown. So the sums close by construction, and ``unknown`` says how much was no
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from lowtide.base.trace import Buffer, Op, Phase, Site, Trace
 from lowtide.planning.unit.problem import Problem
 from lowtide.planning.unit.simulate import play
-from lowtide.recording.file_format import COMPILED, PHASES, EntryKind, Flag, Role, StepRow
+from lowtide.recording.file_format import COMPILED, FORMAT, PHASES, EntryKind, Flag, Role, StepRow
 from lowtide.recording.reader import Recording
 
 ROLES: Final = tuple(Role)
@@ -36,6 +37,8 @@ class Block:
         born: entry at which it appeared; -1 if it was there when the step began.
         died: entry at which its memory was given back; the number of entries if it outlived the step.
         saved: spans of entries in which autograd had a saved tensor of it.
+        needs: spans of entries in which a node of autograd that had asked for a saved tensor of it used it.
+        unheld: entry from which on nothing but autograd's saved tensors held it; None where that was never so.
         reads: entries of the operators that read it.
         writes: those among them that wrote it in place.
         shown: of each of them, bytes of the tensors on it that it was given; 0 where the recording does not say.
@@ -66,6 +69,8 @@ class Block:
     open: bool = False
     holder: str = ""
     shown: dict[int, int] = field(default_factory=dict)
+    needs: list[tuple[int, int]] = field(default_factory=list)
+    unheld: int | None = None
 
     @property
     def last_read(self) -> int:
@@ -109,11 +114,12 @@ class Block:
 class Step:
     """One recorded step with entries, laid out for questions."""
 
-    def __init__(self, row: StepRow, names: tuple[str, ...]) -> None:
-        """Index the entries; ``row.entries`` must be there."""
+    def __init__(self, row: StepRow, names: tuple[str, ...], *, file_format: int = FORMAT) -> None:
+        """Index the entries, as a file of some format has them; ``row.entries`` must be there."""
         assert row.entries is not None
         self.row = row
         self.names = names
+        self.file_format = file_format
         self.entries: NDArray[Any] = row.entries
         self.ops: NDArray[np.int64] = np.flatnonzero(np.isin(self.entries["kind"], (EntryKind.OP, EntryKind.DENIED)))
 
@@ -126,6 +132,7 @@ class Step:
         end = len(self.entries)
         found: dict[int, Block] = {}
         open_saves: dict[int, tuple[int, int]] = {}
+        open_needs: dict[int, list[int]] = defaultdict(list)
         for row in self.row.carried if self.row.carried is not None else ():
             number = int(row["block"])
             found[number] = Block(
@@ -167,7 +174,15 @@ class Step:
             elif kind == EntryKind.SAVED:
                 count, since = open_saves.get(a, (0, at if block.born == at else i))
                 open_saves[a] = (count + 1, since)
+            elif kind == EntryKind.NEED:
+                open_needs[a].append(i)
+            elif kind == EntryKind.UNPINNED and open_needs[a]:
+                block.needs.append((open_needs[a].pop(0), i))
+            elif kind == EntryKind.UNHELD:
+                block.unheld = i if block.unheld is None else block.unheld
             elif kind == EntryKind.RELEASED and a in open_saves:
+                if open_needs[a]:
+                    block.needs.append((open_needs[a].pop(0), i))
                 count, since = open_saves.pop(a)
                 if count > 1:
                     open_saves[a] = (count - 1, since)
@@ -181,6 +196,8 @@ class Step:
                 block.held.append(self._name(b))
         for number, (_, since) in open_saves.items():
             found[number].saved.append((since, end))
+        for number, since_entries in open_needs.items():
+            found[number].needs += [(since, end) for since in since_entries]
         if not self.row.complete:
             for block in found.values():
                 block.open = block.died == end and not block.held
@@ -372,7 +389,8 @@ _laid_out: WeakKeyDictionary[Recording, list[Step]] = WeakKeyDictionary()
 def steps_of(recording: Recording) -> list[Step]:
     """The steps whose operators were kept, in order; laid out once per recording."""
     if recording not in _laid_out:
-        steps = [Step(row, recording.names) for row in recording.steps if row.entries is not None]
+        written = int(recording.meta.get("format", 0))
+        steps = [Step(row, recording.names, file_format=written) for row in recording.steps if row.entries is not None]
         _laid_out[recording] = [s for s in steps if len(s.ops)]
     return _laid_out[recording]
 

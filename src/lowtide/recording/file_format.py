@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from lowtide.base.trace import Phase
 
-FORMAT: Final = 2
-"""Version of the file."""
+FORMAT: Final = 3
+"""Version of the file; since 3 it says when backward asks for a saved tensor, and what else holds it."""
 APPLICATION: Final = 0x4C6F7774
 """``application_id`` of the SQLite header: "Lowt"."""
 APPLICATION_AT: Final = 68
@@ -57,6 +57,12 @@ class EntryKind(IntEnum):
     """An operator failed for want of memory: a, b, c as for OP; size = bytes asked for, live, peak."""
     CALL = 11
     """A model was called from outside any module: flags = 1 where it evaluates (``eval()``) while autograd records."""
+    NEED = 12
+    """Backward asks for a saved tensor: a = block. The node that asked holds it until UNPINNED, or until it is RELEASED."""
+    UNPINNED = 13
+    """The node that asked for a saved tensor has ended, and autograd keeps the tensor: a = block."""
+    UNHELD = 14
+    """Nothing but autograd's saved tensors holds a block any more: a = block."""
 
 
 class Flag(IntEnum):

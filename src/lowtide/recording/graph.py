@@ -2,9 +2,10 @@
 
 Nodes are operators and the blocks (storages) that they made; a block that an operator wrote in place has a version for each
 such write. What was there before the step and is never written stays resident; what was written is a source that cannot be
-made again. A block may be dropped only while autograd alone has it: between its reads it was saved; any other is held until
-its last read, and one that outlived both (a variable of the script had it) until it was given back. Bytes inside an operator
-that belong to no block are its workspace, bytes that no block explains count with it.
+made again. A block may be dropped only while autograd alone has it: from when nothing else held it on, but for the operators
+of a node that has asked for it. Any other is held until its last read, and one that outlived both (a variable of the script
+had it) until it was given back. Bytes inside an operator that belong to no block are its workspace, bytes that no block
+explains count with it.
 """
 
 from __future__ import annotations
@@ -19,14 +20,12 @@ from lowtide.base.errors import RecordingError
 from lowtide.base.trace import Phase
 from lowtide.planning.graph import Graph, Node, Offload
 from lowtide.recording.explanation import Block, Step
-from lowtide.recording.file_format import PHASES, Role, decode_run
+from lowtide.recording.file_format import PHASES, EntryKind, Role, decode_run
 
 BACKWARD = PHASES.index(Phase.BACKWARD)
-_OF_A_NODE = 8
-"""Operators that a node of autograd may run after the one that read what it saved."""
-
-_LITTLE = 1e-3
-"""Of a block's bytes: operators after its last reader that rise no higher above that one decide nothing."""
+_OF_A_UNIT = frozenset(PHASES.index(phase) for phase in (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD))
+FIRST_WITH_NEEDS = 3
+"""The format of recordings that first said when backward asks for a saved tensor, and what else holds it."""
 
 _HELD_BY_THEIR_OWNER = frozenset({Role.PARAMETER, Role.BUFFER, Role.GRADIENT, Role.OPTIMIZER_STATE})
 """A module, a parameter or an optimizer refers to these, also where they were made within the step."""
@@ -52,8 +51,10 @@ def graph_of(step: Step, *, offload: Offload | None = None, let_go: Collection[i
         let_go: numbers of gradients that nobody holds: they go after their last read; the step before has left none of them.
 
     Raises:
-        RecordingError: if the recording has no operators' seconds.
+        RecordingError: if the recording is of a format that does not say when backward asks for saved tensors.
     """
+    if step.file_format < FIRST_WITH_NEEDS:
+        raise RecordingError("the recording is of an older version, which did not note all that a plan needs: record anew")
     return _Builder(step, let_go).graph(offload)
 
 
@@ -86,8 +87,6 @@ class _Builder:
         self.count = len(step.ops)
         self.position = {int(e): k for k, e in enumerate(step.ops)}
         self.runs = [decode_run(int(f)) for f in step.entries["flags"][step.ops]]
-        if self.count and not any(seconds for seconds, _, _ in self.runs):
-            raise RecordingError("the recording does not say how long operators took: record anew with this version")
         self.sources: list[list[_Entry]] = [[] for _ in range(self.count + 1)]  # by the operator before which they are there
         self.ops: list[_Entry] = [_Entry({"id": f"op{k}"}) for k in range(self.count)]
         self.members: list[list[_Entry]] = [[] for _ in range(self.count)]
@@ -95,6 +94,25 @@ class _Builder:
         self.tracked = np.zeros(self.count + 1, dtype=np.int64)
         self.resident = 0
         self.spans: dict[str, tuple[int, int]] = {}
+        self.within = self._within_units()
+
+    def _within_units(self) -> list[bool]:
+        """By operator, whether it belongs to a forward, its loss or its backward: what `run` records and plans.
+
+        Where no module is called a unit begins with the first tensor that autograd saves.
+        """
+        phases = self.step.entries["phase"]
+        saves = np.flatnonzero(self.step.entries["kind"] == EntryKind.SAVED)
+        found, since, inside, before = [], 0, False, -1
+        for entry in map(int, self.step.ops):
+            phase = int(phases[entry])
+            if before == BACKWARD != phase:
+                since, inside = entry, False
+            saved = np.searchsorted(saves, since) < np.searchsorted(saves, entry)
+            inside = inside or phase in _OF_A_UNIT or bool(saved)
+            found.append(inside)
+            before = phase
+        return found
 
     def ordinal(self, entry: int) -> int:
         """The last operator at or before an entry; -1 before the first."""
@@ -165,30 +183,18 @@ class _Builder:
             for k in mine:
                 self.ops[k].parents[name] = None
             self._hold(block, entry, start, stop, mine, last=last, end=end)
-            if last:
-                self._until_released(block, name, mine)
+            self._pin(block, name, start, stop)
 
     def _there_before(self, block: Block, reads: list[int]) -> int:
         """The operator before which a block that no operator was seen to make was there: the one that met it, or the next."""
         met = self.ordinal(block.born)
         return met if met in reads else met + 1
 
-    def _until_released(self, block: Block, name: str, reads: list[int]) -> None:
-        """A saved tensor that was unpacked is there until its node has ended, which may run operators that do not read it.
-
-        They count as readers, so that a plan has it then, too.
-        """
-        if not reads or not block.saved:
-            return
-        at, end = reads[-1], self.ordinal(block.saved[-1][1])
-        phases, modules = self.step.entries["phase"], self.step.entries["b"]
-        first = self.step.ops[at]
-        if phases[first] != BACKWARD or not at < end <= at + _OF_A_NODE:
-            return
-        for k in range(at + 1, end + 1):
-            entry = self.step.ops[k]
-            rise = int(self.step.peaks[k]) - int(self.step.peaks[at])
-            if phases[entry] == BACKWARD and modules[entry] == modules[first] and rise > _LITTLE * block.bytes:
+    def _pin(self, block: Block, name: str, start: int, stop: int) -> None:
+        """While a node has what it asked for, the operators that it runs count as readers: a plan has it then, too."""
+        for asked, over in block.needs:
+            first, end = self.ordinal(asked) + 1, self.ordinal(over)
+            for k in range(max(first, start + 1), min(end, stop) + 1):
                 self.ops[k].parents[name] = None
 
     def _in_place(self, k: int) -> None:
@@ -211,12 +217,13 @@ class _Builder:
         ]
         read = reads[-1] if reads else start
         released = max((min(b, stop) for _, b in saved), default=-1)
-        if block.role in _HELD_BY_THEIR_OWNER:
+        before_its_unit = saved and start >= 0 and not self.within[start]
+        if block.role in _HELD_BY_THEIR_OWNER or before_its_unit:
             until = min(stop, self.count - 1)
         elif last and end > max(read, released):
             until = min(end, self.count - 1)  # a variable of the script has it, and the run cannot take it from there
         elif saved:
-            until = max((k for k in reads if k <= min(a for a, _ in saved)), default=start)
+            until = stop if block.unheld is None else min(self.ordinal(block.unheld), stop)
         else:
             until = read
         if until > start and until >= 0:

@@ -38,6 +38,7 @@ from lowtide.runtime.intercept.mode_sensitive_backward import ModeSensitiveBackw
 from lowtide.runtime.intercept.mode_stack import ModeStack
 from lowtide.runtime.intercept.phases import PhaseTracker
 from lowtide.runtime.intercept.script_frames import holders, user_line
+from lowtide.runtime.record.live_blocks import LiveBlock, RecordedSave, SavedWatch
 from lowtide.runtime.record.saved_tensors import Kept
 from lowtide.runtime.storage.arguments import NO_DISPATCH, PLAIN_TYPES, written_by
 from lowtide.runtime.storage.op_schema import OpInfo, info_of
@@ -73,58 +74,7 @@ _ADD: Final = torch.ops.aten.add.Tensor
 _CLONE: Final = torch.ops.aten.clone.default
 
 
-@final
-class Block:
-    """One storage while it lives.
-
-    Attributes:
-        number: its id in the recording.
-        role: what it was recognised as; -1 so far.
-        saves: saved tensors of it that autograd has.
-        made, read, written: the steps in which it appeared, was read and was written in place last.
-        root: whether a backward began at it.
-        node: the number of autograd's node that ran when it appeared; -1 for none.
-        looked: whether it was looked up among the script's variables when a model was called.
-        op, module, source, label, name: ids of names.
-    """
-
-    __slots__ = ("bytes", "counted", "label", "looked", "made", "module", "name", "node", "number", "op", "phase", "read",
-                 "role", "root", "saves", "source", "written")
-
-    def __init__(self, number: int, size: int, step: int, *, counted: bool) -> None:
-        """A block that nothing is known of."""
-        self.number, self.bytes, self.counted = number, size, counted
-        self.role, self.saves, self.node = -1, 0, -1
-        self.made = self.read = self.written = step
-        self.root = self.looked = False
-        self.name = self.op = self.module = self.source = self.label = self.phase = 0
-
-
-@final
-class Saved:
-    """A saved tensor, kept as it is."""
-
-    __slots__ = ("blocks", "kept", "watcher")
-
-    def __init__(self, watcher: RunRecorder, blocks: list[Block], kept: Kept) -> None:
-        """Note that autograd saved it."""
-        self.watcher, self.blocks, self.kept = watcher, blocks, kept
-        for block in blocks:
-            block.saves += 1
-            watcher.write(EntryKind.SAVED, a=block.number)
-
-    def unpack(self) -> torch.Tensor:
-        """The tensor."""
-        return self.kept.unpack()
-
-    def __del__(self) -> None:
-        """Autograd let go."""
-        for block in self.blocks:
-            block.saves -= 1
-            self.watcher.write(EntryKind.RELEASED, a=block.number)
-
-
-def _unpack(packed: Kept | Saved) -> torch.Tensor:
+def _unpack(packed: Kept | RecordedSave) -> torch.Tensor:
     return packed.unpack()
 
 
@@ -198,7 +148,7 @@ class RunRecorder:
         self.mode = _WatchMode(self)
         self.step = -1
         self._blocks: dict[int, StorageRef] = {}
-        self._library: list[Block] = []
+        self._library: list[LiveBlock] = []
         self._library_bytes = 0
         self._seen_bytes = 0
         self._numbers = itertools.count(1).__next__
@@ -231,6 +181,7 @@ class RunRecorder:
         self._compiled = False
         self._engine = InPlaceAccumulation()
         self._summed = False
+        self._saved = SavedWatch(self.write)
         writer.name("")
 
     # --- on and off --------------------------------------------------------------------------------------------------
@@ -281,6 +232,7 @@ class RunRecorder:
         for ref in list(self._blocks.values()):
             if ref.value is not None:
                 self._note_last_use(ref.value)
+                ref.value.storage = None
             ref.value = None
         self._blocks = {}
 
@@ -289,7 +241,7 @@ class RunRecorder:
         """Whether the script was not ended early, and not too many blocks were used again."""
         return not (self._most and self.step >= self._most) and len(self.later) < MOST_LATER
 
-    def _note_last_use(self, block: Block) -> None:
+    def _note_last_use(self, block: LiveBlock) -> None:
         """Note the last step that used a large block, if the block was live in a kept step and used after it."""
         if block.bytes < HELD_BYTES or block.role in (Role.GRADIENT, Role.OPTIMIZER_STATE) or len(self.later) >= MOST_LATER:
             return
@@ -549,6 +501,7 @@ class RunRecorder:
         """Run one operator, or what counts as one, and note what it did."""
         meter = self.meter
         self._note_peak()
+        self._saved.look()
         before, denied = meter.live(), meter.denied()
         module, source = self._where()
         op = self._name_of(func, args) if info is None else self.writer.name(info.name)
@@ -582,6 +535,7 @@ class RunRecorder:
             return
         meter = self.meter
         self._note_peak()
+        self._saved.look()
         before, denied = meter.live(), meter.denied()
         origin = self.writer.name(type(what.node).__name__), *self._where(what.node)
         meter.begin_operator()
@@ -670,7 +624,7 @@ class RunRecorder:
         more = live_bytes - self._library_bytes
         if more <= 0:
             return
-        block = Block(self._numbers(), more, self.step, counted=True)
+        block = LiveBlock(self._numbers(), more, self.step, counted=True)
         block.op, block.module, block.source = origin
         block.phase, block.role = _CODE[self._phase], Role.CACHE
         block.label = block.name = self.writer.name("kept by oneDNN")
@@ -733,15 +687,15 @@ class RunRecorder:
 
     # --- blocks ------------------------------------------------------------------------------------------------------
 
-    def _find(self, storage: torch.UntypedStorage) -> Block | None:
+    def _find(self, storage: torch.UntypedStorage) -> LiveBlock | None:
         ref = self._blocks.get(storage._cdata)
         return None if ref is None or ref() is None else ref.value
 
     def _enter(
         self, storage: torch.UntypedStorage, tensor: torch.Tensor, origin: tuple[int, int, int], *, met: bool
-    ) -> Block:
+    ) -> LiveBlock:
         size, counted = storage.nbytes(), self.meter.counts(storage)
-        block = Block(self._numbers(), size, self.step, counted=counted)
+        block = LiveBlock(self._numbers(), size, self.step, counted=counted)
         block.op, block.module, block.source = origin
         block.phase = _CODE[self._phase]
         if self._phase is Phase.BACKWARD and not met:
@@ -755,7 +709,7 @@ class RunRecorder:
                 self._labels[key] = label
         block.label = label
         ref = StorageRef(storage, self._died)
-        ref.cdata, ref.value = storage._cdata, block
+        ref.cdata, ref.value, block.storage = storage._cdata, block, ref
         self._blocks[ref.cdata] = ref
         self._seen_bytes += size
         self.write(EntryKind.BORN, block.number, label, flags=Flag.COUNTED * counted | Flag.MET * met, size=size)
@@ -766,6 +720,7 @@ class RunRecorder:
             del self._blocks[ref.cdata]
         block = ref.value
         if block is not None:
+            block.storage = None
             self._seen_bytes -= block.bytes
             self._note_last_use(block)
             self.write(EntryKind.DIED, block.number)
@@ -786,7 +741,7 @@ class RunRecorder:
             return kept
         parts = [(part.untyped_storage(), part) for part in _parts(tensor)]
         blocks = [self._find(storage) or self._enter(storage, part, (0, 0, 0), met=True) for storage, part in parts]
-        return Saved(self, blocks, kept) if blocks else kept
+        return RecordedSave(self._saved, blocks, kept) if blocks else kept
 
     def _live_blocks(self) -> Any:
         live = (ref.value for ref in list(self._blocks.values()) if ref() is not None)
@@ -799,7 +754,7 @@ class RunRecorder:
 
     def _look_for_holders(self, *, called: bool = False) -> None:
         """Which variables of the script refer to large blocks now; when a model is ``called``, to those of the call before."""
-        sizes: dict[int, Block] = {}
+        sizes: dict[int, LiveBlock] = {}
         for ref in list(self._blocks.values()):
             block = ref.value
             if block is None or block.bytes < HELD_BYTES or block.role >= 0:
