@@ -28,7 +28,7 @@ from steps import Step, image, language
 import lowtide
 import torch
 from lowtide.base.units import format_bytes
-from lowtide.runtime.device.memory_meter import counters
+from lowtide.runtime.device.heap_meter import counters
 from process import in_turns, machine, with_counter
 from torch import nn
 

@@ -141,7 +141,7 @@ def _find(name: str, cap: int) -> dict[str, Any]:
     from lightning.pytorch.tuner import Tuner
 
     import torch
-    from lowtide.runtime.device.memory_meter import counters
+    from lowtide.runtime.device.heap_meter import counters
 
     counter = counters()
     assert counter is not None

@@ -26,7 +26,7 @@ import lowtide
 import torch
 from lowtide.base.lever_catalogue import SLICES, SPLIT_OPS, UPDATE
 from lowtide.base.units import format_bytes
-from lowtide.runtime.device.memory_meter import counters
+from lowtide.runtime.device.heap_meter import counters
 from process import machine, with_counter
 from torch import nn
 

@@ -25,7 +25,7 @@ from rich.table import Table
 import lowtide
 import torch
 from lowtide.base.units import format_bytes
-from lowtide.runtime.device.memory_meter import counters
+from lowtide.runtime.device.heap_meter import counters
 from process import in_turns, machine, with_counter
 
 VOCABULARY, BATCH = 8192, 4

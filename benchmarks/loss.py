@@ -26,7 +26,7 @@ def _part(part: str, args: argparse.Namespace, file: str) -> None:
 
     import lowtide
     import torch
-    from lowtide.runtime.device.memory_meter import counters
+    from lowtide.runtime.device.heap_meter import counters
 
     counter = counters()
     assert counter is not None

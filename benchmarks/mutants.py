@@ -51,11 +51,13 @@ PACKAGES = {
     "interception": Package((
         "runtime/intercept/bypass.py", "runtime/device/offload.py", "runtime/intercept/mode_sensitive_backward.py",
         "runtime/intercept/inplace_accumulation.py", "runtime/online/mode.py", "runtime/online/eviction.py",
-        "runtime/control/unit_signature.py", "runtime/planned/mode.py", "runtime/storage/ledger.py",
+        "runtime/units/unit_signature.py", "runtime/planned/mode.py", "runtime/storage/ledger.py",
         "runtime/intercept/data_swaps.py", "runtime/planned/retained_graphs.py",
-        "runtime/intercept/pointer_escapes.py", "runtime/record/trace_recorder.py", "runtime/control/plan_cache.py",
-        "runtime/replay/chain.py", "runtime/control/peak_model.py", "runtime/control/runtime.py",
-        "runtime/record/saved_tensors.py", "runtime/control/unit.py", "runtime/storage/value.py", "runtime/storage/views.py",
+        "runtime/intercept/pointer_escapes.py", "runtime/record/trace_recorder.py", "runtime/units/plan_cache.py",
+        "runtime/replay/chain.py", "runtime/units/peak_model.py", "runtime/control/runtime.py",
+        "runtime/record/saved_tensors.py", "runtime/units/unit.py", "runtime/control/plan_choice.py",
+        "runtime/control/unit_start.py", "runtime/control/unit_review.py", "runtime/control/unit_boundaries.py",
+        "runtime/control/interception.py", "runtime/storage/value.py", "runtime/storage/views.py",
         "runtime/monkeypatch.py",
     ), (
         "unit/test_rises.py", "unit/test_crossings.py", "torch/test_runtime.py", "torch/test_retained_graphs.py",
@@ -76,7 +78,8 @@ PACKAGES = {
     )),
     "recording": Package((
         "runtime/record/process_sampler.py", "runtime/intercept/script_frames.py", "runtime/intercept/phases.py",
-        "runtime/record/run_recorder.py",
+        "runtime/record/run_recorder.py", "runtime/record/operator_observer.py", "runtime/record/block_table.py",
+        "runtime/record/roles.py", "runtime/record/attribution.py", "runtime/record/live_blocks.py",
     ), (
         "torch/test_begun_late.py", "torch/test_frames.py", "torch/test_recorded_graph.py", "torch/test_tracers.py",
         "torch/test_findings.py", "process/test_record.py", "process/test_recorded_peaks.py", "process/test_one_floor.py",

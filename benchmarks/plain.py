@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.optim import optimizer
 
-from lowtide.runtime.device.memory_meter import counters
+from lowtide.runtime.device.heap_meter import counters
 
 
 def main() -> None:

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from lowtide.planning.check.check import check
-from lowtide.planning.graph import Graph, from_json, load
+from lowtide.planning.graph import Graph
+from lowtide.planning.graph_json import from_json, load
 from lowtide.planning.solver.figures import to_json
 from lowtide.planning.solver.solve import Order, Solver
 from lowtide.recording.graph import graph_of, operator_of

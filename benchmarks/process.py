@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterable, Iterator
 
 import torch
-from lowtide.runtime.device.memory_meter import counters, library_path
+from lowtide.runtime.device.heap_counters import library_path
+from lowtide.runtime.device.heap_meter import counters
 
 
 def with_counter() -> None:

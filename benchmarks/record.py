@@ -28,7 +28,8 @@ import lowtide
 import torch
 from lowtide.base.units import format_bytes
 from lowtide.recording.reader import read
-from lowtide.runtime.device.memory_meter import counters, library_path
+from lowtide.runtime.device.heap_counters import library_path
+from lowtide.runtime.device.heap_meter import counters
 from process import machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -93,7 +94,8 @@ def _lowtide(level: Any) -> Iterator[Told]:
         recording = read(file)
         told["peak_bytes"] = max(row.peak_bytes for row in recording.steps)
         if level == "ops":
-            from lowtide.recording.explanation import Role, peak_report, steps_of
+            from lowtide.recording.explanation import Role, steps_of
+            from lowtide.recording.peak_report import peak_report
 
             reports = [r for r in map(peak_report, steps_of(recording)) if r is not None]
             top = max(reports, key=lambda r: r.bytes)

@@ -31,7 +31,7 @@ import small_gpt
 
 import lowtide
 from lowtide.base.units import format_bytes
-from lowtide.runtime.device.memory_meter import counters
+from lowtide.runtime.device.heap_meter import counters
 
 STEPS, SETTLED = 12, 5
 SHAPE = (8, 256)

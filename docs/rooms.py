@@ -27,7 +27,7 @@ TORCH_FREE: Final = (
 
 RUNTIME: Final = (
     "runtime", "runtime.device", "runtime.storage", "runtime.intercept", "runtime.levers", "runtime.replay", "runtime.online",
-    "runtime.record", "runtime.planned", "runtime.control", "runtime.agent",
+    "runtime.record", "runtime.planned", "runtime.units", "runtime.control", "runtime.agent",
 )
 """Packages whose modules may import torch when they are loaded."""
 

@@ -21,7 +21,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from lowtide.base.units import format_bytes, format_seconds
-from lowtide.runtime.device.memory_meter import library_path
+from lowtide.runtime.device.heap_counters import library_path
 
 HERE = Path(__file__).resolve().parent
 SCRIPTS = ("casino_lstm.py", "small_gpt.py")

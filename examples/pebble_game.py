@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from lowtide.planning.graph import Graph, from_json
+from lowtide.planning.graph import Graph
 from lowtide.planning.graph_arrays import game_of
+from lowtide.planning.graph_json import from_json
 from lowtide.planning.referee import play
 from lowtide.planning.schedule import Act, Row, Schedule, plain_row, unfold
 from lowtide.planning.search import classics

@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def heap():  # noqa: ANN201 - imported late: floors 0-2 are tested without torch
     """The preloaded heap counter; ``make test`` preloads it."""
-    from lowtide.runtime.device.memory_meter import counters
+    from lowtide.runtime.device.heap_meter import counters
 
     found = counters()
     assert found is not None, "the heap counter is not preloaded: run these tests by `make test`"

@@ -18,7 +18,8 @@ from lowtide.planning.unit.plan_file import Plan
 from lowtide.recording.reader import Recording, read
 from lowtide.recording.writer import Writer
 from lowtide.runtime.agent.task import runs_here
-from lowtide.runtime.control.runtime import Runtime, Settings
+from lowtide.runtime.control.runtime import Runtime
+from lowtide.runtime.control.settings import Settings
 from lowtide.runtime.record import run_recorder
 from lowtide.runtime.run_figures import Outcome
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowtide
-from lowtide.runtime.control.runtime import AUTO_MARGIN
+from lowtide.runtime.control.budget_source import AUTO_MARGIN
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -74,7 +74,7 @@ def test_failing_operator_is_tried_again_after_cuda_ran_out_of_memory() -> None:
 
 
 def test_moved_values_come_back_bit_for_bit_from_pinned_memory() -> None:
-    from lowtide.runtime.device.offload import PinnedTier
+    from lowtide.runtime.device.pinned_tier import PinnedTier
 
     board = PinnedTier(torch.device("cuda", 0))
     for _ in range(20):
@@ -89,7 +89,7 @@ def test_moved_values_come_back_bit_for_bit_from_pinned_memory() -> None:
 
 def test_fetches_that_begin_early_wait_for_their_copies_on_any_stream() -> None:
     """What is fetched is whole although the copying stream is busy, on the stream that began the fetch and on another."""
-    from lowtide.runtime.device.offload import PinnedTier
+    from lowtide.runtime.device.pinned_tier import PinnedTier
 
     board = PinnedTier(torch.device("cuda", 0))
     other = torch.cuda.Stream()
@@ -110,11 +110,11 @@ def test_fetches_that_begin_early_wait_for_their_copies_on_any_stream() -> None:
 
 
 def test_planned_fetches_begin_early_on_cuda_and_change_no_bit() -> None:
-    from lowtide.runtime.device import offload
+    from lowtide.runtime.device import pinned_tier
 
     begun = []
-    plain = offload._PinnedTicket.begin
-    offload._PinnedTicket.begin = lambda self: (begun.append(self), plain(self))[1]
+    plain = pinned_tier._PinnedTicket.begin
+    pinned_tier._PinnedTicket.begin = lambda self: (begun.append(self), plain(self))[1]
     try:
         reference = _train(6)
         gc.collect()
@@ -125,7 +125,7 @@ def test_planned_fetches_begin_early_on_cuda_and_change_no_bit() -> None:
         with lowtide.budget(budget) as run:
             found = _train(6)
     finally:
-        offload._PinnedTicket.begin = plain
+        pinned_tier._PinnedTicket.begin = plain
     assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
     assert any(s.offloaded_bytes for s in run.outcome.steps[2:]) <= bool(begun)
 

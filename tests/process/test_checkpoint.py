@@ -358,7 +358,7 @@ def test_a_failure_while_writing_leaves_nothing_half(tmp_path, monkeypatch):
     def fails(*_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("lowtide.checkpoint.store.sync", fails)
+    monkeypatch.setattr("lowtide.checkpoint.part_files.sync", fails)
     with pytest.raises(CheckpointError, match="Input/output error; checkpoint 1 is as it was"):
         store.save({"x": np.zeros(3)})
     monkeypatch.undo()
@@ -385,7 +385,7 @@ def test_an_asynchronous_save_is_of_the_moment_it_was_asked_for(tmp_path):
 def test_a_second_asynchronous_save_waits_for_the_first(tmp_path, monkeypatch):
     """The first is held up until the second asks for it, or begins to write as well."""
     asked, began, at_work, most = threading.Event(), threading.Event(), [], []
-    write, wait = store_module._write_part, Store.wait
+    write, wait = store_module.write_part, Store.wait
 
     def held_up(folder, tree, arrays):
         at_work.append(folder)
@@ -403,7 +403,7 @@ def test_a_second_asynchronous_save_waits_for_the_first(tmp_path, monkeypatch):
             asked.set()
         wait(store)
 
-    monkeypatch.setattr(store_module, "_write_part", held_up)
+    monkeypatch.setattr(store_module, "write_part", held_up)
     monkeypatch.setattr(Store, "wait", waiting)
     store = Store(tmp_path, asynchronous=True)
     numbers = [store.save({"x": 1})]
@@ -434,7 +434,7 @@ def test_an_asynchronous_failure_is_raised_at_the_next_call(tmp_path, monkeypatc
     def fails(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lowtide.checkpoint.store.sync", fails)
+    monkeypatch.setattr("lowtide.checkpoint.part_files.sync", fails)
     store.save({"x": 1})
     with pytest.raises(CheckpointError, match="the disk is full"):
         store.wait()
@@ -743,12 +743,13 @@ RANKS = r"""
     elif act == "fail":
         store = Store(folder, keep_last=3)
         if rank == 1:
-            import lowtide.checkpoint.store as module
+            import shutil
+            import lowtide.checkpoint.part_files as module
             def fails(*_): raise OSError(28, "No space left on device")
             if sys.argv[3] == "sync":
                 module.sync = fails
             else:
-                module.shutil.disk_usage = lambda _: type("Usage", (), {"free": 0})
+                shutil.disk_usage = lambda _: type("Usage", (), {"free": 0})
         try:
             store.save({"x": torch.ones(10)})
         except CheckpointError as error:

@@ -280,7 +280,7 @@ def test_the_users_own_preload_is_kept(tmp_path: Path) -> None:
     own = str(tmp_path / "own.so")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", own, tmp_path / "own.c"], check=True)
     asks = "import ctypes, os\nprint(os.environ['LD_PRELOAD'], ctypes.CDLL(None).own())"
-    asks += "\nfrom lowtide.runtime.device.memory_meter import counters\nprint(counters() is not None)"
+    asks += "\nfrom lowtide.runtime.device.heap_meter import counters\nprint(counters() is not None)"
     done = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--quiet", script_in(tmp_path, asks), LD_PRELOAD=own)
     assert done.stdout == f"{own} 7\nTrue\n", done.stderr
 

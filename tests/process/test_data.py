@@ -27,8 +27,8 @@ import zarr
 
 import lowtide
 from lowtide.data import Arrays, Blocks, dataset, isolate, stream
-from lowtide.data.isolate import LENT
-from lowtide.data.sources import gathers
+from lowtide.data.reader_processes import LENT
+from lowtide.data.source import gathers
 from lowtide.data.wire import Slot, receive, send
 from lowtide.base.errors import ReaderError
 from lowtide.base.units import MIB
@@ -198,7 +198,7 @@ def test_large_samples_are_drawn_from_the_file_as_they_would_be_from_a_buffer(tm
 
     drawn = {start: batches(start) for start in (0, 5, 14)}
     assert gathers(source) is (of != "one of them buffered")
-    monkeypatch.setattr("lowtide.data.sources.ONE_BY_ONE_BYTES", 1 << 30)
+    monkeypatch.setattr("lowtide.data.source.ONE_BY_ONE_BYTES", 1 << 30)
     assert not gathers(source)
     for start, found in drawn.items():
         buffered = batches(start)

@@ -7,12 +7,12 @@ import subprocess
 import sys
 
 from command import TIMEOUT
-from lowtide.runtime.device.memory_meter import library_path
+from lowtide.runtime.device.heap_counters import library_path
 
 SCRIPT = """
 import torch
 import lowtide
-from lowtide.runtime.device.memory_meter import counters
+from lowtide.runtime.device.heap_meter import counters
 
 def train(steps):
     torch.manual_seed(0)

@@ -27,7 +27,7 @@ from lowtide.checkpoint import resume, store, whole
 from lowtide.checkpoint.tree import pack
 from lowtide import data
 from lowtide.base.errors import LowtideError
-from lowtide.planning import graph, schedule
+from lowtide.planning import graph_json, schedule
 from lowtide.planning.unit.plan_file import Plan, save_plan
 from lowtide.studies.size.predict import Model
 
@@ -225,7 +225,7 @@ CALLS: dict[str, Callable[[Path], object]] = {
     "recordings of no operators": _predicted_without_operators,
     "a file that is no Parquet": lambda folder: data.open(_garbage(folder, "x.parquet"), "a"),
     "a file that is no HDF5": lambda folder: data.open(_garbage(folder, "x.h5"), "a"),
-    "a schedule that is none": lambda _: schedule.from_json(graph.from_json(NODES), 5),
+    "a schedule that is none": lambda _: schedule.from_json(graph_json.from_json(NODES), 5),
     "no data": lambda folder: data.open(folder / "none.npy"),
     "data without a name": lambda folder: data.open(_parquet(folder, a=[1, 2])),
     "no type": lambda folder: data.open(_parquet(folder, a=[1, 2]), "a", dtype="nothing"),

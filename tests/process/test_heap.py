@@ -13,7 +13,7 @@ from pathlib import Path
 from command import TIMEOUT
 import pytest
 from forked import forked_call
-from lowtide.runtime.device.memory_meter import counters
+from lowtide.runtime.device.heap_meter import counters
 
 import lowtide
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the heap counter was no
 
 PRELUDE = """
 import ctypes, os, sys, threading
-from lowtide.runtime.device.memory_meter import HeapMeter, counters
+from lowtide.runtime.device.heap_meter import HeapMeter, counters
 import torch
 torch.set_num_threads(1)
 c = counters()

@@ -18,7 +18,7 @@ from forked import forked
 
 from lowtide.studies.leak.books import close
 from lowtide.studies.leak.study import audits_of
-from lowtide.studies.leak.verdict import series_of
+from lowtide.studies.leak.series import series_of
 from lowtide.studies.leak.watch import Progress, Watch, Watched, python
 from lowtide.probe.marks import MarkSource
 

@@ -98,7 +98,7 @@ def test_begun_without_room(no_room):
 
 @pytest.mark.peak_memory("1 GiB")
 def test_stopped_on_the_way():
-    api._running[-1].writer._stop(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    api._running[-1].state.writer._stop(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     torch.ones(4).sum()
 
 @pytest.mark.peak_memory("1 GiB")

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from forked import forked
 from lowtide.base.errors import RecordingError
-from lowtide.runtime.device.memory_meter import library_path
+from lowtide.runtime.device.heap_counters import library_path
 from lowtide.report.export import snapshot, speedscope, trace_events
 from lowtide.report.html import page
 from lowtide.report.recording import show_recording, to_json

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import recorded_jobs
-from lowtide.runtime.device.memory_meter import library_path
+from lowtide.runtime.device.heap_counters import library_path
 
 HERE = Path(__file__).parent
 GROUPS = 12

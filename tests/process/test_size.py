@@ -14,7 +14,7 @@ from lowtide.base.errors import UsageError
 from lowtide.runtime.agent.script_constants import with_constants
 from lowtide.studies.size.minimum import CLOSE
 from lowtide.studies.size.predict import Model
-from lowtide.report.size import show_batch
+from lowtide.report.size_batch import show_batch
 from lowtide.studies.size.throughput import Point, Rate, Results, knee, largest, measure
 from lowtide.studies.size.trial import Asked, Ran, Target, record, run
 from lowtide.studies.size.vary import Set, Vary, option_of, parse_axis, with_option

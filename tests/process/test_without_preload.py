@@ -12,7 +12,7 @@ from typing import Any
 
 from command import TIMEOUT
 import pytest
-from lowtide.runtime.device.memory_meter import library_path
+from lowtide.runtime.device.heap_counters import library_path
 
 TESTS = Path(__file__).parents[1]
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(library_path() is None, reason="no compiler buil
 COUNTS = """
 import json, torch
 before = torch.empty(1 << 20)
-from lowtide.runtime.device.memory_meter import counters
+from lowtide.runtime.device.heap_meter import counters
 found = counters()
 seen = [found.tensor_live]
 y = torch.empty(1000)
@@ -47,7 +47,7 @@ torch.use_deterministic_algorithms(True)
 zoo.run(zoo.MODELS["gpt_eager"], 1)
 plain = zoo.run(zoo.MODELS["gpt_eager"], 5)
 import lowtide
-from lowtide.runtime.device.memory_meter import counters
+from lowtide.runtime.device.heap_meter import counters
 with lowtide.budget("1GiB") as roomy:
     zoo.run(zoo.MODELS["gpt_eager"], 5)
 plan = roomy.outcome.plan
@@ -98,9 +98,9 @@ LIBRARY_BYTES = {"gpt_eager": 64 << 10, "lstm": 256 << 10, "cnn": 640 << 10}
 """What oneDNN takes past torch's allocator for these models at most, which the profiler does not see."""
 
 NO_LIBRARY = """
-import lowtide.runtime.device.memory_meter
-real = lowtide.runtime.device.memory_meter.counters()
-lowtide.runtime.device.memory_meter.library_path = lambda: None
+import lowtide.runtime.device.heap_meter
+real = lowtide.runtime.device.heap_meter.counters()
+lowtide.runtime.device.heap_meter.library_path = lambda: None
 """
 JUDGED = """
 import gc, json

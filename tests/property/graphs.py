@@ -8,7 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from lowtide.planning.graph import Graph, from_json
+from lowtide.planning.graph import Graph
+from lowtide.planning.graph_json import from_json
 
 
 @st.composite

@@ -11,7 +11,8 @@ import pytest
 
 from lowtide.planning.solver import caching_allocator, figures
 from lowtide.planning.check.check import check
-from lowtide.planning.graph import Graph, from_json
+from lowtide.planning.graph import Graph
+from lowtide.planning.graph_json import from_json
 from lowtide.planning.solver.solve import Order, Solver
 
 

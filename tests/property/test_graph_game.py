@@ -25,7 +25,8 @@ from lowtide.planning.bounds.precedence import certain_in_order
 from lowtide.planning.check.check import check
 from lowtide.planning.search.classics import STRATEGIES
 from lowtide.planning.graph_arrays import Game, game_of, profile
-from lowtide.planning.graph import Graph, from_json, to_json
+from lowtide.planning.graph import Graph
+from lowtide.planning.graph_json import from_json, to_json
 from lowtide.planning.search.prefetch import faster, with_fetches_ahead
 from lowtide.planning.referee import play
 from lowtide.planning.schedule import Act, Move, Row, plain_row, unfold

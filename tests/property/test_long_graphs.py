@@ -12,7 +12,8 @@ from lowtide.planning.bounds import time_bounds
 from lowtide.planning.search import programs
 from lowtide.planning.search.annealing import library
 from lowtide.planning.graph_arrays import game_of, profile
-from lowtide.planning.graph import Graph, from_json
+from lowtide.planning.graph import Graph
+from lowtide.planning.graph_json import from_json
 from lowtide.planning.search.rows_from_bound import row_without
 from lowtide.planning.referee import play
 from lowtide.planning.schedule import unfold

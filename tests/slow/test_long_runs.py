@@ -10,7 +10,7 @@ import situations
 import torch
 import zoo
 from harness import above_of, budgeted, heap, plain_of
-from lowtide.runtime.record.run_recorder import FIRST_STEPS, MOST_STEPS
+from lowtide.runtime.record.step_retention import FIRST_STEPS, MOST_STEPS
 
 import lowtide
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import zoo
-from lowtide.runtime.device.memory_meter import Counters, counters
+from lowtide.runtime.device.heap_counters import Counters
+from lowtide.runtime.device.heap_meter import counters
 from lowtide.runtime.run_figures import Outcome
 
 import lowtide

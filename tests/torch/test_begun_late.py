@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 from harness import live_now
-from lowtide.recording.explanation import peak_report, steps_of
+from lowtide.recording.explanation import steps_of
+from lowtide.recording.peak_report import peak_report
 from lowtide.recording.reader import read
 from torch import nn
 from torch.nn import functional as F

@@ -14,7 +14,8 @@ import pytest
 import torch
 from harness import heap, live_now
 from lowtide.recording.findings.all_findings import findings, would_fit
-from lowtide.recording.explanation import peak_report, steps_of
+from lowtide.recording.explanation import steps_of
+from lowtide.recording.peak_report import peak_report
 from lowtide.recording.whatif import Finding
 from torch import nn
 from torch.nn import functional as F

@@ -15,7 +15,8 @@ from harness import heap
 from lowtide.recording.findings.all_findings import findings
 from lowtide.recording.findings.loss_and_data import CHUNKS
 from lowtide.base.errors import BudgetError
-from lowtide.recording.explanation import peak_report, steps_of
+from lowtide.recording.explanation import steps_of
+from lowtide.recording.peak_report import peak_report
 from lowtide.recording.peak_floor import Floor, floor_of
 from torch import nn
 from torch.nn import functional as F

@@ -11,7 +11,7 @@ import pytest
 import torch
 import zoo
 from harness import above_of, budgeted, plain_of
-from lowtide.runtime.device import offload
+from lowtide.runtime.device import file_tier
 
 SAYS = "lowtide: nothing more is moved out of memory: "
 
@@ -35,7 +35,7 @@ def test_a_budget_is_held_without_a_second_board(what: str, monkeypatch: pytest.
     if what == "nowhere":
         monkeypatch.setattr(tempfile, "TemporaryFile", _nowhere)
     else:
-        monkeypatch.setattr(offload, "reserve", _full)
+        monkeypatch.setattr(file_tier, "reserve", _full)
     run = budgeted(make, above_of(reference, 0.9))
     assert run.bits == reference.bits
     assert run.peak_bytes <= run.budget_bytes
@@ -45,11 +45,11 @@ def test_a_budget_is_held_without_a_second_board(what: str, monkeypatch: pytest.
 
 
 def test_a_board_that_fills_up_says_so_once_and_gives_back_what_it_has(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    found = offload.FileTier()
-    monkeypatch.setattr(offload, "_SEGMENT_BYTES", 1 << 16)
+    found = file_tier.FileTier()
+    monkeypatch.setattr(file_tier, "_SEGMENT_BYTES", 1 << 16)
     values = torch.arange(1 << 14, dtype=torch.float32)
     ticket = found.put(values.untyped_storage())
-    monkeypatch.setattr(offload, "reserve", _full)
+    monkeypatch.setattr(file_tier, "reserve", _full)
     for _ in range(3):
         with pytest.raises(OSError, match="No space left"):
             found.put(values.untyped_storage())
@@ -59,15 +59,15 @@ def test_a_board_that_fills_up_says_so_once_and_gives_back_what_it_has(monkeypat
 
 
 def test_a_board_takes_what_there_is_where_a_segment_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = offload.reserve
+    real = file_tier.reserve
 
     def small(file: int, size: int, *, since: int = 0) -> None:
-        if size - since >= offload._SEGMENT_BYTES:
+        if size - since >= file_tier._SEGMENT_BYTES:
             _full()
         real(file, size, since=since)
 
-    monkeypatch.setattr(offload, "reserve", small)
-    found = offload.FileTier()
+    monkeypatch.setattr(file_tier, "reserve", small)
+    found = file_tier.FileTier()
     values = torch.arange(1 << 10, dtype=torch.float32)
     tickets = [found.put((values + i).untyped_storage()) for i in range(3)]
     for i, ticket in enumerate(tickets):

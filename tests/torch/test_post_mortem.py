@@ -17,7 +17,8 @@ import pytest
 import torch
 from harness import heap
 from lowtide.recording.findings.all_findings import findings, would_fit
-from lowtide.recording.explanation import peak_report, steps_of
+from lowtide.recording.explanation import steps_of
+from lowtide.recording.peak_report import peak_report
 from test_findings import CASES
 from torch import nn
 from torch.nn import functional as F

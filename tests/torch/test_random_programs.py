@@ -14,8 +14,8 @@ import zoo
 from harness import FIRST_CALLS_BYTES, FULL, TOLERANCE_BYTES, Plain, above_of, budgeted, close, plain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lowtide.runtime.control import runtime
-from lowtide.runtime.control.runtime import REFUSED
+from lowtide.runtime.control import step_audit
+from lowtide.runtime.control.step_audit import REFUSED
 from drawn import Program, job_of, programs
 
 STEPS = 6
@@ -73,7 +73,7 @@ def _held(make: Callable[[], zoo.Job], reference: Plain, above: int, *, offload:
     told: list[str] = []
     try:
         with pytest.MonkeyPatch.context() as listening:
-            listening.setattr(runtime, "tell", told.append)
+            listening.setattr(step_audit, "tell", told.append)
             run = budgeted(counting, above, STEPS, offload=offload)
     except lowtide.BudgetError as refused:
         assert done[0] < REFUSED

@@ -14,8 +14,9 @@ import pytest
 import torch
 import zoo
 from harness import TOLERANCE_BYTES, above_of, budgeted, heap, kept, live_now, plain_of
-from lowtide.runtime.device import offload
-from lowtide.runtime.control import runtime
+from lowtide.runtime.device import file_tier
+from lowtide.runtime.device.offload import Shared
+from lowtide.runtime.control import plan_choice
 from lowtide.runtime.planned import timing
 from lowtide.runtime.agent.measured_run import Plain
 from lowtide.planning.unit import bound
@@ -105,7 +106,7 @@ def test_seconds_are_monotone_in_the_budget(name: str, offload: bool) -> None:
     make = zoo.MODELS[name]
     with lowtide.budget(live_now() + 4 * plain_of(make).above_bytes, offload=offload) as run:
         zoo.run(make, 3)
-    (front, *_) = [entry.front for entry in run._runtime.recordings]
+    (front, *_) = [entry.front for entry in run._runtime.knowledge.recordings]
     lowest, plain = front.bound.peak_bytes, front.problem.plain_peak
     budgets = [lowest + (plain - lowest) * i // 9 for i in range(11)]
     for asked in (budgets, budgets[::-1]):
@@ -250,11 +251,11 @@ def test_fetches_that_begin_early_change_no_bit_and_lift_no_peak(make, monkeypat
         taken.append(self._begun is not None)
         return plain_fetch(self)
 
-    plain_begin, plain_fetch = offload._FileTicket.begin, offload._FileTicket.fetch
-    monkeypatch.setattr(offload.FileTier, "overlaps", True)
-    monkeypatch.setattr(offload.FileTier, "measure", lambda _: Bandwidth(write=1e12, read=1e11, read_fresh=1e11))
-    monkeypatch.setattr(offload._FileTicket, "begin", begin)
-    monkeypatch.setattr(offload._FileTicket, "fetch", fetch)
+    plain_begin, plain_fetch = file_tier._FileTicket.begin, file_tier._FileTicket.fetch
+    monkeypatch.setattr(file_tier.FileTier, "overlaps", True)
+    monkeypatch.setattr(file_tier.FileTier, "measure", lambda _: Bandwidth(write=1e12, read=1e11, read_fresh=1e11))
+    monkeypatch.setattr(file_tier._FileTicket, "begin", begin)
+    monkeypatch.setattr(file_tier._FileTicket, "fetch", fetch)
     reference = plain_of(make, 6)
     run = budgeted(make, above_of(reference, 0.75), 6)
     assert run.bits == reference.bits
@@ -331,7 +332,7 @@ def test_a_budget_below_what_is_resident_is_refused_though_no_two_steps_are_alik
 
 def test_sizes_that_change_all_the_time_do_not_make_the_second_boards_file_grow() -> None:
     """Law: places are used again by what is a little smaller; what comes back has its own size and bits."""
-    file = offload.FileTier()
+    file = file_tier.FileTier()
     sizes = random.Random(0)
     for _ in range(150):
         plain = [torch.randn(sizes.randint(1 << 18, 1 << 19)) for _ in range(4)]
@@ -346,7 +347,7 @@ def test_sizes_that_change_all_the_time_do_not_make_the_second_boards_file_grow(
 def test_views_of_a_storage_that_was_moved_come_back_as_one() -> None:
     """Whoever asks gets the storage that another has, and the bytes that were moved; a new copy once nobody has it."""
     plain = torch.arange(1024, dtype=torch.float32)
-    ticket = offload.Shared(offload.FileTier().put(plain.untyped_storage()))
+    ticket = Shared(file_tier.FileTier().put(plain.untyped_storage()))
     one, other = ticket.fetch(), ticket.fetch()
     assert one._cdata == other._cdata
     assert torch.equal(torch.empty(0).set_(one), plain)
@@ -432,10 +433,10 @@ def test_a_step_takes_no_longer_the_more_were_before_it() -> None:
     budget = live_now() + above_of(reference, 0.5)
     job = zoo.mlp()
     with lowtide.budget(budget) as run:
-        run._runtime.steps = steps = Unread()
+        run._runtime.audit.steps = steps = Unread()
         for i in range(6):
             job.step(i)
-        run._runtime.steps = [steps[i] for i in range(len(steps))]
+        run._runtime.audit.steps = [steps[i] for i in range(len(steps))]
     assert sum(s.policy == "planned" for s in run.outcome.steps) >= 3, [s.policy for s in run.outcome.steps]
 
 
@@ -460,7 +461,7 @@ def _timed(monkeypatch: pytest.MonkeyPatch, again: float, bytes_per_second: floa
 
 def _fixed_speed(monkeypatch: pytest.MonkeyPatch, bytes_per_second: float) -> None:
     speed = Bandwidth(write=bytes_per_second, read=bytes_per_second, read_fresh=bytes_per_second)
-    monkeypatch.setattr(offload.FileTier, "measure", lambda _: speed)
+    monkeypatch.setattr(file_tier.FileTier, "measure", lambda _: speed)
 
 
 @pytest.mark.parametrize(("name", "share"), [("gpt_eager", 0.5), ("cnn", 0.8)])
@@ -492,7 +493,7 @@ def test_once_a_plan_is_followed_no_step_works_on_plans_any_more(monkeypatch: py
         return call
 
     monkeypatch.setattr(bound, "_knapsack", counted("gathered", bound._knapsack))
-    monkeypatch.setattr(runtime, "plan_of", counted("written", runtime.plan_of))
+    monkeypatch.setattr(plan_choice, "plan_of", counted("written", plan_choice.plan_of))
     for steps in (STEPS, 2 * STEPS):
         counts.update(gathered=0, written=0)
         run = budgeted(zoo.gpt_eager, above_of(plain_of(zoo.gpt_eager, STEPS), 0.5), steps)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lowtide.runtime.device import available_memory, offload
+from lowtide.runtime.device import accelerator, available_memory, file_tier
 from lowtide.runtime.device.available_memory import available_bytes, is_in_memory
 
 MIB = 1 << 20
@@ -24,7 +24,7 @@ def _resident_of_files() -> int:
 
 
 def test_moved_bytes_are_not_resident_and_come_back():
-    moved = offload.FileTier()
+    moved = file_tier.FileTier()
     source = torch.randn(16 * MIB)
     expected = source.clone()
     before = _resident_of_files()
@@ -40,15 +40,15 @@ def test_moved_bytes_are_not_resident_and_come_back():
 
 
 def test_no_more_than_a_piece_of_a_value_is_resident_while_it_is_moved(monkeypatch):
-    seen, leave = [], offload.FileTier.leave
+    seen, leave = [], file_tier.FileTier.leave
 
     def leaving(moved, place, read=None):
         seen.append(_resident_of_files())
         leave(moved, place, read)
 
-    monkeypatch.setattr(offload.FileTier, "leave", leaving)
+    monkeypatch.setattr(file_tier.FileTier, "leave", leaving)
     source, before = torch.randn(32 * MIB), _resident_of_files()
-    ticket = offload.FileTier().put(source.untyped_storage())
+    ticket = file_tier.FileTier().put(source.untyped_storage())
     assert torch.equal(torch.empty(0).set_(ticket.fetch()), source)
     assert len(seen) == 2 * 128 // 16
     assert max(seen) - before < 24 * MIB
@@ -61,16 +61,16 @@ def test_files_in_memory_are_known():
 
 def test_another_folder_is_taken_where_the_temporary_one_is_in_memory(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(tempfile, "gettempdir", lambda: "/dev/shm")
-    monkeypatch.setattr(offload, "is_in_memory", lambda folder: str(folder) in ("/dev/shm", "/var/tmp"))
+    monkeypatch.setattr(file_tier, "is_in_memory", lambda folder: str(folder) in ("/dev/shm", "/var/tmp"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert offload._folder() == str(tmp_path)
+    assert file_tier._folder() == str(tmp_path)
     assert f"values are moved to {tmp_path} instead" in capsys.readouterr().err
 
 
 def test_nothing_is_moved_where_no_folder_is_on_a_disk(monkeypatch, capsys):
     import lowtide
 
-    monkeypatch.setattr(offload, "is_in_memory", lambda _: True)
+    monkeypatch.setattr(file_tier, "is_in_memory", lambda _: True)
     model = torch.nn.Sequential(*(m for _ in range(6) for m in (torch.nn.Linear(256, 256), torch.nn.GELU())))
     with lowtide.budget("16MiB", keep_going=True) as run:
         for _ in range(4):
@@ -125,5 +125,5 @@ def test_freed_memory_is_returned_where_a_limit_leaves_little_more_than_the_budg
 
 def test_a_budget_that_may_be_of_a_device_changes_nothing_of_malloc(monkeypatch):
     monkeypatch.setattr(available_memory, "_left_of_limits", lambda: 0.0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(accelerator, "is_there", lambda: True)
     assert not available_memory.return_freed_memory(1 << 30)

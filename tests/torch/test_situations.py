@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import situations
 from harness import FIRST_CALLS_BYTES, FULL, TOLERANCE_BYTES, above_of, budgeted, heap, plain_of
-from lowtide.runtime.device.offload import FileTier
+from lowtide.runtime.device.file_tier import FileTier
 from lowtide.planning.unit.problem import Bandwidth
 
 import lowtide

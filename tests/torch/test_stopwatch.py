@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from lowtide.runtime.device import offload
+from lowtide.runtime.device import file_tier, offload
 from lowtide.runtime.planned.timing import Stopwatch
 from lowtide.planning.unit.problem import Bandwidth
 
@@ -25,7 +25,7 @@ def test_one_copy_that_waited_is_not_the_boards_speed(late: int, monkeypatch: py
         return now
 
     monkeypatch.setattr(offload.time, "perf_counter", clock)
-    speed = offload.FileTier().measure()
+    speed = file_tier.FileTier().measure()
     assert next(calls) == 2 * 9
     expected = (8 << 20) / 1e-3
     assert (speed.write, speed.read, speed.read_fresh) == pytest.approx((expected, expected, expected))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lowtide.runtime.control.unit_signature import UnitSignature
-from lowtide.runtime.control.plan_cache import CROSSED, BudgetCrossings
+from lowtide.runtime.units.unit_signature import UnitSignature
+from lowtide.runtime.units.plan_cache import CROSSED, BudgetCrossings
 
 LARGE, SMALL = UnitSignature((1,)), UnitSignature((2,))
 

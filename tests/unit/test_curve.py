@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from lowtide.planning.search import exhaustive
 from lowtide.planning.solver import solve
-from lowtide.planning.graph import Graph, from_json
+from lowtide.planning.graph import Graph
+from lowtide.planning.graph_json import from_json
 from lowtide.planning.solver.solve import Answer, Solver
 
 POINTS, SECONDS = 6, 12.0

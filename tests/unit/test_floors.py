@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from command import TIMEOUT
 import pytest
 from rooms import PACKAGES, RUNTIME, SOURCE, TORCH_FREE, package_of
 
+LONG_FILE_LINES = 400
 FOLDER_MODULES = 14
 """How many modules a folder may hold ("about a dozen")."""
 ENTRIES = 12
@@ -119,6 +121,14 @@ def test_folders_are_small() -> None:
     for package in PACKAGES:
         held = [p for p in MODULES.values() if package_of(p) == package and p.name != "__init__.py"]
         assert len(held) <= FOLDER_MODULES, package
+
+
+@pytest.mark.parametrize("file", [p for p in sorted(SOURCE.rglob("*")) if p.suffix in (".py", ".c")], ids=str)
+def test_a_long_file_says_why_it_is_one(file: Path) -> None:
+    """A file of more lines than are read at one sitting has a sentence that begins with "One module" or "One file"."""
+    text = file.read_text()
+    beginning = text[: text.find("*/")] if file.suffix == ".c" else ast.get_docstring(ast.parse(text)) or ""
+    assert len(text.splitlines()) <= LONG_FILE_LINES or re.search(r"^[ *]*One (module|file)\b", beginning, re.MULTILINE)
 
 
 def test_the_table_of_rooms_is_up_to_date() -> None:

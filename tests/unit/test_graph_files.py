@@ -15,7 +15,8 @@ from lowtide.base.errors import GraphError
 from lowtide.planning.search import classics
 from lowtide.planning.search.exhaustive import extreme_order
 from lowtide.planning.graph_arrays import game_of
-from lowtide.planning.graph import Graph, from_json, load, to_json
+from lowtide.planning.graph import Graph
+from lowtide.planning.graph_json import from_json, load, to_json
 from lowtide.planning.referee import play
 from lowtide.planning.schedule import plain_row, unfold
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lowtide.runtime.control.unit_signature import UnitSignature
-from lowtide.runtime.control.peak_model import CONFIRMED, PROFILES, REMEMBERED, STRANGERS, UNSTEADY, PeakModel
+from lowtide.runtime.units.unit_signature import UnitSignature
+from lowtide.runtime.units.peak_model import CONFIRMED, PROFILES, REMEMBERED, STRANGERS, UNSTEADY, PeakModel
 
 
 def _kind(*shapes: tuple[int, ...], who: int = 0) -> UnitSignature:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
-import hashlib
-import json
 import logging
 import math
 import operator
@@ -21,31 +19,35 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
 import filelock
-import numpy as np
-import psutil
 
 from lowtide.base.errors import CheckpointError
 from lowtide.base.messages import tell
-from lowtide.base.units import MIB, format_bytes
+from lowtide.base.units import format_bytes
 from lowtide.checkpoint import ranks
-from lowtide.checkpoint.tree import Arrays, loaded_torch, pack, torch, unpack
+from lowtide.checkpoint.part_files import (
+    MANIFEST,
+    digest,
+    is_written,
+    on_host,
+    read_manifest,
+    read_part,
+    sync,
+    write_manifest,
+    write_part,
+)
+from lowtide.checkpoint.tree import Arrays, pack
 
 FORMAT: Final = 1
-SHARD: Final = 256 * MIB
-"""Tensors are written in files of about so many bytes: what a device's tensors take in host memory while they are written."""
 LOCK_SECONDS: Final = 60.0
 """How long a save waits for another process's save in the same folder."""
-_MANIFEST: Final = "manifest.json"
 _UNDONE: Final = ".undone-"
 """Beginning of the names of folders that are not checkpoints yet, or not any more."""
-
-
 _awaited: set[Store] = set()
 """Stores that write, or have written, what nobody has waited for."""
 
@@ -176,7 +178,7 @@ class Store:
         if any(said):
             raise problem or CheckpointError(f"another rank could not save: {next(filter(None, said))}")
         if self._asynchronous:
-            arrays = {name: _on_host(array) for name, array in arrays.items()}
+            arrays = {name: on_host(array) for name, array in arrays.items()}
         if not self._asynchronous or ranks.world() > 1:  # ranks decide together: not from threads
             return self._write(number[0], tree, arrays, metric)
         _awaited.add(self)
@@ -223,7 +225,7 @@ class Store:
         part: dict[str, Any] = {}
         try:
             with _explained(f"cannot write checkpoint {number} in {self.folder}", self):
-                part = _write_part(undone / f"rank-{ranks.rank()}", tree, arrays)
+                part = write_part(undone / f"rank-{ranks.rank()}", tree, arrays)
         except CheckpointError as error:
             problem = error
         parts: list[tuple[str | None, Any]] = ranks.gather((None if problem is None else str(problem), part))
@@ -249,7 +251,7 @@ class Store:
         body = {
             "format": FORMAT, "number": number, "seconds": time.time(), "metric": metric, "bytes": size, "parts": parts,
         }  # fmt: skip
-        _write_manifest(undone / _MANIFEST, body)
+        write_manifest(undone / MANIFEST, body)
         sync(undone)
         undone.rename(self.folder / f"{number:010d}")
         sync(self.folder)
@@ -268,7 +270,7 @@ class Store:
                 with contextlib.suppress(OSError):
                     s.path.rename(gone)
         for left in self.folder.glob(f"{_UNDONE}*"):
-            if not _is_written(left):
+            if not is_written(left):
                 shutil.rmtree(left, ignore_errors=True)
 
     def _what_is_left(self) -> str:
@@ -287,7 +289,7 @@ class Store:
         """Checkpoints by number, as their manifests tell; those whose manifest does not hold are left out."""
         found = []
         for path in self._folders():
-            body = _read_manifest(path / _MANIFEST)
+            body = read_manifest(path / MANIFEST)
             if body is not None:
                 found.append(Saved(int(path.name), path, body["metric"], body["seconds"], body["bytes"], len(body["parts"])))
         return found
@@ -309,7 +311,7 @@ class Store:
 
     def _trouble(self, folder: Path) -> str:
         """What is wrong with this rank's part of a checkpoint; empty where nothing is."""
-        body = _read_manifest(folder / _MANIFEST)
+        body = read_manifest(folder / MANIFEST)
         if body is None:
             return "its manifest does not hold"
         if body["format"] != FORMAT:
@@ -347,7 +349,7 @@ class Store:
                 raise CheckpointError(f"checkpoint {saved.path} is damaged: {trouble[0]}")
         found, problem = None, None
         try:
-            found = _read_part(chosen.path)
+            found = read_part(chosen.path)
         except Exception as error:
             if not _is_of_the_system(error):
                 raise
@@ -356,143 +358,6 @@ class Store:
         if troubles:
             raise CheckpointError(troubles[0])
         return found
-
-
-def _read_part(checkpoint: Path) -> Any:
-    """This rank's state.
-
-    Raises:
-        OSError, SafetensorError: if a file cannot be read.
-    """
-    body = _read_manifest(checkpoint / _MANIFEST)
-    if body is None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), str(checkpoint / _MANIFEST))
-    folder = checkpoint / f"rank-{ranks.rank()}"
-    places: Mapping[str, str] = body["parts"][ranks.rank()]["arrays"]
-    return unpack(json.loads((folder / "state.json").read_text()), _Arrays(folder, places).get)
-
-
-class _Arrays:
-    """Arrays of a checkpoint, read one by one as they are asked for."""
-
-    def __init__(self, folder: Path, places: Mapping[str, str]) -> None:
-        self._folder, self._places = folder, places
-
-    def get(self, name: str) -> Any:
-        from safetensors import safe_open
-
-        kind = "pt" if name.startswith("t") else "np"
-        if kind == "pt":
-            loaded_torch()
-        path = self._folder / self._places[name]
-        try:
-            with safe_open(path, framework=kind) as file:
-                found = file.get_tensor(name)
-        except RuntimeError as error:  # torch maps the file itself, and names it
-            if str(path) not in str(error):
-                raise
-            raise OSError(errno.EIO, str(error)) from error
-        # aligned memory of its own: kernels give other bits at other alignments, and the file may go
-        return found.clone() if kind == "pt" else found.copy()
-
-
-def _is_written(undone: Path) -> bool:
-    """Whether another process of this machine is at work on a folder that is no checkpoint yet."""
-    owner = undone.name.rpartition("-")[2]
-    return owner.isdigit() and int(owner) != os.getpid() and psutil.pid_exists(int(owner))
-
-
-def _write_part(folder: Path, tree: Any, arrays: Arrays) -> dict[str, Any]:
-    """Write one rank's files; their manifest."""
-    folder.mkdir(parents=True)
-    (folder / "state.json").write_text(json.dumps(tree))
-    places: dict[str, str] = {}
-    for number, shard in enumerate(_shards(arrays)):
-        name = f"{next(iter(shard))[0]}-{number:05d}.safetensors"
-        _write_arrays(folder / name, shard)
-        places.update(dict.fromkeys(shard, name))
-    files = {}
-    for file in sorted(folder.iterdir()):
-        sync(file)
-        files[file.name] = {"bytes": file.stat().st_size, "sha256": digest(file)}
-    sync(folder)
-    return {"files": files, "arrays": places}
-
-
-def _shards(arrays: Arrays) -> Iterator[Arrays]:
-    """Arrays in groups of about `SHARD` bytes; tensors and NumPy's arrays apart."""
-    for kind in ("t", "n"):
-        shard: Arrays = {}
-        size = 0
-        for name, array in arrays.items():
-            if name[0] != kind:
-                continue
-            if shard and size + array.nbytes > SHARD:
-                yield shard
-                shard, size = {}, 0
-            shard[name] = array
-            size += array.nbytes
-        if shard:
-            yield shard
-
-
-def _write_arrays(file: Path, arrays: Arrays) -> None:
-    if next(iter(arrays)).startswith("t"):
-        from safetensors.torch import save_file
-
-        seen: set[int] = set()
-        apart = {}
-        for name, tensor in arrays.items():
-            host = tensor.cpu().contiguous()
-            start = host.untyped_storage().data_ptr()
-            apart[name] = host.clone() if start in seen else host  # the format wants no two in one storage
-            seen.add(start)
-        save_file(apart, file)
-    else:
-        from safetensors.numpy import save_file as save_arrays
-
-        save_arrays({name: np.ascontiguousarray(a).reshape(a.shape) for name, a in arrays.items()}, file)
-
-
-def _on_host(array: Any) -> Any:
-    """A copy in host memory; none is made on the device."""
-    t = torch()
-    if t is not None and isinstance(array, t.Tensor):
-        return array.to("cpu", copy=True)
-    return np.array(array)
-
-
-def _write_manifest(file: Path, body: dict[str, Any]) -> None:
-    text = json.dumps(body)
-    file.write_text(json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": text}))
-    sync(file)
-
-
-def _read_manifest(file: Path) -> dict[str, Any] | None:
-    try:
-        whole = json.loads(file.read_text())
-        text = whole["body"]
-        if hashlib.sha256(text.encode()).hexdigest() != whole["sha256"]:
-            return None
-        found: dict[str, Any] = json.loads(text)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return found
-
-
-def digest(file: Path) -> str:
-    """SHA-256 of a file."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk."""
-    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 @contextlib.contextmanager

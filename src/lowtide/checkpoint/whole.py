@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lowtide.base.errors import CheckpointError
 from lowtide.base.files import is_full, why
-from lowtide.checkpoint.store import digest, sync
+from lowtide.checkpoint.part_files import digest, sync
 
 _SUFFIX = ".whole.json"
 

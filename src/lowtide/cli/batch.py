@@ -117,7 +117,7 @@ def _measure(
     vary: Vary, target: Target, arguments: tuple[str, ...], budget: int, limit: int, allow: list[str], samples: float | None,
     steps: int, results: str | None, json_file: str | None, html_file: str | None, *, fresh: bool,
 ) -> int:
-    from lowtide.report.size import batch_json, batch_page, show_batch
+    from lowtide.report.size_batch import batch_json, batch_page, show_batch
     from lowtide.report.terminal import console
     from lowtide.studies.size.throughput import Results, measure
     from lowtide.studies.size.trial import Asked, run
@@ -172,7 +172,7 @@ def _predict_by_recording(
     import itertools
 
     from lowtide.recording.reader import read
-    from lowtide.report.size import prediction_json, show_predictions
+    from lowtide.report.size_predictions import prediction_json, show_predictions
     from lowtide.report.terminal import console
     from lowtide.studies.size import bundle
     from lowtide.studies.size.predict import Model
@@ -244,10 +244,11 @@ def predict(
     F.lowtide is what `lowtide batch --predict -o` wrote, or several recordings of one script whose options give the sizes.
     The exit code is 0 if the step fits (plainly or by a plan) or no --memory is given, 1 if it does not.
     """
-    from lowtide.report.size import fit_json, show_fit
+    from lowtide.report.size_predictions import fit_json, show_fit
     from lowtide.studies.size import bundle
     from lowtide.studies.size.fit import fit
-    from lowtide.studies.size.predict import Model, sizes_of
+    from lowtide.studies.size.predict import Model
+    from lowtide.studies.size.prediction import sizes_of
 
     for file in (plan_file, json_file):
         check_folder(file)

@@ -130,14 +130,14 @@ def guard(
 
 
 def _recorded(recording: str | None, command: list[str]) -> list[Any]:
-    from lowtide.report.guard import Recorded
+    from lowtide.report.guard_trackers import Recorded
 
     return [] if recording is None else [Recorded(Path(recording), shlex.join(command))]
 
 
 def _exported(stack: contextlib.ExitStack, prometheus: int | None, tensorboard: str | None) -> list[Any]:
     """What shows the figures elsewhere."""
-    from lowtide.report.guard import Exported, Scalars
+    from lowtide.report.guard_trackers import Exported, Scalars
 
     found: list[Any] = []
     if prometheus is not None:

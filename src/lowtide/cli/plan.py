@@ -162,7 +162,7 @@ class _Source:
 
 
 def _load(path: Path, step: int | None) -> _Source:
-    from lowtide.planning.graph import load
+    from lowtide.planning.graph_json import load
 
     try:
         with path.open("rb") as file:
@@ -173,8 +173,9 @@ def _load(path: Path, step: int | None) -> _Source:
         if step is not None:
             raise UsageError("--step is for recordings: a graph has none")
         return _Source(graph=load(path))
-    from lowtide.recording.explanation import highest, peak_report, steps_of
+    from lowtide.recording.explanation import highest, steps_of
     from lowtide.recording.graph import graph_of
+    from lowtide.recording.peak_report import peak_report
     from lowtide.recording.reader import read
 
     steps = [s for s in steps_of(read(path)) if s.row.complete]
@@ -253,7 +254,7 @@ def _check(source: _Source, prepared: Callable[[Graph], Graph], path: Path) -> i
     from rich.progress import Progress
 
     from lowtide.planning.check.check import check, is_solution
-    from lowtide.planning.graph import read_json
+    from lowtide.planning.graph_json import read_json
     from lowtide.report.terminal import console
 
     found = read_json(path, "solution")

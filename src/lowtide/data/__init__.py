@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.data.blocks import Blocks
 from lowtide.data.isolate import Isolated, isolate
-from lowtide.data.sources import Arrays, Source, open_source
+from lowtide.data.source import Source
+from lowtide.data.sources import Arrays, open_source
 
 if TYPE_CHECKING:
     from lowtide.runtime.datasets import dataset, stream

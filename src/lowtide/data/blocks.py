@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lowtide.base.errors import ReaderError
 from lowtide.base.units import MIB, parse_bytes
-from lowtide.data.sources import Source, gathers, read_into
+from lowtide.data.source import Source, gathers, read_into
 
 READ_BYTES: Final = 4 * MIB
 """A block, where nothing else is asked: few enough seeks, little enough memory."""

@@ -3,67 +3,16 @@
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol, final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.base.errors import ReaderError
-
-Array = NDArray[Any]
-ONE_BY_ONE_BYTES: Final = 16 << 10
-"""Samples from this size on are read one by one where that is possible: a call costs a microsecond, a copy of so much two."""
-
-
-class Source(Protocol):
-    """Samples along the first dimension. Can be sent to other processes; files are opened where they are first read."""
-
-    def __len__(self) -> int:
-        """How many."""
-
-    @property
-    def sample_bytes(self) -> int:
-        """Of one sample, as it is read."""
-
-    def read(self, start: int, stop: int) -> Array:
-        """Samples of a slice, in memory of their own: [stop - start, ...]."""
-
-
-def read_into(source: Any, room: Any, start: int, stop: int) -> None:
-    """Samples of a slice, into memory that is there: [stop - start, ...], or a tuple of such."""
-    direct = getattr(source, "read_into", None)
-    if direct is not None:
-        direct(room, start, stop)
-    else:
-        fill(room, source.read(start, stop))
-
-
-def gathers(source: Any) -> bool:
-    """Whether samples are large enough, and the file such, that reading one by one costs less than one copy more."""
-    able = getattr(source, "gathers", None)
-    return able is not None and able() and source.sample_bytes >= ONE_BY_ONE_BYTES
-
-
-def _within(start: int, stop: int, length: int) -> None:
-    """Refuse a slice that reaches beyond the data.
-
-    Raises:
-        IndexError: naming it.
-    """
-    if not 0 <= start <= stop <= length:
-        raise IndexError(f"samples {start} to {stop} of {length}")
-
-
-def fill(room: Any, samples: Any) -> None:
-    """Copy samples into memory that is there."""
-    if isinstance(room, tuple):
-        for part, found in zip(room, samples, strict=True):
-            part[...] = found
-    else:
-        room[...] = samples
+from lowtide.data.source import Array, Source
+from lowtide.data.source_files import Hdf5, Npy, Parquet, Zarr, names
 
 
 def open_source(path: str | os.PathLike[str], name: str | Sequence[str] | None = None, *, dtype: str | None = None) -> Source:
@@ -82,15 +31,15 @@ def open_source(path: str | os.PathLike[str], name: str | Sequence[str] | None =
     if not file.exists():
         raise ReaderError(f"no such data: {file}")
     kinds: Mapping[str, Any] = {
-        ".npy": _Npy, ".h5": _Hdf5, ".hdf5": _Hdf5, ".zarr": _Zarr, ".parquet": _Parquet, ".pq": _Parquet,
+        ".npy": Npy, ".h5": Hdf5, ".hdf5": Hdf5, ".zarr": Zarr, ".parquet": Parquet, ".pq": Parquet,
     }  # fmt: skip
-    kind = kinds.get(file.suffix.lower()) or (_Zarr if file.is_dir() else None)
+    kind = kinds.get(file.suffix.lower()) or (Zarr if file.is_dir() else None)
     if kind is None:
         raise ReaderError(f"{file}: what this is cannot be told by its name: .npy, .h5, .hdf5, .zarr, .parquet are known")
-    if kind is _Npy and name is not None:
+    if kind is Npy and name is not None:
         raise ReaderError(f"{file}: a .npy file holds one array, without a name")
-    if kind in {_Hdf5, _Parquet} and name is None:
-        raise ReaderError(f"{file}: say which {'data set' if kind is _Hdf5 else 'column'}: {', '.join(_names(file, kind))}")
+    if kind in {Hdf5, Parquet} and name is None:
+        raise ReaderError(f"{file}: say which {'data set' if kind is Hdf5 else 'column'}: {', '.join(names(file, kind))}")
     try:
         wanted = None if dtype is None else np.dtype(dtype)
     except TypeError:
@@ -103,303 +52,6 @@ def open_source(path: str | os.PathLike[str], name: str | Sequence[str] | None =
     return found  # type: ignore[no-any-return]
 
 
-class _File:
-    """What all kinds have in common: a handle that is opened where it is used, and conversion."""
-
-    def __init__(self, path: Path, name: Any, dtype: np.dtype[Any] | None) -> None:
-        self._path, self._name, self._dtype = path, name, dtype
-        self._handle: Any = None
-        self._owner = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the handle."""
-        return {**self.__dict__, "_handle": None}
-
-    def _open(self) -> Any:
-        """The handle, of this process: none is carried through a fork."""
-        if self._handle is None or self._owner != os.getpid():
-            try:
-                self._handle, self._owner = self._opened(), os.getpid()
-            except ImportError as error:
-                raise ReaderError(f"{self._path}: reading it needs {error.name}: pip install {error.name}") from None
-            except (OSError, EOFError, KeyError, ValueError) as error:
-                raise ReaderError(f"{self._path}: cannot be read: {error}") from error
-        return self._handle
-
-    def _opened(self) -> Any:
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        """How many samples."""
-        return int(self._open().shape[0])
-
-    @property
-    def sample_bytes(self) -> int:
-        """Of one sample, as it is read."""
-        array = self._open()
-        return int((self._dtype or array.dtype).itemsize * np.prod(array.shape[1:], dtype=np.int64))
-
-    def read(self, start: int, stop: int) -> Array:
-        """Samples of a slice."""
-        array = self._open()
-        _within(start, stop, len(self))
-        found = np.asarray(array[start:stop])
-        return found if self._dtype is None else found.astype(self._dtype, copy=False)
-
-
-@final
-class _Opened:
-    """An open .npy file, and where its samples lie; closed with the object. Mapped only where they do not lie together."""
-
-    def __init__(self, path: Path) -> None:
-        mapped = np.load(path, mmap_mode="r", allow_pickle=False)
-        self.shape, self.dtype, self.offset = mapped.shape, mapped.dtype, mapped.offset
-        self.sample_bytes = int(self.dtype.itemsize * np.prod(self.shape[1:], dtype=np.int64))
-        self.mapped: Array | None = None if mapped.flags.c_contiguous else mapped
-        if self.mapped is None:
-            self.file = os.open(path, os.O_RDONLY)
-            weakref.finalize(self, os.close, self.file)
-
-
-@final
-class _Npy(_File):
-    """A .npy file, read into memory that is given: pages of a map would stay this process's memory."""
-
-    def _opened(self) -> Any:
-        return _Opened(self._path)
-
-    def read(self, start: int, stop: int) -> Array:
-        """Samples of a slice, read from the file."""
-        _within(start, stop, len(self))
-        opened = self._open()
-        made = np.empty((stop - start, *opened.shape[1:]), self._dtype or opened.dtype)
-        self.read_into(made, start, stop)
-        return made
-
-    def read_into(self, room: Array, start: int, stop: int) -> None:
-        """Samples of a slice, read from the file straight into memory where nothing is to be converted."""
-        opened: _Opened = self._open()
-        _within(start, stop, opened.shape[0])
-        if opened.mapped is not None:
-            room[...] = opened.mapped[start:stop]
-            return
-        raw = _as_it_lies(room, opened.dtype)
-        self._read(opened, _bytes_of(raw), opened.offset + start * opened.sample_bytes)
-        if raw is not room:
-            room[...] = raw
-
-    def gathers(self) -> bool:
-        """Whether samples lie together in the file."""
-        return self._open().mapped is None
-
-    def expect(self, bounds: Sequence[tuple[int, int]]) -> None:
-        """Have the system read ahead slices of which samples will be asked for."""
-        opened: _Opened = self._open()
-        for start, stop in bounds:
-            first, size = opened.offset + start * opened.sample_bytes, (stop - start) * opened.sample_bytes
-            if not (_is_cached(opened.file, first) and _is_cached(opened.file, first + size - 1)):
-                os.posix_fadvise(opened.file, first, size, os.POSIX_FADV_WILLNEED)
-
-    def gather_into(self, room: Array, which: NDArray[np.int64]) -> None:
-        """Samples from anywhere, each read from the file straight into memory where nothing is to be converted."""
-        opened: _Opened = self._open()
-        total, size = opened.shape[0], opened.sample_bytes
-        _within(int(which.min(initial=total)), int(which.max(initial=-1)) + 1, total)
-        raw = _as_it_lies(room, opened.dtype)
-        view, read, file = _bytes_of(raw), os.preadv, opened.file
-        for place, offset in zip(range(0, len(view), size), (opened.offset + which * size).tolist(), strict=True):
-            part = view[place : place + size]
-            got = read(file, (part,), offset)
-            if got != size:
-                self._read(opened, part[got:], offset + got)
-        if raw is not room:
-            room[...] = raw
-
-    def _read(self, opened: _Opened, view: memoryview, offset: int) -> None:
-        while view:
-            got = os.preadv(opened.file, (view,), offset)
-            if not got:
-                raise ReaderError(f"{self._path}: ends at byte {offset}, before its last sample")
-            view, offset = view[got:], offset + got
-
-
-def _is_cached(file: int, offset: int) -> bool:
-    """Whether the system can give a byte without waiting for it: cheaper to ask than to have what is there read ahead."""
-    try:
-        return os.preadv(file, (bytearray(1),), offset, os.RWF_NOWAIT) == 1
-    except OSError:
-        return False
-
-
-def _as_it_lies(room: Array, dtype: np.dtype[Any]) -> Array:
-    """Memory to read into what is to be converted to ``room`` afterwards: that itself, where nothing is to be converted."""
-    return room if _takes(room, dtype) else np.empty(room.shape, dtype)
-
-
-def _takes(room: Array, dtype: np.dtype[Any]) -> bool:
-    """Whether memory can be read into as it lies in a file: one run of bytes of the same type."""
-    return bool(room.flags.c_contiguous and room.dtype == dtype)
-
-
-def _bytes_of(room: Array) -> memoryview:
-    return memoryview(room.reshape(-1).view(np.uint8).data)
-
-
-@final
-class _Hdf5(_File):
-    """A data set of an HDF5 file."""
-
-    def _opened(self) -> Any:
-        import h5py
-
-        return h5py.File(self._path, "r")[self._name]
-
-    def read_into(self, room: Array, start: int, stop: int) -> None:
-        """Samples of a slice; straight into memory where nothing is to be converted."""
-        _within(start, stop, len(self))
-        array = self._open()
-        if stop > start and _takes(room, array.dtype):
-            array.read_direct(room, np.s_[start:stop])
-        else:
-            room[...] = self.read(start, stop)
-
-
-@final
-class _Zarr(_File):
-    """A Zarr array."""
-
-    def _opened(self) -> Any:
-        import zarr
-
-        found = zarr.open(str(self._path), mode="r")
-        return found if self._name is None else found[self._name]
-
-    def read_into(self, room: Array, start: int, stop: int) -> None:
-        """Samples of a slice; chunks straight into memory where nothing is to be converted."""
-        _within(start, stop, len(self))
-        array = self._open()
-        if stop > start and _takes(room, array.dtype):
-            from zarr.core.buffer.cpu import NDBuffer
-
-            array.get_basic_selection(slice(start, stop), out=NDBuffer.from_numpy_array(room))
-        else:
-            room[...] = self.read(start, stop)
-
-
-@final
-class _Parquet(_File):
-    """Columns of a Parquet file, read row group by row group; the last that was read is kept."""
-
-    def __init__(self, path: Path, name: Any, dtype: np.dtype[Any] | None) -> None:
-        super().__init__(path, [name] if isinstance(name, str) else list(name), dtype)
-        self._flat = isinstance(name, str)
-        self._kept: tuple[int, Array] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the handle and the group that is kept."""
-        return {**self.__dict__, "_handle": None, "_kept": None}
-
-    def _opened(self) -> Any:
-        import pyarrow.parquet
-
-        file = pyarrow.parquet.ParquetFile(self._path)
-        missing = [n for n in self._name if n not in file.schema_arrow.names]
-        if missing:
-            raise KeyError(f"no column {missing[0]!r}; there are {', '.join(file.schema_arrow.names)}")
-        rows = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
-        return file, np.concatenate([[0], np.cumsum(rows)])
-
-    def __len__(self) -> int:
-        """Rows."""
-        return int(self._open()[1][-1])
-
-    @property
-    def sample_bytes(self) -> int:
-        """Of one row."""
-        first = self.read(0, 1) if len(self) else np.empty((1,))
-        return int(first.nbytes)
-
-    def _group(self, number: int) -> Array:
-        kept = self._kept
-        if kept is None or kept[0] != number:
-            table = self._open()[0].read_row_group(number, columns=self._name)
-            arrays = [_column(table.column(n), f"{self._path}, column {n}") for n in self._name]
-            if self._dtype is not None:
-                arrays = [a.astype(self._dtype) for a in arrays]
-            if len({a.dtype for a in arrays}) > 1:
-                raise ReaderError(
-                    f"{self._path}: columns of several types ({', '.join(str(a.dtype) for a in arrays)}): give dtype="
-                )
-            self._kept = kept = number, arrays[0] if self._flat else np.stack(arrays, axis=1)
-        return kept[1]
-
-    def read(self, start: int, stop: int) -> Array:
-        """Rows of a slice."""
-        parts = list(self._parts(start, stop))
-        if not parts:
-            return self._group(0)[:0]
-        return np.concatenate(parts) if len(parts) > 1 else parts[0].copy()
-
-    def read_into(self, room: Array, start: int, stop: int) -> None:
-        """Rows of a slice, copied once."""
-        at = 0
-        for part in self._parts(start, stop):
-            room[at : at + len(part)] = part
-            at += len(part)
-
-    def _parts(self, start: int, stop: int) -> Iterator[Array]:
-        """Rows of a slice, of one row group after the other."""
-        _within(start, stop, len(self))
-        edges = self._open()[1]
-        first = int(np.searchsorted(edges, start, side="right")) - 1
-        while start < stop:
-            end = min(stop, int(edges[first + 1]))
-            yield self._group(first)[start - edges[first] : end - edges[first]]
-            start, first = end, first + 1
-
-
-def _column(column: Any, where: str) -> Array:
-    """A column as an array: numbers, or lists of numbers of one length.
-
-    Raises:
-        ReaderError: if something is missing in it, or if it is neither.
-    """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    if isinstance(column, pa.ChunkedArray):
-        column = pa.concat_arrays(column.chunks) if column.num_chunks != 1 else column.chunk(0)
-    if column.null_count:
-        raise ReaderError(f"{where}: {column.null_count} values of a row group are missing (null): fill them in first")
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type) or pa.types.is_fixed_size_list(column.type):
-        lengths = pc.unique(pc.list_value_length(column)).to_pylist()
-        if len(lengths) > 1:
-            raise ReaderError(f"{where}: lists of several lengths ({min(lengths)} to {max(lengths)}): one is needed")
-        return _column(column.flatten(), where).reshape(len(column), -1)
-    made = np.asarray(column.to_numpy(zero_copy_only=False))
-    if made.dtype.kind not in "biuf":
-        raise ReaderError(f"{where} holds {column.type}, no numbers")
-    return made
-
-
-_NAMED: Final = 8
-
-
-def _names(file: Path, kind: Any) -> list[str]:
-    """What there is to be read in a file."""
-    try:
-        if kind is _Hdf5:
-            import h5py
-
-            names: list[str] = []
-            with h5py.File(file, "r") as opened:
-                opened.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
-            return names[:_NAMED]
-        import pyarrow.parquet
-
-        return list(pyarrow.parquet.ParquetFile(file).schema_arrow.names)[:_NAMED]
-    except (ImportError, OSError) as error:
-        raise ReaderError(f"{file}: cannot be read: {error}") from error
 
 
 @final

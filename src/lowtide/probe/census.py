@@ -20,19 +20,16 @@ import tracemalloc
 import types
 from typing import Any, Final, final
 
+from lowtide.probe.holder_names import HERE, holder_of
+
 FRAMES: Final = 16
 """Frames kept of each allocation."""
 TOP: Final = 12
 """Entries told of each kind."""
-DEPTH: Final = 7
-"""How far up from an object its holder is looked for."""
-WIDTH: Final = 400
-"""Objects looked at on each level of that."""
 LEAST_LENGTH: Final = 8
 """Containers that are shorter are not followed."""
 NODES: Final = 200_000
 """Nodes of an autograd graph that are counted at most."""
-_HERE: Final = os.path.dirname(os.path.abspath(__file__))
 _LIBRARIES: Final = tuple(
     {*site.getsitepackages(), site.getusersitepackages(), *(sysconfig.get_path(n) for n in ("stdlib", "platstdlib"))}
 )
@@ -43,7 +40,7 @@ _FOUND: Final = (list, dict, set, collections.deque)
 
 def users(filename: str) -> bool:
     """Whether a file is the user's own: neither a library's nor generated."""
-    return not filename.startswith((*_LIBRARIES, "<", _HERE))
+    return not filename.startswith((*_LIBRARIES, "<", HERE))
 
 
 @final
@@ -185,7 +182,7 @@ class Census:
         lines = []
         for frames, (size, count) in now["lines"].items():
             old = before["lines"].get(frames, (0, 0))
-            ours = any(name.startswith(_HERE) for name, _ in frames)
+            ours = any(name.startswith(HERE) for name, _ in frames)
             if size - old[0] > 0 and count - old[1] >= least / 2 and not ours:
                 lines.append({"bytes": size - old[0], "count": count - old[1], **_place(frames)})
         kinds = [
@@ -306,97 +303,3 @@ def _merged(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _largest(found: list[dict[str, Any]], by: str) -> list[dict[str, Any]]:
     return sorted(found, key=lambda x: -x[by])[:TOP]
-
-
-def holder_of(thing: Any) -> str:
-    """A way to an object from a name: ``__main__.kept``, ``main.<locals>.losses``, ``Model.cache``; empty where none is
-    found.
-    """
-    named = _name(thing)
-    if named:
-        return named
-    locals_ = _locals()
-    level: dict[int, tuple[Any, str]] = {id(thing): (thing, "")}
-    seen = {id(thing)}
-    for _ in range(DEPTH):
-        for key, (_, tail) in level.items():
-            if key in locals_:
-                return _with(locals_[key], tail)
-        found = gc.get_referrers(*(o for o, _ in level.values()))
-        seen.update((id(found), id(level), id(locals_)))
-        following: dict[int, tuple[Any, str]] = {}
-        for referrer in found:
-            if id(referrer) in seen or len(following) >= WIDTH:
-                continue
-            for held, tail in list(level.values()):
-                way = _way(referrer, held)
-                if way is None:
-                    continue
-                kind, text = way
-                if kind == "name":
-                    return _with(text, tail)
-                seen.add(id(referrer))
-                following[id(referrer)] = (referrer, text + tail)
-                break
-        level = following
-        if not level:
-            break
-    return ""
-
-
-def _with(name: str, tail: str) -> str:
-    """A name and the way from it: the way stands before what is said in brackets."""
-    head, bracket, rest = name.partition(" (")
-    return head + tail + bracket + rest
-
-
-def _locals() -> dict[int, str]:
-    """Variables of all functions that run, by the identity of what they hold."""
-    found: dict[int, str] = {}
-    for frame in sys._current_frames().values():
-        at: types.FrameType | None = frame
-        while at is not None:
-            code = at.f_code
-            if not code.co_filename.startswith(_HERE) and code.co_name != "<module>":
-                where = f"{os.path.basename(code.co_filename)}:{at.f_lineno}"
-                for name, value in at.f_locals.items():
-                    found.setdefault(id(value), f"{name} (local of {code.co_name}, {where})")
-            at = at.f_back
-    return found
-
-
-def _name(thing: Any) -> str:
-    return f"{thing.__module__}.{thing.__qualname__}" if type(thing) is functools._lru_cache_wrapper else ""
-
-
-def _way(referrer: Any, held: Any) -> tuple[str, str] | None:
-    """How one object holds another: ``("name", ...)`` where that names it, ``("part", ...)`` where it is held by a part
-    of something.
-    """
-    if isinstance(referrer, types.FrameType):
-        return None
-    if isinstance(referrer, dict):
-        key = next((k for k, v in list(referrer.items()) if v is held), None)
-        module = referrer.get("__name__") if "__builtins__" in referrer or "__spec__" in referrer else None
-        if isinstance(module, str) and isinstance(key, str):
-            return "name", f"{module}.{key}"
-        return ("part", f".{key}") if isinstance(key, str) and key.isidentifier() else ("part", "[...]")
-    if isinstance(referrer, types.CellType):
-        return "part", ""
-    if isinstance(referrer, types.FunctionType):
-        names = dict(zip(referrer.__code__.co_freevars, referrer.__closure__ or (), strict=False))
-        name = next((n for n, cell in names.items() if cell is held), None)
-        return None if name is None else ("name", f"{name} (closure of {referrer.__qualname__})")
-    if isinstance(referrer, (list, tuple, set, frozenset, collections.deque)):
-        return "part", "[...]"
-    attributes = getattr(type(referrer), "__module__", "") not in ("builtins", "_thread")
-    if attributes and not isinstance(referrer, type):
-        name = next((n for n, v in _attributes(referrer) if v is held), None)
-        return None if name is None else ("name", f"{type(referrer).__qualname__}.{name}")
-    return None
-
-
-def _attributes(thing: Any) -> list[tuple[str, Any]]:
-    with contextlib.suppress(Exception):  # an object may do anything when it is asked
-        return list(vars(thing).items())
-    return []

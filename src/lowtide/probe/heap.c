@@ -10,6 +10,8 @@
  *
  * Where it was not preloaded it can be attached later (lowtide_attach); then only the tensor book is kept.
  *
+ * One file: the wrappers of malloc's kin share the static books, and the compiler is to see all that runs within them.
+ *
  * Not seen: mmap'ed memory (numpy and Python arenas of some sizes, MKL's own buffers), memory of other processes.
  */
 #define _GNU_SOURCE

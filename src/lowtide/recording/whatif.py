@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from lowtide.base.trace import Buffer, Op, Trace
-from lowtide.recording.explanation import Block, Step, peak_of
+from lowtide.recording.explanation import Block, Step
 from lowtide.recording.file_format import Role
+from lowtide.recording.peak_report import peak_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

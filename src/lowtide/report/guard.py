@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final, final
 
 from rich import box
@@ -17,12 +15,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from lowtide.base.files import why
-from lowtide.base.messages import shown, tell
+from lowtide.base.messages import shown
 from lowtide.base.units import format_bytes, format_seconds
 from lowtide.guard.outcome import Generation, Live, Outcome
-from lowtide.recording.file_format import ProcessRow
-from lowtide.recording.writer import Writer
 from lowtide.report.terminal import console
 
 WIDTH: Final = 40
@@ -240,183 +235,3 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
         "fraction": outcome.fraction or None,
         "forecast_seconds": outcome.seconds / outcome.fraction if outcome.fraction else None,
     }
-
-
-class Sparse:
-    """Told of one look a second."""
-
-    def __init__(self) -> None:
-        """Told of none yet."""
-        self._next = 0.0
-
-    def looked(self, live: Live) -> None:
-        """The guard looked at the process."""
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + ROW_SECONDS
-            self.row(live)
-
-    def row(self, live: Live) -> None:
-        """One look a second."""
-
-    def said(self, text: str) -> None:
-        """Something happened."""
-
-    def ended(self, generation: Generation) -> None:
-        """A process has ended."""
-
-
-@final
-class Recorded(Sparse):
-    """The run as a recording: a row a second, and the generations."""
-
-    def __init__(self, path: Path, command: str) -> None:
-        """Create the file.
-
-        Raises:
-            RecordingError: if it cannot be written.
-        """
-        super().__init__()
-        self._writer = Writer(path, {"script": command, "arguments": []})
-        self._began = time.monotonic()
-        self._number, self._before, self._highest = 0, 0, 0
-        self._last: Live | None = None
-
-    def looked(self, live: Live) -> None:
-        """The highest of all looks counts."""
-        self._highest = max(self._highest, live.reading.bytes)
-        self._last = live
-        super().looked(live)
-
-    def ended(self, generation: Generation) -> None:
-        """What was seen of a process since its last row."""
-        del generation
-        if self._last is not None and self._highest:
-            self.row(self._last)
-
-    def row(self, live: Live) -> None:
-        """One row."""
-        r = live.reading
-        self._writer.process(
-            ProcessRow(
-                step=self._number,
-                start=r.seconds - self._began,
-                seconds=ROW_SECONDS,
-                resident_bytes=r.bytes,
-                highest_bytes=self._highest,
-                change_bytes=r.bytes - self._before,
-                unique_bytes=r.unique_bytes,
-                children_bytes=0,
-                heap_bytes=0,
-                heap_peak_bytes=0,
-                loss=None,
-                marked=False,
-            )
-        )
-        self._number, self._before, self._highest = self._number + 1, r.bytes, 0
-
-    def close(self, outcome: Outcome | None) -> None:
-        """The recording is whole."""
-        if outcome is not None:
-            self._writer.put_meta({"guard": to_json(outcome)})
-        self._writer.close(code=1 if outcome is None else outcome.exit_code, always=True)
-
-
-@final
-class Exported(Sparse):
-    """Figures for Prometheus, on loopback."""
-
-    def __init__(self, port: int) -> None:
-        """Serve them.
-
-        Raises:
-            OSError: if the port is taken.
-        """
-        from prometheus_client import CollectorRegistry, Gauge, start_http_server
-
-        super().__init__()
-        registry = CollectorRegistry()
-
-        def gauge(name: str, text: str) -> Any:
-            return Gauge(f"lowtide_{name}", text, registry=registry)
-
-        self._memory = gauge("memory_bytes", "What counts against the cap.")
-        self._unique = gauge("unique_bytes", "Unique set size of all processes.")
-        self._device = gauge("device_bytes", "Taken on CUDA devices.")
-        self._cap = gauge("cap_bytes", "The cap.")
-        self._growth = gauge("growth_bytes_per_second", "Growth of memory now; NaN where it is too early.")
-        self._left = gauge("seconds_to_cap", "Forecast; NaN where no growth is certain.")
-        self._generation = gauge("generation", "Processes before this one.")
-        self._steps = gauge("steps", "Of this process.")
-        self._points = gauge("safe_points", "Passed by this process.")
-        self._rate = gauge("steps_per_second", "Of this process; safe points where it marks no steps.")
-        self._saves = gauge("saves", "Checkpoints of this process.")
-        self._pressure = gauge("pressure_percent", "Share of the last 10 s in which some process waited for memory.")
-        self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=registry)
-
-    def row(self, live: Live) -> None:
-        """Set them."""
-        self._memory.set(live.reading.bytes)
-        self._unique.set(live.reading.unique_bytes)
-        self._device.set(live.reading.device_bytes)
-        self._cap.set(live.cap_bytes)
-        self._growth.set(float("nan") if live.growth is None else live.growth.rate)
-        self._left.set(float("nan") if live.left_seconds is None else live.left_seconds)
-        self._generation.set(live.generation)
-        self._steps.set(live.beat.steps)
-        self._points.set(live.beat.points)
-        self._rate.set(live.steps_per_second)
-        self._saves.set(live.beat.saves)
-        self._pressure.set(live.reading.pressure)
-
-    def close(self) -> None:
-        """Serve them no more."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-@final
-class Scalars(Sparse):
-    """Figures for TensorBoard."""
-
-    def __init__(self, folder: Path) -> None:
-        """Begin a file of events."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        super().__init__()
-        self._event, self._summary = Event, Summary
-        self._folder, self._full = folder, False
-        self._writer = EventFileWriter(str(folder))
-        self._number = 0
-
-    def row(self, live: Live) -> None:
-        """One point of each curve."""
-        values = {
-            "lowtide/memory_bytes": live.reading.bytes,
-            "lowtide/cap_bytes": live.cap_bytes,
-            "lowtide/generation": live.generation,
-            "lowtide/steps_per_second": live.steps_per_second,
-        }
-        if live.growth is not None:
-            values["lowtide/growth_bytes_per_second"] = live.growth.rate
-        value = [self._summary.Value(tag=tag, simple_value=found) for tag, found in values.items()]
-        event = self._event(step=self._number, wall_time=time.time(), summary=self._summary(value=value))
-        self._attempt(lambda: self._writer.add_event(event))
-        self._number += 1
-
-    def close(self) -> None:
-        """The file is whole."""
-        self._attempt(self._writer.close)
-
-    def _attempt(self, write: Callable[[], object]) -> None:
-        """Write, until the disk is full: what is guarded goes on."""
-        if self._full:
-            return
-        try:
-            write()
-        except OSError as error:
-            self._full = True
-            tell(f"lowtide: TensorBoard's figures stop: {why(error)} in {self._folder}: make room there; training goes on")

@@ -9,8 +9,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.recording.explanation import ROLES, Block, Step, highest, peak_report, steps_of
+from lowtide.recording.explanation import ROLES, Block, Step, highest, steps_of
 from lowtide.recording.findings.all_findings import findings
+from lowtide.recording.peak_report import peak_report
 from lowtide.recording.reader import Recording
 from lowtide.report.pages import render
 from lowtide.report.process import process_page

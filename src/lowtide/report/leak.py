@@ -15,8 +15,9 @@ from lowtide.report.pages import render
 from lowtide.report.terminal import console
 from lowtide.studies.leak.ablate import Ablation
 from lowtide.studies.leak.findings import MEANING, SINGULAR, Suspect, books_of, spread_of
+from lowtide.studies.leak.series import series_of
 from lowtide.studies.leak.study import Study
-from lowtide.studies.leak.verdict import Verdict, series_of, threshold_of
+from lowtide.studies.leak.verdict import Verdict, threshold_of
 from lowtide.studies.leak.watch import Run
 
 _COLOUR: Final = {Verdict.LEAK: "red", Verdict.CLEAN: "green", Verdict.INCONCLUSIVE: "yellow"}

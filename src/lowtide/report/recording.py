@@ -14,9 +14,10 @@ from rich.text import Text
 
 from lowtide.base.trace import Phase
 from lowtide.base.units import KIB, MIB, format_bytes, format_seconds
-from lowtide.recording.explanation import PeakReport, highest, last_moment, peak_report, steps_of, telling
+from lowtide.recording.explanation import highest, steps_of, telling
 from lowtide.recording.file_format import PhaseFigures, ProcessRow, StepRow
 from lowtide.recording.findings.all_findings import by_role, findings, would_fit
+from lowtide.recording.peak_report import PeakReport, last_moment, peak_report
 from lowtide.recording.reader import Recording
 from lowtide.recording.whatif import Finding
 from lowtide.report.terminal import console

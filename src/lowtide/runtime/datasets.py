@@ -9,7 +9,7 @@ import torch
 from lowtide.base.errors import ReaderError
 from lowtide.data.blocks import Blocks
 from lowtide.data.isolate import Isolated
-from lowtide.data.sources import Source
+from lowtide.data.source import Source
 
 
 def dataset(source: Source | Isolated) -> SourceDataset:

@@ -284,8 +284,9 @@ def _forget(error: BaseException) -> None:
 
 def _empty() -> None:
     """Give cached device memory back, so that pieces of other sizes find room."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    kind = torch.accelerator.current_accelerator()
+    if kind is not None:
+        torch.get_device_module(kind).empty_cache()
 
 
 @contextmanager

@@ -33,6 +33,20 @@ class StepFigures:
     overrun: bool
 
 
+@final
+@dataclass(slots=True)
+class StepTally:
+    """What a policy did in one step."""
+
+    recomputed_ops: int = 0
+    recompute_seconds: float = 0.0
+    offloaded_bytes: int = 0
+    offload_seconds: float = 0.0
+    fetched_ahead: int = 0
+    rescues: int = 0
+    overrun: bool = False
+
+
 POLICIES: Final = ("plain", "planned", "online")
 """How a step may have run; of its units' the last of these is told."""
 _COLUMNS: Final = {

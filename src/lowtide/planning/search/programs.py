@@ -3,6 +3,8 @@
 The limit of a search only ends it: nothing here is cut to a share of it. With more time the same programs are solved, and then
 more of them. (What a program's time limit is, is a constant or a multiple of what another one took, and how much is left for a
 search decides at most whether one is begun.)
+
+One module: it is one class, whose state is what the programs have proven and answered so far.
 """
 
 from __future__ import annotations

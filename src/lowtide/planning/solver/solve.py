@@ -10,6 +10,8 @@
 | no budget | ``rounds.lowest_order`` beside ``peak_bounds.once`` | the order of the lowest peak found, each operator once |
 
 Every answer is played by the referee before it is returned.
+
+One module: it is the list of these cases, each a few lines, in the order in which they are tried.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _run(task: Task) -> int:
     except _Refusal:
         assert isinstance(job, _Budget)
         finish(1)
-        tell(f"lowtide: error: {job.runtime.refused}")
+        tell(f"lowtide: error: {job.runtime.choice.refused}")
         return 1
     except SystemExit as leaving:
         code = leaving.code
@@ -182,7 +182,8 @@ class _Budget:
     def __init__(self, options: RunOptions) -> None:
         from lowtide.base.units import parse_budget
         from lowtide.planning.unit.plan_file import load_plan
-        from lowtide.runtime.control.runtime import Runtime, Settings
+        from lowtide.runtime.control.runtime import Runtime
+        from lowtide.runtime.control.settings import Settings
 
         self._options = options
         self.runtime = Runtime(

@@ -15,9 +15,13 @@ from lowtide.base.trace import Phase
 from lowtide.probe.catalogue import out_of_memory
 from lowtide.probe.marks import Rounds
 from lowtide.runtime.agent.task import TrialOptions
-from lowtide.runtime.control.runtime import Runtime, Settings
+from lowtide.runtime.control.runtime import Runtime
+from lowtide.runtime.control.settings import Settings
+from lowtide.runtime.device import accelerator
+from lowtide.runtime.device.accelerator import Accelerator, is_accelerator
+from lowtide.runtime.device.find_meter import find_meter
 from lowtide.runtime.device.heap_counters import preloaded
-from lowtide.runtime.device.memory_meter import CudaMeter, HeapMeter, Meter, counters
+from lowtide.runtime.device.memory_meter import Meter
 from lowtide.runtime.early_stop import StepLimitReached
 from lowtide.runtime.intercept.phases import PhaseTracker
 from lowtide.runtime.tensors import modules_of, own_tensors, storages_of
@@ -63,7 +67,7 @@ class Trial:
         if self._runtime is not None:
             self._runtime.stop(over=True)
             found |= self._runtime.outcome().to_json(code)
-            found["resident_bytes"] = self._runtime.resident.bytes()
+            found["resident_bytes"] = self._runtime.knowledge.persistent.bytes()
         elif self._plain is not None:
             found |= self._plain.finish()
         if self._refused is not None:
@@ -157,14 +161,14 @@ class Plain:
             raise StepLimitReached
         self._open, self._done, self._consumed = True, False, False
         self._started = time.perf_counter()
-        if self._meter is None or (not isinstance(self._meter, CudaMeter) and torch.cuda.is_initialized()):
+        if self._meter is None or (not is_accelerator(self._meter.device) and accelerator.in_use() is not None):
             self._meter = _meter()
         self._meter.begin_span()
 
     def _close(self) -> None:
         assert self._meter is not None
-        if isinstance(self._meter, CudaMeter):
-            torch.cuda.synchronize()
+        if is_accelerator(self._meter.device):
+            Accelerator(self._meter.device).synchronize()
         self._steps.append({
             "index": len(self._steps),
             "seconds": time.perf_counter() - self._started,
@@ -173,21 +177,18 @@ class Plain:
 
 
 def _meter() -> Meter:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return CudaMeter(torch.device("cuda", torch.cuda.current_device()))
-    found = counters()
-    if found is None:
+    found = find_meter(lambda: 0)
+    if not found.exact:
         raise UsageError("peaks need the heap counter, which was not built: install Lowtide where a C compiler is")
-    return HeapMeter(found)
+    return found
 
 
 def _cap(size: int) -> None:
     """Have torch's allocators refuse what goes beyond; 0: what would wake the kernel's out-of-memory killer."""
     found = preloaded()
-    if size and found is None and not torch.cuda.is_available():
+    if size and found is None and not accelerator.is_there():
         raise UsageError("a cap needs the heap counter, which was not built: install Lowtide where a C compiler is")
     if found is not None:
         found.cap = size or int(MACHINE_SHARE * psutil.virtual_memory().available)
-    if size and torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, size / total))
+    if size and accelerator.is_there():
+        accelerator.current().limit(size)

@@ -1,1 +1,1 @@
-"""What each unit of a run does: record, follow a plan, or hold the budget on line."""
+"""Units begin and end here: what each is to do is chosen, put on, and learnt from."""

@@ -13,6 +13,8 @@ from typing import Final
 import psutil
 
 import torch
+from lowtide.runtime.device import accelerator
+from lowtide.runtime.device.accelerator import Accelerator, is_accelerator
 
 SPARED: Final = 0.05
 """Share of what is there that is left to the rest: caches, fragmentation, other programs."""
@@ -33,10 +35,9 @@ def available_bytes(device: torch.device) -> int:
     Args:
         device: the CPU, or an accelerator.
     """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int((free + idle) * (1 - SPARED))
+    if is_accelerator(device):
+        found = Accelerator(device)
+        return int((found.free_bytes() + found.idle_bytes()) * (1 - SPARED))
     return int(max(0, min(psutil.virtual_memory().available, _left_of_limits())) * (1 - SPARED))
 
 
@@ -46,8 +47,8 @@ def return_freed_memory(budget_bytes: int) -> bool:
     glibc raises the size from which a block is mapped by itself to as much as 32 MiB as such blocks are freed, after which
     tensors share a heap whose holes stay resident: under a budget of 151 MiB, examples/small_gpt.py reaches 760 MiB as it is
     and 630 MiB when freed blocks are returned. It costs page faults, 30 % of that step, so it is done only where a limit (a
-    control group's, ``ulimit -d``, ``ulimit -v``) is near. Where there is CUDA the budget may be a device's, beside which
-    limits of the host say nothing. See ``M_MMAP_THRESHOLD`` in ``man 3 mallopt``.
+    control group's, ``ulimit -d``, ``ulimit -v``) is near. Where there is an accelerator the budget may be a device's, beside
+    which limits of the host say nothing. See ``M_MMAP_THRESHOLD`` in ``man 3 mallopt``.
 
     Args:
         budget_bytes: of tensors.
@@ -55,7 +56,7 @@ def return_freed_memory(budget_bytes: int) -> bool:
     Returns:
         Whether malloc was told so.
     """
-    if torch.cuda.is_available() or _left_of_limits() >= CRAMPED * budget_bytes:
+    if accelerator.is_there() or _left_of_limits() >= CRAMPED * budget_bytes:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in musl or on macOS
     if mallopt is None:

@@ -1,4 +1,4 @@
-"""Peak counters of CUDA's caching allocator, used by Lowtide without changing what the script reads from them.
+"""Peak counters of an accelerator's caching allocator, used by Lowtide without changing what the script reads from them.
 
 The allocator has one high-water mark per statistic, and whoever measures a window has to reset it. Resets of ours would change
 what the script's own ``torch.cuda.max_memory_allocated()`` returns, so the peaks up to each of them are kept here, and the
@@ -18,6 +18,8 @@ from lowtide.runtime.monkeypatch import Wraps
 
 _READERS: Final = ("_cuda_memoryStats", "_accelerator_getDeviceStats")
 _RESETTERS: Final = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
+_FUNCTIONS: Final = {"cuda": ("_cuda_memoryStats", "_cuda_resetPeakMemoryStats")}
+_FUNCTIONS_OF_OTHERS: Final = ("_accelerator_getDeviceStats", "_accelerator_resetPeakStats")
 
 
 @final
@@ -31,19 +33,22 @@ class PeakStatistics:
         >>> statistics.remove()
     """
 
-    def __init__(self, index: int, before_reset: Callable[[], None], library: Any = torch._C) -> None:
+    def __init__(
+        self, index: int, before_reset: Callable[[], None], library: Any = torch._C, *, kind: str = "cuda"
+    ) -> None:
         """Read a device's statistics; nothing is replaced yet.
 
         Args:
             index: of the device.
+            kind: of the device, as ``torch.device.type``.
             before_reset: called before a reset of the script's own, which loses the current window's peak.
             library: where the allocator's functions are; tests give their own.
         """
         self._index = index
         self._before_reset = before_reset
         self._library = library
-        self._read = library._cuda_memoryStats
-        self._reset = library._cuda_resetPeakMemoryStats
+        read, reset = _FUNCTIONS.get(kind, _FUNCTIONS_OF_OTHERS)
+        self._read, self._reset = getattr(library, read), getattr(library, reset)
         self._earlier: dict[Any, Any] = {}
         self._wraps = Wraps()
 

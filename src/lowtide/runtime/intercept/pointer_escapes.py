@@ -74,7 +74,7 @@ class PointerEscapes:
                 runtime.exposing(tensor, shows=shows)
             shown = original(tensor, *args, **kwargs)
             if shows and on_storage(tensor):
-                runtime.updates.exposed(tensor, shown)
+                runtime.levers.in_backward.exposed(tensor, shown)
             return shown
 
         return exposed
@@ -84,12 +84,12 @@ class PointerEscapes:
 
         @functools.wraps(original)
         def resize_(storage: Any, size: int) -> Any:
-            value = runtime.ledger.find(storage) or runtime.ledger.enter(storage, None)
+            interception = runtime.interception
+            value = interception.ledger.find(storage) or interception.ledger.enter(storage, None)
             if not value.tainted:
-                runtime.evictor.before_write(value)
+                interception.evictor.before_write(value)
                 value.tainted = True
-                if runtime.saver.recorder is not None:
-                    runtime.saver.recorder.taint(value)
+                interception.recorder.taint(value)
             return original(storage, size)
 
         return resize_

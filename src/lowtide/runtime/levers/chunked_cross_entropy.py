@@ -225,7 +225,7 @@ def _heaviness(
 def _check(target: torch.Tensor, valid: torch.Tensor, classes: int) -> None:
     """Refuse classes that are none, as the plain loss does."""
     wrong = valid & ((target < 0) | (target >= classes))
-    if target.is_cuda:
+    if target.is_cuda:  # torch has no such check elsewhere that does not wait for the device
         torch._assert_async(~wrong.any())
     elif wrong.any():
         raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")

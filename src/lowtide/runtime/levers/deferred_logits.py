@@ -4,6 +4,9 @@ While the lever is on, the product of a wide linear layer is *deferred*: what th
 and how to be made. Casts, slices of rows, views and scaling are noted; ``cross_entropy`` of what was noted runs over pieces of
 the vocabulary, forward and backward, so that no more than one piece of the logits is ever there. Whatever else is asked of a
 deferred tensor gets the plain one, made then and there, with its graph.
+
+One module, as each operation that is noted is at once a rule of shapes, of versions and of the loss that takes it up: cut
+apart they would have to be read together.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ back. (:mod:`lowtide.runtime.levers.offloaded_gradients` is the lever that a bud
 readable.)
 
 The update itself is the optimizer's own code, run on one parameter (:mod:`lowtide.runtime.levers.single_update`).
+
+One module, and a class of many fields: whether a gradient may be consumed depends on all that was seen of its parameter since
+the last step, and each event of the script changes some of that.
 """
 
 from __future__ import annotations

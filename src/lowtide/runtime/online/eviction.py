@@ -3,6 +3,9 @@
 Values go in the order of the cost that Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021, arXiv 2006.09616) gives
 them: seconds to bring a value back, over its bytes and the time since it was last used; here a value may be moved, too, where
 that is quicker than making it again.
+
+One module: what may leave, in what order, and how it comes back are rules about the same books (what is kept, what is away,
+what only records hold), which have to agree after each of them.
 """
 
 from __future__ import annotations
@@ -13,140 +16,59 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from lowtide.base.errors import ReplayError
 from lowtide.base.trace import Site
 from lowtide.planning.unit.problem import Bandwidth
-from lowtide.probe.catalogue import out_of_memory
+from lowtide.runtime.budget import SLACK_BYTES, Budget
+from lowtide.runtime.device.file_tier import FileTier
 from lowtide.runtime.device.memory_meter import Meter
-from lowtide.runtime.device.offload import FileTier, PinnedTier, Shared
+from lowtide.runtime.device.offload import Shared
+from lowtide.runtime.device.pinned_tier import PinnedTier
+from lowtide.runtime.online.kept_modules import KeptModules
+from lowtide.runtime.online.lineage import anchors_behind, depends, held_alone, made_from, made_from_anchors, verify
+from lowtide.runtime.online.retry import OperatorRetry
 from lowtide.runtime.replay.chain import remake
-from lowtide.runtime.storage.arguments import PLAIN_TYPES, flatten, written_by
+from lowtide.runtime.run_figures import StepTally
 from lowtide.runtime.storage.checksum import checksum
 from lowtide.runtime.storage.ledger import Ledger
-from lowtide.runtime.storage.op_schema import OpInfo
-from lowtide.runtime.storage.output_size import bytes_beside, fresh_bytes
-from lowtide.runtime.storage.value import Anchor, Argument, Record, Value, generator_of, records_behind
-from lowtide.runtime.storage.views import as_bytes, bytes_of, sole_owner
-from lowtide.runtime.tensors import beneath_autograd, on_storage
+from lowtide.runtime.storage.value import Anchor, Record, Value
+from lowtide.runtime.storage.views import as_bytes, sole_owner
+from lowtide.runtime.tensors import beneath_autograd
+
+if TYPE_CHECKING:
+    from lowtide.runtime.record.trace_recorder import TraceRecorder
 
 SMALLEST_BYTES = 2048
 """Values below this size are never dropped: their book-keeping would cost more than they do."""
 
-COPIED_BYTES = 64 << 10
-"""Arguments written in place are copied up to this size, so that an operator that failed half-way can run again. An operator
-that writes more in place is not capped: it hardly ever allocates, and could not be tried again."""
-
-
-SLACK_BYTES = 16 << 10
-"""Left free for what the interception itself takes from torch's allocator: a generator's state."""
-
-LIBRARY_BYTES = 320 << 10
-"""Memory that oneDNN may take inside an operator the first time, outside torch's allocator, where it cannot be refused."""
-
 ASSUMED = Bandwidth(write=10e9, read=10e9, read_fresh=10e9)
 """Bytes per second between a device and pinned memory where there was no room to measure: PCIe 3.0 x16 gives some 12e9."""
-
-LACKING_BYTES = 1 << 20
-"""Twice as much is let go of first, where an allocator fails without saying for how many bytes, then twice that, and so on."""
-
-LIBRARY_OPS = ("convolution", "mkldnn", "gelu", "linear", "mm")
-"""Operators (parts of their names) that oneDNN may run."""
-
-
-@final
-@dataclass(slots=True)
-class StepTally:
-    """What a policy did in one step."""
-
-    recomputed_ops: int = 0
-    recompute_seconds: float = 0.0
-    offloaded_bytes: int = 0
-    offload_seconds: float = 0.0
-    fetched_ahead: int = 0
-    rescues: int = 0
-    overrun: bool = False
-
-
-@final
-class KeptModules:
-    """Modules whose values are never dropped, by their paths, with or without the model's class in front."""
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        """None was met."""
-        self.names = names
-        self._met: set[str] = set()
-        self._known: dict[str, bool] = {}
-
-    @property
-    def unmet(self) -> tuple[str, ...]:
-        """Names that no module had."""
-        return tuple(name for name in self.names if name not in self._met)
-
-    def covers(self, module: str) -> bool:
-        """Whether a module is one of them, or within one."""
-        found = self._known.get(module)
-        if found is None:
-            paths = (module, module.partition(".")[2])
-            named = {n for n in self.names for path in paths if path == n or path.startswith(n + ".")}
-            self._met |= named
-            found = self._known[module] = bool(named)
-        return found
-
-
-@final
-class Refusals:
-    """Tells of requests for memory that were refused inside an operator which returned all the same.
-
-    torch catches what oneDNN's products of bfloat16 and float16 raise, computes them by another kernel, which has other bits,
-    and leaves oneDNN off from there on (``bmm_out_or_baddbmm_`` in ``aten/src/ATen/native/LinearAlgebra.cpp`` and
-    ``CPUBlas.cpp``). Such an operator has failed.
-    """
-
-    def __init__(self, meter: Meter) -> None:
-        """Of the requests that a meter refuses."""
-        self._meter = meter
-        self._denied, self._onednn = 0, False
-
-    def begin(self) -> None:
-        """An operator begins under a cap."""
-        if self._meter.capped:
-            self._denied, self._onednn = self._meter.denied(), torch._C._get_mkldnn_enabled()
-
-    def check(self) -> None:
-        """It has returned.
-
-        Raises:
-            OutOfMemoryError: if a request was refused since it began; oneDNN is on again then.
-        """
-        if not self._meter.capped or self._meter.denied() == self._denied:
-            return
-        if self._onednn and not torch._C._get_mkldnn_enabled():
-            torch._C._set_mkldnn_enabled(True)
-        raise torch.OutOfMemoryError("a library had no room, and torch went on without it")
-
 
 @final
 class Evictor:
     """Drops and moves saved values so that operators fit.
 
     Attributes:
-        limit_bytes: the budget; 0 for none.
+        budget: what is held; its ``limit_bytes`` are read at every operator.
         exempt: modules whose values stay.
         moves: whether values may go to the second board, which has room.
         planned: tells, for an operator's site and the slot of its output, whether the plan drops that value.
         times: how often it let go of something.
+        operators: runs them, and again where they do not fit.
+        recorder: of the unit that runs: what operators, autograd and this one do to its values is told to it.
     """
 
-    def __init__(self, meter: Meter, ledger: Ledger, board: FileTier | PinnedTier) -> None:
-        """Nothing is limited yet."""
+    def __init__(
+        self, meter: Meter, ledger: Ledger, board: FileTier | PinnedTier, budget: Budget, recorder: TraceRecorder
+    ) -> None:
+        """Nothing is saved yet; ``recorder`` is that of no unit."""
         self.meter = meter
         self.ledger = ledger
         self.board = board
-        self.limit_bytes = 0
+        self.budget = budget
         self.exempt = KeptModules(())
         self.barred: weakref.WeakSet[Value] = weakref.WeakSet()
         self.moves = True
@@ -157,16 +79,11 @@ class Evictor:
         self.anchors: weakref.WeakSet[Anchor] = weakref.WeakSet()
         self.tally = StepTally()
         self.times = 0
-        self.on_unheld: Callable[[Value], None] | None = None
-        self.on_back: Callable[[Value], None] | None = None
-        self.on_anchored: Callable[[Value], None] | None = None
+        self.recorder = recorder
         self.clock = 0
-        self.attempt_live_bytes = 0
         self.keeps: Iterable[weakref.ref[Any]] = ()
+        self.operators = OperatorRetry(self)
         self._replayer = _Replayer(self)
-        self._library: dict[str, int] = {}
-        self._inside: dict[str, float] = {}
-        self._made: dict[Any, int] = {}
         self._regions: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._bandwidth: Bandwidth | None = None
 
@@ -174,7 +91,7 @@ class Evictor:
         """Watch another device from now on."""
         self.meter, self.board = meter, board
         self._bandwidth = None
-        self._made = {}
+        self.operators.forget_sizes()
 
     # --- what autograd saves -----------------------------------------------------------------------------------------
 
@@ -229,133 +146,12 @@ class Evictor:
             value.ticket = None
             value.disown()
 
-    # --- operators ---------------------------------------------------------------------------------------------------
-
-    def call(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
-        """Call an operator; where it does not fit, make room and try again."""
-        limit, meter = self.limit_bytes, self.meter
-        if info.collective:
-            if limit:
-                self._headroom(func, info, args, kwargs)
-            self.attempt_live_bytes = meter.live()
-            return func(*args, **kwargs)
-        kind = self._headroom(func, info, args, kwargs) if limit and not meter.capped else None
-        copies = self._copies(info, args) if info.mutates else None
-        generator = _generator_of(info, args, kwargs)
-        final = (info.mutates and copies is None) or (info.seeded and generator is None)  # cannot be tried again
-        read = self._room_inside(info, args, kwargs) if final and limit and meter.capped else 0
-        limit = 0 if final else limit
-        reserve = self._reserve(info.name) if limit else 0
-        state = _generator_state(info, generator)
-        lacking = LACKING_BYTES
-        refusals = Refusals(meter)
-        meter.begin_library_window()
-        while True:
-            denied = meter.denied()
-            refusals.begin()
-            self.attempt_live_bytes = meter.live()
-            meter.begin_operator()
-            meter.cap(max(limit - reserve - SLACK_BYTES, 1) if limit else 0)
-            try:
-                out = func(*args, **kwargs)
-                if limit:
-                    refusals.check()
-            except (RuntimeError, MemoryError) as error:
-                out = None  # what it returned although a request was refused
-                if not self.is_out_of_memory(error, denied) or (final and not info.mutates):
-                    raise
-                last = error.with_traceback(None)
-            else:
-                self._note_inside(info.name, read)
-                if kind is not None:
-                    self._made[kind] = max(self._made[kind], bytes_beside(out, args, kwargs))
-                return out
-            finally:
-                meter.cap(0)
-                meter.end_operator()
-            # Out of the except block: no frame of the failed call holds its tensors any more.
-            if state is not None:
-                state[0].set_state(state[1])
-            if info.mutates and not _restore(copies):
-                raise last
-            lacking *= 2
-            if not self.make_room(self._shortage(limit, reserve, lacking)):
-                if reserve:
-                    reserve = 0
-                    continue
-                if not limit:
-                    raise last
-                limit = 0
-                self.tally.overrun = True
-            self.tally.rescues += 1
-
-    def _shortage(self, limit: int, reserve: int, lacking: int) -> int:
-        """Bytes to let go of after an operator failed; ``lacking`` at least, where the device does not say how many."""
-        denied = self.meter.denied_bytes()
-        short = denied if not limit else self.meter.live() + denied + reserve + SLACK_BYTES - limit
-        return max(short, 1 if denied else lacking)
-
-    def _copies(self, info: OpInfo, args: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """Copies of the arguments that an operator writes; None if they are too large to be copied, or have no room."""
-        tensors = [t for t, _ in written_by(info, args, {})]
-        size = sum(bytes_of(t) for t in tensors)
-        if size > COPIED_BYTES:
-            return None
-        if not self.room_for(size):
-            return None
-        return [(t, t.clone()) for t in tensors]
-
-    def _room_inside(self, info: OpInfo, args: Any, kwargs: Any) -> int:
-        """Make room for what an operator takes inside that could not be tried again; bytes that it reads, of the widest type.
-
-        It is what such operators took before as a share of what they read; all of that, until one was seen.
-        """
-        written = {id(t) for t, _ in written_by(info, args, kwargs)}
-        tensors = [t for t in (*flatten(args), *kwargs.values()) if isinstance(t, torch.Tensor)]
-        widest = max((t.element_size() for t in tensors), default=0)
-        read = widest * sum(t.numel() for t in tensors if id(t) not in written)
-        if read:
-            self.room_for(int(self._inside.get(info.name, 1.0) * read))
-        return read
-
-    def _reserve(self, name: str) -> int:
-        """Bytes to leave free for what a library takes inside an operator."""
-        seen = self._library.get(name)
-        if seen is None:
-            return LIBRARY_BYTES if any(part in name for part in LIBRARY_OPS) else 0
-        return seen
-
-    def _note_inside(self, name: str, read: int) -> None:
-        """What an operator took that cannot be refused: as a library's workspace; and, where it ran uncapped, at all."""
-        self._library[name] = max(self.meter.library_rise(), self._library.get(name, 0))
-        if read:
-            share = (self.meter.op_peak() - self.attempt_live_bytes) / read
-            self._inside[name] = max(share, self._inside.get(name, 0.0))
-
-    def is_out_of_memory(self, error: BaseException, denied: int) -> bool:
-        """Whether an error means that memory ran out, given how many requests had been refused before."""
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            return True
-        return self.meter.denied() > denied or out_of_memory(error) is not None  # the system may refuse before our cap does
-
-    def _headroom(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
-        """Where the operator cannot be capped: room is made for what it will make; its key in what is known."""
-        tensors = [t for t in (*flatten(args), *kwargs.values()) if isinstance(t, torch.Tensor)]
-        key = (func, *((t.size(), t.dtype) for t in tensors))
-        expected = self._made.get(key)
-        if expected is None:
-            opaque = info.seeded or info.collective or info.opaque
-            fresh = None if opaque else fresh_bytes(func, args, kwargs)
-            expected = self._made[key] = sum(bytes_of(t) for t in tensors) if fresh is None else fresh
-        self.room_for(expected)
-        return key
-
     # --- room --------------------------------------------------------------------------------------------------------
 
     def room_for(self, size: int) -> bool:
         """Make room for so many bytes below the limit; whether they fit, or something left for them."""
-        over = self.meter.live() + size + SLACK_BYTES - self.limit_bytes
-        return not self.limit_bytes or over <= 0 or bool(self.make_room(over))
+        over = self.meter.live() + size + SLACK_BYTES - self.budget.limit_bytes
+        return not self.budget.limit_bytes or over <= 0 or bool(self.make_room(over))
 
     @contextlib.contextmanager
     def around_unseen(self, region: Any, given_bytes: int) -> Iterator[None]:
@@ -367,7 +163,7 @@ class Evictor:
         """
         known = self._regions.get(region)
         if known is None:
-            self.make_room(self.limit_bytes)
+            self.make_room(self.budget.limit_bytes)
         else:
             self.room_for(int(known[1] * max(1.0, given_bytes / max(1, known[0]))))
         self.meter.reset_op_peak()
@@ -382,13 +178,13 @@ class Evictor:
     @contextlib.contextmanager
     def leaving(self, size: int) -> Iterator[None]:
         """Leave so many bytes of the limit to what is not seen: whatever is brought back meanwhile stays below."""
-        limit = self.limit_bytes
+        limit = self.budget.limit_bytes
         self.room_for(size)
-        self.limit_bytes = max(1, limit - size)
+        self.budget.limit_bytes = max(1, limit - size)
         try:
             yield
         finally:
-            self.limit_bytes = limit
+            self.budget.limit_bytes = limit
 
     def make_room(self, needed: int) -> int:
         """Evict at least so many bytes, the cheapest per byte and time since last use first; return the bytes freed."""
@@ -403,7 +199,7 @@ class Evictor:
                 continue
             drop = self._chain_seconds(value) if aliases == 1 and self._can_drop(value) else math.inf
             if alone and drop < math.inf:
-                behind = _anchors_behind((value,)) & alone.keys()
+                behind = anchors_behind((value,)) & alone.keys()
                 if sum(alone[key] for key in behind) >= value.bytes:
                     drop = math.inf  # what it is made from would have to stay, and is larger
                 else:
@@ -414,7 +210,7 @@ class Evictor:
             idle = self.clock - value.touched + 1
             offers.append((min(drop, move) / (value.bytes * idle), drop <= move, value))
         offers.sort(key=lambda o: o[0])
-        target = needed + (self.limit_bytes >> 6)
+        target = needed + (self.budget.limit_bytes >> 6)
         freed = self._forget(alone.keys() - wanted)
         for _, dropped, value in offers:
             if freed >= target:
@@ -438,7 +234,7 @@ class Evictor:
             for storage, group in held_alone(self.anchors) if storage.nbytes() >= SMALLEST_BYTES
             for anchor in group
         }
-        for key in _anchors_behind((*self._dropped(), *self.weakly)) if found else ():
+        for key in anchors_behind((*self._dropped(), *self.weakly)) if found else ():
             found.pop(key, None)
         return found
 
@@ -455,8 +251,8 @@ class Evictor:
         return before - self.meter.live()
 
     def _cut(self, anchors: AbstractSet[int]) -> None:
-        needed = _anchors_behind((*self._dropped(), *self.weakly))  # more was dropped since they were alone
-        first, readers = _made_from_anchors(
+        needed = anchors_behind((*self._dropped(), *self.weakly))  # more was dropped since they were alone
+        first, readers = made_from_anchors(
             anchors - needed, (*self.ledger.values(), *self.kept, *self.away, *self.weakly)
         )
         cut: set[int] = set()
@@ -472,8 +268,7 @@ class Evictor:
                     first.append(reader)
                 elif argument.anchor is None:
                     self.anchors.add(argument.hold())
-                    if self.on_anchored is not None:
-                        self.on_anchored(value)
+                    self.recorder.anchored(value)
 
     def _move_kept(self, needed: int) -> int:
         """Move what a planned forward holds that left its plan: saved tensors and inputs of replays; the bytes freed."""
@@ -511,8 +306,7 @@ class Evictor:
                 return False
             self.tally.offload_seconds += time.perf_counter() - start
             self.tally.offloaded_bytes += value.bytes if wrote else 0
-        if self.on_unheld is not None:
-            self.on_unheld(value)
+        self.recorder.unheld(value)
         self.kept.pop(value, None)
         self.away.add(value)
         self.times += 1
@@ -594,13 +388,13 @@ class Evictor:
         """
         if value.record is not None:
             for v in self._dropped():
-                if v is not value and _depends(v, value):
+                if v is not value and depends(v, value):
                     self._bring_back(v)
             return
         dropped = self._dropped()
         if not dropped and not self.kept:
             return
-        last = _made_from(value, dict.fromkeys((*dropped, *self.kept, *self.ledger.values())))
+        last = made_from(value, dict.fromkeys((*dropped, *self.kept, *self.ledger.values())))
         for v in last.difference(dropped):
             v.record = None
         for v in dropped:
@@ -612,7 +406,7 @@ class Evictor:
     def exposed(self, value: Value) -> None:
         """A value may be overwritten at any time from here on: nothing that depends on it is made again any more."""
         for v in (*self._dropped(), *self.kept, *self.weakly):
-            if v is not value and v.record is not None and _depends(v, value):
+            if v is not value and v.record is not None and depends(v, value):
                 if v.tensor is None and v.ticket is None:
                     self._bring_back(v)
                 if v.tensor is not None:  # else the checksum will tell
@@ -642,8 +436,7 @@ class _Replayer:
     def attach(self, value: Value, storage: torch.UntypedStorage) -> None:
         evictor = self._evictor
         evictor.ledger.attach(value, storage)
-        if evictor.on_back is not None:
-            evictor.on_back(value)
+        evictor.recorder.back(value)
 
     def hold(self, value: Value) -> bool:
         evictor = self._evictor
@@ -655,7 +448,7 @@ class _Replayer:
         return True
 
     def call(self, record: Record, args: Any, kwargs: Any) -> Any:
-        return self._evictor.call(record.func, record.info, args, kwargs)
+        return self._evictor.operators.call(record.func, record.info, args, kwargs)
 
     def room(self, size: int) -> None:
         self._evictor.room_for(size)
@@ -669,110 +462,3 @@ class _Replayer:
 
     def taken(self, value: Value) -> None:
         self._evictor.ledger.taken(value)
-
-
-def held_alone(keeps: Iterable[Any]) -> Iterator[tuple[torch.UntypedStorage, list[Any]]]:
-    """Storages that nothing but some of these (saved tensors that are kept, anchors; None for those that are gone) hold."""
-    groups: dict[int, list[Any]] = {}
-    for kept in keeps:
-        held = None if kept is None else kept.held
-        if held is not None and type(held) in PLAIN_TYPES and on_storage(held):  # of others bytes and metadata are not all
-            groups.setdefault(held.untyped_storage()._cdata, []).append(kept)
-    for group in groups.values():
-        storage = group[0].held.untyped_storage()
-        if sole_owner(storage, len({id(kept.held) for kept in group})):
-            yield storage, group
-
-
-def verify(value: Value, storage: torch.UntypedStorage) -> None:
-    """Compare a remade value's bytes with what was dropped.
-
-    Raises:
-        ReplayError: if they differ.
-    """
-    found = checksum(as_bytes(storage))
-    if found != value.checksum:
-        name = value.record.info.name if value.record is not None else "an operator"
-        raise ReplayError(
-            f"{name} did not give the same bits when it was run again ({value.bytes} bytes): something outside torch wrote "
-            "to its output, or it is not deterministic; keep its module's values with --keep MODULE"
-        )
-
-
-def _made_from(source: Value, values: Iterable[Value]) -> set[Value]:
-    """Those of some values that were made from another, over whatever is in between."""
-    known: dict[int, bool] = {}
-
-    def settled(record: Record | None) -> bool | None:
-        return False if record is None else known.get(id(record))
-
-    for value in values:
-        stack = [value.record]
-        while stack:
-            record = stack[-1]
-            if record is None or id(record) in known:
-                stack.pop()
-                continue
-            read = [a.value for a in record.inputs if a.value is not None]
-            open_ = [v.record for v in read if v is not source and settled(v.record) is None and v.record is not record]
-            if open_ and not any(v is source for v in read):
-                stack += open_
-                continue
-            known[id(record)] = any(v is source or bool(settled(v.record)) for v in read)
-            stack.pop()
-    return {v for v in values if v is not source and settled(v.record)}
-
-
-def _anchors_behind(values: Iterable[Value]) -> set[int]:
-    """The anchors (their ids) that chains may read which make values again."""
-
-    def is_remade(argument: Argument) -> bool:
-        return argument.anchor is None and argument.value is not None and argument.value.tensor is None
-
-    return {id(a.anchor) for value in values for record in records_behind(value, is_remade) for a in record.inputs}
-
-
-def _made_from_anchors(
-    anchors: AbstractSet[int], values: Iterable[Value]
-) -> tuple[list[Value], dict[int, list[tuple[Value, Argument]]]]:
-    """Among values and all that they were made from: what is made from anchors (their ids) at once; who reads which value."""
-    found: list[Value] = []
-    readers: dict[int, list[tuple[Value, Argument]]] = {}
-    seen: set[int] = set()
-    stack = list(values)
-    while stack:
-        value = stack.pop()
-        if id(value) in seen or value.record is None:
-            continue
-        seen.add(id(value))
-        for argument in value.record.inputs:
-            if argument.value is not None:
-                stack.append(argument.value)
-                readers.setdefault(id(argument.value), []).append((value, argument))
-        if any(id(a.anchor) in anchors for a in value.record.inputs):
-            found.append(value)
-    return found, readers
-
-
-def _depends(value: Value, on: Value) -> bool:
-    """Whether making a value again, as things stand, reads another."""
-    behind = records_behind(value, lambda a: a.value is not None and a.value.tensor is None)
-    return any(a.value is on for record in behind for a in record.inputs)
-
-
-def _restore(copies: list[tuple[torch.Tensor, torch.Tensor]] | None) -> bool:
-    if copies is None:
-        return False
-    for tensor, copy in copies:
-        tensor.copy_(copy)
-    return True
-
-
-def _generator_of(info: OpInfo, args: Any, kwargs: Any) -> Any:
-    if not info.seeded:
-        return None
-    return generator_of(args, kwargs, (t.device for t in flatten(args) if isinstance(t, torch.Tensor)))
-
-
-def _generator_state(info: OpInfo, generator: Any) -> tuple[Any, torch.Tensor] | None:
-    return (generator, generator.get_state()) if info.seeded and generator is not None else None

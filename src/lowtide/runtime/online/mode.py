@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from lowtide.runtime.intercept.phases import PhaseTracker
     from lowtide.runtime.online.eviction import Evictor
     from lowtide.runtime.planned.retained_graphs import WriteListener
-    from lowtide.runtime.record.trace_recorder import TraceRecorder
     from lowtide.runtime.storage.ledger import Ledger
 
 
@@ -39,12 +38,11 @@ class OnlineMode(Mode):
     """
 
     def __init__(self, clock: PhaseTracker, ledger: Ledger, evictor: Evictor) -> None:
-        """Share the runtime's parts."""
+        """Share the runtime's parts; operators are noted into the evictor's recorder."""
         super().__init__()
         self.clock = clock
         self.ledger = ledger
         self.evictor = evictor
-        self.recorder: TraceRecorder | None = None
         self.passive = False
         self.remembers = False
         self.guards: tuple[WriteListener, ...] = ()
@@ -52,16 +50,16 @@ class OnlineMode(Mode):
         self._order = 0
         self._counts: dict[tuple[str, str], int] = {}
 
-    def begin(self, recorder: TraceRecorder | None, *, remember: bool) -> None:
-        """Note into a recorder from now on (None: nowhere), and remember operators so that they can run again."""
-        self.recorder = recorder
+    def begin(self, *, remember: bool, guards: tuple[WriteListener, ...] = ()) -> None:
+        """Another unit begins, or none does.
+
+        Args:
+            remember: whether operators leave records, so that they can run again.
+            guards: told of every write beforehand.
+        """
         self.remembers = remember
-        self.guards = ()
+        self.guards = guards
         self._counts = {}
-        if recorder is not None:
-            self.ledger.on_death = recorder.gone
-        else:
-            self.ledger.on_death = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operator."""
@@ -90,12 +88,11 @@ class OnlineMode(Mode):
 
     def _passes(self, info: OpInfo) -> bool:
         """Whether an operator is only to fit: nobody notes it, and what it makes is met when somebody reads it."""
-        noted = self.recorder is not None and self.recorder.notes
-        return not (info.mutates or noted or self._remembers()) and self.evictor.meter.exact
+        return not (info.mutates or self.evictor.recorder.notes or self._remembers()) and self.evictor.meter.exact
 
     def _observe(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
         if self._passes(info):
-            return self.evictor.call(func, info, args, kwargs)
+            return self.evictor.operators.call(func, info, args, kwargs)
         tensors: list[torch.Tensor] = []
         _collect(args, tensors)
         if kwargs:
@@ -103,21 +100,19 @@ class OnlineMode(Mode):
         inputs = [self._value(t) for t in tensors]
         if info.mutates:
             self._before_writes(info, args, kwargs)
-        recorder = self.recorder
+        recorder = self.evictor.recorder
         record = self._record(func, info, args, kwargs) if self._remembers() else None
-        if recorder is not None:
-            recorder.before_op()
+        recorder.before_op()
         start = time.perf_counter()
         try:
-            out = self.evictor.call(func, info, args, kwargs)
+            out = self.evictor.operators.call(func, info, args, kwargs)
         except BaseException:
-            if recorder is not None:
-                recorder.forget_last_look()
+            recorder.forget_last_look()
             raise
         seconds = time.perf_counter() - start
         if record is not None:
             record.seconds = seconds
-        inside = max(0, recorder.meter.op_peak() - self.evictor.attempt_live_bytes) if recorder is not None else 0
+        inside = max(0, recorder.meter.op_peak() - self.evictor.operators.attempt_live_bytes) if recorder.active else 0
         self._results(func, info, args, kwargs, out, record, [v for v in inputs if v is not None], seconds, inside)
         return out
 
@@ -172,8 +167,7 @@ class OnlineMode(Mode):
         argument = Argument(None if loose else value, tensor, anchored=anchored)
         if argument.anchor is not None and value is not None and not _is_parameter(tensor):
             self.evictor.anchors.add(argument.anchor)
-            if self.recorder is not None:
-                self.recorder.anchored(value)
+            self.evictor.recorder.anchored(value)
         return argument
 
     def _writes_can_be_replayed(self, info: OpInfo, args: Any, kwargs: Any) -> bool:
@@ -190,7 +184,7 @@ class OnlineMode(Mode):
                 return False
             seen.add(value)
             whole = info.overwrites_fully and item.numel() * item.element_size() == value.bytes and value.saves == 0
-            if value.record is None and not (whole and value.unit is self.recorder and value.unit is not None):
+            if value.record is None and not (whole and value.unit is self.evictor.recorder and value.unit is not None):
                 return False
         return True
 
@@ -209,7 +203,7 @@ class OnlineMode(Mode):
         self, func: Any, info: OpInfo, args: Any, kwargs: Any, out: Any, record: Record | None, inputs: list[Value],
         seconds: float, inside: int,
     ) -> None:
-        recorder = self.recorder
+        recorder = self.evictor.recorder
         site = self._site(info)
         made: list[Value] = []
         overwrites: list[tuple[Value, Value]] = []
@@ -240,7 +234,7 @@ class OnlineMode(Mode):
                 made.append(value)
                 if record is not None:
                     record.outs.append((_position(out, tensor, i), weakref.ref(value)))
-        if recorder is not None:
+        if recorder.active:
             for slot, value in enumerate(made):
                 recorder.born(value, slot)
             for slot, (old, new) in enumerate(overwrites):
@@ -268,7 +262,7 @@ class OnlineMode(Mode):
             self.ledger.succeed(old, new)
             self.evictor.inherited(old, new)
         self.evictor.made(site, made, [new for _, new in overwrites])
-        if recorder is not None and self.evictor.barred:
+        if recorder.active and self.evictor.barred:
             recorder.kept.update(v.number for v in (*made, *(new for _, new in overwrites)) if v in self.evictor.barred)
 
 

@@ -4,32 +4,28 @@ A :class:`CompiledPlan` is a plan compiled for one recorded unit: which operator
 values are held weakly. The forward must follow the recording operator by operator; at the first one that does not, the full
 interception takes over (:class:`PlannedMode` hands everything on to it). A backward runs without any mode, but for one that
 builds a graph of its own (``create_graph``): that is followed like a forward.
+
+One module: what an operator is compared with, what it leaves for replays and what a later write makes of that are told from
+the same few tables, in the hottest path of a planned step.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
 from lowtide.base.errors import ReplayError
-from lowtide.base.trace import Op, Trace
-from lowtide.planning.unit.greedy import State
-from lowtide.planning.unit.prefetch import fetches_ahead
-from lowtide.planning.unit.problem import Action, Problem
-from lowtide.runtime.device.offload import FileTier, PinnedTier
 from lowtide.runtime.intercept.data_swaps import Origin
 from lowtide.runtime.intercept.dispatch_mode import Mode, make_way
 from lowtide.runtime.intercept.inplace_accumulation import in_place
-from lowtide.runtime.online.eviction import Refusals, StepTally, held_alone
-from lowtide.runtime.planned.timing import Stopwatch
+from lowtide.runtime.online.lineage import held_alone
+from lowtide.runtime.online.retry import Refusals
+from lowtide.runtime.planned.compiled_plan import CompiledPlan, PlannedStep
+from lowtide.runtime.planned.serving import PlannedRun
 from lowtide.runtime.record.saved_tensors import Kept, detached, modified_in_place
-from lowtide.runtime.replay.chain import remake
 from lowtide.runtime.storage.arguments import PLAIN_TYPES, flatten, map_tensors, overwritten_by
 from lowtide.runtime.storage.checksum import digest
 from lowtide.runtime.storage.op_schema import info_of
@@ -45,168 +41,7 @@ from lowtide.runtime.storage.value import (
     state_bytes,
 )
 from lowtide.runtime.storage.views import Meta, as_bytes, bytes_of, meta_of, sole_owner, version_probe, view_on
-from lowtide.runtime.tensors import beneath_autograd, on_storage
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedStep:
-    """What is done at one operator of a planned unit.
-
-    Attributes:
-        recorded: whether it leaves a record.
-        outs: values that it makes, by slot among its fresh storages: (slot, value, bytes).
-        overwrites: (old value, new value) it writes in place, in the order of its written arguments; -1 for none of ours.
-        weak: values among its inputs that are referred to, not held.
-        moves: values that leave for the second board before it runs.
-    """
-
-    recorded: bool
-    outs: tuple[tuple[int, int, int], ...]
-    overwrites: tuple[tuple[int, int], ...]
-    weak: frozenset[int]
-    moves: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledPlan:
-    """A plan compiled for one recorded unit.
-
-    Attributes:
-        funcs: operators of the forward parts (and of backwards that build a graph) in order, and None at the end.
-        seconds: how long each of them took when it was recorded.
-        acts: what is done at each.
-        packs: per saved tensor the value that the plan lets go at some time, or -1.
-        held: values that are held when they are saved (they go later).
-        elders: values that are overwritten in place after they were saved: the plan lets their last version go.
-        holds: per (value, need) the values made on the way that stay.
-        stays: (value, need) after which the value itself stays.
-        ahead: (value, need) after which the fetches of these values begin.
-        backwards: per backward of the unit, how many operators came before, and the bytes live by then above the base.
-        last_moves: values that leave before the first backward that is not followed.
-        last_use: per value of ours, the last of the operators at which it is looked up.
-        writes: whether each operator writes in place, openly.
-        sizes: bytes of what each operator makes, in the order of its fresh storages.
-        again: whether each operator could be tried again: it writes nothing in place, draws nothing, and no other rank waits.
-    """
-
-    funcs: tuple[Any, ...]
-    seconds: tuple[float, ...]
-    acts: tuple[PlannedStep | None, ...]
-    packs: tuple[int, ...]
-    held: frozenset[int]
-    elders: frozenset[int]
-    holds: Mapping[tuple[int, int], frozenset[int]]
-    stays: frozenset[tuple[int, int]]
-    ahead: Mapping[tuple[int, int], tuple[int, ...]]
-    backwards: tuple[tuple[int, int], ...]
-    last_moves: tuple[int, ...]
-    last_use: Mapping[int, int]
-    writes: tuple[bool, ...]
-    sizes: tuple[tuple[int, ...], ...]
-    again: tuple[bool, ...]
-
-
-def compile_script(
-    problem: Problem, state: State, funcs: list[tuple[int, Any]], packs: list[int], backward_starts: list[int], *,
-    overlaps: bool,
-) -> CompiledPlan:
-    """Compile decisions for the unit that they were made for.
-
-    Args:
-        problem: the problem that was solved.
-        state: its solution.
-        funcs: (event, operator) as recorded.
-        packs: per pack call the value saved, or -1.
-        backward_starts: events at which a backward began.
-        overlaps: whether the second board copies beside the device's work.
-    """
-    trace, timeline = problem.trace, state.timeline
-    away = {v for v, _ in state.decisions}
-    made_again = {v for e in timeline.recorded for v in _made(trace.events[e])}
-    elders = {v for v in problem.heirs if _last_heir(problem, v) in away}
-    ours = away | elders | (made_again - timeline.captured)
-    moves: dict[int, list[int]] = {}
-    ordinal_of: dict[int, int] = {}
-    forward: list[tuple[int, Any]] = []
-    seconds: list[float] = []
-    for e, func in funcs:
-        op = trace.events[e]
-        assert isinstance(op, Op)
-        ordinal_of[e] = len(forward)
-        forward.append((e, func))
-        seconds.append(op.seconds)
-    last_moves = []
-    for (v, gap), a in state.decisions.items():
-        if a.action is Action.MOVE and gap == problem.gap_starts[v]:
-            leaves = trace.buffers[v].held_until + 1
-            at = next((ordinal_of[e] for e in range(leaves, trace.backward_event) if e in ordinal_of), None)
-            if at is None:
-                last_moves.append(v)
-            else:
-                moves.setdefault(at, []).append(v)
-    acts = [_act(problem, state, e, i, ours, moves) for i, (e, _) in enumerate(forward)]
-    counts = [sum(1 for e, _ in forward if e < start) for start in backward_starts]
-    lives = [int(timeline.live_bytes[start]) - problem.base_bytes if start < len(trace.events) else 0
-             for start in backward_starts]
-    held = frozenset(v for v in away if (v, problem.gap_starts[v]) not in state.decisions
-                     or state.decisions[v, problem.gap_starts[v]].action is Action.MOVE)
-    return CompiledPlan(
-        funcs=(*(f for _, f in forward), None),
-        seconds=tuple(seconds),
-        acts=(*acts, None),
-        packs=tuple(v if v in away or v in elders else -1 for v in packs),
-        held=held | {v for v in elders if _last_heir(problem, v) in held},
-        elders=frozenset(elders),
-        holds={(r.value, r.need): r.held for r in timeline.remakes},
-        stays=timeline.stays,
-        ahead=fetches_ahead(problem, timeline) if overlaps else {},
-        backwards=tuple(zip(counts, lives, strict=True)),
-        last_moves=tuple(last_moves),
-        last_use=_last_uses(acts, [(s.value, bisect_right(forward, s.event, key=itemgetter(0))) for s in trace.saves]),
-        writes=(*(bool(info_of(f).writes_at) for _, f in forward), False),
-        sizes=(*(_sizes(trace, e) for e, _ in forward), ()),
-        again=(*(not (info.mutates or info.collective or info.seeded) for info in (info_of(f) for _, f in forward)), False),
-    )
-
-
-def _last_heir(problem: Problem, value: int) -> int:
-    while value in problem.heirs:
-        value = problem.heirs[value]
-    return value
-
-
-def _sizes(trace: Trace, event: int) -> tuple[int, ...]:
-    op = trace.events[event]
-    assert isinstance(op, Op)
-    return tuple(trace.buffers[v].bytes for v in op.writes)
-
-
-def _last_uses(acts: Sequence[PlannedStep | None], saves: Iterable[tuple[int, int]]) -> dict[int, int]:
-    found = dict(saves)
-    for i, act in enumerate(acts):
-        for v in () if act is None else (*(v for _, v, _ in act.outs), *(v for pair in act.overwrites for v in pair),
-                                         *act.weak, *act.moves):
-            found[v] = max(found.get(v, 0), i)
-    return found
-
-
-def _made(op: Any) -> tuple[int, ...]:
-    return (*op.writes, *(new for _, new in op.overwrites))
-
-
-def _act(
-    problem: Problem, state: State, event: int, ordinal: int, ours: set[int], moves: Mapping[int, list[int]]
-) -> PlannedStep | None:
-    op = problem.trace.events[event]
-    assert isinstance(op, Op)
-    recorded = event in state.timeline.recorded
-    outs = tuple((s, v, problem.trace.buffers[v].bytes) for s, v in enumerate(op.writes) if v in ours)
-    overwrites = tuple((old if old in ours else -1, new if new in ours else -1) for old, new in op.overwrites)
-    if not recorded and not outs and all(o == n == -1 for o, n in overwrites) and ordinal not in moves:
-        return None
-    weak = frozenset(r for r in op.reads if r in ours) if recorded else frozenset()
-    weak |= frozenset(o for o, _ in overwrites if o >= 0)
-    return PlannedStep(recorded, outs, overwrites, weak, tuple(moves.get(ordinal, ())))
+from lowtide.runtime.tensors import on_storage
 
 
 @final
@@ -247,79 +82,6 @@ class PlannedHandle:
             return self.instead
         storage = self.run.serve(self.value)
         return view_on(storage, self.meta)
-
-
-@final
-class PlannedRun:
-    """One planned unit while its handles live: serves needs as the plan says."""
-
-    def __init__(
-        self, script: CompiledPlan, tally: StepTally, board: FileTier | PinnedTier, stopwatch: Stopwatch | None = None
-    ) -> None:
-        """Nothing is saved yet."""
-        self.script = script
-        self.tally = tally
-        self.board = board
-        self.stopwatch = stopwatch
-        self.values: Mapping[int, Value] = {}
-
-    def serve(self, value: Value) -> torch.UntypedStorage:
-        """The storage of a value at its next need."""
-        key = (value.number, value.touched)
-        value.touched += 1
-        storage = value.storage()
-        if storage is None:
-            storage = remake(value, _Replayer(self.script.holds.get(key, frozenset()), self))
-        if key not in self.script.stays and (value.record is not None or value.ticket is not None):
-            value.tensor = None
-        elif value.tensor is None:
-            value.tensor = as_bytes(storage)
-        for number in self.script.ahead.get(key, ()):
-            self._begin_fetch(number)
-        return storage
-
-    def _begin_fetch(self, number: int) -> None:
-        value = self.values.get(number)
-        if value is not None and value.ticket is not None and value.storage() is None:
-            with beneath_autograd():
-                value.ticket.begin()
-            self.tally.fetched_ahead += 1
-
-
-@final
-class _Replayer:
-    """The plan's way of bringing values back: what is held was decided beforehand, and room was left."""
-
-    def __init__(self, holds: frozenset[int], run: PlannedRun) -> None:
-        self._holds = holds
-        self._tally = run.tally
-        self._stopwatch = run.stopwatch
-
-    def attach(self, value: Value, storage: torch.UntypedStorage) -> None:
-        value.weak = weakref.ref(storage)  # type: ignore[assignment]
-
-    def hold(self, value: Value) -> bool:
-        return value.number in self._holds
-
-    def call(self, record: Record, args: Any, kwargs: Any) -> Any:
-        return record.func(*args, **kwargs)
-
-    def room(self, size: int) -> None:
-        pass
-
-    def ran(self, record: Record, seconds: float) -> None:
-        self._tally.recomputed_ops += 1
-        self._tally.recompute_seconds += seconds
-        if self._stopwatch is not None:
-            self._stopwatch.again.setdefault(record.order - 1, []).append(seconds)
-
-    def fetched(self, value: Value, seconds: float) -> None:
-        self._tally.offload_seconds += seconds
-        if self._stopwatch is not None:
-            self._stopwatch.read.append((value.bytes, seconds))
-
-    def taken(self, value: Value) -> None:
-        value.weak = None
 
 
 @final
@@ -552,7 +314,7 @@ class PlannedMode(Mode):
             storage = value.storage()
             if storage is None:
                 try:
-                    storage = remake(value, _Replayer(frozenset(), self.run))
+                    storage = self.run.make_again(value)
                 except ReplayError:
                     return False
                 self.forced = True

@@ -9,7 +9,6 @@ import torch
 from lowtide.runtime.device.offload import Ticket
 from lowtide.runtime.intercept.data_swaps import Origin
 from lowtide.runtime.online.eviction import Evictor
-from lowtide.runtime.record.trace_recorder import TraceRecorder
 from lowtide.runtime.storage.arguments import NO_DISPATCH, PLAIN_TYPES
 from lowtide.runtime.storage.ledger import Ledger
 from lowtide.runtime.storage.value import Value
@@ -147,7 +146,6 @@ class SavedTensors:
         """Share the runtime's parts."""
         self.ledger = ledger
         self.evictor = evictor
-        self.recorder: TraceRecorder | None = None
         self.keep_only = False
         self.outstanding = 0
         self.awaited = 0
@@ -157,15 +155,15 @@ class SavedTensors:
         """What autograd keeps."""
         if self.keep_only:
             return Kept(tensor)
-        if self.recorder is None and self.on_first is not None:
+        if not self.evictor.recorder.active and self.on_first is not None:
             instead = self.on_first()
             if instead is not None:
                 return instead(tensor)
         followed = _followed(tensor) and tensor.device == self.evictor.meter.device  # others' bytes are not what is limited
         value = self.ledger.find(tensor.untyped_storage()) if followed else None
         if value is None or not self._ours(value):
-            if self.recorder is not None:
-                self.recorder.packs.append(-1)
+            if self.evictor.recorder.active:
+                self.evictor.recorder.packs.append(-1)
             return Kept(tensor)
         return self._handle(value, tensor, tensor.untyped_storage())
 
@@ -173,16 +171,15 @@ class SavedTensors:
         """Whether a value may be let go: it can be made again, or was made within this unit and can be moved."""
         if value.record is not None and not value.tainted:
             return True
-        recorder = self.recorder
-        return recorder is not None and value.unit is recorder and recorder.lives[value.number].counted
+        recorder = self.evictor.recorder
+        return value.unit is recorder and recorder.lives[value.number].counted
 
     def _handle(self, value: Value, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Handle:
         handle = Handle(self, value, tensor)
         self.outstanding += 1
         self.awaited += 1
         self.evictor.saved(value, storage)
-        if self.recorder is not None:
-            self.recorder.saved(value)
+        self.evictor.recorder.saved(value)
         return handle
 
     def unpack(self, packed: Kept | Handle) -> torch.Tensor:
@@ -191,19 +188,16 @@ class SavedTensors:
 
     def ask(self, value: Value) -> torch.UntypedStorage:
         """Backward asks for a value."""
-        if self.recorder is None:
-            return self.evictor.resident(value)
-        self.recorder.need(value)
+        self.evictor.recorder.need(value)
         storage = self.evictor.resident(value)
-        self.recorder.begin_window()  # what the replay took is not the plain run's
+        self.evictor.recorder.begin_window()  # what the replay took is not the plain run's
         return storage
 
     def released(self, value: Value) -> None:
         """Autograd let go of one saved tensor of a value."""
         self.outstanding -= 1
         self.evictor.released(value)
-        if self.recorder is not None:
-            self.recorder.released(value)
+        self.evictor.recorder.released(value)
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:

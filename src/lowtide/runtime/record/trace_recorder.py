@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar
 
 import torch
 from lowtide.base.trace import Buffer, Need, Op, Save, Trace
@@ -81,6 +81,8 @@ class TraceRecorder:
 
     notes: ClassVar[bool] = True
     """Whether events are recorded; if False, only each value's owning unit is tracked."""
+    active: ClassVar[bool] = True
+    """Whether there is a unit at all."""
 
     meter: Meter
     base_bytes: int
@@ -196,7 +198,7 @@ class TraceRecorder:
         self._watch(value, self.lives[number])
 
     def _watch(self, value: Value, life: _Life) -> None:
-        if life.held_until is None and not life.watched:
+        if self.notes and life.held_until is None and not life.watched:
             life.watched = True
             self.pending.append(value)
 
@@ -364,28 +366,6 @@ class TraceRecorder:
         )
 
 
-@final
-class OwnershipTracker(TraceRecorder):
-    """Tracks which values belong to a unit, as the eviction policy requires, without recording a trace."""
-
-    notes = False
-
-    def need(self, value: Value) -> None:
-        """Backward asks for a value."""
-
-    def before_op(self) -> None:
-        """An operator begins."""
-
-    def begin_window(self) -> None:
-        """What rises is nobody's business."""
-
-    def forget_last_look(self) -> None:
-        """There was none."""
-
-    def _watch(self, value: Value, life: _Life) -> None:
-        pass
-
-
 def _held_until(life: _Life, end: int, *, kept: bool) -> int:
     """Until when something other than autograd holds a buffer; one that is kept is held as long as autograd has it."""
     held = end if life.held_until is None else life.held_until
@@ -401,4 +381,3 @@ def _node() -> Any:
 def _task() -> int:
     """The graph task that runs: later ones have higher numbers; -1 for none."""
     return int(torch._C._current_graph_task_id())  # type: ignore[attr-defined]
-

@@ -2,6 +2,8 @@
 
 A :class:`Value` is one version of one storage. References point one way: a record refers to the values that it read, a value
 to the record that made it, a handle (what autograd keeps) to its value. So memory is freed by reference counts alone.
+
+One module: values, records, arguments and anchors refer to each other, and who holds whom is the point.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any, Protocol, final
 
 import torch
 from lowtide.base.errors import ReplayError
+from lowtide.runtime.device.accelerator import Accelerator, is_accelerator
 from lowtide.runtime.device.offload import OffloadTier, Ticket
 from lowtide.runtime.numeric_settings import Numerics, current, under
 from lowtide.runtime.storage.arguments import flatten
@@ -383,15 +386,8 @@ def generator_of(args: Any, kwargs: Any, devices: Iterable[torch.device]) -> Any
         return given
     named = kwargs.get("device")  # factories read no tensor
     all_devices = (*devices, *([torch.device(named)] if named is not None else []))
-    device = next((d for d in all_devices if d.type not in ("cpu", "meta")), None)
-    if device is None:
-        return torch.default_generator
-    module = getattr(torch, device.type, None)
-    generators = getattr(module, "default_generators", None)
-    if not generators:
-        return None
-    index = device.index if device.index is not None else module.current_device()  # type: ignore[union-attr]
-    return generators[index]
+    device = next((d for d in all_devices if is_accelerator(d)), None)
+    return torch.default_generator if device is None else Accelerator(device).generator()
 
 
 def state_bytes(generator: Any) -> bytes:

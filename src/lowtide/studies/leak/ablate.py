@@ -19,9 +19,9 @@ import numpy as np
 from scipy import stats
 
 from lowtide.probe.arms import PARTS
+from lowtide.studies.leak.series import series_of
 from lowtide.studies.leak.study import audits_of, collecting
 from lowtide.studies.leak.trend import Series, finite, trend
-from lowtide.studies.leak.verdict import series_of
 from lowtide.studies.leak.watch import Module, Progress, Run, Watch, Watched
 
 RISK: Final = 0.01

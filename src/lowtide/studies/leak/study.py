@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.base.units import format_bytes
-from lowtide.studies.leak.verdict import TOLERANCE, Judgement, Verdict, garbage_rate, judge, together
+from lowtide.studies.leak.series import garbage_rate
+from lowtide.studies.leak.verdict import TOLERANCE, Judgement, Verdict, judge, together
 from lowtide.studies.leak.watch import Look, Progress, Run, Watch, Watched
 
 STEPS: Final = 300

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.planning.solver.solve import Answer, Solver
-from lowtide.studies.size.predict import Model, Prediction, Sizes
+from lowtide.studies.size.predict import Model
+from lowtide.studies.size.prediction import Prediction, Sizes
 
 SECONDS = 8.0
 """How long a plan is searched."""

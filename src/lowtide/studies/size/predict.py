@@ -13,10 +13,10 @@ operators (a loop over the sequence), the step's peak itself is fitted, and the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, Final, final
+from typing import Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from lowtide.recording.explanation import Step, steps_of
 from lowtide.recording.file_format import decode_run
 from lowtide.recording.graph import graph_of
 from lowtide.recording.reader import Recording
-from lowtide.studies.size.vary import option_of
+from lowtide.studies.size.prediction import Prediction, Sizes
 
 DEGREES: Final = 4
 """Highest degree that is tried: attention over the patches of an image grows with the fourth power of its side."""
@@ -42,8 +42,6 @@ LIBRARY_OPS: Final = ("convolution", "mkldnn", "cudnn", "miopen")
 """Operators (parts of their names) whose library chooses its algorithm, and with it its workspace, by the size: ..."""
 LIBRARY_DOUBT: Final = 0.15
 """... share that a peak beyond the recorded sizes may be off for that (12 % were seen: a ResNet between batches 12 and 16)."""
-HOPELESS: Final = 1.0
-"""A doubt from which on nothing is said to fit."""
 FAR: Final = 8.0
 """Times the largest recorded size (all sizes multiplied) beyond which a step's time is a guess."""
 LEAST_DOUBT: Final = 0.003
@@ -54,67 +52,6 @@ BLIND_DOUBT: Final = 0.05
 """The same, where no recording was left to check a degree with, or operators do not correspond."""
 COMPLETE: Final = 2
 """Steps that a recording has at least: a cold one and a warm one."""
-
-Sizes = Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """A step at a size that was not run.
-
-    Attributes:
-        sizes: what was asked.
-        cold_peak_bytes: of the first step.
-        peak_bytes: of all.
-        doubt: share of these that they may be off.
-        step_seconds: of a warm step, roughly.
-        far: whether the sizes lie so far beyond the recorded ones that its time is little more than a guess.
-        op: where the peak is: operator and module.
-        checked: whether recordings were left over to check the degree with.
-    """
-
-    sizes: Sizes
-    cold_peak_bytes: int
-    peak_bytes: int
-    doubt: float
-    step_seconds: float
-    far: bool
-    op: str
-    checked: bool
-
-    @property
-    def at_most_bytes(self) -> int:
-        """The peak with its doubt."""
-        return int(self.peak_bytes * (1 + self.doubt))
-
-    def fits(self, memory_bytes: int) -> bool | None:
-        """Whether the step fits; None where that is within the doubt."""
-        if self.doubt >= HOPELESS:
-            return None
-        if self.at_most_bytes <= memory_bytes:
-            return True
-        return None if self.peak_bytes * (1 - self.doubt) <= memory_bytes else False
-
-
-def sizes_of(recording: Recording, names: Sequence[str]) -> dict[str, float]:
-    """What was varied, in one recording: as it says itself, or by the script's arguments.
-
-    Raises:
-        UsageError: if it does not say.
-    """
-    told: dict[str, Any] = recording.meta.get("sizes") or {}
-    arguments = recording.meta.get("arguments") or []
-    found = {}
-    for name in names:
-        value = told.get(name, option_of(arguments, name))
-        if value is None:
-            known = f" (it says: {', '.join(sorted(told))})" if told else ""
-            raise UsageError(
-                f"a recording does not say what {name} was{known}: make recordings by "
-                f"`lowtide batch --predict --vary {name}=...`"
-            )
-        found[name] = float(value)
-    return found
 
 
 @final

@@ -1,19 +1,19 @@
-"""One unit, from its beginning to its end, and what is kept of a recorded one."""
+"""What is kept of a recorded unit: its operators, what was solved for it, and how far it fits another unit."""
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass, field
-from typing import Any, final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
 
-import torch
 from lowtide.base.trace import Trace
 from lowtide.planning.unit.greedy import State
 from lowtide.planning.unit.problem import Problem
 from lowtide.planning.unit.solve import Front, Solution
-from lowtide.runtime.control.unit_signature import UnitSignature
-from lowtide.runtime.planned.mode import CompiledPlan, PlannedMode
-from lowtide.runtime.record.trace_recorder import TraceRecorder
+from lowtide.runtime.planned.compiled_plan import CompiledPlan
+from lowtide.runtime.units.unit_signature import UnitSignature
+
+if TYPE_CHECKING:
+    from lowtide.runtime.units.unit import Unit
 
 TOLERANCE_BYTES = 64 << 10
 """Two bases, or a prediction and a measurement, agree within so much ..."""
@@ -117,41 +117,3 @@ class RecordedUnit:
     def left_besides(self, unit: Unit) -> int:
         """How much more than in the recorded unit graphs of former units may hold while its plan is followed."""
         return max(0, unit.left.followed_bytes - self.left.there_bytes)
-
-
-@dataclass(eq=False)
-class Unit:
-    """The unit that runs now.
-
-    Attributes:
-        left: what graphs of former units hold when it begins.
-        gradient_bytes: gradients that were there when it began.
-        predicted_bytes: what its peak is to be; at most that, if it is not ``certain``.
-        calls: its root calls so far.
-        roomy: whether it is run without any interception, as smaller than one that fits.
-        smaller: whether it follows the plan of a larger one.
-        times: how often something had been let go before it began.
-    """
-
-    kind: UnitSignature
-    base_bytes: int
-    left: RetainedBytes
-    gradient_bytes: int
-    policy: str
-    recorder: TraceRecorder | None = None
-    keep: bool = False
-    lean: PlannedMode | None = None
-    entry: RecordedUnit | None = None
-    state: State | None = None
-    predicted_bytes: int | None = None
-    certain: bool = True
-    backwards: int = 0
-    consumed: int = 0
-    roomy: bool = False
-    smaller: bool = False
-    times: int = 0
-    calls: list[UnitSignature] = field(default_factory=list)
-    stepped: bool = False
-    starts: list[int] = field(default_factory=list)
-    retains: list[bool] = field(default_factory=list)
-    outputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
-from lowtide.runtime.control.unit_signature import UnitSignature, sizes_of
+from lowtide.runtime.units.unit_signature import UnitSignature, sizes_of
 
 CONFIRMED = 4
 """Units that must have been compared with others before there is a rule."""

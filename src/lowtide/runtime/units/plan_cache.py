@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final, final
 
-from lowtide.runtime.control.unit import RecordedUnit, near
-from lowtide.runtime.control.unit_signature import UnitSignature, is_smaller
+from lowtide.runtime.units.recorded_unit import RecordedUnit, near
+from lowtide.runtime.units.unit_signature import UnitSignature, is_smaller
 
 SEEN_TWICE: Final = 2
 """PlanCache of a kind of unit after which the nearest one is trusted on another base: its shift is then only an offset."""

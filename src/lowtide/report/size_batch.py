@@ -1,0 +1,96 @@
+"""What `lowtide batch` shows: its table, page and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lowtide.base.units import format_bytes
+from lowtide.report.pages import render
+from lowtide.report.size import new_table, number
+from lowtide.report.terminal import console
+from lowtide.studies.size.throughput import Point, knee, largest, to_json
+from lowtide.studies.size.vary import Vary
+
+
+def batch_json(vary: Vary, points: Sequence[Point]) -> dict[str, Any]:
+    """Everything."""
+    best, plain, held = knee(points), largest(points, "plain"), largest(points, "budget")
+    return {
+        "axes": [{"name": n, "kind": a.kind} for n, a in zip(vary.names, vary.axes, strict=True)],
+        "points": [to_json(p) for p in points],
+        "knee": None if best is None else to_json(best)["value"],
+        "largest": None if plain is None else to_json(plain)["value"],
+        "largest_under_budget": None if held is None else to_json(held)["value"],
+    }
+
+
+def _batch_rows(points: Sequence[Point], *, per_sample: bool) -> list[list[str]]:
+    best = knee(points) if per_sample else None
+    rows = []
+    for p in points:
+        name = ", ".join(p.values)
+        if p.rate is None:
+            rows.append([name, p.how, p.ended, "", "", "", ""])
+            continue
+        spread = f"{number(p.rate.low)}-{number(p.rate.high)}"
+        peaks = [format_bytes(b or 0) for b in (p.cold_peak_bytes, p.peak_bytes)]
+        rows.append([name, p.how, number(p.rate.median), spread, *peaks, "knee" if p is best else ""])
+    return rows
+
+
+def _batch_heads(vary: Vary, *, per_sample: bool) -> tuple[str, ...]:
+    what = "samples" if per_sample else "steps"
+    return (", ".join(vary.names), "how", f"{what}/s", "quartiles", "peak, first step", "peak", "")
+
+
+def show_batch(vary: Vary, points: Sequence[Point], *, per_sample: bool, whole: bool = True) -> None:
+    """The table, and if the whole was run the knee and the largest that fits."""
+    table = new_table("throughput and peak by size", *_batch_heads(vary, per_sample=per_sample))
+    for row in _batch_rows(points, per_sample=per_sample and whole):
+        table.add_row(*row)
+    out = console()
+    out.print(table)
+    name = ", ".join(vary.names)
+    best, plain, held = (knee(points), largest(points, "plain"), largest(points, "budget")) if whole else (None, None, None)
+    if best is not None and per_sample:
+        what = "the smallest with at least 95 % of the highest throughput"
+        out.print(f"knee: {name} {', '.join(best.values)}, {what}", markup=False)
+    if plain is not None:
+        out.print(f"largest that fits: {', '.join(plain.values)}", markup=False)
+    if held is not None and held is not plain:
+        out.print(f"largest that fits under the budget: {', '.join(held.values)}", markup=False)
+    for p in points:
+        if p.message:
+            out.print(f"{', '.join(p.values)} ({p.how}): {p.message}", markup=False)
+
+
+def batch_page(script: str, vary: Vary, points: Sequence[Point], *, per_sample: bool) -> str:
+    """A page with throughput and peak."""
+    best = knee(points)
+    x = {"kind": "number", "label": vary.names[0]}
+    log = len(points) > 2 and all(float(p.values[0]) > 0 for p in points)
+
+    def lines(of: Any) -> list[dict[str, Any]]:
+        groups: dict[str, list[tuple[float, float]]] = {}
+        for p in points:
+            if p.fits:
+                others = ", ".join(f"{n} {v}" for n, v in zip(vary.names[1:], p.values[1:], strict=True))
+                groups.setdefault(" ".join(filter(None, [p.how, others])), []).append((float(p.values[0]), of(p)))
+        return [{"name": name, "points": sorted(found), "dash": name.startswith("budget")} for name, found in groups.items()]
+
+    plots = [
+        {"title": "Throughput", "text": "median over the steps that are neither cold nor warming up", "x": x, "log": log,
+         "y": {"kind": "number", "label": "samples a second" if per_sample else "steps a second"},
+         "series": lines(lambda p: p.rate.median)},
+        {"title": "Peak", "text": "of torch's allocator, over all steps", "x": x, "log": log,
+         "y": {"kind": "bytes", "label": "peak"}, "series": lines(lambda p: p.peak_bytes)},
+    ]
+    summary = "each size in a process of its own"
+    if best is not None and per_sample:
+        what = "the smallest with at least 95 % of the highest throughput"
+        summary += f"; the knee is at {', '.join(best.values)}, {what}"
+    shown = [p for p in plots if p["series"]]
+    return render("size", shown, title=f"Sizes of {Path(script).name}", summary=summary, plots=shown,
+                  head=_batch_heads(vary, per_sample=per_sample), rows=_batch_rows(points, per_sample=per_sample))

@@ -1,0 +1,103 @@
+"""What `lowtide predict` shows: predictions, models and what fits, as tables and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lowtide.base.units import format_bytes, format_seconds
+from lowtide.report.size import new_table, time_text
+from lowtide.report.terminal import console
+from lowtide.studies.size.fit import Fit
+from lowtide.studies.size.predict import Model
+from lowtide.studies.size.prediction import Prediction
+
+
+def _one_json(p: Prediction, memory: int | None) -> dict[str, Any]:
+    return {
+        "sizes": dict(p.sizes),
+        "peak_bytes": p.peak_bytes,
+        "at_most_bytes": p.at_most_bytes,
+        "cold_peak_bytes": p.cold_peak_bytes,
+        "step_seconds": p.step_seconds,
+        "doubt": p.doubt,
+        "checked": p.checked,
+        "op": p.op,
+        "fits": None if not memory else p.fits(memory),
+    }
+
+
+def prediction_json(model: Model, predictions: Sequence[Prediction], memory: int) -> dict[str, Any]:
+    """Everything."""
+    return {
+        "degrees": dict(zip(model.names, model.degrees, strict=True)),
+        "aligned": model.aligned,
+        "checked": model.checked,
+        "memory_bytes": memory or None,
+        "points": [_one_json(p, memory) for p in predictions],
+    }
+
+
+def show_predictions(model: Model, predictions: Sequence[Prediction], memory: int, steps: int) -> None:
+    """What larger sizes would take."""
+    heads = ("peak", "at most", "a step, about", *(["fits"] if memory else []), "where the peak is")
+    table = new_table("predicted, not run", ", ".join(model.names), *heads)
+    table.columns[-1].justify = "left"
+    for p in predictions:
+        fits = {True: "yes", False: "no", None: "too close to tell"}[p.fits(memory)] if memory else None
+        table.add_row(", ".join(f"{v:g}" for v in p.sizes.values()), format_bytes(p.peak_bytes), format_bytes(p.at_most_bytes),
+                      time_text(p.step_seconds), *([fits] if fits else []), p.op)
+    out = console()
+    if predictions:
+        out.print(table)
+        told = f"of the first {steps} steps, if the script runs the same operators at that size"
+        out.print(f"{told}; `lowtide batch` without --predict runs it", markup=False)
+    else:
+        out.print("all sizes that were given were recorded: give larger ones to be predicted", markup=False)
+    _show_model(model)
+
+
+def _show_model(model: Model) -> None:
+    found = ", ".join(f"{n}: degree {d}" for n, d in zip(model.names, model.degrees, strict=True))
+    if not model.aligned:
+        console().print("the recordings do not run the same operators: only their peaks could be fitted", markup=False)
+    elif model.left_out:
+        console().print(f"{model.left_out} recordings run other operators than the largest (as a size of one does): left out")
+    if model.aligned and not model.checked:
+        console().print(f"{found}; no recording was left to check that with: give one more size", markup=False)
+
+
+def fit_json(answer: Fit) -> dict[str, Any]:
+    """Everything."""
+    plan = answer.plan
+    return {
+        **_one_json(answer.prediction, answer.memory_bytes),
+        "memory_bytes": answer.memory_bytes,
+        "fits": None if answer.memory_bytes is None else "plain" if answer.plain else "by a plan" if plan else "no",
+        "floor_bytes": answer.floor_bytes,
+        "plan": None if plan is None else {"peak_bytes": plan.timeline.peak_bytes, "extra_fraction": plan.extra_fraction},
+    }
+
+
+def show_fit(answer: Fit) -> None:
+    """The answer in a few lines."""
+    p, out = answer.prediction, console()
+    sizes = ", ".join(f"{k} {v:g}" for k, v in p.sizes.items())
+    roughly = "very roughly" if p.far else "about"
+    out.print(f"{sizes}: peak {format_bytes(p.peak_bytes)}, at most {format_bytes(p.at_most_bytes)}"
+              f"{f', in {p.op}' if p.op else ''}; a step takes {roughly} {format_seconds(p.step_seconds)}", markup=False)
+    if answer.memory_bytes is None:
+        return
+    memory = format_bytes(answer.memory_bytes)
+    if answer.plain:
+        out.print(f"fits in {memory}", markup=False)
+    elif answer.plan is not None:
+        close = "" if answer.plain is False else " (plainly it is too close to tell)"
+        out.print(f"fits in {memory} by a plan that takes {answer.plan.extra_fraction:.1%} more time{close}: "
+                  f"lowtide run --budget {answer.memory_bytes} ...", markup=False)
+    elif answer.plain is None:
+        out.print(f"too close to {memory} to tell: {answer.why_no_plan or 'no plan was found that makes sure'}", markup=False)
+    else:
+        floor = "" if answer.floor_bytes is None else f": no recomputing goes below {format_bytes(answer.floor_bytes)}"
+        moving = " (moving, which `lowtide run` does too, is not reckoned with)" if floor else ""
+        out.print(f"does not fit in {memory}{floor}{moving}{answer.why_no_plan and f': {answer.why_no_plan}'}", markup=False)

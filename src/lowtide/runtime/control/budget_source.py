@@ -1,0 +1,97 @@
+"""Where the budget's bytes come from: a size, a device's free memory, or a share of what a step adds."""
+
+from __future__ import annotations
+
+from typing import Final, final
+
+from lowtide.base.messages import tell
+from lowtide.base.units import Auto, Share, Size, format_bytes
+from lowtide.runtime.budget import Budget
+from lowtide.runtime.control.interception import Interception
+from lowtide.runtime.device import accelerator
+from lowtide.runtime.device.available_memory import available_bytes, return_freed_memory
+from lowtide.runtime.units.knowledge import Knowledge
+from lowtide.runtime.units.recorded_unit import TOLERANCE_SHARE
+from lowtide.runtime.units.unit import Unit
+
+AUTO_MARGIN: Final = 0.05
+"""Share of an accelerator's free memory that ``auto`` leaves to fragmentation."""
+
+
+@final
+class BudgetSource:
+    """Puts bytes into the budget, once they are known.
+
+    Attributes:
+        share_step: the step from which on a share is of a larger step than before; 0 where none came.
+    """
+
+    def __init__(self, asked: Size | None, budget: Budget, interception: Interception, knowledge: Knowledge) -> None:
+        """Nothing is put yet."""
+        self._asked, self._budget, self._interception, self._knowledge = asked, budget, interception, knowledge
+        self._peak_bytes = self._available_bytes = 0
+        self.share_step = 0
+
+    @property
+    def share(self) -> float:
+        """The share that was asked for; 0 where it was no share."""
+        return self._asked.fraction if isinstance(self._asked, Share) else 0.0
+
+    def begin(self) -> None:
+        """The run begins: put what is known."""
+        if isinstance(self._asked, int):
+            self._budget.put(self._asked)
+            return_freed_memory(self._asked)
+        elif isinstance(self._asked, Auto):
+            self._budget.put(_free_on_device())
+        elif isinstance(self._asked, Share):  # the first step has no budget, but no more than there is
+            self._limit_to_what_is_there()
+
+    def device_found(self) -> None:
+        """Memory is counted on another device from here on."""
+        if isinstance(self._asked, Auto):
+            self._budget.put(_free_on_device())
+        elif isinstance(self._asked, Share) and not self._budget.bytes:
+            self._limit_to_what_is_there()
+
+    def _limit_to_what_is_there(self) -> None:
+        meter = self._interception.meter
+        self._available_bytes = meter.live() + available_bytes(meter.device)
+        self._budget.limit_to(self._available_bytes)
+
+    def resolve(self, unit: Unit, steps: int, between_bytes: int) -> None:
+        """Turn a share into bytes once a plain peak is known, and again when a larger one is.
+
+        Args:
+            unit: that begins.
+            steps: how many are over.
+            between_bytes: highest point outside units.
+        """
+        if not isinstance(self._asked, Share):
+            return
+        recordings = self._knowledge.recordings
+        entry = recordings.nearest(unit.kind, unit.base_bytes) or next(iter(recordings), None)
+        if entry is None:
+            return
+        resident = self._knowledge.persistent.bytes()
+        peak = max(entry.problem.plain_peak + self._knowledge.likely_shift(entry, unit), between_bytes)
+        if self._budget.bytes and peak <= self._peak_bytes and steps != 1:
+            return
+        larger = bool(self._budget.bytes) and peak > self._peak_bytes * (1 + TOLERANCE_SHARE)
+        self._peak_bytes = max(peak, self._peak_bytes)
+        asked = int(resident + self._asked.fraction * max(0, self._peak_bytes - resident))
+        there = self._available_bytes  # as it was before the first step: what the process has freed since it may keep
+        self._budget.put(min(asked, there))
+        return_freed_memory(self._budget.bytes)
+        share = f"{self._asked.fraction:.0%}"
+        if asked > there:
+            tell(f"lowtide: {share} is {format_bytes(asked)}, but no more than {format_bytes(there)} is there")
+        if larger and steps > 1:
+            self.share_step = steps
+            now, plain = format_bytes(self._budget.bytes), format_bytes(self._peak_bytes)
+            tell(f"lowtide: {share} is {now} from step {steps} on, which takes {plain} plain")
+
+
+def _free_on_device() -> int:
+    found = accelerator.current()
+    return int(found.free_bytes() * (1 - AUTO_MARGIN)) + found.allocated_bytes()

@@ -1,0 +1,238 @@
+"""What is on the stack of modes, into which recorder operators are noted, and where memory is counted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+import torch
+from lowtide.planning.unit.plan_file import Plan, dropped_sites
+from lowtide.runtime.budget import Budget
+from lowtide.runtime.device.accelerator import is_accelerator
+from lowtide.runtime.device.accelerator_meter import AcceleratorMeter
+from lowtide.runtime.device.file_tier import FileTier
+from lowtide.runtime.device.find_meter import find_meter
+from lowtide.runtime.device.memory_meter import Meter
+from lowtide.runtime.device.pinned_tier import PinnedTier
+from lowtide.runtime.intercept.mode_stack import ModeStack
+from lowtide.runtime.intercept.phases import PhaseTracker
+from lowtide.runtime.online.eviction import Evictor
+from lowtide.runtime.online.mode import OnlineMode
+from lowtide.runtime.planned.mode import PlannedMode
+from lowtide.runtime.planned.retained_graphs import RetainedGraphs, WriteMode
+from lowtide.runtime.record.quiet_recorders import NO_UNIT
+from lowtide.runtime.record.saved_tensors import SavedTensors
+from lowtide.runtime.record.trace_recorder import TraceRecorder
+from lowtide.runtime.storage.arguments import written_by
+from lowtide.runtime.storage.ledger import Ledger
+from lowtide.runtime.storage.op_schema import OpInfo
+from lowtide.runtime.units.recorded_unit import RetainedBytes
+
+
+@final
+class Interception:
+    """One per runtime.
+
+    Attributes:
+        ledger: which value each storage is.
+        meter: counts the device's bytes; ``tier`` is where they may be moved.
+        evictor: drops and moves saved values.
+        saver: packs what autograd saves.
+        online: the mode that sees every operator.
+        stack: the mode and the hooks that are on.
+        retained: graphs of former planned units.
+    """
+
+    def __init__(self, clock: PhaseTracker, budget: Budget) -> None:
+        """Nothing is on."""
+        self.clock = clock
+        self.budget = budget
+        self.ledger = Ledger(self._counts)
+        self.meter = find_meter(lambda: self.ledger.live_bytes)
+        self.tier = _tier_of(self.meter)
+        self.evictor = Evictor(self.meter, self.ledger, self.tier, budget, NO_UNIT)
+        self.saver = SavedTensors(self.ledger, self.evictor)
+        self.online = OnlineMode(clock, self.ledger, self.evictor)
+        self.stack = ModeStack()
+        self.retained = RetainedGraphs()
+
+    @property
+    def recorder(self) -> TraceRecorder:
+        """Of the unit that runs."""
+        return self.evictor.recorder
+
+    def _counts(self, storage: torch.UntypedStorage) -> bool:
+        return self.meter.counts(storage)
+
+    def count_on(self, device: torch.device) -> None:
+        """The model turned out to live on an accelerator: count there."""
+        self.meter = AcceleratorMeter(device)
+        self.tier = _tier_of(self.meter)
+        self.evictor.use(self.meter, self.tier)
+        self.measure_tier()
+
+    def measure_tier(self) -> None:
+        """Time copies to and from a device while it has the most room, before the first step."""
+        if isinstance(self.meter, AcceleratorMeter):
+            with self.meter.hidden():
+                _ = self.evictor.bandwidth
+
+    # --- every operator ----------------------------------------------------------------------------------------------
+
+    def watch_fully(self, recorder: TraceRecorder, *, remember: bool) -> None:
+        """Intercept every operator: hold the budget on line.
+
+        Args:
+            recorder: of the unit that begins; ``NO_UNIT`` where none does.
+            remember: whether operators leave records, so that what they make can be made again.
+        """
+        self.clock.detailed = True
+        self._note_into(recorder, remember=remember, guards=(self.retained,))
+        self.evictor.keeps = []
+        if self.stack.mode is not self.online:
+            self.stack.put(self.online, self.saver.pack, unpack)
+
+    def take_over(self, plan: PlannedMode, recorder: TraceRecorder) -> OnlineMode:
+        """A planned forward left its recording: hold the budget on line for the rest of the unit."""
+        self.evictor.keeps = plan.keeps
+        self.clock.detailed = True
+        self._note_into(recorder, remember=True, guards=(plan, self.retained))
+        for storage in plan.exposed():
+            (self.ledger.find(storage) or self.ledger.enter(storage, None)).tainted = True
+        return self.online
+
+    def note_nothing(self) -> None:
+        """A unit ended: what is saved and made from here on is nobody's."""
+        recorder = self.recorder
+        self._note_into(NO_UNIT, remember=False)
+        recorder.close()
+        if recorder.active and self.saver.outstanding <= 0:
+            self.ledger.forget()
+
+    def _note_into(self, recorder: TraceRecorder, *, remember: bool, guards: tuple[Any, ...] = ()) -> None:
+        self.evictor.recorder = recorder
+        self.ledger.on_death = recorder.gone if recorder.active else None
+        self.online.begin(remember=remember, guards=guards)
+
+    def drop_first(self, plan: Plan | None) -> bool:
+        """The policy on line drops first what a plan for another base dropped; whether that is anything."""
+        sites = dropped_sites(plan) if plan is not None else frozenset()
+        self.evictor.planned = (lambda site, slot: (site.module, site.op, site.nth, slot) in sites) if sites else None
+        return bool(sites)
+
+    def holds_on_line(self) -> bool:
+        """Whether every operator is intercepted to hold the budget."""
+        return bool(self.budget.bytes) and self.stack.mode is self.online and not self.online.passive
+
+    # --- a plan ------------------------------------------------------------------------------------------------------
+
+    def follow(self, plan: PlannedMode) -> bool:
+        """Put a plan's mode on; False where the script has a mode of its own on."""
+        return self.stack.put(plan, plan.pack, unpack)
+
+    def follow_again(self, plan: PlannedMode) -> None:
+        """A planned unit goes on after something that was none of its operators."""
+        if self.stack.mode is not plan and not self.follow(plan):
+            plan.hold_all()
+
+    def cap(self, limit_bytes: int, on: bool) -> None:
+        """Cap the allocator, or lift the cap."""
+        self.meter.cap(max(limit_bytes, 1) if on else 0)
+
+    def out_of_memory(self) -> Callable[[BaseException], bool]:
+        """Tells whether an error, from now on, means that memory ran out."""
+        denied = self.meter.denied()
+        return lambda error: self.evictor.operators.is_out_of_memory(error, denied)
+
+    def end_plan(self, plan: PlannedMode) -> None:
+        """The unit that followed a plan, or left it, is over: only its saved tensors may still be asked for."""
+        self.stack.take()
+        plan.let_go()
+        self.retained.add(plan)
+
+    # --- writes where nothing else is on -----------------------------------------------------------------------------
+
+    def watch_nothing(self) -> None:
+        """No interception is needed but for what former units saved."""
+        self.clock.detailed = False
+        self.stack.take()
+        self.writes_unseen()
+        self.watch_retained()
+
+    def watch_retained(self) -> None:
+        """Where nothing else is on: look on while graphs of former planned units are retained."""
+        left = self.retained.left()
+        if self.stack.mode is None and left and not self.stack.put_mode(WriteMode(self.retained)):
+            self.retained.hold_all()
+        elif isinstance(self.stack.mode, WriteMode) and not left:
+            self.stack.take()
+
+    def watch_writes_of(self, plan: PlannedMode) -> None:
+        """A planned backward begins in which code of the script may run."""
+        self.stack.put(WriteMode(plan, self.retained), self.saver.pack, unpack, within=True)
+
+    def update_begins(self, plan: PlannedMode | None, *, closure: bool) -> None:
+        """An optimizer steps beside a plan: its operators are no unit's, but may write to what replays read."""
+        self.retained.updating = not closure
+        self.online.updating = not (closure or self.saver.awaited)
+        if plan is None and not isinstance(self.stack.mode, WriteMode):
+            return
+        self.stack.take()
+        listeners = (self.retained,) if plan is None else (plan, self.retained)
+        if self.stack.mode is None and (plan is not None or self.retained.left()):
+            self.stack.put_mode(WriteMode(*listeners), within=True)
+
+    def update_is_over(self) -> None:
+        """What is written from here on is not an optimizer's."""
+        self.retained.updating = self.online.updating = False
+
+    def writes_unseen(self) -> None:
+        """What handles of former units stand for must not depend on what is about to be written."""
+        if self.saver.outstanding > 0:
+            self.evictor.before_unseen_writes()
+
+    def before_planned_write(self, info: OpInfo, args: Any, kwargs: Any) -> None:
+        """A planned operator is about to write in place."""
+        self.writes_unseen()
+        self.tell_retained(tensor for tensor, _ in written_by(info, args, kwargs))
+
+    def tell_retained(self, written: Iterable[torch.Tensor]) -> None:
+        """Tensors are about to be written where no mode sees it."""
+        if self.retained.left():
+            for tensor in written:
+                self.retained.will_write(tensor)
+
+    # --- what is left ------------------------------------------------------------------------------------------------
+
+    def retained_bytes(self, last_plan: PlannedMode | None) -> RetainedBytes:
+        """What graphs of former units still hold; the last of them followed a plan, or none."""
+        planned = 0 if last_plan is None else last_plan.left_bytes()
+        if self.saver.outstanding <= 0:
+            return RetainedBytes(planned)
+        return RetainedBytes(planned + self.ledger.saved_bytes(), self.evictor.away_bytes(), self.evictor.has_dropped())
+
+    def hold_everything(self) -> None:
+        """Nobody looks on from here: what the script may still ask for is made now, where there is memory for it."""
+        with contextlib.suppress(RuntimeError, MemoryError):
+            self.budget.lift()
+            self.evictor.before_unseen_writes()
+            self.retained.hold_all()
+
+    def silence(self) -> None:
+        """This process is a child that inherited the interpreter: it is not to be watched."""
+        self.online.passive = True
+        self.saver.keep_only = True
+        with contextlib.suppress(AssertionError, RuntimeError):
+            self.stack.take()
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """What autograd gets back."""
+    found: torch.Tensor = packed.unpack()
+    return found
+
+
+def _tier_of(meter: Meter) -> FileTier | PinnedTier:
+    """Where values of the meter's device may be moved."""
+    return PinnedTier(meter.device) if is_accelerator(meter.device) else FileTier()

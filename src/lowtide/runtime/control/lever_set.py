@@ -1,0 +1,140 @@
+"""The levers of a run: those that were asked for, and those that engage by themselves."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from lowtide.base.lever_catalogue import GRADIENTS, LOSS, SLICES, SPLIT_OPS, UPDATE
+from lowtide.base.trace import Phase
+from lowtide.runtime.budget import Budget
+from lowtide.runtime.control.interception import Interception
+from lowtide.runtime.control.settings import Settings
+from lowtide.runtime.device.offload import Ticket
+from lowtide.runtime.levers.deferred_logits import DeferredLogits
+from lowtide.runtime.levers.offloaded_gradients import OffloadedGradients
+from lowtide.runtime.levers.optimizer_in_backward import OptimizerInBackward
+from lowtide.runtime.levers.single_update import parameters_of
+from lowtide.runtime.levers.sliced_optimizer import TEMPORARIES, SlicedOptimizer
+from lowtide.runtime.levers.split_layers import SplitLayers
+from lowtide.runtime.run_figures import LeverFigures
+from lowtide.runtime.storage.views import bytes_of
+
+
+@final
+class LeverSet:
+    """One per runtime.
+
+    Attributes:
+        in_backward: updates each parameter as soon as its gradient is there.
+        gradients: moves gradients to the second board as they come.
+        slices: updates slice by slice; ``logits`` and ``layers`` split the loss and large operators.
+        optimizers: all that were made or have stepped.
+    """
+
+    def __init__(
+        self, settings: Settings, budget: Budget, interception: Interception, phase: Callable[[], Phase],
+        before_update: Callable[[Any, torch.Tensor], None],
+    ) -> None:
+        """Install nothing yet.
+
+        Args:
+            settings: which levers may be used.
+            budget: what the sliced update stays below.
+            interception: where gradients may be moved.
+            phase: tells the phase that runs.
+            before_update: told of a parameter that is about to be updated within the backward, and by whom.
+        """
+        self._settings, self._budget, self._interception = settings, budget, interception
+        self.in_backward = OptimizerInBackward(phase, before_update)
+        self.gradients = OffloadedGradients(self._put_gradient)
+        self.slices = SlicedOptimizer(self._room)
+        self.logits = DeferredLogits()
+        self.layers = SplitLayers()
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def _is_allowed(self, lever: str) -> bool:
+        return lever in self._settings.allow - self._settings.without
+
+    def install(self, optimizers: list[Any]) -> None:
+        """Engage what was asked for; ``optimizers`` are there already."""
+        settings = self._settings
+        self.optimizers.update(optimizers)
+        if self._is_allowed(UPDATE):
+            self.in_backward.install(optimizers)
+        elif self._is_allowed(GRADIENTS):
+            self.gradients.engage(optimizers)
+        if SLICES not in settings.without and (settings.budget is not None or SLICES in settings.allow):
+            self.slices.install()
+        if self._is_allowed(LOSS):
+            self.logits.install()
+        if self._is_allowed(SPLIT_OPS):
+            self.layers.install()
+
+    def remove(self, *, over: bool) -> None:
+        """Take everything back; ``over``: the script has ended with it."""
+        self.in_backward.remove()
+        self.gradients.remove(over=over)
+        self.slices.remove()
+        self.layers.remove()
+        if LOSS in self._settings.allow:
+            self.logits.remove()
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether a lever takes gradients away as they come, which makes another kind of unit."""
+        return self.gradients.engaged or self.in_backward.engaged
+
+    def is_ours(self, hook: Any) -> bool:
+        """Whether a hook of a parameter is a lever's."""
+        return self.in_backward.is_ours(hook) or self.gradients.is_ours(hook)
+
+    def optimizer_made(self, optimizer: Any) -> None:
+        """The script has made an optimizer."""
+        self.optimizers.add(optimizer)
+        self.in_backward.optimizer_made(optimizer)
+
+    def most_lowered_bytes(self) -> int:
+        """The most by which moving gradients may lower a peak, with the temporaries of an update of all at once."""
+        parameters = {id(p): p for optimizer in self.optimizers for p in parameters_of(optimizer)}
+        return (1 + TEMPORARIES) * sum(bytes_of(p) for p in parameters.values())
+
+    def may_move_gradients(self) -> bool:
+        """Whether the lever that moves gradients is left to lower the peak."""
+        return not (self.takes_gradients or GRADIENTS in self._settings.without) and self._interception.evictor.moves
+
+    def move_gradients(self) -> None:
+        """Move gradients from here on."""
+        self.gradients.engage(self.optimizers)
+
+    def figures(self) -> tuple[LeverFigures, ...]:
+        """What became of each."""
+        allow = self._settings.allow
+        return (
+            *self.gradients.figures(),
+            *self.in_backward.figures(),
+            *self.slices.figures(),
+            *(self.logits.figures() if LOSS in allow else ()),
+            *(self.layers.figures() if SPLIT_OPS in allow else ()),
+        )
+
+    def _put_gradient(self, storage: torch.UntypedStorage) -> Ticket | None:
+        """Put a gradient on the second board; None where it stays."""
+        evictor = self._interception.evictor
+        if not (evictor.moves and self._interception.meter.counts(storage)):
+            return None
+        start = time.perf_counter()
+        try:
+            ticket = self._interception.tier.put(storage)
+        except OSError:  # no room there
+            return None
+        evictor.tally.offload_seconds += time.perf_counter() - start
+        evictor.tally.offloaded_bytes += storage.nbytes()
+        return ticket
+
+    def _room(self) -> int | None:
+        """Bytes below the budget; None where there is none."""
+        return self._budget.bytes - self._interception.meter.live() if self._budget.bytes else None

@@ -1,0 +1,312 @@
+"""How a unit that begins is to run: chosen from what was recorded, and told as a value."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any, Final, final
+
+from lowtide.base.errors import BudgetError
+from lowtide.planning.unit.bound import forced_live
+from lowtide.planning.unit.plan_file import Plan, plan_of
+from lowtide.planning.unit.problem import Problem
+from lowtide.planning.unit.solve import Solution
+from lowtide.runtime.budget import SLACK_BYTES, Budget
+from lowtide.runtime.control import plan_consensus
+from lowtide.runtime.control.budget_error import figures_of, raised, refusal, resident_figures
+from lowtide.runtime.control.budget_source import BudgetSource
+from lowtide.runtime.control.evaluations import Evaluations
+from lowtide.runtime.control.interception import Interception
+from lowtide.runtime.control.lever_set import LeverSet
+from lowtide.runtime.control.settings import Settings
+from lowtide.runtime.control.step_audit import REFUSED, StepAudit
+from lowtide.runtime.online.retry import LIBRARY_BYTES
+from lowtide.runtime.run_figures import PlanFigures
+from lowtide.runtime.units.knowledge import Knowledge
+from lowtide.runtime.units.peak_model import TOLERANCE_SHARE as SMALLER_SHARE
+from lowtide.runtime.units.plan_cache import CROSSED
+from lowtide.runtime.units.recorded_unit import TOLERANCE_BYTES, TOLERANCE_SHARE, RecordedUnit, near
+from lowtide.runtime.units.unit import Unit
+from lowtide.runtime.units.unit_mode import OnlineReason
+
+AGREED_UNITS: Final = range(2, 10)
+"""Units, counted from 1, at whose beginning ranks agree on one plan: every rank reaches them."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Hold the budget on line.
+
+    Attributes:
+        reason: why the unit is not recorded; None where it is.
+        planned: whether what a plan for another base drops is dropped in the first place.
+    """
+
+    reason: OnlineReason | None
+    planned: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Follow a plan; ``larger``: of a larger unit."""
+
+    entry: RecordedUnit
+    solution: Solution
+    larger: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Ignore:
+    """Intercept nothing: by all that is known no such unit rises above the budget."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MoveGradients:
+    """Engage the lever that moves gradients, and record the unit as it is with it."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """End the script: the budget cannot be held (``proven``), or no plan was found and steps keep crossing it."""
+
+    figures: PlanFigures
+    proven: bool
+
+
+Choice = Hold | Follow | Ignore | MoveGradients | Refuse
+
+
+@final
+class PlanChoice:
+    """One per runtime.
+
+    Attributes:
+        figures: of the plan in force; of a step's units, those of the highest.
+        between_bytes: highest point outside units: of the update before the one that begins, and of any evaluation.
+        refused: the error with which the script was ended.
+    """
+
+    def __init__(
+        self, settings: Settings, budget: Budget, source: BudgetSource, interception: Interception, knowledge: Knowledge,
+        levers: LeverSet, audit: StepAudit, evaluations: Evaluations,
+    ) -> None:
+        """Nothing is known."""
+        self._settings, self._budget, self._source = settings, budget, source
+        self._interception, self._knowledge, self._levers = interception, knowledge, levers
+        self._audit, self._evaluations = audit, evaluations
+        self.figures: PlanFigures | None = None
+        self.between_bytes = 0
+        self.refused: BudgetError | None = None
+        self._solved: tuple[Problem, Solution] | None = None
+        self._figures_key: tuple[Any, ...] = ()
+        self._figures_cache: PlanFigures | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The last unit's decisions by site; those that were given until there are any."""
+        return self._settings.plan if self._solved is None else plan_of(*self._solved)
+
+    def choose(self, unit: Unit) -> Choice:
+        """How a unit that begins is to run."""
+        self._source.resolve(unit, len(self._audit.steps), self.between_bytes)
+        if not self._budget.bytes and self._settings.budget is None:
+            return self._hold(OnlineReason.NO_LIMIT)
+        entry = self._knowledge.recordings.nearest(unit.kind, unit.base_bytes)
+        if unit.number in AGREED_UNITS and plan_consensus.wanted():
+            self._agree(entry, unit)
+        if entry is not None:
+            return self._choose_known(unit, entry)
+        return self._refuse_resident() or self._choose_unknown(unit)
+
+    @property
+    def has_given_plan(self) -> bool:
+        """Whether the user gave a plan, which says what is dropped in the first place until there is another."""
+        return self._settings.plan is not None
+
+    def _hold(self, reason: OnlineReason | None, *, planned: bool = False) -> Hold:
+        return Hold(reason, planned or self.has_given_plan)
+
+    def _choose_known(self, unit: Unit, entry: RecordedUnit) -> Choice:
+        """A unit of this kind was recorded: follow its plan, or refuse."""
+        recordings, crossings = self._knowledge.recordings, self._audit.crossings
+        self._knowledge.peaks.familiar()
+        kind, base = unit.kind, unit.base_bytes
+        shift = entry.shift(unit)
+        solution = self._solve(entry, shift)
+        doubtful = False
+        for perhaps in entry.lower_shifts(unit)[: 1 if crossings.any else 2]:
+            if solution.state is None and perhaps < shift:
+                doubtful, shift, solution = True, perhaps, self._solve(entry, perhaps)
+        figures = self._tell(unit, entry, solution, shift)
+        limited, infeasible = bool(self._budget.bytes), solution.state is None
+        refused = (
+            limited
+            and infeasible
+            and max(figures.bound_peak_bytes, figures.lowest_peak_bytes) > self._budget.bytes
+            and crossings.mostly(kind, at_least=CROSSED if entry.left.bytes else 0)
+        )
+        worn = recordings.is_worn(kind)
+        proven = limited and self._cannot_be_held(figures, warm=recordings.is_warm(kind) or entry.followed > 0)
+        likely_floor = max(figures.bound_peak_bytes, solution.bound.peak_bytes + entry.lower_shifts(unit)[0])
+        likely = limited and infeasible and likely_floor > self._budget.bytes
+        if (refused or proven or likely) and self._gradients_would_do(figures, unit, entry):
+            return MoveGradients()
+        if (refused or proven) and self.may_refuse:
+            return Refuse(figures, proven=proven and not refused)
+        self._solved = entry.problem, solution
+        known = recordings.has(kind) and not doubtful
+        exact = known and near(entry.trace.base_bytes, base, entry.problem.plain_peak)
+        if recordings.is_wild(kind) and self.has_room(unit):
+            return Ignore()
+        if infeasible:
+            crossings.without_plan(kind)
+            return self._hold(None if not worn and (likely or not exact) else OnlineReason.WORN)
+        if (exact or worn) and not (doubtful or recordings.is_wild(kind)):
+            return Follow(entry, solution)
+        return self._hold(None if not worn or doubtful else OnlineReason.WORN, planned=True)
+
+    def _choose_unknown(self, unit: Unit) -> Choice:
+        """No unit of this kind was recorded: one that is smaller than what fits runs as it is."""
+        if self.has_room(unit):
+            return Ignore()
+        peaks, interception = self._knowledge.peaks, self._interception
+        follows = interception.evictor.moves and interception.meter.capped and peaks.may_follow(unit.kind)
+        larger = self._larger(unit) if follows else None
+        if larger is not None:
+            return Follow(*larger, larger=True)
+        recorded = peaks.worth_recording(unit.kind) or follows
+        return self._hold(None if recorded else OnlineReason.SIZE_OF_ITS_OWN)
+
+    def has_room(self, unit: Unit) -> bool:
+        """Whether no unit with such root calls rises above the budget, by all that is known."""
+        if not (self._budget.bytes and self._interception.meter.exact):
+            return False
+        unsteady = self._knowledge.recordings.is_wild(unit.kind)
+        most = self._knowledge.peaks.most(unit.calls, unit.gradient_bytes, unsteady=unsteady)
+        return most is not None and unit.base_bytes + unit.left.bytes + most <= self._budget.bytes
+
+    def _larger(self, unit: Unit) -> tuple[RecordedUnit, Solution] | None:
+        """The recording of the least of all larger units, on no lower base, whose plan holds this one's bytes, too."""
+        entry = self._knowledge.recordings.larger(unit.kind, unit.base_bytes)
+        if entry is None:
+            return None
+        spare = int(SMALLER_SHARE * max(0, self._budget.bytes - unit.base_bytes))
+        room = self._room_for(entry, entry.shift(unit)) - spare
+        solution = entry.for_smaller
+        if solution is None or solution.state is None or solution.state.timeline.peak_bytes > room:
+            solution = entry.for_smaller = _within(entry, room)
+        if solution.state is None:
+            return None
+        self._solved = entry.problem, solution
+        self._tell(unit, entry, solution, entry.shift(unit))
+        return entry, solution
+
+    # --- plans -------------------------------------------------------------------------------------------------------
+
+    def _solve(self, entry: RecordedUnit, shift: int) -> Solution:
+        solution = _within(entry, self._room_for(entry, shift))
+        agreed = entry.agreed
+        if agreed is None or agreed.timeline.peak_bytes > solution.budget_bytes:
+            return solution
+        return replace(solution, state=agreed)
+
+    def _room_for(self, entry: RecordedUnit, shift: int) -> int:
+        """What a plan made on a recording's base may reach, for a unit that lies higher to stay within the budget."""
+        return (self._budget.bytes or entry.problem.plain_peak + abs(shift) + 1) - shift
+
+    def _agree(self, entry: RecordedUnit | None, unit: Unit) -> None:
+        """All ranks take part, whether they have a plan or not: these are collectives."""
+        room = plan_consensus.on_room(None if entry is None else self._room_for(entry, entry.shift(unit)))
+        mine = None if entry is None or room is None else _within(entry, room)
+        agreed = plan_consensus.on_plan(None if entry is None else entry.problem, mine)
+        if entry is not None:
+            entry.agreed = agreed
+
+    def _gradients_would_do(self, figures: PlanFigures, unit: Unit, entry: RecordedUnit) -> bool:
+        """Whether moving gradients may lower the peak by enough.
+
+        The lever offloads the gradients, and avoids the temporaries of an update of all parameters at once. Before the first
+        backward only gradients that existed when the unit began can be offloaded: while the run may still be refused, the
+        lever is not engaged where that is too little.
+        """
+        levers = self._levers
+        if not levers.may_move_gradients():
+            return False
+        lowest = max(figures.resident_bytes, figures.bound_peak_bytes - levers.most_lowered_bytes())
+        if self.may_refuse:
+            first = entry.backward_starts[0] if entry.backward_starts else len(entry.trace.events)
+            forced = int(forced_live(entry.problem)[:first].max(initial=0)) + self._knowledge.certain_shift(entry, unit)
+            lowest = max(lowest, forced - unit.gradient_bytes)
+        return lowest <= self._budget.bytes and levers.gradients.can_engage(levers.optimizers)
+
+    # --- figures and refusals ----------------------------------------------------------------------------------------
+
+    def _tell(self, unit: Unit, entry: RecordedUnit, solution: Solution, shift: int) -> PlanFigures:
+        key = (solution.state, solution.status, entry, shift, unit.base_bytes, self.between_bytes)
+        found = self._figures_cache
+        if found is None or solution.state is None or not _is_same(key, self._figures_key):
+            self._figures_key = key
+            found = self._figures_cache = figures_of(
+                entry.problem, solution, between_bytes=self.between_bytes,
+                resident_bytes=self._knowledge.persistent.bytes(), shift_bytes=shift,
+                likely_bytes=self._knowledge.likely_shift(entry, unit),
+                certain_bytes=self._knowledge.certain_shift(entry, unit),
+            )
+        higher = (self.figures and self.figures.predicted_peak_bytes) or 0
+        if self._audit.running.units == 1 or (found.predicted_peak_bytes or self._budget.bytes) >= higher:
+            self.figures = found
+        return found
+
+    def raise_figures(self, evaluation_bytes: int) -> None:
+        """An evaluation was higher than any before: no plan lowers that."""
+        if self.figures is not None:
+            self.figures = raised(self.figures, evaluation_bytes)
+
+    def _cannot_be_held(self, figures: PlanFigures, *, warm: bool) -> bool:
+        """Whether the floor is above the budget for certain: a cold first step may differ a little from the next ones."""
+        doubt = 0 if warm else max(TOLERANCE_BYTES, int(TOLERANCE_SHARE * figures.bound_peak_bytes)) + LIBRARY_BYTES
+        return figures.bound_peak_bytes - doubt > self._budget.bytes
+
+    def _refuse_resident(self) -> Refuse | None:
+        """Refuse what no plan can hold although no unit like this one was recorded (another shape every step)."""
+        steps = self._audit.steps
+        if not self._budget.bytes or not steps:
+            return None
+        resident = self._knowledge.persistent.bytes(self._interception.meter.counts)
+        figures = resident_figures(resident, max(s.peak_bytes for s in steps), steps[-1].seconds)
+        evaluated = raised(figures, self._evaluations.highest_bytes)
+        if resident <= self._budget.bytes and not self._cannot_be_held(evaluated, warm=False):
+            return None
+        self.figures = evaluated
+        return Refuse(evaluated, proven=True) if self.may_refuse else None
+
+    @property
+    def may_refuse(self) -> bool:
+        """Whether little is lost if the script ends here."""
+        return len(self._audit.steps) < REFUSED and not self._settings.keep_going
+
+    def refuse(self, choice: Refuse, unreached: tuple[str, ...]) -> BaseException:
+        """What is raised to end the script; it is nowhere held: its traceback leads to the script's model, and here."""
+        told = functools.partial(
+            refusal, choice.figures, self._budget.bytes, self.between_bytes, proven=choice.proven,
+            evaluation_bytes=self._evaluations.highest_bytes, declined=self._levers.in_backward.reason, unreached=unreached,
+        )
+        self.refused = told()
+        return told() if self._settings.refusal is None else self._settings.refusal(self.refused)
+
+
+def _within(entry: RecordedUnit, room: int) -> Solution:
+    solution = entry.front.at(room - SLACK_BYTES)
+    return entry.front.at(room) if solution.state is None else solution
+
+
+def _is_same(told: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+    """Whether two lists name the same objects and numbers."""
+    return len(told) == len(before) and all(
+        a == b if isinstance(a, int) else a is b for a, b in zip(told, before, strict=True)
+    )

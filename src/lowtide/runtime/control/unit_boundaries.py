@@ -1,0 +1,93 @@
+"""Where a unit ends: told from its backwards, the optimizer's step, and the next call of a model."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from lowtide.runtime.control.interception import Interception
+from lowtide.runtime.intercept.phases import PhaseTracker
+from lowtide.runtime.units.recorded_unit import near
+from lowtide.runtime.units.unit import Unit
+from lowtide.runtime.units.unit_mode import Diverged, Expectation, Unmonitored
+from lowtide.runtime.units.unit_signature import UnitSignature, is_smaller
+
+BACKWARDS: Final = 3
+"""Backwards (that build no graph of their own) after which a unit ends although handles are left."""
+BACKWARDS_BEFORE_STEP: Final = 64
+"""The same, until an optimizer steps: an inner loop may go round many times beside a graph that is open."""
+
+
+def is_over(unit: Unit, kind: UnitSignature, *, optimizers_seen: bool, awaited: int) -> bool:
+    """Whether a unit is over: its optimizer stepped and only a retained graph is left, or its module is called again.
+
+    Args:
+        unit: that runs.
+        kind: of the call that begins.
+        optimizers_seen: whether a step ends with an optimizer's.
+        awaited: saved tensors that no backward has asked for.
+    """
+    anew = kind.call == unit.kind.call
+    if not unit.consumed or not (unit.stepped or (anew and not optimizers_seen)):
+        return False
+    if unit.following is not None:
+        return unit.backwards >= len(unit.following.script.backwards)
+    return anew or _has_given_all(unit, awaited)
+
+
+def _has_given_all(unit: Unit, awaited: int) -> bool:
+    """Whether a backward has asked for all that a unit saved and that is still there."""
+    return unit.recorder is None or not awaited
+
+
+def is_consumed(unit: Unit, awaited: int) -> bool:
+    """Whether a backward has run over a unit that follows no plan, and only a retained graph is left."""
+    return bool(unit.consumed) and unit.following is None and _has_given_all(unit, awaited)
+
+
+def is_stale(unit: Unit, kind: UnitSignature, interception: Interception) -> bool:
+    """Whether the unit that runs was a forward that no backward will follow.
+
+    Args:
+        unit: that runs.
+        kind: of the call that begins.
+        interception: tells what is left of its graph.
+    """
+    if unit.backwards:
+        return False
+    plan = unit.following
+    if plan is not None:
+        return bool(kind == unit.kind and plan.at == len(plan.script.funcs) - 1)
+    if interception.saver.outstanding:
+        return False
+    if kind == unit.kind:
+        return True
+    meter = interception.meter
+    unwatched = isinstance(unit.mode, Unmonitored) and meter.exact
+    if unwatched and not near(meter.live(), unit.base_bytes + unit.left.bytes, unit.base_bytes):
+        return False  # its graph is there, though what the model returned is not
+    return not any(output() is not None for output in unit.outputs)
+
+
+def is_smaller_so_far(unit: Unit, expected: Expectation) -> bool:
+    """Whether the root calls of a unit so far are those of the recorded one, but for smaller sizes."""
+    calls = expected.entry.calls
+    pairs = zip(unit.calls, calls, strict=False)
+    return len(unit.calls) <= len(calls) and all(mine == other or is_smaller(mine, other) for mine, other in pairs)
+
+
+def goes_on_after_backward(unit: Unit, clock: PhaseTracker, *, outstanding: int) -> bool:
+    """Whether more of a unit is to come after a backward that no plan told to be followed by another.
+
+    Args:
+        unit: that runs.
+        clock: tells what runs.
+        outstanding: saved tensors that autograd has.
+    """
+    diverged = unit.mode.left.plan if isinstance(unit.mode, Diverged) else None
+    owes = outstanding > 0 or (diverged is not None and diverged.owes())
+    if isinstance(unit.mode, Unmonitored):  # nobody counts what it still has
+        expected = unit.mode.expected
+        within = clock.open > 0 and not unit.stepped  # of a module: its own graph, too, is still to be asked for
+        owes = within if expected is None else unit.backwards < len(expected.entry.backward_starts)
+    before_step = not unit.stepped and (clock.open > 0 or clock.optimizers_seen)
+    return owes and unit.consumed < (BACKWARDS_BEFORE_STEP if before_step else BACKWARDS)

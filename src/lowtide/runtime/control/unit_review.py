@@ -1,0 +1,116 @@
+"""What is learnt of a unit that ended: its recording is kept, its rise noted, its peak held against the plan's."""
+
+from __future__ import annotations
+
+from typing import final
+
+from lowtide.base.messages import tell
+from lowtide.planning.unit.greedy import State
+from lowtide.planning.unit.problem import Problem
+from lowtide.planning.unit.simulate import play
+from lowtide.planning.unit.solve import Front
+from lowtide.runtime.budget import Budget
+from lowtide.runtime.control.interception import Interception
+from lowtide.runtime.control.step_audit import StepAudit
+from lowtide.runtime.planned.timing import MATTERS_SHARE, Stopwatch
+from lowtide.runtime.record.trace_recorder import TraceRecorder
+from lowtide.runtime.units.knowledge import Knowledge
+from lowtide.runtime.units.recorded_unit import RecordedUnit, near
+from lowtide.runtime.units.unit import Unit
+from lowtide.runtime.units.unit_mode import Diverged, Expectation, Recording
+from lowtide.runtime.units.unit_signature import UnitSignature
+
+
+@final
+class UnitReview:
+    """One per runtime."""
+
+    def __init__(self, budget: Budget, interception: Interception, knowledge: Knowledge, audit: StepAudit) -> None:
+        """Share the runtime's parts."""
+        self._budget, self._interception, self._knowledge, self._audit = budget, interception, knowledge, audit
+
+    def review(self, unit: Unit) -> None:
+        """Learn from a unit that ended."""
+        recorder, interception = unit.recorder, self._interception
+        if recorder is not None:
+            worth = isinstance(unit.mode, Recording) and recorder.backward_event is not None and recorder.saves
+            if worth:
+                self._keep(unit, recorder)
+            elif (
+                interception.meter.exact
+                and interception.evictor.times == unit.times
+                and self._knowledge.recordings.is_wild(unit.kind)
+            ):
+                self._note_rise(unit)
+        elif unit.expected is not None:
+            self._verify(unit, unit.expected)
+        elif unit.is_roomy:
+            self._note_rise(unit)
+
+    def _keep(self, unit: Unit, recorder: TraceRecorder) -> None:
+        knowledge, evictor = self._knowledge, self._interception.evictor
+        trace = recorder.finish(knowledge.persistent.bytes(), movable=True)
+        problem = Problem(
+            trace=trace,
+            base_bytes=trace.base_bytes,
+            bandwidth=evictor.bandwidth,
+            pinned=frozenset(recorder.tainted),
+        )
+        if unit.number > 1:  # the first unit of all is a cold one
+            knowledge.peaks.note(unit.calls, problem.plain_peak - problem.base_bytes, unit.gradient_bytes)
+        elif evictor.exempt.unmet:
+            names = ", ".join(evictor.exempt.unmet)
+            tell(f"lowtide: --keep: no module of the first step has the path {names}; paths are like blocks.0")
+        states = frozenset(knowledge.persistent.states())
+        entry = RecordedUnit(
+            recorder.funcs, recorder.packs, unit.starts, Front(problem), unit.left, unit.gradient_bytes, states,
+            tuple(unit.calls), tuple(unit.retains), recorder.leaving_bytes, bool(recorder.flights),
+        )
+        knowledge.recordings.keep(unit.kind, entry)
+
+    def _note_rise(self, unit: Unit) -> None:
+        """Nothing of a unit was let go."""
+        meter, peaks = self._interception.meter, self._knowledge.peaks
+        peak = max(meter.op_peak(), meter.span_peak())  # where operators are looked at, one by one, and all of them
+        peaks.note(unit.calls, peak - unit.base_bytes - unit.left.bytes, unit.gradient_bytes)
+        if unit.is_roomy and peak > self._budget.bytes:
+            peaks.broke(unit.calls)
+
+    def _verify(self, unit: Unit, expected: Expectation) -> None:
+        """After a planned unit: was its peak what the plan said?"""
+        meter, entry, predicted = self._interception.meter, expected.entry, expected.predicted_bytes
+        measured = meter.op_peak()
+        if not meter.exact:  # planned operators pass unseen by the ledger: the prediction is all there is
+            running = self._audit.running
+            running.unseen_peak_bytes = max(running.unseen_peak_bytes, predicted)
+            entry.followed += 1
+            return
+        diverged = isinstance(unit.mode, Diverged)
+        self.learn_crossing(unit.kind, max(measured, meter.span_peak()) if diverged else measured)
+        if expected.larger:
+            if diverged or (measured > predicted and not near(measured, predicted, predicted)):
+                self._knowledge.peaks.strayed(unit.kind)
+            return
+        # A graph left over from a planned unit is smaller; what was not there at the beginning may never have come.
+        less = (bool(entry.left.bytes) or entry.collective or not expected.certain) and measured < predicted
+        if not diverged and (less or near(measured, predicted, predicted)):
+            entry.followed += 1
+            if unit.plan is not None and unit.plan.run.stopwatch is not None:
+                self._retime(entry, expected.state, unit.plan.run.stopwatch)
+            return
+        self._knowledge.recordings.missed(unit.kind, entry)
+
+    def learn_crossing(self, kind: UnitSignature, peak: int) -> None:
+        """If a planned unit's peak exceeded the budget, note a surprise: units of its kind soon stop following the plan."""
+        if self._budget.bytes and peak > self._budget.bytes:
+            self._knowledge.recordings.surprised(kind, decidedly=not near(peak, self._budget.bytes, peak))
+
+    def _retime(self, entry: RecordedUnit, state: State, stopwatch: Stopwatch) -> None:
+        """Plan with the seconds of a warm step, where they say something else than those that were recorded."""
+        evictor = self._interception.evictor
+        evictor.learn(stopwatch.bandwidth(evictor.bandwidth))
+        problem = stopwatch.problem(entry.problem, entry.funcs)
+        again = State(state.decisions, play(problem, state.decisions))
+        change = abs(again.timeline.extra_seconds - state.timeline.extra_seconds)
+        if change > MATTERS_SHARE * problem.seconds:
+            entry.front = entry.front.retimed(problem, again)

@@ -1,0 +1,144 @@
+"""A unit is made to run as was chosen: the interception that it needs is put on."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Final, final
+
+from lowtide.runtime.budget import SLACK_BYTES, Budget
+from lowtide.runtime.control.interception import Interception
+from lowtide.runtime.control.plan_choice import Choice, Follow, Hold, Ignore, PlanChoice
+from lowtide.runtime.control.step_audit import StepAudit
+from lowtide.runtime.online.mode import OnlineMode
+from lowtide.runtime.online.retry import Refusals
+from lowtide.runtime.planned.compiled_plan import CompiledPlan, compile_script
+from lowtide.runtime.planned.mode import PlannedMode
+from lowtide.runtime.planned.serving import PlannedRun
+from lowtide.runtime.planned.timing import Stopwatch
+from lowtide.runtime.record.quiet_recorders import OwnershipTracker
+from lowtide.runtime.record.trace_recorder import TraceRecorder
+from lowtide.runtime.units.knowledge import Knowledge
+from lowtide.runtime.units.unit import Unit
+from lowtide.runtime.units.unit_mode import (
+    Diverged,
+    Expectation,
+    Following,
+    Online,
+    OnlineReason,
+    Recording,
+    Unmonitored,
+)
+
+CLOCKED: Final = 1
+"""Units that must have followed their recording before the next one is timed: the second board's pages are warm then."""
+TRUSTED: Final = 4
+"""Units that must have followed their recording before one that needs nothing is not even watched."""
+
+
+@final
+class UnitStart:
+    """One per runtime: puts a unit's mode on, the interception's and its own."""
+
+    def __init__(
+        self, budget: Budget, interception: Interception, knowledge: Knowledge, audit: StepAudit, choice: PlanChoice
+    ) -> None:
+        """Share the runtime's parts."""
+        self._budget, self._interception, self._knowledge = budget, interception, knowledge
+        self._audit, self._choice = audit, choice
+
+    def run(self, unit: Unit, choice: Choice) -> None:
+        """Run a unit as was chosen.
+
+        Raises:
+            TypeError: of a refusal, or a lever that is to be engaged first: the caller does that.
+        """
+        match choice:
+            case Hold():
+                self.hold(unit, choice)
+            case Follow():
+                self._follow(unit, choice)
+            case Ignore():
+                self._audit.note_policy("plain")
+                self._interception.watch_nothing()
+                unit.become(Unmonitored(None))
+            case _:
+                raise TypeError(f"no way to run a unit: {choice}")
+
+    def hold(self, unit: Unit, how: Hold) -> None:
+        """Hold the budget on line."""
+        interception = self._interception
+        dropped = interception.drop_first(self._choice.plan if how.planned else None)
+        self._audit.note_policy("planned" if dropped else "online")
+        if interception.saver.outstanding <= 0:
+            interception.ledger.forget()
+        recorder = self._recorder(unit, notes=how.reason is None)
+        interception.watch_fully(recorder, remember=True)
+        unit.become(Recording(recorder) if how.reason is None else Online(recorder, how.reason))
+
+    def stop_ignoring(self, unit: Unit, reason: OnlineReason) -> None:
+        """Nothing of a unit was intercepted; from here on the budget is held on line."""
+        self.hold(unit, Hold(reason, planned=self._choice.has_given_plan))
+
+    def _recorder(self, unit: Unit, *, notes: bool) -> TraceRecorder:
+        """A unit's recorder: one that notes events where a trace is wanted, or where the meter sums what is noted."""
+        meter = self._interception.meter
+        return (TraceRecorder if notes or not meter.exact else OwnershipTracker)(meter, unit.base_bytes)
+
+    def _follow(self, unit: Unit, how: Follow) -> None:
+        entry, state = how.entry, how.solution.state
+        assert state is not None
+        self._audit.note_policy("planned" if state.decisions else "plain")
+        shift = entry.shift(unit)
+        certain = shift == unit.base_bytes - entry.trace.base_bytes
+        expected = Expectation(entry, state, state.timeline.peak_bytes + shift, certain, how.larger)
+        interception = self._interception
+        interception.clock.detailed = False
+        interception.stack.take()
+        trusted = entry.followed >= TRUSTED and not how.larger
+        if not state.decisions and trusted and not self._knowledge.recordings.is_surprising(unit.kind):
+            interception.watch_nothing()
+            unit.become(Unmonitored(expected))
+            return
+        plan = self._planned_mode(unit, how)
+        if interception.follow(plan):
+            unit.become(Following(plan, expected))
+        else:
+            unit.become(Unmonitored(expected))
+
+    def _planned_mode(self, unit: Unit, how: Follow) -> PlannedMode:
+        script, interception, state = self._compiled(how), self._interception, how.solution.state
+        assert state is not None
+        clocked = how.entry.followed == CLOCKED and state.decisions and not (interception.tier.overlaps or how.larger)
+        run = PlannedRun(script, interception.evictor.tally, interception.tier, Stopwatch() if clocked else None)
+        cap = None
+        if self._budget.bytes and interception.meter.capped and interception.evictor.moves:
+            limit = self._budget.bytes - SLACK_BYTES if how.larger else self._budget.bytes
+            cap = functools.partial(interception.cap, limit)
+        return PlannedMode(
+            script, run, functools.partial(self._diverged, weakref.ref(unit)), interception.saver.pack,
+            interception.out_of_memory(), interception.before_planned_write, cap, refusals=Refusals(interception.meter),
+            smaller=how.larger,
+        )
+
+    def _compiled(self, how: Follow) -> CompiledPlan:
+        entry, state = how.entry, how.solution.state
+        assert state is not None
+        if entry.compiled is None or entry.compiled[0] is not state:
+            script = compile_script(
+                entry.problem, state, entry.funcs, entry.packs, entry.backward_starts,
+                overlaps=self._interception.tier.overlaps,
+            )
+            entry.compiled = state, script
+        return entry.compiled[1]
+
+    def _diverged(self, following: weakref.ref[Unit]) -> OnlineMode:
+        """A planned forward left its recording: hold the budget on line for the rest of the unit."""
+        unit = following()
+        assert unit is not None
+        self._audit.note_policy("online")
+        self._knowledge.recordings.surprised(unit.kind)
+        assert isinstance(unit.mode, Following)
+        plan = unit.mode.plan
+        unit.become(Diverged(unit.mode))
+        return self._interception.take_over(plan, self._recorder(unit, notes=False))  # half a unit

@@ -1,0 +1,143 @@
+"""The accelerator behind one interface: CUDA, XPU and MPS are one path, and what a device lacks is said by it.
+
+Built on ``torch.accelerator`` and the device's own module (``torch.get_device_module``: ``torch.cuda``, ``torch.xpu``,
+``torch.mps``). Nothing else in Lowtide names a kind of accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Final, final
+
+import torch
+
+HOST: Final = torch.device("cpu")
+"""Where tensors are that lie on no accelerator."""
+_NO_ACCELERATOR: Final = frozenset({"cpu", "meta"})
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether a device has memory of its own."""
+    return device.type not in _NO_ACCELERATOR
+
+
+def counted_device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """The accelerator on which the first of some tensors lies that lies on any; None where that does not count peaks."""
+    if in_use() is None:
+        return None
+    found = next((t.device for t in tensors if is_accelerator(t.device)), None)
+    return found if found is not None and Accelerator(found).counts_peaks else None
+
+
+def is_there() -> bool:
+    """Whether the machine has an accelerator that torch can use."""
+    return torch.accelerator.is_available()
+
+
+def in_use() -> Accelerator | None:
+    """The process's accelerator, once the script has begun to use it; this does not begin to."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        return None
+    module = torch.get_device_module(kind)
+    begun = getattr(module, "is_initialized", module.is_available)  # MPS has no such state
+    return Accelerator(kind) if begun() else None
+
+
+def current() -> Accelerator:
+    """The process's accelerator.
+
+    Raises:
+        RuntimeError: if there is none.
+    """
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        raise RuntimeError("this torch has no accelerator")
+    return Accelerator(kind)
+
+
+@final
+class Accelerator:
+    """One accelerator.
+
+    Attributes:
+        device: with its index.
+
+    Example:
+        >>> found = in_use()
+        >>> None if found is None else found.free_bytes()
+    """
+
+    def __init__(self, device: torch.device, module: Any = None) -> None:
+        """Find a device's module.
+
+        Args:
+            device: an accelerator; without an index, the current one of its kind.
+            module: torch's for it; tests give their own.
+        """
+        self._module = torch.get_device_module(device) if module is None else module
+        index = self._module.current_device() if device.index is None else device.index
+        self.device = torch.device(device.type, index)
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    @property
+    def counts_peaks(self) -> bool:
+        """Whether the device's allocator tells how high it was; MPS's does not."""
+        return hasattr(self._module, "memory_stats") and hasattr(self._module, "reset_peak_memory_stats")
+
+    def statistics(self) -> dict[str, Any]:
+        """The caching allocator's counts, by torch's names for them; empty where it tells none."""
+        return dict(self._module.memory_stats(self.device)) if self.counts_peaks else {}
+
+    def allocated_bytes(self) -> int:
+        """Bytes of tensors."""
+        return int(self._module.memory_allocated(self.device))
+
+    def free_bytes(self) -> int:
+        """Bytes that the device has left, for any process."""
+        free, _ = self._module.mem_get_info(self.device)
+        return int(free)
+
+    def idle_bytes(self) -> int:
+        """Bytes that torch's allocator has and no tensor uses."""
+        return int(self._module.memory_reserved(self.device)) - self.allocated_bytes()
+
+    def limit(self, size: int) -> None:
+        """Have torch's allocator refuse what goes beyond so many bytes."""
+        total = self._module.get_device_properties(self.device).total_memory
+        self._module.set_per_process_memory_fraction(min(1.0, size / total))
+
+    def empty_cache(self) -> None:
+        """Give memory back that no tensor uses."""
+        self._module.empty_cache()
+
+    # --- streams -----------------------------------------------------------------------------------------------------
+
+    def stream(self) -> Any:
+        """A new stream."""
+        return self._module.Stream(self.device)
+
+    def current_stream(self) -> Any:
+        """The stream on which operators run."""
+        return self._module.current_stream(self.device)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Within, operators run on a stream."""
+        return self._module.stream(stream)  # type: ignore[no-any-return]
+
+    def event(self) -> Any:
+        """A new event."""
+        return self._module.Event()
+
+    def synchronize(self) -> None:
+        """Wait until all that was asked of the device is done."""
+        self._module.synchronize(self.device)
+
+    # --- generators --------------------------------------------------------------------------------------------------
+
+    def generator(self) -> Any:
+        """The generator from which operators draw; None where the device does not show it (MPS)."""
+        found = getattr(self._module, "default_generators", None)
+        return found[self.device.index] if found else None

@@ -1,0 +1,138 @@
+"""The CPU's tensors, counted in the process's heap by the counter of ``probe/heap.c``."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from functools import cached_property
+from typing import Final, final
+
+import torch
+from lowtide.runtime.device.accelerator import HOST
+from lowtide.runtime.device.heap_counters import FIELDS, Counters, library_path
+from lowtide.runtime.device.memory_meter import Meter
+from lowtide.runtime.tensors import storages_of, tensors_so_far, with_gradients
+
+_PROBE_BYTES: Final = 4096
+"""Size of the probe allocation that shows whether the heap counter tells torch's requests from those of libraries."""
+
+
+def counters() -> Counters | None:
+    """The counters of this process, attached now where they were not preloaded; None where that cannot be."""
+    path = library_path()
+    if path is None:
+        return None
+    try:
+        library = ctypes.CDLL(str(path))
+        found = Counters.in_dll(library, "lowtide_heap")
+    except (OSError, ValueError):
+        return None
+    if found.layout != ctypes.sizeof(Counters):
+        return None
+    if found.heap_requests == 0 and found.tensor_blocks == 0 and not _attach(library):
+        return None
+    return found
+
+
+def _attach(library: ctypes.CDLL) -> bool:
+    """Count from now on, and book what torch's allocator gave out before, as far as tensors show it."""
+    if not library.lowtide_attach():
+        return False
+    adopt = library.lowtide_adopt
+    adopt.argtypes, adopt.restype = (ctypes.c_void_p, ctypes.c_int64), None
+    for storage in storages_of(with_gradients(tensors_so_far())).values():
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # a storage without bytes
+            resizable = storage.resizable()  # numpy's memory, and files', is not
+            if storage.device.type == "cpu" and resizable and storage.data_ptr():
+                adopt(storage.data_ptr(), storage.nbytes())
+    return True
+
+
+@final
+class HeapMeter(Meter):
+    """The CPU's tensors, counted in the process's heap."""
+
+    exact = True
+    capped = True
+    device = HOST
+
+    def __init__(self, found: Counters) -> None:
+        """Map the counters; reading one costs some tens of nanoseconds."""
+        self._counters = found
+        base = ctypes.addressof(found)
+        cell = {n: ctypes.c_int64.from_address(base + getattr(Counters, n).offset) for n in FIELDS}
+        self._live = cell["tensor_live"]
+        self._op_peak = cell["tensor_op_peak"]
+        self._span_peak = cell["tensor_step_peak"]
+        self._denied = cell["denied"]
+        self._denied_bytes = cell["denied_bytes"]
+        self._library_live = cell["library_live"]
+        self._library_peak = cell["library_op_peak"]
+        self._library_start = 0
+        path = library_path()
+        assert path is not None
+        library = ctypes.CDLL(str(path))
+        slot = library.lowtide_thread_cap
+        slot.restype = ctypes.c_void_p
+        self._block_bytes = library.lowtide_block_bytes
+        self._block_bytes.argtypes, self._block_bytes.restype = (ctypes.c_void_p,), ctypes.c_int64
+        self._cap = ctypes.c_int64.from_address(slot())
+
+    def live(self) -> int:
+        """Bytes live now."""
+        return self._live.value
+
+    def op_peak(self) -> int:
+        """Highest point since :meth:`reset_op_peak`."""
+        return self._op_peak.value
+
+    def reset_op_peak(self) -> None:
+        """Begin a new window for :meth:`op_peak`."""
+        self._op_peak.value = self._live.value
+
+    def span_peak(self) -> int:
+        """Highest point since :meth:`begin_span`."""
+        return self._span_peak.value
+
+    def begin_span(self) -> None:
+        """Begin a new window for :meth:`span_peak`."""
+        self._span_peak.value = self._live.value
+
+    def begin_operator(self) -> None:
+        """Begin a new window for :meth:`op_peak`."""
+        self._op_peak.value = self._live.value
+
+    def cap(self, limit_bytes: int) -> None:
+        """Cap the thread that made this meter; 0 lifts the cap."""
+        self._cap.value = limit_bytes
+
+    def denied(self) -> int:
+        """How many requests were refused so far."""
+        return self._denied.value
+
+    def denied_bytes(self) -> int:
+        """Size of the last request refused."""
+        return self._denied_bytes.value
+
+    def begin_library_window(self) -> None:
+        """Begin a new window for :meth:`library_rise`."""
+        self._library_peak.value = self._library_start = self._library_live.value
+
+    def library_rise(self) -> int:
+        """How far the bytes that cannot be refused (workspaces of libraries) rose in the window."""
+        return self._library_peak.value - self._library_start
+
+    def library_live(self) -> int:
+        """How many bytes libraries keep that torch's allocator did not give out (primitives of oneDNN)."""
+        return self._library_live.value if self._tells_libraries else 0
+
+    @cached_property
+    def _tells_libraries(self) -> bool:
+        """Whether requests of torch's allocator are known from others: another counter in between hides who asks."""
+        before = self._library_live.value
+        probe = torch.empty(_PROBE_BYTES, dtype=torch.uint8)
+        return self._library_live.value < before + probe.nbytes
+
+    def counts(self, storage: torch.UntypedStorage) -> bool:
+        """Whether torch's allocator asked the heap for a storage's bytes."""
+        return bool(storage.device.type == "cpu" and self._block_bytes(storage.data_ptr()))

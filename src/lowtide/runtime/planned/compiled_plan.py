@@ -1,0 +1,176 @@
+"""A plan compiled for one recorded unit: which operator comes when, which leave a record, which values leave."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+from lowtide.base.trace import Op, Trace
+from lowtide.planning.unit.greedy import State
+from lowtide.planning.unit.prefetch import fetches_ahead
+from lowtide.planning.unit.problem import Action, Problem
+from lowtide.runtime.storage.op_schema import info_of
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """What is done at one operator of a planned unit.
+
+    Attributes:
+        recorded: whether it leaves a record.
+        outs: values that it makes, by slot among its fresh storages: (slot, value, bytes).
+        overwrites: (old value, new value) it writes in place, in the order of its written arguments; -1 for none of ours.
+        weak: values among its inputs that are referred to, not held.
+        moves: values that leave for the second board before it runs.
+    """
+
+    recorded: bool
+    outs: tuple[tuple[int, int, int], ...]
+    overwrites: tuple[tuple[int, int], ...]
+    weak: frozenset[int]
+    moves: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledPlan:
+    """A plan compiled for one recorded unit.
+
+    Attributes:
+        funcs: operators of the forward parts (and of backwards that build a graph) in order, and None at the end.
+        seconds: how long each of them took when it was recorded.
+        acts: what is done at each.
+        packs: per saved tensor the value that the plan lets go at some time, or -1.
+        held: values that are held when they are saved (they go later).
+        elders: values that are overwritten in place after they were saved: the plan lets their last version go.
+        holds: per (value, need) the values made on the way that stay.
+        stays: (value, need) after which the value itself stays.
+        ahead: (value, need) after which the fetches of these values begin.
+        backwards: per backward of the unit, how many operators came before, and the bytes live by then above the base.
+        last_moves: values that leave before the first backward that is not followed.
+        last_use: per value of ours, the last of the operators at which it is looked up.
+        writes: whether each operator writes in place, openly.
+        sizes: bytes of what each operator makes, in the order of its fresh storages.
+        again: whether each operator could be tried again: it writes nothing in place, draws nothing, and no other rank waits.
+    """
+
+    funcs: tuple[Any, ...]
+    seconds: tuple[float, ...]
+    acts: tuple[PlannedStep | None, ...]
+    packs: tuple[int, ...]
+    held: frozenset[int]
+    elders: frozenset[int]
+    holds: Mapping[tuple[int, int], frozenset[int]]
+    stays: frozenset[tuple[int, int]]
+    ahead: Mapping[tuple[int, int], tuple[int, ...]]
+    backwards: tuple[tuple[int, int], ...]
+    last_moves: tuple[int, ...]
+    last_use: Mapping[int, int]
+    writes: tuple[bool, ...]
+    sizes: tuple[tuple[int, ...], ...]
+    again: tuple[bool, ...]
+
+
+def compile_script(
+    problem: Problem, state: State, funcs: list[tuple[int, Any]], packs: list[int], backward_starts: list[int], *,
+    overlaps: bool,
+) -> CompiledPlan:
+    """Compile decisions for the unit that they were made for.
+
+    Args:
+        problem: the problem that was solved.
+        state: its solution.
+        funcs: (event, operator) as recorded.
+        packs: per pack call the value saved, or -1.
+        backward_starts: events at which a backward began.
+        overlaps: whether the second board copies beside the device's work.
+    """
+    trace, timeline = problem.trace, state.timeline
+    away = {v for v, _ in state.decisions}
+    made_again = {v for e in timeline.recorded for v in _made(trace.events[e])}
+    elders = {v for v in problem.heirs if _last_heir(problem, v) in away}
+    ours = away | elders | (made_again - timeline.captured)
+    moves: dict[int, list[int]] = {}
+    ordinal_of: dict[int, int] = {}
+    forward: list[tuple[int, Any]] = []
+    seconds: list[float] = []
+    for e, func in funcs:
+        op = trace.events[e]
+        assert isinstance(op, Op)
+        ordinal_of[e] = len(forward)
+        forward.append((e, func))
+        seconds.append(op.seconds)
+    last_moves = []
+    for (v, gap), a in state.decisions.items():
+        if a.action is Action.MOVE and gap == problem.gap_starts[v]:
+            leaves = trace.buffers[v].held_until + 1
+            at = next((ordinal_of[e] for e in range(leaves, trace.backward_event) if e in ordinal_of), None)
+            if at is None:
+                last_moves.append(v)
+            else:
+                moves.setdefault(at, []).append(v)
+    acts = [_act(problem, state, e, i, ours, moves) for i, (e, _) in enumerate(forward)]
+    counts = [sum(1 for e, _ in forward if e < start) for start in backward_starts]
+    lives = [int(timeline.live_bytes[start]) - problem.base_bytes if start < len(trace.events) else 0
+             for start in backward_starts]
+    held = frozenset(v for v in away if (v, problem.gap_starts[v]) not in state.decisions
+                     or state.decisions[v, problem.gap_starts[v]].action is Action.MOVE)
+    return CompiledPlan(
+        funcs=(*(f for _, f in forward), None),
+        seconds=tuple(seconds),
+        acts=(*acts, None),
+        packs=tuple(v if v in away or v in elders else -1 for v in packs),
+        held=held | {v for v in elders if _last_heir(problem, v) in held},
+        elders=frozenset(elders),
+        holds={(r.value, r.need): r.held for r in timeline.remakes},
+        stays=timeline.stays,
+        ahead=fetches_ahead(problem, timeline) if overlaps else {},
+        backwards=tuple(zip(counts, lives, strict=True)),
+        last_moves=tuple(last_moves),
+        last_use=_last_uses(acts, [(s.value, bisect_right(forward, s.event, key=itemgetter(0))) for s in trace.saves]),
+        writes=(*(bool(info_of(f).writes_at) for _, f in forward), False),
+        sizes=(*(_sizes(trace, e) for e, _ in forward), ()),
+        again=(*(not (info.mutates or info.collective or info.seeded) for info in (info_of(f) for _, f in forward)), False),
+    )
+
+
+def _last_heir(problem: Problem, value: int) -> int:
+    while value in problem.heirs:
+        value = problem.heirs[value]
+    return value
+
+
+def _sizes(trace: Trace, event: int) -> tuple[int, ...]:
+    op = trace.events[event]
+    assert isinstance(op, Op)
+    return tuple(trace.buffers[v].bytes for v in op.writes)
+
+
+def _last_uses(acts: Sequence[PlannedStep | None], saves: Iterable[tuple[int, int]]) -> dict[int, int]:
+    found = dict(saves)
+    for i, act in enumerate(acts):
+        for v in () if act is None else (*(v for _, v, _ in act.outs), *(v for pair in act.overwrites for v in pair),
+                                         *act.weak, *act.moves):
+            found[v] = max(found.get(v, 0), i)
+    return found
+
+
+def _made(op: Any) -> tuple[int, ...]:
+    return (*op.writes, *(new for _, new in op.overwrites))
+
+
+def _act(
+    problem: Problem, state: State, event: int, ordinal: int, ours: set[int], moves: Mapping[int, list[int]]
+) -> PlannedStep | None:
+    op = problem.trace.events[event]
+    assert isinstance(op, Op)
+    recorded = event in state.timeline.recorded
+    outs = tuple((s, v, problem.trace.buffers[v].bytes) for s, v in enumerate(op.writes) if v in ours)
+    overwrites = tuple((old if old in ours else -1, new if new in ours else -1) for old, new in op.overwrites)
+    if not recorded and not outs and all(o == n == -1 for o, n in overwrites) and ordinal not in moves:
+        return None
+    weak = frozenset(r for r in op.reads if r in ours) if recorded else frozenset()
+    weak |= frozenset(o for o, _ in overwrites if o >= 0)
+    return PlannedStep(recorded, outs, overwrites, weak, tuple(moves.get(ordinal, ())))

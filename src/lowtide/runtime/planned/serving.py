@@ -1,0 +1,95 @@
+"""How the needs of a unit that follows a plan are served: what is away is fetched, or made again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from lowtide.runtime.device.file_tier import FileTier
+from lowtide.runtime.device.pinned_tier import PinnedTier
+from lowtide.runtime.planned.compiled_plan import CompiledPlan
+from lowtide.runtime.planned.timing import Stopwatch
+from lowtide.runtime.replay.chain import remake
+from lowtide.runtime.run_figures import StepTally
+from lowtide.runtime.storage.value import Record, Value
+from lowtide.runtime.storage.views import as_bytes
+from lowtide.runtime.tensors import beneath_autograd
+
+
+@final
+class PlannedRun:
+    """One planned unit while its handles live: serves needs as the plan says."""
+
+    def __init__(
+        self, script: CompiledPlan, tally: StepTally, board: FileTier | PinnedTier, stopwatch: Stopwatch | None = None
+    ) -> None:
+        """Nothing is saved yet."""
+        self.script = script
+        self.tally = tally
+        self.board = board
+        self.stopwatch = stopwatch
+        self.values: Mapping[int, Value] = {}
+
+    def serve(self, value: Value) -> torch.UntypedStorage:
+        """The storage of a value at its next need."""
+        key = (value.number, value.touched)
+        value.touched += 1
+        storage = value.storage()
+        if storage is None:
+            storage = remake(value, _Replayer(self.script.holds.get(key, frozenset()), self))
+        if key not in self.script.stays and (value.record is not None or value.ticket is not None):
+            value.tensor = None
+        elif value.tensor is None:
+            value.tensor = as_bytes(storage)
+        for number in self.script.ahead.get(key, ()):
+            self._begin_fetch(number)
+        return storage
+
+    def make_again(self, value: Value) -> torch.UntypedStorage:
+        """The storage of a value that is away, before anybody asks for it; nothing made on the way is held."""
+        return remake(value, _Replayer(frozenset(), self))
+
+    def _begin_fetch(self, number: int) -> None:
+        value = self.values.get(number)
+        if value is not None and value.ticket is not None and value.storage() is None:
+            with beneath_autograd():
+                value.ticket.begin()
+            self.tally.fetched_ahead += 1
+
+
+@final
+class _Replayer:
+    """The plan's way of bringing values back: what is held was decided beforehand, and room was left."""
+
+    def __init__(self, holds: frozenset[int], run: PlannedRun) -> None:
+        self._holds = holds
+        self._tally = run.tally
+        self._stopwatch = run.stopwatch
+
+    def attach(self, value: Value, storage: torch.UntypedStorage) -> None:
+        value.weak = weakref.ref(storage)  # type: ignore[assignment]
+
+    def hold(self, value: Value) -> bool:
+        return value.number in self._holds
+
+    def call(self, record: Record, args: Any, kwargs: Any) -> Any:
+        return record.func(*args, **kwargs)
+
+    def room(self, size: int) -> None:
+        pass
+
+    def ran(self, record: Record, seconds: float) -> None:
+        self._tally.recomputed_ops += 1
+        self._tally.recompute_seconds += seconds
+        if self._stopwatch is not None:
+            self._stopwatch.again.setdefault(record.order - 1, []).append(seconds)
+
+    def fetched(self, value: Value, seconds: float) -> None:
+        self._tally.offload_seconds += seconds
+        if self._stopwatch is not None:
+            self._stopwatch.read.append((value.bytes, seconds))
+
+    def taken(self, value: Value) -> None:
+        value.weak = None

@@ -1,0 +1,177 @@
+"""Law: what is evicted first costs least to bring back, per byte and per operator since it was last used.
+
+The device is a fake: its bytes are those of the values that are there, and its second board has a speed that the test sets.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lowtide.planning.unit.problem import Bandwidth
+from lowtide.runtime.budget import Budget
+from lowtide.runtime.device.accelerator import HOST
+from lowtide.runtime.device.memory_meter import Meter
+from lowtide.runtime.online.eviction import Evictor
+from lowtide.runtime.record.quiet_recorders import NO_UNIT
+from lowtide.runtime.storage.ledger import Ledger
+from lowtide.runtime.storage.op_schema import info_of
+from lowtide.runtime.storage.value import Record, Value
+
+KIB = 1 << 10
+ZEROS = torch.ops.aten.zeros.default
+
+
+class FakeMeter(Meter):
+    """A device whose bytes are the ledger's; it refuses nothing."""
+
+    exact = True
+    capped = False
+    device = HOST
+
+    def __init__(self) -> None:
+        self.ledger: Ledger | None = None
+
+    def live(self) -> int:
+        assert self.ledger is not None
+        return sum(value.bytes for value in self.ledger.values())
+
+    def op_peak(self) -> int:
+        return self.live()
+
+    def reset_op_peak(self) -> None:
+        """There are no windows."""
+
+    def span_peak(self) -> int:
+        return self.live()
+
+    def begin_span(self) -> None:
+        """There are no windows."""
+
+    def begin_operator(self) -> None:
+        """There are no windows."""
+
+    def counts(self, storage: torch.UntypedStorage) -> bool:
+        return True
+
+
+class FakeTicket:
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._copy = storage.clone()
+
+    def begin(self) -> None:
+        """Nothing overlaps."""
+
+    def fetch(self) -> torch.UntypedStorage:
+        return self._copy.clone()
+
+
+class FakeTier:
+    """A second board of any speed; without room where it is told so."""
+
+    overlaps = False
+
+    def __init__(self, speed: float) -> None:
+        self.speed, self.full = speed, False
+
+    def measure(self) -> Bandwidth:
+        return Bandwidth(write=self.speed, read=self.speed, read_fresh=self.speed)
+
+    def put(self, storage: torch.UntypedStorage) -> FakeTicket:
+        if self.full:
+            raise OSError
+        return FakeTicket(storage)
+
+
+class Board:
+    """An evictor and the saved values that it may evict; each was made by one operator of its own."""
+
+    def __init__(self, speed: float = 1.0) -> None:
+        meter = FakeMeter()
+        self.tier = FakeTier(speed)
+        self.ledger = meter.ledger = Ledger(meter.counts)
+        self.evictor = Evictor(meter, self.ledger, self.tier, Budget(), NO_UNIT)  # type: ignore[arg-type]
+        self.values: dict[str, Value] = {}
+        self.others: list[torch.Tensor] = []
+
+    def save(self, name: str, size: int, *, seconds: float | None, held: bool = False) -> Value:
+        """Autograd saves a value; None seconds: it cannot be made again."""
+        made = ZEROS([size], dtype=torch.uint8)
+        record = None
+        if seconds is not None:
+            record = Record(ZEROS, info_of(ZEROS), ([size],), {"dtype": torch.uint8}, [], len(self.values) + 1)
+            record.seconds = seconds
+        storage = made.untyped_storage()
+        value = self.values[name] = self.ledger.enter(storage, record)
+        self.evictor.made(_SITE, [value], [])
+        self.evictor.saved(value, storage)
+        if held:
+            self.others.append(made)
+        return value
+
+    def there(self) -> set[str]:
+        return {name for name, value in self.values.items() if value.storage() is not None}
+
+
+class _Site:
+    module = ""
+
+
+_SITE = _Site()
+
+
+def test_the_cheapest_per_byte_goes_first() -> None:
+    board = Board()
+    board.save("dear", 64 * KIB, seconds=1.0)
+    board.save("cheap", 64 * KIB, seconds=1e-6)
+    board.save("large", 256 * KIB, seconds=2e-6)
+    for value in board.values.values():
+        value.touched = board.evictor.clock
+    assert board.evictor.make_room(1) >= 1
+    assert board.there() == {"dear", "cheap"}, "a byte of the large one costs half as much"
+    board.evictor.make_room(1)
+    assert board.there() == {"dear"}
+
+
+def test_what_was_not_used_for_longest_goes_first() -> None:
+    board = Board()
+    for name in "abc":
+        board.save(name, 64 * KIB, seconds=1e-3)
+    board.values["a"].touched = board.evictor.clock
+    board.evictor.make_room(1)
+    assert board.there() == {"a", "c"}
+
+
+def test_it_is_moved_where_that_is_quicker_than_to_make_it_again() -> None:
+    board = Board(speed=1e9)
+    moved, dropped = board.save("moved", 64 * KIB, seconds=10.0), board.save("dropped", 64 * KIB, seconds=1e-9)
+    board.evictor.make_room(128 * KIB)
+    assert board.there() == set()
+    assert moved.ticket is not None
+    assert dropped.ticket is None
+
+
+@pytest.mark.parametrize("why", ["held", "busy", "small"])
+def test_what_cannot_leave_stays(why: str) -> None:
+    board = Board(speed=1e9)
+    value = board.save("value", 1 * KIB if why == "small" else 64 * KIB, seconds=1e-9, held=why == "held")
+    value.busy = int(why == "busy")
+    assert board.evictor.make_room(1) == 0
+    assert board.there() == {"value"}
+
+
+def test_what_cannot_be_made_again_is_moved_or_stays() -> None:
+    board = Board(speed=1e9)
+    board.save("value", 64 * KIB, seconds=None)
+    board.tier.full = True
+    assert board.evictor.make_room(1) == 0
+    assert not board.evictor.moves, "a full board is not asked again"
+    assert board.there() == {"value"}
+
+
+def test_no_more_leaves_than_is_needed() -> None:
+    board = Board()
+    for i in range(8):
+        board.save(str(i), 64 * KIB, seconds=1e-3)
+    freed = board.evictor.make_room(3 * 64 * KIB)
+    assert freed == 3 * 64 * KIB
+    assert len(board.there()) == 5
