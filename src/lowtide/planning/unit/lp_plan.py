@@ -45,11 +45,13 @@ class Layout:
     """A unit as a game.
 
     Attributes:
+        graph: nodes are ``event 3``, for an event, and ``value 7``, for a value that counts.
         game: operators are the unit's events, behind those that place what was there before.
         first: operator of event 0.
         values: per value of the unit its value in the game; -1 for what does not count.
     """
 
+    graph: Graph
     game: Game
     first: int
     values: tuple[int, ...]
@@ -82,13 +84,21 @@ def layout(problem: Problem) -> Layout:
                 for at in range(e, min(pin, count - 1) + 1):
                     reads[at][v] = None
     olds = {new: old for event in events if isinstance(event, Op) for old, new in event.overwrites}
+
+    def takes_over(value: int) -> bool:
+        """Whether a value is made in the very bytes of the one that it overwrites."""
+        old, buffer = olds.get(value), trace.buffers[value]
+        return (
+            old is not None and buffer.born >= 0 and trace.buffers[old].counted and trace.buffers[old].bytes == buffer.bytes
+        )
+
     other = np.asarray(trace.other_bytes, dtype=np.int64)
     lowest = int(other.min(initial=0))
     nodes: list[Node] = []
     for kind, i in plan:
         if kind == "e":
             event = events[i]
-            fresh = sum(trace.buffers[v].bytes for v in made[i])
+            fresh = sum(trace.buffers[v].bytes for v in made[i] if not takes_over(v))
             own = event if isinstance(event, Op) else None
             nodes.append(
                 Node(
@@ -102,8 +112,6 @@ def layout(problem: Problem) -> Layout:
             )
             continue
         buffer = trace.buffers[i]
-        old = olds.get(i)
-        takes = old is not None and trace.buffers[old].counted and trace.buffers[old].bytes == buffer.bytes
         held = min(buffer.held_until, count - 1)
         nodes.append(
             Node(
@@ -111,7 +119,7 @@ def layout(problem: Problem) -> Layout:
                 bytes=buffer.bytes,
                 seconds=0.0,
                 made_with=ids["e", buffer.born] if buffer.born >= 0 else None,
-                overwrites=ids["v", old] if takes and old is not None and buffer.born >= 0 else None,
+                overwrites=ids["v", olds[i]] if takes_over(i) else None,
                 recompute=buffer.born >= 0,
                 move=problem.can_move(i) and buffer.released >= 0,
                 keep=buffer.held_until >= count,
@@ -133,7 +141,7 @@ def layout(problem: Problem) -> Layout:
             if fetch >= 0:
                 seconds[fetch] = problem.bandwidth.read_seconds(int(game.bytes[i]))
     values = tuple(of_node[ids["v", v]] if ("v", v) in ids else -1 for v in range(len(trace.buffers)))
-    return Layout(game=replace(game, seconds=seconds), first=len(sources), values=values)
+    return Layout(graph=graph, game=replace(game, seconds=seconds), first=len(sources), values=values)
 
 
 class Relaxed:
