@@ -35,3 +35,38 @@ def test_a_script_that_compiles_nothing_loads_no_compiler(tmp_path: Path, words:
     text = "import sys, torch; torch.nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward(); print('torch._dynamo' in sys.modules)"
     done = lowtide_in(tmp_path, *words, script_in(tmp_path, text))
     assert done.stdout == "False\n", done.stderr
+
+
+KEYWORDS = """
+import sys, torch
+from torch import nn
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x, scale=1.0):
+        return self.inner(x) * scale
+
+torch.manual_seed(0)
+net = torch.compile(Scaled(), backend="eager")
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    loss = net(x=torch.randn(4, 8), scale=2.0).sum() + net(torch.randn(4, 8), scale=3.0).sum()
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+"""A compiled model that is called by keywords, as language models are."""
+
+
+@pytest.mark.parametrize("words", [("run", "--budget", "1GiB"), ("record", "--quiet", "-o", "r.lowtide")], ids=lambda w: w[0])
+def test_a_compiled_model_is_called_by_keywords(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Under ``record`` that was a TypeError of ours, which ended the run."""
+    script = script_in(tmp_path, KEYWORDS)
+    plain = call(tmp_path, script, OMP_NUM_THREADS="1")
+    done = lowtide_in(tmp_path, *words, script, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == plain.stdout

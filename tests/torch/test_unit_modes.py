@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from harness import heap
+from lowtide.runtime.control.runtime import Runtime
 from lowtide.runtime.units import unit as unit_module
 from lowtide.runtime.units.unit import Unit
 from lowtide.runtime.units.unit_mode import (
@@ -147,3 +148,37 @@ def test_no_other_passage_is_allowed() -> None:
         unit.become(Diverged(None))  # type: ignore[arg-type]
     assert isinstance(unit.mode, Beginning)
     assert unit_module.TRANSITIONS is TRANSITIONS
+
+
+def test_a_backward_that_could_not_begin_leaves_the_next_ones_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is prepared for a backward may fail for want of memory; a script that catches that goes on with its next batch."""
+    failing = [3]
+
+    def step(net: Net, optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        loss = net(torch.randn(512, 128)).square().mean()
+        if number in failing:
+            return  # the plain run's batch is dropped, too
+        loss.backward()
+        optimizer.step()
+
+    def caught(net: Net, optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        loss = net(torch.randn(512, 128)).square().mean()
+        if number in failing:
+            with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+                patch.setattr(Runtime, "backward_begins", refuses)
+                loss.backward()
+            return
+        loss.backward()
+        optimizer.step()
+
+    def refuses(_: Runtime) -> None:
+        raise torch.OutOfMemoryError("no room to prepare a backward")
+
+    plain = training(step, 6)
+    modes: list[tuple[UnitMode, UnitMode]] = []
+    with watched(monkeypatch, modes), lowtide.budget(heap().tensor_live + int(SHARE * peak_of(ordinary, 6))):
+        budgeted = training(caught, 6)
+    assert all(torch.equal(a, b) for a, b in zip(plain, budgeted, strict=True))
+    assert len(modes) >= 6, "units begin after it, too"

@@ -92,9 +92,6 @@ class Bare:
     def is_available(self) -> bool:
         return True
 
-    def current_device(self) -> int:
-        return 0
-
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Module:

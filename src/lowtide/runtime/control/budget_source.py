@@ -23,7 +23,7 @@ class BudgetSource:
     """Puts bytes into the budget, once they are known.
 
     Attributes:
-        share_step: the step from which on a share is of a larger step than before; 0 where none came.
+        share_step: the step at which the share was last computed anew because a larger plain peak was found; 0 for never.
     """
 
     def __init__(self, asked: Size | None, budget: Budget, interception: Interception, knowledge: Knowledge) -> None:

@@ -24,8 +24,12 @@ class Evaluations:
         self.highest_bytes = 0
         self._highest_from = self._began_at = self._peak_before = 0
 
+    def forget(self) -> None:
+        """Memory is counted on another device from here on: what was measured was of the former one."""
+        self.highest_bytes = self._highest_from = self._began_at = self._peak_before = 0
+
     def begin(self, retained_bytes: Callable[[], int], *, within_unit: bool) -> None:
-        """A model is called: if that took more than there is room for, what training holds makes way.
+        """A model is called: where such calls took more than there is room for, saved tensors are evicted.
 
         Args:
             retained_bytes: tells what graphs of former units hold.

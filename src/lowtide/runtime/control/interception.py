@@ -188,7 +188,7 @@ class Interception:
         self.retained.updating = self.online.updating = False
 
     def writes_unseen(self) -> None:
-        """What handles of former units stand for must not depend on what is about to be written."""
+        """Recompute earlier units' dropped saved tensors now: the writes that follow are not observed."""
         if self.saver.outstanding > 0:
             self.evictor.before_unseen_writes()
 

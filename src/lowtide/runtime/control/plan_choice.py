@@ -41,10 +41,17 @@ class Hold:
     Attributes:
         reason: why the unit is not recorded; None where it is.
         planned: whether what a plan for another base drops is dropped in the first place.
+        doubtful: whether that plan only fits if the unit lies lower than it may.
     """
 
     reason: OnlineReason | None
     planned: bool = False
+    doubtful: bool = False
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the plan's figures are this unit's, which is about to follow it."""
+        return self.planned and not (self.doubtful or self.reason is OnlineReason.WORN)
 
 
 @final
@@ -168,7 +175,7 @@ class PlanChoice:
             return self._hold(None if not worn and (likely or not exact) else OnlineReason.WORN)
         if (exact or worn) and not (doubtful or recordings.is_wild(kind)):
             return Follow(entry, solution)
-        return self._hold(None if not worn or doubtful else OnlineReason.WORN, planned=True)
+        return Hold(None if not worn or doubtful else OnlineReason.WORN, planned=True, doubtful=doubtful)
 
     def _choose_unknown(self, unit: Unit) -> Choice:
         """No unit of this kind was recorded: one that is smaller than what fits runs as it is."""
@@ -191,7 +198,7 @@ class PlanChoice:
         return most is not None and unit.base_bytes + unit.left.bytes + most <= self._budget.bytes
 
     def _larger(self, unit: Unit) -> tuple[RecordedUnit, Solution] | None:
-        """The recording of the least of all larger units, on no lower base, whose plan holds this one's bytes, too."""
+        """The smallest recorded unit that is larger in every size, on an equal or higher base, if its plan fits this unit."""
         entry = self._knowledge.recordings.larger(unit.kind, unit.base_bytes)
         if entry is None:
             return None
@@ -291,7 +298,7 @@ class PlanChoice:
         return len(self._audit.steps) < REFUSED and not self._settings.keep_going
 
     def refuse(self, choice: Refuse, unreached: tuple[str, ...]) -> BaseException:
-        """What is raised to end the script; it is nowhere held: its traceback leads to the script's model, and here."""
+        """The exception that ends the script; no reference to it is kept, as its traceback would keep the model alive."""
         told = functools.partial(
             refusal, choice.figures, self._budget.bytes, self.between_bytes, proven=choice.proven,
             evaluation_bytes=self._evaluations.highest_bytes, declined=self._levers.in_backward.reason, unreached=unreached,

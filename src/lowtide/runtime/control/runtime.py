@@ -68,7 +68,7 @@ class _Former:
 
     Attributes:
         units: how many have begun.
-        plan: that it followed, or left.
+        plan: that it followed, even if it diverged from it.
         left_graphs: whether graphs outlived it.
     """
 
@@ -88,7 +88,7 @@ class Runtime:
     Attributes:
         of_command: the one that ``lowtide run`` has begun in this process.
         unit: the one that runs.
-        excused: how many steps at the beginning ran before everything that holds the budget was in force.
+        excused: how many steps at the beginning ran before a lever was engaged; they are not judged against the budget.
         script_code_in_backward: whether code of the script may run in a backward: hooks, custom functions.
     """
 
@@ -220,7 +220,7 @@ class Runtime:
     # --- what the clock tells ----------------------------------------------------------------------------------------
 
     def phase_begins(self, phase: Phase) -> None:
-        """The units are told by what follows."""
+        """Ignored: where units begin and end is told by the other events."""
 
     def root_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """A module is called from outside any module."""
@@ -237,6 +237,7 @@ class Runtime:
         self.levers.in_backward.root_begins()
         if not is_accelerator(self.interception.meter.device) and (device := counted_device_of(module.parameters())):
             self.interception.count_on(device)
+            self.evaluations.forget()
             self.source.device_found()
         step = self.audit.running
         turn = 0 if step.done else step.units
@@ -445,6 +446,8 @@ class Runtime:
 
     def optimizer_begins(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
+        if not self._active:
+            return
         self.knowledge.persistent.optimizers.add(optimizer)
         self.levers.optimizers.add(optimizer)
         self._former.optimizer = id(optimizer)
@@ -458,6 +461,8 @@ class Runtime:
 
     def optimizer_ends(self, optimizer: Any) -> None:
         """An optimizer stepped (perhaps from a hook within the backward, or in a compiled region)."""
+        if not self._active:
+            return
         self.knowledge.persistent.optimizers.add(optimizer)
         self.audit.running.done |= self._rounds.stepped(optimizer) > 0
         self.levers.in_backward.optimizer_ends(optimizer)

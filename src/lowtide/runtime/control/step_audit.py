@@ -1,4 +1,7 @@
-"""Steps as they are measured: where each begins and ends, how high it was, and whether it crossed the budget."""
+"""Steps as they are measured: how long each took, how high it was, and whether it crossed the budget.
+
+Where a step ends is decided by :class:`lowtide.probe.marks.Rounds` and :class:`.runtime.Runtime`.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ class StepAudit:
         self.running = RunningStep()
 
     def end_span(self) -> int:
-        """The highest point since the last unit ended, or the one that runs began; the next span begins."""
+        """Begin the next span; the highest point of the one that ends, which reaches from one unit's border to the next."""
         meter = self._interception.meter
         peak = meter.span_peak()
         self.running.peak_bytes = max(self.running.peak_bytes, peak)

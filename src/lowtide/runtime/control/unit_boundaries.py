@@ -76,7 +76,7 @@ def is_smaller_so_far(unit: Unit, expected: Expectation) -> bool:
 
 
 def goes_on_after_backward(unit: Unit, clock: PhaseTracker, *, outstanding: int) -> bool:
-    """Whether more of a unit is to come after a backward that no plan told to be followed by another.
+    """Whether a unit continues after a backward, where no plan expects another one.
 
     Args:
         unit: that runs.

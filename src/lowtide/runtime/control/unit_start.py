@@ -38,7 +38,7 @@ TRUSTED: Final = 4
 
 @final
 class UnitStart:
-    """One per runtime: puts a unit's mode on, the interception's and its own."""
+    """One per runtime: installs the dispatch mode that a choice needs, and sets the unit's mode."""
 
     def __init__(
         self, budget: Budget, interception: Interception, knowledge: Knowledge, audit: StepAudit, choice: PlanChoice
@@ -69,7 +69,7 @@ class UnitStart:
         """Hold the budget on line."""
         interception = self._interception
         dropped = interception.drop_first(self._choice.plan if how.planned else None)
-        self._audit.note_policy("planned" if dropped else "online")
+        self._audit.note_policy("planned" if dropped and how.is_planned else "online")
         if interception.saver.outstanding <= 0:
             interception.ledger.forget()
         recorder = self._recorder(unit, notes=how.reason is None)
@@ -103,7 +103,8 @@ class UnitStart:
         plan = self._planned_mode(unit, how)
         if interception.follow(plan):
             unit.become(Following(plan, expected))
-        else:
+        else:  # the script has a mode of its own on: nothing can be put over it
+            interception.watch_nothing()
             unit.become(Unmonitored(expected))
 
     def _planned_mode(self, unit: Unit, how: Follow) -> PlannedMode:

@@ -23,7 +23,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def counted_device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    """The accelerator on which the first of some tensors lies that lies on any; None where that does not count peaks."""
+    """The device of the first tensor on an accelerator; None if there is none, or its allocator does not count peaks."""
     if in_use() is None:
         return None
     found = next((t.device for t in tensors if is_accelerator(t.device)), None)
@@ -77,8 +77,8 @@ class Accelerator:
             module: torch's for it; tests give their own.
         """
         self._module = torch.get_device_module(device) if module is None else module
-        index = self._module.current_device() if device.index is None else device.index
-        self.device = torch.device(device.type, index)
+        current = getattr(self._module, "current_device", lambda: 0)  # MPS has one device, and does not tell of it
+        self.device = torch.device(device.type, current() if device.index is None else device.index)
 
     # --- memory ------------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from typing import Any, Final, final
 import torch
 from lowtide.runtime.monkeypatch import Wraps
 
-_READERS: Final = ("_cuda_memoryStats", "_accelerator_getDeviceStats")
-_RESETTERS: Final = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
+_READERS: Final = ("_cuda_memoryStats", "_xpu_memoryStats", "_accelerator_getDeviceStats")
+_RESETTERS: Final = ("_cuda_resetPeakMemoryStats", "_xpu_resetPeakMemoryStats", "_accelerator_resetPeakStats")
 _FUNCTIONS: Final = {"cuda": ("_cuda_memoryStats", "_cuda_resetPeakMemoryStats")}
 _FUNCTIONS_OF_OTHERS: Final = ("_accelerator_getDeviceStats", "_accelerator_resetPeakStats")
 

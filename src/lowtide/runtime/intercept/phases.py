@@ -290,15 +290,18 @@ class PhaseTracker:
             self._in_backward += 1
             self.differentiable, self.retains = bool(create_graph), bool(retain_graph)
             self.outputs = roots
-            self.listener.backward_begins()
+            begun = False  # what the listener prepares may fail for want of memory, and the script may catch that
             try:
+                self.listener.backward_begins()
+                begun = True
                 with self._around(roots):
                     return engine(*args, **kwargs)
             finally:
                 self._in_backward -= 1
                 self._waited += 1
                 self.outputs = ()
-                self.listener.backward_ends()
+                if begun:
+                    self.listener.backward_ends()
                 self.phase = before if before is Phase.FORWARD and self.depth else self._rest
                 self.differentiable = False
 

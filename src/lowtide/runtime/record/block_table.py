@@ -22,7 +22,7 @@ from lowtide.runtime.storage.views import StorageRef
 MOST_LABELS: Final = 50_000
 """Shapes that are told apart by name: lengths that change at every step must not fill the memory."""
 MOST_LATER: Final = 10_000
-"""Blocks at most of which it is noted in which step they were used last."""
+"""Limit on the number of blocks whose last use is noted."""
 
 
 @final

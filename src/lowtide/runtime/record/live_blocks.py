@@ -34,8 +34,8 @@ class LiveBlock:
         storage: leads to the storage; None once it is gone.
         saves: saved tensors of it that autograd has.
         aliases: how many of them are aliases of our own; ``leaves``: the others, which are the script's very tensors.
-        watched: whether anything but autograd's saved tensors is, or was, looked for.
-        unheld: whether nothing was found when that was last looked for.
+        watched: whether references of others than autograd are polled for, or were.
+        unheld: whether the last poll found none.
         made, read, written: the steps in which it appeared, was read and was written in place last.
         root: whether a backward began at it.
         node: the number of autograd's node that ran when it appeared; -1 for none.

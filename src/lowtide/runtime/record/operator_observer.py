@@ -139,7 +139,7 @@ class OperatorObserver:
         self._saved.look()
 
     def _sums(self, func: Any, args: Any) -> bool:
-        """Whether it is the engine's sum, or copy, that the plain run has not."""
+        """Whether this add or clone happens only because autograd accumulates gradients out of place under a dispatch mode."""
         if self._state.phase is not Phase.BACKWARD or self._clock.differentiable or torch.is_grad_enabled():
             return False
         if func is not _ADD:

@@ -336,7 +336,7 @@ class RunRecorder:
 
         if not isinstance(model, torch.nn.Module):
             return observed(*args, **kwargs)
-        return self.clock.follow(lambda _, *rest: observed(args[0], *rest, **kwargs), model, args[1:], kwargs)
+        return self.clock.follow(lambda _, *rest, **named: observed(args[0], *rest, **named), model, args[1:], kwargs)
 
     @contextlib.contextmanager
     def unseen(self, what: Unseen) -> Iterator[None]:

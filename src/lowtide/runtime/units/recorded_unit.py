@@ -34,7 +34,8 @@ class RetainedBytes:
     Attributes:
         there_bytes: what is there.
         away_bytes: what was let go.
-        dropped: whether some of it was dropped; that comes back where writes pass unseen, as they do while a plan is followed.
+        dropped: whether some of it was dropped: dropped values are recomputed before any phase in which writes are not
+            observed, such as a planned unit.
     """
 
     there_bytes: int
@@ -106,7 +107,8 @@ class RecordedUnit:
         return low + self.left_besides(unit)
 
     def lower_shifts(self, unit: Unit) -> tuple[int, int]:
-        """How much higher another unit lies if nothing of what is missing would have gone; and if its gradients go early, too.
+        """Two lower estimates of how much higher another unit lies: if the recorded one freed none of the bytes that are
+        missing now; and if, besides, gradients that exist are freed before the peak.
 
         Gradients that only the other one finds there are let go within it, and made anew as in the recorded one; by `shift`
         they count twice.

@@ -81,12 +81,12 @@ class Unit:
 
     @property
     def recorder(self) -> TraceRecorder | None:
-        """Who notes what belongs to the unit, from its beginning on."""
+        """The recorder that was installed when the unit was first intercepted; None while it follows a plan or has left it."""
         return self.mode.recorder if isinstance(self.mode, (Recording, Online)) else None
 
     @property
     def expected(self) -> Expectation | None:
-        """What it is held against."""
+        """The prediction that its peak is compared with."""
         left = self.mode.left if isinstance(self.mode, Diverged) else self.mode
         return left.expected if isinstance(left, (Following, Unmonitored)) else None
 

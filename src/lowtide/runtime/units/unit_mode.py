@@ -87,7 +87,7 @@ class Unmonitored:
     """Nothing is intercepted.
 
     Attributes:
-        expected: where a plan drops nothing; None where the unit is smaller than one that fits.
+        expected: where a plan drops nothing, or could not be put on; None where the unit is smaller than one that fits.
     """
 
     expected: Expectation | None
