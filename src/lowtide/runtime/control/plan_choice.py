@@ -41,17 +41,15 @@ class Hold:
     Attributes:
         reason: why the unit is not recorded; None where it is.
         planned: whether what a plan for another base drops is dropped in the first place.
-        doubtful: whether that plan only fits if the unit lies lower than it may.
     """
 
     reason: OnlineReason | None
     planned: bool = False
-    doubtful: bool = False
 
     @property
     def is_planned(self) -> bool:
-        """Whether the plan's figures are this unit's, which is about to follow it."""
-        return self.planned and not (self.doubtful or self.reason is OnlineReason.WORN)
+        """Whether the plan's figures are this unit's: it is recorded for one, and not held on line for good."""
+        return self.planned and self.reason is not OnlineReason.WORN
 
 
 @final
@@ -175,7 +173,7 @@ class PlanChoice:
             return self._hold(None if not worn and (likely or not exact) else OnlineReason.WORN)
         if (exact or worn) and not (doubtful or recordings.is_wild(kind)):
             return Follow(entry, solution)
-        return Hold(None if not worn or doubtful else OnlineReason.WORN, planned=True, doubtful=doubtful)
+        return self._hold(None if not worn or doubtful else OnlineReason.WORN, planned=True)
 
     def _choose_unknown(self, unit: Unit) -> Choice:
         """No unit of this kind was recorded: one that is smaller than what fits runs as it is."""
