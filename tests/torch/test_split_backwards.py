@@ -207,5 +207,5 @@ def test_floor_of_a_cnn_falls_and_a_budget_below_the_former_one_is_held(*, offlo
     free, *_ = trained_under(_train, int(0.9 * plain), offload=offload, allow=ALLOW)
     held, outcome, _, peak = trained_under(_train, asked, offload=offload, allow=ALLOW)
     assert all(torch.equal(a, b) for a, b in zip(held, free, strict=True))
-    assert [s.policy for s in outcome.steps[2:]] == ["planned"] * 2  # the last step is not over yet
+    assert outcome.held, [(s.policy, s.peak_bytes - at) for s in outcome.steps]  # planned, or on line where time is short
     assert peak <= asked + (64 << 10)
