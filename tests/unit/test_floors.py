@@ -15,6 +15,7 @@ import pytest
 from rooms import PACKAGES, RUNTIME, SOURCE, TORCH_FREE, package_of
 
 LONG_FILE_LINES = 400
+CLASS_FIELDS, CLASS_METHODS = 20, 30
 FOLDER_MODULES = 14
 """How many modules a folder may hold ("about a dozen")."""
 ENTRIES = 12
@@ -129,6 +130,30 @@ def test_a_long_file_says_why_it_is_one(file: Path) -> None:
     text = file.read_text()
     beginning = text[: text.find("*/")] if file.suffix == ".c" else ast.get_docstring(ast.parse(text)) or ""
     assert len(text.splitlines()) <= LONG_FILE_LINES or re.search(r"^[ *]*One (module|file)\b", beginning, re.MULTILINE)
+
+
+def _size(kind: ast.ClassDef) -> tuple[int, int]:
+    """How many fields and methods a class has: what it declares, and what is set as it is made."""
+    methods = [n for n in kind.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    fields = {n.target.id for n in kind.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    fields |= {
+        node.attr
+        for method in methods if method.name == "__init__"
+        for node in ast.walk(method)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+    return len(fields), len(methods)
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_a_large_class_says_why_it_is_one(name: str) -> None:
+    """A class of more fields or methods than one remembers has a sentence that begins with "Its many"."""
+    for kind in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(kind, ast.ClassDef):
+            fields, methods = _size(kind)
+            large = fields > CLASS_FIELDS or methods > CLASS_METHODS
+            assert not large or "Its many" in (ast.get_docstring(kind) or ""), (kind.name, fields, methods)
 
 
 def test_the_table_of_rooms_is_up_to_date() -> None:

@@ -70,7 +70,10 @@ def _set(calls: list[tuple[str, list[Any]]], module: Any) -> None:
 
 @final
 class Sampler:
-    """Takes a row at each mark."""
+    """Takes a row at each mark.
+
+    Its many fields are counters that a row is the difference of.
+    """
 
     def __init__(self, task: dict[str, Any]) -> None:
         """Nothing is written before the first mark.

@@ -31,6 +31,8 @@ _DATA: Final = PHASES.index(Phase.DATA)
 class Block:
     """One storage of a recorded step.
 
+    Its many fields are what entries say of one storage; nothing is derived in them.
+
     Attributes:
         born: entry at which it appeared; -1 if it was there when the step began.
         died: entry at which its memory was given back; the number of entries if it outlived the step.

@@ -83,7 +83,7 @@ class _Former:
 class Runtime:
     """One per process while a budget is in force; listens to the clock.
 
-    It has more fields and methods than other classes as it wires all parts together, and has a method for each event.
+    Its many fields are the parts that it wires together, and its many methods the events that it hears of.
 
     Attributes:
         of_command: the one that ``lowtide run`` has begun in this process.

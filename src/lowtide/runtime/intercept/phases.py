@@ -61,6 +61,8 @@ class Listener(Protocol):
 class PhaseTracker:
     """The current phase and module path.
 
+    Its many fields are what torch's calls have told so far, which are nested in each other; each is written in one place.
+
     Attributes:
         open: how many module calls are open.
         detailed: whether every module call is followed (for paths), or only calls of known root modules.

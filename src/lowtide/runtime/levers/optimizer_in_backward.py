@@ -52,6 +52,8 @@ _MODULES: Final = torch.nn.modules.module.__file__
 class OptimizerInBackward:
     """The lever, for all optimizers of a process.
 
+    Its many fields and methods are the books on parameters and the events that change them (see the module).
+
     Attributes:
         engaged: whether gradients are consumed.
         reason: why some are not.

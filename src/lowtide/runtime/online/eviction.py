@@ -51,6 +51,9 @@ ASSUMED = Bandwidth(write=10e9, read=10e9, read_fresh=10e9)
 class Evictor:
     """Drops and moves saved values so that operators fit.
 
+    Its many fields are the books on values (kept, away, dropped by plan, held by records alone) and the parts that it works
+    with.
+
     Attributes:
         budget: what is held; its ``limit_bytes`` are read at every operator.
         exempt: modules whose values stay.

@@ -88,6 +88,9 @@ class PlannedHandle:
 class PlannedMode(Mode):
     """Follows a planned forward.
 
+    Its many fields are the plan's lists, copied: the dispatch of every operator reads them, and another hop would cost. Its
+    many methods are that dispatch in parts.
+
     Attributes:
         at: how many operators have passed.
         lost: whether the forward left the recording.

@@ -28,6 +28,8 @@ _HELD_FOR_GOOD: Final = frozenset({Role.PARAMETER, Role.BUFFER, Role.OPTIMIZER_S
 class LiveBlock:
     """One storage while it lives.
 
+    Its many fields are what a recording says of one storage.
+
     Attributes:
         number: its id in the recording.
         role: what it was recognised as; -1 so far.

@@ -77,7 +77,10 @@ class _InFlightCollective:
 
 @dataclass(eq=False)
 class TraceRecorder:
-    """One unit while it runs; :meth:`finish` gives the trace."""
+    """One unit while it runs; :meth:`finish` gives the trace.
+
+    Its many fields are the trace's columns while they grow, and what is open in them.
+    """
 
     notes: ClassVar[bool] = True
     """Whether events are recorded; if False, only each value's owning unit is tracked."""
