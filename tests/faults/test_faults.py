@@ -43,7 +43,7 @@ CASES = (
         (*LOWTIDE, "report", "{ready}/a.lowtide", "--json", "{made}/f.json", "--html", "{made}/f.html", "--snapshot", "{made}/s.pickle", "--perfetto", "{made}/t.json", "--speedscope", "{made}/s.json"),
         ("f.html", "f.json", "s.json", "s.pickle", "t.json"),
     ),
-    Case("plan", (*LOWTIDE, "plan", "{ready}/a.lowtide", "--budget", "80%", "--json", "{made}/f.json", "--html", "{made}/f.html"), ("f.html", "f.json")),
+    Case("plan", (*LOWTIDE, "plan", "{ready}/a.lowtide", "--budget", "95%", "--json", "{made}/f.json", "--html", "{made}/f.html"), ("f.html", "f.json")),
     Case("batch", (*LOWTIDE, "batch", "--vary", "--batch=64,128", "--steps", "3", "--results", "{made}/r", "--json", "{made}/f.json", "--html", "{made}/f.html", *SMALL), ("f.html", "f.json", "r"), slow=True),
     Case("batch_predicts", (*LOWTIDE, "batch", "--vary", "--batch=64,128,256,512", "--predict", "-o", "{made}/r.lowtide", "--json", "{made}/f.json", *SMALL), ("f.json", "r.lowtide"), slow=True),
     Case("min", (*LOWTIDE, "min", "--steps", "4", "--survive", "0", "--json", "{made}/f.json", "--html", "{made}/f.html", *SMALL), ("f.html", "f.json"), slow=True),
