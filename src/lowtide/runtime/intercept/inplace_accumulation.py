@@ -92,6 +92,11 @@ def running() -> int:
     return -1 if node is None else int(node._sequence_nr())
 
 
+def graph_task() -> int:
+    """The graph task that runs: a backward within a node is one of its own, with a higher number; -1 for none."""
+    return int(torch._C._current_graph_task_id())  # type: ignore[attr-defined]
+
+
 def reaches_twice() -> bool:
     """Whether the node that runs gives two gradients to the same: then the engine adds what it has just made."""
     node = torch._C._current_autograd_node()  # type: ignore[attr-defined]

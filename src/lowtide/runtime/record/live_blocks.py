@@ -14,13 +14,12 @@ from typing import Any, Final, final
 
 import torch
 from lowtide.recording.file_format import EntryKind, Role
-from lowtide.runtime.intercept.inplace_accumulation import running
+from lowtide.runtime.intercept.inplace_accumulation import graph_task, running
+from lowtide.runtime.record.polled import Polled
 from lowtide.runtime.record.saved_tensors import Kept
 from lowtide.runtime.storage.views import StorageRef, sole_owner
 from lowtide.runtime.tensors import beneath_autograd
 
-POLLED: Final = 64
-"""Saved blocks looked at per operator, to learn when the script lets go of them."""
 _HELD_FOR_GOOD: Final = frozenset({Role.PARAMETER, Role.BUFFER, Role.OPTIMIZER_STATE})
 
 
@@ -157,8 +156,7 @@ class SavedWatch:
     def __init__(self, write: Callable[..., Any]) -> None:
         """Entries go to ``write``: a kind, and ``a``, a block's number."""
         self._write = write
-        self._pending: list[LiveBlock] = []
-        self._polled = 0
+        self._pending: Polled[LiveBlock] = Polled()
         self._needs: list[_OpenNeed] = []
 
     def saved(self, block: LiveBlock, kept: Kept) -> None:
@@ -170,13 +168,13 @@ class SavedWatch:
             block.leaves.append(weakref.ref(kept))
         if not block.watched and block.counted and kept.held is not None:
             block.watched = True
-            self._pending.append(block)
+            self._pending.items.append(block)
         self._write(EntryKind.SAVED, a=block.number)
 
     def asked(self, block: LiveBlock) -> None:
         """Backward asks for a saved tensor of a block."""
         self.look()
-        self._needs.append(_OpenNeed(block, running(), _graph_task()))
+        self._needs.append(_OpenNeed(block, running(), graph_task()))
         self._write(EntryKind.NEED, a=block.number)
 
     def released(self, block: LiveBlock, kept: Kept) -> None:
@@ -192,22 +190,21 @@ class SavedWatch:
         """An operator is about to run: note what only autograd holds now, and what the node that asked for it has left."""
         if self._needs:
             self._look_at_needs()
-        pending = self._pending
-        for _ in range(min(POLLED, len(pending))):
-            self._polled = self._polled - 1 if 0 < self._polled <= len(pending) else len(pending)
-            block = pending[self._polled - 1]
-            if not block.saves:
-                block.watched = False
-            elif block.role not in _HELD_FOR_GOOD:
-                if block.is_held():
-                    continue
-                block.unheld = True
-                self._write(EntryKind.UNHELD, a=block.number)
-            pending[self._polled - 1] = pending[-1]
-            pending.pop()
+        self._pending.look(self._is_settled)
+
+    def _is_settled(self, block: LiveBlock) -> bool:
+        """Whether a saved block need not be looked at any more: it was released, is held for good, or by autograd alone."""
+        if not block.saves:
+            block.watched = False
+        elif block.role not in _HELD_FOR_GOOD:
+            if block.is_held():
+                return False
+            block.unheld = True
+            self._write(EntryKind.UNHELD, a=block.number)
+        return True
 
     def _look_at_needs(self) -> None:
-        node, task = running(), _graph_task()
+        node, task = running(), graph_task()
         still = []
         for need in self._needs:
             if need.is_over(node, task):
@@ -215,8 +212,3 @@ class SavedWatch:
             else:
                 still.append(need)
         self._needs = still
-
-
-def _graph_task() -> int:
-    """The graph task that runs: a backward within a node is one of its own, with a higher number; -1 for none."""
-    return int(torch._C._current_graph_task_id())  # type: ignore[attr-defined]

@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import torch
 from lowtide.base.trace import Buffer, Need, Op, Save, Trace
 from lowtide.runtime.device.memory_meter import Meter
+from lowtide.runtime.intercept.inplace_accumulation import graph_task
+from lowtide.runtime.record.polled import Polled
 from lowtide.runtime.storage.value import Value
 from lowtide.runtime.storage.views import sole_owner
 
-_POLLED = 64
-"""Saved values looked at per operator, to learn when the script lets go of them."""
 _BACKEND_THREADS = 2
 """Threads of a collective backend (gloo's default): each may be late to let go of what one collective took."""
 
@@ -99,7 +99,7 @@ class TraceRecorder:
     packs: list[int] = field(default_factory=list)
     tainted: set[int] = field(default_factory=set)
     kept: set[int] = field(default_factory=set)
-    pending: list[Value] = field(default_factory=list)
+    pending: Polled[Value] = field(default_factory=Polled)
     leaving: list[_Life] = field(default_factory=list)
     """Released by autograd, while something else, such as a node that is still running, holds the storage."""
     asked: list[_OpenNeed] = field(default_factory=list)
@@ -108,7 +108,6 @@ class TraceRecorder:
     flights: deque[_InFlightCollective] = field(default_factory=deque)
     tracked: int = 0
     closed: bool = False
-    _polled: int = 0
     _window_bytes: int = 0
 
     def number(self, value: Value) -> int:
@@ -140,7 +139,7 @@ class TraceRecorder:
             heir.saves, life.saves = life.saves, 0
             # What autograd let go of before is not the last that it has of them. Where it alone had them, it did until now.
             life.released = -1 if life.held_until is None else len(self.events)
-            self.pending = [v for v in self.pending if v is not old] + [new]
+            self.pending.items = [v for v in self.pending.items if v is not old] + [new]
         if life.held_until is None:
             life.held_until = len(self.events)
 
@@ -203,7 +202,7 @@ class TraceRecorder:
     def _watch(self, value: Value, life: _Life) -> None:
         if self.notes and life.held_until is None and not life.watched:
             life.watched = True
-            self.pending.append(value)
+            self.pending.items.append(value)
 
     def released(self, value: Value) -> None:
         """Autograd lets go of a saved tensor of a value."""
@@ -235,7 +234,7 @@ class TraceRecorder:
     def need(self, value: Value) -> None:
         """Backward asks for a value."""
         self._look()
-        asked = _OpenNeed(len(self.events), self.number(value), _node(), _task())
+        asked = _OpenNeed(len(self.events), self.number(value), _node(), graph_task())
         self.asked.append(asked)
         self.events.append(asked)
 
@@ -243,7 +242,7 @@ class TraceRecorder:
         """An operator begins."""
         self._look()
         if self.asked:
-            node, task = _node(), _task()
+            node, task = _node(), graph_task()
             self._let_go([a for a in self.asked if a.node is not node and a.task >= task])
 
     def collective(self, values: Iterable[int], inside_bytes: int) -> None:
@@ -289,23 +288,22 @@ class TraceRecorder:
             if not (life.left or life.saves or life.is_held()):
                 self._leaves(life)
         self.leaving = [life for life in self.leaving if not (life.left or life.saves)]
-        pending = self.pending
-        for _ in range(min(_POLLED, len(pending))):
-            self._polled = self._polled - 1 if 0 < self._polled <= len(pending) else len(pending)
-            value = pending[self._polled - 1]
-            life = self.lives[value.number]
-            if life.held_until is None:
-                storage, aliases = value.storage(), value.own_aliases()
-                if storage is None or not aliases or not sole_owner(storage, aliases):
-                    continue
-                if not life.counted and life.saves:
-                    continue
-                life.held_until = len(self.events) - 1
-                if not life.counted and self.meter.counts(storage):
-                    life.gone_from_base = True  # without us its bytes would have left the base by now
-                    self.tracked += value.bytes
-            pending[self._polled - 1] = pending[-1]
-            pending.pop()
+        self.pending.look(self._is_unheld)
+
+    def _is_unheld(self, value: Value) -> bool:
+        """Whether nothing but autograd or Lowtide references a saved value's storage any more, which is noted."""
+        life = self.lives[value.number]
+        if life.held_until is None:
+            storage, aliases = value.storage(), value.own_aliases()
+            if storage is None or not aliases or not sole_owner(storage, aliases):
+                return False
+            if not life.counted and life.saves:
+                return False
+            life.held_until = len(self.events) - 1
+            if not life.counted and self.meter.counts(storage):
+                life.gone_from_base = True  # without us its bytes would have left the base by now
+                self.tracked += value.bytes
+        return True
 
     def _let_go(self, asked: list[_OpenNeed]) -> None:
         """Unpin values that finished nodes unpacked; one that a node passed on stays pinned while that reference lives."""
@@ -329,7 +327,7 @@ class TraceRecorder:
     def close(self) -> None:
         """Note nothing more, and hold nothing: values refer to their recorder."""
         self.closed = True
-        self.pending, self.leaving = [], []
+        self.pending.items, self.leaving = [], []
         self.away = set()
         for asked in self.asked:
             asked.node = None
@@ -379,8 +377,3 @@ def _held_until(life: _Life, end: int, *, kept: bool) -> int:
 
 def _node() -> Any:
     return torch._C._current_autograd_node()  # type: ignore[attr-defined]
-
-
-def _task() -> int:
-    """The graph task that runs: later ones have higher numbers; -1 for none."""
-    return int(torch._C._current_graph_task_id())  # type: ignore[attr-defined]

@@ -69,6 +69,11 @@ class Unit:
         self.mode = mode
 
     @property
+    def _chosen(self) -> UnitMode:
+        """The mode that the unit has, or had until it left its plan."""
+        return self.mode.left if isinstance(self.mode, Diverged) else self.mode
+
+    @property
     def following(self) -> PlannedMode | None:
         """The plan that is followed."""
         return self.mode.plan if isinstance(self.mode, Following) else None
@@ -76,8 +81,7 @@ class Unit:
     @property
     def plan(self) -> PlannedMode | None:
         """The plan that is followed, or was until the unit left it."""
-        left = self.mode.left if isinstance(self.mode, Diverged) else self.mode
-        return left.plan if isinstance(left, Following) else None
+        return self._chosen.plan if isinstance(self._chosen, Following) else None
 
     @property
     def recorder(self) -> TraceRecorder | None:
@@ -87,8 +91,7 @@ class Unit:
     @property
     def expected(self) -> Expectation | None:
         """The prediction that its peak is compared with."""
-        left = self.mode.left if isinstance(self.mode, Diverged) else self.mode
-        return left.expected if isinstance(left, (Following, Unmonitored)) else None
+        return self._chosen.expected if isinstance(self._chosen, (Following, Unmonitored)) else None
 
     @property
     def is_roomy(self) -> bool:
