@@ -170,8 +170,8 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
 
 def recording(name: str) -> tuple[Graph, int]:
     """The last of four recorded steps of a model, and the bytes that were there before it."""
-    from lowtide.recording.explanation import steps_of
     from lowtide.recording.reader import read
+    from lowtide.recording.recorded_step import laid_out
     from lowtide.studies.size.trial import Target, record
     from lowtide.studies.size.vary import Set
 
@@ -179,7 +179,7 @@ def recording(name: str) -> tuple[Graph, int]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, f"{name}.lowtide")
         record(target, Set(arguments=(name,), sizes={}), 4, file)
-        step = steps_of(read(file))[-1]
+        step = laid_out(read(file))[-1]
     return graph_of(step), step.row.start_bytes
 
 

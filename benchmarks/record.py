@@ -94,10 +94,10 @@ def _lowtide(level: Any) -> Iterator[Told]:
         recording = read(file)
         told["peak_bytes"] = max(row.peak_bytes for row in recording.steps)
         if level == "ops":
-            from lowtide.recording.explanation import Role, steps_of
             from lowtide.recording.peak_report import peak_report
+            from lowtide.recording.recorded_step import Role, laid_out
 
-            reports = [r for r in map(peak_report, steps_of(recording)) if r is not None]
+            reports = [r for r in map(peak_report, laid_out(recording)) if r is not None]
             top = max(reports, key=lambda r: r.bytes)
             told["unknown"] = top.by_role.get(Role.UNKNOWN.name.lower(), 0) / top.bytes
 

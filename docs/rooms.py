@@ -21,7 +21,7 @@ END: Final = "<!-- end of rooms -->"
 TORCH_FREE: Final = (
     "base", "", "probe", "probe.site", "checkpoint", "data",
     "planning", "planning.bounds", "planning.check", "planning.unit", "planning.search", "planning.solver",
-    "recording", "recording.findings", "recording.rewrites",
+    "recording", "recording.findings", "recording.explanation", "recording.rewrites",
 )
 """Packages in which torch is not even named; ``""`` is the package itself."""
 

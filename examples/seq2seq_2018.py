@@ -113,7 +113,7 @@ def table(file: Path) -> list[tuple[str, int, int, int, int, int]]:
 def main() -> None:
     """Record, and print the table and the findings."""
     import lowtide
-    from lowtide.recording.findings.all_findings import findings
+    from lowtide.recording.explanation.explanation import explain
     from lowtide.recording.reader import read
 
     with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +124,7 @@ def main() -> None:
         for phase, step, now, high, then, then_high in table(file):
             print(f"{phase:<10} {step:>4}   {now:>9} / {high:<7}     {then:>4} / {then_high}")
         print()
-        for finding in findings(read(file)):
+        for finding in explain(read(file)).findings:
             print(f"{finding.saving_bytes / 2**20:8.0f} MiB  {finding.text}")
 
 

@@ -121,9 +121,11 @@ class Recorded:
 
     def _repr_html_(self) -> str:
         """The page, in a notebook."""
+        from lowtide.recording.explanation.explanation import explain
         from lowtide.report.html import page
 
-        return f'<iframe srcdoc="{html.escape(page(self.recording))}" style="width:100%;height:900px;border:0"></iframe>'
+        shown = html.escape(page(explain(self.recording)))
+        return f'<iframe srcdoc="{shown}" style="width:100%;height:900px;border:0"></iframe>'
 
 
 @contextlib.contextmanager

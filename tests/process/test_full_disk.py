@@ -289,11 +289,12 @@ def _train(folder: Path, *arguments: str, before: Any = None, command: tuple[str
 
 
 def _report(path: Path) -> None:
+    from lowtide.recording.explanation.explanation import explain
     from lowtide.report.recording import show_recording
     from rich.console import Console
 
     with open(os.devnull, "w") as nowhere:
-        show_recording(read(path), Console(file=nowhere))
+        show_recording(explain(read(path)), Console(file=nowhere))
 
 
 def _one_line(done: subprocess.CompletedProcess[str]) -> None:

@@ -14,6 +14,7 @@ from command import TIMEOUT
 import numpy as np
 import pytest
 import torch
+from lowtide.recording.explanation.explanation import explain
 from lowtide.report.html import page
 from lowtide.recording.file_format import CARRIED, ENTRY, PHASES, Flag, EntryKind
 from lowtide.recording.reader import read
@@ -99,7 +100,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_page_without_data_is_small_and_asks_for_nothing_outside(recording: Path) -> None:
-    text = page(read(recording))
+    text = page(explain(read(recording)))
     data = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
     assert data is not None
     assert len(text) - len(data[1]) < LARGEST_PAGE
@@ -108,7 +109,7 @@ def test_page_without_data_is_small_and_asks_for_nothing_outside(recording: Path
 
 
 def test_hover_and_click_show_what_is_live(recording: Path, tmp_path: Path) -> None:
-    told = _opened(page(read(recording)), tmp_path, "small")
+    told = _opened(page(explain(read(recording))), tmp_path, "small")
     assert told["ready"]
     assert "aten." in told["tip"]
     assert "test_page.py" in told["tip"]
@@ -123,7 +124,7 @@ def test_a_difference_shows_both(recording: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.lowtide"
     with lowtide.record(other):
         torch.nn.Linear(64, 64)(torch.randn(8, 64)).sum().backward()
-    text = page(read(recording), read(other))
+    text = page(explain(read(recording)), explain(read(other)))
     assert "Against other.lowtide" in text
     assert _opened(text, tmp_path, "difference")["ready"]
 
@@ -134,7 +135,7 @@ def test_a_difference_loses_no_peak_between_the_instants_of_a_step_with_few(reco
     with lowtide.record(few):
         torch.nn.Linear(64, 64)(torch.randn(8, 64)).sum().backward()
     other = read(recording)
-    told = _opened(page(read(few), other), tmp_path, "few")
+    told = _opened(page(explain(read(few)), explain(other)), tmp_path, "few")
     peak = max(step.peak_bytes for step in other.steps if step.step >= 0)
     assert abs(told["highest"] - peak) <= 0.01 * peak
 
@@ -170,7 +171,7 @@ def _million(path: Path) -> None:
 @pytest.mark.long
 def test_a_million_events_stay_fluid(tmp_path: Path) -> None:
     _million(tmp_path / "million.lowtide")
-    text = page(read(tmp_path / "million.lowtide"))
+    text = page(explain(read(tmp_path / "million.lowtide")))
     assert len(text) < 8_000_000
     told = _opened(text, tmp_path, "million")
     assert told["ready"]

@@ -22,6 +22,7 @@ import pytest
 from forked import forked
 from lowtide.base.errors import RecordingError
 from lowtide.runtime.device.heap_counters import library_path
+from lowtide.recording.explanation.explanation import explain
 from lowtide.report.export import snapshot, speedscope, trace_events
 from lowtide.report.html import page
 from lowtide.report.recording import show_recording, to_json
@@ -99,10 +100,10 @@ def test_the_json_has_steps_phases_peak_and_findings(home: Path) -> None:
 
 
 def test_backward_is_attributed_to_the_forward_that_saved_it(home: Path) -> None:
-    from lowtide.recording.explanation import steps_of
+    from lowtide.recording.recorded_step import laid_out
     from lowtide.recording.reader import read
 
-    step = next(s for s in steps_of(read(home / "a.lowtide")) if s.row.step == 1)
+    step = next(s for s in laid_out(read(home / "a.lowtide")) if s.row.step == 1)
     made = [b for b in step.blocks if b.phase == "backward" and b.born >= 0 and b.counted]
     known = sum(b.bytes for b in made if b.module.startswith("Net") and "train.py" in b.source)
     loss = sum(b.bytes for b in made if not b.module and "train.py" in b.source)
@@ -149,12 +150,12 @@ def test_a_killed_run_leaves_its_last_step(home: Path) -> None:
     found = _json(home / "k.json")
     assert [s["complete"] for s in found["steps"]] == [True, True, False]
     assert found["steps"][2]["phases"][-1]["name"] in ("loss", "data")
-    from lowtide.recording.explanation import Role, steps_of
+    from lowtide.recording.recorded_step import Role, laid_out
     from lowtide.recording.reader import read
 
-    last = steps_of(read(home / "k.lowtide"))[-1]
+    last = laid_out(read(home / "k.lowtide"))[-1]
     assert last.row.step == 2
-    whole = next(s for s in steps_of(read(home / "a.lowtide")) if s.row.step == 2)
+    whole = next(s for s in laid_out(read(home / "a.lowtide")) if s.row.step == 2)
     count = len(last.ops)
     assert (last.before[:, Role.PARAMETER] == whole.before[:count, Role.PARAMETER]).all()
     assert (last.before.sum(axis=1) == whole.before[:count].sum(axis=1)).all()
@@ -418,7 +419,7 @@ def test_bytes_that_were_changed_anywhere_are_an_error_of_one_line_or_what_is_le
             changed[at] = chance.randrange(256)
         target.write_bytes(bytes(changed[: chance.choice([used, used, chance.randrange(used)])]))
         try:
-            found = read(home / "harm.lowtide")
+            found = explain(read(home / "harm.lowtide"))
             to_json(found)
             show_recording(found, Console(file=io.StringIO(), width=100))
             page(found)
@@ -542,3 +543,24 @@ def test_what_was_set_aside_by_a_recording_that_was_killed_is_told_of_and_reads(
     assert str(aside.name) in told
     assert "rename it" in told
     assert _lowtide("report", aside.name, cwd=tmp_path).returncode == 0
+
+
+def test_a_recording_is_explained_once_for_all_reports(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each report used to lay out the steps, and to seek the findings, for itself."""
+    from lowtide.cli import report
+    from lowtide.recording.explanation import explanation
+
+    asked: list[str] = []
+    for name in ("laid_out", "findings"):
+        original = getattr(explanation, name)
+        monkeypatch.setattr(explanation, name, lambda *a, n=name, f=original: (asked.append(n), f(*a))[1])
+    outputs = {option: home / f"once.{option}" for option in ("json", "html", "snapshot", "perfetto", "speedscope")}
+    options = [text for option, file in outputs.items() for text in (f"--{option}", str(file))]
+    report.report.main(
+        [str(home / "a.lowtide"), *options], standalone_mode=False
+    )
+    assert asked == ["laid_out", "findings"]
+    assert all(file.stat().st_size for file in outputs.values())
+    assert "high-water mark" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from lowtide.runtime.agent.script_constants import with_constants
 from lowtide.studies.size.minimum import CLOSE
 from lowtide.studies.size.predict import Model
 from lowtide.report.size_batch import show_batch
-from lowtide.studies.size.throughput import Point, Rate, Results, knee, largest, measure
+from lowtide.studies.size.throughput import Point, Rate, Results, SizeStudy, knee, largest, measure
 from lowtide.studies.size.trial import Asked, Ran, Target, record, run
 from lowtide.studies.size.vary import Set, Vary, option_of, parse_axis, with_option
 from lowtide.recording.reader import read
@@ -208,7 +208,8 @@ def test_throughput_that_may_not_have_fallen_is_followed(tmp_path: Path, slow: f
 def test_no_verdict_is_given_before_all_sizes_were_run(whole: bool, capsys: pytest.CaptureFixture[str]) -> None:
     rate = Rate(low=1, median=1, high=1)
     points = [Point(values=("64",), how="plain", ended="ok", message="", rate=rate, cold_peak_bytes=1, peak_bytes=1)]
-    show_batch(Vary([parse_axis("batch=64,128", "t.py")], ()), points, per_sample=True, whole=whole)
+    vary = Vary([parse_axis("batch=64,128", "t.py")], ())
+    show_batch(SizeStudy(script="t.py", vary=vary, points=tuple(points), per_sample=True, whole=whole))
     said = capsys.readouterr().err
     assert ("knee" in said) is whole
     assert ("largest" in said) is whole

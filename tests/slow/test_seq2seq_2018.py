@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lowtide.recording.findings.all_findings import findings
+from lowtide.recording.explanation.explanation import explain
 from lowtide.recording.reader import read
 
 import lowtide
@@ -33,7 +33,7 @@ def test_fifteen_pairs_and_five_answers(tmp_path: Path) -> None:
     for phase, step, now, high, then, then_high in rows:
         assert abs(now - then) <= SHARE * then, (phase, step, now, then)
         assert abs(high - then_high) <= SHARE * then_high, (phase, step, high, then_high)
-    found = {f.id: f for f in findings(read(file))}
+    found = {f.id: f for f in explain(read(file)).findings}
     assert {"loss-block", "backward-extra", "optimizer-states", "zeroed-gradients", "held-result", "second-step"} <= set(found)
     assert abs(found["zeroed-gradients"].saving_bytes / MIB - 280) < 3
     assert abs(found["held-result"].saving_bytes / MIB - 458) < 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from harness import live_now
-from lowtide.recording.explanation import steps_of
+from lowtide.recording.recorded_step import laid_out
 from lowtide.recording.peak_report import peak_report
 from lowtide.recording.reader import read
 from torch import nn
@@ -38,7 +38,7 @@ def test_what_was_made_before_the_recording_is_known_from_its_first_step_on(tmp_
     with lowtide.record(path):
         for i in range(3):
             step(i)
-    first = next(s for s in steps_of(read(path)) if s.row.step == 0)
+    first = next(s for s in laid_out(read(path)) if s.row.step == 0)
     report = peak_report(first)
     assert report is not None
     assert sum(report.by_role.values()) == report.bytes

@@ -12,7 +12,7 @@ import zoo
 from harness import above_of, budgeted, close, kept, plain_of
 
 import lowtide
-from lowtide.recording import explanation, reader
+from lowtide.recording import reader, recorded_step
 
 STEPS = 7
 SHARE = 0.75
@@ -61,7 +61,7 @@ def now_and_then(every: int) -> situations.Callable[[], zoo.Job]:
 def test_what_the_second_backward_makes_is_of_the_modules_of_the_forward(make: situations.Callable[[], zoo.Job], tmp_path: Path) -> None:
     with lowtide.record(tmp_path / "a.lowtide"):
         zoo.run(make, 3)
-    steps = explanation.steps_of(reader.read(tmp_path / "a.lowtide"))[1:]
+    steps = recorded_step.laid_out(reader.read(tmp_path / "a.lowtide"))[1:]
     assert len(steps) == 3
     for step in steps:
         made = [b for b in step.blocks if b.phase == "backward" and b.born >= 0 and b.counted]

@@ -13,8 +13,9 @@ from lowtide.base.trace import Phase
 import pytest
 import torch
 from harness import heap, live_now
-from lowtide.recording.findings.all_findings import findings, would_fit
-from lowtide.recording.explanation import steps_of
+from lowtide.recording.explanation.explanation import explain
+from lowtide.recording.findings.all_findings import would_fit
+from lowtide.recording.recorded_step import laid_out
 from lowtide.recording.peak_report import peak_report
 from lowtide.recording.whatif import Finding
 from torch import nn
@@ -58,7 +59,7 @@ def _recorded(script: Script, file: Path, *, mended: bool = False, whole: bool =
 
 
 def _told(recording: reader.Recording, kind: str) -> list[Finding]:
-    return [f for f in findings(recording) if f.id == kind]
+    return [f for f in explain(recording).findings if f.id == kind]
 
 
 def held_out_data(mended: bool) -> None:  # noqa: FBT001
@@ -130,7 +131,7 @@ def test_later_uses_are_noted_of_what_a_kept_step_shows_alone(tmp_path: Path) ->
 def test_uses_that_a_changed_file_tells_of_are_left_out(later: object, tmp_path: Path) -> None:
     recording = _recorded(large_scalar, tmp_path / "a")
     without = {name: value for name, value in recording.meta.items() if name != "later"}
-    assert findings(replace(recording, meta={**without, "later": later})) == findings(replace(recording, meta=without))
+    assert explain(replace(recording, meta={**without, "later": later})).findings == explain(replace(recording, meta=without)).findings
 
 
 def sampled_buffer(mended: bool) -> None:  # noqa: FBT001
@@ -315,7 +316,7 @@ def test_what_everyday_loops_could_let_go_of_is_found_with_what_it_saves(name: s
     _recorded(script, tmp_path / "warm")
     flawed, mended = _recorded(script, tmp_path / "a"), _recorded(script, tmp_path / "b", mended=True)
     found = _told(flawed, kind)
-    assert len(found) == 1, [(f.id, f.text) for f in findings(flawed)]
+    assert len(found) == 1, [(f.id, f.text) for f in explain(flawed).findings]
     assert not _told(mended, kind)
 
     def above(recording: reader.Recording) -> int:
@@ -422,7 +423,7 @@ def evaluated_copies(mended: bool) -> None:  # noqa: FBT001, ARG001
 def test_the_values_of_one_model_that_are_kept_are_not_accused(tmp_path: Path) -> None:
     """That is what the finding advises."""
     recording = _recorded(states_of_the_best, tmp_path / "a", mended=True)
-    assert not {f.id for f in findings(recording)} & {"model-copies", "held-result"}
+    assert not {f.id for f in explain(recording).findings} & {"model-copies", "held-result"}
     assert len(_told(_recorded(states_of_the_best, tmp_path / "b"), "model-copies")) == 1
 
 
@@ -459,7 +460,7 @@ def test_memory_that_ran_out_is_laid_to_what_could_have_been_let_go(name: str, t
             script(False)  # noqa: FBT003
     finally:
         heap().cap = 0
-    fitting = would_fit(findings(reader.read(tmp_path / "oom")), cap)
+    fitting = would_fit(explain(reader.read(tmp_path / "oom")).findings, cap)
     assert fitting[0].id == kind, [(f.id, f.text) for f in fitting]
 
 
@@ -502,7 +503,7 @@ def test_the_variable_that_holds_what_was_there_when_memory_ran_out_is_named(tmp
     finally:
         heap().cap = 0
     recording = reader.read(tmp_path / "oom")
-    report = peak_report(next(s for s in steps_of(recording) if s.denied.any()))
+    report = peak_report(next(s for s in laid_out(recording) if s.denied.any()))
     assert report is not None
     named = {str(row["held_by"]).split(" ")[0] for row in report.top}
     assert {"distances", "near"} & named, (report.op, report.top)

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 from harness import heap
-from lowtide.recording.findings.all_findings import findings
+from lowtide.recording.explanation.explanation import explain
 from lowtide.recording.findings.loss_and_data import CHUNKS
 from lowtide.base.errors import BudgetError
-from lowtide.recording.explanation import steps_of
+from lowtide.recording.recorded_step import laid_out
 from lowtide.recording.peak_report import peak_report
 from lowtide.recording.peak_floor import Floor, floor_of
 from torch import nn
 from torch.nn import functional as F
 
 import lowtide
-from lowtide.recording import explanation, reader
+from lowtide.recording import reader, recorded_step
 
 SHARE = 0.02
 """A saving may be off by so much of itself ..."""
@@ -223,9 +223,9 @@ def test_the_saving_is_what_the_change_saves(kind: str, script: Script, tmp_path
     _recorded(script, tmp_path / "warm", mended=False)
     flawed = _recorded(script, tmp_path / "a", mended=False)
     mended = _recorded(script, tmp_path / "b", mended=True)
-    found = [f for f in findings(flawed) if f.id == kind]
-    assert len(found) == 1, [f.id for f in findings(flawed)]
-    left = sum(f.saving_bytes for f in findings(mended) if f.id == kind)
+    found = [f for f in explain(flawed).findings if f.id == kind]
+    assert len(found) == 1, [f.id for f in explain(flawed).findings]
+    left = sum(f.saving_bytes for f in explain(mended).findings if f.id == kind)
     assert not left or (kind == "loss-block" and left < found[0].saving_bytes / CHUNKS), "a chunk can be cut up again"
 
     def above(recording: reader.Recording, step: int) -> int:
@@ -269,7 +269,7 @@ def test_the_saving_without_foreach_is_that_of_the_optimizers_own_loop(name: str
 
     flawed = _recorded(script, tmp_path / "a", mended=False)
     mended = _recorded(script, tmp_path / "b", mended=True)
-    found = next((f for f in findings(flawed) if f.id == "foreach"), None)
+    found = next((f for f in explain(flawed).findings if f.id == "foreach"), None)
     told = found.saving_bytes if found is not None else 0
     step = found.step if found is not None else 6
     above = [next(r.peak_bytes for r in made.steps if r.step == step) - made.steps[0].start_bytes for made in (flawed, mended)]
@@ -280,7 +280,7 @@ def test_the_saving_without_foreach_is_that_of_the_optimizers_own_loop(name: str
 def test_what_pythons_library_makes_has_the_scripts_line(tmp_path: Path) -> None:
     """``copy.deepcopy`` clones in ``copy.py``; the line that is told is the one that asked for it."""
     recording = _recorded(copies_of_the_best, tmp_path / "copies", mended=False)
-    clones = {b.source for step in explanation.steps_of(recording) for b in step.blocks if b.op.startswith("aten.clone")}
+    clones = {b.source for step in recorded_step.laid_out(recording) for b in step.blocks if b.op.startswith("aten.clone")}
     assert clones
     assert all("test_findings.py" in source and "copies_of_the_best" in source for source in clones), clones
 
@@ -308,7 +308,7 @@ def test_a_graph_that_no_step_follows_counts_and_is_found(script: Callable[[], N
     recording = reader.read(tmp_path / "end")
     assert len([r for r in recording.steps if r.step >= 0]) == steps
     assert recording.steps[-1].peak_bytes == peak
-    assert [f.step for f in findings(recording) if f.id == "evaluation-graph"] == [steps - 1]
+    assert [f.step for f in explain(recording).findings if f.id == "evaluation-graph"] == [steps - 1]
 
 
 def _gan() -> None:
@@ -330,7 +330,7 @@ def test_a_graph_that_outlives_one_of_two_optimizers_is_not_called_unused(tmp_pa
         _gan()
     recording = reader.read(tmp_path / "gan")
     assert len([r for r in recording.steps if r.step >= 0]) == STEPS + 1
-    assert not [f for f in findings(recording) if f.id == "evaluation-graph"]
+    assert not [f for f in explain(recording).findings if f.id == "evaluation-graph"]
 
 
 def test_a_recording_begun_in_mid_training_knows_what_was_there(tmp_path: Path) -> None:
@@ -347,7 +347,7 @@ def test_a_recording_begun_in_mid_training_knows_what_was_there(tmp_path: Path) 
     elsewhere = heap().tensor_live - sum(3 * p.nbytes for p in model.parameters()) - sum(p.nbytes for p in model.parameters())
     with lowtide.record(tmp_path / "late"):
         step()
-    report = peak_report(next(s for s in steps_of(reader.read(tmp_path / "late")) if s.row.step == 0))
+    report = peak_report(next(s for s in laid_out(reader.read(tmp_path / "late")) if s.row.step == 0))
     assert report is not None
     assert report.by_role.get("unknown", 0) - elsewhere <= 0.01 * report.bytes
     assert report.by_role["optimizer_state"] >= 2 * sum(p.nbytes for p in model.parameters())
@@ -356,11 +356,11 @@ def test_a_recording_begun_in_mid_training_knows_what_was_there(tmp_path: Path) 
 def test_reserved_memory_beyond_what_is_allocated_is_found(tmp_path: Path) -> None:
     recording = _recorded(held_result, tmp_path / "a", mended=False)
     cache = {"reserved_bytes": 10 << 30, "allocated_bytes": 7 << 30, "split_bytes": 2 << 30, "retries": 3, "settings": ""}
-    told = [f for f in findings(replace(recording, meta={**recording.meta, "allocator": cache})) if f.id == "allocator-cache"]
+    told = [f for f in explain(replace(recording, meta={**recording.meta, "allocator": cache})).findings if f.id == "allocator-cache"]
     assert "3.0 GiB more" in told[0].text.replace("3.00", "3.0")
     assert "expandable_segments" in told[0].text
     tight = {**cache, "allocated_bytes": 10 << 30}
-    assert not [f for f in findings(replace(recording, meta={**recording.meta, "allocator": tight})) if f.id == "allocator-cache"]
+    assert not [f for f in explain(replace(recording, meta={**recording.meta, "allocator": tight})).findings if f.id == "allocator-cache"]
 
 
 def _deep(rows: int) -> None:
@@ -378,9 +378,9 @@ def _floor_told(path: Path, rows: int) -> tuple[Floor, int, str]:
     with lowtide.record(path):
         _deep(rows)
     recording = reader.read(path)
-    told = [f for f in findings(recording) if f.id == "memory-floor"]
+    told = [f for f in explain(recording).findings if f.id == "memory-floor"]
     assert len(told) == 1
-    step = next(s for s in steps_of(recording) if s.row.step == told[0].step)
+    step = next(s for s in laid_out(recording) if s.row.step == told[0].step)
     peak = told[0].changed_peak_bytes
     return floor_of(step, peak), peak, told[0].text
 
@@ -435,6 +435,6 @@ def test_data_that_lie_in_memory_whole_are_found_however_slices_are_taken(how: s
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()
-    found = [f for f in findings(reader.read(tmp_path / "r.lowtide")) if f.id == "resident-data"]
+    found = [f for f in explain(reader.read(tmp_path / "r.lowtide")).findings if f.id == "resident-data"]
     assert len(found) == (how != "whole")
     assert all(f.saving_bytes >= 0.9 * data.nbytes for f in found)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lowtide.recording.findings.all_findings import findings
+from lowtide.recording.explanation.explanation import explain
 from lowtide.recording.whatif import Finding
 from torch import nn
 from torch.nn import functional as F
@@ -131,8 +131,8 @@ def _told_and_saved(script: Script, folder: Path) -> tuple[Finding, int]:
             script(kind)
         recorded.append(reader.read(folder / "run.lowtide"))
     _, flawed, mended = recorded
-    (found,) = (f for f in findings(flawed) if f.id == "float64")
-    assert not [f for f in findings(mended) if f.id == "float64"]
+    (found,) = (f for f in explain(flawed).findings if f.id == "float64")
+    assert not [f for f in explain(mended).findings if f.id == "float64"]
     above = [next(r.peak_bytes for r in made.steps if r.step == found.step) - made.steps[0].start_bytes for made in (flawed, mended)]
     return found, above[0] - above[1]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lowtide.recording.findings.all_findings import findings
+from lowtide.recording.explanation.explanation import explain
 from lowtide.runtime.intercept.script_frames import holders
 from lowtide.recording.reader import read
 from torch import nn
@@ -92,7 +92,7 @@ def test_results_in_containers_and_objects_are_one_finding_each(many: bool, tmp_
             else:
                 state.last = out.detach()
             del out
-    found = [f for f in findings(read(tmp_path / "r.lowtide")) if f.id == "held-result"]
+    found = [f for f in explain(read(tmp_path / "r.lowtide")).findings if f.id == "held-result"]
     assert len(found) == 1, [f.text for f in found]
     assert ("history[...]" if many else "state.last") in found[0].text
     assert found[0].saving_bytes >= (2 if many else 1) * 128 * 4096 * 4 * 0.9

@@ -15,7 +15,7 @@ from patience import PATIENCE, in_time
 from lowtide.base.lever_catalogue import LEVERS, LOSS, SPLIT_OPS, SLICES, UPDATE
 from lowtide.recording.rewrites.choose_levers import Planned, best, carried, others, sets_of
 from lowtide.base.errors import LeverError
-from lowtide.recording.explanation import Step, highest, steps_of
+from lowtide.recording.recorded_step import RecordedStep, highest, laid_out
 from lowtide.recording.rewrites.levers import each_lever, peak_of, with_levers
 from lowtide.planning.solver.figures import to_json
 from lowtide.planning.check.check import check
@@ -77,11 +77,11 @@ def _train(make: Callable[[], nn.Module], loss_of: Loss, optimizer_of: Make) -> 
         net.zero_grad()
 
 
-def _recorded(folder: Path, train: Callable[[], None]) -> Step:
+def _recorded(folder: Path, train: Callable[[], None]) -> RecordedStep:
     gc.collect()
     with lowtide.record(folder / "run.lowtide"):
         train()
-    found = highest([s for s in steps_of(read(folder / "run.lowtide")) if s.row.complete and s.row.step > 0])
+    found = highest([s for s in laid_out(read(folder / "run.lowtide")) if s.row.complete and s.row.step > 0])
     assert found is not None
     return found
 
@@ -229,7 +229,7 @@ def test_nothing_is_said_of_a_lever_that_a_run_finds_nothing_for(
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Step, list[Planned]]:
+def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[RecordedStep, list[Planned]]:
     """A language model's step at a budget between the floors with and without levers."""
     step = _recorded(tmp_path_factory.mktemp("planned"), partial(_train, _classes, _words, partial(_adamw, foreach=True)))
     solver = Solver(with_levers(step, ()))
@@ -239,7 +239,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Step, list[Planne
     return step, [plain, *found]
 
 
-def test_every_set_of_levers_has_a_plan_that_an_independent_checker_verifies(planned: tuple[Step, list[Planned]]) -> None:
+def test_every_set_of_levers_has_a_plan_that_an_independent_checker_verifies(planned: tuple[RecordedStep, list[Planned]]) -> None:
     step, sets = planned
     assert {s.names for s in sets} == set(sets_of(tuple(each_lever(step))))
     for s in sets:
@@ -249,7 +249,7 @@ def test_every_set_of_levers_has_a_plan_that_an_independent_checker_verifies(pla
     assert without in ({}, {(UPDATE,): Status.INFEASIBLE}), "that lever alone may not reach this budget"
 
 
-def test_more_levers_never_make_a_plan_slower_but_for_what_they_take_themselves(planned: tuple[Step, list[Planned]]) -> None:
+def test_more_levers_never_make_a_plan_slower_but_for_what_they_take_themselves(planned: tuple[RecordedStep, list[Planned]]) -> None:
     _, sets = planned
     compared = 0
     for few in sets:
@@ -264,7 +264,7 @@ def test_more_levers_never_make_a_plan_slower_but_for_what_they_take_themselves(
     assert compared >= 5
 
 
-def test_a_plan_in_free_order_is_begun_from_those_with_fewer_levers(planned: tuple[Step, list[Planned]]) -> None:
+def test_a_plan_in_free_order_is_begun_from_those_with_fewer_levers(planned: tuple[RecordedStep, list[Planned]]) -> None:
     """Slices change no operator: the plan without them is one with them."""
     step, _ = planned
     plain, sliced = (Solver(with_levers(step, names), order=Order.FREE) for names in ((), (SLICES,)))
@@ -288,7 +288,7 @@ def test_a_plan_that_breaks_a_rule_with_more_levers_is_not_carried_over() -> Non
     assert carried(Solver(graph), answer) is None
 
 
-def test_the_fastest_set_that_is_allowed_is_chosen(planned: tuple[Step, list[Planned]]) -> None:
+def test_the_fastest_set_that_is_allowed_is_chosen(planned: tuple[RecordedStep, list[Planned]]) -> None:
     _, sets = planned
     assert best(sets, ()).names == ()
     assert set(best(sets, {UPDATE}).names) <= {UPDATE}
@@ -298,7 +298,7 @@ def test_the_fastest_set_that_is_allowed_is_chosen(planned: tuple[Step, list[Pla
     assert chosen.extra_seconds <= least + 2e-3 * sets[0].solver.graph.base_seconds
 
 
-def test_of_sets_that_cost_the_same_the_one_with_fewer_levers_is_chosen(planned: tuple[Step, list[Planned]]) -> None:
+def test_of_sets_that_cost_the_same_the_one_with_fewer_levers_is_chosen(planned: tuple[RecordedStep, list[Planned]]) -> None:
     _, sets = planned
     level = [replace(s, answer=sets[0].answer, own_seconds=0.0) for s in sets]
     assert best(level, LEVERS).names == ()

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 from harness import heap
-from lowtide.recording.findings.all_findings import findings, would_fit
-from lowtide.recording.explanation import steps_of
+from lowtide.recording.explanation.explanation import explain
+from lowtide.recording.findings.all_findings import would_fit
+from lowtide.recording.recorded_step import laid_out
 from lowtide.recording.peak_report import peak_report
 from test_findings import CASES
 from torch import nn
@@ -173,11 +174,11 @@ def _peak(script: Callable[[bool], None], *, mended: bool) -> int:
 
 def cause(recording: reader.Recording, cap: int) -> str:
     """What a reader of the report sees first: a finding that alone lets it fit, else the largest role."""
-    found = [f for f in findings(recording) if f.saving_bytes]
+    found = [f for f in explain(recording).findings if f.saving_bytes]
     fitting = would_fit(found, cap)
     if fitting:
         return fitting[0].id
-    reports = [r for r in map(peak_report, (s for s in steps_of(recording) if s.denied.any())) if r is not None]
+    reports = [r for r in map(peak_report, (s for s in laid_out(recording) if s.denied.any())) if r is not None]
     return max(reports[-1].by_role, key=reports[-1].by_role.__getitem__) if reports else "nothing was denied"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lowtide.base.errors import RecordingError
-from lowtide.recording.explanation import Block, Step, steps_of
+from lowtide.recording.recorded_step import Block, RecordedStep, laid_out
 from lowtide.planning.graph import Graph
 from lowtide.planning.schedule import Act, plain_row, unfold
 from lowtide.recording.graph import graph_of, operator_of
@@ -39,7 +39,7 @@ def heights(graph: Graph) -> dict[int, int]:
     return found
 
 
-def recorded(folder: Path, net: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor], **how: object) -> list[Step]:
+def recorded(folder: Path, net: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor], **how: object) -> list[RecordedStep]:
     """Steps of a training."""
     optimizer = torch.optim.AdamW(net.parameters(), **how)  # type: ignore[arg-type]
     with lowtide.record(folder / "run.lowtide"):
@@ -48,7 +48,7 @@ def recorded(folder: Path, net: nn.Module, loss_of: Callable[[nn.Module], torch.
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    return [s for s in steps_of(read(folder / "run.lowtide")) if s.row.complete and s.row.step >= 0]
+    return [s for s in laid_out(read(folder / "run.lowtide")) if s.row.complete and s.row.step >= 0]
 
 
 class _Attention(nn.Module):
@@ -118,12 +118,12 @@ class _Frame(nn.Module):
         return y.tanh().sigmoid()
 
 
-def block_of(step: Step, op: str, nth: int = 0) -> Block:
+def block_of(step: RecordedStep, op: str, nth: int = 0) -> Block:
     """The nth block that an operator made."""
     return [b for b in step.blocks if b.op == op][nth]
 
 
-def until(step: Step, block: Block) -> str:
+def until(step: RecordedStep, block: Block) -> str:
     """The operator until whose end something other than autograd has a block."""
     graph = graph_of(step)
     node = next(n for n in graph.nodes if n.id == f"block{block.number}")
@@ -199,4 +199,4 @@ def test_a_graph_that_is_kept_has_its_tensors_unpinned_after_each_backward(tmp_p
 def test_an_older_recording_is_refused_with_what_to_do(tmp_path: Path) -> None:
     step = recorded(tmp_path, nn.Linear(64, 64), lambda net: net(torch.randn(32, 64)).mean())[-1]
     with pytest.raises(RecordingError, match="record anew"):
-        graph_of(Step(step.row, step.names, file_format=2))
+        graph_of(RecordedStep(step.row, step.names, file_format=2))

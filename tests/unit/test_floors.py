@@ -104,6 +104,23 @@ def test_imports_go_down_only(name: str) -> None:
     assert {(name, package) for package in up} <= EXCEPTIONS
 
 
+@pytest.mark.parametrize("name", [name for name in MODULES if package_of(MODULES[name]) == "report"])
+def test_reporters_render_and_derive_nothing(name: str) -> None:
+    """They are given one value: none opens a recording, lays out its steps, or asks a study, a solver or a finder."""
+    tree = ast.parse(MODULES[name].read_text())
+    imported = {
+        (node.module.removeprefix("lowtide."), alias.name)
+        for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module for alias in node.names
+    }
+    assert not [module for module, _ in imported if module in ("recording.reader", "recording.journal", "sqlite3")]
+    assert not imported & {
+        ("recording.recorded_step", "laid_out"), ("recording.explanation.explanation", "explain"),
+        ("recording.peak_report", "peak_report"), ("recording.findings.all_findings", "findings"),
+        ("studies.leak.findings", "explain_study"), ("studies.sweep.summary", "summary_of"),
+        ("planning.solver.solve", "Solver"), ("planning.solver.figures", "by_module"), ("planning.solver.figures", "decides"),
+    }
+
+
 def test_the_exceptions_are_still_in_use() -> None:
     """An exception whose module no longer needs it is struck off."""
     for name, package in EXCEPTIONS:

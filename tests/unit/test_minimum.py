@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lowtide.report.size import minimum_json, minimum_page
-from lowtide.studies.size.minimum import CLOSE, MOST_RUNS, SURVIVES, Found, covering, lever_sets, search
+from lowtide.studies.size.minimum import CLOSE, MOST_RUNS, SURVIVES, Found, MinimumStudy, covering, lever_sets, search
 from lowtide.studies.size.trial import Asked, Ran
 
 PLAIN = 1_000_000_000
@@ -88,7 +88,10 @@ def test_the_headline_is_the_least_of_all_sets_of_levers() -> None:
         return search(name, frozenset(), frozenset(), plain,
                       lambda a: _ran(a, "ok" if a.budget_bytes >= truth or not a.cap_bytes else "memory", truth), offload=True)
 
-    answer = minimum_json(plain, [searched("no levers", PLAIN // 2), searched("exact levers", PLAIN // 2 + 1000)], {})
+    answer = minimum_json(MinimumStudy(
+        script="train.py", plain=plain, declined={},
+        sets=(searched("no levers", PLAIN // 2), searched("exact levers", PLAIN // 2 + 1000)),
+    ))
     assert answer["minimum_bytes"] == PLAIN // 2
     assert answer["set"] == "no levers"
 
@@ -119,6 +122,6 @@ def test_a_probing_run_that_crossed_its_budget_is_no_point_of_the_curve() -> Non
         name="no levers", allow=frozenset(), without=frozenset(), minimum_bytes=987_654_321, fails_at_bytes=None,
         floor_bytes=None, runs=(crossed, within), survived=None,
     )
-    page = minimum_page("train.py", _ran(asked, "ok", None), [found])
+    page = minimum_page(MinimumStudy(script="train.py", plain=_ran(asked, "ok", None), sets=(found,), declined={}))
     assert "987654321" in page
     assert "123456789" not in page

@@ -11,7 +11,8 @@ import pytest
 from lowtide.base.errors import UsageError
 from lowtide.studies.leak.watch import Run
 from lowtide.probe.counters import ABSENT, COLUMNS
-from lowtide.report.sweep import markdown, report_of
+from lowtide.report.sweep import markdown
+from lowtide.studies.sweep.summary import summary_of
 from lowtide.studies.sweep.cell import figures
 from lowtide.studies.sweep.definition import Config, Definition, File, OwnAxis, define
 from lowtide.studies.sweep.results import MAIN, Cell
@@ -64,7 +65,7 @@ def test_a_recommendation_says_whether_it_is_known_not_to_leak(verdict: str) -> 
         "change_bytes": dict.fromkeys(("min", "q1", "median", "q3", "max"), 0.0),
     }
     cells = [Cell(id=k, part=MAIN, config=config, repeat=0, result=result) for k, config in enumerate(found.configs)]
-    report = report_of(found, cells, [])
+    report = summary_of(found, cells, [])
     assert report.recommended is not None
     assert ("whether it leaks is open" in report.reason) == (verdict == "inconclusive")
 
@@ -132,7 +133,7 @@ def test_every_figure_of_the_table_stands_with_its_interval_over_the_repeats() -
         })
         for k, rate in enumerate((1.0, 3.0))
     ]
-    line = markdown(report_of(found, cells, [])).splitlines()[-1]
+    line = markdown(summary_of(found, cells, [])).splitlines()[-1]
     assert line == "| 1 |" + " 2.0 ± 12.7 |" * 6 + " 2.00 ± 12.71 | clean |"
-    alone = markdown(report_of(found, cells[:1], [])).splitlines()[-1]
+    alone = markdown(summary_of(found, cells[:1], [])).splitlines()[-1]
     assert alone == "| 1 |" + " 1.0 |" * 6 + " 1.00 | clean |"

@@ -119,7 +119,7 @@ def _measure(
 ) -> int:
     from lowtide.report.size_batch import batch_json, batch_page, show_batch
     from lowtide.report.terminal import console
-    from lowtide.studies.size.throughput import Results, measure
+    from lowtide.studies.size.throughput import Results, SizeStudy, measure
     from lowtide.studies.size.trial import Asked, run
 
     about = {
@@ -154,15 +154,18 @@ def _measure(
         whole = True
     finally:
         store.close()
-        per_sample = samples is not None or which is not None
+        study = SizeStudy(
+            script=target.script, vary=vary, points=tuple(points), per_sample=samples is not None or which is not None,
+            whole=whole,
+        )
         if points:
-            show_batch(vary, points, per_sample=per_sample, whole=whole)
+            show_batch(study)
         if points and not whole:
             tell(f"lowtide: not all sizes were run: the same command goes on from {place}")
     if json_file is not None:
-        write_json(json_file, batch_json(vary, points))
+        write_json(json_file, batch_json(study))
     if html_file is not None:
-        write(html_file, batch_page(target.script, vary, points, per_sample=per_sample))
+        write(html_file, batch_page(study))
     return 0 if any(p.fits for p in points) else 1
 
 
@@ -206,10 +209,11 @@ def _predict_by_recording(
             model = Model(found)
         if output is not None:
             bundle.save(files, Path(output))
-    predictions = [model.at(vary.set(values).sizes) for values in vary.points() if values not in recorded]
-    show_predictions(model, predictions, limit, steps)
+    sizes = [vary.set(values).sizes for values in vary.points() if values not in recorded]
+    predictions = model.predictions(sizes, limit, steps)
+    show_predictions(predictions)
     if json_file is not None:
-        write_json(json_file, prediction_json(model, predictions, limit))
+        write_json(json_file, prediction_json(predictions))
     return 0
 
 

@@ -128,7 +128,7 @@ def leak(
     if deep:
         _check_memray()
     from lowtide.report.leak import page, show
-    from lowtide.studies.leak.findings import suspects_of, to_json
+    from lowtide.studies.leak.findings import explain_study, suspects_of, to_json
     from lowtide.studies.leak.study import audits_of, study
     from lowtide.studies.leak.verdict import Verdict, threshold_of
 
@@ -150,19 +150,17 @@ def leak(
         counter = culprit.name if culprit is not None and found.verdict.verdict is Verdict.LEAK else "held"
         limit = threshold_of(counter, allowed, found.run.children)
         parts = _ablated(command, watch, limit, counter, told) if ablate and last.steps and not last.code else None
+    explained = explain_study(command, found, suspects, parts, samples_per_step=samples_per_step)
     written = Written()
     if json_file is not None:
-        figures = to_json(found, suspects, samples_per_step=samples_per_step)
-        ablation = None if parts is None else parts.to_json()
-        written.attempt(write_json, json_file, {"command": command, **figures, "ablation": ablation})
+        written.attempt(write_json, json_file, to_json(explained))
     if html_file is not None:
-        told_as = shlex.join(command)
-        written.attempt(write, html_file, page(found, suspects, parts, command=told_as, samples_per_step=samples_per_step))
+        written.attempt(write, html_file, page(explained))
     if last.code or last.ended == "timeout" or not last.steps:
         written.say()
         return _failed(last, command)
     if not quiet:
-        show(found, suspects, parts, samples_per_step=samples_per_step)
+        show(explained)
     written.check()
     return int(fail and found.verdict.verdict is Verdict.LEAK)
 

@@ -11,7 +11,7 @@ from lowtide.base.lever_catalogue import check_levers
 from lowtide.base.outputs import write, write_json
 from lowtide.cli.launch import check_alone, check_folder, check_target
 from lowtide.cli.script import Finite, takes_script
-from lowtide.studies.size.minimum import PROBE, STEPS, SURVIVES, covering, lever_sets, search
+from lowtide.studies.size.minimum import PROBE, STEPS, SURVIVES, MinimumStudy, covering, lever_sets, search
 from lowtide.studies.size.trial import MOST_SECONDS, Asked, Ran, Target, run
 
 
@@ -82,11 +82,12 @@ def minimum(
             search(name, can - declined.keys(), cannot, plain, told(name), offload=offload, steps=steps, survives=survive)
             for name, (can, cannot) in lever_sets(allowed, excluded).items()
         ]
-    show_minimum(plain, found, declined)
+    study = MinimumStudy(script=script, plain=plain, sets=tuple(found), declined=declined)
+    show_minimum(study)
     if json_file is not None:
-        write_json(json_file, minimum_json(plain, found, declined))
+        write_json(json_file, minimum_json(study))
     if html_file is not None:
-        write(html_file, minimum_page(script, plain, found))
+        write(html_file, minimum_page(study))
     return 0 if any(f.minimum_bytes is not None for f in found) else 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lowtide.planning.schedule import Row
     from lowtide.planning.solver.caching_allocator import Reserved
     from lowtide.planning.solver.solve import Answer, Solver
-    from lowtide.recording.explanation import Step
+    from lowtide.recording.recorded_step import RecordedStep
     from lowtide.recording.rewrites.choose_levers import Planned
 
 _SQLITE = b"SQLite format 3\0"
@@ -158,7 +158,7 @@ class _Source:
 
     graph: Graph
     resident: int = 0
-    step: Step | None = None
+    step: RecordedStep | None = None
 
 
 def _load(path: Path, step: int | None) -> _Source:
@@ -173,12 +173,12 @@ def _load(path: Path, step: int | None) -> _Source:
         if step is not None:
             raise UsageError("--step is for recordings: a graph has none")
         return _Source(graph=load(path))
-    from lowtide.recording.explanation import highest, steps_of
     from lowtide.recording.graph import graph_of
     from lowtide.recording.peak_report import peak_report
     from lowtide.recording.reader import read
+    from lowtide.recording.recorded_step import highest, laid_out
 
-    steps = [s for s in steps_of(read(path)) if s.row.complete]
+    steps = [s for s in laid_out(read(path)) if s.row.complete]
     found = highest(steps) if step is None else next((s for s in steps if s.row.step == step >= 0), None)
     if found is None:
         known = ", ".join(str(s.row.step) for s in steps if s.row.step >= 0)
@@ -192,7 +192,8 @@ def _load(path: Path, step: int | None) -> _Source:
 
 
 def _chosen(
-    step: Step, plain: Planned, allowed: frozenset[str], prepared: Callable[[Graph], Graph], budget: int | None, seconds: float
+    step: RecordedStep, plain: Planned, allowed: frozenset[str], prepared: Callable[[Graph], Graph], budget: int | None,
+    seconds: float,
 ) -> tuple[list[Planned], Planned]:
     """The step with each set of levers, and the fastest one that is allowed; without plans where no budget is asked.
 
@@ -355,38 +356,26 @@ class _Told:
 def _tell(
     solver: Solver, answer: Answer, points: list[Answer], sets: list[Planned], chosen: Planned | None, told: _Told
 ) -> None:
-    from lowtide.planning.solver.figures import by_module, curve_json, decides, decides_json, modules_json, to_json
-    from lowtide.report.plan import page, set_json, show_curve, show_plan, show_sets
+    from lowtide.planning.solver.figures import by_module, decides
+    from lowtide.report.plan import PlanReport, page, plan_json, show_plan
 
     decided = answer.status.has_plan and answer.budget_bytes is not None and answer.schedule
-    why = decides(solver, answer) if decided else None
-    if told.json_file is not None:
-        found: dict[str, Any] = to_json(answer, strategy=told.strategy, rounding_bytes=told.rounding)
-        if told.held is not None:
-            found["allocator"] = "cuda"
-            found["reserved_bytes"] = told.held.peak_bytes if answer.status.has_plan else None
-        if why is not None:
-            found["decides"] = decides_json(solver.graph, why)
-            found["modules"] = modules_json(by_module(answer))
-        if sets:
-            found["levers"] = [set_json(s, sets[0], chosen=s is chosen) for s in sets[1:]]
-        if chosen is not None and chosen.names:
-            found["with_levers"] = list(chosen.names)
-            found["lever_seconds"] = chosen.own_seconds
-        if points:
-            found["curve"] = curve_json(points)
-        if told.floor_with_moving is not None:
-            found["floor_with_moving_bytes"] = told.floor_with_moving
-        write_json(told.json_file, found)
-    reserved = None if told.held is None else told.held.peak_bytes
-    if told.html_file is not None:
-        write(told.html_file, page(
-            solver, answer, why, points, strategy=told.strategy, reserved=reserved, sets=sets, chosen=chosen,
-        ))
-    show_plan(
-        answer, why, strategy=told.strategy, reserved=reserved, chosen=chosen, floor_with_moving=told.floor_with_moving
+    found = PlanReport(
+        answer=answer,
+        given=solver.follow(solver.row, None),
+        why=decides(solver, answer) if decided else None,
+        modules=tuple(by_module(answer)) if answer.status.has_plan else (),
+        strategy=told.strategy,
+        rounding_bytes=told.rounding,
+        reserved_bytes=None if told.held is None else told.held.peak_bytes,
+        allocator="" if told.held is None else "cuda",
+        curve=tuple(points),
+        sets=tuple(sets),
+        chosen=chosen,
+        floor_with_moving_bytes=told.floor_with_moving,
     )
-    if sets:
-        show_sets(sets, chosen)
-    if points:
-        show_curve(points)
+    if told.json_file is not None:
+        write_json(told.json_file, plan_json(found))
+    if told.html_file is not None:
+        write(told.html_file, page(found))
+    show_plan(found)

@@ -92,12 +92,13 @@ def _judge(recording: Recording, limit: int, phase: str | None) -> None:
 def _told(recording: Recording, peak: int, base: int, limit: int, phase: str | None) -> str:
     """What was live at the highest point, and what would lower it."""
     from lowtide.base.units import format_bytes
-    from lowtide.recording.explanation import ROLES, steps_of
+    from lowtide.recording.explanation.explanation import explain
     from lowtide.recording.file_format import PHASES
-    from lowtide.recording.findings.all_findings import findings
+    from lowtide.recording.recorded_step import ROLES
 
     lines = [f"{MARK}: {format_bytes(peak)} ({peak:,} bytes) in {phase or 'the test'}, {format_bytes(limit)} were allowed"]
-    for step in steps_of(recording):
+    found = explain(recording)
+    for step in found.steps:
         for k in range(len(step.ops)):
             inside = phase is None or PHASES[step.entries[step.ops[k]]["phase"]] == phase
             if inside and int(step.peaks[k]) - base == peak:
@@ -106,6 +107,6 @@ def _told(recording: Recording, peak: int, base: int, limit: int, phase: str | N
                 parts = [f"{name} {format_bytes(size)}" for name, size in sorted(roles.items(), key=lambda x: -x[1]) if size]
                 lines += [f"  highest in {step.names[entry['a']]} ({step.names[entry['c']]}): {', '.join(parts)}"]
                 lines += [f"  {format_bytes(b.bytes):>10}  {b.title}  {b.module}  {b.source}" for b in step.top(k, TOP)]
-                lines += [f"  saves {format_bytes(f.saving_bytes)}: {f.text}" for f in findings(recording) if f.saving_bytes]
+                lines += [f"  saves {format_bytes(f.saving_bytes)}: {f.text}" for f in found.findings if f.saving_bytes]
                 return "\n".join(lines)
     return "\n".join(lines)

@@ -11,7 +11,7 @@ from lowtide.base.outputs import write, write_json
 from lowtide.cli.launch import check_folder
 
 if TYPE_CHECKING:
-    from lowtide.recording.reader import Recording
+    from lowtide.recording.explanation.explanation import Explanation
 
 
 @click.command()
@@ -26,12 +26,13 @@ def report(
     speedscope: str | None,
 ) -> None:
     """Show what RECORDING says: phases, the high-water mark, what would lower it."""
+    from lowtide.recording.explanation.explanation import explain
     from lowtide.recording.reader import read
     from lowtide.report.recording import show_recording, to_json
 
     for file in (json_file, html_file, snapshot, perfetto, speedscope):
         check_folder(file)
-    found = read(recording)
+    found = explain(read(recording))
     _export(found, snapshot=snapshot, perfetto=perfetto, speedscope=speedscope)
     if html_file is not None:
         from lowtide.report.html import page
@@ -42,7 +43,7 @@ def report(
     show_recording(found)
 
 
-def _export(found: Recording, *, snapshot: str | None, perfetto: str | None, speedscope: str | None) -> None:
+def _export(found: Explanation, *, snapshot: str | None, perfetto: str | None, speedscope: str | None) -> None:
     from lowtide.report import export
 
     if snapshot is not None:
@@ -60,17 +61,19 @@ def _export(found: Recording, *, snapshot: str | None, perfetto: str | None, spe
 @click.option("--html", "html_file", metavar="FILE", help="Write a page that shows AFTER, with BEFORE beside it.")
 def diff(*, before: Path, after: Path, json_file: str | None, html_file: str | None) -> None:
     """Show what changed from recording BEFORE to recording AFTER."""
+    from lowtide.recording.explanation.difference import difference
+    from lowtide.recording.explanation.explanation import explain
     from lowtide.recording.reader import read
-    from lowtide.report.recording import difference, show_difference
+    from lowtide.report.recording import show_difference
 
     check_folder(json_file)
     check_folder(html_file)
-    sides = read(before), read(after)
+    sides = explain(read(before)), explain(read(after))
     found = difference(*sides)
     if html_file is not None:
         from lowtide.report.html import page
 
         write(html_file, page(sides[1], sides[0]))
     if json_file is not None:
-        write_json(json_file, found)
+        write_json(json_file, found.to_json())
     show_difference(found)

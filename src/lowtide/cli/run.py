@@ -93,7 +93,7 @@ def _list_levers(script: str, arguments: tuple[str, ...], *, module: bool, json_
     from lowtide.report.size import levers_json, show_levers
     from lowtide.report.terminal import console
     from lowtide.studies.leak.watch import end_on_sigterm
-    from lowtide.studies.size.minimum import STEPS, probed
+    from lowtide.studies.size.minimum import STEPS, LeverTrials, probed
     from lowtide.studies.size.trial import MOST_SECONDS, Asked, Ran, Target, run
     from lowtide.studies.size.vary import Set
 
@@ -114,7 +114,8 @@ def _list_levers(script: str, arguments: tuple[str, ...], *, module: bool, json_
                 return run(target, setting, Asked(steps=STEPS, budget_bytes=budget, allow=allow, without=without))
 
             found[name] = probed(plain.peak_bytes, at)
-    show_levers(plain, found)
+    trials = LeverTrials(plain=plain, without=found.pop(""), runs=found)
+    show_levers(trials)
     if json_file is not None:
-        write_json(json_file, levers_json(plain, found))
+        write_json(json_file, levers_json(trials))
     return 0

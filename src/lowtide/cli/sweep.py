@@ -54,10 +54,11 @@ def sweep(
 
     The table goes to standard output as Markdown. A sweep that was interrupted, or killed, goes on where it was.
     """
-    from lowtide.report.sweep import as_csv, markdown, page, report_of, show, to_json
+    from lowtide.report.sweep import as_csv, markdown, page, show, to_json
     from lowtide.studies.sweep.definition import load
     from lowtide.studies.sweep.results import CONFIRM, MAIN, Results
     from lowtide.studies.sweep.run import Dask, Executor, Local, go
+    from lowtide.studies.sweep.summary import summary_of
     from lowtide.studies.sweep.trends import recommended, rows_of
 
     end_on_sigterm()
@@ -86,7 +87,7 @@ def sweep(
                     store.add(CONFIRM, [(c, k) for k in range(definition.file.repeats) for c in configs])
                     go(definition, store, CONFIRM, runner, told)
     finally:
-        found = report_of(definition, store.cells(MAIN), store.cells(CONFIRM))
+        found = summary_of(definition, store.cells(MAIN), store.cells(CONFIRM))
         store.close()
         written = Written()
         if csv_file is not None:

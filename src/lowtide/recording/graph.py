@@ -19,8 +19,8 @@ import numpy as np
 from lowtide.base.errors import RecordingError
 from lowtide.base.trace import Phase
 from lowtide.planning.graph import Graph, Node, Offload
-from lowtide.recording.explanation import Block, Step
 from lowtide.recording.file_format import PHASES, EntryKind, Role, decode_run
+from lowtide.recording.recorded_step import Block, RecordedStep
 
 BACKWARD = PHASES.index(Phase.BACKWARD)
 _OF_A_UNIT = frozenset(PHASES.index(phase) for phase in (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD))
@@ -42,7 +42,7 @@ class _Entry:
     parents: dict[str, None] = field(default_factory=dict)
 
 
-def graph_of(step: Step, *, offload: Offload | None = None, let_go: Collection[int] = ()) -> Graph:
+def graph_of(step: RecordedStep, *, offload: Offload | None = None, let_go: Collection[int] = ()) -> Graph:
     """The graph of a recorded step.
 
     Args:
@@ -58,7 +58,7 @@ def graph_of(step: Step, *, offload: Offload | None = None, let_go: Collection[i
     return _Builder(step, let_go).graph(offload)
 
 
-def inside_of(step: Step) -> list[int]:
+def inside_of(step: RecordedStep) -> list[int]:
     """By operator, the bytes inside it besides what it makes: a library's workspace."""
     made = np.zeros(len(step.entries) + 1, dtype=np.int64)
     for block in step.blocks:
@@ -81,7 +81,7 @@ def block_of(node: Node) -> int | None:
 
 
 class _Builder:
-    def __init__(self, step: Step, let_go: Collection[int]) -> None:
+    def __init__(self, step: RecordedStep, let_go: Collection[int]) -> None:
         self.step = step
         self.let_go = frozenset(let_go)
         self.count = len(step.ops)

@@ -10,9 +10,9 @@ from lowtide.base.trace import Phase
 from lowtide.planning.bounds.precedence import certain_in_order
 from lowtide.planning.graph import Graph, Offload
 from lowtide.planning.solver.solve import Solver
-from lowtide.recording.explanation import Block, Step
 from lowtide.recording.file_format import PHASES, Role
 from lowtide.recording.graph import graph_of, operator_of
+from lowtide.recording.recorded_step import Block, RecordedStep
 
 _BOARD = Offload(write_bytes_per_second=1e9, read_bytes_per_second=1e9)
 """That there is a second board matters here, not how fast it is."""
@@ -41,7 +41,7 @@ def with_board(graph: Graph) -> Graph:
     return replace(graph, offload=_BOARD)
 
 
-def grows_with_the_batch(step: Step) -> list[int]:
+def grows_with_the_batch(step: RecordedStep) -> list[int]:
     """Places of the blocks that are as large as the batch is: made in the step, and after its loss of no parameter's shape."""
     fixed = {b.label for b in step.blocks if b.role is Role.PARAMETER}
     late = {PHASES.index(Phase.BACKWARD), PHASES.index(Phase.OPTIMIZER)}
@@ -52,7 +52,7 @@ def grows_with_the_batch(step: Step) -> list[int]:
     ]
 
 
-def floor_of(step: Step, plain_peak_bytes: int) -> Floor:
+def floor_of(step: RecordedStep, plain_peak_bytes: int) -> Floor:
     """The floor of a recorded step that ran to its end.
 
     Args:
@@ -78,7 +78,7 @@ def floor_of(step: Step, plain_peak_bytes: int) -> Floor:
     )
 
 
-def _with_batch(graph: Graph, step: Step) -> Graph:
+def _with_batch(graph: Graph, step: RecordedStep) -> Graph:
     """The same graph with a larger batch."""
     scaled = {f"block{step.blocks[i].number}" for i in grows_with_the_batch(step)}
     operators = operator_of(graph)
@@ -95,7 +95,7 @@ def _with_batch(graph: Graph, step: Step) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
-def blocks_at(step: Step, op: int) -> list[Block]:
+def blocks_at(step: RecordedStep, op: int) -> list[Block]:
     """What an operator reads and makes, largest first."""
     entry = int(step.ops[op])
     return sorted((b for b in step.blocks if b.counted and (b.born == entry or entry in b.reads)), key=lambda b: -b.bytes)

@@ -10,8 +10,8 @@ import numpy as np
 from lowtide.base.trace import Trace
 from lowtide.planning.unit.problem import Problem
 from lowtide.planning.unit.simulate import play
-from lowtide.recording.explanation import ROLES, Block, Step
 from lowtide.recording.file_format import PHASES, Role
+from lowtide.recording.recorded_step import ROLES, Block, RecordedStep
 
 
 def peak_of(trace: Trace) -> int:
@@ -46,7 +46,7 @@ class PeakReport:
         }
 
 
-def peak_report(step: Step) -> PeakReport | None:
+def peak_report(step: RecordedStep) -> PeakReport | None:
     """The high-water mark of a step; where an operator failed for want of memory, that moment. None without operators."""
     if not len(step.ops):
         return None
@@ -54,12 +54,12 @@ def peak_report(step: Step) -> PeakReport | None:
     return _moment(step, int(denied[-1]) if len(denied) else step.peak_op, denied=bool(len(denied)))
 
 
-def last_moment(step: Step) -> PeakReport | None:
+def last_moment(step: RecordedStep) -> PeakReport | None:
     """The last operator of a step, at its highest point: where a process was that was ended from outside."""
     return _moment(step, len(step.ops) - 1, denied=False) if len(step.ops) else None
 
 
-def _moment(step: Step, k: int, *, denied: bool) -> PeakReport:
+def _moment(step: RecordedStep, k: int, *, denied: bool) -> PeakReport:
     entry = step.entries[step.ops[k]]
     roles = step.before[k] if denied else step.at_peak[k]
     return PeakReport(

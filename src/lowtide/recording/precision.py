@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Set as AbstractSet
 from typing import Final
 
-from lowtide.recording.explanation import Block
+from lowtide.recording.recorded_step import Block
 from lowtide.recording.whatif import Case, Change
 
 WIDE: Final = ("float64", "complex128")

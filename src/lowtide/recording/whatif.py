@@ -8,7 +8,7 @@ changed trace; the saving is by how much its peak is lower. A finding whose chan
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from lowtide.base.trace import Buffer, Op, Trace
-from lowtide.recording.explanation import Block, Step
 from lowtide.recording.file_format import Role
 from lowtide.recording.peak_report import peak_of
+from lowtide.recording.recorded_step import Block, RecordedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +93,8 @@ class Case:
         whole: whether the recording goes to the script's end, so that all uses are known.
     """
 
-    steps: list[Step]
-    step: Step
+    steps: Sequence[RecordedStep]
+    step: RecordedStep
     cap_bytes: int = 0
     allocator: Mapping[str, Any] = field(default_factory=dict)
     last: bool = False
@@ -102,12 +102,12 @@ class Case:
     whole: bool = False
 
     @cached_property
-    def following(self) -> Step | None:
+    def following(self) -> RecordedStep | None:
         """The step after it, if its operators were kept."""
         return next((s for s in self.steps if s.row.step == self.step.row.step + 1), None)
 
     @cached_property
-    def earlier(self) -> Mapping[int, tuple[Step, Block]]:
+    def earlier(self) -> Mapping[int, tuple[RecordedStep, Block]]:
         """Blocks of the step before it, by number, if its operators were kept."""
         before = next((s for s in self.steps if s.row.step == self.step.row.step - 1), None)
         return {} if before is None else {b.number: (before, b) for b in before.blocks}

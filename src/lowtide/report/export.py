@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from lowtide.base.files import write_file
-from lowtide.recording.explanation import ROLES, Block, Step, steps_of
-from lowtide.recording.reader import Recording
+from lowtide.recording.explanation.explanation import Explanation
+from lowtide.recording.recorded_step import ROLES, Block, RecordedStep
 
 _MICROSECONDS: Final = 1e6
 _ALIGNMENT: Final = 512
@@ -24,14 +24,14 @@ _ALIGNMENT: Final = 512
 # --- PyTorch's snapshot ---------------------------------------------------------------------------------------------------
 
 
-def snapshot(recording: Recording) -> dict[str, Any]:
+def snapshot(found: Explanation) -> dict[str, Any]:
     """What ``torch.cuda.memory._snapshot()`` gives: one segment per block that is live at the end, and all events.
 
     Recordings of several steps follow each other; blocks are told apart by made-up addresses.
     """
     events: list[dict[str, Any]] = []
     segments: list[dict[str, Any]] = []
-    steps = steps_of(recording)
+    steps = found.steps
     for step in steps:
         seen: list[tuple[int, int, Block]] = []
         for b in step.blocks:
@@ -56,7 +56,7 @@ def _address(block: Block) -> int:
     return 0x7F00_0000_0000 + block.number * (1 << 32)
 
 
-def _event(step: Step, block: Block, entry: int) -> dict[str, Any]:
+def _event(step: RecordedStep, block: Block, entry: int) -> dict[str, Any]:
     at = min(entry, len(step.entries) - 1)
     return {
         "addr": _address(block), "size": block.bytes, "stream": 0,
@@ -84,27 +84,27 @@ def _segment(block: Block) -> dict[str, Any]:
     }
 
 
-def write_snapshot(recording: Recording, path: Path) -> None:
+def write_snapshot(found: Explanation, path: Path) -> None:
     """Write the pickle."""
-    write_file(path, pickle.dumps(snapshot(recording)))
+    write_file(path, pickle.dumps(snapshot(found)))
 
 
 # --- Chrome and Perfetto --------------------------------------------------------------------------------------------------
 
 
-def trace_events(recording: Recording) -> dict[str, Any]:
+def trace_events(found: Explanation) -> dict[str, Any]:
     """Phases and operators as slices, roles as counters."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 1, "tid": 1, "name": "thread_name", "args": {"name": "phases"}},
         {"ph": "M", "pid": 1, "tid": 2, "name": "thread_name", "args": {"name": "operators"}},
     ]
-    for row in recording.steps:
+    for row in found.recording.steps:
         events += [
             {"ph": "X", "pid": 1, "tid": 1, "name": p.name, "ts": p.start * _MICROSECONDS, "dur": p.seconds * _MICROSECONDS,
              "args": {"step": row.step, "peak_bytes": p.peak_bytes, "end_bytes": p.end_bytes}}
             for p in row.phases
         ]
-    for step in steps_of(recording):
+    for step in found.steps:
         times = step.entries["time"][step.ops] * _MICROSECONDS
         for k, entry in enumerate(step.entries[step.ops]):
             begins = float(times[k - 1]) if k else step.row.start * _MICROSECONDS
@@ -119,7 +119,7 @@ def trace_events(recording: Recording) -> dict[str, Any]:
 # --- speedscope -----------------------------------------------------------------------------------------------------------
 
 
-def speedscope(recording: Recording) -> dict[str, Any]:
+def speedscope(found: Explanation) -> dict[str, Any]:
     """The high-water mark of each recorded step as a flame graph: role, module path, line, block."""
     frames: dict[str, int] = {}
 
@@ -127,7 +127,7 @@ def speedscope(recording: Recording) -> dict[str, Any]:
         return frames.setdefault(name, len(frames))
 
     profiles = []
-    for step in steps_of(recording):
+    for step in found.steps:
         entry = int(step.ops[step.peak_op])
         samples, weights = [], []
         for b in step.blocks:
@@ -145,12 +145,12 @@ def speedscope(recording: Recording) -> dict[str, Any]:
             "startValue": 0, "endValue": sum(weights), "samples": samples, "weights": weights,
         })
     return {
-        "$schema": "https://www.speedscope.app/file-format-schema.json", "name": str(recording.meta.get("script", "")),
+        "$schema": "https://www.speedscope.app/file-format-schema.json", "name": str(found.meta.get("script", "")),
         "exporter": "lowtide", "activeProfileIndex": 0, "shared": {"frames": [{"name": name} for name in frames]},
         "profiles": profiles,
     }
 
 
-def write_json(found: dict[str, Any], path: Path) -> None:
+def write_json(exported: dict[str, Any], path: Path) -> None:
     """Write one of the JSON formats."""
-    write_file(path, json.dumps(found, separators=(",", ":")).encode())
+    write_file(path, json.dumps(exported, separators=(",", ":")).encode())

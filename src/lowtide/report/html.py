@@ -9,13 +9,12 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.recording.explanation import ROLES, Block, Step, highest, steps_of
-from lowtide.recording.findings.all_findings import findings
-from lowtide.recording.peak_report import peak_report
-from lowtide.recording.reader import Recording
+from lowtide.recording.explanation.difference import difference
+from lowtide.recording.explanation.explanation import Explanation
+from lowtide.recording.recorded_step import ROLES, Block, RecordedStep, highest
 from lowtide.report.pages import render
 from lowtide.report.process import process_page
-from lowtide.report.recording import COLOURS, difference, ended_at
+from lowtide.report.recording import COLOURS
 
 INSTANTS: Final = 20_000
 """Instants drawn per step; of longer steps each stretch shows its highest."""
@@ -27,44 +26,41 @@ FIRST: Final = 2
 """So many of the first steps are drawn; besides them the highest, and one that was cut short."""
 
 
-def page(recording: Recording, other: Recording | None = None) -> str:
-    """The page; with a second recording, the difference from it to the first is shown too.
+def page(found: Explanation, before: Explanation | None = None) -> str:
+    """The page; with another recording, the difference from it to the first is shown too.
 
     The page takes about 90 KB plus the data: per instant one number per role, and the blocks.
     """
-    if recording.process and not recording.steps:
-        return process_page(recording)
-    recorded = steps_of(recording)
-    steps = [s for s in recorded if s.row.step >= 0] or recorded
-    top = highest(steps)
-    cut = [s for s in steps[-1:] if not s.row.complete]
-    wanted = [*steps[:FIRST], *([] if top is None else [top]), *cut]
+    if found.process is not None and not found.recording.steps:
+        return process_page(found.process, found.meta)
+    steps = [s for s in found.steps if s.row.step >= 0]
+    cut = [s for s in found.steps[-1:] if not s.row.complete]
+    wanted = [*steps[:FIRST], *([] if found.telling is None else [found.telling]), *cut]
     shown = sorted({id(s): s for s in wanted}.values(), key=lambda s: s.row.step)
-    before = None if other is None else highest(steps_of(other))
+    other = None if before is None else highest(before.steps)
     data = {
         "roles": [r.name.lower() for r in ROLES],
         "colours": [COLOURS[r.name.lower()] for r in ROLES],
         "steps": [_step(s) for s in shown],
-        "peaks": [[r.step, r.peak_bytes, r.seconds] for r in recording.steps if r.step >= 0],
-        "shown": 0 if top is None or top not in shown else shown.index(top),
-        "other": None if before is None else _step(before),
+        "peaks": [[r.step, r.peak_bytes, r.seconds] for r in found.rows],
+        "shown": 0 if found.telling is None else shown.index(found.telling),
+        "other": None if other is None else _step(other),
     }
-    peak = None if top is None else peak_report(top)
     return render(
         "recording",
         data,
-        meta=recording.meta,
-        path=recording.path.name,
-        other=None if other is None else other.path.name,
-        peak=peak,
-        ended=ended_at(recording),
-        rows=[r for r in recording.steps if r.step >= 0],
-        found=findings(recording),
-        changed=None if other is None else difference(other, recording),
+        meta=found.meta,
+        path=found.recording.path.name,
+        other=None if before is None else before.recording.path.name,
+        peak=found.peak,
+        ended=found.ended,
+        rows=found.rows,
+        found=found.findings,
+        changed=None if before is None else difference(before, found),
     )
 
 
-def _step(step: Step) -> dict[str, Any]:
+def _step(step: RecordedStep) -> dict[str, Any]:
     """Two instants per operator (before it, and its highest), thinned, with what the page looks up about them.
 
     The last one is there twice, the second time at the end of a step that was cut short: an edge has no width.
@@ -108,13 +104,13 @@ def _packed(values: NDArray[Any]) -> str:
     return base64.b64encode(np.ascontiguousarray(values, dtype="<f4").tobytes()).decode()
 
 
-def _bands(step: Step) -> list[list[Any]]:
+def _bands(step: RecordedStep) -> list[list[Any]]:
     """Phases as [name, first instant's time, last]."""
     return [[p.name, round(p.start - step.row.start, 6), round(p.start + p.seconds - step.row.start, 6)]
             for p in step.row.phases]
 
 
-def _names(step: Step, rows: NDArray[Any]) -> dict[int, str]:
+def _names(step: RecordedStep, rows: NDArray[Any]) -> dict[int, str]:
     used = {int(x) for column in ("a", "b", "c") for x in np.unique(rows[column])}
     return {i: step.names[i] for i in sorted(used) if i < len(step.names)}
 

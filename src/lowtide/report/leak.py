@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from typing import Any, Final
 
 import numpy as np
@@ -14,8 +15,7 @@ from lowtide.probe.marks import MarkSource
 from lowtide.report.pages import render
 from lowtide.report.terminal import console
 from lowtide.studies.leak.ablate import Ablation
-from lowtide.studies.leak.findings import MEANING, SINGULAR, Suspect, books_of, spread_of
-from lowtide.studies.leak.series import series_of
+from lowtide.studies.leak.findings import MEANING, SINGULAR, LeakFindings
 from lowtide.studies.leak.study import Study
 from lowtide.studies.leak.verdict import Verdict, threshold_of
 from lowtide.studies.leak.watch import Run
@@ -80,29 +80,28 @@ def sentence(study: Study) -> str:
     return f"inconclusive: {what} {grows} by {rate}, {why}; {enough}"
 
 
-def show(study: Study, suspects: tuple[Suspect, ...], parts: Ablation | None = None, *, samples_per_step: float) -> None:
+def show(found: LeakFindings) -> None:
     """The summary."""
+    study, books, spread, suspects = found.study, found.books, found.spread, found.suspects
     out, verdict, run = console(), study.verdict, study.run
     head, _, rest = sentence(study).partition(":")
     out.print(f"[bold {_COLOUR[verdict.verdict]}]{head}[/]:{rest}")
     for note in verdict.notes:
         out.print(f"  {note}")
-    series = series_of(run)
+    series = found.curves[study.runs.index(run)]
     held, resident = series.get("held"), series.get("resident")
     for name, values in (("held", held), ("resident", resident)):
         if values is not None:
             known = values[np.isfinite(values)]
             out.print(f"  {name:9s} {_curve(values)} {format_bytes(known[0])} to {format_bytes(known[-1])}")
-    spread = spread_of(run)
     if spread is not None:
         out.print(f"growth of resident memory per step, KiB ({run.steps} steps)")
         table = Table()
-        for column in ("min", "Q1", "median", "Q3", "max", "steps/s" if samples_per_step == 1 else "samples/s"):
+        for column in ("min", "Q1", "median", "Q3", "max", "steps/s" if found.samples_per_step == 1 else "samples/s"):
             table.add_column(column, justify="right")
         kib = [f"{x / 1024:,.1f}" for x in (spread.minimum, spread.q1, spread.median, spread.q3, spread.maximum)]
-        table.add_row(*kib, f"{samples_per_step / run.step_seconds:,.1f}" if run.step_seconds else "-")
+        table.add_row(*kib, "-" if found.samples_per_second is None else f"{found.samples_per_second:,.1f}")
         out.print(table)
-    books = books_of(study)
     if books is not None:
         out.print(f"where resident memory grew, steps {books.first} to {books.last}")
         table = Table()
@@ -132,8 +131,8 @@ def show(study: Study, suspects: tuple[Suspect, ...], parts: Ablation | None = N
             table.add_row(s.kind, escape(s.name), escape(s.source), escape(s.holder), weight, f"{s.count_per_step:.1f}")
         out.print(table)
 
-    if parts is not None:
-        _show_parts(parts)
+    if found.ablation is not None:
+        _show_parts(found.ablation)
 
 
 def _show_parts(parts: Ablation) -> None:
@@ -165,19 +164,16 @@ def _curve(values: Any) -> str:
     return text
 
 
-def page(
-    study: Study, suspects: tuple[Suspect, ...], parts: Ablation | None = None, *, command: str, samples_per_step: float
-) -> str:
+def page(found: LeakFindings) -> str:
     """The page: every process's curves, the table of growth, the books, the suspects."""
-    processes = []
-    for run in study.runs:
-        series = series_of(run)
-        processes.append(
-            {
-                name: [None if not np.isfinite(v) else int(v) for v in series[name]] if name in series else None
-                for name in ("held", "heap", "python", "resident")
-            }
-        )
+    study, parts = found.study, found.ablation
+    processes = [
+        {
+            name: [None if not np.isfinite(v) else int(v) for v in curves[name]] if name in curves else None
+            for name in ("held", "heap", "python", "resident")
+        }
+        for curves in found.curves
+    ]
     culprit = study.verdict.culprit
     data = {
         "processes": processes,
@@ -197,15 +193,15 @@ def page(
         verdict=study.verdict,
         colour=_COLOUR[study.verdict.verdict],
         sentence=sentence(study),
-        command=command,
-        suspects=suspects,
+        command=shlex.join(found.command),
+        suspects=found.suspects,
         parts=parts,
-        books=books_of(study),
+        books=found.books,
         names=BUCKETS,
-        spread=spread_of(run),
+        spread=found.spread,
         run=run,
         counters=study.verdict.counters,
         meaning=MEANING,
-        rate=samples_per_step / run.step_seconds if run.step_seconds else None,
+        rate=found.samples_per_second,
         seconds=format_seconds(run.step_seconds),
     )

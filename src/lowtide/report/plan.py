@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -12,8 +13,8 @@ from rich.table import Table
 
 from lowtide.base.units import format_bytes, format_seconds
 from lowtide.planning.graph import Graph
-from lowtide.planning.solver.figures import Decides, Share, by_module, profile
-from lowtide.planning.solver.solve import Answer, Solver
+from lowtide.planning.solver.figures import Decides, Share, curve_json, decides_json, modules_json, profile, to_json
+from lowtide.planning.solver.solve import Answer
 from lowtide.planning.status import Status
 from lowtide.recording.rewrites.choose_levers import Planned
 from lowtide.report.pages import render
@@ -41,27 +42,71 @@ def name_of(graph: Graph, v: int) -> str:
     return f"{node.id} ({node.module})" if node.module else str(node.id)
 
 
-def show_plan(
-    answer: Answer, why: Decides | None, *, strategy: str, reserved: int | None = None, chosen: Planned | None = None,
-    floor_with_moving: int | None = None,
-) -> None:
-    """The plan: peak, budget, extra time, bound, what decides, what each module does; what an allocator reserves for it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """What ``lowtide plan`` says of a graph.
 
-    Args:
-        answer: the plan.
-        why: what decides.
+    Attributes:
+        answer: the plan, or why there is none.
+        given: the graph as it is given, without a plan.
+        why: what decides; None where no plan was made.
+        modules: what the plan does in each module; empty where no plan was made.
         strategy: how it was sought.
-        reserved: bytes of an allocator's segments.
-        chosen: the set of levers that it is with.
-        floor_with_moving: bytes that no plan goes below that may move values too, where this one may not.
+        rounding_bytes: blocks are a multiple of so many bytes.
+        reserved_bytes: of an allocator's segments; None where that was not asked.
+        allocator: the name of that allocator; empty where that was not asked.
+        curve: plans at other budgets.
+        sets: the plan with each set of levers, the first without any; empty where levers change nothing.
+        chosen: the set that ``answer`` is with; None without sets.
+        floor_with_moving_bytes: what no plan goes below that may move values too; None where this one may.
     """
+
+    answer: Answer
+    given: Answer
+    why: Decides | None
+    modules: tuple[Share, ...]
+    strategy: str
+    rounding_bytes: int
+    reserved_bytes: int | None
+    allocator: str
+    curve: tuple[Answer, ...]
+    sets: tuple[Planned, ...]
+    chosen: Planned | None
+    floor_with_moving_bytes: int | None
+
+
+def plan_json(found: PlanReport) -> dict[str, Any]:
+    """What ``lowtide plan --json`` writes."""
+    answer, chosen = found.answer, found.chosen
+    told: dict[str, Any] = to_json(answer, strategy=found.strategy, rounding_bytes=found.rounding_bytes)
+    if found.allocator:
+        told["allocator"] = found.allocator
+        told["reserved_bytes"] = found.reserved_bytes if answer.status.has_plan else None
+    if found.why is not None:
+        told["decides"] = decides_json(answer.graph, found.why)
+        told["modules"] = modules_json(found.modules)
+    if found.sets:
+        told["levers"] = [set_json(s, found.sets[0], chosen=s is chosen) for s in found.sets[1:]]
+    if chosen is not None and chosen.names:
+        told["with_levers"] = list(chosen.names)
+        told["lever_seconds"] = chosen.own_seconds
+    if found.curve:
+        told["curve"] = curve_json(found.curve)
+    if found.floor_with_moving_bytes is not None:
+        told["floor_with_moving_bytes"] = found.floor_with_moving_bytes
+    return told
+
+
+def show_plan(found: PlanReport) -> None:
+    """The plan: peak, budget, extra time, bound, what decides, what each module does; levers; plans at other budgets."""
+    answer, chosen, reserved = found.answer, found.chosen, found.reserved_bytes
     out, graph, timeline = console(), answer.graph, answer.timeline
     table = Table(title=escape(f"lowtide plan {graph.name}".rstrip()), show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_column()
     kind = "given order" if answer.order == "fixed" else "any order"
-    table.add_row("status", answer.status.value, _SAID[answer.status].partition(": ")[2] or f"{kind}, {strategy}")
+    table.add_row("status", answer.status.value, _SAID[answer.status].partition(": ")[2] or f"{kind}, {found.strategy}")
     if answer.budget_bytes is not None:
         table.add_row("budget", format_bytes(answer.budget_bytes), f"{answer.budget_bytes:,} bytes")
     shown = answer.status.has_plan
@@ -90,9 +135,10 @@ def show_plan(
         format_bytes(answer.peak_bound.bytes),
         f"{meaning[answer.peak_bound.method]}, at {escape(name_of(graph, answer.peak_bound.node))}",
     )
-    if floor_with_moving is not None:
+    if found.floor_with_moving_bytes is not None:
         table.add_row(
-            "floor with moving", format_bytes(floor_with_moving), "as `lowtide run` moves values, and --offload SPEED here"
+            "floor with moving", format_bytes(found.floor_with_moving_bytes),
+            "as `lowtide run` moves values, and --offload SPEED here",
         )
     if shown:
         extra, least, base = answer.extra_seconds, answer.time_bound.seconds, graph.base_seconds or 1.0
@@ -110,9 +156,13 @@ def show_plan(
         again = sum(r - 1 for r in timeline.runs if r > 1)
         table.add_row("run again", f"{again} operators", f"searched for {answer.solve_seconds:.1f} s, {answer.rounds} rounds")
     out.print(table)
-    if why is not None:
-        _show_decides(answer, why)
-        _show_modules(by_module(answer))
+    if found.why is not None:
+        _show_decides(answer, found.why)
+        _show_modules(found.modules)
+    if found.sets:
+        _show_sets(found.sets, chosen)
+    if found.curve:
+        _show_curve(found.curve)
 
 
 def _show_decides(answer: Answer, found: Decides) -> None:
@@ -172,7 +222,7 @@ def _bits(found: Planned) -> str:
     return "the same" if found.exact else "rounded"
 
 
-def show_sets(sets: Sequence[Planned], chosen: Planned | None) -> None:
+def _show_sets(sets: Sequence[Planned], chosen: Planned | None) -> None:
     """What levers would buy: each set's peak and floor, and what it costs within the budget."""
     asked = any(s.answer is not None for s in sets[1:])
     table = Table(title="with levers (`lowtide run --levers list` tries them)", title_justify="left")
@@ -190,7 +240,7 @@ def show_sets(sets: Sequence[Planned], chosen: Planned | None) -> None:
     console().print(table)
 
 
-def show_curve(answers: Sequence[Answer]) -> None:
+def _show_curve(answers: Sequence[Answer]) -> None:
     """Extra time against budget, with the bound beside it."""
     table = Table(title="extra time by budget", title_justify="left")
     for head in ("budget", "peak", "extra", "bound"):
@@ -210,19 +260,9 @@ def show_curve(answers: Sequence[Answer]) -> None:
     console().print(table)
 
 
-def page(
-    solver: Solver,
-    answer: Answer,
-    why: Decides | None,
-    curve: Sequence[Answer],
-    *,
-    strategy: str,
-    reserved: int | None = None,
-    sets: Sequence[Planned] = (),
-    chosen: Planned | None = None,
-) -> str:
+def page(found: PlanReport) -> str:
     """The page: memory along the plan beside the given order, the curve, what decides, what each module does, levers."""
-    plain = solver.follow(solver.row, None)
+    answer, plain, chosen = found.answer, found.given, found.chosen
     data = {
         "plain": _drawn(plain),
         "plan": _drawn(answer) if answer.status.has_plan and answer.row != plain.row else None,
@@ -232,9 +272,9 @@ def page(
             [
                 a.budget_bytes,
                 100 * a.extra_fraction if a.status.has_plan else None,
-                100 * a.time_bound.seconds / (solver.graph.base_seconds or 1.0),
+                100 * a.time_bound.seconds / (answer.graph.base_seconds or 1.0),
             ]
-            for a in reversed(curve)
+            for a in reversed(found.curve)
         ],
     }
     return render(
@@ -242,12 +282,12 @@ def page(
         data,
         answer=answer,
         shown=answer.status.has_plan,
-        strategy=strategy,
-        reserved=reserved,
-        decides=why,
-        modules=by_module(answer)[: 3 * _ROWS] if answer.status.has_plan else [],
-        name=lambda v: name_of(solver.graph, v),
-        sets=[(s, _within(s), _bits(s)) for s in sets],
+        strategy=found.strategy,
+        reserved=found.reserved_bytes,
+        decides=found.why,
+        modules=found.modules[: 3 * _ROWS],
+        name=lambda v: name_of(answer.graph, v),
+        sets=[(s, _within(s), _bits(s)) for s in found.sets],
         own_seconds=0.0 if chosen is None else chosen.own_seconds,
         chosen=chosen,
     )

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowtide.base.units import format_seconds
+from lowtide.recording.explanation.explanation import ProcessMemory
 from lowtide.recording.file_format import ProcessRow
-from lowtide.recording.reader import Recording
 from lowtide.report.pages import render
 
 
-def process_page(recording: Recording) -> str:
+def process_page(process: ProcessMemory, meta: Mapping[str, Any]) -> str:
     """What the process took by step, or by second where it marked none; a guarded run's processes below."""
-    rows = [r for r in recording.process if r.marked] or list(recording.process)
-    marked = rows[0].marked
-    guard: dict[str, Any] | None = recording.meta.get("guard")
+    rows, marked = process.rows, process.marked
+    guard: dict[str, Any] | None = meta.get("guard")
     cap = None if guard is None or guard["enforced_by"] == "none" else guard["cap_bytes"]
     data = {
         "unit": "step" if marked else "second",
@@ -28,7 +27,7 @@ def process_page(recording: Recording) -> str:
         "cap": cap,
     }
     return render(
-        "process", data, meta=recording.meta, guard=guard, cap=cap, told=_told(rows, guard),
+        "process", data, meta=meta, guard=guard, cap=cap, told=_told(rows, guard),
         highest=max(r.highest_bytes for r in rows),
     )  # fmt: skip
 

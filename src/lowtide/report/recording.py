@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -14,12 +14,10 @@ from rich.text import Text
 
 from lowtide.base.trace import Phase
 from lowtide.base.units import KIB, MIB, format_bytes, format_seconds
-from lowtide.recording.explanation import highest, steps_of, telling
+from lowtide.recording.explanation.difference import Change, Difference
+from lowtide.recording.explanation.explanation import Explanation, ProcessMemory
 from lowtide.recording.file_format import PhaseFigures, ProcessRow, StepRow
-from lowtide.recording.findings.all_findings import by_role, findings, would_fit
-from lowtide.recording.peak_report import PeakReport, last_moment, peak_report
-from lowtide.recording.reader import Recording
-from lowtide.recording.whatif import Finding
+from lowtide.recording.peak_report import PeakReport
 from lowtide.report.terminal import console
 
 COLOURS: Final = {
@@ -36,22 +34,19 @@ _STEP_WIDTH: Final = 34
 _PHASE_WIDTH: Final = 16
 """... and at most each phase's end and highest point."""
 _MOMENT_SECONDS: Final = 1e-3
-_NEARLY_HIGHEST: Final = 1.001
 _ORDER: Final = ("zero_grad", "forward", "loss", "backward", "optimizer", "evaluation", "data")
 
 
-def to_json(recording: Recording) -> dict[str, Any]:
+def to_json(found: Explanation) -> dict[str, Any]:
     """What ``lowtide report --json`` writes."""
-    peak = _peak(recording)
-    found = findings(recording)
     return {
-        "meta": dict(recording.meta),
-        "steps": [_step_json(row) for row in recording.steps if row.step >= 0],
-        "setup": next((_step_json(row) for row in recording.steps if row.step < 0), None),
-        "peak": None if peak is None else peak.to_json(),
-        "ended": None if (ended := ended_at(recording)) is None else ended.to_json(),
-        "findings": [f.to_json() for f in found],
-        "process": [asdict(row) for row in recording.process],
+        "meta": dict(found.meta),
+        "steps": [_step_json(row) for row in found.rows],
+        "setup": None if found.setup is None else _step_json(found.setup),
+        "peak": None if found.peak is None else found.peak.to_json(),
+        "ended": None if found.ended is None else found.ended.to_json(),
+        "findings": [f.to_json() for f in found.findings],
+        "process": [asdict(row) for row in found.recording.process],
     }
 
 
@@ -66,65 +61,43 @@ def _step_json(row: StepRow) -> dict[str, Any]:
     }
 
 
-def _peak(recording: Recording) -> PeakReport | None:
-    """The high-water mark of the run; of the step that failed, where one did."""
-    step = telling(steps_of(recording))
-    return None if step is None else peak_report(step)
-
-
-def ended_at(recording: Recording) -> PeakReport | None:
-    """Where a process was that was ended from outside (SIGKILL, the out-of-memory killer); None where the end was written."""
-    steps = steps_of(recording)
-    if not recording.meta.get("died") or not steps or steps[-1].row.complete or steps[-1].denied.any():
-        return None
-    return last_moment(steps[-1])
-
-
 def _is_idle(phase: PhaseFigures) -> bool:
     """Whether a phase is only the moment between two others."""
     flat = phase.peak_bytes <= max(phase.start_bytes, phase.end_bytes)
     return phase.name == Phase.DATA and phase.seconds < _MOMENT_SECONDS and flat
 
 
-def show_recording(recording: Recording, out: Console | None = None) -> None:
+def show_recording(found: Explanation, out: Console | None = None) -> None:
     """The summary of ``lowtide record`` and ``lowtide report``."""
     out = out or console()
-    steps = [row for row in recording.steps if row.step >= 0]
-    if not steps:
-        setup = next(iter(recording.steps), None)
-        if not recording.process or recording.meta.get("torch"):
-            out.print("lowtide: no training step was seen" + ("" if setup is None else
-                      f"; the script peaked at {format_bytes(setup.peak_bytes)}"))
-    else:
-        out.print(_phase_table(steps, out.width))
-    outside = [(p.outside_bytes, p.name, row.step) for row in steps for p in row.phases if p.outside_bytes]
-    if outside:
-        most, phase, step = max(outside)
-        lowest = min(outside)[0]
+    if found.rows:
+        out.print(_phase_table(found.rows, out.width))
+    elif found.process is None or found.meta.get("torch"):
+        out.print("lowtide: no training step was seen" + ("" if found.setup is None else
+                  f"; the script peaked at {format_bytes(found.setup.peak_bytes)}"))
+    if found.outside is not None:
         out.print(
-            f"[dim]outside torch's allocator (Python, autograd's graph, LAPACK, MKL): highest {format_bytes(most)} in {phase} "
-            f"of step {step}, {format_bytes(most - lowest)} above its lowest phase[/]"
+            f"[dim]outside torch's allocator (Python, autograd's graph, LAPACK, MKL): highest "
+            f"{format_bytes(found.outside.highest_bytes)} in {found.outside.phase} of step {found.outside.step}, "
+            f"{format_bytes(found.outside.rise_bytes)} above its lowest phase[/]"
         )
-    if recording.process:
-        out.print(_process_table(recording) if not steps else _process_line(recording))
-    peak = _peak(recording)
-    if peak is not None:
-        out.print(_peak_block(recording, peak))
-    ended = ended_at(recording)
-    if ended is not None:
-        out.print(_ended_block(ended))
-    if stopped := recording.meta.get("stopped"):
+    if found.process is not None:
+        out.print(_process_line(found.process) if found.rows else _process_table(found.process, found.meta.get("guard")))
+    if found.peak is not None:
+        out.print(_peak_block(found, found.peak))
+    if found.ended is not None:
+        out.print(_ended_block(found.ended))
+    if stopped := found.meta.get("stopped"):
         out.print(f"lowtide: the recording stopped before the script did: {stopped}", markup=False)
-    if error := recording.meta.get("error"):
+    if error := found.meta.get("error"):
         out.print(Text.assemble("the script ended with ", (" ".join(str(error).split()), "bold")))
-    found = findings(recording)
-    if found:
-        out.print(_findings_block(found, recording))
-    if recording.meta.get("level") == "phases":
+    if found.findings:
+        out.print(_findings_block(found))
+    if found.meta.get("level") == "phases":
         out.print("[dim]recorded at --level phases: what the bytes are is recorded at --level ops[/]")
 
 
-def _phase_table(steps: list[StepRow], width: int) -> Table:
+def _phase_table(steps: Sequence[StepRow], width: int) -> Table:
     """The first steps and the highest; where there is little room, each phase's highest point alone."""
     shown = steps if len(steps) <= _STEPS_SHOWN else [*steps[: _STEPS_SHOWN - 1], max(steps, key=lambda s: s.peak_bytes)]
     present = {p.name for row in shown for p in row.phases if not _is_idle(p)}
@@ -155,19 +128,15 @@ def _phase_table(steps: list[StepRow], width: int) -> Table:
     return table
 
 
-def _process_line(recording: Recording) -> str:
+def _process_line(process: ProcessMemory) -> str:
     """Where torch's own figures are shown: the process in a line."""
-    rows = recording.process
-    most = max(r.highest_bytes for r in rows)
-    children = max(r.children_bytes for r in rows)
-    workers = f", child processes {format_bytes(children)}" if children else ""
-    return f"[dim]process: highest resident {format_bytes(most)}{workers}[/]"
+    workers = f", child processes {format_bytes(process.children_bytes)}" if process.children_bytes else ""
+    return f"[dim]process: highest resident {format_bytes(process.highest_bytes)}{workers}[/]"
 
 
-def _process_table(recording: Recording) -> Group:
+def _process_table(process: ProcessMemory, guard: Mapping[str, Any] | None) -> Group:
     """The batch log: highest resident size, its change, loss, rate."""
-    rows = [r for r in recording.process if r.marked] or list(recording.process)
-    by_time = not rows[0].marked
+    rows, by_time = process.rows, not process.marked
     columns: dict[str, Callable[[ProcessRow], str]] = {
         "second" if by_time else "step": lambda r: f"{r.start:.0f}" if by_time else str(r.step),
         "highest resident": lambda r: format_bytes(r.highest_bytes),
@@ -186,11 +155,9 @@ def _process_table(recording: Recording) -> Group:
     shown = rows if len(rows) <= _LOG_ROWS else [*rows[: _LOG_ROWS // 2], None, *rows[-_LOG_ROWS // 2 :]]
     for row in shown:
         table.add_row(*(["..."] if row is None else [cell(row) for cell in told_of.values()]))
-    changes = sorted(r.change_bytes for r in rows[1:])
-    told = Text(f"highest resident {format_bytes(max(r.highest_bytes for r in recording.process))}")
-    if changes:
-        told.append(f"; median change of a {'second' if by_time else 'step'} {format_bytes(changes[len(changes) // 2])}")
-    guard = recording.meta.get("guard")
+    told = Text(f"highest resident {format_bytes(process.highest_bytes)}")
+    if process.median_change_bytes is not None:
+        told.append(f"; median change of a {'second' if by_time else 'step'} {format_bytes(process.median_change_bytes)}")
     if guard is not None:
         many = len(guard["generations"])
         processes = f"{many} process{'es' if many != 1 else ''}"
@@ -225,20 +192,19 @@ def _ended_block(ended: PeakReport) -> Group:
     return Group(Text(), head, bar(roles, ended.bytes), Text(told))
 
 
-def _peak_block(recording: Recording, peak: PeakReport) -> Group:
+def _peak_block(found: Explanation, peak: PeakReport) -> Group:
     where = _where(peak)
     if peak.asked_bytes:
-        cap = recording.meta.get("cap_bytes") or 0
-        limit = f" of {format_bytes(cap)}" if cap else ""
+        limit = f" of {format_bytes(found.cap_bytes)}" if found.cap_bytes else ""
         head = Text.from_markup(
             f"[bold red]out of memory[/]: {format_bytes(peak.asked_bytes)} were asked for while {format_bytes(peak.bytes)}"
             f"{limit} were live ({escape(where)})"
         )
     else:
         head = Text.from_markup(f"[bold]high-water mark {format_bytes(peak.bytes)}[/] ({escape(where)})")
-        higher = max(recording.steps, key=lambda row: row.peak_bytes)
-        if higher.entries is None and higher.peak_bytes > _NEARLY_HIGHEST * peak.bytes:
-            head.append(f"\nstep {higher.step} peaked at {format_bytes(higher.peak_bytes)}; its operators were not kept")
+        if found.higher is not None:
+            peaked = format_bytes(found.higher.peak_bytes)
+            head.append(f"\nstep {found.higher.step} peaked at {peaked}; its operators were not kept")
     roles = dict(sorted(peak.by_role.items(), key=lambda x: -x[1]))
     legend = Table.grid(padding=(0, 2))
     for role, size in roles.items():
@@ -256,9 +222,8 @@ def _peak_block(recording: Recording, peak: PeakReport) -> Group:
     return Group(Text(), head, bar(roles, peak.bytes), legend, Text(), top)
 
 
-def _findings_block(found: list[Finding], recording: Recording) -> Table:
-    cap = int(recording.meta.get("cap_bytes") or 0)
-    fits = {id(f) for f in would_fit(found, cap)} if cap else set()
+def _findings_block(explained: Explanation) -> Table:
+    found, fits = explained.findings, {id(f) for f in explained.fitting}
     saving = next((f.step for f in found if f.saving_bytes), None)
     of_step = "" if saving is None else f" (savings are of the peak of step {saving})"
     table = Table(title=f"findings{of_step}", title_justify="left", header_style="bold", show_lines=False)
@@ -270,72 +235,25 @@ def _findings_block(found: list[Finding], recording: Recording) -> Table:
     return table
 
 
-def difference(a: Recording, b: Recording) -> dict[str, Any]:
-    """What changed from one recording to another, at their peaks and phase by phase of their last complete steps."""
-    sides = [_side(r) for r in (a, b)]
-    roles = list(dict.fromkeys([*sides[0]["by_role"], *sides[1]["by_role"]]))
-    names = list(dict.fromkeys([*sides[0]["phases"], *sides[1]["phases"]]))
-    tops = list(dict.fromkeys([*sides[0]["top"], *sides[1]["top"]]))
-    rows = {key: {"before_bytes": sides[0]["top"].get(key, 0), "after_bytes": sides[1]["top"].get(key, 0)} for key in tops}
-    changed = sorted(rows, key=lambda k: -abs(rows[k]["after_bytes"] - rows[k]["before_bytes"]))
-    return {
-        "scripts": {"before": _command(a), "after": _command(b)},
-        "peak": {"before_bytes": sides[0]["peak"], "after_bytes": sides[1]["peak"]},
-        "by_role": {r: {"before_bytes": sides[0]["by_role"].get(r, 0), "after_bytes": sides[1]["by_role"].get(r, 0)}
-                    for r in roles},
-        "phases": {n: {"before_bytes": sides[0]["phases"].get(n, 0), "after_bytes": sides[1]["phases"].get(n, 0)}
-                   for n in names},
-        "top": [{"what": key, **rows[key]} for key in changed if rows[key]["after_bytes"] != rows[key]["before_bytes"]][:20],
-    }
-
-
-def _command(recording: Recording) -> str:
-    return " ".join([str(recording.meta.get("script") or "?"), *map(str, recording.meta.get("arguments") or ())])
-
-
-def _side(recording: Recording) -> dict[str, Any]:
-    rows = [r for r in recording.steps if r.step >= 0] or list(recording.steps)
-    step = highest(steps_of(recording))
-    phases: dict[str, int] = {}
-    for row in rows:
-        for p in row.phases:
-            phases[p.name] = max(phases.get(p.name, 0), p.peak_bytes)
-    top: dict[str, int] = {}
-    if step is not None:
-        entry = int(step.ops[step.peak_op])
-        for b in step.blocks:
-            if b.counted and b.born <= entry < b.died:
-                role = b.role_at(entry).name.lower().replace("_", " ")
-                key = " ".join(x for x in (role, b.module, b.name or b.op.removesuffix(".default")) if x)
-                top[key] = top.get(key, 0) + b.bytes
-    return {
-        "peak": max((r.peak_bytes for r in rows), default=0),
-        "by_role": {} if step is None else dict(by_role(step)),
-        "phases": phases,
-        "top": top,
-    }
-
-
-def show_difference(found: dict[str, Any], out: Console | None = None) -> None:
+def show_difference(found: Difference, out: Console | None = None) -> None:
     """``lowtide diff``."""
     out = out or console()
-    for name, command in found["scripts"].items():
+    for name, command in (("before", found.before), ("after", found.after)):
         out.print(f"{name}: {escape(command)}")
-    parts = {
-        "peak": {"high-water mark": found["peak"]},
-        "by role at the peak": {name.replace("_", " "): row for name, row in found["by_role"].items()},
-        "highest in each phase": {name.replace("_", " "): row for name, row in found["phases"].items()},
-        "what changed most": {r["what"]: r for r in found["top"]},
+    parts: dict[str, Mapping[str, Change]] = {
+        "peak": {"high-water mark": found.peak},
+        "by role at the peak": {name.replace("_", " "): change for name, change in found.by_role.items()},
+        "highest in each phase": {name.replace("_", " "): change for name, change in found.phases.items()},
+        "what changed most": found.top,
     }
-    for title, rows in parts.items():
+    for title, changes in parts.items():
         table = Table(title=title, title_justify="left", header_style="bold")
         table.add_column("", overflow="fold")
         for name in ("before", "after", "change"):
             table.add_column(name, justify="right")
-        for name, row in rows.items():
-            change = row["after_bytes"] - row["before_bytes"]
-            colour = "red" if change > 0 else "green" if change < 0 else "dim"
-            sign = "+" if change > 0 else "-" if change < 0 else ""
-            table.add_row(escape(name), format_bytes(row["before_bytes"]), format_bytes(row["after_bytes"]),
-                          f"[{colour}]{sign}{format_bytes(abs(change))}[/]")
+        for name, change in changes.items():
+            colour = "red" if change.bytes > 0 else "green" if change.bytes < 0 else "dim"
+            sign = "+" if change.bytes > 0 else "-" if change.bytes < 0 else ""
+            table.add_row(escape(name), format_bytes(change.before_bytes), format_bytes(change.after_bytes),
+                          f"[{colour}]{sign}{format_bytes(abs(change.bytes))}[/]")
         out.print(table)

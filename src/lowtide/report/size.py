@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,7 +11,7 @@ from lowtide.base.lever_catalogue import LEVERS
 from lowtide.base.units import format_bytes, format_seconds
 from lowtide.report.pages import render
 from lowtide.report.terminal import console
-from lowtide.studies.size.minimum import Found
+from lowtide.studies.size.minimum import LeverTrials, MinimumStudy
 from lowtide.studies.size.trial import Ran
 
 _BAR: Final = 28
@@ -46,20 +45,15 @@ def _ran_json(ran: Ran) -> dict[str, Any]:
     }
 
 
-def least_of(found: Sequence[Found]) -> Found | None:
-    """The set of levers that needs least, of two that need the same the one with fewer levers; None where none works."""
-    return min((f for f in found if f.minimum_bytes is not None), key=lambda f: f.minimum_bytes or 0, default=None)
-
-
-def minimum_json(plain: Ran, found: Sequence[Found], declined: Mapping[str, str]) -> dict[str, Any]:
+def minimum_json(study: MinimumStudy) -> dict[str, Any]:
     """Everything; the first keys are of the set of levers that needs least."""
-    least = least_of(found)
+    plain, least = study.plain, study.least
     return {
         "minimum_bytes": None if least is None else least.minimum_bytes,
         "fails_at_bytes": None if least is None else least.fails_at_bytes,
         "set": None if least is None else least.name,
         "plain": {**_ran_json(plain), "warm_peak_bytes": plain.warm_peak_bytes, "resident_bytes": plain.resident_bytes},
-        "declined": dict(declined),
+        "declined": dict(study.declined),
         "sets": [
             {
                 "name": f.name,
@@ -72,17 +66,18 @@ def minimum_json(plain: Ran, found: Sequence[Found], declined: Mapping[str, str]
                 "reason": f.reason,
                 "runs": [_ran_json(r) for r in f.runs],
             }
-            for f in found
+            for f in study.sets
         ],
-        "runs": [_ran_json(r) for f in found for r in f.runs],
+        "runs": [_ran_json(r) for f in study.sets for r in f.runs],
     }
 
 
-def _minimum_rows(plain: Ran, found: Sequence[Found]) -> list[list[str]]:
+def _minimum_rows(study: MinimumStudy) -> list[list[str]]:
+    plain = study.plain
     rows = [["plain, first step", format_bytes(plain.cold_peak_bytes), "", "", "", "", ""],
             ["plain, later steps", format_bytes(plain.warm_peak_bytes), "100 %", "", time_text(plain.step_seconds), "1.00",
              ""]]
-    for f in found:
+    for f in study.sets:
         if f.minimum_bytes is None:
             rows.append([f.name, "none", "", "", "", "", str(len(f.runs))])
             continue
@@ -98,15 +93,15 @@ def _minimum_rows(plain: Ran, found: Sequence[Found]) -> list[list[str]]:
 _MINIMUM_HEADS: Final = ("", "peak or budget", "of plain", "fails at", "a step", "x plain", "runs")
 
 
-def show_minimum(plain: Ran, found: Sequence[Found], declined: Mapping[str, str]) -> None:
+def show_minimum(study: MinimumStudy) -> None:
     """The smallest budgets, and what they cost in time."""
     table = new_table("the least memory that works", *_MINIMUM_HEADS)
-    for row in _minimum_rows(plain, found):
+    for row in _minimum_rows(study):
         table.add_row(*row)
     out = console()
     out.print(table)
-    _show_curve(plain, found)
-    for f in found:
+    _show_curve(study)
+    for f in study.sets:
         if f.survived is not None and f.minimum_bytes is not None:
             held = f"{len(f.survived.steps)} steps at {format_bytes(f.minimum_bytes)} under a hard cap"
             own = bool(f.survived.steps) and not f.survived.lacks_memory
@@ -114,28 +109,12 @@ def show_minimum(plain: Ran, found: Sequence[Found], declined: Mapping[str, str]
             out.print(f"{f.name}: {held}{'' if f.survived.passes else why}", markup=False)
         if f.reason:
             out.print(f"{f.name}: {f.reason}", markup=False)
-    for name, text in declined.items():
+    for name, text in study.declined.items():
         out.print(f"{name} is not used: {text}", markup=False)
 
 
-def _curve(plain: Ran, found: Sequence[Found]) -> list[tuple[str, list[tuple[int, float]]]]:
-    """Points of the curve for each set of levers: (budget, seconds of a step).
-
-    A run without a cap at its budget may have crossed it, so only runs that stayed within are points.
-    """
-    lines = []
-    if plain.step_seconds:
-        lines.append(("plain", [(plain.peak_bytes, plain.step_seconds)]))
-    for f in found:
-        within = {
-            r.asked.budget_bytes: r.step_seconds for r in f.runs if r.passes and not r.over_bytes and r.asked.budget_bytes
-        }
-        lines.append((f.name, sorted((budget, seconds) for budget, seconds in within.items() if seconds)))
-    return lines
-
-
-def _show_curve(plain: Ran, found: Sequence[Found]) -> None:
-    points = [(name, *point) for name, line in _curve(plain, found) for point in line]
+def _show_curve(study: MinimumStudy) -> None:
+    points = [(name, *point) for name, line in study.curve for point in line]
     if not points:
         return
     longest = max(seconds for _, _, seconds in points)
@@ -146,9 +125,9 @@ def _show_curve(plain: Ran, found: Sequence[Found]) -> None:
     console().print(table)
 
 
-def minimum_page(script: str, plain: Ran, found: Sequence[Found]) -> str:
+def minimum_page(study: MinimumStudy) -> str:
     """A page with the curve of memory against time."""
-    best = least_of(found)
+    plain, best = study.plain, study.least
     least = None if best is None else best.minimum_bytes
     summary = f"plain peak {format_bytes(plain.peak_bytes)}"
     if least is not None:
@@ -158,73 +137,47 @@ def minimum_page(script: str, plain: Ran, found: Sequence[Found]) -> str:
         "text": "every run that stayed within its budget, and the plain run",
         "x": {"kind": "bytes", "label": "memory"},
         "y": {"kind": "seconds", "label": "a step"},
-        "series": [{"name": name, "points": points} for name, points in _curve(plain, found)],
+        "series": [{"name": name, "points": points} for name, points in study.curve],
     }
-    return render("size", [plot], title=f"The least memory for {Path(script).name}", summary=summary, plots=[plot],
-                  head=_MINIMUM_HEADS, rows=_minimum_rows(plain, found))
+    return render("size", [plot], title=f"The least memory for {Path(study.script).name}", summary=summary, plots=[plot],
+                  head=_MINIMUM_HEADS, rows=_minimum_rows(study))
 
 
-def levers_json(plain: Ran, found: Mapping[str, Ran]) -> dict[str, Any]:
-    """Everything; savings against the run without levers (named ``""`` in ``found``)."""
+def levers_json(trials: LeverTrials) -> dict[str, Any]:
+    """Everything; savings against the run without levers."""
     return {
-        "plain": _ran_json(plain),
-        "lowest_plan_bytes": _planned(found[""], "lowest_peak_bytes"),
+        "plain": _ran_json(trials.plain),
+        "lowest_plan_bytes": trials.lowest_plan_bytes,
         "levers": [
             {
                 "name": name,
                 "exact": LEVERS[name].exact,
                 "bits": LEVERS[name].bits,
-                "text": _lever_text(name, ran),
-                "used": _is_used(name, ran),
-                "saving_bytes": _saved(found, name, "baseline_peak_bytes"),
-                "floor_saving_bytes": _saved(found, name, "lowest_peak_bytes"),
+                "text": trials.text(name),
+                "used": trials.is_used(name),
+                "saving_bytes": trials.saving_bytes(name),
+                "floor_saving_bytes": trials.floor_saving_bytes(name),
                 **_ran_json(ran),
             }
-            for name, ran in found.items() if name
+            for name, ran in trials.runs.items()
         ],
     }
 
 
-def _planned(ran: Ran, key: str) -> int | None:
-    return None if ran.plan is None else int(ran.plan[key])
-
-
-def _saved(found: Mapping[str, Ran], name: str, key: str) -> int | None:
-    """By how much a figure of the plan is lower with a lever."""
-    before, after = _planned(found[""], key), _planned(found[name], key)
-    return before - after if before is not None and after is not None and _is_used(name, found[name]) else None
-
-
-def _is_used(name: str, ran: Ran) -> bool:
-    return ran.passes and any(x["name"] == name and x["used"] for x in ran.levers)
-
-
-def _lever_text(name: str, ran: Ran) -> str:
-    """What the lever did in a run, or why it did nothing."""
-    told = next((str(x["text"]) for x in ran.levers if x["name"] == name), "there was nothing for it to do")
-    if ran.passes or ran.ended == "refused":  # that the budget of the trial cannot be held says nothing of the lever
-        return told
-    return ran.message.removeprefix(f"LeverError: {name}: ")
-
-
-def show_levers(plain: Ran, found: Mapping[str, Ran]) -> None:
+def show_levers(trials: LeverTrials) -> None:
     """Each lever with what it saves on this script, and its effect on the bits."""
-    out = console()
-    lowest = _planned(found[""], "lowest_peak_bytes")
-    title = f"levers, each alone: plain peak {format_bytes(plain.warm_peak_bytes)}"
+    out, lowest = console(), trials.lowest_plan_bytes
+    title = f"levers, each alone: plain peak {format_bytes(trials.plain.warm_peak_bytes)}"
     title += "" if lowest is None else f", lowest plan {format_bytes(lowest)}"
     table = new_table(title, "lever", "off the plain peak", "off the lowest plan", "bits")
     table.columns[3].justify = "left"
     table.columns[0].no_wrap = True
-    for name in found:
-        if name:
-            saved = [_saved(found, name, key) for key in ("baseline_peak_bytes", "lowest_peak_bytes")]
-            told = ["" if s is None else format_bytes(s) for s in saved]
-            table.add_row(name, *told, LEVERS[name].bits)
+    for name in trials.runs:
+        saved = [trials.saving_bytes(name), trials.floor_saving_bytes(name)]
+        table.add_row(name, *("" if s is None else format_bytes(s) for s in saved), LEVERS[name].bits)
     out.print(table)
-    for name, ran in found.items():
-        if name:
-            out.print(f"{name}: {_lever_text(name, ran)}", markup=False)
+    for name in trials.runs:
+        out.print(f"{name}: {trials.text(name)}", markup=False)
     out.print("exact levers are used without being asked for where a budget needs them; others by --allow NAME", markup=False)
 
 

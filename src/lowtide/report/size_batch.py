@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +9,25 @@ from lowtide.base.units import format_bytes
 from lowtide.report.pages import render
 from lowtide.report.size import new_table, number
 from lowtide.report.terminal import console
-from lowtide.studies.size.throughput import Point, knee, largest, to_json
-from lowtide.studies.size.vary import Vary
+from lowtide.studies.size.throughput import SizeStudy, to_json
 
 
-def batch_json(vary: Vary, points: Sequence[Point]) -> dict[str, Any]:
+def batch_json(study: SizeStudy) -> dict[str, Any]:
     """Everything."""
-    best, plain, held = knee(points), largest(points, "plain"), largest(points, "budget")
+    best, plain, held = study.knee, study.largest, study.largest_under_budget
     return {
-        "axes": [{"name": n, "kind": a.kind} for n, a in zip(vary.names, vary.axes, strict=True)],
-        "points": [to_json(p) for p in points],
+        "axes": [{"name": n, "kind": a.kind} for n, a in zip(study.vary.names, study.vary.axes, strict=True)],
+        "points": [to_json(p) for p in study.points],
         "knee": None if best is None else to_json(best)["value"],
         "largest": None if plain is None else to_json(plain)["value"],
         "largest_under_budget": None if held is None else to_json(held)["value"],
     }
 
 
-def _batch_rows(points: Sequence[Point], *, per_sample: bool) -> list[list[str]]:
-    best = knee(points) if per_sample else None
+def _rows(study: SizeStudy) -> list[list[str]]:
+    best = study.knee if study.per_sample else None
     rows = []
-    for p in points:
+    for p in study.points:
         name = ", ".join(p.values)
         if p.rate is None:
             rows.append([name, p.how, p.ended, "", "", "", ""])
@@ -40,35 +38,35 @@ def _batch_rows(points: Sequence[Point], *, per_sample: bool) -> list[list[str]]
     return rows
 
 
-def _batch_heads(vary: Vary, *, per_sample: bool) -> tuple[str, ...]:
-    what = "samples" if per_sample else "steps"
-    return (", ".join(vary.names), "how", f"{what}/s", "quartiles", "peak, first step", "peak", "")
+def _heads(study: SizeStudy) -> tuple[str, ...]:
+    what = "samples" if study.per_sample else "steps"
+    return (", ".join(study.vary.names), "how", f"{what}/s", "quartiles", "peak, first step", "peak", "")
 
 
-def show_batch(vary: Vary, points: Sequence[Point], *, per_sample: bool, whole: bool = True) -> None:
+def show_batch(study: SizeStudy) -> None:
     """The table, and if the whole was run the knee and the largest that fits."""
-    table = new_table("throughput and peak by size", *_batch_heads(vary, per_sample=per_sample))
-    for row in _batch_rows(points, per_sample=per_sample and whole):
+    table = new_table("throughput and peak by size", *_heads(study))
+    for row in _rows(study):
         table.add_row(*row)
     out = console()
     out.print(table)
-    name = ", ".join(vary.names)
-    best, plain, held = (knee(points), largest(points, "plain"), largest(points, "budget")) if whole else (None, None, None)
-    if best is not None and per_sample:
+    name = ", ".join(study.vary.names)
+    best, plain, held = study.knee, study.largest, study.largest_under_budget
+    if best is not None and study.per_sample:
         what = "the smallest with at least 95 % of the highest throughput"
         out.print(f"knee: {name} {', '.join(best.values)}, {what}", markup=False)
     if plain is not None:
         out.print(f"largest that fits: {', '.join(plain.values)}", markup=False)
     if held is not None and held is not plain:
         out.print(f"largest that fits under the budget: {', '.join(held.values)}", markup=False)
-    for p in points:
+    for p in study.points:
         if p.message:
             out.print(f"{', '.join(p.values)} ({p.how}): {p.message}", markup=False)
 
 
-def batch_page(script: str, vary: Vary, points: Sequence[Point], *, per_sample: bool) -> str:
+def batch_page(study: SizeStudy) -> str:
     """A page with throughput and peak."""
-    best = knee(points)
+    best, vary, points, per_sample = study.knee, study.vary, study.points, study.per_sample
     x = {"kind": "number", "label": vary.names[0]}
     log = len(points) > 2 and all(float(p.values[0]) > 0 for p in points)
 
@@ -92,5 +90,5 @@ def batch_page(script: str, vary: Vary, points: Sequence[Point], *, per_sample: 
         what = "the smallest with at least 95 % of the highest throughput"
         summary += f"; the knee is at {', '.join(best.values)}, {what}"
     shown = [p for p in plots if p["series"]]
-    return render("size", shown, title=f"Sizes of {Path(script).name}", summary=summary, plots=shown,
-                  head=_batch_heads(vary, per_sample=per_sample), rows=_batch_rows(points, per_sample=per_sample))
+    return render("size", shown, title=f"Sizes of {Path(study.script).name}", summary=summary, plots=shown,
+                  head=_heads(study), rows=_rows(study))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from lowtide.base.units import format_bytes, format_seconds
 from lowtide.report.size import new_table, time_text
 from lowtide.report.terminal import console
 from lowtide.studies.size.fit import Fit
-from lowtide.studies.size.predict import Model
-from lowtide.studies.size.prediction import Prediction
+from lowtide.studies.size.prediction import Prediction, Predictions
 
 
 def _one_json(p: Prediction, memory: int | None) -> dict[str, Any]:
@@ -27,44 +25,41 @@ def _one_json(p: Prediction, memory: int | None) -> dict[str, Any]:
     }
 
 
-def prediction_json(model: Model, predictions: Sequence[Prediction], memory: int) -> dict[str, Any]:
+def prediction_json(found: Predictions) -> dict[str, Any]:
     """Everything."""
     return {
-        "degrees": dict(zip(model.names, model.degrees, strict=True)),
-        "aligned": model.aligned,
-        "checked": model.checked,
-        "memory_bytes": memory or None,
-        "points": [_one_json(p, memory) for p in predictions],
+        "degrees": dict(found.degrees),
+        "aligned": found.aligned,
+        "checked": found.checked,
+        "memory_bytes": found.memory_bytes or None,
+        "points": [_one_json(p, found.memory_bytes) for p in found.points],
     }
 
 
-def show_predictions(model: Model, predictions: Sequence[Prediction], memory: int, steps: int) -> None:
+def show_predictions(found: Predictions) -> None:
     """What larger sizes would take."""
+    memory = found.memory_bytes
     heads = ("peak", "at most", "a step, about", *(["fits"] if memory else []), "where the peak is")
-    table = new_table("predicted, not run", ", ".join(model.names), *heads)
+    table = new_table("predicted, not run", ", ".join(found.degrees), *heads)
     table.columns[-1].justify = "left"
-    for p in predictions:
+    for p in found.points:
         fits = {True: "yes", False: "no", None: "too close to tell"}[p.fits(memory)] if memory else None
         table.add_row(", ".join(f"{v:g}" for v in p.sizes.values()), format_bytes(p.peak_bytes), format_bytes(p.at_most_bytes),
                       time_text(p.step_seconds), *([fits] if fits else []), p.op)
     out = console()
-    if predictions:
+    if found.points:
         out.print(table)
-        told = f"of the first {steps} steps, if the script runs the same operators at that size"
+        told = f"of the first {found.steps} steps, if the script runs the same operators at that size"
         out.print(f"{told}; `lowtide batch` without --predict runs it", markup=False)
     else:
         out.print("all sizes that were given were recorded: give larger ones to be predicted", markup=False)
-    _show_model(model)
-
-
-def _show_model(model: Model) -> None:
-    found = ", ".join(f"{n}: degree {d}" for n, d in zip(model.names, model.degrees, strict=True))
-    if not model.aligned:
-        console().print("the recordings do not run the same operators: only their peaks could be fitted", markup=False)
-    elif model.left_out:
-        console().print(f"{model.left_out} recordings run other operators than the largest (as a size of one does): left out")
-    if model.aligned and not model.checked:
-        console().print(f"{found}; no recording was left to check that with: give one more size", markup=False)
+    degrees = ", ".join(f"{name}: degree {degree}" for name, degree in found.degrees.items())
+    if not found.aligned:
+        out.print("the recordings do not run the same operators: only their peaks could be fitted", markup=False)
+    elif found.left_out:
+        out.print(f"{found.left_out} recordings run other operators than the largest (as a size of one does): left out")
+    if found.aligned and not found.checked:
+        out.print(f"{degrees}; no recording was left to check that with: give one more size", markup=False)
 
 
 def fit_json(answer: Fit) -> dict[str, Any]:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import recorded_jobs
 import torch
 from torch.optim import optimizer as optim
-from lowtide.recording.explanation import Role, steps_of
+from lowtide.recording.recorded_step import Role, laid_out
 
 import lowtide
 
@@ -135,15 +135,15 @@ def recorded(make: Callable[[], Any], judge: Judge) -> tuple[dict[str, int], dic
         for p in row.phases:
             found[p.name] = max(found.get(p.name, 0), p.peak_bytes - start)
     worst: dict[str, float] = {}
-    first = steps_of(recording)[0]  # what other jobs of this process left is known where a tensor has it
+    first = laid_out(recording)[0]  # what other jobs of this process left is known where a tensor has it
     left = start - sum(b.bytes for b in first.blocks if b.met and b.counted and b.born < first.ops[0])
-    for step in steps_of(recording):
+    for step in laid_out(recording):
         if step.row.step >= 0 and len(step.ops):
             assert (step.before.sum(axis=1) == step.entries["size"][step.ops]).all()
             assert (step.at_peak.sum(axis=1) == step.entries["peak"][step.ops]).all()
             unknown = abs(step.at_peak[:, Role.UNKNOWN] - left).max()
             worst[str(step.row.step)] = float(unknown / max(int(step.peaks.max()) - start, 1))
-    made = [b for s in steps_of(recording) for b in s.blocks if b.phase == "backward" and b.born >= 0 and b.counted]
+    made = [b for s in laid_out(recording) for b in s.blocks if b.phase == "backward" and b.born >= 0 and b.counted]
     known = sum(b.bytes for b in made if b.source)
     return found, worst, known / sum(b.bytes for b in made) if made else 1.0
 

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from lowtide.recording.explanation import Step, steps_of, telling
-from lowtide.recording.file_format import Role
 from lowtide.recording.findings.evaluation import evaluation_graph
 from lowtide.recording.findings.held import double_precision, graph_kept, held_results, model_copies, zeroed_gradients
 from lowtide.recording.findings.loss_and_data import loss_block, resident_data, smaller_batch
 from lowtide.recording.findings.optimizer import foreach_extra, optimizer_states
 from lowtide.recording.findings.run import allocator_cache, backward_extra, cold_step, memory_floor, second_step
 from lowtide.recording.reader import Recording
+from lowtide.recording.recorded_step import RecordedStep, telling
 from lowtide.recording.whatif import Case, Finding
 
 LEVERS: Final = ("loss-block", "foreach", "resident-data", "smaller-batch")
 """Findings that are ways to do with less; the others are oversights, and come first."""
 
 
-def findings(recording: Recording) -> list[Finding]:
-    """All findings of a recording: oversights, then levers, each by its saving; answers last."""
-    recorded = steps_of(recording)
+def findings(recording: Recording, recorded: Sequence[RecordedStep]) -> list[Finding]:
+    """All findings of a recording: oversights, then levers, each by its saving; answers last.
+
+    Args:
+        recording: for what it says of the whole run.
+        recorded: its steps, laid out.
+    """
     steps = [s for s in recorded if s.row.step >= 0] or recorded
     step = telling(steps)
     if step is None:
@@ -53,9 +56,3 @@ FINDERS: Final[tuple[Callable[[Case], Iterable[Finding]], ...]] = (
 def would_fit(found: Iterable[Finding], cap_bytes: int) -> list[Finding]:
     """The findings each of which alone would have kept the step within a limit."""
     return [f for f in found if f.saving_bytes and f.changed_peak_bytes <= cap_bytes]
-
-
-def by_role(step: Step) -> Mapping[str, int]:
-    """Bytes per role at a step's highest point."""
-    roles = step.at_peak[step.peak_op]
-    return {Role(r).name.lower(): int(roles[r]) for r in range(len(roles)) if roles[r]}

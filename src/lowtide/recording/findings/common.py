@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 
 from lowtide.base.trace import Phase
-from lowtide.recording.explanation import Block, Step
 from lowtide.recording.file_format import BY_ZERO, HELD_BYTES, PHASES, Role
+from lowtide.recording.recorded_step import Block, RecordedStep
 from lowtide.recording.whatif import Case
 
 NOTABLE: Final = 0.01
@@ -18,7 +18,7 @@ NOTABLE: Final = 0.01
 _ZEROS: Final = ("aten.zero_", "aten._foreach_zero_")
 
 
-def zeroes(step: Step, write: int) -> bool:
+def zeroes(step: RecordedStep, write: int) -> bool:
     """Whether it is an operator that fills with zeros, or one of ``zero_grad``, that wrote."""
     entry = step.entries[write]
     name = step.names[entry["a"]]
@@ -56,7 +56,7 @@ def is_batch(block: Block) -> bool:
                                         and "[" not in block.held[-1])
 
 
-def until_the_next(inputs: list[tuple[int, Block]], step: Step) -> dict[int, int]:
+def until_the_next(inputs: list[tuple[int, Block]], step: RecordedStep) -> dict[int, int]:
     """A batch that no graph holds is there until its variable is given the next one."""
     ends: dict[int, int] = {}
     for _, same in groupby(sorted(inputs, key=lambda x: (x[1].label, x[1].born)), key=lambda x: x[1].label):
@@ -70,14 +70,14 @@ def most_at_once(blocks: Iterable[Block]) -> int:
     return max(accumulate((size for _, size in changes)), default=0)
 
 
-def is_used(block: Block, step: Step) -> bool:
+def is_used(block: Block, step: RecordedStep) -> bool:
     """Whether a backward of the step asked for a block, or let go of it."""
     phases, backward = step.entries["phase"], PHASES.index(Phase.BACKWARD)
     ends = [e for _, e in block.saved if e < len(phases)]
     return any(phases[e] == backward for e in (*ends, *block.reads))
 
 
-def is_saved_still(block: Block, step: Step) -> bool:
+def is_saved_still(block: Block, step: RecordedStep) -> bool:
     """Whether autograd still holds a block when the step ends."""
     return any(e >= len(step.entries) for _, e in block.saved)
 
@@ -93,7 +93,7 @@ def may_be_used(block: Block, case: Case) -> bool:
     return there is not None and (is_used(there, after) or is_saved_still(there, after))
 
 
-def op_to_compare(first: Step, second: Step) -> int:
+def op_to_compare(first: RecordedStep, second: RecordedStep) -> int:
     """Of one step the operator to compare with another's highest: the highest of that phase, else of all."""
     phases = first.entries["phase"][first.ops]
     there = np.flatnonzero(phases == second.entries["phase"][second.ops[second.peak_op]])

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from lowtide.base.trace import Phase
 from lowtide.base.units import format_bytes
-from lowtide.recording.explanation import Block
 from lowtide.recording.file_format import HELD_BYTES, Role
 from lowtide.recording.findings.common import NOTABLE, is_idle, is_kept_for_more, is_past_use, last_use, place_of, zeroes
 from lowtide.recording.precision import WIDE, has_convolutions, has_lstms, in_float32
+from lowtide.recording.recorded_step import Block
 from lowtide.recording.whatif import Case, Change, Finding
 
 

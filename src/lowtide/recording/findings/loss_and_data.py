@@ -9,9 +9,9 @@ import numpy as np
 
 from lowtide.base.trace import Phase
 from lowtide.base.units import format_bytes
-from lowtide.recording.explanation import Block, Step
 from lowtide.recording.file_format import PHASES, Role
 from lowtide.recording.peak_floor import grows_with_the_batch
+from lowtide.recording.recorded_step import Block, RecordedStep
 from lowtide.recording.whatif import Case, Change, Finding
 
 LARGE: Final = 0.05
@@ -22,7 +22,7 @@ _LOSS_OPS: Final = ("_log_softmax", "nll_loss", "binary_cross_entropy", "mse_los
 _SLICES: Final = ("aten.slice", "aten.select", "aten.index", "aten.narrow", "aten.split", "aten.unbind", "aten.as_strided")
 
 
-def loss_blocks(step: Step, parts: Sequence[str] = _LOSS_OPS, failed: Collection[int] = ()) -> list[int]:
+def loss_blocks(step: RecordedStep, parts: Sequence[str] = _LOSS_OPS, failed: Collection[int] = ()) -> list[int]:
     """Logits, log-softmax and their gradients: places in the step's blocks.
 
     Args:
@@ -85,7 +85,7 @@ def resident_data(case: Case) -> Iterator[Finding]:
         )
 
 
-def _read_at_once(block: Block, step: Step) -> int:
+def _read_at_once(block: Block, step: RecordedStep) -> int:
     """The most of a block that an operator read, views of it apart; 0 where it was not read, or the recording does not say."""
     made: dict[int, int] = {}
     for x in step.blocks:

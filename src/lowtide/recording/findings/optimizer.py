@@ -8,10 +8,10 @@ from typing import Final
 
 from lowtide.base.trace import Phase
 from lowtide.base.units import format_bytes
-from lowtide.recording.explanation import Block, Step
 from lowtide.recording.file_format import Role
 from lowtide.recording.findings.common import NOTABLE
 from lowtide.recording.findings.loss_and_data import LARGE
+from lowtide.recording.recorded_step import Block, RecordedStep
 from lowtide.recording.whatif import Case, Change, Finding
 
 _TEMPORARIES: Final = {"SGD": 0, "ASGD": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 5, "Adadelta": 2, "Rprop": 3}
@@ -55,7 +55,7 @@ def foreach_extra(case: Case) -> Iterator[Finding]:
     )
 
 
-def _temporaries(made: list[Block], step: Step) -> int:
+def _temporaries(made: list[Block], step: RecordedStep) -> int:
     """How many temporaries of a parameter's size the optimizer's loop would hold where its foreach kernels made these."""
     kinds = {b.name.split(" ")[0] for b in step.blocks if b.role is Role.OPTIMIZER_STATE} or {"SGD"}
     base = max(_TEMPORARIES.get(kind, 1) for kind in kinds)

@@ -13,7 +13,7 @@ from lowtide.planning.graph import Graph
 from lowtide.planning.schedule import Act, Move, Row, plain_row
 from lowtide.planning.solver.solve import Answer, Order, Solver
 from lowtide.planning.status import Status
-from lowtide.recording.explanation import Step
+from lowtide.recording.recorded_step import RecordedStep
 from lowtide.recording.rewrites.levers import each_lever, with_levers
 
 _ALL_SETS: Final = 3
@@ -78,7 +78,7 @@ def sets_of(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def others(
-    step: Step,
+    step: RecordedStep,
     plain: Planned,
     *,
     prepared: Callable[[Graph], Graph],

@@ -29,9 +29,9 @@ from lowtide.base.trace import Phase
 from lowtide.planning.graph import Graph, Node
 from lowtide.planning.referee import play
 from lowtide.planning.schedule import plain_row, unfold
-from lowtide.recording.explanation import Block, Step
 from lowtide.recording.findings.loss_and_data import CHUNKS, LARGE, loss_blocks
 from lowtide.recording.graph import BACKWARD, block_of, graph_of, inside_of, operator_of
+from lowtide.recording.recorded_step import Block, RecordedStep
 from lowtide.recording.rewrites.update import FOREACH, consumed, lists_apart, updates_at_once
 
 _CROSS_ENTROPY: Final = ("_log_softmax", "nll_loss")
@@ -55,7 +55,7 @@ _REST: Final = 1 / 8
 """Of what is inside these, what is there besides the pieces (measured: of eight pieces, a fourth is left in all)."""
 
 
-def each_lever(step: Step) -> dict[str, Graph]:
+def each_lever(step: RecordedStep) -> dict[str, Graph]:
     """The graph of a step with each lever that would change it alone, by its name, in the order in which they are listed."""
     plain = with_levers(step, ())
     alone = {name: with_levers(step, (name,)) for name in LEVERS}
@@ -67,7 +67,7 @@ def peak_of(graph: Graph) -> int:
     return play(graph, unfold(graph, plain_row(graph))).peak_bytes
 
 
-def with_levers(step: Step, names: Collection[str]) -> Graph:
+def with_levers(step: RecordedStep, names: Collection[str]) -> Graph:
     """The graph of a step with some levers, its order the one in which operators would run.
 
     Args:
@@ -102,7 +102,7 @@ def _changed(graph: Graph, nodes: dict[int, Node]) -> Graph:
     return replace(graph, nodes=tuple(nodes.get(v, n) for v, n in enumerate(graph.nodes)))
 
 
-def _with_bytes(step: Step, graph: Graph, sizes: dict[int, int]) -> Graph:
+def _with_bytes(step: RecordedStep, graph: Graph, sizes: dict[int, int]) -> Graph:
     """Blocks, by their places in the step, of other sizes."""
     values: dict[int, list[int]] = defaultdict(list)
     for v, node in enumerate(graph.nodes):
@@ -114,7 +114,7 @@ def _with_bytes(step: Step, graph: Graph, sizes: dict[int, int]) -> Graph:
     })
 
 
-def _read_by(step: Step) -> Mapping[int, list[Block]]:
+def _read_by(step: RecordedStep) -> Mapping[int, list[Block]]:
     """By an operator's entry, the blocks that it reads."""
     found: dict[int, list[Block]] = defaultdict(list)
     for block in step.blocks:
@@ -129,7 +129,7 @@ def _shape(block: Block) -> list[int]:
     return [int(size) for size in found[1].split(",")] if found else []
 
 
-def _loss_in_pieces(step: Step, graph: Graph) -> Graph:
+def _loss_in_pieces(step: RecordedStep, graph: Graph) -> Graph:
     """Logits and what the loss makes of them as large as one piece; the backward makes them once more."""
     blocks = loss_blocks(step, _CROSS_ENTROPY)
     large = [i for i in blocks if step.blocks[i].label.startswith(("float", "bfloat"))]
@@ -148,7 +148,7 @@ def _loss_in_pieces(step: Step, graph: Graph) -> Graph:
     return _changed(smaller, {first: replace(smaller.nodes[first], seconds=smaller.nodes[first].seconds + again)})
 
 
-def _may_be_deferred(step: Step, blocks: Collection[int]) -> bool:
+def _may_be_deferred(step: RecordedStep, blocks: Collection[int]) -> bool:
     """Whether the logits are a wide linear layer's, and nobody but its loss reads what comes between."""
     read = _read_by(step)
     names = step.entries["a"]
@@ -157,7 +157,7 @@ def _may_be_deferred(step: Step, blocks: Collection[int]) -> bool:
     return bool(logits) and all(_is_deferred(step, b, read, _FAR) for b in logits)
 
 
-def _is_deferred(step: Step, block: Block, read: Mapping[int, list[Block]], far: int) -> bool:
+def _is_deferred(step: RecordedStep, block: Block, read: Mapping[int, list[Block]], far: int) -> bool:
     known = (*_CROSS_ENTROPY, *_DEFERRED, *_VIEWS)
     phases, names = step.entries["phase"], step.entries["a"]
     if any(phases[r] != BACKWARD and not _named(step.names[names[r]], known) for r in block.reads):
@@ -174,7 +174,7 @@ def _named(name: str, parts: Collection[str]) -> bool:
     return any(part in name for part in parts)
 
 
-def _libraries_take_less(step: Step, graph: Graph) -> Graph:
+def _libraries_take_less(step: RecordedStep, graph: Graph) -> Graph:
     """Backwards of convolutions and batch norms over pieces: what is inside them besides what they make."""
     read, inside = _read_by(step), inside_of(step)
     changed = {}
@@ -197,7 +197,7 @@ def _libraries_take_less(step: Step, graph: Graph) -> Graph:
     return _changed(graph, changed)
 
 
-def _temporaries_one_by_one(step: Step, graph: Graph) -> Graph:
+def _temporaries_one_by_one(step: RecordedStep, graph: Graph) -> Graph:
     """Of what a foreach operator of the update makes for a while, only the largest at a time."""
     sizes: dict[int, int] = {}
     largest: dict[int, int] = {}

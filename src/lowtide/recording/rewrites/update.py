@@ -17,9 +17,9 @@ import numpy as np
 from lowtide.base.trace import Phase
 from lowtide.planning.graph import Graph
 from lowtide.planning.schedule import plain_row
-from lowtide.recording.explanation import Step
 from lowtide.recording.file_format import PHASES, EntryKind, Flag, Role
 from lowtide.recording.graph import BACKWARD, block_of, inside_of, operator_of
+from lowtide.recording.recorded_step import RecordedStep
 
 OPTIMIZER: Final = PHASES.index(Phase.OPTIMIZER)
 FOREACH: Final = "_foreach_"
@@ -27,7 +27,7 @@ FOREACH: Final = "_foreach_"
 _FUSED: Final = "_fused_"
 
 
-def consumed(step: Step) -> frozenset[int]:
+def consumed(step: RecordedStep) -> frozenset[int]:
     """Numbers of the gradients that an update in the backward would let go, those of the step before among them.
 
     Empty where it cannot be: a gradient is written or read by something else than its backward and one optimizer's update, is
@@ -60,7 +60,7 @@ def consumed(step: Step) -> frozenset[int]:
     return frozenset(b.number for b in [*found, *(b for b in left if b.name in names)])
 
 
-def lists_apart(step: Step, graph: Graph) -> Graph:
+def lists_apart(step: RecordedStep, graph: Graph) -> Graph:
     """Each operator of the update that takes lists as one operator for each of their entries, as it runs for one parameter."""
     parts = {}
     for v, k in operator_of(graph).items():
@@ -72,7 +72,7 @@ def lists_apart(step: Step, graph: Graph) -> Graph:
     return _split(step, graph, parts) if parts else graph
 
 
-def _entries_of_lists(step: Step, k: int, *, fused: bool) -> dict[int, int]:
+def _entries_of_lists(step: RecordedStep, k: int, *, fused: bool) -> dict[int, int]:
     """By a block's number, which entry of an operator's lists it is; nothing where the operator has no lists of several.
 
     What it was given was noted list after list, parameters first, then what belongs to all entries (a scalar tensor).
@@ -93,13 +93,13 @@ def _entries_of_lists(step: Step, k: int, *, fused: bool) -> dict[int, int]:
     return found if all(found[b] == i for b, i in pairs) else {}
 
 
-def _parameters(step: Step, numbers: Collection[int]) -> int:
+def _parameters(step: RecordedStep, numbers: Collection[int]) -> int:
     """How many blocks that an operator was given are parameters."""
     wanted = {int(n) for n in numbers}
     return sum(1 for b in step.blocks if b.number in wanted and b.role is Role.PARAMETER)
 
 
-def _split(step: Step, graph: Graph, parts: Mapping[int, Mapping[int, int]]) -> Graph:
+def _split(step: RecordedStep, graph: Graph, parts: Mapping[int, Mapping[int, int]]) -> Graph:
     """Some operators in parts, given which part each block belongs to; what belongs to none belongs to all."""
     numbers = [block_of(node) for node in graph.nodes]
     operators = operator_of(graph)
@@ -169,7 +169,7 @@ def _shares(graph: Graph, v: int, found: Mapping[int, int], numbers: list[int | 
     return [size / total if total else 1.0 / count for size in sizes]
 
 
-def updates_at_once(step: Step, graph: Graph) -> list[int]:
+def updates_at_once(step: RecordedStep, graph: Graph) -> list[int]:
     """Nodes that compute, in the given order but for the optimizer's, each of which runs as soon as it can.
 
     It can when what it reads is there and everybody else has read what it overwrites. An operator of the optimizer that needs

@@ -290,18 +290,19 @@ class _Record:
             if self._writer.stopped is None:  # else it was said
                 tell(f"lowtide: no step was recorded: {self._path} is as it was before")
             return
+        from lowtide.recording.explanation.explanation import explain
         from lowtide.recording.reader import read
         from lowtide.report.recording import show_recording, to_json
 
         options = self._options
         if options.json is None and (options.quiet or _rank_suffix()):
             return
-        recording, written = read(self._path), Written()
+        found, written = explain(read(self._path)), Written()
         if options.json is not None:
-            figures = {"recording": str(self._path), **to_json(recording)}
+            figures = {"recording": str(self._path), **to_json(found)}
             written.attempt(write_json, options.json + _rank_suffix(), figures)
         if not options.quiet and not _rank_suffix():
-            show_recording(recording)
+            show_recording(found)
         written.say()
 
 

@@ -1,7 +1,7 @@
 """Recording a script as it is: what appears, is saved, is let go, and how high memory stands, into a recording.
 
 Nothing is held that the plain run would not hold, and nothing is decided: names, roles and causes are worked out by the
-reader (:mod:`lowtide.recording.explanation`) from what is written here.
+reader (:mod:`lowtide.recording.recorded_step`) from what is written here.
 """
 
 from __future__ import annotations

@@ -1,14 +1,18 @@
-"""A study as figures and sentences: what every report of it shows."""
+"""What a study of leaks found, as one frozen value: every report of it renders this value."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
+from lowtide.studies.leak.ablate import Ablation
 from lowtide.studies.leak.books import Books, close
+from lowtide.studies.leak.series import series_of
 from lowtide.studies.leak.study import Study
 from lowtide.studies.leak.trend import finite
 from lowtide.studies.leak.watch import Run
@@ -81,11 +85,6 @@ def spread_of(run: Run) -> Spread | None:
     changes = np.diff(resident[at]) / np.diff(at)
     found = [float(x) for x in np.quantile(changes, (0, 0.25, 0.5, 0.75, 1))]
     return Spread(minimum=found[0], q1=found[1], median=found[2], q3=found[3], maximum=found[4])
-
-
-def books_of(study: Study) -> Books | None:
-    """The books of the process that was watched longest."""
-    return close(study.run)
 
 
 def suspects_of(run: Run, rate: float = 0.0) -> tuple[Suspect, ...]:
@@ -174,13 +173,55 @@ def short(place: str) -> str:
     return f"{path.name}:{line}" if name else place
 
 
-def to_json(study: Study, suspects: tuple[Suspect, ...], *, samples_per_step: float = 1.0) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeakFindings:
+    """What a study of one program found.
+
+    Attributes:
+        command: the program.
+        study: its processes, and what they say together.
+        suspects: what grows with the steps; empty where nothing was looked for.
+        ablation: which part grows, by experiment; None where that was not asked.
+        samples_per_step: for the rate.
+        books: where resident memory grew in the process that was watched longest; None where it has too few readings.
+        spread: growth of resident memory from step to step there.
+        curves: of each process, its counters step by step.
+    """
+
+    command: tuple[str, ...]
+    study: Study
+    suspects: tuple[Suspect, ...]
+    ablation: Ablation | None
+    samples_per_step: float
+    books: Books | None
+    spread: Spread | None
+    curves: tuple[Mapping[str, NDArray[np.float64]], ...]
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """The median rate of the process that was watched longest; None where its steps were not timed."""
+        seconds = self.study.run.step_seconds
+        return self.samples_per_step / seconds if seconds else None
+
+
+def explain_study(
+    command: Sequence[str], study: Study, suspects: tuple[Suspect, ...] = (), ablation: Ablation | None = None, *,
+    samples_per_step: float = 1.0,
+) -> LeakFindings:
+    """What a study found; see :class:`LeakFindings`."""
+    return LeakFindings(
+        command=tuple(command), study=study, suspects=suspects, ablation=ablation, samples_per_step=samples_per_step,
+        books=close(study.run), spread=spread_of(study.run), curves=tuple(series_of(run) for run in study.runs),
+    )
+
+
+def to_json(found: LeakFindings) -> dict[str, Any]:
     """Every figure of a study; bytes and seconds."""
+    study, books, spread = found.study, found.books, found.spread
     verdict, run = study.verdict, study.run
-    books, spread = books_of(study), spread_of(run)
     culprit = verdict.culprit
-    seconds = run.step_seconds
     return {
+        "command": list(found.command),
         "verdict": verdict.verdict.value,
         "kind": None if culprit is None else culprit.name,
         "bytes_per_step": None if culprit is None else culprit.trend.rate,
@@ -193,8 +234,8 @@ def to_json(study: Study, suspects: tuple[Suspect, ...], *, samples_per_step: fl
         "steps": run.steps,
         "steps_marked_by": None if run.kind is None else run.kind.name.lower(),
         "change_bytes": None if spread is None else spread.to_json(),
-        "step_seconds": seconds,
-        "samples_per_second": samples_per_step / seconds if seconds else None,
+        "step_seconds": run.step_seconds,
+        "samples_per_second": found.samples_per_second,
         "by_kind": None
         if books is None
         else {
@@ -224,7 +265,7 @@ def to_json(study: Study, suspects: tuple[Suspect, ...], *, samples_per_step: fl
                 "bytes_per_step": s.bytes_per_step,
                 "count_per_step": s.count_per_step,
             }
-            for s in suspects
+            for s in found.suspects
         ],
         "processes": [
             {
@@ -236,4 +277,5 @@ def to_json(study: Study, suspects: tuple[Suspect, ...], *, samples_per_step: fl
             }
             for r, j in zip(study.runs, [*study.judgements, *[None] * (len(study.runs) - len(study.judgements))], strict=True)
         ],
+        "ablation": None if found.ablation is None else found.ablation.to_json(),
     }

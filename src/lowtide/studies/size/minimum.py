@@ -6,7 +6,7 @@ often that budget passes, and one per cent less fails, so that two runs are enou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -58,6 +58,94 @@ class Found:
     def at_minimum(self) -> Ran | None:
         """The run at the smallest budget that passed."""
         return next((r for r in self.runs if r.passes and r.asked.budget_bytes == self.minimum_bytes), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MinimumStudy:
+    """What ``lowtide min`` found of one script.
+
+    Attributes:
+        script: its path.
+        plain: the run without a budget.
+        sets: what the search found with each set of levers, in the order in which they were tried.
+        declined: levers that cannot be used on this script, and why.
+    """
+
+    script: str
+    plain: Ran
+    sets: tuple[Found, ...]
+    declined: Mapping[str, str]
+
+    @property
+    def least(self) -> Found | None:
+        """The set of levers that needs least, of two that need the same the one with fewer levers; None where none works."""
+        found = (f for f in self.sets if f.minimum_bytes is not None)
+        return min(found, key=lambda f: f.minimum_bytes or 0, default=None)
+
+    @property
+    def curve(self) -> list[tuple[str, list[tuple[int, float]]]]:
+        """Points of the curve for each set of levers: (budget, seconds of a step).
+
+        A run without a cap at its budget may have crossed it, so only runs that stayed within are points.
+        """
+        lines = []
+        if self.plain.step_seconds:
+            lines.append(("plain", [(self.plain.peak_bytes, self.plain.step_seconds)]))
+        for f in self.sets:
+            within = {
+                r.asked.budget_bytes: r.step_seconds for r in f.runs if r.passes and not r.over_bytes and r.asked.budget_bytes
+            }
+            lines.append((f.name, sorted((budget, seconds) for budget, seconds in within.items() if seconds)))
+        return lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeverTrials:
+    """Levers tried on a script, each alone.
+
+    Attributes:
+        plain: the run without a budget.
+        without: the run under a budget without levers, which savings are told against.
+        runs: the run with each lever, by its name.
+    """
+
+    plain: Ran
+    without: Ran
+    runs: Mapping[str, Ran]
+
+    @property
+    def lowest_plan_bytes(self) -> int | None:
+        """The lowest plan without levers; None where there is none."""
+        return _planned(self.without, "lowest_peak_bytes")
+
+    def is_used(self, name: str) -> bool:
+        """Whether the lever did something."""
+        ran = self.runs[name]
+        return ran.passes and any(x["name"] == name and x["used"] for x in ran.levers)
+
+    def saving_bytes(self, name: str) -> int | None:
+        """By how much the plain peak is lower with a lever."""
+        return self._saving(name, "baseline_peak_bytes")
+
+    def floor_saving_bytes(self, name: str) -> int | None:
+        """By how much the lowest plan is lower with a lever."""
+        return self._saving(name, "lowest_peak_bytes")
+
+    def _saving(self, name: str, key: str) -> int | None:
+        before, after = _planned(self.without, key), _planned(self.runs[name], key)
+        return before - after if before is not None and after is not None and self.is_used(name) else None
+
+    def text(self, name: str) -> str:
+        """What the lever did, or why it did nothing."""
+        ran = self.runs[name]
+        told = next((str(x["text"]) for x in ran.levers if x["name"] == name), "there was nothing for it to do")
+        if ran.passes or ran.ended == "refused":  # that the budget of the trial cannot be held says nothing of the lever
+            return told
+        return ran.message.removeprefix(f"LeverError: {name}: ")
+
+
+def _planned(ran: Ran, key: str) -> int | None:
+    return None if ran.plan is None else int(ran.plan[key])
 
 
 def covering(plain: Ran, steps: int) -> int:

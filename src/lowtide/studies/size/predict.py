@@ -13,7 +13,7 @@ operators (a loop over the sequence), the step's peak itself is fitted, and the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Final, final
@@ -24,11 +24,11 @@ from scipy.optimize import nnls
 
 from lowtide.base.errors import UsageError
 from lowtide.planning.graph import Graph
-from lowtide.recording.explanation import Step, steps_of
 from lowtide.recording.file_format import decode_run
 from lowtide.recording.graph import graph_of
 from lowtide.recording.reader import Recording
-from lowtide.studies.size.prediction import Prediction, Sizes
+from lowtide.recording.recorded_step import RecordedStep, laid_out
+from lowtide.studies.size.prediction import Prediction, Predictions, Sizes
 
 DEGREES: Final = 4
 """Highest degree that is tried: attention over the patches of an image grows with the fourth power of its side."""
@@ -82,7 +82,7 @@ class Model:
         for axis, name in enumerate(self.names):
             if len(set(at[:, axis])) < 2:
                 raise UsageError(f"all recordings have the same {name}: vary it")
-        steps = [[s for s in steps_of(r) if s.row.complete and s.row.step >= 0] for _, r in recordings]
+        steps = [[s for s in laid_out(r) if s.row.complete and s.row.step >= 0] for _, r in recordings]
         if min(len(found) for found in steps) < COMPLETE:
             raise UsageError("a recording has fewer than two complete steps with operators (--level ops)")
         self._count = min(len(found) for found in steps)
@@ -103,7 +103,7 @@ class Model:
         )
         self.degrees, self.checked = self._choose()
 
-    def _corresponding(self, at: NDArray[np.float64], columns: Sequence[Sequence[Step]]) -> list[int]:
+    def _corresponding(self, at: NDArray[np.float64], columns: Sequence[Sequence[RecordedStep]]) -> list[int]:
         """Recordings that run the same operators as the largest does, itself included; none if they do not vary enough.
 
         A size of one is often left out so: torch copies less where a dimension has one element.
@@ -231,6 +231,17 @@ class Model:
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
+    def predictions(self, sizes: Iterable[Sizes], memory_bytes: int, steps: int) -> Predictions:
+        """The step at several sizes; see :class:`Predictions`.
+
+        Raises:
+            UsageError: if one lacks a size.
+        """
+        return Predictions(
+            degrees=dict(zip(self.names, self.degrees, strict=True)), aligned=self.aligned, checked=self.checked,
+            left_out=self.left_out, points=tuple(self.at(s) for s in sizes), memory_bytes=memory_bytes, steps=steps,
+        )
+
     def at(self, sizes: Sizes) -> Prediction:
         """The step at some sizes.
 
@@ -324,7 +335,7 @@ class Model:
         return replace(first, nodes=nodes, name=", ".join(f"{k}={v:g}" for k, v in sizes.items()))
 
 
-def _seconds_of(step: Step) -> float:
+def _seconds_of(step: RecordedStep) -> float:
     """What a step's operators took, without what recording adds to each of them; the whole step where they were not timed."""
     return sum(decode_run(int(f))[0] for f in step.entries["flags"][step.ops]) or float(step.row.seconds)
 
@@ -334,7 +345,7 @@ def _is_batch(name: str) -> bool:
     return "batch" in name.lower() or name.lower() in ("b", "bs", "n")
 
 
-def _alike(steps: Sequence[Step]) -> bool:
+def _alike(steps: Sequence[RecordedStep]) -> bool:
     """Whether steps ran the same operators in the same modules."""
     first = [(steps[0].names[e["a"]], steps[0].names[e["b"]]) for e in steps[0].entries[steps[0].ops]]
     return all(

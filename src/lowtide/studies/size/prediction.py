@@ -55,6 +55,29 @@ class Prediction:
         return None if self.peak_bytes * (1 - self.doubt) <= memory_bytes else False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predictions:
+    """What ``lowtide batch --predict`` says of sizes that were not run.
+
+    Attributes:
+        degrees: by the name of each size, the degree in which the peak grows with it.
+        aligned: whether recordings run the same operators, so that every instant was fitted.
+        checked: whether a recording was left to check the degrees with.
+        left_out: recordings that run other operators than the largest does.
+        points: one for each size that was asked.
+        memory_bytes: what there is; 0 where that was not said.
+        steps: so many first steps are predicted.
+    """
+
+    degrees: Mapping[str, int]
+    aligned: bool
+    checked: bool
+    left_out: int
+    points: tuple[Prediction, ...]
+    memory_bytes: int
+    steps: int
+
+
 def sizes_of(recording: Recording, names: Sequence[str]) -> dict[str, float]:
     """What was varied, in one recording: as it says itself, or by the script's arguments.
 

@@ -233,3 +233,37 @@ def knee(points: Iterable[Point]) -> Point | None:
 def largest(points: Iterable[Point], how: str) -> Point | None:
     """The last value that fits plainly, or under the budget as well."""
     return next((p for p in reversed(list(points)) if p.fits and (how == "budget" or p.how == "plain")), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeStudy:
+    """What ``lowtide batch`` found of one script.
+
+    Attributes:
+        script: its path.
+        vary: what was varied.
+        points: in the order in which they ran.
+        per_sample: whether rates are of samples, not of steps.
+        whole: whether all sizes were run; before, no size is said to be the best.
+    """
+
+    script: str
+    vary: Vary
+    points: tuple[Point, ...]
+    per_sample: bool
+    whole: bool = True
+
+    @property
+    def knee(self) -> Point | None:
+        """The smallest with nearly the highest throughput."""
+        return knee(self.points) if self.whole else None
+
+    @property
+    def largest(self) -> Point | None:
+        """The largest that fits without a budget."""
+        return largest(self.points, "plain") if self.whole else None
+
+    @property
+    def largest_under_budget(self) -> Point | None:
+        """The largest that fits under the budget."""
+        return largest(self.points, "budget") if self.whole else None

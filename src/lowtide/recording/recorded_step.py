@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, final
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,7 +110,7 @@ class Block:
 
 
 @final
-class Step:
+class RecordedStep:
     """One recorded step with entries, laid out for questions."""
 
     def __init__(self, row: StepRow, names: tuple[str, ...], *, file_format: int = FORMAT) -> None:
@@ -317,24 +316,19 @@ class Step:
         )
 
 
-_laid_out: WeakKeyDictionary[Recording, list[Step]] = WeakKeyDictionary()
+def laid_out(recording: Recording) -> list[RecordedStep]:
+    """The steps whose operators were kept, in order, laid out anew at each call: whoever asks keeps them."""
+    written = int(recording.meta.get("format", 0))
+    steps = [RecordedStep(row, recording.names, file_format=written) for row in recording.steps if row.entries is not None]
+    return [s for s in steps if len(s.ops)]
 
 
-def steps_of(recording: Recording) -> list[Step]:
-    """The steps whose operators were kept, in order; laid out once per recording."""
-    if recording not in _laid_out:
-        written = int(recording.meta.get("format", 0))
-        steps = [Step(row, recording.names, file_format=written) for row in recording.steps if row.entries is not None]
-        _laid_out[recording] = [s for s in steps if len(s.ops)]
-    return _laid_out[recording]
-
-
-def highest(steps: Iterable[Step]) -> Step | None:
+def highest(steps: Iterable[RecordedStep]) -> RecordedStep | None:
     """The step of the highest point; the first of them."""
     return max(steps, key=lambda s: int(s.peaks.max()), default=None)
 
 
-def telling(steps: Iterable[Step]) -> Step | None:
+def telling(steps: Iterable[RecordedStep]) -> RecordedStep | None:
     """The step that a reader asks about: the last that failed for want of memory, else the one of the highest point."""
     found = list(steps)
     failed = [s for s in found if s.denied.any()]

@@ -1,0 +1,1 @@
+"""What a recording says, derived once, for reports that only render it."""
