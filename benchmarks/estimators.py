@@ -31,8 +31,8 @@ from rich.table import Table
 
 from lowtide.recording.reader import read
 from lowtide.studies.size.predict import Model
-from lowtide.studies.size.trial import Asked, Target, record, run
-from lowtide.studies.size.vary import Set
+from lowtide.studies.size.trial import Target, TrialRequest, record, run
+from lowtide.studies.size.vary import ScriptSetting
 
 BATCH = 32
 SMALL = (2, 3, 4)
@@ -45,8 +45,8 @@ SIZES = Path(__file__).parent / "sizes"
 SCRIPT = str(SIZES / "models.py")
 
 
-def _setting(name: str, batch: int) -> Set:
-    return Set(arguments=(name, "--batch", str(batch)), sizes={"batch": float(batch)})
+def _setting(name: str, batch: int) -> ScriptSetting:
+    return ScriptSetting(arguments=(name, "--batch", str(batch)), sizes={"batch": float(batch)})
 
 
 def _recorded(target: Target, name: str, folder: str) -> tuple[Model, float]:
@@ -95,7 +95,7 @@ def _estimate(name: str) -> dict[str, int | None]:
 
 def _peaks(target: Target, name: str, folder: str) -> dict[str, Any]:
     model, seconds = _recorded(target, name, folder)
-    real = run(target, _setting(name, BATCH), Asked(steps=STEPS)).peak_bytes
+    real = run(target, _setting(name, BATCH), TrialRequest(steps=STEPS)).peak_bytes
     said = {"lowtide": model.at({"batch": float(BATCH)}).peak_bytes, **_others(name)}
     return {
         "model": name, "batch": BATCH, "real_bytes": real, "said_bytes": said, "recording_seconds": seconds,
@@ -104,14 +104,14 @@ def _peaks(target: Target, name: str, folder: str) -> dict[str, Any]:
 
 
 def _runs(target: Target, name: str, batch: int, cap: int) -> bool:
-    ran = run(target, _setting(name, batch), Asked(steps=STEPS, cap_bytes=cap))
+    ran = run(target, _setting(name, batch), TrialRequest(steps=STEPS, cap_bytes=cap))
     return ran.ended == "ok"
 
 
 def _largest(target: Target, name: str, folder: str) -> dict[str, Any]:
     """Both finders under one cap, and what is true of their answers."""
     model, seconds = _recorded(target, name, folder)
-    cap = int(run(target, _setting(name, FOUND_AT), Asked(steps=STEPS)).peak_bytes * CAP_SHARE)
+    cap = int(run(target, _setting(name, FOUND_AT), TrialRequest(steps=STEPS)).peak_bytes * CAP_SHARE)
     start = time.perf_counter()
     ours = max((b for b in range(1, 4 * FOUND_AT) if model.at({"batch": float(b)}).fits(cap)), default=0)
     seconds += time.perf_counter() - start

@@ -173,12 +173,12 @@ def recording(name: str) -> tuple[Graph, int]:
     from lowtide.recording.reader import read
     from lowtide.recording.recorded_step import laid_out
     from lowtide.studies.size.trial import Target, record
-    from lowtide.studies.size.vary import Set
+    from lowtide.studies.size.vary import ScriptSetting
 
     target = Target(script=str(Path(__file__).parent / "traces.py"), module=False, seconds=600)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, f"{name}.lowtide")
-        record(target, Set(arguments=(name,), sizes={}), 4, file)
+        record(target, ScriptSetting(arguments=(name,), sizes={}), 4, file)
         step = laid_out(read(file))[-1]
     return graph_of(step), step.row.start_bytes
 

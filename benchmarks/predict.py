@@ -14,8 +14,8 @@ from typing import Any
 from lowtide.base.errors import RecordingError
 from lowtide.recording.reader import read
 from lowtide.studies.size.predict import Model
-from lowtide.studies.size.trial import Asked, Target, record, run
-from lowtide.studies.size.vary import Set
+from lowtide.studies.size.trial import Target, TrialRequest, record, run
+from lowtide.studies.size.vary import ScriptSetting
 
 MODELS = (
     "mlp",
@@ -68,8 +68,8 @@ def main() -> None:
 
 
 def _one(target: Target, axis: str, name: str, small: tuple[int, ...], large: int, more: tuple[str, ...]) -> dict[str, Any]:
-    def setting(size: int) -> Set:
-        return Set(arguments=(name, *more, f"--{axis}", str(size)), sizes={axis: float(size)})
+    def setting(size: int) -> ScriptSetting:
+        return ScriptSetting(arguments=(name, *more, f"--{axis}", str(size)), sizes={axis: float(size)})
 
     with tempfile.TemporaryDirectory() as folder:
         found = []
@@ -79,7 +79,7 @@ def _one(target: Target, axis: str, name: str, small: tuple[int, ...], large: in
             found.append((setting(size).sizes, read(file)))
         model = Model(found)
         guess = model.at({axis: large})
-    real = run(target, setting(large), Asked(steps=3))
+    real = run(target, setting(large), TrialRequest(steps=3))
     straight = _straight([(s[axis], max(x.peak_bytes for x in r.steps)) for s, r in found], large)
     return {
         "predicted_bytes": guess.peak_bytes,

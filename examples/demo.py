@@ -64,7 +64,7 @@ def run_under(script: str, budget: int, folder: Path) -> tuple[Row, dict[str, An
     found = json.loads(figures.read_text())
     seconds = statistics.median([s["seconds"] for s in found["steps"]][3:] or [0.0])
     peak = max((s["peak_bytes"] for s in found["steps"]), default=0)
-    note = "" if done.returncode == 0 else "refused: below the floor"
+    note = "" if done.returncode == 0 else "refused: below the minimum"
     return Row(script, budget, peak, seconds, done.stdout, note), found
 
 
@@ -86,7 +86,7 @@ def main() -> None:
             for share in SHARES:
                 wanted = int(resident + share * (plain.peak_bytes - resident))
                 row, _ = run_under(script, max(wanted, int(1.1 * floor)), folder)
-                note = f"{share:.0%}" if wanted >= 1.1 * floor else "1.1 x floor"
+                note = f"{share:.0%}" if wanted >= 1.1 * floor else "1.1 x minimum"
                 rows.append((replace(row, note=row.note or note), plain))
                 progress.advance(task)
     show(rows)
@@ -94,8 +94,8 @@ def main() -> None:
 
 def show(rows: list[tuple[Row, Row]]) -> None:
     """The table; the exit code is 1 if a loss differs or a budget was crossed."""
-    table = Table(title="The same scripts, plain and under a budget")
-    for column in ("script", "budget", "peak", "of plain", "a step", "x plain", "losses", ""):
+    table = Table(title="The same scripts, without a budget and under one")
+    for column in ("script", "budget", "peak", "of baseline", "a step", "x baseline", "losses", ""):
         table.add_column(column, justify="left" if column in ("script", "") else "right")
     good = True
     for row, plain in rows:
@@ -110,7 +110,7 @@ def show(rows: list[tuple[Row, Row]]) -> None:
         )
     out = Console(width=max(110, Console().width))
     out.print(table)
-    out.print("1.1 x floor: the share lies below what any plan of recompute and offload can reach.", style="dim")
+    out.print("1.1 x minimum: the share lies below what any recomputing and offloading can reach.", style="dim")
     sys.exit(0 if good else 1)
 
 

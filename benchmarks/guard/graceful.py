@@ -22,7 +22,7 @@ from scipy import stats
 
 from lowtide.base.units import MIB
 from lowtide.guard.cause import Cause
-from lowtide.guard.keep import Keeper, Settings
+from lowtide.guard.keep import GuardSettings, RunKeeper
 from lowtide.guard.outcome import Generation, Live
 
 LEAKER = str(Path(__file__).parent / "leaker.py")
@@ -69,11 +69,11 @@ def once(seed: int, enforce: str, kind: str) -> dict[str, Any]:
     cap = int(BASE + max(30, rate * seconds) * MIB)
     with tempfile.TemporaryDirectory() as folder:
         place = "-" if kind == "forecast" else f"{folder}/c"
-        settings = Settings(
+        settings = GuardSettings(
             command=[sys.executable, LEAKER, place, str(rate), str(pause)], cap_bytes=cap, enforce=enforce, restarts=0,
         )  # fmt: skip
         notes = Notes()
-        keeper = Keeper(settings, [notes])
+        keeper = RunKeeper(settings, [notes])
         keeper._after = lambda found: (found.exit, "one process is enough")  # type: ignore[method-assign]
         outcome = keeper.run()
     g = outcome.generations[0]

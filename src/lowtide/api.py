@@ -19,9 +19,9 @@ from lowtide.recording.reader import Recording, read
 from lowtide.recording.writer import Writer
 from lowtide.runtime.agent.task import runs_here
 from lowtide.runtime.control.runtime import Runtime
-from lowtide.runtime.control.settings import Settings
+from lowtide.runtime.control.settings import BudgetSettings
 from lowtide.runtime.record import run_recorder
-from lowtide.runtime.run_figures import Outcome
+from lowtide.runtime.run_figures import RunOutcome
 
 _running: list[Runtime | run_recorder.RunRecorder] = []
 
@@ -34,7 +34,7 @@ class Budgeted:
         self._runtime = runtime
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> RunOutcome:
         """Budget, steps and plan."""
         return self._runtime.outcome()
 
@@ -64,16 +64,16 @@ def budget(
         size: ``"6 GiB"``, ``"50%"``, bytes, ``"auto"`` (CUDA), or None: no limit, only rescue from out-of-memory.
         keep: paths of modules (``"blocks.0"``) whose saved values are never dropped.
         plan: a plan to begin with (``lowtide.planning.unit.plan_file.load_plan``).
-        offload: whether values may be moved to the second board (a file in ``TMPDIR``; pinned host memory for CUDA).
-        allow: levers that may be used (:mod:`lowtide.base.lever_catalogue`); those that are exact are used where they are
-            needed anyhow.
-        without: levers that must not be used.
+        offload: whether activations may be offloaded (to a file in ``TMPDIR``; to pinned host memory for CUDA).
+        allow: memory optimizations that may be used (:mod:`lowtide.base.lever_catalogue`); those that
+            are exact are used where they are needed anyhow.
+        without: memory optimizations that must not be used.
         keep_going: whether training goes on even where the first steps show that the budget cannot be held; ``outcome.held``
             says whether it was.
 
     Raises:
         SizeError: if the size cannot be read, or is ``"auto"`` and there is no CUDA device.
-        UsageError: if a budget is in force already, or there is no such lever.
+        UsageError: if a budget is in force already, or there is no such memory optimization.
         BudgetError: at the beginning of the second or third step, if the budget cannot be held; never later.
     """
     if _running:
@@ -81,7 +81,7 @@ def budget(
     asked = as_budget(size)
     allowed, excluded = check_levers(allow, without)
     kept = (keep,) if isinstance(keep, str) else tuple(keep)
-    runtime = Runtime(Settings(
+    runtime = Runtime(BudgetSettings(
         budget=asked, keep=kept, plan=plan, offload=offload, allow=allowed, without=excluded, keep_going=keep_going
     ))
     if runs_here():

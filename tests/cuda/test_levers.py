@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from lowtide.studies.size.trial import Asked, Target, run
-from lowtide.studies.size.vary import Set
+from lowtide.studies.size.trial import TrialRequest, Target, run
+from lowtide.studies.size.vary import ScriptSetting
 from torch import nn
 from torch.nn import functional as F
 
@@ -85,7 +85,7 @@ def test_a_capped_trial_ends_for_want_of_memory(tmp_path: Path) -> None:
         "    opt.zero_grad(); model(torch.randn(4096, 4096, device='cuda')).sum().backward(); opt.step()\n"
     )
     target = Target(script=str(script), module=False, seconds=120)
-    plain = run(target, Set(arguments=()), Asked(steps=3))
+    plain = run(target, ScriptSetting(arguments=()), TrialRequest(steps=3))
     assert plain.passes
     assert plain.peak_bytes > 4096 * 4096 * 4 * 2
-    assert run(target, Set(arguments=()), Asked(steps=3, cap_bytes=plain.peak_bytes // 2)).ended == "memory"
+    assert run(target, ScriptSetting(arguments=()), TrialRequest(steps=3, cap_bytes=plain.peak_bytes // 2)).ended == "memory"

@@ -96,6 +96,13 @@ def test_what_is_kept_is_not_dropped(tmp_path: Path) -> None:
     assert not any(s["recomputed_ops"] for s in _read(tmp_path, "f.json")["steps"])
 
 
+@pytest.mark.parametrize("option", ["--optimizations", "--levers"])
+def test_memory_optimizations_are_listed_under_the_new_name_and_the_old_one(tmp_path: Path, option: str) -> None:
+    done = lowtide_in(tmp_path, "run", option, "list", "missing.py")
+    assert (done.returncode, done.stderr) == (2, "lowtide: error: no such script: missing.py\n")
+    assert "--levers" not in lowtide_in(tmp_path, "run", "--help").stdout
+
+
 def test_a_lever_that_is_excluded_is_not_pulled(tmp_path: Path) -> None:
     script = script_in(tmp_path, NET)
     budget = "3300KiB"

@@ -15,11 +15,11 @@ import pytest
 from lowtide.base.errors import LowtideError, RecordingError
 from lowtide.studies.size import throughput, trial
 from lowtide.studies.size.throughput import Point, Rate
-from lowtide.studies.size.vary import Set
+from lowtide.studies.size.vary import ScriptSetting
 from lowtide.studies.sweep import cell as runner
 from lowtide.studies.sweep import run as sweep_run
 from lowtide.studies.sweep.definition import Definition, File, OwnAxis, define
-from lowtide.studies.sweep.results import MAIN, Results
+from lowtide.studies.sweep.results import MAIN, SweepResults
 from small_disk import small_disk
 
 
@@ -58,7 +58,7 @@ class _Unwilling:
 @pytest.mark.parametrize("what", ["BEGIN", "UPDATE", "COMMIT"])
 def test_a_result_that_cannot_be_written_is_one_error_and_leaves_no_transaction(tmp_path: Path, what: str) -> None:
     path = tmp_path / "r.results"
-    results = Results(path, _definition())
+    results = SweepResults(path, _definition())
     first, second = results.cells(MAIN)
     results.finish(first.id, {"ended": "ok"})
     base = results._base
@@ -68,7 +68,7 @@ def test_a_result_that_cannot_be_written_is_one_error_and_leaves_no_transaction(
     assert not base.in_transaction
     results._base = base
     results.close()
-    results = Results(path, _definition())
+    results = SweepResults(path, _definition())
     assert [c.result for c in results.cells(MAIN)] == [{"ended": "ok"}, None]
     results.close()
 
@@ -112,7 +112,7 @@ def test_a_result_is_as_long_as_what_it_says(tmp_path: Path, monkeypatch: pytest
 
 def test_a_sweep_whose_cells_find_no_room_ends_with_an_error_and_enters_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     definition = _definition()
-    results = Results(tmp_path / "r.results", definition)
+    results = SweepResults(tmp_path / "r.results", definition)
 
     def start(self: Any, task: sweep_run.Task) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-S", "-c", f"raise SystemExit({runner.NO_ROOM})"])
@@ -137,7 +137,7 @@ def _point(value: str) -> Point:
 
 
 def test_points_without_room_are_said_once_and_known_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    results = throughput.Results(tmp_path / "r", {}, fresh=False)
+    results = throughput.SweepResults(tmp_path / "r", {}, fresh=False)
     results.add(_point("1"))
     with monkeypatch.context() as patch:
         patch.setattr(throughput, "write", _full)
@@ -148,25 +148,25 @@ def test_points_without_room_are_said_once_and_known_all_the_same(tmp_path: Path
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("lowtide: results are kept no more: no space left on device at ")
     assert said.endswith("make room there; measuring goes on")
-    again = throughput.Results(tmp_path / "r", {}, fresh=False)
+    again = throughput.SweepResults(tmp_path / "r", {}, fresh=False)
     assert again.known == 1
     again.close()
 
 
 def test_points_that_were_kept_stay_when_a_full_disk_is_begun_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = throughput.Results(tmp_path / "r", {}, fresh=False)
+    results = throughput.SweepResults(tmp_path / "r", {}, fresh=False)
     results.add(_point("1"))
     results.close()
     with (tmp_path / "r").open("ab") as file:
         file.write(b'{"half')
     monkeypatch.setattr(throughput, "write", _full)
-    throughput.Results(tmp_path / "r", {}, fresh=False).close()
+    throughput.SweepResults(tmp_path / "r", {}, fresh=False).close()
     monkeypatch.undo()
-    again = throughput.Results(tmp_path / "r", {}, fresh=False)
+    again = throughput.SweepResults(tmp_path / "r", {}, fresh=False)
     assert again.known == 1
     again.add(_point("2"))
     again.close()
-    assert throughput.Results(tmp_path / "r", {}, fresh=False).known == 2
+    assert throughput.SweepResults(tmp_path / "r", {}, fresh=False).known == 2
 
 
 @pytest.mark.parametrize("left", [[], ["a.lowtide", "a.lowtide-tail", "a.lowtide-names"]])
@@ -179,4 +179,4 @@ def test_nothing_is_predicted_from_a_recording_that_found_no_room(tmp_path: Path
     monkeypatch.setattr(trial, "_process", recorded)
     target = trial.Target(script="t.py", module=False, seconds=1)
     with pytest.raises(RecordingError, match="there is no room for the recording in .*: make room there"):
-        trial.record(target, Set(arguments=(), environment={}, constants={}, sizes={}), 3, tmp_path / "a.lowtide")
+        trial.record(target, ScriptSetting(arguments=(), environment={}, constants={}, sizes={}), 3, tmp_path / "a.lowtide")

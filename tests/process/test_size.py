@@ -15,9 +15,9 @@ from lowtide.runtime.agent.script_constants import with_constants
 from lowtide.studies.size.minimum import CLOSE
 from lowtide.studies.size.predict import Model
 from lowtide.report.size_batch import show_batch
-from lowtide.studies.size.throughput import Point, Rate, Results, SizeStudy, knee, largest, measure
-from lowtide.studies.size.trial import Asked, Ran, Target, record, run
-from lowtide.studies.size.vary import Set, Vary, option_of, parse_axis, with_option
+from lowtide.studies.size.throughput import Point, Rate, SizeResults, SizeStudy, knee, largest, measure
+from lowtide.studies.size.trial import TrialRequest, TrialResult, Target, record, run
+from lowtide.studies.size.vary import ScriptSetting, Vary, option_of, parse_axis, with_option
 from lowtide.recording.reader import read
 
 SCRIPT = Path(__file__).parent / "scripts" / "sized.py"
@@ -67,7 +67,7 @@ def test_constants_are_set_where_the_script_assigns_them() -> None:
 def test_sizes_reach_the_script_by_option_variable_and_constant() -> None:
     def peak(*axes: str) -> int:
         vary = Vary([parse_axis(a, str(SCRIPT)) for a in axes], ())
-        return run(TARGET, vary.set(next(vary.points())), Asked(steps=3)).peak_bytes
+        return run(TARGET, vary.set(next(vary.points())), TrialRequest(steps=3)).peak_bytes
 
     small = peak("batch-size=4")
     assert peak("env:BATCH=4") == small
@@ -80,15 +80,15 @@ def test_sizes_reach_the_script_by_option_variable_and_constant() -> None:
 
 @pytest.mark.long
 def test_a_trial_ends_the_script_after_its_steps_and_a_cap_is_the_end_of_memory() -> None:
-    whole = run(TARGET, Set(arguments=("--batch-size", "32")), Asked(steps=4))
+    whole = run(TARGET, ScriptSetting(arguments=("--batch-size", "32")), TrialRequest(steps=4))
     assert whole.ended == "ok"
     assert len(whole.steps) == 4
     assert whole.cold_peak_bytes < whole.warm_peak_bytes, "the optimizer's states come with the first step"
-    capped = run(TARGET, Set(arguments=("--batch-size", "32")), Asked(steps=4, cap_bytes=whole.peak_bytes // 2))
+    capped = run(TARGET, ScriptSetting(arguments=("--batch-size", "32")), TrialRequest(steps=4, cap_bytes=whole.peak_bytes // 2))
     assert capped.ended == "memory"
     assert "can't allocate memory" in capped.message
-    held = run(TARGET, Set(arguments=("--batch-size", "32")),
-               Asked(steps=5, budget_bytes=int(0.7 * whole.peak_bytes), cap_bytes=int(0.7 * whole.peak_bytes)))
+    held = run(TARGET, ScriptSetting(arguments=("--batch-size", "32")),
+               TrialRequest(steps=5, budget_bytes=int(0.7 * whole.peak_bytes), cap_bytes=int(0.7 * whole.peak_bytes)))
     assert held.ended == "ok"
     assert held.peak_bytes <= 0.7 * whole.peak_bytes
 
@@ -96,14 +96,14 @@ def test_a_trial_ends_the_script_after_its_steps_and_a_cap_is_the_end_of_memory(
 def test_a_script_that_fails_says_why(tmp_path: Path) -> None:
     script = tmp_path / "bad.py"
     script.write_text("import torch\nraise KeyError('what')\n")
-    ran = run(Target(script=str(script), module=False, seconds=60), Set(arguments=()), Asked(steps=2))
+    ran = run(Target(script=str(script), module=False, seconds=60), ScriptSetting(arguments=()), TrialRequest(steps=2))
     assert ran.ended == "error"
     assert "what" in ran.message
     script.write_text("print('no training')\n")
-    ran = run(Target(script=str(script), module=False, seconds=60), Set(arguments=()), Asked(steps=2))
+    ran = run(Target(script=str(script), module=False, seconds=60), ScriptSetting(arguments=()), TrialRequest(steps=2))
     assert (ran.ended, ran.message) == ("error", "no training step was seen")
     script.write_text("import time\ntime.sleep(60)\n")
-    assert run(Target(script=str(script), module=False, seconds=2), Set(arguments=()), Asked(steps=2)).ended == "timeout"
+    assert run(Target(script=str(script), module=False, seconds=2), ScriptSetting(arguments=()), TrialRequest(steps=2)).ended == "timeout"
 
 
 # --- lowtide min -----------------------------------------------------------------------------------------------------
@@ -163,22 +163,22 @@ def test_batch_runs_under_the_budget_what_does_not_fit_plainly(tmp_path: Path) -
     assert (found["largest"], found["largest_under_budget"]) == ("16", "48")
 
 
-def _ran(seconds: float, ended: str = "ok") -> Ran:
+def _ran(seconds: float, ended: str = "ok") -> TrialResult:
     steps = tuple({"seconds": seconds, "peak_bytes": 1} for _ in range(6)) if ended == "ok" else ()
-    return Ran(asked=Asked(steps=6), ended=ended, message="", steps=steps, resident_bytes=0, plan=None, levers=())
+    return TrialResult(asked=TrialRequest(steps=6), ended=ended, message="", steps=steps, resident_bytes=0, plan=None, levers=())
 
 
 def test_batch_stops_when_throughput_falls_for_certain_and_knows_the_knee(tmp_path: Path) -> None:
     """The throughputs of a published study: 64 at 15,840/s, 128 at 22,840/s, then falling."""
     rates = {"1": 565, "2": 1089, "4": 2196, "8": 4006, "16": 8275, "32": 12664, "64": 15840, "128": 22840, "256": 22415, "512": 21000}
     vary = Vary([parse_axis("batch=1,2,4,...", "t.py")], ())
-    results = Results(tmp_path / "r", {}, fresh=False)
+    results = SizeResults(tmp_path / "r", {}, fresh=False)
 
-    def go(setting: Set, _: Asked) -> Ran:
+    def go(setting: ScriptSetting, _: TrialRequest) -> TrialResult:
         value = setting.arguments[-1]
         return _ran(float(value) / rates[value])
 
-    points = list(measure(vary, go, results, samples=lambda v: float(v[0]), plain=Asked(steps=6), budget=None))
+    points = list(measure(vary, go, results, samples=lambda v: float(v[0]), plain=TrialRequest(steps=6), budget=None))
     results.close()
     assert [p.values[0] for p in points][-1] == "512"
     best = knee(points)
@@ -190,16 +190,16 @@ def test_batch_stops_when_throughput_falls_for_certain_and_knows_the_knee(tmp_pa
 def test_throughput_that_may_not_have_fallen_is_followed(tmp_path: Path, slow: float, last: str) -> None:
     """Medians fall from 4 on; certain is what lies below the quartiles of the best."""
     vary = Vary([parse_axis("batch=4,8,16,32,64", "t.py")], ())
-    results = Results(tmp_path / "r", {}, fresh=False)
+    results = SizeResults(tmp_path / "r", {}, fresh=False)
 
-    def go(setting: Set, _: Asked) -> Ran:
+    def go(setting: ScriptSetting, _: TrialRequest) -> TrialResult:
         value = float(setting.arguments[-1])
         each = value * (1.0 if value == 4 else slow)
         seconds = (each, each, 0.9 * each, 0.95 * each, each, each, 1.05 * each, 1.1 * each)
         steps = tuple({"seconds": s, "peak_bytes": 1} for s in seconds)
-        return Ran(asked=Asked(steps=8), ended="ok", message="", steps=steps, resident_bytes=0, plan=None, levers=())
+        return TrialResult(asked=TrialRequest(steps=8), ended="ok", message="", steps=steps, resident_bytes=0, plan=None, levers=())
 
-    points = list(measure(vary, go, results, samples=lambda v: float(v[0]), plain=Asked(steps=8), budget=None))
+    points = list(measure(vary, go, results, samples=lambda v: float(v[0]), plain=TrialRequest(steps=8), budget=None))
     results.close()
     assert points[-1].values[0] == last
 
@@ -238,7 +238,7 @@ def test_largest_is_the_last_that_fits() -> None:
     (["length=8", "length=16", "length=24", "length=32"], "length=256"),
 ], ids=["batch", "sequence"])
 def test_prediction_at_eight_times_the_largest_recorded_is_within_a_per_cent(small: list[str], large: str, tmp_path: Path) -> None:
-    def setting(axis: str) -> Set:
+    def setting(axis: str) -> ScriptSetting:
         vary = Vary([parse_axis(axis, str(SCRIPT))], ("--batch-size", "4"))
         return vary.set(next(vary.points()))
 
@@ -250,7 +250,7 @@ def test_prediction_at_eight_times_the_largest_recorded_is_within_a_per_cent(sma
     assert model.aligned
     assert model.checked
     predicted = model.at(setting(large).sizes)
-    real = run(TARGET, setting(large), Asked(steps=3))
+    real = run(TARGET, setting(large), TrialRequest(steps=3))
     assert abs(predicted.peak_bytes - real.peak_bytes) <= 0.01 * real.peak_bytes
     assert abs(predicted.cold_peak_bytes - real.cold_peak_bytes) <= 0.01 * real.cold_peak_bytes
     assert predicted.at_most_bytes >= real.peak_bytes
@@ -266,13 +266,13 @@ def test_two_sizes_at_once_are_predicted_and_the_file_answers_with_a_plan(tmp_pa
     found = json.loads((tmp_path / "f.json").read_text())
     assert found["degrees"] == {"batch-size": 1, "length": 2}
     last = next(p for p in found["points"] if p["sizes"] == {"batch-size": 16, "length": 96})
-    real = run(TARGET, Set(arguments=("--batch-size", "16", "--length", "96")), Asked(steps=3))
+    real = run(TARGET, ScriptSetting(arguments=("--batch-size", "16", "--length", "96")), TrialRequest(steps=3))
     assert abs(last["peak_bytes"] - real.peak_bytes) <= 0.01 * real.peak_bytes
     sizes = ("--set", "batch-size=16", "--set", "length=96")
     assert "fits in" in lowtide("predict", str(file), *sizes, "--memory", str(int(1.02 * real.peak_bytes)))
     tight = int(0.75 * real.peak_bytes)
     assert "by a plan" in lowtide("predict", str(file), *sizes, "--memory", str(tight), "--plan", str(tmp_path / "plan.json"))
-    held = run(TARGET, Set(arguments=("--batch-size", "16", "--length", "96")), Asked(steps=5, budget_bytes=tight, cap_bytes=tight))
+    held = run(TARGET, ScriptSetting(arguments=("--batch-size", "16", "--length", "96")), TrialRequest(steps=5, budget_bytes=tight, cap_bytes=tight))
     assert held.passes
     assert json.loads((tmp_path / "plan.json").read_text())["status"] in ("optimal", "feasible")
     assert "does not fit" in lowtide("predict", str(file), *sizes, "--memory", "100KiB", code=1)

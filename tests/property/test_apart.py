@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from lowtide.planning.bounds import bound_program, solver_process, time_bounds
-from lowtide.planning.bounds.solver_process import Told, kept_ready, solved_apart
+from lowtide.planning.bounds.solver_process import SolverAnswer, kept_ready, solved_apart
 from lowtide.planning.solver.solve import Solver
 from lowtide.planning.bounds.windows import Chain
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -143,7 +143,7 @@ def test_one_that_never_reads_what_it_is_sent_is_ended(monkeypatch: pytest.Monke
     deaf.write_text("#!/bin/sh\nexec sleep 100000\n")
     deaf.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(deaf))
-    assert solved_apart(knapsack(20_000, 1), seconds=0.5) == Told()
+    assert solved_apart(knapsack(20_000, 1), seconds=0.5) == SolverAnswer()
     assert not [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE and "sleep" in p.cmdline()]
 
 
@@ -165,16 +165,16 @@ def test_what_the_solver_prints_is_no_answer(monkeypatch: pytest.MonkeyPatch, tm
 def test_where_no_process_can_be_begun_nothing_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     with kept_ready():
-        assert solved_apart(knapsack(10, 1), seconds=5) == Told()
+        assert solved_apart(knapsack(10, 1), seconds=5) == SolverAnswer()
 
 
 def test_large_programs_with_whole_variables_go_there_and_prove_what_was_told_when_they_are_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
-    told = iter((Told(), Told(bound=0.5 * bound_program._SCALE)))
+    told = iter((SolverAnswer(), SolverAnswer(bound=0.5 * bound_program._SCALE)))
 
-    def never(arguments: Any, *, seconds: float, gap: float, start: Any, tell: Any) -> Told:
+    def never(arguments: Any, *, seconds: float, gap: float, start: Any, tell: Any) -> SolverAnswer:
         asked.append((len(arguments["cost"]), seconds))
         return next(told)
 
@@ -205,7 +205,7 @@ def test_nothing_of_a_search_is_printed_on_the_output_of_who_asks(capfd: pytest.
 
 
 def test_answers_are_told_as_they_come_each_better_than_the_one_before() -> None:
-    heard: list[Told] = []
+    heard: list[SolverAnswer] = []
     with kept_ready():
         told = solved_apart(knapsack(30, 3), seconds=600, tell=heard.append)
     assert heard

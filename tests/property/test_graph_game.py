@@ -20,7 +20,7 @@ from lowtide.recording.peak_floor import with_board
 from lowtide.planning.solver import figures
 from lowtide.planning.bounds import bound_program, peak_bounds, time_bounds
 from lowtide.planning.search import exhaustive
-from lowtide.planning.search.annealing import Annealer, Found, library
+from lowtide.planning.search.annealing import Annealer, AnnealedRow, library
 from lowtide.planning.bounds.precedence import certain_in_order
 from lowtide.planning.check.check import check
 from lowtide.planning.search.classics import STRATEGIES
@@ -326,7 +326,7 @@ class _Counted(Annealer):
         self.asked: list[tuple[Any, ...]] = []
         self.hunt: Hunt | None = None
 
-    def round(self, row: Any, *, moves: int, **how: Any) -> Found:
+    def round(self, row: Any, *, moves: int, **how: Any) -> AnnealedRow:
         found = super().round(row, moves=moves, **how)
         if moves:  # else the row is only counted
             self.asked.append((tuple(row), moves, how["hot"], how["seed"]))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lowtide.base.errors import StructureError
 from lowtide.planning.unit.prefetch import fetches_ahead
-from lowtide.planning.unit.bound import TimeBound, forced_live, peak_bound
+from lowtide.planning.unit.bound import UnitTimeBound, forced_live, peak_bound
 from lowtide.planning.unit.greedy import State, backtracked, lightened, pareto, walk
 from lowtide.planning.unit.problem import Action, Away, Bandwidth, Key, Problem
 from lowtide.planning.unit.simulate import play
@@ -144,7 +144,7 @@ def test_no_decisions_beat_the_bound_on_time(planned: Planned) -> None:
     """TimeBound at the peak that decisions reach is below the seconds that they cost."""
     problem, decisions = planned
     timeline = play(problem, decisions)
-    assert TimeBound(problem).at(timeline.peak_bytes) <= timeline.extra_seconds + ROUNDING
+    assert UnitTimeBound(problem).at(timeline.peak_bytes) <= timeline.extra_seconds + ROUNDING
 
 
 @FEW
@@ -235,7 +235,7 @@ def test_the_walk_stays_above_the_bounds(problem: Problem) -> None:
     front = walk(problem, seconds=WALK_SECONDS)
     assert peak_bound(problem).peak_bytes <= front[-1].timeline.peak_bytes
     for budget in (s.timeline.peak_bytes for s in front):
-        least = TimeBound(problem).at(budget)
+        least = UnitTimeBound(problem).at(budget)
         fitting = [s for s in front if s.timeline.peak_bytes <= budget]
         assert all(least <= s.timeline.extra_seconds + ROUNDING for s in fitting)
 

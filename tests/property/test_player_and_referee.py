@@ -28,12 +28,12 @@ from lowtide.planning.schedule import Act, Move, unfold
 from lowtide.planning.unit import simulate
 from lowtide.planning.unit.lp_plan import layout
 from lowtide.planning.unit.problem import Away, Key, Problem
-from lowtide.planning.unit.simulate import Timeline
+from lowtide.planning.unit.simulate import UnitTimeline
 
 Decisions = Mapping[Key, Away]
 
 
-def kept(problem: Problem, decisions: Decisions, timeline: Timeline) -> Graph:
+def kept(problem: Problem, decisions: Decisions, timeline: UnitTimeline) -> Graph:
     """The unit's graph, in which something after every event (``after 3``) reads what the player has there then."""
     graph = layout(problem).graph
     ends = simulate._Play(problem, decisions).ends
@@ -70,7 +70,7 @@ def _of_event(nodes: list[Node], event: int) -> list[int]:
     return [*found, *made, *(i for i, node in enumerate(nodes) if str(node.id) == f"after {event}")]
 
 
-def refereed(problem: Problem, decisions: Decisions, timeline: Timeline) -> tuple[list[int], float]:
+def refereed(problem: Problem, decisions: Decisions, timeline: UnitTimeline) -> tuple[list[int], float]:
     """By event, the highest point within it; and the seconds of all, writing what is never fetched included."""
     graph = kept(problem, decisions, timeline)
     at = {str(node.id): i for i, node in enumerate(graph.nodes)}
@@ -99,7 +99,7 @@ def refereed(problem: Problem, decisions: Decisions, timeline: Timeline) -> tupl
     return heights, played.seconds + (unread / problem.bandwidth.write if problem.bandwidth is not None else 0.0)
 
 
-def again(problem: Problem, timeline: Timeline) -> list[tuple[int, Op]]:
+def again(problem: Problem, timeline: UnitTimeline) -> list[tuple[int, Op]]:
     """Operators that run again, each with the event before which it does."""
     events = problem.trace.events
     found = []
@@ -111,14 +111,14 @@ def again(problem: Problem, timeline: Timeline) -> list[tuple[int, Op]]:
     return found
 
 
-def makes_what_is_held(problem: Problem, timeline: Timeline) -> bool:
+def makes_what_is_held(problem: Problem, timeline: UnitTimeline) -> bool:
     """Whether an operator runs again beside an output of its own that the script still has."""
     buffers = problem.trace.buffers
     made = ((e, v) for e, op in again(problem, timeline) for v in (*op.writes, *(new for _, new in op.overwrites)))
     return any(buffers[v].held_until >= e and not timeline.absent(v, e) for e, v in made)
 
 
-def differs(problem: Problem, timeline: Timeline) -> bool:
+def differs(problem: Problem, timeline: UnitTimeline) -> bool:
     """Whether a replay runs an operator of several outputs, or one that writes in place."""
     return any(op.overwrites or len(op.writes) > 1 for _, op in again(problem, timeline))
 

@@ -1,4 +1,4 @@
-"""Laws: with every lever the minimum of a script is lower than with none, each shown by capped runs; and `--levers list` says what
+"""Laws: with every lever the minimum of a script is lower than with none, each shown by capped runs; and `--optimizations list` says what
 each saves on this script, or why it is declined."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def test_levers_lower_the_minimum_each_time_in_at_most_ten_runs(tmp_path: Path) 
 
 
 def test_levers_list_says_what_each_saves_here_and_why_one_is_declined(tmp_path: Path) -> None:
-    said = _lowtide("run", "--levers", "list", "--json", str(tmp_path / "f.json"), str(SCRIPT), "--batch-size", "32", "--clip")
+    said = _lowtide("run", "--optimizations", "list", "--json", str(tmp_path / "f.json"), str(SCRIPT), "--batch-size", "32", "--clip")
     found = {x["name"]: x for x in json.loads((tmp_path / "f.json").read_text())["levers"]}
     assert found["chunked-loss"]["used"]
     assert found["chunked-loss"]["saving_bytes"] > 32 * 16 * 600 * 4

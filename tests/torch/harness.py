@@ -15,7 +15,7 @@ import torch
 import zoo
 from lowtide.runtime.device.heap_counters import Counters
 from lowtide.runtime.device.heap_meter import counters
-from lowtide.runtime.run_figures import Outcome
+from lowtide.runtime.run_figures import RunOutcome
 
 import lowtide
 
@@ -87,7 +87,7 @@ class Budgeted:
     bits: list[bytes]
     budget_bytes: int
     peak_bytes: int
-    outcome: Outcome
+    outcome: RunOutcome
 
     @property
     def floor_bytes(self) -> int:
@@ -120,7 +120,7 @@ def budgeted(
 
 def trained_under(
     train: Callable[[], list[torch.Tensor]], above_bytes: int, **how: Any
-) -> tuple[list[torch.Tensor], Outcome, int, int]:
+) -> tuple[list[torch.Tensor], RunOutcome, int, int]:
     """Train under a budget above what is live: weights, outcome, bytes live before, and the heap's peak above them."""
     gc.collect()
     heap().tensor_peak = base = heap().tensor_live

@@ -14,7 +14,7 @@ import torch
 import zoo
 from harness import heap, live_now
 from lowtide.base.errors import LeverError
-from lowtide.runtime.run_figures import Outcome
+from lowtide.runtime.run_figures import RunOutcome
 from torch import nn
 from torch.nn import functional as F
 
@@ -71,7 +71,7 @@ def _errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]
     return [float((f - e).norm() / e.norm()) for f, e in zip(found, exact, strict=True)]
 
 
-def _in_pieces(form: Form, *, bias: bool, autocast: bool = False) -> tuple[list[torch.Tensor], Outcome]:
+def _in_pieces(form: Form, *, bias: bool, autocast: bool = False) -> tuple[list[torch.Tensor], RunOutcome]:
     with lowtide.budget(None, allow=ALLOW) as run:
         found = _grads(form, torch.float32, bias=bias, autocast=autocast)
         return found, run.outcome

@@ -13,7 +13,7 @@ import zoo
 from harness import above_of, budgeted, plain_of
 from lowtide.runtime.device import file_tier
 
-SAYS = "lowtide: nothing more is moved out of memory: "
+SAYS = "lowtide: nothing more is offloaded: "
 
 
 def _full(*_: Any, **__: Any) -> Any:

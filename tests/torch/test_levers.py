@@ -15,7 +15,7 @@ import zoo
 from harness import heap, live_now, trained_under
 from lowtide.base.errors import LeverError
 from lowtide.runtime.levers import optimizer_in_backward
-from lowtide.runtime.run_figures import Outcome
+from lowtide.runtime.run_figures import RunOutcome
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -68,7 +68,7 @@ def _train(
 
 def _both(
     make: Callable[[], nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer], loss_of: Any, **how: Any
-) -> tuple[Outcome, list[int], list[int]]:
+) -> tuple[RunOutcome, list[int], list[int]]:
     """Plain and with levers: equal bits; the outcome, and the peaks above the base in each step of both."""
     torch.use_deterministic_algorithms(mode=True)
     _train(make, optimizer, loss_of, 1)
@@ -177,7 +177,7 @@ def test_update_in_backward_on_transformers_models_also_under_a_budget(job: str)
     assert max(held[-2:]) <= above + (64 << 10)
 
 
-def _loop(body: Callable[..., None], steps: int = 4, **how: Any) -> tuple[list[bytes], Outcome | None]:
+def _loop(body: Callable[..., None], steps: int = 4, **how: Any) -> tuple[list[bytes], RunOutcome | None]:
     """Train by a loop of its own: weights, and the outcome under levers."""
     zoo.seed(0)
     model = _net(32, 2)

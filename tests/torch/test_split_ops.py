@@ -11,7 +11,7 @@ import pytest
 import torch
 import zoo
 from harness import heap, trained_under
-from lowtide.runtime.run_figures import Outcome
+from lowtide.runtime.run_figures import RunOutcome
 from torch import nn
 from torch.nn import functional as F
 
@@ -153,7 +153,7 @@ def test_floor_of_a_two_layer_lstm_falls_below_30_percent_and_that_budget_is_hel
     _train()
     plain = heap().tensor_peak - base
 
-    def floor(outcome: Outcome, base: int) -> float:
+    def floor(outcome: RunOutcome, base: int) -> float:
         assert outcome.plan is not None
         resident = outcome.plan.resident_bytes
         return (outcome.plan.lowest_peak_bytes - base - resident) / (plain - resident)

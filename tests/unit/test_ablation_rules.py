@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from lowtide.studies.leak.ablate import HOLDERS, Arm, Contrast, Failed, _layers, _measured
+from lowtide.studies.leak.ablate import HOLDERS, ArmGrowth, Contrast, Failed, _layers, _measured
 from lowtide.studies.leak.watch import Module, Run
 from lowtide.probe.counters import ABSENT, COLUMNS
 
@@ -30,11 +30,11 @@ class Bench:
     ) -> None:
         self.modules, self.tolerance, self._grows, self._error = modules, 1024.0, grows, error
 
-    def arm(self, name: str, *, stub: Sequence[str] = (), twice: Sequence[str] = (), repeats: int = 0) -> Arm:
+    def arm(self, name: str, *, stub: Sequence[str] = (), twice: Sequence[str] = (), repeats: int = 0) -> ArmGrowth:
         """What still runs, and which types of layers run twice."""
         off = {m.path for m in self.modules for s in stub if m.path == s or m.path.startswith(f"{s}.")}
         running = {m.path for m in self.modules} - off
-        return Arm(name=name, rate=self._grows(running, set(twice)), error=self._error, curve=np.zeros(2))
+        return ArmGrowth(name=name, rate=self._grows(running, set(twice)), error=self._error, curve=np.zeros(2))
 
 
 def _accused(

@@ -20,7 +20,7 @@ def test_exact_and_all_stand_for_several():
 
 
 def test_a_wrong_name_is_refused_whole():
-    with pytest.raises(UsageError, match="no lever is called 'chunkedloss': there are move-gradients"):
+    with pytest.raises(UsageError, match="no memory optimization is called 'chunkedloss': there are move-gradients"):
         parse_levers("chunkedloss")
 
 

@@ -251,9 +251,9 @@ def kept_up(monkeypatch, generations, restarts):
             unique_bytes=1, resident_bytes=1, device_bytes=0, growth_bytes_per_second=None, error=None,
         )
 
-    monkeypatch.setattr(keep.Keeper, "_generation", generation)
-    monkeypatch.setattr(keep.Keeper, "_sleep", lambda *_: None)
-    outcome = keep.Keeper(keep.Settings(command=["x"], cap_bytes=MIB, restarts=restarts)).run()
+    monkeypatch.setattr(keep.RunKeeper, "_generation", generation)
+    monkeypatch.setattr(keep.RunKeeper, "_sleep", lambda *_: None)
+    outcome = keep.RunKeeper(keep.GuardSettings(command=["x"], cap_bytes=MIB, restarts=restarts)).run()
     return outcome, waits
 
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lowtide.report.size import minimum_json, minimum_page
-from lowtide.studies.size.minimum import CLOSE, MOST_RUNS, SURVIVES, Found, MinimumStudy, covering, lever_sets, search
-from lowtide.studies.size.trial import Asked, Ran
+from lowtide.studies.size.minimum import CLOSE, MOST_RUNS, SURVIVES, MinimumSearch, MinimumStudy, covering, lever_sets, search
+from lowtide.studies.size.trial import TrialRequest, TrialResult
 
 PLAIN = 1_000_000_000
 
 
-def _ran(asked: Asked, ended: str, plan: int | None) -> Ran:
-    return Ran(
+def _ran(asked: TrialRequest, ended: str, plan: int | None) -> TrialResult:
+    return TrialResult(
         asked=asked,
         ended=ended,
         message="",
@@ -31,11 +31,11 @@ def test_the_minimum_is_found_within_a_per_cent(truth: int, off: float, late: in
     """The plan's floor is a guess; the long run may fail where short ones pass."""
     guess = min(int(truth * off), PLAIN)
 
-    def run(asked: Asked) -> Ran:
+    def run(asked: TrialRequest) -> TrialResult:
         needed = truth * (1 + CLOSE) ** late if asked.steps == 50 else truth
         return _ran(asked, "ok" if asked.budget_bytes >= needed or not asked.cap_bytes else "memory", guess)
 
-    plain = _ran(Asked(steps=6, budget_bytes=PLAIN), "ok", None)
+    plain = _ran(TrialRequest(steps=6, budget_bytes=PLAIN), "ok", None)
     found = search("all", frozenset(), frozenset(), plain, run, offload=True)
     assert len(found.runs) <= MOST_RUNS
     if found.minimum_bytes is None:  # a guess so far off that ten runs do not bracket it
@@ -50,7 +50,7 @@ def test_the_minimum_is_found_within_a_per_cent(truth: int, off: float, late: in
 
 
 def test_a_script_without_a_plan_says_so() -> None:
-    plain = _ran(Asked(steps=6, budget_bytes=PLAIN), "ok", None)
+    plain = _ran(TrialRequest(steps=6, budget_bytes=PLAIN), "ok", None)
     found = search("none", frozenset(), frozenset(), plain, lambda asked: _ran(asked, "error", None), offload=True)
     assert found.minimum_bytes is None
     assert "no plan was made" in found.reason
@@ -69,11 +69,11 @@ def test_a_script_that_ends_by_itself_in_the_long_run_is_not_one_that_lacks_memo
     """Its exit code was taken for a failure of memory, and the budget raised until the runs were used up."""
     truth = PLAIN // 2
 
-    def run(asked: Asked) -> Ran:
+    def run(asked: TrialRequest) -> TrialResult:
         enough = asked.budget_bytes >= truth or not asked.cap_bytes
         return _ran(asked, ("error" if asked.steps == SURVIVES else "ok") if enough else "memory", truth)
 
-    plain = _ran(Asked(steps=6, budget_bytes=PLAIN), "ok", None)
+    plain = _ran(TrialRequest(steps=6, budget_bytes=PLAIN), "ok", None)
     found = search("all", frozenset(), frozenset(), plain, run, offload=True)
     assert found.minimum_bytes == truth
     assert found.survived is not None
@@ -82,9 +82,9 @@ def test_a_script_that_ends_by_itself_in_the_long_run_is_not_one_that_lacks_memo
 
 def test_the_headline_is_the_least_of_all_sets_of_levers() -> None:
     """It was that of the widest, which may need more."""
-    plain = _ran(Asked(steps=6, budget_bytes=PLAIN), "ok", None)
+    plain = _ran(TrialRequest(steps=6, budget_bytes=PLAIN), "ok", None)
 
-    def searched(name: str, truth: int) -> Found:
+    def searched(name: str, truth: int) -> MinimumSearch:
         return search(name, frozenset(), frozenset(), plain,
                       lambda a: _ran(a, "ok" if a.budget_bytes >= truth or not a.cap_bytes else "memory", truth), offload=True)
 
@@ -98,27 +98,27 @@ def test_the_headline_is_the_least_of_all_sets_of_levers() -> None:
 
 def test_runs_are_as_long_as_it_takes_to_meet_the_highest_step() -> None:
     """An evaluation came in the sixth step, and runs of four never met it: the minimum failed when it was to survive."""
-    asked = Asked(steps=12)
+    asked = TrialRequest(steps=12)
     steps = tuple({"seconds": 1.0, "peak_bytes": 800 if i % 6 == 5 else 100} for i in range(12))
-    plain = Ran(asked=asked, ended="ok", message="", steps=steps, resident_bytes=0, plan=None, levers=())
+    plain = TrialResult(asked=asked, ended="ok", message="", steps=steps, resident_bytes=0, plan=None, levers=())
     assert covering(plain, 4) == 7
     assert covering(plain, 9) == 9
 
 
 def test_a_first_guess_far_below_is_followed_by_the_plain_peak() -> None:
-    def run(asked: Asked) -> Ran:
+    def run(asked: TrialRequest) -> TrialResult:
         return _ran(asked, "ok" if asked.budget_bytes >= PLAIN * 0.99 or not asked.cap_bytes else "memory", PLAIN // 6)
 
-    found = search("all", frozenset(), frozenset(), _ran(Asked(steps=6, budget_bytes=PLAIN), "ok", None), run, offload=True)
+    found = search("all", frozenset(), frozenset(), _ran(TrialRequest(steps=6, budget_bytes=PLAIN), "ok", None), run, offload=True)
     assert found.minimum_bytes is not None
     assert PLAIN * 0.99 <= found.minimum_bytes <= PLAIN
 
 
 def test_a_probing_run_that_crossed_its_budget_is_no_point_of_the_curve() -> None:
-    asked = Asked(steps=6, budget_bytes=PLAIN)
+    asked = TrialRequest(steps=6, budget_bytes=PLAIN)
     crossed = replace(_ran(asked, "ok", None), asked=replace(asked, budget_bytes=123_456_789))
     within = _ran(replace(asked, budget_bytes=987_654_321), "ok", None)
-    found = Found(
+    found = MinimumSearch(
         name="no levers", allow=frozenset(), without=frozenset(), minimum_bytes=987_654_321, fails_at_bytes=None,
         floor_bytes=None, runs=(crossed, within), survived=None,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tracemalloc
 
 import pytest
-from lowtide.runtime.run_figures import POLICIES, LeverFigures, Outcome, StepFigures, Steps
+from lowtide.runtime.run_figures import POLICIES, LeverFigures, RunOutcome, StepFigures, Steps
 from lowtide.report.terminal import show_outcome
 
 
@@ -52,12 +52,12 @@ def test_steps_before_a_lever_was_pulled_are_told_apart_from_those_that_count(
 ) -> None:
     steps = tuple(_step(i, "online" if i < 2 else "planned", p << 20) for i, p in enumerate(peaks))
     lever = LeverFigures(name="move-gradients", used=True, text="")
-    outcome = Outcome(
+    outcome = RunOutcome(
         budget_bytes=100 << 20, steps=steps, plan=None, exact=True, levers=(lever,), asked=True, excused=excused
     )
     show_outcome(outcome)
     said = " ".join(capsys.readouterr().err.split())
-    assert ("showed that the budget needs a lever" in said) == early
+    assert ("showed that the budget needs a memory optimization" in said) == early
     assert ("the budget was not held" in said) == bool(over)
     assert outcome.held == (not over)
     assert outcome.to_json(0)["over"] == over

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.base.errors import SizeError
-from lowtide.base.units import GIB, KIB, MIB, Auto, Share, as_budget, format_bytes, format_seconds, parse_budget, parse_bytes
+from lowtide.base.units import GIB, KIB, MIB, Auto, BudgetShare, as_budget, format_bytes, format_seconds, parse_budget, parse_bytes
 
 GOOD = {
     "1": 1,
@@ -67,7 +67,7 @@ def test_a_size_beyond_all_floats_is_an_error_of_ours() -> None:
 @pytest.mark.parametrize(("text", "fraction"), [("50%", 0.5), (" 12.5 % ", 0.125), ("100%", 1.0), ("1000%", 10.0)])
 def test_a_percentage_is_a_share(text: str, fraction: float) -> None:
     """Percent of what training adds, up to ten times it."""
-    assert parse_budget(text) == Share(fraction)
+    assert parse_budget(text) == BudgetShare(fraction)
 
 
 @pytest.mark.parametrize("text", ["0%", "0.0%", "1000.1%", "5000%"])
@@ -91,7 +91,7 @@ def test_auto_is_read_in_any_case(text: str) -> None:
 
 
 @pytest.mark.parametrize(("asked", "size"), [
-    ("6 GiB", 6 * GIB), ("50%", Share(0.5)), (Share(0.5), Share(0.5)), (Auto(), Auto()), (None, None), (1 << 20, 1 << 20),
+    ("6 GiB", 6 * GIB), ("50%", BudgetShare(0.5)), (BudgetShare(0.5), BudgetShare(0.5)), (Auto(), Auto()), (None, None), (1 << 20, 1 << 20),
     (6e9, 6_000_000_000), (1.5 * 2**30, 3 << 29), (np.int64(4096), 4096),
 ])  # fmt: skip
 def test_a_budget_from_python_is_read_as_it_is_meant(asked: object, size: object) -> None:

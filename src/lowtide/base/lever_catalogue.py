@@ -1,4 +1,4 @@
-"""The levers of ``lowtide run``, by name: what lowers a step's memory besides recomputing and moving."""
+"""The memory optimizations of ``lowtide run`` ("levers"): what lowers a step's memory besides recompute and offload."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def sample_pieces(samples: int, elements: int, dimensions: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lever:
-    """One lever.
+    """One memory optimization.
 
     Attributes:
         name: as in ``--allow``.
@@ -68,13 +68,13 @@ LEVERS: Final[dict[str, Lever]] = {
             name=GRADIENTS,
             exact=True,
             automatic=True,
-            text="each gradient moved to the second board as soon as it is whole, and back for its own parameter's update",
+            text="each gradient offloaded as soon as it is complete, and fetched for its own parameter's update",
             bits="the same",
         ),
         Lever(
             name=UPDATE,
             exact=True,
-            text="each parameter updated in the backward, as soon as its gradient is whole, and the gradient let go",
+            text="each parameter updated in the backward, as soon as its gradient is complete, and the gradient freed",
             bits="the same",
         ),
         Lever(
@@ -113,7 +113,7 @@ def parse_levers(texts: str | Iterable[str]) -> frozenset[str]:
         elif name in LEVERS:
             found.add(name)
         else:
-            raise UsageError(f"no lever is called {name!r}: there are {', '.join(LEVERS)} (and `exact`, `all`)")
+            raise UsageError(f"no memory optimization is called {name!r}: there are {', '.join(LEVERS)} (and `exact`, `all`)")
     return frozenset(found)
 
 

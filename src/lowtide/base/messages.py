@@ -14,7 +14,7 @@ _PLAIN = str.maketrans(_DRAWN, _LETTERS)
 """What stands for what is drawn, where a terminal has letters alone: as wide, so that columns stay columns."""
 
 
-class Shown:
+class LenientStream:
     """A stream for people: it gets letters for what it cannot show, and where it takes no more, that ends nothing."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -51,7 +51,7 @@ class Shown:
 
 def shown(stream: TextIO) -> TextIO:
     """A stream on which reports can draw, whatever it is."""
-    return cast("TextIO", Shown(stream))
+    return cast("TextIO", LenientStream(stream))
 
 
 def readable(text: str) -> str:

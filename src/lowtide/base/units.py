@@ -24,7 +24,7 @@ _PERCENT: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class BudgetShare:
     """A budget given as a share of what the plain peak has above what is always resident."""
 
     fraction: float
@@ -35,7 +35,7 @@ class Auto:
     """A budget to be read off the device: what is free, less a margin."""
 
 
-Size = int | Share | Auto
+Size = int | BudgetShare | Auto
 
 
 def parse_bytes(text: str) -> int:
@@ -70,16 +70,16 @@ def parse_budget(text: str) -> Size:
     fraction = float(match[1]) / 100
     if not 0 < fraction <= 10:
         raise SizeError(f"the share {text!r} is outside 0-1000 %: 50% is half of what training adds to the resident bytes")
-    return Share(fraction)
+    return BudgetShare(fraction)
 
 
 def as_budget(size: object) -> Size | None:
-    """A budget as Python code gives it: text of :func:`parse_budget`, whole bytes, a :class:`Share` or :class:`Auto`, or None.
+    """A budget as Python code gives it: text of :func:`parse_budget`, whole bytes, a share, auto, or None.
 
     Raises:
         SizeError: if it is none of these, or not above zero.
     """
-    if size is None or isinstance(size, (Share, Auto)):
+    if size is None or isinstance(size, (BudgetShare, Auto)):
         return size
     if isinstance(size, str):
         return parse_budget(size)

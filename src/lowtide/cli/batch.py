@@ -38,9 +38,9 @@ RECORDED_STEPS = 3
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option("--vary", "axes", multiple=True, required=True, metavar="NAME=1,2,4,...",
               help="An option of the script; env:NAME, a variable; SCRIPT.py:NAME, a constant. `...`: until memory ends.")
-@click.option("--budget", metavar="SIZE", help="Where the plain run does not fit, run under this budget.")
+@click.option("--budget", metavar="SIZE", help="Run sizes that do not fit as they are under this budget.")
 @click.option("--memory", metavar="SIZE", help="What a run may take; 90 % of what is available by default (CUDA: all).")
-@click.option("--allow", multiple=True, metavar="NAME,...", help="Levers that may be used under the budget.")
+@click.option("--allow", multiple=True, metavar="NAME,...", help="Memory optimizations that may be used under the budget.")
 @click.option(
     "--samples", type=Finite(min=0, min_open=True),
     help="Of one step; by default the value of the axis whose name has `batch` in it.",
@@ -49,7 +49,7 @@ RECORDED_STEPS = 3
 @click.option("--predict", is_flag=True, help="Record the three smallest values above 1, and predict the others.")
 @click.option("-o", "--output", metavar="FILE", help="With --predict: keep the recordings, for `lowtide predict`.")
 @click.option("--results", metavar="FILE", help="Where points are kept, and gone on from.  [default: SCRIPT.batch]")
-@click.option("--fresh", is_flag=True, help="Throw earlier points away.")
+@click.option("--fresh", is_flag=True, help="Discard earlier points.")
 @click.option("--timeout", type=Finite(min=1), default=MOST_SECONDS, show_default=True, help="Seconds of a run.")
 @click.option("--json", "json_file", metavar="FILE", help="Write everything.")
 @click.option("--html", "html_file", metavar="FILE", help="Write a page with pictures.")
@@ -119,8 +119,8 @@ def _measure(
 ) -> int:
     from lowtide.report.size_batch import batch_json, batch_page, show_batch
     from lowtide.report.terminal import console
-    from lowtide.studies.size.throughput import Results, SizeStudy, measure
-    from lowtide.studies.size.trial import Asked, run
+    from lowtide.studies.size.throughput import SizeResults, SizeStudy, measure
+    from lowtide.studies.size.trial import TrialRequest, run
 
     about = {
         "script": target.script,
@@ -134,7 +134,7 @@ def _measure(
         "samples": samples,
     }
     place = Path(results) if results else Path(f"{Path(target.script).stem}.batch")
-    store = Results(place, about, fresh=fresh)
+    store = SizeResults(place, about, fresh=fresh)
     if store.known:
         tell(f"lowtide: {store.known} points are taken from {place} (--fresh runs them again)")
     which = next((i for i, a in enumerate(vary.axes) if "batch" in a.name.lower()), None)
@@ -142,8 +142,8 @@ def _measure(
     def count(values: Sequence[str]) -> float:
         return samples if samples is not None else 1.0 if which is None else float(values[which])
 
-    plain = Asked(steps=steps, cap_bytes=limit)
-    held = Asked(steps=max(steps, 6), budget_bytes=budget, cap_bytes=limit, allow=frozenset(allow)) if budget else None
+    plain = TrialRequest(steps=steps, cap_bytes=limit)
+    held = TrialRequest(steps=max(steps, 6), budget_bytes=budget, cap_bytes=limit, allow=frozenset(allow)) if budget else None
     points: list[Point] = []
     whole = False
     try:
@@ -246,7 +246,7 @@ def predict(
     """Predict a step's peak at sizes that were not run, from recordings at two or more others.
 
     F.lowtide is what `lowtide batch --predict -o` wrote, or several recordings of one script whose options give the sizes.
-    The exit code is 0 if the step fits (plainly or by a plan) or no --memory is given, 1 if it does not.
+    The exit code is 0 if the step fits (as it is, or with a plan) or no --memory is given, 1 if it does not.
     """
     from lowtide.report.size_predictions import fit_json, show_fit
     from lowtide.studies.size import bundle

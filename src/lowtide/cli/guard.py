@@ -82,7 +82,7 @@ def guard(
     and has saved its state; 1 where it was given up.
     """
     check_alone()
-    from lowtide.guard.keep import Enforce, Keeper, Settings
+    from lowtide.guard.keep import Enforce, GuardSettings, RunKeeper
     from lowtide.guard.rule import RecycleWhen, parse
 
     rule = parse(recycle)
@@ -94,7 +94,7 @@ def guard(
     command = command_of(script, arguments, module=module)
     for file in (json_file, recording, done_file):
         check_folder(file)
-    settings = Settings(
+    settings = GuardSettings(
         command=command,
         cap_bytes=None if memory is None else parse_bytes(memory),
         rule=rule,
@@ -104,15 +104,15 @@ def guard(
         done_file=None if done_file is None else Path(done_file),
         done_code=done_code,
     )
-    from lowtide.report.guard import Shown, show, to_json
+    from lowtide.report.guard import GuardDisplay, show, to_json
 
     with contextlib.ExitStack() as stack:
-        shown = stack.enter_context(Shown(quiet=quiet))
+        shown = stack.enter_context(GuardDisplay(quiet=quiet))
         written = _recorded(recording, command)
         listeners = [shown, *written, *_exported(stack, prometheus, tensorboard)]
         outcome = None
         try:
-            outcome = Keeper(settings, listeners).run()
+            outcome = RunKeeper(settings, listeners).run()
         finally:
             for one in written:
                 one.close(outcome)
@@ -130,19 +130,19 @@ def guard(
 
 
 def _recorded(recording: str | None, command: list[str]) -> list[Any]:
-    from lowtide.report.guard_trackers import Recorded
+    from lowtide.report.guard_trackers import RecordingTracker
 
-    return [] if recording is None else [Recorded(Path(recording), shlex.join(command))]
+    return [] if recording is None else [RecordingTracker(Path(recording), shlex.join(command))]
 
 
 def _exported(stack: contextlib.ExitStack, prometheus: int | None, tensorboard: str | None) -> list[Any]:
     """What shows the figures elsewhere."""
-    from lowtide.report.guard_trackers import Exported, Scalars
+    from lowtide.report.guard_trackers import PrometheusTracker, TensorBoardTracker
 
     found: list[Any] = []
     if prometheus is not None:
         try:
-            served = Exported(prometheus)
+            served = PrometheusTracker(prometheus)
         except ImportError:
             raise UsageError("--prometheus needs prometheus-client: pip install prometheus-client") from None
         except OSError as error:
@@ -151,7 +151,7 @@ def _exported(stack: contextlib.ExitStack, prometheus: int | None, tensorboard: 
         found.append(served)
     if tensorboard is not None:
         try:
-            scalars = Scalars(Path(tensorboard))
+            scalars = TensorBoardTracker(Path(tensorboard))
         except ImportError:
             raise UsageError("--tensorboard needs tensorboard: pip install tensorboard") from None
         stack.callback(scalars.close)

@@ -165,12 +165,12 @@ def leak(
     return int(fail and found.verdict.verdict is Verdict.LEAK)
 
 
-def _looked(command: list[str], watch: Watch, told: Told) -> Any:
+def _looked(command: list[str], watch: Watch, told: LeakProgress) -> Any:
     with Watched(command, watch, quiet=True) as process:
         return process.wait(told)
 
 
-def _ablated(command: list[str], watch: Watch, tolerance: float, counter: str, told: Told) -> Any:
+def _ablated(command: list[str], watch: Watch, tolerance: float, counter: str, told: LeakProgress) -> Any:
     from lowtide.studies.leak.ablate import Failed, ablate
 
     try:
@@ -209,7 +209,7 @@ def _ending(code: int) -> str:
     return f"exit code {code}" if code > 0 else f"signal {-code}"
 
 
-class Told(Progress):
+class LeakProgress(Progress):
     """Progress, shown."""
 
     def __init__(self, bar: Any, steps: int) -> None:
@@ -240,13 +240,13 @@ class Told(Progress):
 
 
 @contextmanager
-def _progress(steps: int, *, quiet: bool) -> Iterator[Told]:
+def _progress(steps: int, *, quiet: bool) -> Iterator[LeakProgress]:
     if quiet:
-        yield Told(None, steps)
+        yield LeakProgress(None, steps)
         return
     from rich.progress import Progress as Bar
 
     from lowtide.report.terminal import console
 
     with Bar(console=console(), transient=True) as bar:
-        yield Told(bar, steps)
+        yield LeakProgress(bar, steps)

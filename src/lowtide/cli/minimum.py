@@ -12,15 +12,20 @@ from lowtide.base.outputs import write, write_json
 from lowtide.cli.launch import check_alone, check_folder, check_target
 from lowtide.cli.script import Finite, takes_script
 from lowtide.studies.size.minimum import PROBE, STEPS, SURVIVES, MinimumStudy, covering, lever_sets, search
-from lowtide.studies.size.trial import MOST_SECONDS, Asked, Ran, Target, run
+from lowtide.studies.size.trial import MOST_SECONDS, Target, TrialRequest, TrialResult, run
 
 
 @click.command("min", context_settings={"allow_interspersed_args": False})
-@click.option("--allow", multiple=True, metavar="NAME,...", help="Levers that change bits and may be used too; `all` for all.")
-@click.option("--without", multiple=True, metavar="NAME,...", help="Levers that must not be used.")
+@click.option(
+    "--allow", multiple=True, metavar="NAME,...",
+    help="Memory optimizations that change bits and may be used too; `all` for all.",
+)
+@click.option("--without", multiple=True, metavar="NAME,...", help="Memory optimizations that must not be used.")
 @click.option("--steps", type=click.IntRange(min=4), default=STEPS, show_default=True, help="Steps of one run, at least.")
 @click.option("--survive", type=click.IntRange(min=0), default=SURVIVES, show_default=True, help="Steps at the minimum.")
-@click.option("--offload/--no-offload", default=True, help="Whether values may be moved to a file (CUDA: to the host).")
+@click.option(
+    "--offload/--no-offload", default=True, help="Whether activations may be offloaded to a file (CUDA: to host memory)."
+)
 @click.option("--timeout", type=Finite(min=1), default=MOST_SECONDS, show_default=True, help="Seconds of a run.")
 @click.option("--json", "json_file", metavar="FILE", help="Write everything.")
 @click.option("--html", "html_file", metavar="FILE", help="Write a page with the curve of memory against time.")
@@ -41,14 +46,14 @@ def minimum(
 ) -> int:
     """Find the smallest budget under which SCRIPT trains, by runs that are capped for real.
 
-    Its first steps are run plainly, as many as the minimum must survive, then under budgets with a hard cap at the budget, as
-    many as it takes to meet the step that needs most: the smallest that passes, and one within a per cent of it that fails;
-    without levers, with the exact ones, and with those of --allow.
+    A baseline run comes first, as long as the minimum must survive. Short runs follow, each capped at its budget and long
+    enough to meet the highest step: the smallest budget that passes is the minimum, and one within 1 % below it fails. The
+    search is made without memory optimizations, with the exact ones, and with those of --allow.
     """
     from lowtide.report.size import minimum_json, minimum_page, show_minimum
     from lowtide.report.terminal import console
     from lowtide.studies.leak.watch import end_on_sigterm
-    from lowtide.studies.size.vary import Set
+    from lowtide.studies.size.vary import ScriptSetting
 
     check_alone()
     allowed, excluded = check_levers(allow, without)
@@ -56,13 +61,13 @@ def minimum(
     for file in (json_file, html_file):
         check_folder(file)
     end_on_sigterm()
-    target, setting = Target(script=script, module=module, seconds=timeout), Set(arguments=arguments)
-    with console().status("the plain run") as status:
+    target, setting = Target(script=script, module=module, seconds=timeout), ScriptSetting(arguments=arguments)
+    with console().status("the baseline run") as status:
 
-        def told(what: str) -> Callable[[Asked], Ran]:
+        def told(what: str) -> Callable[[TrialRequest], TrialResult]:
             count = 0
 
-            def go(asked: Asked) -> Ran:
+            def go(asked: TrialRequest) -> TrialResult:
                 nonlocal count
                 count += 1
                 status.update(_doing(what, count, asked))
@@ -70,13 +75,15 @@ def minimum(
 
             return go
 
-        plain = run(target, setting, Asked(steps=max(steps, survive)))
+        plain = run(target, setting, TrialRequest(steps=max(steps, survive)))
         if not plain.passes or len(plain.steps) < 2:
             why = plain.message or f"only {len(plain.steps)} steps were seen"
             raise LowtideError(f"the script does not train as it is: {why}")
         steps = covering(plain, steps)
-        look = Asked(steps=4, budget_bytes=int(PROBE * plain.peak_bytes), allow=allowed, without=excluded, offload=offload)
-        status.update("looking for what speaks against levers")
+        look = TrialRequest(
+            steps=4, budget_bytes=int(PROBE * plain.peak_bytes), allow=allowed, without=excluded, offload=offload
+        )
+        status.update("checking which memory optimizations the script allows")
         declined = {x["name"]: x["text"] for x in run(target, setting, look).levers if not x["used"]}
         found = [
             search(name, can - declined.keys(), cannot, plain, told(name), offload=offload, steps=steps, survives=survive)
@@ -91,7 +98,7 @@ def minimum(
     return 0 if any(f.minimum_bytes is not None for f in found) else 1
 
 
-def _doing(what: str, count: int, asked: Asked) -> str:
+def _doing(what: str, count: int, asked: TrialRequest) -> str:
     from lowtide.base.units import format_bytes
 
     return f"{what}: run {count}, {asked.steps} steps at {format_bytes(asked.budget_bytes)}"

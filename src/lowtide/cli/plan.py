@@ -11,7 +11,7 @@ import click
 from lowtide.base.errors import GraphError, UsageError
 from lowtide.base.lever_catalogue import LEVERS, parse_levers
 from lowtide.base.outputs import write, write_json
-from lowtide.base.units import Auto, Share, parse_budget, parse_bytes
+from lowtide.base.units import Auto, BudgetShare, parse_budget, parse_bytes
 from lowtide.cli.launch import check_folder
 from lowtide.cli.script import Finite
 
@@ -43,7 +43,7 @@ _LARGEST_BLOCK = 1 << 30
 @click.option(
     "--order", type=click.Choice(["fixed", "free"]), default="fixed", show_default=True, help="Keep the given order, or not."
 )
-@click.option("--curve", is_flag=True, help="Plans for budgets from the peak down to the floor.")
+@click.option("--curve", is_flag=True, help="Plans for budgets from the peak down to the minimum.")
 @click.option(
     "--strategy",
     metavar="NAME",
@@ -55,8 +55,8 @@ _LARGEST_BLOCK = 1 << 30
     "--seconds", type=Finite(min=0.05), default=None,
     help="How long may be searched.  [default: 8]",
 )
-@click.option("--offload", "speed", metavar="SIZE", help="Allow a second board, at so many bytes a second each way.")
-@click.option("--host", metavar="SIZE", help="How much the second board holds.")
+@click.option("--offload", "speed", metavar="SIZE", help="Allow offloading, at so many bytes a second each way.")
+@click.option("--host", metavar="SIZE", help="How much can be offloaded at a time.")
 @click.option("--overlap/--no-overlap", default=None, help="Whether transfers run beside computing.")
 @click.option(
     "--rounding", metavar="BYTES", type=click.IntRange(min=1, max=_LARGEST_BLOCK), default=1,
@@ -67,7 +67,7 @@ _LARGEST_BLOCK = 1 << 30
     help="Hold the budget for what torch's allocator reserves on a device: blocks, and the segments they are cut from.",
 )
 @click.option(
-    "--allow", multiple=True, metavar="NAME,...", help="Levers that may be part of a recording's plan (`all`, `exact`)."
+    "--allow", multiple=True, metavar="NAME,...", help="Memory optimizations that a recording's plan may use (`all`, `exact`)."
 )
 @click.option("--step", type=int, default=None,
               help="Which recorded step, by its number in `lowtide report`.  [default: the one of the highest point]")
@@ -93,7 +93,7 @@ def plan(
     json_file: str | None,
     html_file: str | None,
 ) -> int:
-    """Plan GRAPH.json, or a step of a recording, within a budget: what to keep, run again or move, and how good that is."""
+    """Plan GRAPH.json, or a step of a recording, within a budget: what to keep, recompute or offload, and how good that is."""
     from lowtide.planning.solver import caching_allocator, solve
 
     for file in (json_file, html_file):
@@ -144,7 +144,7 @@ def plan(
             points = _curve(solver, limit, known=[answer])
     if asked is not None and strategy == "search" and answer.peak_bound.bytes < solver.told_floor.bytes:
         answer = replace(answer, peak_bound=solver.told_floor)
-    told = _Told(
+    told = _Output(
         strategy=strategy, rounding=rounding, held=held, json_file=json_file, html_file=html_file,
         floor_with_moving=_floor_with_moving(source, solver),
     )
@@ -205,7 +205,7 @@ def _chosen(
 
     if budget is None:
         return [plain, *others(step, plain, prepared=prepared, answered=None)], plain
-    with console().status("with levers") as status:
+    with console().status("with memory optimizations") as status:
 
         def answered(solver: Solver, names: tuple[str, ...], share: float, rows: list[Row]) -> Answer:
             status.update(f"with {' and '.join(names)}")
@@ -246,7 +246,7 @@ def _budget(text: str | None, solver: Solver, resident: int) -> int | None:
     asked = parse_budget(text)
     if isinstance(asked, Auto):
         raise UsageError("--budget auto is for running: a plan needs a size or a share")
-    if isinstance(asked, Share):
+    if isinstance(asked, BudgetShare):
         return resident + int(asked.fraction * (solver.given.peak_bytes - resident))
     return asked
 
@@ -281,9 +281,9 @@ def _with_levers(source: _Source, names: object, path: Path) -> Graph:
     from lowtide.recording.rewrites.levers import with_levers
 
     if source.step is None:
-        raise UsageError(f"{path} is a plan with levers: give the recording that it was made for")
+        raise UsageError(f"{path} is a plan with memory optimizations: give the recording that it was made for")
     if not isinstance(names, list) or not all(isinstance(name, str) and name in LEVERS for name in names):
-        raise UsageError(f"{path} names levers that there are not: there are {', '.join(LEVERS)}")
+        raise UsageError(f"{path} names memory optimizations that do not exist: there are {', '.join(LEVERS)}")
     return with_levers(source.step, names)
 
 
@@ -303,7 +303,7 @@ def _answer(solver: Solver, budget: int | None, strategy: str, seconds: float, p
     from lowtide.base.units import format_seconds
     from lowtide.planning.schedule import plain_row
     from lowtide.planning.search import classics, exhaustive
-    from lowtide.planning.search.annealing import Found
+    from lowtide.planning.search.annealing import AnnealedRow
     from lowtide.report.terminal import console
 
     game = solver.game
@@ -320,7 +320,7 @@ def _answer(solver: Solver, budget: int | None, strategy: str, seconds: float, p
         return solver.follow(game.row(classics.STRATEGIES[strategy](game, budget or 0)), budget)
     with console().status("searching") as status:
 
-        def tell(found: Found) -> None:
+        def tell(found: AnnealedRow) -> None:
             if not found.over_bytes:
                 extra = max(0.0, found.seconds - game.base_seconds)
                 status.update(f"searching: {format_seconds(extra)} extra so far")
@@ -342,7 +342,7 @@ def _floor_with_moving(source: _Source, solver: Solver) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
+class _Output:
     """How an answer came to be, and where it goes."""
 
     strategy: str
@@ -354,7 +354,7 @@ class _Told:
 
 
 def _tell(
-    solver: Solver, answer: Answer, points: list[Answer], sets: list[Planned], chosen: Planned | None, told: _Told
+    solver: Solver, answer: Answer, points: list[Answer], sets: list[Planned], chosen: Planned | None, told: _Output
 ) -> None:
     from lowtide.planning.solver.figures import by_module, decides
     from lowtide.report.plan import PlanReport, page, plan_json, show_plan

@@ -18,11 +18,18 @@ from lowtide.runtime.agent.task import PRELOAD, RunOptions, Task
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option("--budget", metavar="SIZE", help="900MiB, 6GiB, 2GB, bytes, 50%, or auto (CUDA).")
-@click.option("--levers", type=click.Choice(["list"]), help="Try each lever on SCRIPT: what does it save?")
+@click.option("--optimizations", "levers", type=click.Choice(["list"]),
+              help="Try each memory optimization on SCRIPT and show what it saves.")
+@click.option("--levers", "levers_as_before", type=click.Choice(["list"]), hidden=True,
+              help="The former name of --optimizations.")
 @click.option("--keep", multiple=True, metavar="MODULE", help="Never drop what this module saves (repeatable).")
-@click.option("--offload/--no-offload", default=True, help="Whether values may be moved to a file (CUDA: to the host).")
-@click.option("--allow", multiple=True, metavar="NAME,...", help="Levers that may be used; `--levers list` tries them.")
-@click.option("--without", multiple=True, metavar="NAME,...", help="Levers that must not be used, though they are exact.")
+@click.option(
+    "--offload/--no-offload", default=True, help="Whether activations may be offloaded to a file (CUDA: to host memory)."
+)
+@click.option("--allow", multiple=True, metavar="NAME,...",
+              help="Memory optimizations that may be used; `--optimizations list` tries them.")
+@click.option("--without", multiple=True, metavar="NAME,...",
+              help="Memory optimizations that must not be used, though they are exact.")
 @click.option("--plan", metavar="FILE", help="Begin with a plan written by --save-plan.")
 @click.option("--save-plan", metavar="FILE", help="Write the plan in force at the end.")
 @click.option("--json", "json_file", metavar="FILE", help="Write the figures of the run.")
@@ -33,6 +40,7 @@ def run(
     *,
     budget: str | None,
     levers: str | None,
+    levers_as_before: str | None,
     keep: tuple[str, ...],
     offload: bool,
     allow: tuple[str, ...],
@@ -52,10 +60,10 @@ def run(
     three steps show that the budget cannot be held, 2 for bad usage, 3 if SCRIPT ended well and a step crossed the budget.
     """
     check_alone()
-    if levers is not None:
+    if levers is not None or levers_as_before is not None:
         return _list_levers(script, arguments, module=module, json_file=json_file)
     if budget is None:
-        raise UsageError("say how much memory there is: --budget 6GiB (or --budget 50%); --levers list needs none")
+        raise UsageError("say how much memory there is: --budget 6GiB (or --budget 50%); --optimizations list needs none")
     parse_budget(budget)
     allowed, excluded = check_levers(allow, without)
     check_target(script, module=module)
@@ -94,24 +102,24 @@ def _list_levers(script: str, arguments: tuple[str, ...], *, module: bool, json_
     from lowtide.report.terminal import console
     from lowtide.studies.leak.watch import end_on_sigterm
     from lowtide.studies.size.minimum import STEPS, LeverTrials, probed
-    from lowtide.studies.size.trial import MOST_SECONDS, Asked, Ran, Target, run
-    from lowtide.studies.size.vary import Set
+    from lowtide.studies.size.trial import MOST_SECONDS, Target, TrialRequest, TrialResult, run
+    from lowtide.studies.size.vary import ScriptSetting
 
     check_target(script, module=module)
     check_folder(json_file)
     end_on_sigterm()
-    target, setting = Target(script=script, module=module, seconds=MOST_SECONDS), Set(arguments=arguments)
-    with console().status("the plain run") as status:
-        plain = run(target, setting, Asked(steps=STEPS))
+    target, setting = Target(script=script, module=module, seconds=MOST_SECONDS), ScriptSetting(arguments=arguments)
+    with console().status("the baseline run") as status:
+        plain = run(target, setting, TrialRequest(steps=STEPS))
         if not plain.passes:
             raise LowtideError(f"the script does not train as it is: {plain.message}")
         found = {}
         for name in ("", *LEVERS):
-            status.update(f"with {name}" if name else "without levers")
+            status.update(f"with {name}" if name else "without memory optimizations")
             allow, without = frozenset(filter(None, (name,))), frozenset(LEVERS) - {name}
 
-            def at(budget: int, allow: frozenset[str] = allow, without: frozenset[str] = without) -> Ran:
-                return run(target, setting, Asked(steps=STEPS, budget_bytes=budget, allow=allow, without=without))
+            def at(budget: int, allow: frozenset[str] = allow, without: frozenset[str] = without) -> TrialResult:
+                return run(target, setting, TrialRequest(steps=STEPS, budget_bytes=budget, allow=allow, without=without))
 
             found[name] = probed(plain.peak_bytes, at)
     trials = LeverTrials(plain=plain, without=found.pop(""), runs=found)

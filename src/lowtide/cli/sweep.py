@@ -21,7 +21,7 @@ from lowtide.studies.leak.watch import end_on_sigterm
 @click.option(
     "--results", metavar="FILE", help="Where results lie (SQLite); SWEEP.results by default. A killed sweep goes on from it."
 )
-@click.option("--fresh", is_flag=True, help="Throw earlier results away.")
+@click.option("--fresh", is_flag=True, help="Discard earlier results.")
 @click.option(
     "--jobs",
     type=click.IntRange(min=1),
@@ -56,7 +56,7 @@ def sweep(
     """
     from lowtide.report.sweep import as_csv, markdown, page, show, to_json
     from lowtide.studies.sweep.definition import load
-    from lowtide.studies.sweep.results import CONFIRM, MAIN, Results
+    from lowtide.studies.sweep.results import CONFIRM, MAIN, SweepResults
     from lowtide.studies.sweep.run import Dask, Executor, Local, go
     from lowtide.studies.sweep.summary import summary_of
     from lowtide.studies.sweep.trends import recommended, rows_of
@@ -73,7 +73,7 @@ def sweep(
     place = Path(results) if results else path.with_suffix(".results")
     if fresh:
         place.unlink(missing_ok=True)
-    store = Results(place, definition)
+    store = SweepResults(place, definition)
     if jobs > 1:
         tell(f"lowtide: {jobs} cells run side by side: they disturb each other's rates")
     runner: Executor = Dask(address, workers) if executor == "dask" else Local(Path(f"{place}.cells"), jobs)
@@ -103,7 +103,7 @@ def sweep(
     return int(found.complete and not any(row.verdicts for row in found.rows))
 
 
-class _Told:
+class _SweepProgress:
     """Progress, shown."""
 
     def __init__(self, bar: Any) -> None:
@@ -129,9 +129,9 @@ class _Told:
 
 
 @contextmanager
-def _progress(*, quiet: bool) -> Iterator[_Told]:
+def _progress(*, quiet: bool) -> Iterator[_SweepProgress]:
     if quiet:
-        yield _Told(None)
+        yield _SweepProgress(None)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -139,4 +139,4 @@ def _progress(*, quiet: bool) -> Iterator[_Told]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console()) as bar:
-        yield _Told(bar)
+        yield _SweepProgress(bar)

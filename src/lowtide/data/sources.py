@@ -35,7 +35,7 @@ def open_source(path: str | os.PathLike[str], name: str | Sequence[str] | None =
     }  # fmt: skip
     kind = kinds.get(file.suffix.lower()) or (Zarr if file.is_dir() else None)
     if kind is None:
-        raise ReaderError(f"{file}: what this is cannot be told by its name: .npy, .h5, .hdf5, .zarr, .parquet are known")
+        raise ReaderError(f"{file}: the format cannot be told from its name: .npy, .h5, .hdf5, .zarr, .parquet are known")
     if kind is Npy and name is not None:
         raise ReaderError(f"{file}: a .npy file holds one array, without a name")
     if kind in {Hdf5, Parquet} and name is None:

@@ -25,7 +25,7 @@ from lowtide.guard.fence import (
 )
 from lowtide.guard.forecast import Forecast, Growth
 from lowtide.guard.memory import Reading
-from lowtide.guard.outcome import Generation, Listener, Live, Outcome
+from lowtide.guard.outcome import Generation, GuardListener, GuardOutcome, Live
 from lowtide.guard.process import LEAVE_SECONDS, Guarded, adopting
 from lowtide.guard.rule import RecycleWhen, Rule
 from lowtide.probe.beat import STOPPED, Beat
@@ -40,7 +40,7 @@ Enforce = Literal["auto", "cgroup", "rlimit", "watch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class GuardSettings:
     """What is asked of the guard.
 
     Attributes:
@@ -64,7 +64,7 @@ class Settings:
     done_code: int | None = None
 
 
-def fence_of(settings: Settings, generation: int) -> Fence:
+def fence_of(settings: GuardSettings, generation: int) -> Fence:
     """What holds a generation to the cap.
 
     Raises:
@@ -84,10 +84,10 @@ def fence_of(settings: Settings, generation: int) -> Fence:
 
 
 @final
-class Keeper:
+class RunKeeper:
     """Runs a command until it has finished or cannot be helped."""
 
-    def __init__(self, settings: Settings, listeners: Sequence[Listener] = ()) -> None:
+    def __init__(self, settings: GuardSettings, listeners: Sequence[GuardListener] = ()) -> None:
         """Nothing runs yet."""
         self._settings, self._listeners = settings, list(listeners)
         self._cap = settings.cap_bytes or room()
@@ -96,7 +96,7 @@ class Keeper:
         self._fraction = 0.0
         self._kind = "none"
 
-    def run(self) -> Outcome:
+    def run(self) -> GuardOutcome:
         """Run it.
 
         Raises:
@@ -150,8 +150,8 @@ class Keeper:
             return _shell(found.exit), found.cause.value + (f": {found.error}" if found.error else "")
         return None
 
-    def _outcome(self, code: int, text: str) -> Outcome:
-        return Outcome(
+    def _outcome(self, code: int, text: str) -> GuardOutcome:
+        return GuardOutcome(
             generations=tuple(self._done), exit_code=code, text=text, cap_bytes=self._cap, fence=self._kind,
             fraction=self._fraction,
         )  # fmt: skip

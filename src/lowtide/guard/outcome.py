@@ -58,7 +58,7 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class GuardOutcome:
     """How the run went.
 
     Attributes:
@@ -124,7 +124,7 @@ class Live:
         return (self.seconds + sum(g.seconds + g.waited_seconds for g in self.done)) / self.beat.fraction
 
 
-class Listener(Protocol):
+class GuardListener(Protocol):
     """Told of what happens."""
 
     def looked(self, live: Live) -> None:

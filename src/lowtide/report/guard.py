@@ -17,7 +17,7 @@ from rich.text import Text
 
 from lowtide.base.messages import shown
 from lowtide.base.units import format_bytes, format_seconds
-from lowtide.guard.outcome import Generation, Live, Outcome
+from lowtide.guard.outcome import Generation, GuardOutcome, Live
 from lowtide.report.terminal import console
 
 WIDTH: Final = 40
@@ -109,7 +109,7 @@ class _Through:
 
 
 @final
-class Shown:
+class GuardDisplay:
     """The panel on a terminal; lines of events where standard error is none."""
 
     def __init__(self, *, quiet: bool) -> None:
@@ -123,7 +123,7 @@ class Shown:
         self._screen = Screen(console=self._console, auto_refresh=False, transient=True, redirect_stdout=False)
         self._number = 0
 
-    def __enter__(self) -> Shown:
+    def __enter__(self) -> GuardDisplay:
         """Begin to show."""
         if self._panel:
             self._screen.start()
@@ -161,7 +161,7 @@ def _exit(code: int) -> str:
         return str(code)
 
 
-def show(outcome: Outcome) -> None:
+def show(outcome: GuardOutcome) -> None:
     """The table at the end."""
     columns: dict[str, Callable[[Generation], str]] = {  # blank: the process told nothing
         "": lambda g: str(g.number + 1),
@@ -200,7 +200,7 @@ def show(outcome: Outcome) -> None:
     )
 
 
-def to_json(outcome: Outcome) -> dict[str, Any]:
+def to_json(outcome: GuardOutcome) -> dict[str, Any]:
     """Figures."""
     return {
         "generations": [

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from lowtide.base.files import why
 from lowtide.base.messages import tell
-from lowtide.guard.outcome import Generation, Live, Outcome
+from lowtide.guard.outcome import Generation, GuardOutcome, Live
 from lowtide.recording.file_format import ProcessRow
 from lowtide.recording.writer import Writer
 from lowtide.report.guard import ROW_SECONDS, to_json
@@ -40,7 +40,7 @@ class Sparse:
 
 
 @final
-class Recorded(Sparse):
+class RecordingTracker(Sparse):
     """The run as a recording: a row a second, and the generations."""
 
     def __init__(self, path: Path, command: str) -> None:
@@ -88,7 +88,7 @@ class Recorded(Sparse):
         )
         self._number, self._before, self._highest = self._number + 1, r.bytes, 0
 
-    def close(self, outcome: Outcome | None) -> None:
+    def close(self, outcome: GuardOutcome | None) -> None:
         """The recording is whole."""
         if outcome is not None:
             self._writer.put_meta({"guard": to_json(outcome)})
@@ -96,7 +96,7 @@ class Recorded(Sparse):
 
 
 @final
-class Exported(Sparse):
+class PrometheusTracker(Sparse):
     """Figures for Prometheus, on loopback."""
 
     def __init__(self, port: int) -> None:
@@ -150,7 +150,7 @@ class Exported(Sparse):
 
 
 @final
-class Scalars(Sparse):
+class TensorBoardTracker(Sparse):
     """Figures for TensorBoard."""
 
     def __init__(self, folder: Path) -> None:

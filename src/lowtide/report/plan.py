@@ -13,7 +13,7 @@ from rich.table import Table
 
 from lowtide.base.units import format_bytes, format_seconds
 from lowtide.planning.graph import Graph
-from lowtide.planning.solver.figures import Decides, Share, curve_json, decides_json, modules_json, profile, to_json
+from lowtide.planning.solver.figures import Decides, ModuleFigures, curve_json, decides_json, modules_json, profile, to_json
 from lowtide.planning.solver.solve import Answer
 from lowtide.planning.status import Status
 from lowtide.recording.rewrites.choose_levers import Planned
@@ -64,7 +64,7 @@ class PlanReport:
     answer: Answer
     given: Answer
     why: Decides | None
-    modules: tuple[Share, ...]
+    modules: tuple[ModuleFigures, ...]
     strategy: str
     rounding_bytes: int
     reserved_bytes: int | None
@@ -112,7 +112,7 @@ def show_plan(found: PlanReport) -> None:
     shown = answer.status.has_plan
     if chosen is not None and chosen.names:
         own = f"they take {format_seconds(chosen.own_seconds)} themselves, not counted below" if chosen.own_seconds > 0 else ""
-        table.add_row("with levers", "\n".join(chosen.names), own)
+        table.add_row("with optimizations", "\n".join(chosen.names), own)
     if shown:
         table.add_row("peak", format_bytes(timeline.peak_bytes), f"without a plan {format_bytes(answer.given_peak_bytes)}")
         if reserved is not None:
@@ -121,9 +121,10 @@ def show_plan(found: PlanReport) -> None:
     else:
         table.add_row("peak without a plan", format_bytes(answer.given_peak_bytes), "")
         if answer.status is Status.UNKNOWN:
-            moving = "" if graph.offload is not None else "; --offload SPEED lets values move, as `lowtide run` does unasked"
+            allows = "; --offload SPEED allows offloading, which `lowtide run` does by default"
+            moving = "" if graph.offload is not None else allows
             table.add_row("lowest peak found", format_bytes(timeline.peak_bytes), f"--seconds searches longer{moving}")
-    means = "recomputing" if graph.offload is None else "recomputing and moving"
+    means = "recomputing" if graph.offload is None else "recomputing or offloading"
     meaning = {
         "stuck": f"no {means} goes below",
         "instant": f"no {means} goes below: what comes back needs what it is made from",
@@ -131,14 +132,14 @@ def show_plan(found: PlanReport) -> None:
         "cut": "no order goes below in which every operator runs once (minimum cut)",
     }
     table.add_row(
-        "floor",
+        "minimum",
         format_bytes(answer.peak_bound.bytes),
         f"{meaning[answer.peak_bound.method]}, at {escape(name_of(graph, answer.peak_bound.node))}",
     )
     if found.floor_with_moving_bytes is not None:
         table.add_row(
-            "floor with moving", format_bytes(found.floor_with_moving_bytes),
-            "as `lowtide run` moves values, and --offload SPEED here",
+            "minimum with offloading", format_bytes(found.floor_with_moving_bytes),
+            "as `lowtide run` offloads activations, and --offload SPEED here",
         )
     if shown:
         extra, least, base = answer.extra_seconds, answer.time_bound.seconds, graph.base_seconds or 1.0
@@ -152,9 +153,9 @@ def show_plan(found: PlanReport) -> None:
             f"{least / base:.2%}: no plan within the budget adds less{proof}; gap {max(0.0, extra - least) / base:.2%}",
         )
         if timeline.moved_bytes:
-            table.add_row("moved", format_bytes(timeline.moved_bytes), f"{format_seconds(timeline.wait_seconds)} waited")
+            table.add_row("offloaded", format_bytes(timeline.moved_bytes), f"{format_seconds(timeline.wait_seconds)} waited")
         again = sum(r - 1 for r in timeline.runs if r > 1)
-        table.add_row("run again", f"{again} operators", f"searched for {answer.solve_seconds:.1f} s, {answer.rounds} rounds")
+        table.add_row("recomputed", f"{again} operators", f"searched for {answer.solve_seconds:.1f} s, {answer.rounds} rounds")
     out.print(table)
     if found.why is not None:
         _show_decides(answer, found.why)
@@ -175,7 +176,7 @@ def _show_decides(answer: Answer, found: Decides) -> None:
         out.print(f"dearest to bring back: {listed}", markup=False)
 
 
-def _show_modules(shares: Sequence[Share]) -> None:
+def _show_modules(shares: Sequence[ModuleFigures]) -> None:
     if len(shares) < 2:
         return
     table = Table(title="by module, costliest first", title_justify="left")
@@ -225,8 +226,8 @@ def _bits(found: Planned) -> str:
 def _show_sets(sets: Sequence[Planned], chosen: Planned | None) -> None:
     """What levers would buy: each set's peak and floor, and what it costs within the budget."""
     asked = any(s.answer is not None for s in sets[1:])
-    table = Table(title="with levers (`lowtide run --levers list` tries them)", title_justify="left")
-    for head in ("levers", "plain peak", "floor", *(("extra time",) if asked else ()), "bits"):
+    table = Table(title="with memory optimizations (`lowtide run --optimizations list` tries them)", title_justify="left")
+    for head in ("levers", "baseline peak", "floor", *(("extra time",) if asked else ()), "bits"):
         table.add_column(head, justify="left" if head in ("levers", "bits") else "right")
     for s in sets:
         name = " +\n".join(s.names) or "none"
@@ -236,7 +237,10 @@ def _show_sets(sets: Sequence[Planned], chosen: Planned | None) -> None:
             format_bytes(s.peak_bytes), format_bytes(s.floor_bytes), *told, _bits(s),
         )
     if asked:
-        table.caption = "extra time is above the step without levers; of what levers take, the loss's second forward is in it"
+        table.caption = (
+            "extra time is relative to the step without memory optimizations; of their own cost it contains only the second "
+            "forward of the loss"
+        )
     console().print(table)
 
 

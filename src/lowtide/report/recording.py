@@ -14,7 +14,7 @@ from rich.text import Text
 
 from lowtide.base.trace import Phase
 from lowtide.base.units import KIB, MIB, format_bytes, format_seconds
-from lowtide.recording.explanation.difference import Change, Difference
+from lowtide.recording.explanation.difference import ByteChange, Difference
 from lowtide.recording.explanation.explanation import Explanation, ProcessMemory
 from lowtide.recording.file_format import PhaseFigures, ProcessRow, StepRow
 from lowtide.recording.peak_report import PeakReport
@@ -240,7 +240,7 @@ def show_difference(found: Difference, out: Console | None = None) -> None:
     out = out or console()
     for name, command in (("before", found.before), ("after", found.after)):
         out.print(f"{name}: {escape(command)}")
-    parts: dict[str, Mapping[str, Change]] = {
+    parts: dict[str, Mapping[str, ByteChange]] = {
         "peak": {"high-water mark": found.peak},
         "by role at the peak": {name.replace("_", " "): change for name, change in found.by_role.items()},
         "highest in each phase": {name.replace("_", " "): change for name, change in found.phases.items()},

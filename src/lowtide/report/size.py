@@ -12,7 +12,7 @@ from lowtide.base.units import format_bytes, format_seconds
 from lowtide.report.pages import render
 from lowtide.report.terminal import console
 from lowtide.studies.size.minimum import LeverTrials, MinimumStudy
-from lowtide.studies.size.trial import Ran
+from lowtide.studies.size.trial import TrialResult
 
 _BAR: Final = 28
 
@@ -30,7 +30,7 @@ def time_text(seconds: float | None) -> str:
     return "" if seconds is None else format_seconds(seconds)
 
 
-def _ran_json(ran: Ran) -> dict[str, Any]:
+def _ran_json(ran: TrialResult) -> dict[str, Any]:
     return {
         "budget_bytes": ran.asked.budget_bytes,
         "cap_bytes": ran.asked.cap_bytes,
@@ -72,25 +72,32 @@ def minimum_json(study: MinimumStudy) -> dict[str, Any]:
     }
 
 
+def _title(name: str) -> str:
+    """A set of memory optimizations as readers see it; its name in the JSON file says ``levers``."""
+    return "baseline" if name == "plain" else name.replace("levers", "optimizations")
+
+
 def _minimum_rows(study: MinimumStudy) -> list[list[str]]:
     plain = study.plain
-    rows = [["plain, first step", format_bytes(plain.cold_peak_bytes), "", "", "", "", ""],
-            ["plain, later steps", format_bytes(plain.warm_peak_bytes), "100 %", "", time_text(plain.step_seconds), "1.00",
+    rows = [["baseline, first step", format_bytes(plain.cold_peak_bytes), "", "", "", "", ""],
+            ["baseline, later steps", format_bytes(plain.warm_peak_bytes), "100 %", "", time_text(plain.step_seconds), "1.00",
              ""]]
     for f in study.sets:
         if f.minimum_bytes is None:
-            rows.append([f.name, "none", "", "", "", "", str(len(f.runs))])
+            rows.append([_title(f.name), "none", "", "", "", "", str(len(f.runs))])
             continue
         at = f.at_minimum
         seconds = None if at is None else at.step_seconds
         slower = "" if seconds is None or not plain.step_seconds else f"{seconds / plain.step_seconds:.2f}"
         fails = "" if f.fails_at_bytes is None else format_bytes(f.fails_at_bytes)
         share = f"{f.minimum_bytes / plain.peak_bytes:.0%}".replace("%", " %")
-        rows.append([f.name, format_bytes(f.minimum_bytes), share, fails, time_text(seconds), slower, str(len(f.runs))])
+        rows.append([
+            _title(f.name), format_bytes(f.minimum_bytes), share, fails, time_text(seconds), slower, str(len(f.runs)),
+        ])
     return rows
 
 
-_MINIMUM_HEADS: Final = ("", "peak or budget", "of plain", "fails at", "a step", "x plain", "runs")
+_MINIMUM_HEADS: Final = ("", "peak or budget", "of baseline", "fails at", "a step", "x baseline", "runs")
 
 
 def show_minimum(study: MinimumStudy) -> None:
@@ -106,19 +113,19 @@ def show_minimum(study: MinimumStudy) -> None:
             held = f"{len(f.survived.steps)} steps at {format_bytes(f.minimum_bytes)} under a hard cap"
             own = bool(f.survived.steps) and not f.survived.lacks_memory
             why = f"{'; then the script ended by itself' if own else ' FAILED'}: {f.survived.message}"
-            out.print(f"{f.name}: {held}{'' if f.survived.passes else why}", markup=False)
+            out.print(f"{_title(f.name)}: {held}{'' if f.survived.passes else why}", markup=False)
         if f.reason:
-            out.print(f"{f.name}: {f.reason}", markup=False)
+            out.print(f"{_title(f.name)}: {f.reason}", markup=False)
     for name, text in study.declined.items():
         out.print(f"{name} is not used: {text}", markup=False)
 
 
 def _show_curve(study: MinimumStudy) -> None:
-    points = [(name, *point) for name, line in study.curve for point in line]
+    points = [(_title(name), *point) for name, line in study.curve for point in line]
     if not points:
         return
     longest = max(seconds for _, _, seconds in points)
-    table = new_table("time of a step by memory", "levers", "memory", "a step", "")
+    table = new_table("time of a step by memory", "", "memory", "a step", "")
     table.columns[-1].justify = "left"
     for name, memory, seconds in points:
         table.add_row(name, format_bytes(memory), time_text(seconds), "█" * round(_BAR * seconds / longest))
@@ -129,15 +136,15 @@ def minimum_page(study: MinimumStudy) -> str:
     """A page with the curve of memory against time."""
     plain, best = study.plain, study.least
     least = None if best is None else best.minimum_bytes
-    summary = f"plain peak {format_bytes(plain.peak_bytes)}"
+    summary = f"baseline peak {format_bytes(plain.peak_bytes)}"
     if least is not None:
         summary += f"; the least that works is {format_bytes(least)}, {100 * least / plain.peak_bytes:.0f} % of it"
     plot = {
         "title": "Time of a step by memory",
-        "text": "every run that stayed within its budget, and the plain run",
+        "text": "every run that stayed within its budget, and the baseline run",
         "x": {"kind": "bytes", "label": "memory"},
         "y": {"kind": "seconds", "label": "a step"},
-        "series": [{"name": name, "points": points} for name, points in study.curve],
+        "series": [{"name": _title(name), "points": points} for name, points in study.curve],
     }
     return render("size", [plot], title=f"The least memory for {Path(study.script).name}", summary=summary, plots=[plot],
                   head=_MINIMUM_HEADS, rows=_minimum_rows(study))
@@ -167,9 +174,9 @@ def levers_json(trials: LeverTrials) -> dict[str, Any]:
 def show_levers(trials: LeverTrials) -> None:
     """Each lever with what it saves on this script, and its effect on the bits."""
     out, lowest = console(), trials.lowest_plan_bytes
-    title = f"levers, each alone: plain peak {format_bytes(trials.plain.warm_peak_bytes)}"
+    title = f"memory optimizations, each alone: baseline peak {format_bytes(trials.plain.warm_peak_bytes)}"
     title += "" if lowest is None else f", lowest plan {format_bytes(lowest)}"
-    table = new_table(title, "lever", "off the plain peak", "off the lowest plan", "bits")
+    table = new_table(title, "optimization", "off the baseline peak", "off the lowest plan", "bits")
     table.columns[3].justify = "left"
     table.columns[0].no_wrap = True
     for name in trials.runs:
@@ -178,7 +185,7 @@ def show_levers(trials: LeverTrials) -> None:
     out.print(table)
     for name in trials.runs:
         out.print(f"{name}: {trials.text(name)}", markup=False)
-    out.print("exact levers are used without being asked for where a budget needs them; others by --allow NAME", markup=False)
+    out.print("exact ones are used by default where a budget needs them; the others only with --allow NAME", markup=False)
 
 
 def number(x: float) -> str:

@@ -87,12 +87,12 @@ def show_fit(answer: Fit) -> None:
     if answer.plain:
         out.print(f"fits in {memory}", markup=False)
     elif answer.plan is not None:
-        close = "" if answer.plain is False else " (plainly it is too close to tell)"
+        close = "" if answer.plain is False else " (without one it is too close to tell)"
         out.print(f"fits in {memory} by a plan that takes {answer.plan.extra_fraction:.1%} more time{close}: "
                   f"lowtide run --budget {answer.memory_bytes} ...", markup=False)
     elif answer.plain is None:
         out.print(f"too close to {memory} to tell: {answer.why_no_plan or 'no plan was found that makes sure'}", markup=False)
     else:
         floor = "" if answer.floor_bytes is None else f": no recomputing goes below {format_bytes(answer.floor_bytes)}"
-        moving = " (moving, which `lowtide run` does too, is not reckoned with)" if floor else ""
+        moving = " (offloading, which `lowtide run` does too, is not counted)" if floor else ""
         out.print(f"does not fit in {memory}{floor}{moving}{answer.why_no_plan and f': {answer.why_no_plan}'}", markup=False)

@@ -13,7 +13,7 @@ from lowtide.base.messages import stream
 from lowtide.base.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from lowtide.runtime.run_figures import Outcome
+    from lowtide.runtime.run_figures import RunOutcome
 
 
 SETTLED = 2
@@ -33,7 +33,7 @@ def console() -> Console:
     return _Patient(file=stream(), highlight=False)
 
 
-def show_outcome(outcome: Outcome) -> None:
+def show_outcome(outcome: RunOutcome) -> None:
     """The summary at the end of ``lowtide run``."""
     out = console()
     reasons = "; ".join(outcome.unreached)
@@ -48,10 +48,10 @@ def show_outcome(outcome: Outcome) -> None:
     plan = outcome.plan
     if plan is not None:
         engaged = any(lever.used for lever in outcome.levers)
-        told = "with the levers, without a plan" if engaged else "without Lowtide, as recorded"
-        table.add_row("plain peak", format_bytes(plan.baseline_peak_bytes), told)
+        told = "with the memory optimizations, without a plan" if engaged else "without Lowtide, as recorded"
+        table.add_row("baseline peak", format_bytes(plan.baseline_peak_bytes), told)
         table.add_row("resident", format_bytes(plan.resident_bytes), "parameters, buffers, optimizer states")
-        table.add_row("floor", format_bytes(plan.bound_peak_bytes), "no plan of recompute and offload goes below")
+        table.add_row("minimum", format_bytes(plan.bound_peak_bytes), "no recomputing or offloading goes below")
     steps = [s for s in outcome.steps if s.policy != "online"] or list(outcome.steps)
     kinds = {p: sum(1 for s in outcome.steps if s.policy == p) for p in ("online", "planned", "plain")}
     told = ", ".join(f"{n} {p}" for p, n in kinds.items() if n)
@@ -63,7 +63,7 @@ def show_outcome(outcome: Outcome) -> None:
     table.add_row("recomputed", f"{recomputed:.0f} ops", f"{format_seconds(took)} a step")
     waited = statistics.median(s.offload_seconds for s in steps)
     moved = format_bytes(statistics.median(s.offloaded_bytes for s in steps))
-    table.add_row("moved", moved, f"{format_seconds(waited)} a step, there and back")
+    table.add_row("offloaded", moved, f"{format_seconds(waited)} a step, there and back")
     if plan is not None and plan.predicted_peak_bytes is not None and plan.extra_seconds is not None:
         planned = [s for s in outcome.steps if s.policy == "planned"]
         measured = planned[-1].peak_bytes if planned else outcome.steps[-1].peak_bytes
@@ -80,12 +80,12 @@ def show_outcome(outcome: Outcome) -> None:
             f"no plan needs less than {format_seconds(plan.bound_extra_seconds)}",
         )
     for lever in outcome.levers:
-        table.add_row("lever", lever.name, lever.text if lever.used else f"not used: {lever.text}")
+        table.add_row("optimization", lever.name, lever.text if lever.used else f"not used: {lever.text}")
     out.print(table)
     _remark(out, outcome, reasons)
 
 
-def _add_peaks(table: Table, outcome: Outcome) -> None:
+def _add_peaks(table: Table, outcome: RunOutcome) -> None:
     verdict = ""
     if outcome.budget_bytes and outcome.bound:
         verdict = "[red]over the budget[/]" if outcome.over else "[green]within the budget[/]"
@@ -100,7 +100,7 @@ def _add_peaks(table: Table, outcome: Outcome) -> None:
         table.add_row("first step", first, "ran without the budget, which is a share of its peak")
 
 
-def _remark(out: Console, outcome: Outcome, reasons: str) -> None:
+def _remark(out: Console, outcome: RunOutcome, reasons: str) -> None:
     """What somebody should know who reads no table."""
     over = outcome.over
     for step in over[:3]:
@@ -112,15 +112,15 @@ def _remark(out: Console, outcome: Outcome, reasons: str) -> None:
     if early and not outcome.of_first:
         highest = max(s.peak_bytes for s in early)
         out.print(
-            f"lowtide: the first {outcome.excused} of the steps, which showed that the budget needs a lever, peaked at "
-            f"{format_bytes(highest)}; from then on the lever was pulled"
+            f"lowtide: the first {outcome.excused} steps, which showed that the budget needs a memory optimization, peaked at "
+            f"{format_bytes(highest)}; from then on it was used"
         )
     if outcome.in_force and over:
         out.print(f"[red]lowtide: the budget was not held in {len(over)} of {len(outcome.bound)} steps[/]")
     for name in outcome.unmet:
         out.print(f"[red]lowtide: --keep {escape(name)}: no module of that path was called; paths are like blocks.0[/]")
     if not outcome.in_force:
-        why = reasons or "no forward was followed by a backward that asked for anything it saved"
+        why = reasons or "no backward asked for anything that a forward had saved"
         out.print(f"[red]lowtide: the budget was never in force: {why}[/]")
     elif reasons and any(s.index >= SETTLED for s in over):
         out.print(f"[red]lowtide: what Lowtide does not reach in this script: {reasons}[/]")

@@ -135,7 +135,7 @@ class LeverFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """A whole run.
 
     Attributes:

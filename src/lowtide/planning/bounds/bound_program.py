@@ -12,7 +12,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 
-from lowtide.planning.bounds.solver_process import Told, is_kept, solved_apart
+from lowtide.planning.bounds.solver_process import SolverAnswer, is_kept, solved_apart
 
 WHOLE = 1e-4
 """So much a variable may be off a whole number and still be taken for it (HiGHS allows itself 1e-6)."""
@@ -103,19 +103,19 @@ class Program:
         asked["whole"][list(real)] = False
         if whole and (tell is not None or (is_kept() and len(self.cost) - len(settled) > _LARGE)):
             hear = None if tell is None else lambda told: tell(_solved_as(told))
-            told = solved_apart(asked, seconds=seconds, gap=gap, start=start, tell=hear) if seconds > 0 else Told()
+            told = solved_apart(asked, seconds=seconds, gap=gap, start=start, tell=hear) if seconds > 0 else SolverAnswer()
         else:
             told = _solved_here(asked, seconds, whole=whole, gap=gap)
         return _solved_as(told)
 
 
-def _solved_as(told: Told) -> Solved:
+def _solved_as(told: SolverAnswer) -> Solved:
     least = min(told.bound, told.cost)
     value = max(0.0, least) / _SCALE if np.isfinite(least) else 0.0
     return Solved(value=value, cost=told.cost / _SCALE, ended=told.ended, x=told.x, impossible=told.impossible)
 
 
-def _solved_here(asked: Mapping[str, Any], seconds: float, *, whole: bool, gap: float) -> Told:
+def _solved_here(asked: Mapping[str, Any], seconds: float, *, whole: bool, gap: float) -> SolverAnswer:
     shape = (len(asked["low"]), len(asked["cost"]))
     result = milp(
         asked["cost"],
@@ -128,7 +128,7 @@ def _solved_here(asked: Mapping[str, Any], seconds: float, *, whole: bool, gap: 
     )
     ended = result.status == 0
     least = result.mip_dual_bound if whole else result.fun if ended else None
-    return Told(
+    return SolverAnswer(
         bound=-np.inf if least is None else least,
         cost=np.inf if result.x is None else result.fun,
         x=result.x,

@@ -89,7 +89,7 @@ def kept_ready() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class SolverAnswer:
     """What is known of a program.
 
     Attributes:
@@ -113,8 +113,8 @@ def solved_apart(
     seconds: float,
     gap: float = 0.0,
     start: Any = None,
-    tell: Callable[[Told], None] | None = None,
-) -> Told:
+    tell: Callable[[SolverAnswer], None] | None = None,
+) -> SolverAnswer:
     """What HiGHS tells of a program until the time is over; nothing where no process can be begun.
 
     Args:
@@ -128,10 +128,10 @@ def solved_apart(
     deadline = time.monotonic() + seconds
     process = _pool.take()
     if process is None:
-        return Told()
+        return SolverAnswer()
     overdue = threading.Timer(seconds, process.kill)  # whatever it is that takes long: what is written or read then ends
     overdue.daemon = True
-    told = Told()
+    told = SolverAnswer()
     lost = True
     try:
         overdue.start()

@@ -72,7 +72,7 @@ class _Round(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class AnnealedRow:
     """A row, with what the search counts for it.
 
     Attributes:
@@ -144,7 +144,7 @@ class Annealer:
         target_seconds: float,
         weight: float | None = None,
         running: list[Any] | None = None,
-    ) -> Found:
+    ) -> AnnealedRow:
         """Anneal from a row.
 
         Args:
@@ -178,9 +178,9 @@ class Annealer:
             running.remove(asked)
         if not done:
             raise MemoryError("the search ran out of memory")
-        return Found(tuple(buffer[: length.value].tolist()), asked.seconds, asked.over)
+        return AnnealedRow(tuple(buffer[: length.value].tolist()), asked.seconds, asked.over)
 
-    def count(self, row: Sequence[int]) -> Found:
+    def count(self, row: Sequence[int]) -> AnnealedRow:
         """What the search counts for a row as it is."""
         return self.round(
             row, moves=0, hot=1.0, cold=1.0, copies=False, seed=1, deadline=time.monotonic() + 60, target_seconds=-1.0

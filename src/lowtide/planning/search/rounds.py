@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.planning.graph_arrays import Game
-from lowtide.planning.search.annealing import Annealer, Found, end
+from lowtide.planning.search.annealing import AnnealedRow, Annealer, end
 
 _WORKERS = 2
 _HEATS = (1e-2, 3e-3, 3e-2, 1e-3)
@@ -64,8 +64,8 @@ class Hunt:
     fixed: bool
     target_seconds: float
     deadline: float
-    progress: Callable[[Found], None] | None = None
-    best: Found | None = None
+    progress: Callable[[AnnealedRow], None] | None = None
+    best: AnnealedRow | None = None
     rounds: int = 0
     _offered: list[Sequence[int]] = field(default_factory=list)
     _asked: threading.Event = field(default_factory=threading.Event)
@@ -104,7 +104,7 @@ class Hunt:
         self._resting = True
         end(self._running[0])
 
-    def wait(self) -> Found:
+    def wait(self) -> AnnealedRow:
         """The best row, when all workers have ended."""
         for thread in self._threads:
             thread.join()
@@ -137,7 +137,7 @@ class Hunt:
         found = self.best
         return found is not None and not found.over_bytes and found.seconds <= self.annealer.game.base_seconds + extra_seconds
 
-    def _tell(self, found: Found) -> None:
+    def _tell(self, found: AnnealedRow) -> None:
         with self._lock:
             self.rounds += 1
             if self.best is None or found.rank < self.best.rank:
@@ -151,13 +151,13 @@ class Hunt:
         for rounds in self._running:
             end(rounds)
 
-    def _counted(self, rows: Sequence[Sequence[int]]) -> list[Found]:
+    def _counted(self, rows: Sequence[Sequence[int]]) -> list[AnnealedRow]:
         found = [self.annealer.count(row) for row in rows]
         for one in found:
             self._tell(one)
         return found
 
-    def _taken(self) -> list[Found]:
+    def _taken(self) -> list[AnnealedRow]:
         """What was offered and not yet taken."""
         with self._lock:
             rows, self._offered = list(dict.fromkeys(map(tuple, self._offered))), []
@@ -222,7 +222,7 @@ class Hunt:
         seed: int,
         worker: int,
         weight: float | None = None,
-    ) -> Found:
+    ) -> AnnealedRow:
         found = self.annealer.round(
             ops,
             moves=moves,

@@ -25,7 +25,7 @@ _OF_A_POINT = ("status", "budget_bytes", "peak_bytes", "host_peak_bytes", "moved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class ModuleFigures:
     """Bytes of the values of one module, by what the plan does with them.
 
     Attributes:
@@ -41,7 +41,7 @@ class Share:
     seconds: float
 
 
-def by_module(answer: Answer) -> list[Share]:
+def by_module(answer: Answer) -> list[ModuleFigures]:
     """What is kept, run again and moved, the costliest module first."""
     graph, runs = answer.graph, answer.timeline.runs
     fetched = {m.node for m in answer.schedule if m.act is Act.FETCH}
@@ -54,7 +54,7 @@ def by_module(answer: Answer) -> list[Share]:
         row[2 if v in fetched else 1 if runs[leader] > 1 else 0] += node.bytes
         row[3] += node.seconds * max(0, runs[v] - 1)
     shares = [
-        Share(module=m, kept_bytes=int(a), recomputed_bytes=int(b), moved_bytes=int(c), seconds=s)
+        ModuleFigures(module=m, kept_bytes=int(a), recomputed_bytes=int(b), moved_bytes=int(c), seconds=s)
         for m, (a, b, c, s) in sums.items()
     ]
     return sorted(shares, key=lambda s: (-s.seconds, -s.moved_bytes, -s.kept_bytes))
@@ -158,6 +158,6 @@ def profile(answer: Answer) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     return seconds, answer.timeline.bytes_at[[t for t, _ in runs]]
 
 
-def modules_json(shares: Sequence[Share]) -> list[dict[str, Any]]:
+def modules_json(shares: Sequence[ModuleFigures]) -> list[dict[str, Any]]:
     """The ``modules`` key."""
-    return [{k: getattr(s, k) for k in Share.__slots__} for s in shares]
+    return [{k: getattr(s, k) for k in ModuleFigures.__slots__} for s in shares]

@@ -36,7 +36,7 @@ from lowtide.planning.graph_arrays import Game, game_of
 from lowtide.planning.referee import Timeline, play
 from lowtide.planning.schedule import Row, Schedule, plain_row, unfold
 from lowtide.planning.search import classics, exhaustive
-from lowtide.planning.search.annealing import Annealer, Found, library
+from lowtide.planning.search.annealing import AnnealedRow, Annealer, library
 from lowtide.planning.search.descent import Descent
 from lowtide.planning.search.prefetch import faster
 from lowtide.planning.search.programs import LARGE, SAME, Programs
@@ -199,7 +199,7 @@ class Solver:
         *,
         seconds: float = SECONDS,
         seeds: Sequence[Row] = (),
-        progress: Callable[[Found], None] | None = None,
+        progress: Callable[[AnnealedRow], None] | None = None,
     ) -> Answer:
         """The cheapest plan within a budget.
 
@@ -319,7 +319,7 @@ class Solver:
         *,
         seconds: float = SECONDS,
         seeds: Sequence[Row] = (),
-        progress: Callable[[Found], None] | None = None,
+        progress: Callable[[AnnealedRow], None] | None = None,
     ) -> Answer:
         """A plan by annealing, bounds beside it, whatever the graph's size; the budget lies between floor and given peak."""
         began = time.monotonic()
@@ -357,7 +357,7 @@ class Solver:
         *,
         deadline: float,
         seeds: Sequence[Row] = (),
-        progress: Callable[[Found], None] | None = None,
+        progress: Callable[[AnnealedRow], None] | None = None,
     ) -> Programs:
         """Programs for a budget, beside a hunt that has not begun (its arguments are those of :meth:`at`)."""
         hunt = Hunt(

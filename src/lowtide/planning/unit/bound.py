@@ -70,7 +70,7 @@ def peak_bound(problem: Problem) -> Bound:
     return Bound(peak_bytes=int(forced.max()), peak_event=int(forced.argmax()))
 
 
-class TimeBound:
+class UnitTimeBound:
     """Seconds that every plan within a budget must add to the plain run.
 
     At one event the values that are absent must together free what the plain run has above the budget, and each of

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from lowtide.base.trace import Op
 from lowtide.planning.unit.problem import Action, Away, Key, Problem
-from lowtide.planning.unit.simulate import Timeline, play
+from lowtide.planning.unit.simulate import UnitTimeline, play
 
 _STEP_SHARE = 0.01
 """Share of (plain peak - base) by which one move of the walk lowers its highest point at least, if it can."""
@@ -38,7 +38,7 @@ class State:
     """Decisions, and how they play."""
 
     decisions: dict[Key, Away]
-    timeline: Timeline
+    timeline: UnitTimeline
 
     @property
     def cost(self) -> tuple[float, int]:

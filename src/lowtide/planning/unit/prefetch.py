@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from lowtide.base.trace import Op
 from lowtide.planning.unit.problem import Problem
-from lowtide.planning.unit.simulate import Timeline
+from lowtide.planning.unit.simulate import UnitTimeline
 
 Need = tuple[int, int]
 """(value, which of its needs)."""
 
 
-def fetches_ahead(problem: Problem, timeline: Timeline) -> dict[Need, tuple[int, ...]]:
+def fetches_ahead(problem: Problem, timeline: UnitTimeline) -> dict[Need, tuple[int, ...]]:
     """Per need, the values whose fetch begins once it was served.
 
     Args:
@@ -59,7 +59,7 @@ def _clock(problem: Problem) -> NDArray[np.float64]:
     return np.concatenate(([0.0], np.cumsum(seconds)))
 
 
-def _absent_since(timeline: Timeline, value: int, event: int) -> int:
+def _absent_since(timeline: UnitTimeline, value: int, event: int) -> int:
     """First event before which a value was gone, until an event asks for it; that event if it was there."""
     spans = [start for start, end in timeline.intervals.get(value, ()) if start <= event <= end]
     return spans[-1] if spans else event

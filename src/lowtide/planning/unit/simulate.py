@@ -48,7 +48,7 @@ class Remake:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
+class UnitTimeline:
     """How a play went.
 
     Attributes:
@@ -341,7 +341,7 @@ class _Play:
         )
 
 
-def play(problem: Problem, decisions: Decisions) -> Timeline:
+def play(problem: Problem, decisions: Decisions) -> UnitTimeline:
     """Play decisions on a problem.
 
     Raises:
@@ -379,7 +379,7 @@ def play(problem: Problem, decisions: Decisions) -> Timeline:
     peaks = peaks - gone
     for e, peak in chain_peaks:
         peaks[e] = max(int(peaks[e]), peak)
-    return Timeline(
+    return UnitTimeline(
         base_bytes=problem.base_bytes,
         live_bytes=base - gone,
         peak_bytes_at=peaks,

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from lowtide.planning.status import Status
-from lowtide.planning.unit.bound import Bound, TimeBound, peak_bound
+from lowtide.planning.unit.bound import Bound, UnitTimeBound, peak_bound
 from lowtide.planning.unit.greedy import State, backtracked, lightened, pareto, walk
 from lowtide.planning.unit.problem import Problem
 from lowtide.planning.unit.simulate import play
@@ -74,7 +74,7 @@ class Front:
         self.program_seconds = min(program_seconds, PROGRAM_UNITS * problem.seconds)
         self.solve_seconds = 0.0
         self.bound = peak_bound(problem)
-        self._time_bound = TimeBound(problem)
+        self._time_bound = UnitTimeBound(problem)
         self._plain = State({}, play(problem, {}))
         self._found: list[State] = []
         self._proven: dict[int, float] = {}

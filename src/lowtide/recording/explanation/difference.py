@@ -14,7 +14,7 @@ _TOP: Final = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class ByteChange:
     """Bytes in the one recording and in the other."""
 
     before_bytes: int
@@ -45,10 +45,10 @@ class Difference:
 
     before: str
     after: str
-    peak: Change
-    by_role: Mapping[str, Change]
-    phases: Mapping[str, Change]
-    top: Mapping[str, Change]
+    peak: ByteChange
+    by_role: Mapping[str, ByteChange]
+    phases: Mapping[str, ByteChange]
+    top: Mapping[str, ByteChange]
 
     def to_json(self) -> dict[str, Any]:
         """What ``lowtide diff --json`` writes."""
@@ -69,16 +69,16 @@ def difference(before: Explanation, after: Explanation) -> Difference:
     return Difference(
         before=_command(before),
         after=_command(after),
-        peak=Change(before_bytes=_peak(before), after_bytes=_peak(after)),
+        peak=ByteChange(before_bytes=_peak(before), after_bytes=_peak(after)),
         by_role=_changes(*map(_roles, steps)),
         phases=_changes(_phases(before), _phases(after)),
         top={what: top[what] for what in changed[:_TOP]},
     )
 
 
-def _changes(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, Change]:
+def _changes(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, ByteChange]:
     names: Iterable[str] = dict.fromkeys([*before, *after])
-    return {name: Change(before_bytes=before.get(name, 0), after_bytes=after.get(name, 0)) for name in names}
+    return {name: ByteChange(before_bytes=before.get(name, 0), after_bytes=after.get(name, 0)) for name in names}
 
 
 def _command(side: Explanation) -> str:

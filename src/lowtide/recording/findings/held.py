@@ -76,7 +76,7 @@ def held_results(case: Case) -> Iterator[Finding]:
             continue
         alone = members[0][1].held[-1].rpartition(" (")[0] if len(members) == 1 else f"{root}[...]"
         many = "" if len(members) == 1 else f" and {len(members) - 1} more"
-        way = f"`del {alone}`" if alone.isidentifier() else f"let go of {alone}"
+        way = f"`del {alone}`" if alone.isidentifier() else f"release {alone}"
         yield case.found(
             "held-result",
             f"{format_bytes(total)} ({members[0][1].label}{many}) are held by the variable {alone} ({place} after their last "

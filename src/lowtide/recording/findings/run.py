@@ -116,10 +116,10 @@ def memory_floor(case: Case) -> Iterator[Finding]:
             f", at {step.names[row['a']].removeprefix('aten.').removesuffix('.default')}{f' ({place})' if place else ''}"
             f" with {' and '.join(f'{b.title} {format_bytes(b.bytes)}' for b in largest)}"
         )
-    batch = f"; within today's peak no plan holds a batch more than {floor.batch_factor:.1f} times as large"
+    batch = f"; within today's peak no plan fits a batch more than {floor.batch_factor:.1f} times as large"
     yield case.found(
         "memory-floor",
-        f"no plan that recomputes and moves goes below {format_bytes(floor.bytes)}, {floor.bytes / case.peak:.0%} of the peak"
+        f"no recomputing or offloading goes below {format_bytes(floor.bytes)}, {floor.bytes / case.peak:.0%} of the peak"
         f"{where}{batch if np.isfinite(floor.batch_factor) else ''}",
         None,
     )

@@ -29,7 +29,7 @@
       {label: "without a plan", stroke: "#9aa5b1", width: 1.5, paths: stepped, spanGaps: true, points: {show: false}, value: (u, v) => v == null ? "" : size(v)},
       ...(data.plan ? [{label: "with the plan", stroke: "#1f6fb2", fill: "#1f6fb222", width: 1.8, paths: stepped, spanGaps: true, points: {show: false}, value: (u, v) => v == null ? "" : size(v)}] : []),
     ],
-    hooks: {draw: [line("budget", data.budget, "#b42318", "right"), line("floor", data.floor, "#0a7a3c", "left")]},
+    hooks: {draw: [line("budget", data.budget, "#b42318", "right"), line("minimum", data.floor, "#0a7a3c", "left")]},
   }, joined, document.getElementById("profile"));
   if (data.curve.length < 2) { document.getElementById("curve-part").remove(); return; }
   const percent = (u, v) => v == null ? "" : `${v.toFixed(2)} %`;

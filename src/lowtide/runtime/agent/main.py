@@ -183,11 +183,11 @@ class _Budget:
         from lowtide.base.units import parse_budget
         from lowtide.planning.unit.plan_file import load_plan
         from lowtide.runtime.control.runtime import Runtime
-        from lowtide.runtime.control.settings import Settings
+        from lowtide.runtime.control.settings import BudgetSettings
 
         self._options = options
         self.runtime = Runtime(
-            Settings(
+            BudgetSettings(
                 budget=parse_budget(options.budget),
                 keep=options.keep,
                 offload=options.offload,

@@ -16,7 +16,7 @@ from lowtide.probe.catalogue import out_of_memory
 from lowtide.probe.marks import Rounds
 from lowtide.runtime.agent.task import TrialOptions
 from lowtide.runtime.control.runtime import Runtime
-from lowtide.runtime.control.settings import Settings
+from lowtide.runtime.control.settings import BudgetSettings
 from lowtide.runtime.device import accelerator
 from lowtide.runtime.device.accelerator import Accelerator, is_accelerator
 from lowtide.runtime.device.find_meter import find_meter
@@ -43,7 +43,7 @@ class Trial:
         _cap(options.cap_bytes)
         if options.budget_bytes or options.allow:
             self._runtime = Runtime(
-                Settings(
+                BudgetSettings(
                     budget=options.budget_bytes or None,
                     allow=frozenset(options.allow),
                     without=frozenset(options.without),

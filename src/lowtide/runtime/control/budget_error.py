@@ -109,10 +109,12 @@ def refusal(
         advice = "a stateless optimizer, or smaller parameters"
     else:
         what = "one operator and what it works on"
-        advice = "a smaller batch or sequence, bfloat16, or a lever (`lowtide run --levers list` tries them)"
+        advice = (
+            "a smaller batch or sequence, bfloat16, or a memory optimization (`lowtide run --optimizations list` tries them)"
+        )
     why = (
-        f"{what} needs {format_bytes(bound)} ({bound} bytes) whatever is recomputed or moved" if proven
-        else f"the lowest plan found needs {format_bytes(lowest)} ({lowest} bytes; the proven floor is {bound})"
+        f"{what} needs {format_bytes(bound)} ({bound} bytes) whatever is recomputed or offloaded" if proven
+        else f"the lowest plan found needs {format_bytes(lowest)} ({lowest} bytes; the proven minimum is {bound})"
     )
     if lowest > figures.resident_bytes and ROOM * lowest < plain:
         advice += f"; {format_bytes(ROOM * lowest)} leave some room above the lowest plan found"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, final
 
 from lowtide.base.messages import tell
-from lowtide.base.units import Auto, Share, Size, format_bytes
+from lowtide.base.units import Auto, BudgetShare, Size, format_bytes
 from lowtide.runtime.budget import Budget
 from lowtide.runtime.control.interception import Interception
 from lowtide.runtime.device import accelerator
@@ -35,7 +35,7 @@ class BudgetSource:
     @property
     def share(self) -> float:
         """The share that was asked for; 0 where it was no share."""
-        return self._asked.fraction if isinstance(self._asked, Share) else 0.0
+        return self._asked.fraction if isinstance(self._asked, BudgetShare) else 0.0
 
     def begin(self) -> None:
         """The run begins: put what is known."""
@@ -44,14 +44,14 @@ class BudgetSource:
             return_freed_memory(self._asked)
         elif isinstance(self._asked, Auto):
             self._budget.put(_free_on_device())
-        elif isinstance(self._asked, Share):  # the first step has no budget, but no more than there is
+        elif isinstance(self._asked, BudgetShare):  # the first step has no budget, but no more than there is
             self._limit_to_what_is_there()
 
     def device_found(self) -> None:
         """Memory is counted on another device from here on."""
         if isinstance(self._asked, Auto):
             self._budget.put(_free_on_device())
-        elif isinstance(self._asked, Share) and not self._budget.bytes:
+        elif isinstance(self._asked, BudgetShare) and not self._budget.bytes:
             self._limit_to_what_is_there()
 
     def _limit_to_what_is_there(self) -> None:
@@ -67,7 +67,7 @@ class BudgetSource:
             steps: how many are over.
             between_bytes: highest point outside units.
         """
-        if not isinstance(self._asked, Share):
+        if not isinstance(self._asked, BudgetShare):
             return
         recordings = self._knowledge.recordings
         entry = recordings.nearest(unit.kind, unit.base_bytes) or next(iter(recordings), None)

@@ -88,7 +88,7 @@ class Interception:
             remember: whether operators leave records, so that what they make can be made again.
         """
         self.clock.detailed = True
-        self._note_into(recorder, remember=remember, guards=(self.retained,))
+        self._note_into(recorder, remember=remember, write_listeners=(self.retained,))
         self.evictor.keeps = []
         if self.stack.mode is not self.online:
             self.stack.put(self.online, self.saver.pack, unpack)
@@ -97,7 +97,7 @@ class Interception:
         """A planned forward left its recording: hold the budget on line for the rest of the unit."""
         self.evictor.keeps = plan.keeps
         self.clock.detailed = True
-        self._note_into(recorder, remember=True, guards=(plan, self.retained))
+        self._note_into(recorder, remember=True, write_listeners=(plan, self.retained))
         for storage in plan.exposed():
             (self.ledger.find(storage) or self.ledger.enter(storage, None)).tainted = True
         return self.online
@@ -110,10 +110,10 @@ class Interception:
         if recorder.active and self.saver.outstanding <= 0:
             self.ledger.forget()
 
-    def _note_into(self, recorder: TraceRecorder, *, remember: bool, guards: tuple[Any, ...] = ()) -> None:
+    def _note_into(self, recorder: TraceRecorder, *, remember: bool, write_listeners: tuple[Any, ...] = ()) -> None:
         self.evictor.recorder = recorder
         self.ledger.on_death = recorder.gone if recorder.active else None
-        self.online.begin(remember=remember, guards=guards)
+        self.online.begin(remember=remember, write_listeners=write_listeners)
 
     def drop_first(self, plan: Plan | None) -> bool:
         """The policy on line drops first what a plan for another base dropped; whether that is anything."""

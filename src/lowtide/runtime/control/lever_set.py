@@ -12,7 +12,7 @@ from lowtide.base.lever_catalogue import GRADIENTS, LOSS, SLICES, SPLIT_OPS, UPD
 from lowtide.base.trace import Phase
 from lowtide.runtime.budget import Budget
 from lowtide.runtime.control.interception import Interception
-from lowtide.runtime.control.settings import Settings
+from lowtide.runtime.control.settings import BudgetSettings
 from lowtide.runtime.device.offload import Ticket
 from lowtide.runtime.levers.deferred_logits import DeferredLogits
 from lowtide.runtime.levers.offloaded_gradients import OffloadedGradients
@@ -36,7 +36,7 @@ class LeverSet:
     """
 
     def __init__(
-        self, settings: Settings, budget: Budget, interception: Interception, phase: Callable[[], Phase],
+        self, settings: BudgetSettings, budget: Budget, interception: Interception, phase: Callable[[], Phase],
         before_update: Callable[[Any, torch.Tensor], None],
     ) -> None:
         """Install nothing yet.

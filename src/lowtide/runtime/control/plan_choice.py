@@ -18,7 +18,7 @@ from lowtide.runtime.control.budget_source import BudgetSource
 from lowtide.runtime.control.evaluations import Evaluations
 from lowtide.runtime.control.interception import Interception
 from lowtide.runtime.control.lever_set import LeverSet
-from lowtide.runtime.control.settings import Settings
+from lowtide.runtime.control.settings import BudgetSettings
 from lowtide.runtime.control.step_audit import REFUSED, StepAudit
 from lowtide.runtime.online.retry import LIBRARY_BYTES
 from lowtide.runtime.run_figures import PlanFigures
@@ -97,7 +97,7 @@ class PlanChoice:
     """
 
     def __init__(
-        self, settings: Settings, budget: Budget, source: BudgetSource, interception: Interception, knowledge: Knowledge,
+        self, settings: BudgetSettings, budget: Budget, source: BudgetSource, interception: Interception, knowledge: Knowledge,
         levers: LeverSet, audit: StepAudit, evaluations: Evaluations,
     ) -> None:
         """Nothing is known."""

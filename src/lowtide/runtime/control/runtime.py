@@ -23,7 +23,7 @@ import torch
 from lowtide.base.errors import SizeError
 from lowtide.base.messages import tell
 from lowtide.base.trace import Phase
-from lowtide.base.units import Auto, Share
+from lowtide.base.units import Auto, BudgetShare
 from lowtide.planning.unit.plan_file import Plan
 from lowtide.probe.marks import Rounds
 from lowtide.runtime.budget import Budget
@@ -33,7 +33,7 @@ from lowtide.runtime.control.evaluations import Evaluations
 from lowtide.runtime.control.interception import Interception
 from lowtide.runtime.control.lever_set import LeverSet
 from lowtide.runtime.control.plan_choice import Hold, MoveGradients, PlanChoice, Refuse
-from lowtide.runtime.control.settings import Settings
+from lowtide.runtime.control.settings import BudgetSettings
 from lowtide.runtime.control.step_audit import REFUSED, StepAudit
 from lowtide.runtime.control.unit_review import UnitReview
 from lowtide.runtime.control.unit_start import UnitStart
@@ -51,7 +51,7 @@ from lowtide.runtime.online.kept_modules import KeptModules
 from lowtide.runtime.planned.mode import PlannedMode
 from lowtide.runtime.planned.retained_graphs import WriteMode
 from lowtide.runtime.record.quiet_recorders import NO_UNIT
-from lowtide.runtime.run_figures import Outcome
+from lowtide.runtime.run_figures import RunOutcome
 from lowtide.runtime.storage.arguments import PLAIN_TYPES
 from lowtide.runtime.tensors import node_of, storages_of, tensors_in, with_gradients
 from lowtide.runtime.units.knowledge import Knowledge
@@ -94,7 +94,7 @@ class Runtime:
 
     of_command: ClassVar[Runtime | None] = None
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: BudgetSettings) -> None:
         """Install nothing yet."""
         self.settings = settings
         self.clock = PhaseTracker(self, ModeSensitiveBackward(self))
@@ -193,15 +193,15 @@ class Runtime:
         """The last unit's decisions by site; those that were given until there are any."""
         return self.choice.plan
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> RunOutcome:
         """Figures of the run so far."""
-        return Outcome(
+        return RunOutcome(
             budget_bytes=self.budget.bytes,
             steps=tuple(self.audit.steps),
             plan=self.choice.figures,
             exact=self.interception.meter.exact,
             asked=self.settings.budget is not None,
-            of_first=isinstance(self.settings.budget, Share),
+            of_first=isinstance(self.settings.budget, BudgetShare),
             excused=self.excused,
             units=self.audit.units_a_step,
             share_step=self.source.share_step,

@@ -11,7 +11,7 @@ from lowtide.planning.unit.plan_file import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class BudgetSettings:
     """What the user asked for.
 
     Attributes:

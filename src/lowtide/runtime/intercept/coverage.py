@@ -12,7 +12,7 @@ from lowtide.runtime.tensors import tensors_in
 THREAD: Final = "a model is called in another thread than the one in which Lowtide was started"
 TRANSFORM: Final = "a model is called under a transform of torch.func, or in a level of dual numbers"
 HOOKS: Final = "the script's own saved-tensor hooks take what autograd saves"
-COMPILED: Final = "what torch.compile made runs as one operator: what it saves for backward is neither dropped nor moved"
+COMPILED: Final = "a compiled region runs as one operator: what it saves for backward is neither recomputed nor offloaded"
 MODE: Final = "a dispatch mode of the script's own sees the operators first"
 
 

@@ -20,7 +20,7 @@ from lowtide.runtime.monkeypatch import Wraps
 from lowtide.runtime.tensors import node_of
 
 
-class Keeper(Protocol):
+class SavedDataKeeper(Protocol):
     """What autograd has in place of a tensor."""
 
     def exchanged(self, tensor: torch.Tensor) -> None:
@@ -64,10 +64,10 @@ class Origin(weakref.ref):  # type: ignore[type-arg]
 
     __slots__ = ("_keeper",)
 
-    _keeper: weakref.ref[Keeper]
+    _keeper: weakref.ref[SavedDataKeeper]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, keeper: Keeper) -> Origin | None:
+    def of(cls, tensor: torch.Tensor, keeper: SavedDataKeeper) -> Origin | None:
         """Of a tensor that is being saved; None where no exchange reaches what is saved."""
         if _is_result(tensor):
             return None

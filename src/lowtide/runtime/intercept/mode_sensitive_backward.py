@@ -75,7 +75,7 @@ class Unseen(NamedTuple):
     most_bytes: int
 
 
-class Listener(Protocol):
+class UnseenListener(Protocol):
     """Who is told of what runs unseen."""
 
     def unseen(self, what: Unseen) -> contextlib.AbstractContextManager[None]:
@@ -90,7 +90,7 @@ class ModeSensitiveBackward:
         dual: whether a level of dual numbers is open, in which nothing is seen.
     """
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: UnseenListener) -> None:
         """Nothing runs."""
         self.dual = False
         self._listener = listener

@@ -29,7 +29,7 @@ MOST_ACCUMULATED = 4096
 """Backwards without an optimizer's step after which none is expected any more, though there is one."""
 
 
-class Listener(Protocol):
+class PhaseListener(Protocol):
     """Who is told."""
 
     def phase_begins(self, phase: Phase) -> None:
@@ -74,7 +74,7 @@ class PhaseTracker:
         on_optimizer: told of each optimizer that is made.
     """
 
-    def __init__(self, listener: Listener, derivatives: ModeSensitiveBackward | None = None) -> None:
+    def __init__(self, listener: PhaseListener, derivatives: ModeSensitiveBackward | None = None) -> None:
         """Install nothing yet."""
         self.listener = listener
         self._derivatives = derivatives

@@ -23,7 +23,7 @@ Step = tuple[Callable[..., torch.Tensor], tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LossArguments:
     """How the loss is computed.
 
     Attributes:
@@ -52,7 +52,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor,
-        classes: torch.Tensor | None, asked: Asked,
+        classes: torch.Tensor | None, asked: LossArguments,
     ) -> torch.Tensor:
         """The loss.
 
@@ -63,7 +63,7 @@ class ChunkedLoss(torch.autograd.Function):
             bias: (classes,) or None.
             target: (rows,), int64.
             classes: a weight per class, or None.
-            asked: see :class:`Asked`.
+            asked: see :class:`LossArguments`.
         """
         valid = target != asked.ignore
         _check(target, valid, weight.size(0))
@@ -121,7 +121,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def _gradients(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight, bias, target, classes, top, below, share = ctx.saved_tensors
-        asked: Asked = ctx.asked
+        asked: LossArguments = ctx.asked
         if not torch.equal(ctx.marks, _marks(x, weight)):
             raise LeverError(
                 f"{LOSS}: the weights or inputs of the loss are written (by .data) between forward and backward, which makes "
@@ -189,7 +189,7 @@ def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         into.addmm_(a.to(into.dtype), b.to(into.dtype))
 
 
-def _piece(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, start: int, asked: Asked) -> torch.Tensor:
+def _piece(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, start: int, asked: LossArguments) -> torch.Tensor:
     """The product for some classes: (rows, columns)."""
     end = min(start + asked.columns, weight.size(0))
     some = _columns_of(weight, start, end, x.dtype)

@@ -22,7 +22,7 @@ from torch.nn import functional
 import torch
 from lowtide.base.errors import LeverError
 from lowtide.base.lever_catalogue import LEAST_LOGITS_BYTES, LOSS, WIDE
-from lowtide.runtime.levers.chunked_cross_entropy import Asked, ChunkedLoss, Step
+from lowtide.runtime.levers.chunked_cross_entropy import ChunkedLoss, LossArguments, Step
 from lowtide.runtime.monkeypatch import Wraps, unwrapped
 from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.storage.arguments import PLAIN_TYPES, flatten
@@ -397,7 +397,7 @@ def _cross_entropy(of: Deferred, _: Any, args: Any, kwargs: Any) -> torch.Tensor
     if product.dtype is not None:
         x = x.to(product.dtype)
     autocast = torch.is_autocast_enabled(of.device.type)
-    asked = Asked(
+    asked = LossArguments(
         chain=product.chain,
         dtype=product.dtype,
         ignore=int(given.get("ignore_index", -100)),

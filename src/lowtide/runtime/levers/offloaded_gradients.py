@@ -139,7 +139,7 @@ class OffloadedGradients:
         """What became of the lever; nothing where it was not needed."""
         if not self.moved:
             return []
-        return [LeverFigures(name=GRADIENTS, used=True, text=f"{self.moved} gradients were moved until they were needed")]
+        return [LeverFigures(name=GRADIENTS, used=True, text=f"{self.moved} gradients were offloaded until they were needed")]
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 

@@ -452,7 +452,7 @@ class OptimizerInBackward:
             return
         self._broken = (
             f"{UPDATE}: {reason}{_where()}; a gradient that was consumed cannot be given back: leave {UPDATE} out of --allow "
-            "(a budget moves gradients where it has to, and keeps them readable)"
+            "(a budget offloads gradients where it has to, and keeps them readable)"
         )
         raise LeverError(self._broken)
 

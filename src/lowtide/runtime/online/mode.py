@@ -45,20 +45,20 @@ class OnlineMode(Mode):
         self.evictor = evictor
         self.passive = False
         self.remembers = False
-        self.guards: tuple[WriteListener, ...] = ()
+        self.write_listeners: tuple[WriteListener, ...] = ()
         self.updating = False
         self._order = 0
         self._counts: dict[tuple[str, str], int] = {}
 
-    def begin(self, *, remember: bool, guards: tuple[WriteListener, ...] = ()) -> None:
+    def begin(self, *, remember: bool, write_listeners: tuple[WriteListener, ...] = ()) -> None:
         """Another unit begins, or none does.
 
         Args:
             remember: whether operators leave records, so that they can run again.
-            guards: told of every write beforehand.
+            write_listeners: told of every write beforehand.
         """
         self.remembers = remember
-        self.guards = guards
+        self.write_listeners = write_listeners
         self._counts = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -192,8 +192,8 @@ class OnlineMode(Mode):
         """Values that depend on what is about to be overwritten, and could not be made again later, are made now."""
         for item, _ in written_by(info, args, kwargs):
             value = self._value(item)
-            for guard in self.guards:
-                guard.will_write(item)
+            for listener in self.write_listeners:
+                listener.will_write(item)
             if value is None or (self.updating and value.record is None):
                 continue
             if value.record is None or value.tensor is not None:

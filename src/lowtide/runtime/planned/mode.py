@@ -131,7 +131,7 @@ class PlannedMode(Mode):
         self._elders: dict[int, list[weakref.ref[PlannedHandle]]] = {}
         self._left = False
         self.keeps: list[weakref.ref[Kept | Anchor]] = []
-        self._guards: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._protected: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._readers: dict[int, list[weakref.ref[Anchor]]] = {}
         self._exposed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._witnessed: dict[tuple[Any, ...], tuple[Callable[[], Any], int | None]] = {}
@@ -212,7 +212,7 @@ class PlannedMode(Mode):
         value.number = number
         value.weak = weakref.ref(storage)  # type: ignore[assignment]
         self.values[number] = self._pins[number] = value
-        self._guard(storage)
+        self._protect(storage)
 
     def leave(self) -> None:
         """The forward is off the plan: the full interception takes over."""
@@ -220,16 +220,16 @@ class PlannedMode(Mode):
         self.let_go()
         self._delegate = self._fallback()
 
-    def _guard(self, storage: torch.UntypedStorage) -> None:
-        """Guard a storage that replays read: only the operator that wrote it in the recording may write it."""
-        self._guards[storage._cdata] = weakref.ref(storage)
+    def _protect(self, storage: torch.UntypedStorage) -> None:
+        """Protect a storage that replays read: only the operator that wrote it in the recording may write it."""
+        self._protected[storage._cdata] = weakref.ref(storage)
 
-    def guards(self, tensor: torch.Tensor) -> bool:
+    def is_needed_by_replays(self, tensor: torch.Tensor) -> bool:
         """Whether a replay of this unit may still read what a tensor shows."""
         if not on_storage(tensor):
             return False
         address = tensor.untyped_storage()._cdata
-        found = self._guards.get(address)
+        found = self._protected.get(address)
         return (found is not None and found() is not None) or self._is_read(address)
 
     def _is_read(self, address: int) -> bool:
@@ -269,7 +269,7 @@ class PlannedMode(Mode):
 
     def will_write(self, tensor: torch.Tensor) -> None:
         """A write outside the plan is about to happen: recompute now, and keep, every value whose replay reads the tensor."""
-        if not self.guards(tensor):
+        if not self.is_needed_by_replays(tensor):
             return
         address = tensor.untyped_storage()._cdata
         asked = self._asked()
@@ -293,7 +293,7 @@ class PlannedMode(Mode):
                 continue
             if old < 0:
                 covered = act is not None and act.recorded  # all of it, when it was recorded: nothing makes what was there
-                if self.guards(tensor) or (covered and not covers(info, tensor)):
+                if self.is_needed_by_replays(tensor) or (covered and not covers(info, tensor)):
                     return True
                 continue
             value = self.values.get(old)
@@ -377,7 +377,7 @@ class PlannedMode(Mode):
             argument = Argument(None if secret else value, tensor, anchored=anchored, anchor=shared)
             inputs.append(argument)
             if argument.anchor is None and not (writes or secret):
-                self._guard(storage)
+                self._protect(storage)
             elif argument.anchor is not None and not (writes or secret):
                 argument.witness = self._witness(tensor)
                 if argument.anchor is not shared:
@@ -446,7 +446,7 @@ class PlannedMode(Mode):
             if new < 0:
                 if before is not None:
                     before.record = None if before.saves else before.record  # nobody gets the bits from before the write
-                    self._guards.pop(tensor.untyped_storage()._cdata, None)
+                    self._protected.pop(tensor.untyped_storage()._cdata, None)
                 continue
             storage = tensor.untyped_storage()
             value = Value(storage.nbytes(), record)

@@ -66,10 +66,10 @@ class WriteMode(Mode):
     In a planned backward in which code of the script may run (hooks, custom functions), and beside retained graphs.
     """
 
-    def __init__(self, *guards: WriteListener) -> None:
+    def __init__(self, *write_listeners: WriteListener) -> None:
         """Tell these of writes."""
         super().__init__()
-        self._guards = guards
+        self._write_listeners = write_listeners
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operator."""
@@ -78,6 +78,6 @@ class WriteMode(Mode):
         info = info_of(func)
         if info.writes_at:
             for tensor, _ in written_by(info, args, kwargs or {}):
-                for guard in self._guards:
-                    guard.will_write(tensor)
+                for listener in self._write_listeners:
+                    listener.will_write(tensor)
         return func(*args, **(kwargs or {}))

@@ -33,7 +33,7 @@ def chain_of(value: Value) -> tuple[list[Record], list[Value]]:
         record = v.record
         if record is None:
             raise ReplayError(
-                "a value that was let go cannot be made again: the operator that made it was not recorded "
+                "a dropped activation cannot be recomputed: the operator that made it was not recorded "
                 "(please report this; --keep '' runs without dropping)"
             )
         if id(record) in records:

@@ -37,7 +37,7 @@ MOST: Final = 0.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
+class ArmGrowth:
     """One arm's growth.
 
     Attributes:
@@ -84,7 +84,7 @@ class Ablation:
         counter: what was measured (``verdict.Counter``): all that is held, or the counter that a leak was found in.
     """
 
-    arms: tuple[Arm, ...]
+    arms: tuple[ArmGrowth, ...]
     contrasts: tuple[Contrast, ...]
     culprit: str
     text: str
@@ -173,7 +173,7 @@ def _kinds(modules: Sequence[Module]) -> list[str]:
 
 
 def _layers(
-    bench: _Bench, whole: Arm, kinds: Sequence[str], worst: Contrast, count: int, arms: list[Arm]
+    bench: _Bench, whole: ArmGrowth, kinds: Sequence[str], worst: Contrast, count: int, arms: list[ArmGrowth]
 ) -> tuple[list[Contrast], tuple[str, str]]:
     """Which layers the growth of a forward or backward is of, by type, then one by one: contrasts, culprit and sentence."""
     found, guilty = [], []
@@ -208,7 +208,7 @@ def _has(contrast: Contrast, worst: Contrast, tolerance: float) -> bool:
 
 
 def _holders(
-    bench: _Bench, whole: Arm, worst: Contrast, count: int, arms: list[Arm], layers: Sequence[Contrast]
+    bench: _Bench, whole: ArmGrowth, worst: Contrast, count: int, arms: list[ArmGrowth], layers: Sequence[Contrast]
 ) -> tuple[list[Contrast], tuple[str, str]]:
     """Where no layer grows: which module that holds others does, in its own code. Types are looked at depth by depth, from the
     innermost: what takes the growth away with what lies within it does so after that. That none does is only said where all
@@ -235,7 +235,7 @@ def _holders(
 
 
 def _one_of(
-    bench: _Bench, whole: Arm, best: Contrast, paths: Sequence[str], arms: list[Arm], what: str
+    bench: _Bench, whole: ArmGrowth, best: Contrast, paths: Sequence[str], arms: list[ArmGrowth], what: str
 ) -> tuple[str, str]:
     """Which of the modules of a type has its growth, by bisection; those within others come before these."""
     while len(paths) > 1:
@@ -252,13 +252,13 @@ def _one_of(
     return paths[0], f"{what} {paths[0]} ({best.component}) grows by {best.change / 1024:.1f} KiB a step"
 
 
-def _contrast(component: str, kind: str, before: Arm | None, after: Arm, count: int) -> Contrast:
+def _contrast(component: str, kind: str, before: ArmGrowth | None, after: ArmGrowth, count: int) -> Contrast:
     change = after.rate - (before.rate if before is not None else 0.0)
     error = math.hypot(after.error, before.error if before is not None else 0.0)
     return _bounded(component, kind, change, error, count)
 
 
-def _dose(kind: str, none: Arm, double: Arm, count: int) -> Contrast:
+def _dose(kind: str, none: ArmGrowth, double: ArmGrowth, count: int) -> Contrast:
     """Growth per unit of a layer type's work: the slope over none and two of it."""
     change, error = (double.rate - none.rate) / 2, math.hypot(none.error, double.error) / 2
     return _bounded(kind, "layers", change, error, count)
@@ -290,7 +290,7 @@ class _Bench:
 
     def arm(
         self, name: str, *, parts: Sequence[str] = PARTS, stub: Sequence[str] = (), twice: Sequence[str] = (), repeats: int = 0
-    ) -> Arm:
+    ) -> ArmGrowth:
         """One arm."""
         task: dict[str, Any] = {"parts": list(parts), "stub": list(stub), "twice": list(twice)}
         runs = []
@@ -305,7 +305,7 @@ class _Bench:
         return _measured(name, runs, self.tolerance, self._counter, self._watch.collect_every)
 
 
-def _measured(name: str, runs: Sequence[Run], tolerance: float, counter: str, collected_every: int) -> Arm:
+def _measured(name: str, runs: Sequence[Run], tolerance: float, counter: str, collected_every: int) -> ArmGrowth:
     """An arm from its processes, by the steps after which garbage was collected.
 
     Raises:
@@ -320,7 +320,8 @@ def _measured(name: str, runs: Sequence[Run], tolerance: float, counter: str, co
     within = max(t.error for t in trends)
     between = float(rates.std(ddof=1)) if len(rates) > 1 else 0.0
     error = max(within, between) / math.sqrt(len(rates))
-    return Arm(name=name, rate=float(rates.mean()), error=max(error, FLOOR), curve=held[0] - held[0][np.isfinite(held[0])][0])
+    curve = held[0] - held[0][np.isfinite(held[0])][0]
+    return ArmGrowth(name=name, rate=float(rates.mean()), error=max(error, FLOOR), curve=curve)
 
 
 def _series(run: Run, counter: str, collected_every: int) -> Series:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lowtide.base.lever_catalogue import LEVERS
-from lowtide.studies.size.trial import Asked, Ran
+from lowtide.studies.size.trial import TrialRequest, TrialResult
 
 CLOSE: Final = 0.01
 """A budget that fails is within this share of the one that passes."""
@@ -30,7 +30,7 @@ WIDENINGS: Final = (0.01, 0.03, 0.08, 0.2, 0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class MinimumSearch:
     """What a search found.
 
     Attributes:
@@ -50,12 +50,12 @@ class Found:
     minimum_bytes: int | None
     fails_at_bytes: int | None
     floor_bytes: int | None
-    runs: tuple[Ran, ...]
-    survived: Ran | None
+    runs: tuple[TrialResult, ...]
+    survived: TrialResult | None
     reason: str = ""
 
     @property
-    def at_minimum(self) -> Ran | None:
+    def at_minimum(self) -> TrialResult | None:
         """The run at the smallest budget that passed."""
         return next((r for r in self.runs if r.passes and r.asked.budget_bytes == self.minimum_bytes), None)
 
@@ -72,12 +72,12 @@ class MinimumStudy:
     """
 
     script: str
-    plain: Ran
-    sets: tuple[Found, ...]
+    plain: TrialResult
+    sets: tuple[MinimumSearch, ...]
     declined: Mapping[str, str]
 
     @property
-    def least(self) -> Found | None:
+    def least(self) -> MinimumSearch | None:
         """The set of levers that needs least, of two that need the same the one with fewer levers; None where none works."""
         found = (f for f in self.sets if f.minimum_bytes is not None)
         return min(found, key=lambda f: f.minimum_bytes or 0, default=None)
@@ -109,9 +109,9 @@ class LeverTrials:
         runs: the run with each lever, by its name.
     """
 
-    plain: Ran
-    without: Ran
-    runs: Mapping[str, Ran]
+    plain: TrialResult
+    without: TrialResult
+    runs: Mapping[str, TrialResult]
 
     @property
     def lowest_plan_bytes(self) -> int | None:
@@ -144,11 +144,11 @@ class LeverTrials:
         return ran.message.removeprefix(f"LeverError: {name}: ")
 
 
-def _planned(ran: Ran, key: str) -> int | None:
+def _planned(ran: TrialResult, key: str) -> int | None:
     return None if ran.plan is None else int(ran.plan[key])
 
 
-def covering(plain: Ran, steps: int) -> int:
+def covering(plain: TrialResult, steps: int) -> int:
     """Steps that a run must have so that it meets the highest of all: an evaluation comes once in many steps.
 
     Args:
@@ -171,7 +171,7 @@ def lever_sets(allowed: frozenset[str], excluded: frozenset[str]) -> dict[str, t
     return sets
 
 
-def probed(peak: int, at: Callable[[int], Ran]) -> Ran:
+def probed(peak: int, at: Callable[[int], TrialResult]) -> TrialResult:
     """A run whose plan says how low plans get: under a budget below its own plain peak, which levers may have lowered.
 
     Args:
@@ -185,9 +185,9 @@ def probed(peak: int, at: Callable[[int], Ran]) -> Ran:
 
 
 def search(
-    name: str, allow: frozenset[str], without: frozenset[str], plain: Ran, run: Callable[[Asked], Ran], *,
-    offload: bool, steps: int = STEPS, survives: int = SURVIVES,
-) -> Found:
+    name: str, allow: frozenset[str], without: frozenset[str], plain: TrialResult,
+    run: Callable[[TrialRequest], TrialResult], *, offload: bool, steps: int = STEPS, survives: int = SURVIVES,
+) -> MinimumSearch:
     """The smallest budget, with one set of levers.
 
     Args:
@@ -200,31 +200,36 @@ def search(
         steps: of one run.
         survives: steps of the last one.
     """
-    runs: list[Ran] = []
+    runs: list[TrialResult] = []
 
-    def at(budget: int, *, capped: bool = True) -> Ran:
-        found = run(Asked(steps=steps, budget_bytes=budget, cap_bytes=budget if capped else 0, allow=allow, without=without,
-                          offload=offload))
+    def at(budget: int, *, capped: bool = True) -> TrialResult:
+        found = run(TrialRequest(
+            steps=steps, budget_bytes=budget, cap_bytes=budget if capped else 0, allow=allow, without=without, offload=offload,
+        ))
         runs.append(found)
         return found
 
     probe = probed(plain.peak_bytes, lambda budget: at(budget, capped=False))
     plan = probe.plan
     if plan is None:
-        return Found(name=name, allow=allow, without=without, minimum_bytes=None, fails_at_bytes=None, floor_bytes=None,
-                     runs=tuple(runs), survived=None, reason=f"no plan was made: {probe.message or probe.ended}")
+        return MinimumSearch(
+            name=name, allow=allow, without=without, minimum_bytes=None, fails_at_bytes=None, floor_bytes=None,
+            runs=tuple(runs), survived=None, reason=f"no plan was made: {probe.message or probe.ended}",
+        )
     low, high = _bracket(int(plan["lowest_peak_bytes"]), plain.peak_bytes, at, runs)
     while high is not None and low is not None and low < (1 - CLOSE) * high and len(runs) < MOST_RUNS:
         middle = max(int((low * high) ** 0.5), int((1 - CLOSE) * high) if low > (1 - 2 * CLOSE) * high else 0)
         low, high = (low, middle) if at(middle).passes else (middle, high)
     survived = None
     while high is not None and survives:
-        survived = run(Asked(steps=survives, budget_bytes=high, cap_bytes=high, allow=allow, without=without, offload=offload))
+        survived = run(TrialRequest(
+            steps=survives, budget_bytes=high, cap_bytes=high, allow=allow, without=without, offload=offload,
+        ))
         if not survived.lacks_memory or len(runs) >= MOST_RUNS:
             break
         low, high = high, int(high * (1 + CLOSE))
         runs.append(survived)
-    return Found(
+    return MinimumSearch(
         name=name,
         allow=allow,
         without=without,
@@ -237,7 +242,9 @@ def search(
     )
 
 
-def _bracket(start: int, most: int, at: Callable[[int], Ran], runs: list[Ran]) -> tuple[int | None, int | None]:
+def _bracket(
+    start: int, most: int, at: Callable[[int], TrialResult], runs: list[TrialResult]
+) -> tuple[int | None, int | None]:
     """The nearest budgets (fails, passes) around a first guess."""
     low: int | None = None
     high: int | None = None

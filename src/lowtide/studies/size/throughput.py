@@ -16,8 +16,8 @@ import numpy as np
 from lowtide.base.errors import UsageError
 from lowtide.base.files import why, write
 from lowtide.base.messages import tell
-from lowtide.studies.size.trial import Asked, Ran
-from lowtide.studies.size.vary import Set, Vary
+from lowtide.studies.size.trial import TrialRequest, TrialResult
+from lowtide.studies.size.vary import ScriptSetting, Vary
 
 WARM: Final = 2
 """Steps that are not timed: the first allocates, the second is the first with the optimizer's states."""
@@ -49,7 +49,7 @@ class Point:
     Attributes:
         values: as the user wrote them, one for each axis.
         how: ``plain``, or ``budget``: under the budget, where the plain run does not fit.
-        ended: as in :class:`lowtide.studies.size.trial.Ran`.
+        ended: as in :class:`lowtide.studies.size.trial.TrialResult`.
         rate: None where it did not run.
         cold_peak_bytes: of the first step.
         peak_bytes: of all steps; None where it did not run.
@@ -69,7 +69,7 @@ class Point:
         return self.rate is not None
 
 
-def point_of(values: tuple[str, ...], how: str, ran: Ran, samples: float) -> Point:
+def point_of(values: tuple[str, ...], how: str, ran: TrialResult, samples: float) -> Point:
     """What a run says."""
     timed = [float(s["seconds"]) for s in ran.steps[WARM:] if s.get("policy") != "online"]
     timed = timed or [float(s["seconds"]) for s in ran.steps[WARM:]]
@@ -92,7 +92,7 @@ def point_of(values: tuple[str, ...], how: str, ran: Ran, samples: float) -> Poi
 
 
 @final
-class Results:
+class SizeResults:
     """Points in a file, one JSON object a line; the first says what was asked."""
 
     def __init__(self, path: Path, about: dict[str, Any], *, fresh: bool) -> None:
@@ -188,8 +188,9 @@ def _decode(row: dict[str, Any]) -> Point:
 
 
 def measure(
-    vary: Vary, run: Callable[[Set, Asked], Ran], results: Results, *, samples: Callable[[tuple[str, ...]], float],
-    plain: Asked, budget: Asked | None,
+    vary: Vary, run: Callable[[ScriptSetting, TrialRequest], TrialResult], results: SizeResults, *,
+    samples: Callable[[tuple[str, ...]], float],
+    plain: TrialRequest, budget: TrialRequest | None,
 ) -> Iterator[Point]:
     """Measure the values in order, until throughput falls or memory ends; those that are known are not run again.
 

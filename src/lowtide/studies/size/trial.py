@@ -20,7 +20,7 @@ from lowtide.base.processes import end_with_parent
 from lowtide.base.temporary_folders import Scratch
 from lowtide.recording.file_format import tail_path
 from lowtide.runtime.agent.task import PRELOAD, RecordOptions, Task, TrialOptions, agent_command, environment_of
-from lowtide.studies.size.vary import Set
+from lowtide.studies.size.vary import ScriptSetting
 
 MOST_SECONDS: Final = 3600.0
 """Of one run, where the user says nothing."""
@@ -48,7 +48,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TrialRequest:
     """How a script is run for once.
 
     Attributes:
@@ -68,7 +68,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
+class TrialResult:
     """What a run came to.
 
     Attributes:
@@ -80,7 +80,7 @@ class Ran:
         plan, levers: as in the JSON of ``lowtide run``.
     """
 
-    asked: Asked
+    asked: TrialRequest
     ended: str
     message: str
     steps: tuple[dict[str, Any], ...]
@@ -126,7 +126,7 @@ class Ran:
         return self.ended == "ok" and bool(self.steps)
 
 
-def run(target: Target, setting: Set, asked: Asked) -> Ran:
+def run(target: Target, setting: ScriptSetting, asked: TrialRequest) -> TrialResult:
     """Run a script; its whole session is gone when this returns."""
     with Scratch() as folder:
         result, log = folder / "result.json", folder / "log"
@@ -150,7 +150,7 @@ def run(target: Target, setting: Set, asked: Asked) -> Ran:
             ended, message = "error", "no training step was seen"
         if ended == "error" and not message:
             message = _why(code, len(found.get("steps", ())), log)
-        return Ran(
+        return TrialResult(
             asked=asked,
             ended=ended,
             message=message,
@@ -161,7 +161,7 @@ def run(target: Target, setting: Set, asked: Asked) -> Ran:
         )
 
 
-def record(target: Target, setting: Set, steps: int, file: Path) -> None:
+def record(target: Target, setting: ScriptSetting, steps: int, file: Path) -> None:
     """Record the first steps of a script.
 
     Raises:
@@ -182,7 +182,7 @@ def record(target: Target, setting: Set, steps: int, file: Path) -> None:
 
 
 def _process(
-    target: Target, setting: Set, options: TrialOptions | RecordOptions, log: Path, result: Path | None
+    target: Target, setting: ScriptSetting, options: TrialOptions | RecordOptions, log: Path, result: Path | None
 ) -> int | None:
     """The exit code of the agent's process; None if it was not over in time. Its whole session has ended.
 

@@ -45,7 +45,7 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Set:
+class ScriptSetting:
     """A script with some values set.
 
     Attributes:
@@ -82,7 +82,7 @@ class Vary:
         """Of the axes, for people."""
         return tuple(a.name.lstrip("-") for a in self.axes)
 
-    def set(self, values: Sequence[str]) -> Set:
+    def set(self, values: Sequence[str]) -> ScriptSetting:
         """The script with one value for each axis."""
         arguments = self._arguments
         environment, constants, sizes = {}, {}, {}
@@ -94,7 +94,7 @@ class Vary:
                 constants[axis.name] = value
             else:
                 arguments = with_option(arguments, axis.name, value)
-        return Set(arguments=arguments, environment=environment, constants=constants, sizes=sizes)
+        return ScriptSetting(arguments=arguments, environment=environment, constants=constants, sizes=sizes)
 
 
 def parse_axis(text: str, script: str) -> Axis:

@@ -44,7 +44,7 @@ class Cell:
 
 
 @final
-class Results:
+class SweepResults:
     """The file. One sweep at a time has it."""
 
     def __init__(self, path: Path, definition: Definition) -> None:

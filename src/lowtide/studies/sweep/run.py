@@ -23,7 +23,7 @@ from lowtide.base.messages import named_here
 from lowtide.studies.sweep.axes import applied
 from lowtide.studies.sweep.cell import NO_ROOM, NOTHING, measure
 from lowtide.studies.sweep.definition import Definition
-from lowtide.studies.sweep.results import CONFIRM, Cell, Results
+from lowtide.studies.sweep.results import CONFIRM, Cell, SweepResults
 
 LOOK_SECONDS: Final = 0.05
 LOST: Final = 3
@@ -31,7 +31,7 @@ LOST: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class CellTask:
     """What one cell runs."""
 
     cell: int
@@ -40,7 +40,7 @@ class Task:
     watch: dict[str, Any]
 
 
-def task_of(definition: Definition, cell: Cell, environment: Mapping[str, str]) -> Task:
+def task_of(definition: Definition, cell: Cell, environment: Mapping[str, str]) -> CellTask:
     """The task of a cell: its configuration applied to the command."""
     base = definition.confirm if cell.part == CONFIRM else definition.command
     command, made = applied(definition.settings(cell.config), base, {**environment, **definition.file.environment})
@@ -52,17 +52,17 @@ def task_of(definition: Definition, cell: Cell, environment: Mapping[str, str]) 
         "samples_per_step": definition.file.samples_per_step,
     }
     command, made = [named_here(word) for word in command], {name: named_here(value) for name, value in made.items()}
-    return Task(cell=cell.id, command=command, environment=made, watch=watch)
+    return CellTask(cell=cell.id, command=command, environment=made, watch=watch)
 
 
 class Executor(Protocol):
     """Who runs tasks."""
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, dict[str, Any]]]:
+    def run(self, tasks: Sequence[CellTask]) -> Iterator[tuple[int, dict[str, Any]]]:
         """Results by cell, as they come."""
 
 
-def go(definition: Definition, results: Results, part: str, executor: Executor, told: Any) -> None:
+def go(definition: Definition, results: SweepResults, part: str, executor: Executor, told: Any) -> None:
     """Run the cells of a part that have no result yet; each result is on the disk before the next is waited for."""
     cells = results.cells(part)
     waiting = [cell for cell in cells if cell.result is None]
@@ -85,11 +85,11 @@ class Local:
         """Cells' tasks and results lie in a folder beside the file of results until they are taken."""
         self._folder, self._jobs = folder, jobs
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, dict[str, Any]]]:
+    def run(self, tasks: Sequence[CellTask]) -> Iterator[tuple[int, dict[str, Any]]]:
         """Results by cell, as they come; those first that a killed sweep has left behind."""
         self._folder.mkdir(exist_ok=True)
         waiting = {task.cell: task for task in tasks}
-        running: dict[int, Task] = {}
+        running: dict[int, CellTask] = {}
         started: dict[int, subprocess.Popen[bytes]] = {}
         tries = dict.fromkeys(waiting, 0)
         for cell in list(waiting):
@@ -130,7 +130,7 @@ class Local:
     def _file(self, cell: int, kind: str) -> Path:
         return self._folder / f"{cell}.{kind}"
 
-    def _start(self, task: Task) -> subprocess.Popen[bytes]:
+    def _start(self, task: CellTask) -> subprocess.Popen[bytes]:
         path = self._file(task.cell, "task")
         asked = {"command": task.command, "environment": task.environment, "watch": task.watch}
         write_file(path, json.dumps(asked).encode())
@@ -185,7 +185,7 @@ class Dask:
         """
         self._address, self._workers = address, workers
 
-    def run(self, tasks: Sequence[Task]) -> Iterator[tuple[int, dict[str, Any]]]:
+    def run(self, tasks: Sequence[CellTask]) -> Iterator[tuple[int, dict[str, Any]]]:
         """Results by cell, as they come."""
         try:
             import dask
