@@ -1,0 +1,247 @@
+"""The corpus: scripts of many libraries, each without a budget and under several, with what it kept and what it cost.
+
+``python benchmarks/run_corpus.py [NAME ...] --json FILE [--markdown FILE] [--turns N]``
+
+Each script of ``benchmarks/corpus`` runs without a budget first, which gives its peak (by the heap counter) and the lines that
+it prints; then under 75, 60, 50 and 35 % of that peak, halfway from its minimum to the peak, a tenth of the way, and at the
+minimum. A run is *equal* if it prints the same lines (a digest of all weights is among them), and *kept* if every step is
+within the budget. A step takes as long as from one printed line to the next. In each turn all variants run once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from lowtide.base.units import format_bytes
+from lowtide.runtime.device.heap_counters import library_path
+from process import machine
+
+HERE: Final = Path(__file__).resolve().parent
+HELPERS: Final = ("digest", "offline_tokenizer", "without_torchvision")
+SHARES: Final = {"75 %": 0.75, "60 %": 0.6, "50 %": 0.5, "35 %": 0.35}
+"""Budgets as shares of the peak."""
+PLACES: Final = {"halfway": 0.5, "a tenth": 0.1, "minimum": 0.0}
+"""Budgets between the minimum and the peak."""
+MARGIN: Final = 1.02
+"""The minimum is asked for with so much room."""
+COLD: Final = 4
+"""Steps that are not timed."""
+FIRST: Final = 3
+SECONDS: Final = 600
+"""Of one run."""
+ENVIRONMENT: Final = {
+    "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+def scripts() -> list[str]:
+    """Names of all scripts."""
+    return sorted(p.stem for p in (HERE / "corpus").glob("*.py") if p.stem not in HELPERS)
+
+
+def run(command: Sequence[str], environment: dict[str, str], log: Path) -> tuple[int, list[str], list[float]]:
+    """(exit code, lines on standard output, seconds from the start to each of them)."""
+    lines, seconds = [], []
+    start = time.perf_counter()
+    with log.open("w") as errors, subprocess.Popen(
+        command, env={**os.environ, **ENVIRONMENT, **environment}, stdout=subprocess.PIPE, stderr=errors, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "train_runtime" not in line:  # a line of the Trainer's, with times in it
+                lines.append(line)
+                seconds.append(time.perf_counter() - start)
+    return process.returncode, lines, seconds
+
+
+def plain(name: str, folder: Path) -> dict[str, Any]:
+    """A run without a budget."""
+    figures, library = folder / "plain.json", library_path()
+    command = [sys.executable, str(HERE / "plain.py"), str(figures), str(HERE / "corpus" / f"{name}.py")]
+    code, lines, seconds = run(command, {} if library is None else {"LD_PRELOAD": str(library)}, folder / "log")
+    if code:
+        raise RuntimeError(f"{name} does not run: {last_line(folder / 'log')}")
+    return {"lines": lines, "peak_bytes": json.loads(figures.read_text())["peak_bytes"], **timed(seconds)}
+
+
+def timed(seconds: Sequence[float]) -> dict[str, Any]:
+    """How long steps took: the first three with all that came before them, and the later ones one by one."""
+    steps = [b - a for a, b in zip(seconds, seconds[1:], strict=False)][:-1]  # the last line is the digest
+    return {"first_seconds": seconds[FIRST - 1] if len(seconds) >= FIRST else None, "step_seconds": steps[COLD:]}
+
+
+def budgeted(name: str, budget: int, expected: Sequence[str], folder: Path) -> dict[str, Any]:
+    """A run under a budget."""
+    figures = folder / "run.json"
+    figures.unlink(missing_ok=True)
+    options = ["--budget", str(budget), "--json", str(figures)]
+    command = [sys.executable, "-m", "lowtide", "run", *options, str(HERE / "corpus" / f"{name}.py")]
+    code, lines, seconds = run(["timeout", str(SECONDS), *command], {}, folder / "log")
+    found = json.loads(figures.read_text()) if figures.is_file() else {"steps": [], "plan": None}
+    steps, plan = found["steps"], found["plan"]
+    later = steps[5:]
+    return {
+        "budget_bytes": budget,
+        "exit": code,
+        "refused": code == 1 and "cannot be held" in (folder / "log").read_text(),
+        "message": "" if code in (0, 3) else last_line(folder / "log"),
+        "equal": lines == list(expected),
+        "over": [s["index"] for s in steps if s["peak_bytes"] > budget],
+        "steps": len(steps),
+        "planned": sum(s["policy"] != "online" for s in later) / len(later) if later else None,
+        "peak_bytes": max((s["peak_bytes"] for s in steps), default=None),
+        "lowest_bytes": None if plan is None else plan["lowest_peak_bytes"],
+        "bound_bytes": None if plan is None else plan["bound"]["peak_bytes"],
+        "levers": [x["name"] for x in found.get("levers", ()) if x["used"]],
+        "unreached": found.get("unreached", []),
+        **timed(seconds),
+    }
+
+
+def last_line(log: Path) -> str:
+    """What a run said last on standard error."""
+    said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return said[-1].strip()[:300] if said else ""
+
+
+def measure(name: str, folder: Path, turns: int) -> dict[str, Any]:
+    """One script, in all variants."""
+    first = plain(name, folder)
+    peak, lines = first["peak_bytes"], first["lines"]
+    again = plain(name, folder)
+    if again["lines"] != lines:
+        return {"peak_bytes": peak, "error": "two runs without a budget do not print the same"}
+    found: dict[str, Any] = {"peak_bytes": peak, "plain": [first, again], "runs": {key: [] for key in (*SHARES, *PLACES)}}
+    lowest: list[int] = []
+    for _ in range(turns):
+        for key, share in SHARES.items():
+            done = budgeted(name, int(share * peak), lines, folder)
+            found["runs"][key].append(done)
+            if done["lowest_bytes"] is not None:
+                lowest.append(done["lowest_bytes"])
+        found["minimum_bytes"] = minimum = min(lowest, default=peak)
+        for key, place in PLACES.items():
+            budget = minimum + place * (peak - minimum) if place else MARGIN * minimum
+            found["runs"][key].append(budgeted(name, int(budget), lines, folder))
+        found["plain"].append(plain(name, folder))
+    for one in found["plain"]:
+        del one["lines"]
+    return found
+
+
+def ratio(found: dict[str, Any], key: str) -> float | None:
+    """Seconds of a step against the run without a budget, medians over all turns."""
+    before = [s for one in found["plain"] for s in one["step_seconds"]]
+    now = [s for one in found["runs"][key] if one["exit"] in (0, 3) for s in one["step_seconds"]]
+    return statistics.median(now) / statistics.median(before) if before and now else None
+
+
+def delay(found: dict[str, Any], key: str) -> float | None:
+    """Seconds by which the third step ends later than without a budget."""
+    now = [one["first_seconds"] for one in found["runs"][key] if one["exit"] in (0, 3) and one["first_seconds"]]
+    return statistics.median(now) - statistics.median(one["first_seconds"] for one in found["plain"]) if now else None
+
+
+def cell(found: dict[str, Any], key: str) -> str:
+    """One cell of the table."""
+    runs = found["runs"][key]
+    if any(r["refused"] for r in runs):
+        return "refused"
+    if any(r["exit"] not in (0, 3) for r in runs):
+        return "ENDED"
+    words = [] if all(r["equal"] for r in runs) else ["DIFFERENT"]
+    over = max(len(r["over"]) for r in runs)
+    words += [f"{over} over"] if over else []
+    times = ratio(found, key)
+    return " ".join([*words, "" if times is None else f"{times:.2f}"]).strip()
+
+
+def rows(results: dict[str, Any]) -> Iterator[list[str]]:
+    """The table's rows."""
+    for name, found in results.items():
+        if "error" in found:
+            yield [name, format_bytes(found.get("peak_bytes") or 0), found["error"], *[""] * (len(SHARES) + len(PLACES))]
+            continue
+        share = f"{format_bytes(found['minimum_bytes'])} ({found['minimum_bytes'] / found['peak_bytes']:.0%})"
+        yield [name, format_bytes(found["peak_bytes"]), share, *(cell(found, key) for key in (*SHARES, *PLACES))]
+
+
+HEADS: Final = ("script", "peak", "minimum", *SHARES, *PLACES)
+
+
+def summary(results: dict[str, Any]) -> list[str]:
+    """What the whole says, one sentence for each budget."""
+    told = []
+    sound = [f for f in results.values() if "error" not in f]
+    for key in (*SHARES, *PLACES):
+        runs = [r for f in sound for r in f["runs"][key]]
+        ended = [r for r in runs if not r["refused"]]
+        kept = sum(not r["over"] and r["exit"] == 0 for r in ended)
+        equal = sum(r["equal"] for r in ended if r["exit"] in (0, 3))
+        times = sorted(x for f in sound if (x := ratio(f, key)) is not None)
+        late = sorted(x for f in sound if (x := delay(f, key)) is not None)
+        planned = [r["planned"] for r in ended if r["planned"] is not None]
+        text = f"{key}: {len(runs) - len(ended)} of {len(runs)} refused"
+        text += f"; of the others {kept} of {len(ended)} kept, {equal} equal"
+        if times:
+            text += f"; a step {statistics.median(times):.2f} x in the median, at most {times[-1]:.2f}"
+        if late:
+            text += f"; the third step {statistics.median(late):.1f} s later, at most {late[-1]:.1f}"
+        if planned:
+            text += f"; {statistics.mean(planned):.0%} of steps planned after the fifth"
+        told.append(text)
+    return told
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="scripts; all where none is named")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--turns", type=int, default=1)
+    options = parser.parse_args()
+    names = options.names or scripts()
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder, Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("corpus", total=len(names))
+        for name in names:
+            bar.update(task, description=name)
+            try:
+                results[name] = measure(name, Path(folder), options.turns)
+            except RuntimeError as error:
+                results[name] = {"error": str(error)}
+            bar.advance(task)
+            if options.json is not None:  # so that a run that is ended leaves what it has
+                options.json.write_text(json.dumps({"machine": machine(), "scripts": results}, indent=1) + "\n")
+    table = Table(title="Seconds of a step against the run without a budget")
+    for head in HEADS:
+        table.add_column(head)
+    for row in rows(results):
+        table.add_row(*row)
+    Console(width=150).print(table)
+    for line in summary(results):
+        print(line)
+    if options.markdown is not None:
+        lines = [f"| {' | '.join(row)} |" for row in (HEADS, *rows(results))]
+        lines.insert(1, "|---" * len(HEADS) + "|")
+        options.markdown.write_text("\n".join([*lines, "", *(f"- {line}" for line in summary(results))]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
