@@ -1,4 +1,4 @@
-"""The facade: ``lowtide.budget`` and ``lowtide.record`` for scripts and notebooks."""
+"""The Python API: ``lowtide.budget`` and ``lowtide.record``, for scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from lowtide.recording.writer import Writer
 from lowtide.runtime.agent.task import runs_here
 from lowtide.runtime.control.runtime import Runtime
 from lowtide.runtime.control.settings import BudgetSettings
+from lowtide.runtime.intercept.mode_stack import within_transform
 from lowtide.runtime.record import run_recorder
 from lowtide.runtime.run_figures import RunOutcome
 
@@ -27,20 +28,20 @@ _running: list[Runtime | run_recorder.RunRecorder] = []
 
 
 class Budgeted:
-    """What ``with lowtide.budget(...) as run`` gives: figures of the run so far."""
+    """The value of ``with lowtide.budget(...) as run``: figures of the run so far."""
 
     def __init__(self, runtime: Runtime) -> None:
-        """Look at a runtime."""
+        """Take the figures from a runtime."""
         self._runtime = runtime
 
     @property
     def outcome(self) -> RunOutcome:
-        """Budget, steps and plan."""
+        """Figures of the run so far: budget, steps, plan."""
         return self._runtime.outcome()
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force, by site."""
+        """The plan in force, which names values by site; None while there is none."""
         return self._runtime.plan
 
 
@@ -55,29 +56,30 @@ def budget(
     without: str | tuple[str, ...] = (),
     keep_going: bool = False,
 ) -> Iterator[Budgeted]:
-    """Train within so many bytes: a context manager, and a decorator.
+    """Train within a memory budget; works as a context manager and as a decorator.
 
-    In a process that the command line runs (``lowtide run``, ``record``, ``min``, ``batch``), the command decides: the
-    block is trained as the command says, one line says so, and figures are the command's.
+    In a process started by ``lowtide run``, ``record``, ``min`` or ``batch``, the command decides: the block trains with the
+    command's settings instead of these arguments, one line on standard error says so, and the figures are the command's.
 
     Args:
-        size: ``"6 GiB"``, ``"50%"``, bytes, ``"auto"`` (CUDA), or None: no limit, only rescue from out-of-memory.
+        size: the budget: ``"6 GiB"``, bytes, ``"50%"`` (of what training adds to parameters, buffers and optimizer states),
+            ``"auto"`` (CUDA only), or None for no limit, only rescue from out-of-memory errors.
         keep: paths of modules (``"blocks.0"``) whose saved values are never dropped.
-        plan: a plan to begin with (``lowtide.planning.unit.plan_file.load_plan``).
-        offload: whether activations may be offloaded (to a file in ``TMPDIR``; to pinned host memory for CUDA).
-        allow: memory optimizations that may be used (:mod:`lowtide.base.lever_catalogue`); those that
-            are exact are used where they are needed anyhow.
+        plan: a plan to start with (``lowtide.planning.unit.plan_file.load_plan``).
+        offload: whether activations may be offloaded (to a file in ``TMPDIR``; for CUDA, to pinned host memory).
+        allow: memory optimizations that may be used (:mod:`lowtide.base.lever_catalogue`). The automatic ones
+            (``move-gradients``, ``sliced-update``) are used wherever a budget needs them, without being named.
         without: memory optimizations that must not be used.
-        keep_going: whether training goes on even where the first steps show that the budget cannot be held; ``outcome.held``
-            says whether it was.
+        keep_going: whether to continue training even if the first steps show that the budget cannot be held;
+            ``outcome.held`` says whether it was.
 
     Raises:
-        SizeError: if the size cannot be read, or is ``"auto"`` and there is no CUDA device.
-        UsageError: if a budget is in force already, or there is no such memory optimization.
+        SizeError: if the size cannot be parsed, or is ``"auto"`` and there is no CUDA device.
+        UsageError: if a budget or a recording is active already, a function transform is, or a memory optimization does not
+            exist.
         BudgetError: at the beginning of the second or third step, if the budget cannot be held; never later.
     """
-    if _running:
-        raise UsageError("a budget is in force already (or a recording is made): leave it before another begins")
+    _check_free()
     asked = as_budget(size)
     allowed, excluded = check_levers(allow, without)
     kept = (keep,) if isinstance(keep, str) else tuple(keep)
@@ -99,16 +101,28 @@ def budget(
             _running.remove(runtime)
 
 
+def _check_free() -> None:
+    """Refuse to begin where another block is active, or where torch allows no saved-tensor hooks.
+
+    Raises:
+        UsageError: if so.
+    """
+    if _running:
+        raise UsageError("a budget is in force already (or a recording is made): leave it before another begins")
+    if within_transform():
+        raise UsageError("a budget or a recording cannot begin within a transform of torch.func: begin it around the call")
+
+
 class Recorded:
-    """What ``with lowtide.record(...) as run`` gives: the recording, once the block has ended."""
+    """The value of ``with lowtide.record(...) as run``: the recording, once the block has ended."""
 
     def __init__(self, path: Path) -> None:
-        """Nothing is read yet."""
+        """Note the path; the recording is read on first access."""
         self.path = path
 
     @cached_property
     def recording(self) -> Recording:
-        """The recording, read.
+        """The contents of the recording.
 
         Raises:
             RecordingError: if it cannot be read.
@@ -116,11 +130,11 @@ class Recorded:
         return read(self.path)
 
     def __repr__(self) -> str:
-        """Where it is, and what shows it."""
+        """The path of the recording, and the command that shows it."""
         return f"<recording {self.path}: `lowtide report {self.path}` shows it>"
 
     def _repr_html_(self) -> str:
-        """The page, in a notebook."""
+        """The HTML page of the recording, for a notebook."""
         from lowtide.recording.explanation.explanation import explain
         from lowtide.report.html import page
 
@@ -130,23 +144,22 @@ class Recorded:
 
 @contextlib.contextmanager
 def record(path: str | Path = "recording.lowtide", *, level: Literal["ops", "phases"] = "ops") -> Iterator[Recorded]:
-    """Record what happens in the block: a context manager, and a decorator.
+    """Record the memory of the block; works as a context manager and as a decorator.
 
-    In a process that the command line runs (``lowtide run``, ``record``, ``min``, ``batch``), nothing is recorded here, and
-    one line says so.
+    In a process started by ``lowtide run``, ``record``, ``min`` or ``batch``, nothing is recorded here, and one line on
+    standard error says so.
 
     Args:
-        path: the file to write; what was there is replaced.
-        level: every operator, or only where phases begin and end.
+        path: the file to write; an earlier recording there is replaced, unless the block fails before its first step.
+        level: ``"ops"`` records every operator, ``"phases"`` only the beginnings and ends of phases.
 
     Raises:
-        UsageError: if a budget is in force or a recording is made already, or the level is none.
-        RecordingError: if the file cannot be written, or is there and is no recording.
+        UsageError: if a budget or a recording is active already, a function transform is, or the level does not exist.
+        RecordingError: if the file cannot be written, or exists and is not a recording.
     """
     if level not in ("ops", "phases"):
         raise UsageError(f"no level {level!r}: there are ops and phases")
-    if _running:
-        raise UsageError("a budget is in force already (or a recording is made): leave it before another begins")
+    _check_free()
     file = Path(path)
     if runs_here():
         tell(f"lowtide: the script's own lowtide.record writes no {file}: the command that runs it decides")

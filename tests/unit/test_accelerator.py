@@ -61,7 +61,8 @@ class Module:
         assert device == DEVICE
         return SimpleNamespace(total_memory=self.total)
 
-    def set_per_process_memory_fraction(self, share: float) -> None:
+    def set_per_process_memory_fraction(self, share: float, device: torch.device) -> None:
+        assert device == DEVICE
         self.log.append(share)
 
     def empty_cache(self) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +172,30 @@ def test_best_and_worst_order_of_a_small_graph() -> None:
     graph = from_json({"nodes": nodes, "links": [{"source": a, "target": b} for a, b in links]})
     peaks = [play(graph, unfold(graph, plain_row(graph, extreme_order(graph, worst=w)))).peak_bytes for w in (False, True)]
     assert peaks == [10, 17]
+
+
+def test_extreme_orders_are_those_of_the_referee_where_values_are_overwritten() -> None:
+    """Where another operator still reads the old value, or it is kept, the new one lies beside it."""
+    chance, wrong = random.Random(0), []
+    for seed in range(40):
+        nodes: list[dict[str, Any]] = []
+        for i in range(6):
+            old = chance.choice([None, *nodes]) if chance.random() < 0.5 else None
+            if old is not None and old["id"] not in {n.get("overwrites") for n in nodes}:
+                nodes.append({"id": i, "bytes": old["bytes"], "seconds": 1, "overwrites": old["id"]})
+            else:
+                nodes.append({"id": i, "bytes": chance.randrange(1, 20), "seconds": 1, "keep": chance.random() < 0.2})
+        links = {(n["overwrites"], n["id"]) for n in nodes if "overwrites" in n}
+        links |= {(a, b) for b in range(1, 6) for a in range(b) if chance.random() < 0.4}
+        graph = from_json({"nodes": nodes, "links": [{"source": a, "target": b} for a, b in sorted(links)]})
+
+        def peak(order: Sequence[int], graph: Graph = graph) -> int:
+            return play(graph, unfold(graph, plain_row(graph, tuple(order)))).peak_bytes
+
+        every = [p for p in itertools.permutations(range(6)) if all(p.index(a) < p.index(b) for a, b in links)]
+        if (peak(extreme_order(graph)), peak(extreme_order(graph, worst=True))) != (min(map(peak, every)), max(map(peak, every))):
+            wrong.append(seed)
+    assert not wrong
 
 
 def test_files_are_read_with_what_networkx_calls_edges(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The journal: entries of the step that runs, in a mapped file that outlives the process."""
+"""The journal: entries of the running step, in a memory-mapped file that outlives the process."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ from lowtide.base import files
 from lowtide.recording.file_format import ENTRY, PACK
 
 HEADER: Final = struct.Struct("<8sqddqqq")
-"""Magic, step, its start, (unused), live bytes at its start, high water by then, number of carried blocks."""
+"""Magic, step, its start in seconds, (unused), live bytes at its start, the run's peak by then, number of carried blocks."""
 MAGIC: Final = b"lowtide\x01"
 _FIRST_BYTES: Final = 1 << 16
 _MOST_GROWTH_BYTES: Final = 1 << 24
-"""The journal's file doubles, but takes no more of the disk than this at a time ..."""
-_LEAST_GROWTH_BYTES: Final = 1 << 12
-"""... and where the disk is nearly full, what is left of it down to this."""
+"""The journal's file doubles in size when it is full, but grows by at most this many bytes at a time."""
+_LEAST_BYTES: Final = 1 << 12
+"""Initial size to accept if a nearly full disk has no room for ``_FIRST_BYTES``."""
 _MOST_BYTES: Final = 1 << 28
-"""A journal takes no more than this (5.6 million entries in one step): what follows in that step is lost."""
+"""Maximum size of a journal (5.6 million entries in one step): further entries of that step are lost."""
 
 
 @final
 class Journal:
-    """Entries of the step that runs, in a mapped file.
+    """Entries of the running step, in a memory-mapped file.
 
     Attributes:
-        silent: whether nothing is written any more: this process is a child, the disk is full, or the recording is over.
+        silent: whether nothing is written any more: this process is a forked child, the disk is full, or the recording is
+            over.
     """
 
     def __init__(self, path: Path | None, failed: Callable[[OSError], None] | None = None) -> None:
         """Create the file.
 
         Args:
-            path: of the file; None for a journal that is silent from the beginning.
-            failed: told that there is no room for more; without it, that is raised.
+            path: the file's path; None for a journal that is silent from the start.
+            failed: called with the error when the file cannot grow; without it, that error is raised.
 
         Raises:
-            OSError: if there is no room for it.
+            OSError: if the disk has no room for the file.
         """
         self.silent = path is None
         self._path = path
@@ -54,10 +55,10 @@ class Journal:
             return
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         self._failed = failed
-        self._growing = threading.RLock()  # a weak reference's callback in between may add an entry
+        self._growing = threading.RLock()  # reentrant: a weak-reference callback may add an entry meanwhile
         self._size = 0
         try:
-            self._size = self._reserved(_LEAST_GROWTH_BYTES, _FIRST_BYTES)
+            self._size = self._reserved(_LEAST_BYTES, _FIRST_BYTES)
             self._map = mmap.mmap(self._file, self._size)
         except BaseException:
             os.close(self._file)
@@ -67,7 +68,7 @@ class Journal:
         self._next = itertools.count().__next__
 
     def begin(self, step: int, start: float, live_bytes: int, high_water_bytes: int, carried: NDArray[np.void]) -> None:
-        """A new step: what is in the journal is in the recording, or is not kept."""
+        """Start a new step, and discard the entries of the previous one: they are in the recording by now, or are not kept."""
         if self.silent or not self._whole():
             return
         used = min(self._start + self._next() * ENTRY.itemsize, self._size)
@@ -82,7 +83,7 @@ class Journal:
         self._next = itertools.count().__next__
 
     def add(self, *entry: Any) -> None:
-        """One entry, field by field as in :data:`ENTRY`; safe against weak-reference callbacks in between."""
+        """Append one entry, given field by field as in :data:`ENTRY`; a weak-reference callback may add another meanwhile."""
         if self.silent:
             return
         at = self._start + self._next() * ENTRY.itemsize
@@ -107,7 +108,7 @@ class Journal:
             return True
 
     def _reserved(self, needed: int, wished: int) -> int:
-        """The size to which the file has grown: what was wished for, or what is needed where there is no room for more."""
+        """Grow the file to the wished size or, if the disk has no room for that, to the needed one; the new size in bytes."""
         page = mmap.ALLOCATIONGRANULARITY
         least = -(-needed // page) * page
         for size in (max(wished, least), least):
@@ -121,7 +122,7 @@ class Journal:
         raise AssertionError
 
     def _whole(self) -> bool:
-        """Whether nobody has cut the file short, so that all of it may be touched."""
+        """Whether the file still has its full size, so that the whole mapping may be touched; stops the journal if not."""
         if os.fstat(self._file).st_size >= self._size:
             return True
         self._stop(OSError(errno.EIO, "somebody has cut the file short"))
@@ -134,7 +135,7 @@ class Journal:
         self._failed(error)
 
     def entries(self) -> NDArray[np.void]:
-        """A copy of the step's entries so far; none where they are not written."""
+        """A copy of the step's entries so far; empty if the journal is silent."""
         if self.silent or not self._whole():
             return np.zeros(0, dtype=ENTRY)
         count = self._next()
@@ -142,7 +143,7 @@ class Journal:
         return entries_in(self._map[self._start : min(self._start + count * ENTRY.itemsize, self._size)])
 
     def close(self, *, keep: bool = False) -> None:
-        """Unmap, and remove the file, unless it is what is left of a step that could not be written elsewhere."""
+        """Unmap and remove the file; ``keep`` leaves it on disk, as the only copy of a step that could not be stored."""
         self.silent = True
         if self._path is None:
             return
@@ -153,7 +154,7 @@ class Journal:
 
 
 def entries_in(data: bytes) -> NDArray[np.void]:
-    """The entries at the beginning of some bytes: up to the first that is empty."""
+    """The entries at the beginning of some bytes, up to the first empty one."""
     found: NDArray[np.void] = np.frombuffer(data[: len(data) // ENTRY.itemsize * ENTRY.itemsize], dtype=ENTRY)
     empty = np.flatnonzero(found["kind"] == 0)
     return found[: empty[0]].copy() if len(empty) else found.copy()

@@ -1,4 +1,4 @@
-"""Sizes for people: the smallest budget that works, throughput by size, and predictions; tables, pages and JSON."""
+"""Reports of the smallest budget that works and of each memory optimization alone: tables, a page, JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BAR: Final = 28
 
 
 def new_table(title: str, *heads: str) -> Table:
-    """A table with its numbers at the right."""
+    """A table that aligns its first column to the left, and the others, which hold numbers, to the right."""
     table = Table(title=title, title_justify="left")
     for i, head in enumerate(heads):
         table.add_column(head, justify="right" if i else "left")
@@ -26,7 +26,7 @@ def new_table(title: str, *heads: str) -> Table:
 
 
 def time_text(seconds: float | None) -> str:
-    """Seconds, or nothing where they are not known."""
+    """Seconds as text; empty if they are not known."""
     return "" if seconds is None else format_seconds(seconds)
 
 
@@ -46,7 +46,7 @@ def _ran_json(ran: TrialResult) -> dict[str, Any]:
 
 
 def minimum_json(study: MinimumStudy) -> dict[str, Any]:
-    """Everything; the first keys are of the set of levers that needs least."""
+    """The whole study as JSON; the first keys describe the set of levers that needs the least memory."""
     plain, least = study.plain, study.least
     return {
         "minimum_bytes": None if least is None else least.minimum_bytes,
@@ -73,7 +73,7 @@ def minimum_json(study: MinimumStudy) -> dict[str, Any]:
 
 
 def _title(name: str) -> str:
-    """A set of memory optimizations as readers see it; its name in the JSON file says ``levers``."""
+    """The name of a set of memory optimizations in reports; its name in the JSON file says ``levers``."""
     return "baseline" if name == "plain" else name.replace("levers", "optimizations")
 
 
@@ -101,7 +101,7 @@ _MINIMUM_HEADS: Final = ("", "peak or budget", "of baseline", "fails at", "a ste
 
 
 def show_minimum(study: MinimumStudy) -> None:
-    """The smallest budgets, and what they cost in time."""
+    """Print the smallest budgets, and what they cost in time."""
     table = new_table("the least memory that works", *_MINIMUM_HEADS)
     for row in _minimum_rows(study):
         table.add_row(*row)
@@ -133,7 +133,7 @@ def _show_curve(study: MinimumStudy) -> None:
 
 
 def minimum_page(study: MinimumStudy) -> str:
-    """A page with the curve of memory against time."""
+    """The HTML page, with the curve of step time against memory."""
     plain, best = study.plain, study.least
     least = None if best is None else best.minimum_bytes
     summary = f"baseline peak {format_bytes(plain.peak_bytes)}"
@@ -151,7 +151,7 @@ def minimum_page(study: MinimumStudy) -> str:
 
 
 def levers_json(trials: LeverTrials) -> dict[str, Any]:
-    """Everything; savings against the run without levers."""
+    """All trials as JSON; savings are relative to the run without levers."""
     return {
         "plain": _ran_json(trials.plain),
         "lowest_plan_bytes": trials.lowest_plan_bytes,
@@ -172,7 +172,7 @@ def levers_json(trials: LeverTrials) -> dict[str, Any]:
 
 
 def show_levers(trials: LeverTrials) -> None:
-    """Each lever with what it saves on this script, and its effect on the bits."""
+    """Print what each lever saves on this script, and whether it changes the bits."""
     out, lowest = console(), trials.lowest_plan_bytes
     title = f"memory optimizations, each alone: baseline peak {format_bytes(trials.plain.warm_peak_bytes)}"
     title += "" if lowest is None else f", lowest plan {format_bytes(lowest)}"
@@ -185,9 +185,10 @@ def show_levers(trials: LeverTrials) -> None:
     out.print(table)
     for name in trials.runs:
         out.print(f"{name}: {trials.text(name)}", markup=False)
-    out.print("exact ones are used by default where a budget needs them; the others only with --allow NAME", markup=False)
+    automatic = " and ".join(x.name for x in LEVERS.values() if x.automatic)
+    out.print(f"{automatic} are used by default where a budget needs them; the others only with --allow NAME", markup=False)
 
 
 def number(x: float) -> str:
-    """Three digits at least."""
+    """A number to three significant digits or, from 100 on, to the nearest whole number."""
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"

@@ -1,4 +1,4 @@
-"""The programs behind bounds, set up again from the graph alone, and what they prove."""
+"""Sets up the linear programs behind claimed bounds again, from the graph alone, and solves them."""
 
 from __future__ import annotations
 
@@ -13,34 +13,37 @@ from scipy.sparse import csr_array
 from lowtide.planning.check.points import Points
 
 TOLERANCE = 1e-6
-"""Relative difference in a bound that two runs of the program's solver may show."""
+"""Relative tolerance between the bounds of two runs of the solver."""
 _LIMIT = 120.0
-"""Seconds for solving the bound's program again."""
+"""Time limit for solving a bound's program, in seconds."""
 _IMPOSSIBLE = 2
-"""What the solver says of a program without an answer."""
+"""The solver's status for an infeasible program."""
 _WAITED = 1000.0
-"""So many times the graph's seconds a bound may be made of waiting, at most."""
+"""Upper limit for the waiting time in one stretch, as a multiple of the graph's seconds."""
 _SCALE = 1e4
-"""Costs of a program are made so many times larger: what its solver tolerates is nothing beside them then."""
+"""Costs are multiplied by this, so that the solver's absolute tolerances are negligible beside them."""
 
 
 def _matrix(rows: list[dict[int, float]], width: int) -> Any:
-    """Rows of a program as a matrix of so many columns; at least one row, which solvers ask for."""
+    """Rows of a program as a sparse matrix of ``width`` columns; it has at least one row, which the solvers require."""
     entries = [(i, j, a) for i, terms in enumerate(rows) for j, a in terms.items()]
     at, of, data = zip(*entries, strict=True) if entries else ((), (), ())
     return csr_array((data, (at, of)), shape=(max(1, len(rows)), width))
 
 
 class Program:
-    """A bound's program, set up from the graph alone: names, costs, rows ``sum >= least``."""
+    """A bound's program, set up from the graph alone: named variables in [0, 1], their costs, rows ``sum >= least``.
+
+    In the names of variables, instants are numbered from 0, and stretch ``t`` lies between the instants ``t - 1`` and ``t``.
+    """
 
     def __init__(self, points: Points, budget: int, base: float) -> None:
-        """Without rows.
+        """An empty program.
 
         Args:
-            points: of the graph.
+            points: the graph's program points.
             budget: in bytes.
-            base: seconds of all operators together.
+            base: seconds of running every operator once; costs are shares of them.
         """
         self.points = points
         self.nodes = points.graph.nodes
@@ -54,7 +57,7 @@ class Program:
         self.tied: set[tuple[int, int, int]] = set()
 
     def var(self, name: Any, price: float = 0.0, *, whole: bool = True) -> int:
-        """The variable of a name, made where there is none yet."""
+        """The variable of that name; it is created on first use."""
         if name not in self.names:
             self.names[name] = len(self.cost)
             self.cost.append(price)
@@ -62,12 +65,12 @@ class Program:
         return self.names[name]
 
     def row(self, terms: dict[int, float], least: float) -> None:
-        """One more row: a sum that is not below a value."""
+        """Add a row: the sum of ``terms`` is at least ``least``."""
         self.rows.append(terms)
         self.low.append(least)
 
     def back(self, v: int, when: Any, alone: Any) -> dict[int, float]:
-        """Ways for a value to be there again."""
+        """Variables that put a value back on the board: its operator runs again, or it is fetched."""
         ways: dict[int, float] = {}
         o = self.points.leader(v)
         if self.nodes[o].recompute:
@@ -75,11 +78,11 @@ class Program:
         return ways | self.fetched(v, when)
 
     def run(self, o: int, when: Any) -> int:
-        """An operator runs again."""
+        """The variable for an operator running again in a stretch."""
         return self.var(("run", o, when), self.nodes[o].seconds / self.base)
 
     def fetched(self, v: int, when: Any) -> dict[int, float]:
-        """A value is fetched, if it can be, and was moved before."""
+        """The variable for fetching a value in a stretch, with a row that requires its offload; empty if it cannot move."""
         offload = self.points.graph.offload
         if offload is None or not self.nodes[v].move or not self.nodes[v].bytes:
             return {}
@@ -93,7 +96,7 @@ class Program:
         return self.nodes[v].keep or bool(self.points.readers[v] & after)
 
     def all_instants(self) -> None:
-        """One row per operator: what is absent when it first runs makes up for all above the budget."""
+        """Add one row per operator: the values absent at its first run make up for all bytes above the budget."""
         points = self.points
         for op in points.ops:
             before, after = points.around(op)
@@ -113,7 +116,7 @@ class Program:
             self.row(terms, 1.0)
 
     def several(self, at: list[int], *, channels: bool = True) -> None:
-        """What must be on the board from one instant to the next."""
+        """Add the rows for what must be on the board at several instants, and in the stretches between them."""
         points, nodes = self.points, self.nodes
         sides = [points.around(op) for op in at]
         made = [{v for v, n in enumerate(nodes) if not n.resident and points.leader(v) in before} for before, _ in sides]
@@ -137,9 +140,9 @@ class Program:
                 self.channels(t, at[t], *sides[t], len(at))
 
     def channels(self, t: int, op: int, before: set[int], after: set[int], count: int) -> None:
-        """Each channel of the second board moves one value at a time: of what is written before an instant, and read after it.
+        """Add the rows for writes before an instant and reads after it: each channel moves one value at a time.
 
-        ``("idle", s)`` is time in the stretch ``s`` in which nothing runs that the program knows of.
+        ``("idle", s)`` is time in stretch ``s`` during which no operator runs that the program accounts for.
         """
         offload, nodes = self.points.graph.offload, self.nodes
         assert offload is not None
@@ -169,7 +172,7 @@ class Program:
         self.row(read_terms, (math.fsum(nodes[o].seconds for o in before) - rest) / self.base)
 
     def least_bytes(self, op: int) -> float:
-        """What is on the board at least when an operator first runs, as a share of the budget; at most all of it."""
+        """Fewest bytes on the board when an operator first runs, as a share of the budget; infinite if above all of it."""
         self.several([op], channels=False)
         self.cost = [0.0] * len(self.cost)
         self.rows[0] |= {self.var("peak", 1.0): 1.0}
@@ -177,7 +180,10 @@ class Program:
         return self._solved(whole=False)
 
     def between(self, t: int, at: list[int], sides: list[tuple[set[int], set[int]]], made: set[int]) -> None:
-        """What is there at instant ``t`` or runs before it was there at ``t - 1`` or came back between them."""
+        """Add the rows of stretch ``t``: a value on the board at its end, or read in it, was there before or came back in it.
+
+        ``made`` are the values computed before the stretch.
+        """
         points, nodes = self.points, self.nodes
         before, after = sides[t - 1]
         final = t == len(at)
@@ -199,11 +205,13 @@ class Program:
                 self.row(there(p), 1.0)
 
     def windows(self, at: list[int], told: Sequence[tuple[int, int, int]]) -> None:
-        """What is there at an instant was there at an earlier one, or came back between; so did what it came back from.
+        """Add the rows of windows: a value on the board at an instant was there at an earlier one or came back in between.
+
+        So did the values that it was recomputed from.
 
         Args:
             at: the instants.
-            told: of which two of them (their numbers; their count for the end), and of which values, rows are wanted.
+            told: per row, the window's first and last instant (by index; their count for the end), and the value.
         """
         points = self.points
         sides = [points.around(op) for op in at]
@@ -217,7 +225,7 @@ class Program:
                 self.row({here: 1.0} | self.between_far(start, end, v), 1.0)
 
     def between_far(self, start: int, end: int, v: int) -> dict[int, float]:
-        """Ways for a value to come back between two instants."""
+        """Variables that bring a value back within a window, with rows for everything that it is recomputed from."""
         stretches = range(start + 1, end + 1)
         asked = [v]
         while asked:
@@ -235,7 +243,7 @@ class Program:
         return self.ways_far(start, end, v)
 
     def ways_far(self, start: int, end: int, v: int) -> dict[int, float]:
-        """Ways for a value to come back between two program points, its maker's run being told by one variable."""
+        """Variables that bring a value back within a window; one variable stands for all runs of its operator in it."""
         o = self.points.leader(v)
         ways = {self.var(("again", o, start, end), whole=False): 1.0} if self.nodes[o].recompute else {}
         for t in range(start + 1, end + 1):
@@ -243,7 +251,7 @@ class Program:
         return ways
 
     def solve(self, enough: float) -> float:
-        """What the program proves: with real variables, if that is enough, else with whole ones."""
+        """The program's lower bound: relaxed if that proves ``enough``, otherwise with whole variables."""
         if not self.rows:
             return 0.0
         relaxed = self._solved(whole=False)
@@ -257,14 +265,14 @@ class Program:
             integrality=np.asarray(self.whole) & whole,
             options={"time_limit": _LIMIT, "mip_rel_gap": 0.0},
         )
-        if result.status == _IMPOSSIBLE:
-            return math.inf
+        if result.status == _IMPOSSIBLE:  # where waiting is limited, perhaps only because of that
+            return 0.0 if any(name[0] == "idle" for name in self.names) else math.inf
         proven = getattr(result, "mip_dual_bound", None) if whole else result.fun if result.status == 0 else None
         return float(proven or 0.0) / _SCALE
 
 
 def closed(points: Points, op: int) -> int:
-    """The least that is on the board when an operator first runs, with what all that is absent needs to come back."""
+    """Fewest bytes on the board when an operator first runs, given what absent values need in order to come back."""
     before, after = points.around(op)
     most = max(1, points.least(op, points.wanted(op, before, after) | points.must_be_resident(op, before, after)))
     base = math.fsum(n.seconds for n in points.graph.nodes if not n.resident) or 1.0
@@ -272,7 +280,10 @@ def closed(points: Points, op: int) -> int:
 
 
 def cut(points: Points, node: Any) -> int:
-    """The least that is on the board when an operator first runs, over all sets of operators that may have run by then."""
+    """Fewest bytes on the board when a node first runs, over all sets of operators that may have run by then.
+
+    For operators that run once each. None stands for the end.
+    """
     if node is None:
         return points.floor(node)
     op, nodes = points.index[node], points.graph.nodes

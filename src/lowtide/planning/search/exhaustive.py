@@ -1,4 +1,4 @@
-"""All schedules of a small graph: the cheapest within a budget, by Dijkstra over what is on the boards and what has run."""
+"""Exhaustive search of small graphs: the cheapest schedule within a budget, orders of extreme peak."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lowtide.planning.graph import Graph
 from lowtide.planning.schedule import Act, Move, Row
 
 MOST_NODES = 10
-"""Nodes up to which all schedules are looked at."""
+"""Largest number of nodes for which all schedules are searched."""
 
 
 def small(graph: Graph) -> bool:
-    """Whether a graph is for this room: few nodes, and nothing whose bytes or seconds depend on what comes later."""
+    """Whether :func:`search` applies: few nodes, and no bytes or seconds that depend on later moves."""
     if all(n.resident for n in graph.nodes):
         return True
     plain = all(not n.state_bytes for n in graph.nodes)
@@ -27,16 +27,16 @@ def small(graph: Graph) -> bool:
 
 
 MOST_FOR_ORDERS = 16
-"""Nodes up to which all orders are looked at."""
+"""Largest number of operators for which all orders are searched."""
 
 
 def extreme_order(graph: Graph, *, worst: bool = False) -> tuple[int, ...]:
-    """The order of the lowest peak (or the highest, of those that free every value after its last use), every operator once.
+    """The order of the lowest peak (or the highest, if every value is freed after its last use), every operator once.
 
-    Walks all sets of operators that can have run, so the graph must be small.
+    Visits all sets of operators that can have run, so the graph must be small.
 
     Raises:
-        GraphError: if it has more than ``MOST_FOR_ORDERS`` operators.
+        GraphError: if the graph has more than ``MOST_FOR_ORDERS`` operators.
     """
     ops = [v for v in graph.order if graph.nodes[v].made_with is None and not graph.nodes[v].resident]
     if len(ops) > MOST_FOR_ORDERS:
@@ -61,7 +61,7 @@ def extreme_order(graph: Graph, *, worst: bool = False) -> tuple[int, ...]:
 
 
 def _bytes_of_last(graph: Graph, order: tuple[int, ...]) -> int:
-    """Bytes while the last operator of a beginning of an order runs, values that nobody ahead reads being gone."""
+    """Bytes while the last operator of a partial order runs, with every value freed that no later operator reads."""
     done = set(order)
     v = order[-1]
     live = {v, *graph.members[v]}
@@ -70,7 +70,9 @@ def _bytes_of_last(graph: Graph, order: tuple[int, ...]) -> int:
             ahead = any(c not in done or c == v for c in _readers(graph, u))
             if ahead or graph.nodes[u].keep:
                 live.add(u)
-    live -= set(graph.olds[v])
+    olds = graph.olds[v]
+    if not any(graph.nodes[u].keep or any(c not in done for c in _readers(graph, u)) for u in olds):  # else it is not in place
+        live -= set(olds)
     return graph.resident_bytes + sum(graph.nodes[u].bytes for u in live) + graph.nodes[v].workspace_bytes
 
 
@@ -79,7 +81,7 @@ def _readers(graph: Graph, u: int) -> list[int]:
 
 
 class _State(NamedTuple):
-    """Sets of nodes, as bits."""
+    """Sets of nodes, as bits: those on the board, those whose operators have run, those on the second board."""
 
     board: int
     done: int
@@ -87,10 +89,10 @@ class _State(NamedTuple):
 
 
 def search(graph: Graph, budget_bytes: int, *, fixed: bool, deadline: float = math.inf) -> Row | None:
-    """The row of least seconds within the budget; None where there is none.
+    """The row of fewest seconds within the budget, by Dijkstra over all states of the boards; None if no schedule fits.
 
     Raises:
-        TimeoutError: at the deadline, of :func:`time.monotonic`.
+        TimeoutError: at the deadline (of :func:`time.monotonic`).
     """
     rules = _Rules(graph, budget_bytes, fixed)
     start = _State(0, 0, 0)
@@ -150,7 +152,7 @@ class _Rules:
         return state.done & self.all == self.all and state.board & self.keep == self.keep
 
     def held(self, v: int, state: _State, *, at: int = -1) -> bool:
-        """Whether a script holds a value still, even while the node ``at`` runs."""
+        """Whether the script still holds a value; running its ``held_until`` node (``at``) releases it."""
         until = self.graph.nodes[v].held_until
         if until is None or self.graph.leader(until) == at:
             return False

@@ -1,13 +1,13 @@
 /*
- * Local search over orders with copies.
+ * Local search over orders in which operators may run several times.
  *
- * A schedule is a row of slots, most of them holding one operator; an operator may stand in several. A value lives from each slot
- * of its maker to the last use before the maker's next slot, so memory over the slots follows from the row alone. A move takes an
- * instance elsewhere, adds one or takes one away; simulated annealing weighs seconds against bytes above the budget.
- * Each move changes the lives of few values, so bytes differ in a few ranges of slots. They are looked at, and written only where
- * the move is taken, which few are.
+ * A schedule is a row of slots; a slot holds one operator or is vacant, and an operator may stand in several (instances).
+ * A value lives from each slot of its producer to the last use before the producer's next slot, so the bytes at every slot
+ * follow from the row alone. A move relocates an instance, adds one or removes one. Simulated annealing weighs seconds against
+ * bytes above the budget. Each move changes the lives of few values, so bytes change in a few ranges of slots. A move is
+ * evaluated on these ranges only, and they are written only if it is accepted, which is rare.
  *
- * One file: every move's cost is a handful of loads, and the compiler is to inline all of it.
+ * One file: a move costs only a handful of loads, so the compiler must be able to inline everything.
  */
 #include <math.h>
 #include <stdint.h>
@@ -16,55 +16,57 @@
 #include <time.h>
 
 enum { COPIES = 24, LOG = 4096, CHAIN = 24, RIVALS = 4 };
-/* COPIES: of one operator in a row, at most; or twice as many as the row has that a round begins from. */
+/* COPIES: largest number of instances of one operator, or twice its number in a round's first row if that is larger.
+   LOG: largest number of placements and removals in one move. CHAIN: deepest recursion of add_chain. RIVALS: largest number of
+   random candidates among which a move picks the best. */
 enum { LIFE = 0, STATE = 1, HOST = 2 };
-enum { BLOCK = 64 }; /* slots whose most and least bytes are known together */
+enum { BLOCK = 64 }; /* slots that share an upper and a lower bound on their bytes */
 
-/* The problem, as arrays; operators from `plain` on fetch a value from the second board. */
+/* The problem as arrays; operators from index `plain` on each fetch one value from the second board. */
 typedef struct {
     int64_t ops, plain, values;
     const int32_t *out_at, *out, *in_at, *in, *use_at, *use;
-    const int32_t *producer, *fetcher; /* value -> operator; fetcher -1: cannot be moved */
-    const uint8_t *kind;               /* value: LIFE, STATE of its maker, HOST copy of what its maker made */
+    const int32_t *producer, *fetcher; /* value -> operator; fetcher -1: cannot be fetched */
+    const uint8_t *kind;               /* value: LIFE, STATE of its producer, HOST copy of its producer's value */
     const double *bytes;               /* value */
-    const double *seconds, *once, *workspace; /* operator; `once` is paid with its first instance */
-    const int32_t *overwriter;         /* value -> the operator that takes over its storage, or -1 */
+    const double *seconds, *once, *workspace; /* operator; `once`: additional seconds of its first instance */
+    const int32_t *overwriter;         /* value -> the operator that can take over its storage, or -1 */
     const uint8_t *again;              /* operator: may run more than once */
-    const int32_t *pin;                /* value -> the operator until whose first run it is held, or -1 */
-    const int32_t *pinned_at, *pinned; /* operator -> values that it holds so */
-    double budget, host_budget, base;  /* base: seconds that a share of one stands for */
+    const int32_t *pin;                /* value -> the operator until whose first instance it is held, or -1 */
+    const int32_t *pinned_at, *pinned; /* operator -> values that are held until its first instance */
+    double budget, host_budget, base;  /* bytes, bytes; base: seconds of the graph, the unit of the energy */
     int64_t fixed;                     /* first instances keep their order */
-    int64_t last;                      /* the operator that stays behind all others, or -1 */
+    int64_t last;                      /* the operator that stays after all others, or -1 */
 } Game;
 
 typedef struct { int32_t n, cap; int32_t *a, *b; } Lives;
 
-/* From slot t on so many bytes more, by the move that is being tried. */
+/* The move that is being tried adds d bytes from slot t on. */
 typedef struct { int32_t t; double d; } Step;
 
 /* Bytes over the slots. */
 typedef struct {
     double *at;                /* slot -> bytes */
-    double *top, *low;         /* block -> no slot of it has more, or less */
-    double over, limit;        /* sum of what stands above the limit, over slots in which an operator stands */
-    Step *steps; int32_t n, cap; /* of the move, in order of slots when it is settled */
-    double change;             /* of `over`, by it */
+    double *top, *low;         /* block -> upper and lower bound on the bytes of its slots */
+    double over, limit;        /* over: bytes above the limit, summed over the slots that hold an operator */
+    Step *steps; int32_t n, cap; /* of the current move; sorted by slot once it is settled */
+    double change;             /* of `over` by the current move */
 } Profile;
 
 typedef struct {
     const Game *g;
     int64_t slots;
     int32_t *at;       /* slot -> operator or -1 */
-    double *full;      /* slot -> 1.0 where an operator stands */
-    int32_t *stand;    /* block -> how many operators stand in it */
-    double *more;      /* slot -> bytes more than in the one before, while all is counted anew */
+    double *full;      /* slot -> 1.0 if it holds an operator, else 0.0 */
+    int32_t *stand;    /* block -> number of its slots that hold an operator */
+    double *more;      /* slot -> bytes more than in the slot before; scratch space of fill */
     Profile mem, host;
     double seconds;
-    int32_t *count, *room, **pos, *ground; /* operator -> its instances, how many there may be, and their slots in order */
-    int32_t *places;           /* room for the slots at which a value is placed */
+    int32_t *count, *room, **pos, *ground; /* operator -> number of instances, its limit, their slots in order (in `ground`) */
+    int32_t *places;           /* scratch space for the slots at which a value is placed */
     Lives *lives;
     int32_t *dup, *dup_at; int32_t dups;
-    /* the move that is being tried */
+    /* state of the move that is being tried */
     int32_t *touched; int32_t touches; uint32_t *mark, stamp;
     Lives *before;
     struct { int32_t op, slot; int8_t placed; } done[LOG]; int32_t dones;
@@ -82,7 +84,7 @@ static double unit(Search *s) { return (double)(next(s) >> 11) * 0x1p-53; }
 static double above(double x) { return x > 0 ? x : 0; }
 static double above_at(const Profile *p, int64_t t) { return above(p->at[t] - p->limit); }
 
-/* What the sum above the limit changes by where the slots from a to b have d bytes more. */
+/* The change of the sum of bytes above the limit if the slots from a to b get d more bytes each. */
 __attribute__((target_clones("avx2", "default")))
 static double rise(const double *restrict m, const double *restrict full, int64_t a, int64_t b, double d, double limit) {
     double change = 0;
@@ -93,7 +95,7 @@ static double rise(const double *restrict m, const double *restrict full, int64_
     return change;
 }
 
-/* Most and least bytes of the slots from a to b. */
+/* Largest and smallest number of bytes in the slots from a to b. */
 __attribute__((target_clones("avx2", "default")))
 static void bounds(const double *restrict m, int64_t a, int64_t b, double *top, double *low) {
     double most = m[a], least = m[a];
@@ -110,7 +112,7 @@ static void bound_block(const Search *s, Profile *p, int64_t k) {
     bounds(p->at, k * BLOCK, last < s->slots ? last : s->slots - 1, &p->top[k], &p->low[k]);
 }
 
-/* The same as `rise`: blocks that stay below the limit, or above it, are not looked at slot by slot. */
+/* The same as `rise`, but blocks that stay wholly below or above the limit are not visited slot by slot. */
 static double change_in(const Search *s, const Profile *p, int64_t a, int64_t b, double d) {
     double change = 0, up = d > 0 ? d : 0, down = d < 0 ? d : 0;
     for (int64_t k = a / BLOCK; k <= b / BLOCK; k++) {
@@ -143,7 +145,7 @@ static void sort_steps(Profile *p) {
     }
 }
 
-/* What the move's steps change; nothing is written yet. */
+/* Sum up what the move's steps change; bytes are not written yet. */
 static void weigh(const Search *s, Profile *p) {
     double d = 0;
     sort_steps(p);
@@ -179,7 +181,7 @@ static void lives_room(Lives *l, int32_t n) {
     l->b = realloc(l->b, sizeof(int32_t) * l->cap);
 }
 
-/* Slots at which a value is placed on the board: by its maker, and from the second board. */
+/* The slots at which a value is placed on the board, in order: those of its producer and its fetcher. Returns their number. */
 static int placings(const Search *s, int32_t v, int32_t *slots) {
     const Game *g = s->g;
     int32_t p = g->producer[v], f = g->fetcher[v], n = 0, i = 0, j = 0;
@@ -224,7 +226,7 @@ static void compute_lives(const Search *s, int32_t v, Lives *l) {
         if (l->b[k] > l->a[k] && s->at[l->b[k]] >= 0 && s->at[l->b[k]] == g->overwriter[v]) l->b[k]--;
 }
 
-/* Steps for the difference between two sets of lives. */
+/* Record the steps for the difference between a value's old and new lives. */
 static void differ(Search *s, int32_t v, const Lives *from, const Lives *to) {
     Profile *p = s->g->kind[v] == HOST ? &s->host : &s->mem;
     double size = s->g->bytes[v];
@@ -302,12 +304,12 @@ static int withdraw(Search *s, int32_t o, int32_t t) {
     return 1;
 }
 
-/* The lives after what was done, and what they come to; `keep` or `undo` follows. */
+/* Recompute the lives of touched values and evaluate the move; `keep` or `undo` must follow. */
 static void settle(Search *s) {
     for (int32_t i = 0; i < s->touches; i++) {
         int32_t v = s->touched[i];
         Lives *old = &s->before[v], fresh = *old;
-        /* swap buffers: what stood becomes `before` */
+        /* swap buffers: the old lives become `before` */
         *old = s->lives[v];
         compute_lives(s, v, &fresh);
         s->lives[v] = fresh;
@@ -336,7 +338,7 @@ static void undo(Search *s, int settled) {
         else put(s, s->done[i].op, s->done[i].slot);
 }
 
-/* First slot at which operator o may stand: after the first instances of what it reads. */
+/* Operator o may stand only after this slot: the last of the first instances of what it reads. */
 static int32_t earliest(const Search *s, int32_t o) {
     const Game *g = s->g;
     int32_t lo = -1;
@@ -348,12 +350,12 @@ static int32_t earliest(const Search *s, int32_t o) {
     return lo;
 }
 
-/* Everything stands before the last operator, where there is one. */
+/* All instances stand before this slot: that of the last operator if there is one, otherwise the end of the row. */
 static int32_t end_of(const Search *s) {
     return s->g->last >= 0 ? s->pos[s->g->last][0] : (int32_t)s->slots;
 }
 
-/* Last slot (exclusive) for the first instance of operator o: before the first instances of its readers. */
+/* The first instance of operator o must stand before this slot: the earliest first instance of its readers. */
 static int32_t latest(const Search *s, int32_t o) {
     const Game *g = s->g;
     int32_t hi = end_of(s);
@@ -369,7 +371,7 @@ static int32_t latest(const Search *s, int32_t o) {
     return hi;
 }
 
-/* A vacant slot strictly between lo and hi, near t. */
+/* A vacant slot near t, strictly between lo and hi; -1 if none is found. */
 static int32_t vacant(const Search *s, int32_t lo, int32_t hi, int32_t t) {
     if (hi - lo < 2) return -1;
     if (t <= lo) t = lo + 1;
@@ -442,7 +444,7 @@ static int add_chain(Search *s, int32_t o, int32_t before, int depth) {
 static int add(Search *s) {
     const Game *g = s->g;
     int32_t v = -1;
-    /* a value that lives through a crowded slot, or any */
+    /* pick a value that lives through a crowded slot, or any value */
     int32_t crowded = -1;
     if (s->mem.over > 0 && unit(s) < 0.7)
         for (int i = 0; i < 24; i++) { int32_t t = (int32_t)below(s, s->slots); if (s->at[t] >= 0 && above_at(&s->mem, t) > 0) { crowded = t; break; } }
@@ -492,17 +494,16 @@ static int drop(Search *s) {
     if (c == 0 && o < g->plain) {
         if (g->fixed) { c = 1 + (int32_t)below(s, s->count[o] - 1); }
         else {
-            int32_t first = s->pos[o][0];
-            /* the next instance becomes the first: every reader must come after it */
+            /* the next instance becomes the first: all readers must come after it */
             int32_t hi = latest(s, o);
-            if (s->pos[o][1] >= hi) { c = 1; (void)first; }
+            if (s->pos[o][1] >= hi) c = 1;
         }
     }
     if (!withdraw(s, o, s->pos[o][c])) return 0;
     return 1;
 }
 
-/* After a removal: copies of what it read that nobody uses any more go too. */
+/* After a removal, also remove instances that computed its inputs and that nothing uses any more. */
 static void tidy(Search *s) {
     const Game *g = s->g;
     for (int32_t i = 0; i < s->dones && i < LOG - 64; i++) {
@@ -539,7 +540,7 @@ static int64_t blocks_of(int64_t slots) { return (slots + BLOCK - 1) / BLOCK; }
 
 static double over_of(const Search *s) { return s->mem.over + s->host.over; }
 
-/* Count a profile anew from the lives of its values; `at` has the workspaces. */
+/* Recompute a profile from the lives of its values; `at` already holds the workspaces. */
 static void fill(Search *s, Profile *p) {
     const Game *g = s->g;
     double *more = s->more, sum = 0;
@@ -558,7 +559,7 @@ static void fill(Search *s, Profile *p) {
     for (int64_t k = 0; k < blocks_of(s->slots); k++) bound_block(s, p, k);
 }
 
-/* Spread a row evenly over the slots, and count everything anew. */
+/* Spread a row evenly over the slots and recompute everything. */
 static void lay(Search *s, const int32_t *row, int64_t length) {
     const Game *g = s->g;
     memset(s->count, 0, sizeof(int32_t) * g->ops);
@@ -583,7 +584,7 @@ static int64_t row_of(const Search *s, int32_t *row) {
 
 static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec + 1e-9 * t.tv_nsec; }
 
-/* Copies without which the row is no worse go. */
+/* Remove instances whose removal does not raise the bytes above the budget. */
 static void prune(Search *s) {
     const Game *g = s->g;
     for (int32_t o = 0; o < g->ops; o++)
@@ -609,7 +610,7 @@ static int make_profile(Profile *p, int64_t slots, double limit) {
 
 static void destroy_profile(Profile *p) { free(p->at); free(p->top); free(p->low); free(p->steps); }
 
-/* Room for the slots of every operator's instances, those of a row among them. */
+/* Allocate the slots of every operator's instances, enough for those of the row. Returns 0 if memory runs out. */
 static int make_room(Search *s, const int32_t *row, int64_t length) {
     const Game *g = s->g;
     int64_t all = 0;
@@ -667,18 +668,18 @@ static double energy(const Search *s, double weight) {
     return s->seconds / s->g->base + weight * over_of(s) / s->g->budget;
 }
 
-/* What one round does; see Python's side for the meaning of each. */
+/* Input and output of one round; see annealing.py (Annealer.round) for the meaning of the fields. */
 typedef struct {
     int64_t moves;
-    double hot, cold, weight; /* weight: of the bytes above the budget, at first */
+    double hot, cold, weight; /* weight: initial weight of the bytes above the budget */
     int64_t copies;
-    double target, deadline; /* seconds of the row, seconds of the monotonic clock */
+    double target, deadline; /* seconds of the row; time of the monotonic clock */
     uint64_t seed;
-    double seconds, over;    /* of the best row: answered */
-    int64_t tried;           /* answered */
+    double seconds, over;    /* output: those of the best row */
+    int64_t tried;           /* output: number of moves */
 } Round;
 
-/* Anneal from `row` (*length entries, room for `slots`) and leave the best row there. Returns 0 where memory runs out. */
+/* Anneal from `row` (*length entries, room for `slots`) and write the best row back. Returns 0 if memory runs out. */
 __attribute__((visibility("default")))
 int lowtide_anneal(const Game *g, int32_t *row, int64_t *length, int64_t slots, Round *r) {
     Search s;

@@ -1,7 +1,7 @@
-"""What the process of ``lowtide run`` or ``record`` does: the script as ``__main__``, watched, then the figures.
+"""The agent: runs the script of ``lowtide run``, ``record`` or a short trial as ``__main__``, then writes the figures.
 
-The script sees its own arguments, its own folder first on ``sys.path``, and the environment that the user gave. Its
-traceback and its exit code pass through; frames of Lowtide are taken out of what is printed.
+The script sees its own arguments, its own folder first on ``sys.path``, and the user's environment. Its traceback and its exit
+code pass through; Lowtide's frames are removed from the printed traceback.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
     from lowtide.runtime.agent.measured_run import Trial
 
 RECURSION: Final = 1000
-"""Depth that our own figures need, whatever limit the script has set."""
-_HIDDEN: Final = (str(PACKAGE), "<frozen runpy>", runpy.__file__)
+"""Minimum recursion limit while Lowtide writes its figures, even if the script has set a lower one."""
+_HIDDEN: Final = (str(PACKAGE) + os.sep, "<frozen runpy>", runpy.__file__)
 
 
 _ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 """Signals by which batch systems and terminals end a job."""
 _WRITTEN_SHARE: Final = 0.01
-"""Of the time of a run, what writing figures while it runs may take ..."""
+"""Maximum share of a run's time that writing figures during the run may take ..."""
 _WRITTEN_SECONDS: Final = 1.0
-"""... and the seconds between two writes, at least."""
+"""... and minimum seconds between two writes."""
 
 
 class _Refusal(SystemExit):
-    """Ends the script when its budget cannot be held; scripts do not catch it by ``except Exception``."""
+    """Ends the script when its budget cannot be held; ``except Exception`` in the script does not catch it."""
 
 
 def main() -> None:
-    """Run the task that the environment carries."""
+    """Run the task given in the environment variable :data:`TASK`."""
     task = read_task(os.environ.pop(TASK))
     if task.preload is None:
         os.environ.pop(PRELOAD, None)
@@ -66,7 +66,11 @@ def main() -> None:
 
 
 def _run(task: Task) -> int:
-    """Run the script; the exit code to leave with if it ended by itself."""
+    """Run the script and write the figures.
+
+    Returns:
+        The exit code, if the script ended normally or Lowtide ended it. Otherwise the script's exception passes through.
+    """
     options = task.options
     job: _Budget | _Record | Trial
     if isinstance(options, RunOptions):
@@ -82,9 +86,9 @@ def _run(task: Task) -> int:
     ended = False
 
     def finish(code: int, error: BaseException | None = None) -> int:
-        """Write and show the figures, once; the exit code, which a budget that was not held changes where it is 0."""
+        """Write and show the figures, once; returns the exit code: ``NOT_HELD`` if it was 0 and the budget was not held."""
         nonlocal ended
-        if ended or os.getpid() != owner:  # a child that the script has forked ends here too
+        if ended or os.getpid() != owner:  # a child that the script forked also ends here
             return code
         ended = True
         with _undisturbed():
@@ -117,7 +121,7 @@ def _run(task: Task) -> int:
 
 
 def _at_sudden_ends(finish: Callable[[int], int], owner: int) -> None:
-    """Let ``os._exit`` and the signals that end a job come through, after the figures."""
+    """Have the figures written before ``os._exit``, or a signal that ends a job, ends the process."""
     leave = os._exit
 
     def _exit(status: int) -> None:
@@ -128,7 +132,7 @@ def _at_sudden_ends(finish: Callable[[int], int], owner: int) -> None:
     def end(number: int, _: types.FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         if os.getpid() == owner:
-            with contextlib.suppress(Exception):  # it may have come in the middle of anything
+            with contextlib.suppress(Exception):  # the signal may have interrupted anything
                 finish(128 + number)
         os.kill(os.getpid(), number)
 
@@ -140,14 +144,17 @@ def _at_sudden_ends(finish: Callable[[int], int], owner: int) -> None:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """While figures are written and shown: whatever the script has left, its own exit code passes through."""
+    """Context for writing and showing the figures: keeps the script's exit code, whatever state the script has left.
+
+    It raises the recursion limit to at least :data:`RECURSION`, and reports an interrupt or a missing recording in one line.
+    """
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(max(limit, RECURSION))
     try:
         yield
     except KeyboardInterrupt:
         tell("lowtide: interrupted while the figures were written")
-    except RecordingError as error:  # somebody has removed it meanwhile
+    except RecordingError as error:  # it was removed in the meantime
         tell(f"lowtide: error: {error}")
     finally:
         sys.setrecursionlimit(limit)
@@ -158,13 +165,17 @@ def _refusal(_: BudgetError) -> BaseException:
 
 
 def _execute(task: Task) -> None:
-    """The script, as ``__main__``."""
+    """Run the script as ``__main__``.
+
+    Raises:
+        UsageError: if the task's constants do not fit the script.
+    """
     sys.argv = [task.target, *task.arguments]
     if task.module:
         runpy.run_module(task.target, run_name="__main__", alter_sys=True)
         return
-    path = Path(os.path.abspath(task.target))  # noqa: PTH100 - links stay, as plain python has it
-    sys.path[0] = str(path.resolve().parent)  # in place of the working directory, which `-m` has put there
+    path = Path(os.path.abspath(task.target))  # noqa: PTH100 - keeps symlinks, as plain python does
+    sys.path[0] = str(path.resolve().parent)  # replaces the working directory, put there by `-m`
     main_module = types.ModuleType("__main__")
     loader = SourceFileLoader("__main__", str(path))
     main_module.__dict__.update(
@@ -204,18 +215,18 @@ class _Budget:
         self.runtime.start()
 
     def _step_ended(self) -> None:
-        """Write the figures so far: a process that is killed leaves them."""
+        """Write the figures so far, so that a process that is killed leaves them."""
         began = time.monotonic()
         if began < self._next_write:
             return
         assert self._options.json is not None
-        with contextlib.suppress(OSError):  # at the end it is told
+        with contextlib.suppress(OSError):  # reported by the last write
             replace_json(self._options.json + _rank_suffix(), self.runtime.outcome().to_json(None))
         now = time.monotonic()
         self._next_write = now + max(_WRITTEN_SECONDS, (now - began) / _WRITTEN_SHARE)
 
     def exit_code(self, code: int) -> int:
-        """What to exit with, given the script's own exit code."""
+        """The exit code, given the script's own: ``NOT_HELD`` for 0 if the budget was not held, unless ``--keep-going``."""
         held = self._options.keep_going or self.runtime.outcome().held
         return code if code or held else NOT_HELD
 
@@ -245,7 +256,7 @@ class _Budget:
 
 @final
 class _Record:
-    """``lowtide record``: the script as it is, into a recording."""
+    """``lowtide record``: a plain run of the script, recorded."""
 
     def __init__(self, task: Task, options: RecordOptions) -> None:
         from lowtide.probe.marks import WhenImported, watch_keras
@@ -275,7 +286,7 @@ class _Record:
         self._watcher = run_recorder.begin(self._writer, operators=self._options.operators, steps=self._options.steps)
 
     def finish(self, code: int, error: BaseException | None = None) -> None:
-        """Close the recording; write and show what it says."""
+        """Close the recording; write and show what it explains."""
         for awaited in self._awaited:
             awaited.forget()
         if self._watcher is not None:
@@ -287,7 +298,7 @@ class _Record:
 
         short = error is not None and out_of_memory(error) is not None
         if not self._writer.close(code=code, error=error, always=short):
-            if self._writer.stopped is None:  # else it was said
+            if self._writer.stopped is None:  # otherwise it was reported
                 tell(f"lowtide: no step was recorded: {self._path} is as it was before")
             return
         from lowtide.recording.explanation.explanation import explain

@@ -1,4 +1,4 @@
-"""The accelerator behind one interface: CUDA, XPU and MPS are one path, and what a device lacks is said by it.
+"""One interface for CUDA, XPU and MPS accelerators, which also reports what a device lacks.
 
 Built on ``torch.accelerator`` and the device's own module (``torch.get_device_module``: ``torch.cuda``, ``torch.xpu``,
 ``torch.mps``). Nothing else in Lowtide names a kind of accelerator.
@@ -13,7 +13,7 @@ from typing import Any, Final, final
 import torch
 
 HOST: Final = torch.device("cpu")
-"""Where tensors are that lie on no accelerator."""
+"""The device of tensors that are on no accelerator."""
 _NO_ACCELERATOR: Final = frozenset({"cpu", "meta"})
 
 
@@ -23,7 +23,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def counted_device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    """The device of the first tensor on an accelerator; None if there is none, or its allocator does not count peaks."""
+    """The device of the first tensor on an accelerator; None if there is no such tensor or the device counts no peaks."""
     if in_use() is None:
         return None
     found = next((t.device for t in tensors if is_accelerator(t.device)), None)
@@ -36,7 +36,7 @@ def is_there() -> bool:
 
 
 def in_use() -> Accelerator | None:
-    """The process's accelerator, once the script has begun to use it; this does not begin to."""
+    """The process's accelerator if the script has initialized it, otherwise None; this call does not initialize it."""
     kind = torch.accelerator.current_accelerator()
     if kind is None:
         return None
@@ -62,7 +62,7 @@ class Accelerator:
     """One accelerator.
 
     Attributes:
-        device: with its index.
+        device: the device, with its index.
 
     Example:
         >>> found = in_use()
@@ -74,43 +74,43 @@ class Accelerator:
 
         Args:
             device: an accelerator; without an index, the current one of its kind.
-            module: torch's for it; tests give their own.
+            module: the device's module; None for torch's, tests pass their own.
         """
         self._module = torch.get_device_module(device) if module is None else module
-        current = getattr(self._module, "current_device", lambda: 0)  # MPS has one device, and does not tell of it
+        current = getattr(self._module, "current_device", lambda: 0)  # MPS has one device and no `current_device`
         self.device = torch.device(device.type, current() if device.index is None else device.index)
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
     @property
     def counts_peaks(self) -> bool:
-        """Whether the device's allocator tells how high it was; MPS's does not."""
+        """Whether the device's allocator counts peaks; MPS's does not."""
         return hasattr(self._module, "memory_stats") and hasattr(self._module, "reset_peak_memory_stats")
 
     def statistics(self) -> dict[str, Any]:
-        """The caching allocator's counts, by torch's names for them; empty where it tells none."""
+        """The caching allocator's statistics by torch's names; empty if it counts no peaks."""
         return dict(self._module.memory_stats(self.device)) if self.counts_peaks else {}
 
     def allocated_bytes(self) -> int:
-        """Bytes of tensors."""
+        """Bytes that tensors occupy on the device."""
         return int(self._module.memory_allocated(self.device))
 
     def free_bytes(self) -> int:
-        """Bytes that the device has left, for any process."""
+        """Free bytes of the device, available to any process."""
         free, _ = self._module.mem_get_info(self.device)
         return int(free)
 
     def idle_bytes(self) -> int:
-        """Bytes that torch's allocator has and no tensor uses."""
+        """Bytes that torch's allocator has reserved and no tensor uses."""
         return int(self._module.memory_reserved(self.device)) - self.allocated_bytes()
 
     def limit(self, size: int) -> None:
-        """Have torch's allocator refuse what goes beyond so many bytes."""
+        """Make torch's allocator refuse requests beyond ``size`` bytes in total, by setting the process's share of memory."""
         total = self._module.get_device_properties(self.device).total_memory
-        self._module.set_per_process_memory_fraction(min(1.0, size / total))
+        self._module.set_per_process_memory_fraction(min(1.0, size / total), self.device)
 
     def empty_cache(self) -> None:
-        """Give memory back that no tensor uses."""
+        """Return reserved memory that no tensor uses to the device."""
         self._module.empty_cache()
 
     # --- streams -----------------------------------------------------------------------------------------------------
@@ -120,11 +120,11 @@ class Accelerator:
         return self._module.Stream(self.device)
 
     def current_stream(self) -> Any:
-        """The stream on which operators run."""
+        """The stream on which operators run now."""
         return self._module.current_stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Within, operators run on a stream."""
+        """Context manager: operators within it run on ``stream``."""
         return self._module.stream(stream)  # type: ignore[no-any-return]
 
     def event(self) -> Any:
@@ -132,12 +132,12 @@ class Accelerator:
         return self._module.Event()
 
     def synchronize(self) -> None:
-        """Wait until all that was asked of the device is done."""
+        """Wait until the device has finished all work queued so far."""
         self._module.synchronize(self.device)
 
     # --- generators --------------------------------------------------------------------------------------------------
 
     def generator(self) -> Any:
-        """The generator from which operators draw; None where the device does not show it (MPS)."""
+        """The device's default random generator; None if torch does not expose it (MPS)."""
         found = getattr(self._module, "default_generators", None)
         return found[self.device.index] if found else None

@@ -1,11 +1,11 @@
-"""What runs beside our interception, in a budgeted run and in a recorded one.
+"""Suspends the interception around code of torch that cannot run under it, in budgeted and in recorded runs.
 
-* ``torch.compile``: compilers trace and run below our interception; compiled regions run without it.
-* ``torch.jit.trace``: what runs under it is written down as it runs, ours with it.
-* ``FakeTensorMode``: its tensors have no bytes, and take ours for theirs.
+* ``torch.compile``: compilers trace and run below Lowtide's interception; compiled regions run without it.
+* ``torch.jit.trace``: it traces every operator that runs, Lowtide's included.
+* ``FakeTensorMode``: its tensors have no bytes, and it would treat Lowtide's tensors as its own.
 * ``torch.autograd.graph.disable_saved_tensors_hooks`` and the nesting of ``torch.func``'s transforms: they refuse to run
-  under saved-tensor hooks, so ours are put aside meanwhile.
-* ``tensor.data = other``: what is kept in place of a saved tensor is told.
+  under saved-tensor hooks, so Lowtide's are taken off meanwhile.
+* ``tensor.data = other``: what autograd holds in place of a saved tensor is notified.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lowtide.runtime.intercept.phases import PhaseTracker
 from lowtide.runtime.monkeypatch import Wraps, lifted
 
 Around = Callable[[Any, Callable[..., Any], Any, Any], Any]
-"""What runs a compiled region: given what is known of it (a module or a function), what calls it, and its arguments."""
+"""Runs a compiled region; called with the region (a module or a function), a function that calls it, and its arguments."""
 
 
 def _nothing_around(_region: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -37,17 +37,18 @@ def _nothing_around(_region: Any, run: Callable[..., Any], args: Any, kwargs: An
 
 @final
 class Bypass:
-    """Puts the mode and the hooks of a stack aside where they must not be.
+    """Takes a stack's mode and hooks off where they must not be on, and puts them back afterwards.
 
     Attributes:
-        around: what runs a compiled region.
-        only_hooks: whether the mode stays on where only the hooks are refused: it changes nothing then (a recording's).
+        around: runs a compiled region.
+        only_hooks: whether the mode stays on where torch refuses only the hooks; for a mode that changes nothing there (a
+            recording's).
     """
 
     def __init__(
         self, stack: ModeStack, clock: PhaseTracker, around: Around = _nothing_around, *, only_hooks: bool = False
     ) -> None:
-        """Patch nothing yet."""
+        """Prepare the wrappers; nothing is patched yet."""
         self.stack = stack
         self.clock = clock
         self.around = around
@@ -60,7 +61,7 @@ class Bypass:
 
     @property
     def transforming(self) -> bool:
-        """Whether a transform runs, or a level of dual numbers, under which neither mode nor hooks may be put on."""
+        """Whether a function transform or a forward-mode AD level is active: neither mode nor hooks may be put on then."""
         return self._depth > 0 or self.clock.dual
 
     def install(self) -> None:
@@ -86,7 +87,7 @@ class Bypass:
     def _compiling(self, original: Any) -> Any:
         @functools.wraps(original)
         def compile_(*args: Any, **kwargs: Any) -> Any:
-            with self.clock.deaf():  # a compiled module keeps `__call__` as it finds it
+            with self.clock.deaf():  # a compiled module keeps the `__call__` that it finds now
                 compiled = original(*args, **kwargs)
             if not args and kwargs.get("model") is None:
                 return lambda model: self._wrap_compiled(compiled(model))
@@ -95,20 +96,20 @@ class Bypass:
         return compile_
 
     def _watch_compilers(self, frames: Any) -> None:
-        """Dynamo is imported: it traces torch as it is without Lowtide."""
+        """Patch Dynamo, once it is imported, so that it traces torch without Lowtide's wrappers."""
         modules: Any = sys.modules.get("torch._dynamo.eval_frame")
         if modules is None or not hasattr(modules, "OptimizedModule"):
             return
         for owner, name in ((frames, "_compile"), (modules.OptimizedModule, "_initialize")):
             if hasattr(owner, name):
                 self._wraps.put(owner, name, _without_ours)
-        self._wraps.put(modules.OptimizedModule, "__call__", self._outside_compiled)  # all compiled modules are of that class
+        self._wraps.put(modules.OptimizedModule, "__call__", self._outside_compiled)  # the class of all compiled modules
 
     def _wrap_compiled(self, compiled: Any) -> Any:
         return compiled if isinstance(compiled, torch.nn.Module) else self._outside_compiled(compiled)
 
     def _outside_compiled(self, original: Any) -> Any:
-        """Run a compiled region without any interception; the script may keep it longer than the budget lasts."""
+        """Wrap a compiled region so that it runs without any interception; the script may keep it after the budget ends."""
         known = weakref.ref(self)
 
         @functools.wraps(original)
@@ -157,7 +158,7 @@ class Bypass:
             try:
                 return original(mode, *how)
             finally:
-                if self._fakes:  # one may have been entered before ours began
+                if self._fakes:  # the mode may have been entered before these wrappers were on
                     self._fakes.pop().close()
 
         return leave
@@ -177,9 +178,10 @@ class Bypass:
         @functools.wraps(original)
         def decrement() -> Any:
             level = original()
-            self._depth -= 1
-            if not self._depth:
-                self._aside.close()
+            if self._depth:  # the transform may have been entered before these wrappers were on
+                self._depth -= 1
+                if not self._depth:
+                    self._aside.close()
             return level
 
         return decrement

@@ -1,4 +1,4 @@
-"""Putting the dispatch mode and the saved-tensor hooks on, and taking them off, beside whatever the script stacks up."""
+"""Puts Lowtide's dispatch mode and saved-tensor hooks on and off, next to the modes and hooks of the script."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lowtide.runtime.intercept.dispatch_mode import Mode
 
 @final
 class ModeStack:
-    """One mode and one pair of hooks at a time; taken off only while they are on top."""
+    """At most one mode and one pair of hooks; the mode is taken off only while it is on top of the stack."""
 
     def __init__(self) -> None:
-        """Nothing is on."""
+        """Start with nothing on."""
         self.mode: TorchDispatchMode | None = None
         self._hooks: tuple[Any, Any] | None = None
 
@@ -25,15 +25,18 @@ class ModeStack:
         self, mode: TorchDispatchMode, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any], *,
         within: bool = False,
     ) -> bool:
-        """Put a mode and hooks on, the hooks beneath the script's own; False if the script has a mode on.
+        """Put a mode and hooks on, with the hooks beneath the script's own.
 
-        A script's mode takes off what is on top when it ends, which would be ours.
+        When a mode of the script ends, it takes off whatever is on top of the stack, which would be Lowtide's mode.
 
         Args:
-            mode: what is put on.
-            pack: of the hooks.
-            unpack: of the hooks.
-            within: whether ours is taken off before the script goes on, so that a mode of its own does not matter.
+            mode: the mode to put on.
+            pack: the pack hook.
+            unpack: the unpack hook.
+            within: whether Lowtide's mode comes off before the script continues, so that a mode of the script does not matter.
+
+        Returns:
+            Whether they are on now: False if the script has a mode on.
         """
         if not self.put_mode(mode, within=within):
             return False
@@ -43,7 +46,7 @@ class ModeStack:
         return True
 
     def put_mode(self, mode: TorchDispatchMode, *, within: bool = False) -> bool:
-        """Put a mode on, and no hooks; False if the script has a mode on."""
+        """Put a mode on without hooks; returns False if the script has a mode on (see :meth:`put`)."""
         self.take()
         if self.mode is not None or (self.mode_covered() and not within):
             return False
@@ -52,14 +55,14 @@ class ModeStack:
         return True
 
     def take(self) -> None:
-        """Take off what is on top; what the script has covered stays until a later call."""
+        """Take the hooks off, and the mode if it is on top; a mode that the script has covered stays until a later call."""
         self.take_hooks()
         if self.mode is not None and _get_current_dispatch_mode() is self.mode:
             self.mode.__exit__(None, None, None)
             self.mode = None
 
     def take_hooks(self) -> None:
-        """Take the hooks off, from beneath the script's own if need be."""
+        """Take the hooks off, even from beneath the script's own."""
         if self._hooks is None:
             return
         above = _pop_until(self._hooks)
@@ -69,18 +72,18 @@ class ModeStack:
         self._hooks = None
 
     def hooks_covered(self) -> bool:
-        """Whether the script has saved-tensor hooks on, which are asked instead of ours."""
+        """Whether the script has saved-tensor hooks on, which autograd calls instead of Lowtide's."""
         top = _top_hooks()
         return top is not None and top != self._hooks
 
     def mode_covered(self) -> bool:
-        """Whether the script has a dispatch mode on, which is asked before ours."""
+        """Whether the script has a dispatch mode on top, which sees operators before Lowtide's."""
         top = _get_current_dispatch_mode()
         return top is not None and top is not self.mode and not isinstance(top, Mode)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Run something without the mode and the hooks, where both are on top."""
+        """Run a block without the mode and the hooks; if the mode is not on top of the stack, both stay on."""
         mode, hooks = self.mode, self._hooks
         if mode is None or _get_current_dispatch_mode() is not mode:
             yield
@@ -97,7 +100,7 @@ class ModeStack:
 
     @contextlib.contextmanager
     def hooks_aside(self) -> Iterator[None]:
-        """Run something without the hooks; the mode stays on."""
+        """Run a block without the hooks; the mode stays on."""
         hooks = self._hooks
         self.take_hooks()
         try:
@@ -110,7 +113,7 @@ class ModeStack:
 
 
 def _pop_until(hooks: tuple[Any, Any] | None) -> list[tuple[Any, Any]]:
-    """Pop hooks until a pair of ours (None: all); those popped, lowest first."""
+    """Pop hooks down to a given pair (None: all of them); returns the popped pairs, lowest first."""
     popped: list[tuple[Any, Any]] = []
     top = _top_hooks()
     while top is not None and top != hooks:
@@ -118,6 +121,11 @@ def _pop_until(hooks: tuple[Any, Any] | None) -> list[tuple[Any, Any]]:
         torch._C._autograd._pop_saved_tensors_default_hooks()
         top = _top_hooks()
     return popped[::-1]
+
+
+def within_transform() -> bool:
+    """Whether a transform of ``torch.func`` is active: torch refuses saved-tensor hooks within some of them."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _push(pairs: list[tuple[Any, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""The script's own frames: which line runs, and which variables hold a tensor."""
+"""Inspects the script's own frames: which line is running, and which variables hold a tensor."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from typing import Any, Final
 import torch
 from lowtide.base.package import PACKAGE
 
-_HIDDEN: Final = (str(Path(torch.__file__).parent), str(PACKAGE), "<frozen", "<string>")
+_HIDDEN: Final = (str(Path(torch.__file__).parent) + os.sep, str(PACKAGE) + os.sep, "<frozen", "<string>")
 _LIBRARY: Final = sysconfig.get_path("stdlib") + os.sep
-"""Python's own library, in whose folder (``site-packages``) others may be installed."""
+"""Folder of Python's standard library; other packages may be installed below it (``site-packages``)."""
 _DEPTH: Final = 3
-"""Containers within containers that are looked into."""
+"""Levels of nested containers that are searched."""
 _WIDTH: Final = 256
-"""Elements of one container that are looked at."""
+"""Elements of one container that are searched, at most."""
 _MODULES: Final = 2048
-"""Modules of a model that are looked at."""
+"""Submodules of a model that are searched, at most."""
 _FUNCTION: Final = 0x1
-"""``CO_OPTIMIZED``: the frame of a function, whose ``f_locals`` is a copy."""
+"""``CO_OPTIMIZED``: flag of a function's code; ``f_locals`` of its frame is a copy."""
 
 _visible: dict[CodeType, bool] = {}
 
@@ -44,7 +44,7 @@ def _is_visible(code: CodeType) -> bool:
 
 
 def user_line(frame: FrameType | None) -> tuple[CodeType, int] | None:
-    """The innermost line outside of torch, Lowtide and Python's own library."""
+    """The innermost line outside torch, Lowtide and Python's standard library, with its code; None if there is none."""
     while frame is not None:
         code = frame.f_code
         if _is_visible(code):
@@ -54,9 +54,9 @@ def user_line(frame: FrameType | None) -> tuple[CodeType, int] | None:
 
 
 def holders(frame: FrameType | None) -> Iterator[tuple[torch.Tensor, str]]:
-    """Tensors in variables of the script's frames, innermost first, each with "name (file:line in function)".
+    """Tensors that variables of the script's frames hold, innermost frame first, each with "name (file:line in function)".
 
-    The line is that of the last assignment to the name before the line that runs.
+    The line is that of the last assignment to the name up to the running line.
     """
     seen: set[int] = set()
     while frame is not None:
@@ -65,7 +65,7 @@ def holders(frame: FrameType | None) -> Iterator[tuple[torch.Tensor, str]]:
             found = frame.f_locals
             items = list(found.items())
             if code.co_flags & _FUNCTION and type(found) is dict:
-                found.clear()  # up to Python 3.12 the frame would keep this copy, and all that it refers to
+                found.clear()  # up to Python 3.12 the frame would keep this copy and what it refers to
             for name, value in items:
                 for tensor, suffix in _tensors(value, "", 0, seen):
                     line = _assigned(code, name, frame.f_lineno)
@@ -75,7 +75,7 @@ def holders(frame: FrameType | None) -> Iterator[tuple[torch.Tensor, str]]:
 
 
 def _tensors(value: Any, suffix: str, depth: int, seen: set[int]) -> Iterator[tuple[torch.Tensor, str]]:
-    """Tensors in a variable's value: in containers, attributes of the script's own objects and modules, closures."""
+    """Tensors in a variable's value: in containers, closures, and attributes of the script's own objects and modules."""
     if issubclass(type(value), torch.Tensor):
         yield value, suffix
         return
@@ -87,8 +87,8 @@ def _tensors(value: Any, suffix: str, depth: int, seen: set[int]) -> Iterator[tu
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, str]]:
-    """What a value refers to, each with how the script would write it; no code of the script runs."""
-    kind = type(value)  # isinstance may ask the object for its class
+    """Objects that a value refers to, each with the suffix that the script would write; runs no code of the script."""
+    kind = type(value)  # isinstance could run the object's `__class__`
     if issubclass(kind, dict):
         for key in list(value)[:_WIDTH]:
             yield value[key], f"[{key!r}]"
@@ -114,7 +114,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, str]]:
 
 @cache
 def _is_scripts(module: str) -> bool:
-    """Whether a module, by its name, is one of the script's own files."""
+    """Whether the module of this name is one of the script's own files."""
     if module == "__main__":
         return True
     file = getattr(sys.modules.get(module), "__file__", None) or ""
@@ -128,7 +128,7 @@ def _slots(kind: type) -> Iterator[tuple[str, Any]]:
 
 @cache
 def _assignments(filename: str) -> dict[str, list[int]]:
-    """Per name, the lines of a file at which it is assigned; none where the file cannot be read or parsed."""
+    """The lines of a file at which each name is assigned; empty if the file cannot be read or parsed."""
     found: dict[str, list[int]] = {}
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
@@ -142,7 +142,10 @@ def _assignments(filename: str) -> dict[str, list[int]]:
 
 @cache
 def _assigned(code: CodeType, name: str, line: int) -> int:
-    """The last line up to one at which a name is assigned in a function; the function's first if none is found."""
+    """The last line of a function, up to ``line``, that assigns a name.
+
+    If there is none, the last assignment after it; if there is none either, the function's first line.
+    """
     first = code.co_firstlineno
     lines = [n for n in _assignments(code.co_filename).get(name, ()) if first <= n]
     before = [n for n in lines if n <= line]

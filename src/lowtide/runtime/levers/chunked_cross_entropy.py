@@ -1,8 +1,8 @@
-"""Cross entropy of a linear layer's outputs over pieces of the classes: no more than one piece of the outputs is ever there.
+"""Cross entropy of a linear layer over pieces of the classes: only one piece of the outputs exists at a time.
 
-Forward keeps the inputs and two numbers per row (the highest output, and the logarithm of the sum of exponentials below it);
-backward makes the pieces again from these (the way of FlashAttention, applied to the loss). The gradient of each piece of the
-weight is one product over all rows, as in the plain run; that of the inputs is summed over pieces in the next wider type.
+Forward keeps the inputs and two numbers per row: the highest output, and the logarithm of the sum of exponentials relative to
+it. Backward recomputes the pieces from these, as FlashAttention does for attention. The gradient of each piece of the weight
+is one product over all rows, as in the baseline; that of the inputs is summed over the pieces in the next wider type.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from lowtide.base.errors import LeverError
 from lowtide.base.lever_catalogue import LOSS
 
 CAST_BYTES = 256 << 10
-"""Of a sum that is cast at once."""
+"""Bytes (in float64) of a product that are cast at a time, to be added to a sum."""
 
 Step = tuple[Callable[..., torch.Tensor], tuple[Any, ...], dict[str, Any]]
-"""A function of a tensor, element by element, with the rest of its arguments."""
+"""An element-wise function of a tensor, with its other positional and keyword arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +27,14 @@ class LossArguments:
     """How the loss is computed.
 
     Attributes:
-        chain: element by element, between product and loss.
-        dtype: in which the product is computed; None for that of the inputs.
-        ignore: the class that does not count.
-        reduction, smoothing: as in ``torch.nn.functional.cross_entropy``.
+        chain: element-wise functions between product and loss.
+        ignore: the class that does not count (``ignore_index``).
+        reduction, smoothing: ``reduction`` and ``label_smoothing`` of ``torch.nn.functional.cross_entropy``.
         result: type of the loss.
-        columns: classes of one piece.
+        columns: number of classes in one piece.
     """
 
     chain: tuple[Step, ...]
-    dtype: torch.dtype | None
     ignore: int
     reduction: str
     smoothing: float
@@ -54,22 +52,25 @@ class ChunkedLoss(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor,
         classes: torch.Tensor | None, asked: LossArguments,
     ) -> torch.Tensor:
-        """The loss.
+        """Compute the loss.
 
         Args:
-            ctx: autograd's.
+            ctx: autograd's context.
             x: (rows, features).
             weight: (classes, features).
             bias: (classes,) or None.
             target: (rows,), int64.
-            classes: a weight per class, or None.
+            classes: (classes,), a weight per class; or None.
             asked: see :class:`LossArguments`.
+
+        Raises:
+            IndexError: if a target is not a class (on CUDA, a device-side assertion fails).
         """
         valid = target != asked.ignore
         _check(target, valid, weight.size(0))
         total, at_target, spread, safe = (torch.zeros(x.size(0), dtype=torch.float64, device=x.device) for _ in range(4))
         top = torch.full_like(total, -torch.inf)
-        met = torch.zeros((), dtype=torch.float64, device=x.device)  # weight of the classes so far
+        met = torch.zeros((), dtype=torch.float64, device=x.device)  # total weight of the classes so far
         for start in range(0, weight.size(0), asked.columns):
             z = _sums(_piece(x, weight, bias, start, asked), asked.chain)
             end = start + z.size(1)
@@ -77,7 +78,7 @@ class ChunkedLoss(torch.autograd.Function):
             here = z.gather(1, (target - start).clamp(0, z.size(1) - 1).unsqueeze(1)).squeeze(1)
             at_target = torch.where(inside, here, at_target)
             new = torch.maximum(top, z.amax(1))
-            before, safe = safe, torch.where(new == -torch.inf, torch.zeros_like(new), new)  # forbidden classes alone so far
+            before, safe = safe, torch.where(new == -torch.inf, torch.zeros_like(new), new)  # -inf: only masked classes so far
             z.sub_(safe.to(z.dtype).unsqueeze(1))
             if asked.smoothing:
                 more = z.sum(1) if classes is None else z @ classes[start:end].to(z.dtype)
@@ -92,9 +93,9 @@ class ChunkedLoss(torch.autograd.Function):
         if asked.smoothing:
             smooth = torch.where(valid, (top - safe + below) * met - spread, torch.zeros_like(below))
             rows = (1 - asked.smoothing) * rows + asked.smoothing / weight.size(0) * smooth
-        # The plain mean divides by the weight of what counts, nothing at all included.
+        # As in torch, the mean divides by the total weight of the rows that count, even if it is 0.
         share = heavy.sum() if asked.reduction == "mean" else None
-        bias = None if bias is None else bias.detach().clone()  # the plain run does not save it: it may be written to
+        bias = None if bias is None else bias.detach().clone()  # the baseline does not save it, so it may be written
         wide = torch.float64 if x.dtype is torch.float64 else torch.float32
         ctx.save_for_backward(x, weight, bias, target, classes, top.to(wide), below.to(wide), share)
         ctx.asked, ctx.marks = asked, _marks(x, weight)
@@ -108,7 +109,8 @@ class ChunkedLoss(torch.autograd.Function):
         """Gradients of the inputs, the weight and the bias.
 
         Raises:
-            LeverError: if they are to have a graph of their own, or what the outputs were made of was written to unseen.
+            LeverError: if the gradients need a graph of their own (``create_graph``), or if ``x`` or the weight was written
+                through ``.data`` since the forward.
         """
         if torch.is_grad_enabled():
             raise LeverError(
@@ -130,7 +132,7 @@ class ChunkedLoss(torch.autograd.Function):
         valid = target != asked.ignore
         scale = (grad.double() if share is None else grad.double() / share).to(top.dtype)
         heavy = _heaviness(target, valid, classes, top)
-        # Where nothing counts, the scale is infinite and the plain gradient 0.
+        # If no row counts, the scale is infinite, and torch's gradient is 0.
         heavy = torch.where(heavy != 0, heavy * scale * (1 - asked.smoothing), torch.zeros_like(heavy))
         even = torch.where(valid, scale * asked.smoothing / weight.size(0), torch.zeros_like(top)) if asked.smoothing else None
         all_classes = weight.size(0) if classes is None else classes.sum().to(top.dtype)
@@ -165,7 +167,7 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def _marks(*tensors: torch.Tensor) -> torch.Tensor:
-    """A sum over the bytes of each tensor, exact in any order: writes to ``.data`` move no version counter."""
+    """A sum over the bytes of each tensor, exact in any order. It reveals writes to ``.data``; version counters do not."""
     marks = []
     for tensor in tensors:
         flat = tensor.detach().contiguous().view(-1)
@@ -179,32 +181,32 @@ def _columns_of(weight: torch.Tensor, start: int, end: int, dtype: torch.dtype) 
 
 
 def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Sum products in a wider type than theirs: there are many pieces where the plain run has one product."""
+    """Add a product to a sum of a wider type: there are many pieces where the baseline has a single product."""
     if a.dtype is torch.float32:
         product = a @ b
         rows = max(1, CAST_BYTES // (8 * into.size(1)))
         for sums, more in zip(into.split(rows), product.split(rows), strict=True):
-            sums.add_(more)  # on the CPU torch casts what is added to a temporary of its own
+            sums.add_(more)  # on the CPU torch casts the addend into a temporary
     else:
         into.addmm_(a.to(into.dtype), b.to(into.dtype))
 
 
 def _piece(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, start: int, asked: LossArguments) -> torch.Tensor:
-    """The product for some classes: (rows, columns)."""
+    """The product for one piece of the classes: (rows, columns)."""
     end = min(start + asked.columns, weight.size(0))
     some = _columns_of(weight, start, end, x.dtype)
     return x @ some.t() if bias is None else torch.addmm(bias[start:end].to(x.dtype), x, some.t())
 
 
 def _sums(z: torch.Tensor, chain: tuple[Step, ...]) -> torch.Tensor:
-    """What the loss is computed of, in float32 at least."""
+    """The input of the loss: the product after the chain, in float32 at least."""
     for func, args, kwargs in chain:
         z = func(z, *args, **kwargs)
     return z if z.dtype in (torch.float32, torch.float64) else z.float()
 
 
 def _through(z: torch.Tensor, chain: tuple[Step, ...], grad: torch.Tensor) -> torch.Tensor:
-    """The gradient before the chain, given the one after it; of casts alone, what ``z`` holds does not matter."""
+    """The gradient before the chain, given the one after it. If the chain only casts, ``z`` may hold anything."""
     if all(func is torch.Tensor.to for func, _, _ in chain):
         return grad.to(z.dtype)
     with torch.enable_grad():
@@ -216,16 +218,20 @@ def _through(z: torch.Tensor, chain: tuple[Step, ...], grad: torch.Tensor) -> to
 def _heaviness(
     target: torch.Tensor, valid: torch.Tensor, classes: torch.Tensor | None, alike: torch.Tensor
 ) -> torch.Tensor:
-    """What each row counts: (rows,)."""
+    """The weight of each row in the loss: (rows,), in the type of ``alike``."""
     if classes is None:
         return valid.to(alike.dtype)
     return torch.where(valid, classes.to(alike.dtype)[target.clamp(0, classes.numel() - 1)], torch.zeros_like(alike))
 
 
 def _check(target: torch.Tensor, valid: torch.Tensor, classes: int) -> None:
-    """Refuse classes that are none, as the plain loss does."""
+    """Reject targets that are not a class, as torch's loss does.
+
+    Raises:
+        IndexError: naming one; on CUDA an assertion fails on the device instead.
+    """
     wrong = valid & ((target < 0) | (target >= classes))
-    if target.is_cuda:  # torch has no such check elsewhere that does not wait for the device
+    if target.is_cuda:  # only CUDA has a check that does not wait for the device
         torch._assert_async(~wrong.any())
     elif wrong.any():
         raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")

@@ -1,12 +1,12 @@
-"""The loss of a language model without its logits: a wide linear layer and the cross entropy after it, piece by piece.
+"""Defers a wide linear layer's logits, so that the cross entropy after it runs over pieces of the vocabulary.
 
-While the lever is on, the product of a wide linear layer is *deferred*: what the script gets is a tensor that knows its shape
-and how to be made. Casts, slices of rows, views and scaling are noted; ``cross_entropy`` of what was noted runs over pieces of
-the vocabulary, forward and backward, so that no more than one piece of the logits is ever there. Whatever else is asked of a
-deferred tensor gets the plain one, made then and there, with its graph.
+While this memory optimization is on, the product of a wide linear layer is *deferred*: the script gets a tensor that knows its
+shape and how to compute itself. Casts, slices of rows, views and scaling are noted. ``cross_entropy`` of such a tensor runs
+over pieces of the vocabulary, forward and backward, so that only one piece of the logits exists at a time. Every other use of
+a deferred tensor gets the plain tensor, computed at that moment, with its graph.
 
-One module, as each operation that is noted is at once a rule of shapes, of versions and of the loss that takes it up: cut
-apart they would have to be read together.
+One module, as each noted operation is at once a rule about shapes, about versions, and about the loss that takes it up: split
+up, the parts would still have to be read together.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from lowtide.runtime.storage.arguments import PLAIN_TYPES, flatten
 from lowtide.runtime.tensors import node_of
 
 SAMPLES: Final = 64
-"""Elements of a tensor by which a write that no counter shows is noticed."""
+"""About how many elements of a tensor are sampled, to notice a write that no version counter shows."""
 PIECE_BYTES: Final = 16 << 20
-"""A piece of the logits is as large as this at most ..."""
+"""Maximum size of a piece of the logits (in float32) ..."""
 PIECES: Final = 16
-"""... and there are at least so many pieces."""
+"""... and minimum number of pieces."""
 NARROWEST: Final = 64
-"""Columns that a piece has at least: products with fewer are slow."""
+"""Minimum number of columns in a piece, whatever these two say: narrower products are slow."""
 
 _METADATA: Final = frozenset(
     getattr(torch.Tensor, name) for name in (
@@ -63,7 +63,7 @@ TOO_LATE: Final = (
     f"{LOSS}"
 )
 _GRADIENTS: Final = ("register_hook", "retain_grad", "grad", "backward")
-"""Functions that ask for gradients of the logits themselves; by name, for some are wrapped while a budget is in force."""
+"""Functions that ask for a gradient of the logits themselves; by name, as some are wrapped while a budget is in force."""
 
 
 def _node_getter() -> Any:
@@ -75,20 +75,22 @@ _NODE: Final = _node_getter()
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class _DeferredMatmul:
-    """A deferred product and how it would be made.
+    """A deferred product and how to compute it.
 
     Attributes:
-        rows: inputs, last dimension the features: shaped as the deferred tensor is in all but the last.
+        rows: inputs; the last dimension is the features, the others are those of the deferred tensor.
         weight: (outputs, features).
         bias: (outputs,) or None.
-        dtype: in which autocast would multiply; None outside it.
-        chain: what happens element by element after the product.
-        turned: whether the classes stand in dimension 1.
-        versions: of inputs, weight and bias when the product was asked for.
-        make: makes the plain tensor; the plain call for the product itself, the noted operation on its parent for the rest.
-        real: the plain tensor, once it was asked for.
-        children: products that were made from this one.
-        used: whether a loss was computed in pieces of it.
+        dtype: type in which autocast would multiply; None outside autocast.
+        chain: element-wise functions after the product.
+        turned: whether the classes are in dimension 1.
+        versions: state of inputs, weight and bias when the script called for the product (see :func:`_versions`).
+        make: computes the plain tensor: by the original call for the product itself, by the noted operation on the parent's
+            plain tensor for a derived one.
+        parent: the product that this one was derived from; None for the product itself.
+        real: the plain tensor, once it was computed.
+        children: products that were derived from this one.
+        used: whether a loss was computed from it in pieces; set on the root.
     """
 
     rows: torch.Tensor
@@ -105,22 +107,22 @@ class _DeferredMatmul:
     used: bool = False
 
     def root(self) -> _DeferredMatmul:
-        """The product itself."""
+        """The product itself, from which this one was derived."""
         return self if self.parent is None else self.parent.root()
 
 
 class Deferred(torch.Tensor):
-    """A tensor without bytes; any use but those noted in :data:`_HANDLERS` makes the plain one."""
+    """A tensor without bytes; every use except those in :data:`_HANDLERS` computes the plain tensor."""
 
     _product: _DeferredMatmul
 
     @staticmethod
     def of(product: _DeferredMatmul, alike: torch.Tensor) -> Deferred:
-        """A deferred tensor.
+        """Create a deferred tensor.
 
         Args:
-            product: what it stands for.
-            alike: has its size, strides and type (on the meta device).
+            product: the product that it stands for.
+            alike: a tensor of its size, strides and type, on the meta device.
         """
         made: Deferred = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             Deferred, alike.size(), strides=alike.stride(), dtype=alike.dtype, device=product.rows.device, requires_grad=True
@@ -132,12 +134,16 @@ class Deferred(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One call of torch's interface."""
+        """Handle one call of torch's Python interface.
+
+        Raises:
+            LeverError: if it asks for a gradient of logits whose loss was computed in pieces.
+        """
         kwargs = kwargs or {}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        node = func in (_NODE, _node_getter())  # torch's, and as it is watched
+        node = func in (_NODE, _node_getter())  # torch's own, and Lowtide's wrapper of it
         asks = node or getattr(func, "__name__", "") in _GRADIENTS
         if asks and any(d._product.root().used for d in _deferred((*args, *kwargs.values()))):
             if node:
@@ -156,7 +162,11 @@ class Deferred(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Below autograd there is nothing that could be right."""
+        """Refuse every operator: below autograd, nothing correct can be done with a deferred tensor.
+
+        Raises:
+            LeverError: always.
+        """
         raise LeverError(
             f"{LOSS}: {func} is called on logits that were deferred, from code that hides it from torch's Python interface: "
             f"run again without --allow {LOSS}"
@@ -164,7 +174,7 @@ class Deferred(torch.Tensor):
 
 
 class _ConsumedNode:
-    """The node of logits whose loss was computed in pieces: no gradient of that loss comes through it."""
+    """The node of logits whose loss was computed in pieces: hooks are refused, as that loss's gradient bypasses it."""
 
     def __init__(self, node: Any) -> None:
         self._node = node
@@ -176,17 +186,21 @@ class _ConsumedNode:
 
 
 def _astray(_: torch.Tensor) -> None:
-    """A gradient has come to a deferred tensor itself: whoever used it got past all that makes the plain one."""
+    """Hook: a gradient reached a deferred tensor itself, so it was used without computing the plain tensor.
+
+    Raises:
+        LeverError: always.
+    """
     raise LeverError(f"{LOSS}: deferred logits are used where their gradient would be lost: run again without --allow {LOSS}")
 
 
 def _deferred(items: Any) -> list[Deferred]:
-    """Deferred tensors among arguments."""
+    """The deferred tensors among arguments."""
     return [i for i in flatten(items) if isinstance(i, Deferred)]
 
 
 def _plain(item: Any) -> Any:
-    """An argument with its deferred tensors made."""
+    """An argument with plain tensors in place of its deferred ones."""
     if isinstance(item, Deferred):
         return real(item)
     if type(item) in (list, tuple):
@@ -195,10 +209,10 @@ def _plain(item: Any) -> Any:
 
 
 def real(deferred: Deferred) -> torch.Tensor:
-    """The plain tensor, made now.
+    """The plain tensor of a deferred one, computed now if it was not yet.
 
     Raises:
-        LeverError: if inputs or weight were changed since the script computed it.
+        LeverError: if inputs, weight or bias changed since the script called for the product.
     """
     product = deferred._product
     root = product.root()
@@ -208,7 +222,7 @@ def real(deferred: Deferred) -> torch.Tensor:
 
 
 def _make_all(product: _DeferredMatmul) -> None:
-    """Make a product and all that was derived from it: a later write to one must find the others as they would be."""
+    """Compute a product and everything derived from it: a later write to one must affect the others as in the baseline."""
     if product.real is None:
         if product.parent is None and _versions(product) != product.versions:
             raise LeverError(
@@ -223,7 +237,7 @@ def _make_all(product: _DeferredMatmul) -> None:
 
 
 def _versions(product: _DeferredMatmul) -> tuple[Any, ...]:
-    """What moves when inputs, weight or bias change: by a counted write, another storage, a write to ``.data`` (CPU only)."""
+    """State of inputs, weight and bias that reveals counted writes, another storage, and (CPU only) writes to ``.data``."""
     found: list[Any] = []
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         for t in (product.rows, product.weight, product.bias):
@@ -241,7 +255,7 @@ def _derived(
     of: Deferred, func: Any, args: Any, kwargs: Any, *, alike: torch.Tensor, rows: torch.Tensor | None = None,
     steps: tuple[Step, ...] = (), turned: bool = False,
 ) -> Deferred:
-    """A deferred tensor made from another."""
+    """Derive a deferred tensor from another by an operation that is noted."""
     parent = of._product
     product = _DeferredMatmul(
         rows=parent.rows if rows is None else rows,
@@ -260,7 +274,7 @@ def _derived(
 
 
 def _made(product: _DeferredMatmul) -> torch.Tensor:
-    """The plain tensor of a product that may be made."""
+    """The plain tensor of a product, computed if necessary, without a check of versions."""
     if product.real is None:
         with torch.inference_mode(mode=False), torch.enable_grad():
             product.real = product.make()
@@ -268,7 +282,7 @@ def _made(product: _DeferredMatmul) -> torch.Tensor:
 
 
 def _meta(of: Deferred) -> torch.Tensor:
-    """A tensor without bytes of the same size, strides and type."""
+    """A meta tensor of the same size, strides and type."""
     with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
         return torch.empty_strided(of.size(), of.stride(), dtype=of.dtype, device="meta")
 
@@ -280,7 +294,7 @@ def _on_meta(of: Deferred, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 
 
 def _shaped(of: Deferred, func: Any, args: Any, kwargs: Any) -> Deferred | None:
-    """Views that keep the classes last, and whole."""
+    """Note a view that keeps the classes whole, in the last dimension; None for any other."""
     if of._product.turned or any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
         return None
     alike = _on_meta(of, func, args, kwargs)
@@ -291,7 +305,7 @@ def _shaped(of: Deferred, func: Any, args: Any, kwargs: Any) -> Deferred | None:
 
 
 def _indexed(of: Deferred, func: Any, args: Any, kwargs: Any) -> Deferred | None:
-    """Rows picked by slices, numbers, or one mask or list of row numbers."""
+    """Note rows picked by slices, by numbers, or by one mask or tensor of row numbers; None for any other index."""
     if of._product.turned:
         return None
     index = args[0] if type(args[0]) is tuple else (args[0],)
@@ -316,7 +330,7 @@ def _picked(of: Deferred, func: Any, index: tuple[Any, ...]) -> Deferred | None:
         return None
     if chosen.dim() >= of.dim() if chosen.dtype is torch.bool else of.dim() < 2:
         return None
-    chosen = chosen.clone()  # the script may write to its own
+    chosen = chosen.clone()  # the script may write to its own later
     rows = of._product.rows[chosen]
     with torch._C._DisableTorchDispatch():
         alike = torch.empty(*rows.shape[:-1], of.size(-1), dtype=of.dtype, device="meta")
@@ -360,7 +374,7 @@ def _curved(of: Deferred, func: Any, args: Any, kwargs: Any) -> Deferred | None:
 
 
 def _turned(of: Deferred, func: Any, args: Any, kwargs: Any) -> Deferred | None:
-    """(samples, positions, classes) to (samples, classes, positions), as ``cross_entropy`` has it."""
+    """Note the transpose of (samples, positions, classes) to (samples, classes, positions), which ``cross_entropy`` takes."""
     if of._product.turned or of.dim() != 3 or kwargs:
         return None
     order = args[0] if len(args) == 1 else args
@@ -370,7 +384,7 @@ def _turned(of: Deferred, func: Any, args: Any, kwargs: Any) -> Deferred | None:
 
 
 def _cross_entropy(of: Deferred, _: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-    """The loss, in pieces; None for what is not known."""
+    """The loss, computed in pieces; None if the arguments are not supported."""
     names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     target, weight = given.get("target"), given.get("weight")
@@ -399,7 +413,6 @@ def _cross_entropy(of: Deferred, _: Any, args: Any, kwargs: Any) -> torch.Tensor
     autocast = torch.is_autocast_enabled(of.device.type)
     asked = LossArguments(
         chain=product.chain,
-        dtype=product.dtype,
         ignore=int(given.get("ignore_index", -100)),
         reduction=reduction,
         smoothing=smoothing,
@@ -443,11 +456,11 @@ def _used(product: _DeferredMatmul) -> None:
 
 @final
 class DeferredLogits:
-    """The lever: defers wide products while it is on.
+    """The memory optimization: defers wide products while it is on.
 
     Attributes:
-        losses: how many losses were computed in pieces.
-        at_losses: weights whose products led to one.
+        losses: number of losses that were computed in pieces.
+        at_losses: keys (:func:`_key`) of the weights whose products led to such a loss.
     """
 
     def __init__(self) -> None:
@@ -460,7 +473,7 @@ class DeferredLogits:
 
     def install(self) -> None:
         """Begin to defer."""
-        global _current  # noqa: PLW0603 - what a tensor calls back has no other way to find it
+        global _current  # noqa: PLW0603 - what a deferred tensor calls has no other way to find it
         _current = self
         self._wraps.put(functional, "linear", self._linear)
         self._wraps.put(torch.Tensor, "__matmul__", self._matmul)
@@ -469,13 +482,13 @@ class DeferredLogits:
         self._wraps.put(torch.autograd.Function, "apply", _applying)
 
     def remove(self) -> None:
-        """Defer no more; deferred tensors stay good."""
+        """Stop deferring; existing deferred tensors stay valid."""
         global _current  # noqa: PLW0603
         _current = None
         self._wraps.undo()
 
     def figures(self) -> list[LeverFigures]:
-        """What became of the lever."""
+        """Figures of this memory optimization, for the summary."""
         told = f"{self.losses} losses were computed in pieces"
         if not self.losses:
             told = "no wide linear layer led to a cross entropy"
@@ -502,7 +515,7 @@ class DeferredLogits:
         return matmul
 
     def _defer(self, x: Any, weight: Any, bias: Any, make: Callable[[], torch.Tensor]) -> Deferred | None:
-        """The deferred product; None where the plain one is to be computed."""
+        """The deferred product; None if the plain one must be computed."""
         if type(weight) not in PLAIN_TYPES or type(x) is not torch.Tensor or weight.dim() != 2 or weight.size(0) < WIDE:
             return None
         size = x.numel() // max(1, weight.size(1)) * weight.size(0) * x.element_size()
@@ -514,14 +527,14 @@ class DeferredLogits:
             return None
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return None
-        if _current is not self:  # the script has kept a function that was wrapped
+        if _current is not self:  # the script kept a wrapper that was removed since
             return None
         key = _key(weight)
         tried = self._tried.get(key, 0)
-        again = torch._C._current_graph_task_id() != -1  # a forward that runs again in the backward does as it did
+        again = torch._C._current_graph_task_id() != -1  # a forward recomputed in backward must decide as before
         if not again:
             self._wanted[key] = tried <= 1 or key in self.at_losses
-        if not self._wanted.get(key, False):  # a layer whose outputs are used otherwise
+        if not self._wanted.get(key, False):  # its outputs do not go into a cross entropy
             return None
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
         if x.size(-1) != weight.size(1) or (dtype is None and x.dtype is not weight.dtype):
@@ -538,12 +551,12 @@ class DeferredLogits:
 
 
 def _key(weight: torch.Tensor) -> Any:
-    """Which weight it is from step to step: a parameter, or what is made of one in each forward."""
+    """Identifies a weight from step to step: a leaf by its id, one computed in each forward by shape, type and device."""
     return id(weight) if weight.is_leaf else (tuple(weight.shape), weight.dtype, weight.device)
 
 
 def _as_now(make: Callable[[], torch.Tensor], device: str) -> Callable[[], torch.Tensor]:
-    """Later, with autocast as it is now."""
+    """A function that runs ``make`` later, under the autocast state of now."""
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
     def later() -> torch.Tensor:
@@ -554,7 +567,7 @@ def _as_now(make: Callable[[], torch.Tensor], device: str) -> Callable[[], torch
 
 
 def _turned_parameter(item: Any) -> torch.Tensor | None:
-    """The parameter whose transpose a matrix is; None if it is not one."""
+    """The parameter of which a matrix is the transpose; None if there is none."""
     if type(item) is not torch.Tensor or item.dim() != 2 or item._base is None:
         return None
     base = item._base
@@ -569,7 +582,7 @@ def _turned_parameter(item: Any) -> torch.Tensor | None:
 
 
 def _applying(original: Any) -> Any:
-    """Custom functions get plain tensors: their gradients must find their way."""
+    """Wrap ``Function.apply``: custom functions get plain tensors, so that their gradients reach the graph."""
     function = original.__func__
 
     @functools.wraps(function)

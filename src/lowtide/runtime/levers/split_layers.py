@@ -1,10 +1,12 @@
-"""One layer in pieces, so that no operator works on all of it: recurrent layers over time, attention over samples, backwards
-of convolutions and batch norms over samples and channels (``runtime/levers/split_backward``).
+"""Runs single layers in pieces, so that no operator works on all of a layer's data at once.
+
+Recurrent layers run over pieces of the time, attention over samples, and the backwards of convolutions and batch norms over
+samples and channels (:mod:`lowtide.runtime.levers.split_backward`).
 
 oneDNN and cuDNN run a recurrent layer over the whole sequence as one operator, whose workspace and whose backward are as large
-as the sequence. In pieces the state is carried from one to the next; each piece's saved values can be let go and made again
-apart from the others. Outputs have the plain run's bits up to the kernels' own rounding; gradients of weights are summed in
-another order. Dropout between layers draws what it draws in the plain run.
+as the sequence. In pieces, the state is carried from one to the next, and each piece's saved values can be evicted and
+recomputed independently of the others. Outputs have the baseline's bits up to the kernels' own rounding; gradients of weights
+are summed in another order. Dropout between layers draws the same numbers as in the baseline.
 """
 
 from __future__ import annotations
@@ -22,22 +24,22 @@ from lowtide.runtime.monkeypatch import Wraps
 from lowtide.runtime.run_figures import LeverFigures
 
 COUNT: Final = 10
-"""SplitLayers of a sequence ..."""
+"""Maximum number of pieces of a sequence ..."""
 SHORTEST: Final = 4
-"""... of so many time steps at least."""
+"""... and minimum number of time steps in one; only the last may have fewer."""
 MATH: Final = 0
-"""``torch._fused_sdp_choice``: attention scores are whole in memory (``SDPBackend.MATH``)."""
+"""Result of ``torch._fused_sdp_choice`` if the attention scores would be whole in memory (``SDPBackend.MATH``)."""
 
 
 @final
 class SplitLayers:
-    """The lever.
+    """The memory optimization, for all layers of a process. Its attributes count every call of a layer.
 
     Attributes:
-        layers: how many recurrent layers ran in pieces.
-        attentions: how many attentions did.
-        convolutions: how many convolutions have a backward in pieces.
-        norms: how many batch norms have.
+        layers: recurrent layers that ran in pieces.
+        attentions: attentions that ran in pieces.
+        convolutions: convolutions whose backward runs in pieces.
+        norms: batch norms whose backward runs in pieces.
     """
 
     def __init__(self) -> None:
@@ -62,12 +64,12 @@ class SplitLayers:
         self._on = True
 
     def remove(self) -> None:
-        """Leave them as they were; what the script has taken of them meanwhile cuts no more."""
+        """Restore the originals; a wrapper that the script has kept no longer splits anything."""
         self._on = False
         self._wraps.undo()
 
     def figures(self) -> list[LeverFigures]:
-        """What became of the lever."""
+        """Figures of this memory optimization, for the summary."""
         counts = (
             (self.layers, "recurrent layers"), (self.attentions, "attentions"),
             (self.convolutions, "backwards of convolutions"), (self.norms, "backwards of batch norms"),
@@ -193,7 +195,7 @@ def _is_cut(x: Any, sides: int, weight: Any, bias: Any) -> bool:
 
 
 def _is_plain_layer(x: Any, sides: int, weight: Any, bias: Any) -> bool:
-    """Whether a call is over a batch of samples, in autograd's sight and in no transform's, and large enough to be cut."""
+    """Whether a call is on a batch of samples, seen by autograd, outside any transform, and large enough to be cut."""
     if _is_traced() or torch.autograd.forward_ad._current_level >= 0:
         return False
     types = (torch.Tensor, torch.nn.Parameter)
@@ -206,20 +208,20 @@ def _is_plain_layer(x: Any, sides: int, weight: Any, bias: Any) -> bool:
 
 
 def _is_traced() -> bool:
-    """Whether a compiler, a tracer or a transform looks on: it gets torch's own operators."""
+    """Whether a compiler, a tracer or a transform is active: it must see torch's own operators."""
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return True
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _each(item: Any, sides: int) -> list[int]:
-    """One number per side."""
+    """One number per spatial dimension."""
     found = list(item) if isinstance(item, (tuple, list)) else [item]
     return found * sides if len(found) == 1 else found
 
 
 def _as_cast(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in the type that autocast gives to convolutions."""
+    """A tensor in the type to which autocast, if it is on, casts a convolution's arguments."""
     kind = tensor.device.type
     if not torch.is_autocast_enabled(kind) or tensor.dtype is torch.float64:
         return tensor
@@ -227,19 +229,23 @@ def _as_cast(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_plain_sequence(args: Any) -> bool:
-    """Whether a call is (input, state, weights, biases?, layers, dropout, training, bidirectional?, batch first?)."""
+    """Whether a call is on a sequence that is not packed.
+
+    Its arguments are then input, state, weights, whether there are biases, number of layers, dropout, training, whether it is
+    bidirectional, and whether the batch comes first.
+    """
     return (
         len(args) == 9
         and isinstance(args[2], (list, tuple))
         and isinstance(args[8], bool)
         and type(args[0]) is torch.Tensor
         and args[0].dim() == 3
-        and not torch.compiler.is_compiling()
+        and not _is_traced()
     )
 
 
 def _is_plain_attention(q: Any, k: Any, v: Any, mask: Any) -> bool:
-    """Whether a call is over several samples, each with its own queries, keys and values."""
+    """Whether a call is on several samples, each with its own queries, keys and values, in four dimensions."""
     plain = all(type(t) is torch.Tensor and not t.is_nested and t.dim() == 4 and t.size(0) == q.size(0) for t in (q, k, v))
     if not plain or q.size(0) < 2 or _is_traced():
         return False
@@ -249,7 +255,7 @@ def _is_plain_attention(q: Any, k: Any, v: Any, mask: Any) -> bool:
 def _over_time(
     x: torch.Tensor, state: tuple[torch.Tensor, ...], run: Callable[..., tuple[torch.Tensor, ...]]
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """A layer over pieces of a sequence: (time, batch, features) -> outputs, and the last state."""
+    """Run a layer over pieces of a sequence, (time, batch, features); return the outputs and the last state."""
     parts = []
     for part in x.split(max(SHORTEST, -(-x.size(0) // COUNT))):
         output, *after = run(part, state)

@@ -1,4 +1,4 @@
-"""Checksums over bytes, by which changes are detected."""
+"""Checksums that detect changed bytes."""
 
 from __future__ import annotations
 
@@ -8,28 +8,50 @@ import torch
 from lowtide.runtime.tensors import beneath_autograd, on_storage
 
 _DIRECT_BYTES = 1 << 20
-"""So many bytes are read one by one; of more, blocks are summed up first."""
+"""Up to this many bytes, the CRC covers every byte; above, it covers the sums of blocks."""
 _BLOCK_WORDS = 4096
+_MIXER = 0x1E3779B97F4A7C15
+"""An odd number whose multiples differ in their upper bits too."""
 
 
 def checksum(tensor: torch.Tensor | None) -> int:
-    """A sum over all bytes of a value, to check that a replay gave the same bits."""
+    """A sum over all bytes of a value, on any device, to check that a replay gave the same bits.
+
+    Blocks of `_BLOCK_WORDS` words are summed as 64-bit integers and weighted by their positions, so that the sum changes
+    where two blocks change places; it ignores the order of words within a block. Bytes that fill no block are weighted one by
+    one.
+
+    Args:
+        tensor: the bytes of one storage: one dimension, ``torch.uint8``.
+    """
     assert tensor is not None
     with beneath_autograd():
-        words = tensor[: tensor.numel() // 8 * 8].view(torch.int64)
-        return int(words.sum()) if words.numel() else 0
+        whole = tensor.numel() // (8 * _BLOCK_WORDS)
+        end = whole * 8 * _BLOCK_WORDS
+        found = _weighted(tensor[end:])
+        if whole:
+            found += _weighted(tensor[:end].view(torch.int64).view(whole, _BLOCK_WORDS).sum(1))
+        return found
+
+
+def _weighted(values: torch.Tensor) -> int:
+    """The sum of integers, each times an odd number that its position gives; modulo 2 to the power of 64."""
+    odd = 2 * torch.arange(values.numel(), device=values.device) + 1
+    return int((values.to(torch.int64) * (odd * _MIXER)).sum())
 
 
 def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the same elements as they lie in memory."""
+    """A view of the elements as they are stored, without lazy conjugation and negation."""
     tensor = tensor.conj() if tensor.is_conj() else tensor
     return torch._neg_view(tensor) if tensor.is_neg() else tensor
 
 
 def digest(tensor: torch.Tensor) -> int | None:
-    """What tells a tensor's elements from others, their order included as far as blocks go; None where it cannot be told.
+    """A digest of a tensor's elements that detects changes; None if there can be none.
 
-    At some GB/s, without a copy of more than a few KiB; on the CPU alone, where there are writers that torch does not see.
+    It detects a changed order of bytes (up to `_DIRECT_BYTES`) or of blocks of `_BLOCK_WORDS` words (above). For a tensor that
+    is not contiguous, or large and not aligned to 8 bytes, it is a plain sum, which detects no changed order. It runs at
+    several GB/s and copies nothing but the blocks' sums. It serves the CPU only, where writers exist that torch does not see.
     """
     if tensor.device.type != "cpu" or not on_storage(tensor) or tensor.numel() == 0:
         return None

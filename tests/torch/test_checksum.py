@@ -1,0 +1,27 @@
+"""Laws: the checksum that a replay is held to notices every byte, the last ones too, and blocks that change places."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lowtide.runtime.storage.checksum import checksum
+
+BLOCK = 8 * 4096
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 1001, BLOCK, BLOCK + 3, 3 * BLOCK + 777])
+def test_every_byte_counts(size: int) -> None:
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    before = checksum(data)
+    assert checksum(data.clone()) == before
+    for at in {0, size // 2, size - 8, size - 1} & set(range(size)):
+        changed = data.clone()
+        changed[at] ^= 1
+        assert checksum(changed) != before, at
+
+
+def test_blocks_that_change_places_are_noticed() -> None:
+    """A plain sum of words is the same for two pieces that were concatenated the other way round."""
+    first, second = torch.randint(0, 256, (2, BLOCK), dtype=torch.uint8)
+    assert checksum(torch.cat([first, second])) != checksum(torch.cat([second, first]))
+    assert checksum(torch.tensor([1, 2], dtype=torch.uint8)) != checksum(torch.tensor([2, 1], dtype=torch.uint8))
