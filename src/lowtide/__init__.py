@@ -31,7 +31,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load what needs torch, or much time, only when it is asked for."""
+    """Import attributes that need torch, or are slow to import, on first access."""
     import importlib
 
     if name in ("checkpoint", "data"):

@@ -1,1 +1,1 @@
-"""What every part uses: errors, units, messages, files. Nothing here imports another part."""
+"""Errors, units, messages and files that every other package uses; imports none of them."""

@@ -1,4 +1,4 @@
-"""Files that are written while somebody's training runs: a disk that is full must not end it. Standard library only."""
+"""Writes files while the user's training runs, which a full disk must not end. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _ZEROS = bytes(1 << 16)
 
 
 def reserve(file: int, size: int, *, since: int = 0) -> None:
-    """Have the disk hold so many bytes of a file, of which it holds the first `since` already.
+    """Allocate disk space for the first `size` bytes of a file; the first `since` bytes already have it.
 
-    Whoever writes to a mapping of bytes that the disk turns out not to have is ended by SIGBUS.
+    Without it, writing to a mapping of the file kills the process with SIGBUS once the disk is full.
 
     Raises:
         OSError: if there is no room.
     """
-    allocate = getattr(os, "posix_fallocate", None)  # macOS has none
+    allocate = getattr(os, "posix_fallocate", None)  # missing on macOS
     if allocate is not None:
         try:
             allocate(file, since, size - since)
@@ -35,7 +35,7 @@ def reserve(file: int, size: int, *, since: int = 0) -> None:
 
 
 def write(file: int, data: bytes | memoryview) -> None:
-    """Write all of it: a disk that is nearly full takes a part, and complains only of the next.
+    """Write all of `data`: on a nearly full disk a write succeeds partially, and only the next one fails.
 
     Raises:
         OSError: if there is no room.
@@ -49,17 +49,17 @@ def write_file(path: str | os.PathLike[str], data: bytes) -> None:
     """Write a whole file.
 
     Raises:
-        OSError: naming it, which one of a full disk does not by itself.
+        OSError: with the file's name, which the system's own error for a full disk lacks.
     """
     try:
-        with open(path, "wb") as file:  # noqa: PTH123 - pathlib is not imported for it
+        with open(path, "wb") as file:  # noqa: PTH123 - not worth importing pathlib
             file.write(data)
     except OSError as error:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether it is room that is missing, or the disk that fails: nothing that whoever started us could have known."""
+    """Whether the disk is full or failing (an ``OSError`` or an SQLite error), which the user could not have foreseen."""
     code = getattr(error, "sqlite_errorcode", None)
     if code is not None:
         return code & 0xFF in (_SQLITE_IO, _SQLITE_FULL)
@@ -67,7 +67,7 @@ def is_full(error: BaseException) -> bool:
 
 
 def why(error: BaseException) -> str:
-    """What a system's error says, for the middle of a sentence."""
+    """A system error's message, in lower case for the middle of a sentence."""
     if getattr(error, "sqlite_errorcode", None) == _SQLITE_FULL:
         text = os.strerror(errno.ENOSPC)
     else:

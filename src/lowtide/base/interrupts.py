@@ -1,4 +1,4 @@
-"""Ctrl-C before a script begins: the process ends at once, without a traceback of Lowtide's own imports."""
+"""Makes Ctrl-C before the script begins end the process at once, without a traceback from Lowtide's imports."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import signal
 
 
 def hold() -> None:
-    """Let an interrupt end the process as the system does, from here on."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else somebody has set it, or it is ignored
+    """Restore the system's default action for SIGINT: from here on Ctrl-C kills the process."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise a handler is set, or SIGINT is ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def allow() -> None:
-    """Let an interrupt raise :class:`KeyboardInterrupt` again, unless it was ignored when the process began."""
+    """Have SIGINT raise :class:`KeyboardInterrupt` again, unless it was ignored when the process began."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""The memory optimizations of ``lowtide run`` ("levers"): what lowers a step's memory besides recompute and offload."""
+"""The memory optimizations ("levers") that ``lowtide run`` has besides recomputing and offloading activations."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ LOSS: Final = "chunked-loss"
 SPLIT_OPS: Final = "split-ops"
 
 WIDE: Final = 512
-"""Outputs that a linear layer has at least, for its loss to run in pieces ..."""
+"""Fewest output features of a linear layer whose loss runs in pieces ..."""
 LEAST_LOGITS_BYTES: Final = 1 << 20
-"""... and bytes of its product."""
+"""... and fewest bytes of its logits."""
 LEAST_PIECES_BYTES: Final = 1 << 20
-"""Input of a convolution or a batch norm whose backward runs in pieces, at least."""
+"""Fewest bytes of the input of a convolution or batch norm whose backward runs in pieces."""
 CHANNEL_PIECES: Final = 16
-"""Pieces of a batch norm's channels: of each, three copies are made."""
+"""Pieces into which a batch norm's channels are cut; each piece is copied three times."""
 _SAMPLE_PIECES: Final = 8
 _ALONE: Final = 20480
-"""Elements of a sample (over three dimensions) above which oneDNN takes one alone; else torch unfolds it, which takes more
-(``use_mkldnn`` in ``aten/src/ATen/native/Convolution.cpp``)."""
+"""Elements of a sample (over three dimensions) above which oneDNN convolves a batch of one; torch unfolds a smaller one, which
+takes more memory (``use_mkldnn`` in ``aten/src/ATen/native/Convolution.cpp``)."""
 _PICTURES: Final = 4
-"""Dimensions of a batch of pictures."""
+"""Dimensions of a batch of images."""
 
 
 def sample_pieces(samples: int, elements: int, dimensions: int) -> int:
-    """Into how many pieces the batch of a convolution is cut; 1 where it stays whole.
+    """Number of pieces into which a convolution's batch is cut; 1 if it stays whole.
 
     Args:
-        samples: in the batch.
-        elements: of one of them.
-        dimensions: of the batch.
+        samples: number of samples in the batch.
+        elements: number of elements in one sample.
+        dimensions: number of dimensions of the batch.
     """
     least = 1 if elements > _ALONE and dimensions <= _PICTURES else 2
     return max(1, min(_SAMPLE_PIECES, samples // least))
@@ -48,10 +48,10 @@ class Lever:
 
     Attributes:
         name: as in ``--allow``.
-        exact: whether the bits stay those of the plain run.
-        automatic: whether it is used without being asked for where a budget needs it: it is exact, and no script can break it.
+        exact: whether results are bit-equal to a plain run.
+        automatic: whether it is used without being requested when a budget needs it: it is exact, and no script can break it.
         text: what it does.
-        bits: what it does to the bits.
+        bits: how it changes the bits of the results.
     """
 
     name: str
@@ -101,7 +101,9 @@ LEVERS: Final[dict[str, Lever]] = {
 
 
 def parse_levers(texts: str | Iterable[str]) -> frozenset[str]:
-    """Names meant by a text such as ``chunked-loss,split-ops``, or by several; ``exact`` and ``all`` stand for several names.
+    """Parse one or several texts such as ``chunked-loss,split-ops`` into lever names.
+
+    ``exact`` stands for all exact levers, ``all`` for every lever.
 
     Raises:
         UsageError: if there is no such lever.
@@ -118,10 +120,10 @@ def parse_levers(texts: str | Iterable[str]) -> frozenset[str]:
 
 
 def check_levers(allow: str | Iterable[str], without: str | Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """Levers that may be used, and those that must not.
+    """The levers that may be used, and those that must not be.
 
     Raises:
-        UsageError: if there is no such lever, or one is among both.
+        UsageError: if there is no such lever, or one is both allowed and excluded.
     """
     allowed, excluded = parse_levers(allow), parse_levers(without)
     if allowed & excluded:

@@ -1,4 +1,4 @@
-"""A line for people on standard error, where there is one: scripts close it, and shells start without it."""
+"""Writes messages to standard error if it is open: scripts close it, and shells may start without it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from typing import Any, TextIO, cast
 _DRAWN = "█░▒■▁▂▃▄▅▆▇…±⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _LETTERS = r"#.-*.,-=+*%~~|/-\|/-\|/"
 _PLAIN = str.maketrans(_DRAWN, _LETTERS)
-"""What stands for what is drawn, where a terminal has letters alone: as wide, so that columns stay columns."""
+"""ASCII replacements for drawing characters, for terminals without them; equally wide, so that columns stay aligned."""
 
 
 class LenientStream:
-    """A stream for people: it gets letters for what it cannot show, and where it takes no more, that ends nothing."""
+    """A text stream for people: drawing characters that it cannot encode become ASCII, and a failed write is ignored.
+
+    Only :class:`BrokenPipeError` is passed on.
+    """
 
     def __init__(self, stream: TextIO) -> None:
-        """Write to a stream."""
+        """Wrap a stream."""
         self._stream = stream
         self._plain = _PLAIN
         with contextlib.suppress(UnicodeError, LookupError):
@@ -26,7 +29,7 @@ class LenientStream:
             self._plain = {}
 
     def write(self, text: str) -> int:
-        """Write what the stream can show."""
+        """Write text in the form that the stream can show; return the text's length."""
         try:
             self._stream.write(readable(text).translate(self._plain))
         except BrokenPipeError:
@@ -36,7 +39,7 @@ class LenientStream:
         return len(text)
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Flush the stream."""
         try:
             self._stream.flush()
         except BrokenPipeError:
@@ -45,39 +48,43 @@ class LenientStream:
             pass
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the stream's."""
+        """Delegate everything else to the stream."""
         return getattr(self._stream, name)
 
 
 def shown(stream: TextIO) -> TextIO:
-    """A stream on which reports can draw, whatever it is."""
+    """Wrap any stream so that reports can draw on it."""
     return cast("TextIO", LenientStream(stream))
 
 
 def readable(text: str) -> str:
-    """Text as UTF-8 has it: names of files come with bytes that are no text in the locale, and no file of ours takes those."""
+    """Text that can be encoded as UTF-8, and so be written to Lowtide's files.
+
+    File names can contain bytes that the locale cannot decode (surrogate escapes): they are decoded as UTF-8, and replaced if
+    they are not UTF-8 either.
+    """
     if text.isascii():
         return text
     return text.encode("utf-8", "surrogateescape" if not _lone(text) else "replace").decode("utf-8", "replace")
 
 
 def named_here(text: str) -> str:
-    """Text out of a file of ours, as this locale has names of files, arguments and variables."""
+    """Convert text read from one of Lowtide's files to this locale's form of file names, arguments and variables."""
     return text if text.isascii() else os.fsdecode(text.encode("utf-8", "surrogateescape" if not _lone(text) else "replace"))
 
 
 def _lone(text: str) -> bool:
-    """Whether it holds half a character that stands for no byte."""
+    """Whether the text contains a surrogate that does not stand for an undecodable byte."""
     return any("\ud800" <= c <= "\udfff" and not "\udc80" <= c <= "\udcff" for c in text)
 
 
 def stream() -> TextIO:
-    """Standard error; where it is closed, something that nobody reads."""
+    """Standard error; a buffer that is thrown away if standard error is closed."""
     found = sys.stderr
     return io.StringIO() if found is None or found.closed else shown(found)
 
 
 def tell(line: str) -> None:
-    """Write a line."""
+    """Write a line to standard error, and ignore it if that fails."""
     with contextlib.suppress(OSError, ValueError):
         stream().write(f"{readable(line)}\n")

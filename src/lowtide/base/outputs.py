@@ -1,4 +1,4 @@
-"""Files that a user asked for: figures as JSON, pages, several of them at once."""
+"""Writes the files that the user asked for: figures as JSON, pages, several files at once."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from lowtide.base.messages import readable, tell
 
 
 def write_json(file: str, found: Any) -> None:
-    """Write figures to a file, for people too."""
+    """Write figures to a file as indented JSON."""
     try:
         encoded = msgspec.json.encode(found)
-    except UnicodeEncodeError:  # bytes of a command line or a message that are no text in this locale
+    except UnicodeEncodeError:  # a command line or a message contains bytes that this locale cannot decode
         encoded = readable(json.dumps(msgspec.to_builtins(found), ensure_ascii=False)).encode()
     write(file, msgspec.json.format(encoded, indent=1))
 
 
 def replace_json(file: str, found: Any) -> None:
-    """Write figures to a file as a whole: whoever reads it, or ends this process meanwhile, finds the old ones or the new."""
+    """Replace a JSON file atomically: a reader sees the old figures or the new ones, even if this process is killed.
+
+    Raises:
+        OSError: with the file's name, if it cannot be written; the old file is intact.
+    """
     partial = f"{file}.{os.getpid()}.partial"
     try:
         write_json(partial, found)
@@ -35,38 +39,38 @@ def replace_json(file: str, found: Any) -> None:
 
 
 def write(file: str, text: str | bytes) -> None:
-    """Write what a user asked for.
+    """Write a file that the user asked for.
 
     Raises:
-        OSError: naming the file, if it cannot be written.
+        OSError: with the file's name, if it cannot be written.
     """
     write_file(file, readable(text).encode() if isinstance(text, str) else text)
 
 
 class Written:
-    """Several files that a user asked for: one that cannot be written does not keep the others from it."""
+    """Writes several files that the user asked for: if one fails, the others are still written."""
 
     def __init__(self) -> None:
-        """None yet."""
+        """Start without failures."""
         self._failed: OSError | None = None
 
     def attempt(self, writes: Callable[..., object], *arguments: Any, **options: Any) -> None:
-        """Write one of them."""
+        """Write one file by calling `writes`; remember the first failure."""
         try:
             writes(*arguments, **options)
         except OSError as error:
             self._failed = self._failed or OSError(error.errno, error.strerror, error.filename or "standard output")
 
     def say(self) -> None:
-        """Name the first that could not be written, where the exit code says something else."""
+        """Report the first file that could not be written, for use when the exit code must say something else."""
         if self._failed is not None:
             tell(f"lowtide: error: {self._failed.filename}: {self._failed.strerror}")
 
     def check(self) -> None:
-        """When all is done.
+        """Raise the first failure; call it after the last file.
 
         Raises:
-            OSError: naming the first that could not be written.
+            OSError: naming the first file that could not be written.
         """
         if self._failed is not None:
             raise self._failed

@@ -1,4 +1,4 @@
-"""Where this package lies."""
+"""The folder in which this package is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How processes that Lowtide starts end. Standard library only."""
+"""Makes the processes that Lowtide starts end with it. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def end_with_parent() -> None:
-    """In a new process, before its program begins: have the kernel kill it when whoever started it ends, however that ends.
+    """Have the kernel kill this process when its parent ends, for whatever reason; call it in the child before the exec.
 
-    See ``PR_SET_PDEATHSIG`` in ``man 2 prctl``; elsewhere than on Linux nothing happens.
+    See ``PR_SET_PDEATHSIG`` in ``man 2 prctl``. Does nothing on systems other than Linux.
     """
     prctl = getattr(_LIBC, "prctl", None)
     if prctl is not None:

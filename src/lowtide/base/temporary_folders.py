@@ -1,7 +1,7 @@
-"""Temporary folders that outlive no one: those of processes that were killed are removed by the next that makes one.
+"""Temporary folders that do not leak: creating one removes those that killed processes left behind.
 
-A folder holds a file which its maker keeps locked (``flock``): the kernel drops the lock when the process ends, however it
-ends, so that a folder whose lock is free belongs to nobody. Standard library only.
+Each folder contains a file that its creator keeps locked (``flock``). The kernel releases the lock when the process ends, for
+whatever reason, so a folder whose lock is free is abandoned. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final, final
 
 try:
     import fcntl
-except ImportError:  # Windows: nothing is removed there but by its maker
+except ImportError:  # Windows: only its creator removes a folder there
     fcntl = None  # type: ignore[assignment]
 
 PREFIX: Final = "lowtide-"
@@ -25,16 +25,16 @@ _OWNER: Final = ".owner"
 
 @final
 class Scratch:
-    """A temporary folder, until its ``with`` block is left."""
+    """A temporary folder that is removed at the end of its ``with`` block."""
 
     def __init__(self, places: Sequence[str | None] = (None,)) -> None:
-        """Make it, in the first place that has room, and remove what killed processes have left there.
+        """Create it in the first place that has room, and remove folders that killed processes left there.
 
         Args:
-            places: folders; None is where temporary files lie (``TMPDIR``).
+            places: parent folders to try; None means the default for temporary files (``TMPDIR``).
 
         Raises:
-            OSError: if there is no room in any of them: the error of the first.
+            OSError: the error of the first place, if none has room.
         """
         self._lock = -1
         failed: OSError | None = None
@@ -52,15 +52,15 @@ class Scratch:
         _remove_abandoned(Path(place))
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place)).resolve()
         unlocked = path / f"{_OWNER}-unlocked"
-        with contextlib.suppress(OSError):  # file systems without locks, full disks: nobody takes it for abandoned then
+        with contextlib.suppress(OSError):  # no locks, or a full disk: without the owner file it never counts as abandoned
             self._lock = os.open(unlocked, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             if fcntl is not None:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                unlocked.rename(path / _OWNER)  # locked before it bears this name
+                unlocked.rename(path / _OWNER)  # only once it is locked
         return path
 
     def __enter__(self) -> Path:
-        """Its path."""
+        """Return its path."""
         return self.path
 
     def __exit__(self, *_: object) -> None:
@@ -68,7 +68,7 @@ class Scratch:
         self.remove()
 
     def remove(self) -> None:
-        """Remove it with all that is in it."""
+        """Remove it with its contents."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
@@ -80,7 +80,7 @@ def _remove_abandoned(place: Path) -> None:
         return
     with contextlib.suppress(OSError):
         for folder in place.glob(f"{PREFIX}*"):
-            with contextlib.suppress(OSError):  # another user's, or another process removes it at this moment
+            with contextlib.suppress(OSError):  # another user's, locked by its owner, or just being removed
                 lock = os.open(folder / _OWNER, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

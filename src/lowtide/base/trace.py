@@ -1,8 +1,8 @@
-"""What is known of one recorded unit of training: a forward and the backward that consumes it.
+"""The recorded trace of one unit of training: a forward and the backward that consumes it.
 
-Time is counted in *events*: event ``e`` is either an operator that ran, or a *need*, the moment at which backward asks
-for a saved tensor. Bytes change only at events. The recorder (``runtime/record/trace_recorder.py``) writes a
-:class:`Trace`; the planner reads it; nobody changes it.
+Time is counted in *events*: event ``e`` is either an operator that ran, or a *need*, the moment at which backward unpacks
+a saved tensor. Bytes change only at events. The recorder (``runtime/record/trace_recorder.py``) writes a
+:class:`Trace` and the planner reads it; it is immutable.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from enum import StrEnum
 class Phase(StrEnum):
     """The part of a step in which an event happened.
 
-    ``data`` is all that is none of the others; ``loss`` lies between the model's return and the backward, criterion included;
-    ``evaluation`` is a forward without gradients.
+    ``data`` is everything outside the other phases; ``loss`` lasts from the model's return to the backward, including the
+    criterion; ``evaluation`` is a forward without gradients.
     """
 
     DATA = "data"
@@ -29,12 +29,12 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where in the model an operator runs: stable from step to step, also when lengths change.
+    """Where in the model an operator runs: the same from step to step, even if sequence lengths change.
 
     Attributes:
-        module: dotted path of the innermost module, ``""`` outside any.
+        module: dotted path of the innermost module; ``""`` outside any module.
         op: the ATen operator's name, overload included.
-        nth: how often that operator ran in that module before, within the unit.
+        nth: how many times that operator had already run in that module within the unit.
     """
 
     module: str
@@ -52,12 +52,13 @@ class Op:
 
     Attributes:
         site: where it ran.
-        seconds: how long it took, host time of the call (device time on CUDA).
-        inside_bytes: highest memory inside the operator, above what was live before it; its outputs included.
-        reads: values it read (ids).
-        writes: values it made, one per fresh storage (ids).
-        overwrites: pairs (old version, new version) of values that it changed in place.
-        replayable: whether running it again on the same inputs gives the same bits and no other effect.
+        phase: the part of the step in which it ran.
+        seconds: how long it took: host time of the call (device time on CUDA).
+        inside_bytes: peak memory inside the operator above the bytes live before it; its outputs included.
+        reads: ids of the values it read.
+        writes: ids of the values it produced, one per new storage.
+        overwrites: pairs of ids (old version, new version) of the values that it changed in place.
+        replayable: whether running it again on the same inputs gives the same bits and has no other effect.
     """
 
     site: Site
@@ -72,11 +73,11 @@ class Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Backward asks for a saved value (an event).
+    """Backward unpacks a saved value (an event).
 
     Attributes:
         value: id of the value.
-        pinned_until: last event during which the autograd node that asked still holds it.
+        pinned_until: last event during which the autograd node that unpacked the value still holds it.
     """
 
     value: int
@@ -89,12 +90,12 @@ class Buffer:
 
     Attributes:
         bytes: size of the storage.
-        born: event that made it; -1 if it was there before the unit or its maker was not seen.
-        slot: which of its maker's values it is; 0 without a maker.
+        born: event that produced it; -1 if it existed before the unit, or its operator was not seen.
+        slot: its index among the values of the operator that produced it; 0 without one.
         held_until: last event at whose end something other than autograd's saved tensors held the storage.
         released: last event at whose end autograd held a saved tensor of it; -1 if it was never saved.
-        counted: whether its bytes count on top of the base (not so for what was there before the unit).
-        movable: whether it may be moved to the second board.
+        counted: whether its bytes count on top of the base; False for values that existed before the unit.
+        movable: whether it may be offloaded.
     """
 
     bytes: int
@@ -108,7 +109,12 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """One tensor that autograd saved (one call of the pack hook), in the order of the calls."""
+    """One tensor that autograd saved: one call of the pack hook.
+
+    Attributes:
+        value: id of the value whose storage the tensor shows.
+        event: last event before the call; -1 if there was none.
+    """
 
     value: int
     event: int
@@ -119,12 +125,15 @@ class Trace:
     """One recorded unit.
 
     Attributes:
-        base_bytes: live when the unit began.
-        resident_bytes: parameters, buffers and optimizer states among them.
+        base_bytes: bytes live when the unit began.
+        resident_bytes: parameters, buffers and optimizer states, which are part of the base.
         events: operators and needs in the order in which they happened.
-        other_bytes: per event, live bytes that belong to no value, relative to the base (may be negative: something from
-            before the unit was freed).
-        spike_bytes: per event, how far memory rose above ``live before`` since the event before, outside any operator.
+        buffers: all values of the unit, indexed by id.
+        saves: saved tensors in the order in which autograd saved them.
+        other_bytes: per event, live bytes before it that belong to no value, relative to the base; negative if memory from
+            before the unit was freed.
+        spike_bytes: per event, how far memory between the previous event and this one, outside any operator, rose above the
+            bytes live before this event.
         backward_event: first event of the (first) backward.
     """
 

@@ -1,4 +1,4 @@
-"""Bytes and seconds, read and written. The only home of unit names."""
+"""Parses and formats bytes, budgets and seconds; the only module that knows unit names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIB: Final = 1024**2
 GIB: Final = 1024**3
 
 LARGEST: Final = 1 << 63
-"""No device has as much."""
+"""Sizes must be smaller than this many bytes; no device has as much."""
 
 _BINARY: Final = {"KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1024**4}
 _DECIMAL: Final = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -25,24 +25,24 @@ _PERCENT: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
 
 @dataclass(frozen=True, slots=True)
 class BudgetShare:
-    """A budget given as a share of what the plain peak has above what is always resident."""
+    """A budget of the resident bytes plus a share (0.5 for 50 %) of what a plain run's peak adds to them."""
 
     fraction: float
 
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """A budget to be read off the device: what is free, less a margin."""
+    """A budget taken from the device: its free memory, minus a margin."""
 
 
 Size = int | BudgetShare | Auto
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes meant by text such as ``900MiB``, ``6 GiB``, ``2GB`` or ``123456``.
+    """Parse a size such as ``900MiB``, ``6 GiB``, ``2GB`` or ``123456`` into bytes.
 
     Raises:
-        SizeError: if the text is not such a size, or is not above zero.
+        SizeError: if the text is no such size, is not above zero, or is 2**63 bytes or more.
     """
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get(match[2].upper()) if match else None
@@ -57,10 +57,10 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_budget(text: str) -> Size:
-    """A budget: a size of :func:`parse_bytes`, a share such as ``50%``, or ``auto``.
+    """Parse a budget: a size as in :func:`parse_bytes`, a share such as ``50%``, or ``auto``.
 
     Raises:
-        SizeError: if the text is none of these, or a share outside (0 %, 1000 %].
+        SizeError: if the text is none of these, or is a share outside (0 %, 1000 %].
     """
     if text.strip().lower() == "auto":
         return Auto()
@@ -74,10 +74,10 @@ def parse_budget(text: str) -> Size:
 
 
 def as_budget(size: object) -> Size | None:
-    """A budget as Python code gives it: text of :func:`parse_budget`, whole bytes, a share, auto, or None.
+    """Convert a budget passed from Python code: text as in :func:`parse_budget`, whole bytes, a share, auto, or None.
 
     Raises:
-        SizeError: if it is none of these, or not above zero.
+        SizeError: if it is none of these, is not above zero, or is 2**63 bytes or more.
     """
     if size is None or isinstance(size, (BudgetShare, Auto)):
         return size
@@ -96,7 +96,7 @@ def as_budget(size: object) -> Size | None:
 
 
 def format_bytes(size: float) -> str:
-    """A size for people: ``1.50 GiB``, ``12.0 MiB``, ``640 B``."""
+    """Format a size for people: ``1.50 GiB``, ``12.0 MiB``, ``640 B``."""
     sign = "-" if size <= -0.5 else ""
     size = abs(size)
     for unit, factor in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
@@ -106,7 +106,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people: ``2.31 s``, ``14.2 ms``, ``87 us``."""
+    """Format a duration for people: ``2.31 s``, ``14.2 ms``, ``87 us``."""
     if abs(seconds) >= 1:
         return f"{seconds:.2f} s"
     if abs(seconds) >= 1e-3:

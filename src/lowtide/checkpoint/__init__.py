@@ -1,6 +1,6 @@
-"""Checkpoints that are whole or not there, and safe points at which a run can be stopped and go on.
+"""Atomic checkpoints, and safe points at which a run can stop and later resume.
 
-The module itself is called at a safe point::
+Call the module itself at a safe point::
 
     state = {"model": model, "optimizer": optimizer, "batches": lowtide.checkpoint.Batches(loader)}
     at = lowtide.checkpoint.resume("checkpoints", state)
@@ -39,7 +39,7 @@ __all__ = [
 
 
 class _Callable(ModuleType):
-    """A module that can be called: ``lowtide.checkpoint(...)`` beside ``lowtide.checkpoint.Store``."""
+    """A callable module: ``lowtide.checkpoint(...)`` works as well as ``lowtide.checkpoint.Store``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> bool:
         """Pass a safe point."""

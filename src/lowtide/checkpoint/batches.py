@@ -1,4 +1,4 @@
-"""A loader whose position inside an epoch can be saved and put back."""
+"""Wraps a data loader so that its position within an epoch can be saved and restored."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from lowtide.checkpoint.parts import is_generator, put_back, random_state, set_r
 from lowtide.checkpoint.tree import loaded_torch
 
 _PLACES: Final = ("", "sampler", "batch_sampler", "batch_sampler.sampler", "dataset")
-"""Objects of a loader that may have generators of their own among their attributes, or a position."""
+"""Attribute paths from a loader to the objects that may have generators of their own, or a position."""
 _resumed = False
-"""Whether a position was loaded and none has gone on yet: the first that does puts back the generators that all share."""
+"""Whether a position was loaded and no epoch has resumed since: the first that does restores the global generators."""
 
 
 @final
 class Batches:
-    """Wraps a data loader, or anything that can be iterated again: put it among the parts of a checkpoint.
+    """Wraps a data loader, or any iterable that can be iterated again, so that it can be one of a checkpoint's parts.
 
-    An epoch that goes on after a restart begins with the generators as they were when it began, passes over the batches that
-    were given before (their indices only, where torch loads in this process; else the batches themselves are made again, so
-    that workers draw the same random numbers), and goes on with the generators as they were saved.
+    After a restart, the interrupted epoch starts with the random number generators in the state they had at its beginning,
+    skips the batches already delivered, and continues with the generators as they were saved. For a map-style data set loaded
+    in this process only the indices are skipped; otherwise the batches are loaded again, so that workers draw the same random
+    numbers.
 
-    Generators that the loader, its samplers or its data set have as attributes come along, and so do the positions of
+    Generators that are attributes of the loader, its samplers or its data set are saved too, and so are the positions of
     `Blocks` and of isolated data sets. Not exact: a sampler that draws from the *global* generators at each index, and loaders
     with ``persistent_workers`` whose workers draw random numbers (a warning says so).
     """
@@ -45,12 +46,12 @@ class Batches:
             )
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Number of batches in an epoch."""
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        """An epoch, or the rest of the one that was saved. Left before its end, the epoch is over."""
-        global _resumed  # noqa: PLW0603 - the generators that it is about are the process's
+        """Iterate over an epoch, or over the rest of the saved one. Leaving the loop early ends the epoch."""
+        global _resumed  # noqa: PLW0603 - it is about the process's global generators
         saved, self._saved = self._saved, None
         self._turn += 1
         mine, self._inside = self._turn, True
@@ -64,7 +65,7 @@ class Batches:
             self._set_generators(self._began)
             found = iter(self.loader)
             read = _skip(found, self._given)
-            # what was read again stands where it stood by itself
+            # reading the batches again has already restored the positions of what was read
             self._set_generators({**saved["now"], "global": now, **({"inner": {}} if read else {})})
         try:
             for batch in found:
@@ -75,15 +76,15 @@ class Batches:
                 self._given, self._inside = 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the epoch stands."""
-        if self._saved is not None:  # nothing was read since the last restart
+        """Return the position within the epoch, and the generators' states."""
+        if self._saved is not None:  # nothing has been read since the last restart
             return dict(self._saved)
         if not self._inside:
             return {"inside": False, "own": self._own(), "inner": self._inner()}
         return {"inside": True, "given": self._given, "began": dict(self._began), "now": self._generators()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there when iterated next."""
+        """Restore a position: the next iteration continues from there."""
         global _resumed  # noqa: PLW0603 - as above
         self._turn += 1
         self._inside = False
@@ -102,7 +103,7 @@ class Batches:
         self._set_inner(state["inner"])
 
     def _places(self) -> Iterator[tuple[str, Any]]:
-        """The loader and what it is made of, each once."""
+        """The loader and its parts with their attribute paths, each object once."""
         seen: set[int] = set()
         for path in _PLACES:
             found: Any = self.loader
@@ -113,7 +114,7 @@ class Batches:
                 yield path, found
 
     def _own(self) -> dict[str, Any]:
-        """The states of generators that the loader has of its own."""
+        """The states of the generators that the loader and its parts have as attributes."""
         return {
             f"{path}.{name}": state_of(value, name)
             for path, place in self._places()
@@ -128,7 +129,7 @@ class Batches:
                     put_back(value, states[f"{path}.{name}"], name)
 
     def _inner(self) -> dict[str, Any]:
-        """The positions of what the loader reads from, where that has one."""
+        """The positions of the loader's parts that have one (a ``state_dict``)."""
         return {path: dict(place.state_dict()) for path, place in self._places() if hasattr(place, "load_state_dict")}
 
     def _set_inner(self, states: Mapping[str, Any]) -> None:
@@ -138,7 +139,7 @@ class Batches:
 
 
 def _skip(batches: Iterator[Any], count: int) -> bool:
-    """Pass over batches: by their indices where nothing is loaded ahead, by making them again otherwise; whether they were."""
+    """Skip batches by their indices if nothing is loaded ahead, else by loading them; return whether they were loaded."""
     sampler = getattr(batches, "_sampler_iter", None)
     indices = sampler is not None and not getattr(batches, "_num_workers", 0) and _map_style(batches)
     if sampler is not None and indices:

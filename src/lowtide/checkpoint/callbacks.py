@@ -1,4 +1,4 @@
-"""Safe points within the loops of Lightning, the Hugging Face Trainer and Keras: one callback each."""
+"""Callbacks that put safe points into the loops of Lightning, the Hugging Face Trainer and Keras."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lowtide.checkpoint.request import requests
 from lowtide.probe import beat
 
 KEEP: Final = 2
-"""Lightning's checkpoints that stay."""
+"""How many of Lightning's checkpoints are kept."""
 
 
 def _asked(*, epoch: bool, fraction: float) -> bool:
-    """Whether to stop at this safe point: all ranks together."""
+    """Whether to stop at this safe point; all ranks get the same answer. A collective."""
     return bool(ranks.highest(int(requests().at(epoch=epoch, last=fraction >= 1))))
 
 
@@ -35,10 +35,10 @@ def _told(fraction: float, *, saved: tuple[float, int] | None = None) -> None:
 
 
 def _on_the_first(publish: Callable[[], None]) -> None:
-    """Have the first rank publish what all have written.
+    """Have the first rank publish what all ranks have written.
 
     Raises:
-        CheckpointError: on all of them, if it cannot.
+        CheckpointError: on all ranks, if it cannot.
     """
     problem: CheckpointError | None = None
     if ranks.rank() == 0:
@@ -53,7 +53,7 @@ def _on_the_first(publish: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def _removed_unless_whole(undone: Path) -> Iterator[None]:
-    """Leave no half of a checkpoint to fill the disk."""
+    """Remove an unfinished checkpoint if writing it fails, so that it does not fill the disk."""
     try:
         yield
     except CheckpointError:
@@ -63,26 +63,26 @@ def _removed_unless_whole(undone: Path) -> Iterator[None]:
 
 
 def keras_callback(place: Place, model: Any, parts: Mapping[str, Any] | None = None, *, epochs: int | None = None) -> Any:
-    """A Keras callback: each end of an epoch is a safe point.
+    """A Keras callback that makes the end of each epoch a safe point.
 
     ::
 
         keeper = lowtide.checkpoint.keras_callback("checkpoints", model)     # after compile
         model.fit(x, y, epochs=20, initial_epoch=keeper.epoch, callbacks=[keeper])
 
-    Weights, the optimizer's variables, the layers' seeds and the generators of Python, NumPy and torch are put back. Not
-    those of TensorFlow's ``tf.random`` and ``tf.data``: shuffle by NumPy there (a ``PyDataset``) for equal bits.
+    Restores the weights, the optimizer's variables, the layers' seeds, and the generators of Python, NumPy and torch, but not
+    those of TensorFlow's ``tf.random`` and ``tf.data``: for bit-equal results shuffle with NumPy (in a ``PyDataset``).
 
     Args:
         place: the folder, or a `Store`.
-        model: compiled.
-        parts: more objects to be saved, as for `resume`.
-        epochs: of the whole training, for the forecast; what ``fit`` was given, where it is None.
+        model: the compiled model.
+        parts: more objects to save, as for `resume`.
+        epochs: number of epochs of the whole training, for the guard's forecast; by default the number given to ``fit``.
     """
     import keras
 
     class Keeper(keras.callbacks.Callback):  # type: ignore[misc]
-        """Saves at ends of epochs when asked."""
+        """Saves at the end of an epoch when asked to."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -91,14 +91,14 @@ def keras_callback(place: Place, model: Any, parts: Mapping[str, Any] | None = N
             self._resumed = self.epoch > 0
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            """Put back once more what ``fit`` has changed while it made itself ready."""
+            """Restore the state once more at the first epoch: ``fit`` has changed it during its preparations."""
             del epoch, logs
             if self._resumed:
                 self._resumed = False
                 resume(place, self.state)
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            """A safe point."""
+            """Pass a safe point."""
             del logs
             total = epochs or self.params.get("epochs") or 0
             checkpoint(
@@ -109,7 +109,7 @@ def keras_callback(place: Place, model: Any, parts: Mapping[str, Any] | None = N
 
 
 def transformers_callback() -> Any:
-    """A callback of the Hugging Face Trainer: each step is a safe point. The Trainer saves and resumes.
+    """A callback for the Hugging Face Trainer that makes each step a safe point; the Trainer itself saves and resumes.
 
     ::
 
@@ -119,7 +119,7 @@ def transformers_callback() -> Any:
     from transformers import TrainerCallback
 
     class Keeper(TrainerCallback):  # type: ignore[misc]
-        """Has the Trainer save, marks what it saved, and stops it."""
+        """Has the Trainer save, marks its checkpoint as complete, and stops the process."""
 
         def __init__(self) -> None:
             self._stop = False
@@ -136,17 +136,17 @@ def transformers_callback() -> Any:
             return control
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            """A safe point."""
+            """Pass a safe point."""
             del args, kwargs
             return self._point(state, control, epoch=False)
 
         def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            """A safe point at which an epoch ends."""
+            """Pass a safe point at the end of an epoch."""
             del args, kwargs
             return control if self._stop else self._point(state, control, epoch=True)
 
         def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            """What was saved is whole; stop, if that was asked."""
+            """Mark the checkpoint as complete; stop if a stop was requested."""
             del kwargs
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             _on_the_first(lambda: whole.mark(folder) if folder.is_dir() else None)
@@ -161,9 +161,9 @@ def transformers_callback() -> Any:
 
 @contextlib.contextmanager
 def _before_the_epoch(progress: Any) -> Iterator[None]:
-    """Lightning's account of epochs as it was before this one was made ready: only then does it begin a whole one on restart.
+    """Set Lightning's epoch counters back to before this epoch became ready: only then does a restart run the whole epoch.
 
-    At the end of an epoch, where Lightning's own checkpoints are written, schedulers have not been stepped yet.
+    The end of the previous epoch, where Lightning writes its own checkpoints, will not do: schedulers have not stepped yet.
     """
     for count in (progress.total, progress.current):
         count.ready -= 1
@@ -175,8 +175,9 @@ def _before_the_epoch(progress: Any) -> Iterator[None]:
 
 
 def lightning_callback(folder: str | os.PathLike[str]) -> Any:
-    """A callback of Lightning: each batch is a safe point where the loader's position can be saved (`Batches`), and each
-    beginning of an epoch after the first.
+    """A callback for Lightning that makes the start of every epoch but the first a safe point.
+
+    If the loader's position can be saved (`Batches`), the end of each batch is a safe point too.
 
     ::
 
@@ -186,7 +187,7 @@ def lightning_callback(folder: str | os.PathLike[str]) -> Any:
     from lightning.pytorch import Callback
 
     class Keeper(Callback):  # type: ignore[misc]
-        """Has Lightning save, marks what it saved, and stops it."""
+        """Has Lightning save, marks its checkpoint as complete, and stops the process."""
 
         def __init__(self) -> None:
             self._folder = Path(folder)
@@ -195,27 +196,27 @@ def lightning_callback(folder: str | os.PathLike[str]) -> Any:
             requests()
 
         def state_dict(self) -> dict[str, Any]:
-            """Lightning saves no generators."""
+            """Return the states of the random number generators, which Lightning does not save."""
             return {"random": random_state()}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            """Put them back when training goes on."""
+            """Keep the generators' states, to restore them when training resumes."""
             self._random = state_dict["random"]
 
         def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-            """A safe point, but for the first: Lightning goes on best from where an epoch begins."""
+            """Pass a safe point, except at the first epoch: Lightning resumes best from an epoch's start."""
             del pl_module
             fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
             if self._random is not None and fetcher is not None:
                 self._put_back()
-                iter(fetcher)  # on restart Lightning has made the epoch's iterator before: it drew from other generators
+                iter(fetcher)  # make it again: on a restart Lightning made the epoch's iterator before this, from other states
             begun, self._begun = self._begun, True
             if begun:
                 with _before_the_epoch(trainer.fit_loop.epoch_progress):
                     self._point(trainer, epoch=True)
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            """Training goes on within an epoch."""
+            """Restore the generators if training resumes within an epoch."""
             del trainer, pl_module, batch, batch_idx
             self._put_back()
 
@@ -225,7 +226,7 @@ def lightning_callback(folder: str | os.PathLike[str]) -> Any:
                 self._random = None
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            """A safe point, if the loader can go on from here."""
+            """Pass a safe point if the loader's position can be saved."""
             del pl_module, outputs, batch, batch_idx
             if hasattr(trainer.train_dataloader, "state_dict"):
                 self._point(trainer, epoch=False)

@@ -1,4 +1,4 @@
-"""The files of one part of a checkpoint: arrays, a tree of everything else, and the manifest that says what is whole."""
+"""Reads and writes a checkpoint's files: each rank's arrays and state tree, and the manifest that verifies them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lowtide.checkpoint import ranks
 from lowtide.checkpoint.tree import Arrays, loaded_torch, torch, unpack
 
 SHARD: Final = 256 * MIB
-"""Tensors are written in files of about so many bytes: what a device's tensors take in host memory while they are written."""
+"""Approximate size in bytes of a file of tensors; also the host memory that writing a device's tensors takes."""
 MANIFEST: Final = "manifest.json"
 
 
 def read_part(checkpoint: Path) -> Any:
-    """This rank's state.
+    """Read this rank's state.
 
     Raises:
         OSError, SafetensorError: if a file cannot be read.
@@ -37,7 +37,7 @@ def read_part(checkpoint: Path) -> Any:
 
 
 class _Arrays:
-    """Arrays of a checkpoint, read one by one as they are asked for."""
+    """A checkpoint's arrays, each read from its file when it is requested."""
 
     def __init__(self, folder: Path, places: Mapping[str, str]) -> None:
         self._folder, self._places = folder, places
@@ -52,22 +52,22 @@ class _Arrays:
         try:
             with safe_open(path, framework=kind) as file:
                 found = file.get_tensor(name)
-        except RuntimeError as error:  # torch maps the file itself, and names it
+        except RuntimeError as error:  # torch maps the file itself; its error then contains the path
             if str(path) not in str(error):
                 raise
             raise OSError(errno.EIO, str(error)) from error
-        # aligned memory of its own: kernels give other bits at other alignments, and the file may go
+        # copy to aligned memory: kernels compute other bits at other alignments, and the file may be removed
         return found.clone() if kind == "pt" else found.copy()
 
 
 def is_written(undone: Path) -> bool:
-    """Whether another process of this machine is at work on a folder that is no checkpoint yet."""
+    """Whether another process of this machine is still writing an unfinished checkpoint's folder."""
     owner = undone.name.rpartition("-")[2]
     return owner.isdigit() and int(owner) != os.getpid() and psutil.pid_exists(int(owner))
 
 
 def write_part(folder: Path, tree: Any, arrays: Arrays) -> dict[str, Any]:
-    """Write one rank's files; their manifest."""
+    """Write one rank's files, and return its entry for the manifest: sizes, digests, and the file of each array."""
     folder.mkdir(parents=True)
     (folder / "state.json").write_text(json.dumps(tree))
     places: dict[str, str] = {}
@@ -84,7 +84,7 @@ def write_part(folder: Path, tree: Any, arrays: Arrays) -> dict[str, Any]:
 
 
 def _shards(arrays: Arrays) -> Iterator[Arrays]:
-    """Arrays in groups of about `SHARD` bytes; tensors and NumPy's arrays apart."""
+    """Group arrays into shards of about `SHARD` bytes, tensors and NumPy arrays separately."""
     for kind in ("t", "n"):
         shard: Arrays = {}
         size = 0
@@ -109,7 +109,7 @@ def _write_arrays(file: Path, arrays: Arrays) -> None:
         for name, tensor in arrays.items():
             host = tensor.cpu().contiguous()
             start = host.untyped_storage().data_ptr()
-            apart[name] = host.clone() if start in seen else host  # the format wants no two in one storage
+            apart[name] = host.clone() if start in seen else host  # safetensors refuses tensors that share a storage
             seen.add(start)
         save_file(apart, file)
     else:
@@ -119,7 +119,7 @@ def _write_arrays(file: Path, arrays: Arrays) -> None:
 
 
 def on_host(array: Any) -> Any:
-    """A copy in host memory; none is made on the device."""
+    """Copy an array to host memory, without a copy on the device."""
     t = torch()
     if t is not None and isinstance(array, t.Tensor):
         return array.to("cpu", copy=True)
@@ -127,14 +127,14 @@ def on_host(array: Any) -> Any:
 
 
 def write_manifest(file: Path, body: dict[str, Any]) -> None:
-    """Write what a checkpoint consists of, with its own digest."""
+    """Write a checkpoint's manifest with a digest of the manifest itself."""
     text = json.dumps(body)
     file.write_text(json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": text}))
     sync(file)
 
 
 def read_manifest(file: Path) -> dict[str, Any] | None:
-    """What a checkpoint consists of; None where that cannot be read, or is not what was written."""
+    """Read a checkpoint's manifest; None if it cannot be read, or its digest does not match."""
     try:
         whole = json.loads(file.read_text())
         text = whole["body"]
@@ -147,13 +147,13 @@ def read_manifest(file: Path) -> dict[str, Any] | None:
 
 
 def digest(file: Path) -> str:
-    """SHA-256 of a file."""
+    """SHA-256 of a file, in hexadecimal."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:
-    """Force a file, or the names in a folder, to the disk."""
+    """Flush a file, or a folder's entries, to the disk (``fsync``)."""
     opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(opened)

@@ -1,4 +1,4 @@
-"""The state of a run: of its objects, and of every generator of random numbers."""
+"""Captures and restores the state of a run: that of its objects and of all random number generators."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lowtide.checkpoint.tree import loaded_torch, torch
 
 
 def random_state() -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's own generators, on every device that is in use."""
-    found: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}  # noqa: NPY002 - what scripts use
+    """The states of the global generators of Python, NumPy and torch, including those of CUDA devices in use."""
+    found: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}  # noqa: NPY002 - scripts use it
     t = torch()
     if t is not None:
         found["torch"] = t.get_rng_state()
@@ -25,9 +25,9 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put the generators back."""
+    """Restore the global generators."""
     random.setstate(state["python"])
-    np.random.set_state(state["numpy"])  # noqa: NPY002 - what scripts use
+    np.random.set_state(state["numpy"])  # noqa: NPY002 - scripts use it
     if "torch" in state:
         t = loaded_torch()
         t.set_rng_state(state["torch"])
@@ -36,19 +36,19 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def is_generator(value: Any) -> bool:
-    """Whether a value is a generator of random numbers."""
+    """Whether a value is a random number generator."""
     t = torch()
     own = isinstance(value, (np.random.Generator, np.random.RandomState, random.Random))
     return own or (t is not None and isinstance(value, t.Generator))
 
 
 def state_of(part: Any, name: str) -> Any:
-    """The state of an object of the script.
+    """The state of one of the script's objects.
 
     Raises:
-        StateError: if it has none that could be put back.
+        StateError: if it has no state that could be restored.
     """
-    if _keras(part):  # before the next: on the torch backend it is a module of torch too
+    if _keras(part):  # first, because on the torch backend it is a torch module too
         return [np.array(_host(v)) for v in _variables(part)]
     if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
         return part.state_dict()
@@ -74,10 +74,10 @@ def state_of(part: Any, name: str) -> Any:
 
 
 def put_back(part: Any, state: Any, name: str) -> None:
-    """Put a state back into an object of the script.
+    """Restore a state into one of the script's objects.
 
     Raises:
-        StateError: if it does not fit.
+        StateError: if the state does not match the object.
     """
     try:
         _put_back(part, state, name)
@@ -132,7 +132,7 @@ def _put_back(part: Any, state: Any, name: str) -> None:
 
 
 def _held(value: Any) -> bool:
-    """Whether a value in a dict or list is an object to be put back in place, rather than replaced."""
+    """Whether a value in a dict or list is restored in place rather than replaced."""
     t = torch()
     return (
         (hasattr(value, "state_dict") and hasattr(value, "load_state_dict"))
@@ -148,7 +148,7 @@ def _keras(part: Any) -> bool:
 
 
 def _variables(model: Any) -> list[Any]:
-    """A Keras model's variables, its optimizer's, and those of its seeds."""
+    """The variables of a Keras model and its optimizer, seeds included, each once; builds the optimizer if needed."""
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)

@@ -1,4 +1,4 @@
-"""``lowtide.checkpoint(...)`` at a safe point, and ``lowtide.checkpoint.resume(...)`` before the first."""
+"""``lowtide.checkpoint(...)``, which a script calls at a safe point, and ``lowtide.checkpoint.resume(...)``."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Place = Store | str | os.PathLike[str]
 
 
 class Stop(SystemExit):
-    """The state is saved, and the process ends with exit code 75 so that it is started again."""
+    """The state is saved; the process ends with exit code 75 in order to be restarted."""
 
     def __init__(self) -> None:
-        """With the documented code."""
+        """Set the exit code."""
         super().__init__(beat.STOPPED)
 
 
@@ -39,21 +39,21 @@ def _store(place: Place) -> Store:
 
 
 def resume(place: Place, parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the newest whole checkpoint back into the script's objects, and every generator of random numbers.
+    """Restore the newest complete checkpoint into the script's objects, and the state of all global random number generators.
 
-    Call it once everything is built, before the loop.
+    Call it once everything is built, before the training loop.
 
     Args:
         place: the folder, or a `Store`.
-        parts: objects by name: what has ``state_dict`` and ``load_state_dict`` (models, optimizers, schedulers, grad scalers,
-            `Batches`), Keras models, generators, arrays and tensors (filled in place), dicts and lists of these.
+        parts: objects by name: anything with ``state_dict`` and ``load_state_dict`` (models, optimizers, schedulers, grad
+            scalers, `Batches`), Keras models, generators, arrays and tensors (filled in place), dicts and lists of these.
 
     Returns:
-        The values that `checkpoint` was given; an empty dict where there is no checkpoint.
+        The values that `checkpoint` was given; an empty dict if there is no checkpoint.
 
     Raises:
-        StateError: if what was saved does not fit.
-        CheckpointError: if it was saved by another number of ranks.
+        StateError: if the saved state does not match `parts`.
+        CheckpointError: if another number of ranks saved it, or if it cannot be read.
     """
     began = time.monotonic()
     requests()
@@ -86,27 +86,28 @@ def checkpoint(
     fraction: float | None = None,
     **values: Any,
 ) -> bool:
-    """A safe point: the script can be stopped here, and go on from here.
+    """Pass a safe point, at which the script can be stopped and from which it can resume.
 
-    Costs microseconds unless something is to be saved: when the guard, SIGUSR1 or SIGTERM asked for a stop, when the guard's
-    rule says so, or when ``save`` does. All ranks of ``torch.distributed`` must call it at the same step; one rank's
-    request stops all.
+    It costs microseconds unless it saves: when the guard, SIGUSR1 or SIGTERM requested a stop, when the guard's rule says so,
+    or when ``save`` is set. All ranks of ``torch.distributed`` must call it at the same step; one rank's request stops all.
 
     Args:
         place: the folder, or a `Store`.
         parts: objects by name, as for `resume`.
         epoch_end: whether an epoch ends here (``--recycle epoch`` stops there).
-        save: whether to save in any case.
-        metric: what the store's ``keep_best`` goes by.
-        fraction: of the whole work that is done, 0 to 1, for the guard's forecast; at 1 no rule stops the script.
-        values: what `resume` is to return: the epoch, running sums.
+        save: whether to save even if no stop was requested.
+        metric: the figure by which the store's ``keep_best`` ranks checkpoints.
+        fraction: share of the whole work that is done, 0 to 1, for the guard's forecast; at 1 only a request stops the
+            script, no rule does.
+        values: values for `resume` to return: the epoch, running sums.
 
     Returns:
-        Whether it was saved.
+        Whether the state was saved.
 
     Raises:
-        Stop: once the state is saved, where a stop was asked for (a `SystemExit` with code 75).
-        CheckpointError: if it cannot be saved; what was saved before is whole.
+        Stop: once the state is saved, if a stop was requested (a `SystemExit` with code 75).
+        StateError: if a part has no state that can be saved.
+        CheckpointError: if the state cannot be saved; earlier checkpoints are intact.
     """
     last = fraction is not None and fraction >= 1
     stop = bool(ranks.highest(int(requests().at(epoch=epoch_end, last=last))))

@@ -1,4 +1,4 @@
-"""Several ranks decide together: through a gloo group of their own, so that no device memory is taken."""
+"""Lets all ranks reach the same decision, through a gloo group of their own that takes no device memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from lowtide.checkpoint.tree import torch
 
 _ours: tuple[Any, Any] | None = None
-"""The world that decisions were made in, and our group in it."""
+"""The world group in which the ranks decide, and Lowtide's gloo group for it."""
 
 
 def _group() -> Any:
-    """The group for decisions; None where this process is alone. The first call is a collective."""
+    """The gloo group for decisions; None if there is only one process. The first call is a collective."""
     global _ours  # noqa: PLW0603 - one per process
     t = torch()
     if t is None or not t.distributed.is_available() or not t.distributed.is_initialized():
@@ -29,30 +29,30 @@ def _group() -> Any:
 
 
 def _leave() -> None:
-    """End our group while the interpreter is whole.
+    """Destroy Lowtide's group while the interpreter is still intact.
 
-    A gloo thread that drops a collective's last tensor once the interpreter shuts down aborts the process (PyTorch pull
-    request 179291 tells how); a script that leaves its own groups to the end of the process would meet that with ours alone.
+    A gloo thread that releases a collective's last tensor during interpreter shutdown aborts the process (see PyTorch pull
+    request 179291). A script that does not destroy its own groups could be aborted because of Lowtide's group alone.
     """
     global _ours  # noqa: PLW0603
     if _ours is not None:
-        with contextlib.suppress(ValueError, RuntimeError):  # the script has ended all groups, or a peer is gone
+        with contextlib.suppress(ValueError, RuntimeError):  # the script has destroyed all groups, or a peer has gone
             torch().distributed.destroy_process_group(_ours[1])
-        _ours = None  # the group's threads are joined once nothing holds it
+        _ours = None  # dropping the last reference joins the group's threads
 
 
 def rank() -> int:
-    """This process's rank; 0 where it is alone."""
+    """This process's rank; 0 if there is only one process."""
     return 0 if _group() is None else int(torch().distributed.get_rank())
 
 
 def world() -> int:
-    """How many ranks take part."""
+    """Number of ranks; 1 if there is only one process."""
     return 1 if _group() is None else int(torch().distributed.get_world_size())
 
 
 def gather(value: Any) -> list[Any]:
-    """What each rank has, in their order: a collective, which every rank must call."""
+    """The values of all ranks, in rank order. A collective: every rank must call it."""
     group = _group()
     if group is None:
         return [value]
@@ -62,7 +62,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def highest_each(values: list[int]) -> list[int]:
-    """The highest of all ranks' numbers, place by place: a collective, which every rank must call."""
+    """The element-wise maximum over all ranks. A collective: every rank must call it."""
     group = _group()
     if group is None:
         return values
@@ -73,10 +73,10 @@ def highest_each(values: list[int]) -> list[int]:
 
 
 def highest(value: int) -> int:
-    """The highest of all ranks' numbers: a collective, which every rank must call."""
+    """The maximum over all ranks. A collective: every rank must call it."""
     return highest_each([value])[0]
 
 
 def first(value: Any) -> Any:
-    """What the first rank has: a collective, which every rank must call."""
+    """The first rank's value. A collective: every rank must call it."""
     return gather(value)[0]

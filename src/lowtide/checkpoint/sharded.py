@@ -1,4 +1,4 @@
-"""Tensors of which every rank has a part (``DTensor``): what there is to say of them besides this rank's numbers."""
+"""Describes and restores the layout of tensors distributed over several ranks (``DTensor``)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from lowtide.base.errors import StateError
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether a tensor lies on several ranks."""
+    """Whether a tensor is distributed over ranks."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
 
 
 def layout_of(tensor: Any, where: str) -> dict[str, Any]:
-    """How a tensor is laid out over the ranks, as JSON.
+    """A tensor's layout over the ranks, as JSON.
+
+    Args:
+        tensor: a ``DTensor``.
+        where: its place in the state, for the error message.
 
     Raises:
-        StateError: if it is laid out in a way that is not known here.
+        StateError: if one of its placements is not known here.
     """
     mesh = tensor.device_mesh
     return {
@@ -46,7 +50,7 @@ def _words(placement: Any, where: str) -> list[Any]:
 
 
 def assembled(layout: dict[str, Any], local: Any) -> Any:
-    """The tensor whose part on this rank is given: all ranks call, in the same order.
+    """Assemble a tensor from this rank's local part; all ranks must call it, in the same order.
 
     Raises:
         StateError: if no process group has been set up.
@@ -66,7 +70,7 @@ def assembled(layout: dict[str, Any], local: Any) -> Any:
 
 
 def _torch(name: str) -> Any:
-    """A module of torch, for what was saved with it."""
+    """Import a module of torch: the script may not have imported it yet."""
     return importlib.import_module(f"torch.{name}")
 
 
@@ -74,7 +78,7 @@ _meshes: dict[Any, Any] = {}
 
 
 def _mesh(layout: dict[str, Any]) -> Any:
-    """A mesh of these ranks; made once, as each has process groups of its own."""
+    """The device mesh of a layout, created only once, as each mesh creates process groups."""
     names = None if layout["names"] is None else tuple(layout["names"])
     key = id(_torch("distributed").group.WORLD), layout["device"], str(layout["ranks"]), names
     if key not in _meshes:

@@ -1,8 +1,8 @@
-"""Checkpoints on disk that are whole or not there.
+"""A folder of checkpoints on disk, each of them either complete or absent.
 
-A checkpoint is a folder named by its number. It is written beside its place, every file and the folder are forced to the
-disk, and only then it is renamed. A manifest names each file with its size and SHA-256, and carries its own. Tensors lie in
-safetensors files, everything else in the manifest as JSON.
+A checkpoint is a folder named by its number. It is written under a temporary name, all its files and the folder itself are
+flushed to the disk, and only then is it renamed. A manifest lists each file with its size and SHA-256, and contains a SHA-256
+of itself. Tensors and arrays are stored in safetensors files, everything else as JSON beside them.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from lowtide.checkpoint.tree import Arrays, pack
 
 FORMAT: Final = 1
 LOCK_SECONDS: Final = 60.0
-"""How long a save waits for another process's save in the same folder."""
+"""Seconds that a save waits for another process's save in the same folder."""
 _UNDONE: Final = ".undone-"
-"""Beginning of the names of folders that are not checkpoints yet, or not any more."""
+"""Prefix of folders that are not checkpoints yet, or no longer."""
 _awaited: set[Store] = set()
-"""Stores that write, or have written, what nobody has waited for."""
+"""Stores with an asynchronous save, running or finished, that has not been waited for."""
 
 
 def _finish() -> None:
-    """At the process's end: a save that failed is neither silent nor a success."""
+    """At the process's end, report asynchronous saves that failed, and make the exit code 1."""
     failed = []
     for store in list(_awaited):
         try:
@@ -64,7 +64,7 @@ def _finish() -> None:
         return
     for said in failed:
         tell(f"lowtide: error: the last checkpoint was not saved: {said}")
-    logging.shutdown()  # with what Python would still have done: the code can only be changed by leaving
+    logging.shutdown()  # do what Python would still do at exit: only os._exit can change the exit code now
     if "multiprocessing.util" in sys.modules:
         sys.modules["multiprocessing.util"]._exit_function()
     for stream in (sys.stdout, sys.stderr):
@@ -81,12 +81,12 @@ class Saved:
     """One checkpoint on disk.
 
     Attributes:
-        number: later ones have higher numbers.
+        number: its number; later checkpoints have higher ones.
         path: its folder.
-        metric: what `keep_best` goes by; None where none was given.
-        seconds: when it was written (since the epoch).
-        bytes: of all its files.
-        world: how many ranks wrote it.
+        metric: the figure by which `keep_best` ranks it; None if none was given.
+        seconds: when it was written, in seconds since the Unix epoch.
+        bytes: total size of its files.
+        world: number of ranks that wrote it.
     """
 
     number: int
@@ -101,8 +101,7 @@ class Saved:
 class Store:
     """A folder of checkpoints.
 
-    Several ranks of ``torch.distributed`` that have the folder in common save and load together: all call, all succeed or
-    all raise.
+    Ranks of ``torch.distributed`` that share the folder save and load together: all must call, and all succeed or all raise.
     """
 
     def __init__(
@@ -114,19 +113,20 @@ class Store:
         best: Literal["min", "max"] = "min",
         asynchronous: bool = False,
     ) -> None:
-        """Make the folder.
+        """Create the folder.
 
         Args:
-            folder: where checkpoints lie.
-            keep_last: how many of the newest stay.
-            keep_best: how many of the best stay besides, by the metric given to `save`. They lie on the disk alone.
-            best: which metric is better.
-            asynchronous: whether `save` copies the state to host memory and writes it from a thread. On the device there is
-                no second copy; in host memory there is one until it is written.
+            folder: the folder for checkpoints.
+            keep_last: number of newest checkpoints to keep.
+            keep_best: number of best checkpoints to keep in addition, by the metric given to `save`. Kept checkpoints take
+                disk space but no memory.
+            best: whether the lowest (``"min"``) or the highest (``"max"``) metric is best.
+            asynchronous: whether `save` copies the state to host memory and writes it from a thread. The device needs no
+                second copy; host memory holds one until it is written.
 
         Raises:
             CheckpointError: if the folder cannot be written.
-            ValueError: if nothing would be kept, or `best` is neither of the two.
+            ValueError: if `keep_last` is below 1, `keep_best` is below 0, or `best` is neither of the two.
         """
         if operator.index(keep_last) < 1 or operator.index(keep_best) < 0:
             raise ValueError("keep_last is at least 1, keep_best at least 0")
@@ -139,7 +139,7 @@ class Store:
         self._failed: BaseException | None = None
         with _explained(f"cannot write checkpoints in {self.folder}", self):
             self.folder.mkdir(parents=True, exist_ok=True)
-            if not self._folders():  # else there is something to load, whether it can be written or not
+            if not self._folders():  # with checkpoints to load, a read-only folder is of use too
                 probe = self.folder / f"{_UNDONE}{os.getpid()}-probe"
                 probe.touch()
                 probe.unlink()
@@ -148,19 +148,18 @@ class Store:
     # --- saving -------------------------------------------------------------------------------------------------------
 
     def save(self, state: Any, *, metric: float | None = None) -> int:
-        """Write a checkpoint; its number. Whatever fails, those before it stay whole.
+        """Write a checkpoint and return its number. A failure leaves earlier checkpoints intact.
 
-        Where saves are asynchronous and the last one fails when nobody waits for it any more, the process says so at its end,
-        and its exit code is 1.
+        If the last asynchronous save fails and is not waited for, the process reports it at its end and exits with code 1.
 
         Args:
             state: a tree of dicts, lists, numbers, strings, tensors and arrays.
-            metric: what `keep_best` goes by.
+            metric: the figure by which `keep_best` ranks the checkpoint.
 
         Raises:
-            StateError: if something in it cannot be saved.
-            CheckpointError: if it cannot be written (disk full, folder read-only, another rank failed), or, where saves are
-                asynchronous, if the one before could not be.
+            StateError: if something in the state cannot be saved.
+            CheckpointError: if the checkpoint cannot be written (disk full, folder read-only, another rank failed), or if the
+                previous asynchronous save failed.
         """
         self.wait()
         problem: CheckpointError | None = None
@@ -179,7 +178,7 @@ class Store:
             raise problem or CheckpointError(f"another rank could not save: {next(filter(None, said))}")
         if self._asynchronous:
             arrays = {name: on_host(array) for name, array in arrays.items()}
-        if not self._asynchronous or ranks.world() > 1:  # ranks decide together: not from threads
+        if not self._asynchronous or ranks.world() > 1:  # ranks coordinate by collectives, which must not run in a thread
             return self._write(number[0], tree, arrays, metric)
         _awaited.add(self)
         self._thread = threading.Thread(target=self._aside, args=(number[0], tree, arrays, metric), name="lowtide-save")
@@ -187,7 +186,7 @@ class Store:
         return int(number[0])
 
     def wait(self) -> None:
-        """Wait until what was saved last is on the disk.
+        """Wait until the last saved checkpoint is on the disk.
 
         Raises:
             CheckpointError: if it could not be written.
@@ -203,7 +202,7 @@ class Store:
     def _aside(self, number: int, tree: Any, arrays: Arrays, metric: float | None) -> None:
         try:
             self._write(number, tree, arrays, metric)
-        except BaseException as error:  # it is raised where the script asks next
+        except BaseException as error:  # raised by the script's next call of `wait`, `save` or `newest`
             self._failed = error
 
     def _following(self) -> int:
@@ -219,7 +218,7 @@ class Store:
             )
 
     def _write(self, number: int, tree: Any, arrays: Arrays, metric: float | None) -> int:
-        """Write this rank's part; the first rank then makes the whole a checkpoint. Its number."""
+        """Write this rank's part; the first rank then publishes the checkpoint. Returns its number."""
         undone = self.folder / f"{_UNDONE}{number:010d}-{ranks.first(os.getpid())}"
         problem: CheckpointError | None = None
         part: dict[str, Any] = {}
@@ -259,7 +258,7 @@ class Store:
         return number
 
     def _prune(self) -> None:
-        """Remove what need not be kept, and what processes that are gone left behind."""
+        """Remove checkpoints that need not be kept, and unfinished folders of processes that have ended."""
         saved = self.saved()
         keep = {s.number for s in saved[-self._last :]}
         scored = [s for s in saved if s.metric is not None and not math.isnan(s.metric)]
@@ -286,7 +285,7 @@ class Store:
         return sorted(path for path in self.folder.iterdir() if path.name.isdigit() and path.is_dir())
 
     def saved(self) -> list[Saved]:
-        """Checkpoints by number, as their manifests tell; those whose manifest does not hold are left out."""
+        """Checkpoints in order of their numbers, from their manifests; those with a damaged manifest are left out."""
         found = []
         for path in self._folders():
             body = read_manifest(path / MANIFEST)
@@ -295,9 +294,9 @@ class Store:
         return found
 
     def newest(self) -> Saved | None:
-        """The newest checkpoint that is whole on every rank; None where there is none. Every file is read and compared.
+        """The newest checkpoint that is intact on every rank; None if there is none. Reads every file to verify its digest.
 
-        A damaged one is passed over with a warning.
+        Damaged checkpoints are skipped with a warning.
         """
         self.wait()
         for path in ranks.first([str(path) for path in reversed(self._folders())]):
@@ -310,7 +309,11 @@ class Store:
         return None
 
     def _trouble(self, folder: Path) -> str:
-        """What is wrong with this rank's part of a checkpoint; empty where nothing is."""
+        """Describe the damage to this rank's part of a checkpoint; empty if it is intact.
+
+        Raises:
+            CheckpointError: if another version of Lowtide or another number of ranks wrote it.
+        """
         body = read_manifest(folder / MANIFEST)
         if body is None:
             return "its manifest does not hold"
@@ -330,11 +333,11 @@ class Store:
         return ""
 
     def load(self, saved: Saved | None = None) -> Any:
-        """The state of a checkpoint, of the newest whole one where none is given; None where there is none.
+        """Load the state of a checkpoint, by default of the newest intact one; None if there is no checkpoint.
 
         Raises:
-            CheckpointError: if the one that is asked for is damaged, or all are; was saved by another number of ranks; or
-                cannot be read, on this rank or another.
+            CheckpointError: if the given checkpoint, or every checkpoint, is damaged; if another number of ranks or another
+                version of Lowtide saved it; or if it cannot be read, on this rank or another.
         """
         chosen = self.newest() if saved is None else saved
         if chosen is None and any(ranks.gather(bool(self._folders()))):
@@ -362,7 +365,7 @@ class Store:
 
 @contextlib.contextmanager
 def _explained(what: str, store: Store) -> Iterator[None]:
-    """Turn the system's errors into ours."""
+    """Turn errors of the system into :class:`CheckpointError`, with what failed, why, and what to do."""
     try:
         yield
     except Exception as error:
@@ -378,7 +381,7 @@ def _explained(what: str, store: Store) -> Iterator[None]:
 
 
 def _is_of_the_system(error: Exception) -> bool:
-    """Whether a file could not be read or written; safetensors has an error of its own for that."""
+    """Whether an error means that a file could not be read or written; safetensors has its own class for that."""
     return isinstance(error, OSError) or type(error).__name__ == "SafetensorError"
 
 

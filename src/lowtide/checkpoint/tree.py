@@ -1,4 +1,4 @@
-"""State as plain JSON beside named arrays, and back: nothing is pickled, so that a checkpoint cannot run code."""
+"""Converts state to plain JSON and named arrays, and back; nothing is pickled, so a checkpoint cannot run code."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from lowtide.base.errors import StateError
 from lowtide.checkpoint.sharded import assembled, is_sharded, layout_of
 
 TAG: Final = "!"
-"""Key that marks what JSON has no word for."""
+"""Key that marks a value of a type that JSON lacks."""
 Arrays = dict[str, Any]
 
 
 def torch() -> Any:
-    """The torch module, where the script has imported it; None otherwise."""
+    """The torch module if the script has imported it; None otherwise."""
     return sys.modules.get("torch")
 
 
 def loaded_torch() -> Any:
-    """The torch module, for what was saved with it: a script may go on before it has imported torch."""
+    """Import torch, which loading torch objects needs: a script may resume before it has imported torch itself."""
     return importlib.import_module("torch")
 
 
 def pack(value: Any) -> tuple[Any, Arrays]:
-    """A tree of dicts, lists, numbers, tensors and arrays as JSON, and its tensors and arrays by name.
+    """Convert a tree of dicts, lists, numbers, tensors and arrays to JSON, and to a dict of its tensors and arrays by name.
 
-    Tensors are not copied; two that are the same bytes in the same shape are named once.
+    Tensors are not copied; two that show the same bytes with the same dtype, shape and strides get one name.
 
     Raises:
-        StateError: naming what cannot be saved, and where it is.
+        StateError: naming the object that cannot be saved, and its place in the tree.
     """
     arrays: Arrays = {}
     known: dict[Any, str] = {}
@@ -69,7 +69,7 @@ def pack(value: Any) -> tuple[Any, Arrays]:
                 if _FACTORIES.get(name, name) is not value.default_factory:
                     raise StateError(f"{where} is a defaultdict of {name}, which cannot be saved: make it a dict")
                 found["factory"] = name
-            extra = getattr(value, "_metadata", None)  # torch's versions of modules
+            extra = getattr(value, "_metadata", None)  # module versions in a torch state dict
             return found if extra is None else {**found, "metadata": walk(extra, f"{where}._metadata")}
         if type(value) in {bytes, bytearray}:
             return {TAG: type(value).__name__, "value": base64.b64encode(value).decode()}
@@ -116,7 +116,7 @@ def _tensor(value: Any, where: str, named: Callable[[str, Any, Any], str], walk:
                 "would be lost; save what it is made of"
             )
         plain = value.detach().resolve_conj().resolve_neg()
-        if plain.dtype == t.complex128:  # the format has none
+        if plain.dtype == t.complex128:  # safetensors lacks it
             return {TAG: "complex128", "value": walk(t.view_as_real(plain), where)}
         key = (plain.data_ptr() or id(value), plain.dtype, tuple(plain.shape), tuple(plain.stride()))
         order = sorted(range(plain.dim()), key=lambda d: -plain.stride(d))
@@ -141,7 +141,7 @@ def _array(value: Any, where: str, named: Callable[[str, Any, Any], str], walk: 
     plain = np.asarray(value)
     if not plain.dtype.isnative:
         raise StateError(f"{where} is an array of {plain.dtype}, in another machine's order of bytes: convert it first")
-    if plain.dtype == np.complex128:  # the format has none
+    if plain.dtype == np.complex128:  # safetensors lacks it
         pairs = walk(np.stack([plain.real, plain.imag], axis=-1), where)
         return {TAG: "complex128", "value": pairs, "scalar": isinstance(value, np.generic)}
     if plain.dtype.kind not in "biufc" or plain.dtype.itemsize > 8:
@@ -153,11 +153,11 @@ def _array(value: Any, where: str, named: Callable[[str, Any, Any], str], walk: 
 
 
 def unpack(tree: Any, array: Callable[[str], Any]) -> Any:
-    """What was packed.
+    """Convert a packed tree back.
 
     Args:
-        tree: as `pack` gave it.
-        array: gives a tensor or array by its name; what it gives for one name is used wherever the name stands.
+        tree: the JSON tree from `pack`.
+        array: returns a tensor or array by its name; called once per name, so objects that were shared are shared again.
     """
     known: dict[Any, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Checkpoints that a framework writes by itself: marked once they are whole, so that a half-written one is never loaded."""
+"""Marks checkpoints that a framework wrote once they are complete, so that a partial one is never loaded."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SUFFIX = ".whole.json"
 
 
 def mark(path: Path) -> None:
-    """Force a file, or all files of a folder, to the disk, and write down their sizes and hashes beside it.
+    """Flush a file, or all files of a folder, to the disk, and write their sizes and SHA-256 digests to a file beside it.
 
     Raises:
-        CheckpointError: if that cannot be done: those that were marked before are as they were.
+        CheckpointError: if that fails; checkpoints marked earlier are intact.
     """
     note = path.parent / f"{path.name}{_SUFFIX}"
     undone = note.with_suffix(".undone")
@@ -42,10 +42,10 @@ def mark(path: Path) -> None:
 
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[None]:
-    """Turn what hinders somebody who writes a checkpoint into an error of ours.
+    """Turn a failure to write a checkpoint, in the framework or here, into :class:`CheckpointError`.
 
     Raises:
-        CheckpointError: if something does.
+        CheckpointError: if the block fails with an ``OSError``, or with the ``RuntimeError`` of torch's file writer.
     """
     try:
         yield
@@ -59,12 +59,12 @@ def written(path: Path) -> Iterator[None]:
 
 
 def _other(error: Exception) -> bool:
-    """Whether it is not room that is missing: torch's writer of files does not say."""
+    """Whether the cause is not a full or failing disk; torch's file writer does not give one, and counts as a full disk."""
     return isinstance(error, OSError) and not is_full(error)
 
 
 def whole(path: Path) -> bool:
-    """Whether it was marked, and is as it was then."""
+    """Whether a checkpoint was marked as complete and has not changed since."""
     with contextlib.suppress(OSError, ValueError):
         body = json.loads((path.parent / f"{path.name}{_SUFFIX}").read_text())
         return bool(body) and all(
@@ -75,7 +75,7 @@ def whole(path: Path) -> bool:
 
 
 def newest(folder: str | os.PathLike[str]) -> str | None:
-    """The newest whole checkpoint that a callback of ours has marked in a folder; None where there is none.
+    """Path of the newest complete checkpoint that one of Lowtide's callbacks marked in a folder; None if there is none.
 
     For ``trainer.train(resume_from_checkpoint=newest(...))`` and ``trainer.fit(..., ckpt_path=newest(...))``.
     """
@@ -89,7 +89,7 @@ def newest(folder: str | os.PathLike[str]) -> str | None:
 
 
 def forget(path: Path) -> None:
-    """Remove a file that was marked, and its mark: the mark first."""
+    """Remove a marked file's mark, then the file."""
     for gone in (path.parent / f"{path.name}{_SUFFIX}", path):
         with contextlib.suppress(FileNotFoundError):
             gone.unlink()

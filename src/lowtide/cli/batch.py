@@ -1,4 +1,4 @@
-"""``lowtide batch``: throughput and peak by size; ``lowtide predict``: the peak at sizes that were not run."""
+"""``lowtide batch``: throughput and peak at each size; ``lowtide predict``: the peak at sizes not run."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from lowtide.studies.size.vary import Vary
 
 RECORDED = 3
-"""Smallest values of an axis that are recorded for predictions, where more are given."""
+"""Number of values of an axis that are recorded for predictions: the smallest, if more are given."""
 NEAR = 2.0
-"""Times the largest recorded size: what may be recorded as well."""
+"""One more of the user's sizes may be recorded if it is at most this many times the largest recorded one."""
 RECORDED_STEPS = 3
-"""Steps of such a recording: a cold one and two warm ones."""
+"""Steps of such a recording: one cold and two warm."""
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -73,7 +73,11 @@ def batch(
     script: str,
     arguments: tuple[str, ...],
 ) -> int:
-    """Run SCRIPT at each size in a fresh process: samples per second, peak, the knee, and the largest that fits."""
+    """Measure SCRIPT's throughput and peak at each size.
+
+    Each size runs in a fresh process. The results are samples per second, the peak, the knee (the smallest size with at least
+    95 % of the highest throughput), and the largest size that fits.
+    """
     from lowtide.studies.leak.watch import end_on_sigterm
     from lowtide.studies.size.throughput import TIMED, WARM
     from lowtide.studies.size.trial import Target
@@ -218,14 +222,14 @@ def _predict_by_recording(
 
 
 def _smallest(values: Sequence[str]) -> list[str]:
-    """Those to be recorded; one is not among them where there are enough: torch treats such a dimension otherwise."""
+    """The smallest values, to be recorded; without 1 if there are enough others: torch treats a dimension of 1 differently."""
     rising = sorted(values, key=float)
     above = [v for v in rising if float(v) > 1]
     return (above if len(above) >= RECORDED else rising)[:RECORDED]
 
 
 def _next(values: Sequence[str], recorded: Sequence[str]) -> str:
-    """A size to record beyond those that were: the user's next where it is near, else as far on as the last two are apart."""
+    """One more size to record: the user's next one if it is near (`NEAR`), else the last plus the last two's difference."""
     before, last = (float(v) for v in recorded[-2:])
     for value in sorted(values, key=float):
         if last < float(value) <= NEAR * last:
@@ -243,10 +247,11 @@ def _next(values: Sequence[str], recorded: Sequence[str]) -> str:
 def predict(
     *, files: tuple[Path, ...], wanted: tuple[str, ...], memory: str | None, plan_file: str | None, json_file: str | None
 ) -> int:
-    """Predict a step's peak at sizes that were not run, from recordings at two or more others.
+    """Predict a step's peak at sizes that were not run.
 
-    F.lowtide is what `lowtide batch --predict -o` wrote, or several recordings of one script whose options give the sizes.
-    The exit code is 0 if the step fits (as it is, or with a plan) or no --memory is given, 1 if it does not.
+    The prediction is made from recordings at two or more other sizes. F.lowtide is the file that `lowtide batch --predict -o`
+    wrote, or several recordings of one script whose options give the sizes. The exit code is 0 if the step fits (as it is, or
+    with a plan) or if --memory is not given, and 1 if it does not fit.
     """
     from lowtide.report.size_predictions import fit_json, show_fit
     from lowtide.studies.size import bundle

@@ -75,11 +75,12 @@ def guard(
     script: str,
     arguments: tuple[str, ...],
 ) -> int:
-    """Run SCRIPT (or, after `--`, any COMMAND), and start it again from its checkpoint before memory runs out.
+    """Run SCRIPT (or, after `--`, any COMMAND), and restart it before memory runs out.
 
-    It is asked to stop at its next safe point (`lowtide.checkpoint(...)`, or a callback of Lightning, the Hugging Face
-    Trainer or Keras) when its memory nears the cap, or by the rule. Exit code: its own; 75 where it was stopped by a signal
-    and has saved its state; 1 where it was given up.
+    It is asked to save and stop at its next safe point (`lowtide.checkpoint(...)`, or a callback of Lightning, the Hugging
+    Face Trainer or Keras) when its memory nears the cap, or when --recycle says so, and continues from its checkpoint in a
+    fresh process. The exit code is its own; 75 if a signal stopped it and it has saved its state, else 128 + N for signal N;
+    1 if the guard gave up restarting it.
     """
     check_alone()
     from lowtide.guard.keep import Enforce, GuardSettings, RunKeeper
@@ -119,9 +120,9 @@ def guard(
     if json_file is not None:
         try:
             write_json(json_file, {"command": command, **to_json(outcome)})
-        except OSError as error:  # after hours of work this is no reason to lose the rest
+        except OSError as error:  # after hours of work, this must not lose the rest
             tell(f"lowtide: error: cannot write {json_file}: {error.strerror}")
-    with contextlib.suppress(OSError):  # nobody reads any more
+    with contextlib.suppress(OSError):  # the terminal or pipe may be closed by now
         if not quiet:
             show(outcome)
         elif outcome.exit_code:
@@ -136,7 +137,7 @@ def _recorded(recording: str | None, command: list[str]) -> list[Any]:
 
 
 def _exported(stack: contextlib.ExitStack, prometheus: int | None, tensorboard: str | None) -> list[Any]:
-    """What shows the figures elsewhere."""
+    """Listeners that export the figures to Prometheus and TensorBoard."""
     from lowtide.report.guard_trackers import PrometheusTracker, TensorBoardTracker
 
     found: list[Any] = []

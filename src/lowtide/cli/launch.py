@@ -1,4 +1,4 @@
-"""Replacing this process by one that runs a script under the agent, with the heap counter preloaded."""
+"""Replaces this process by one that runs a script under the agent, with the heap counter preloaded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lowtide.runtime.agent.task import Task, agent_command, environment_of, runs
 
 
 def check_target(target: str, *, module: bool) -> None:
-    """Refuse a script or module that is not there.
+    """Check that a script or module exists.
 
     Raises:
-        UsageError: naming it.
+        UsageError: if it does not; names it.
     """
     if not module:
         if not Path(target).is_file():
@@ -34,20 +34,24 @@ def check_target(target: str, *, module: bool) -> None:
 
 
 def check_alone() -> None:
-    """Refuse to start inside a process that another verb of Lowtide runs already.
+    """Check that this process is not run by another verb of Lowtide already.
 
     Raises:
-        UsageError: in that case.
+        UsageError: if it is.
     """
     if runs_here():
         raise UsageError("this process is run by Lowtide already (`lowtide run` or `record`): use one of them only")
 
 
 def check_folder(file: str | None, remedy: str = "give another file") -> None:
-    """Refuse a file that cannot be written: its folder is not there, or may not be written to.
+    """Check that a file can be written: its folder exists and is writable, and the file itself is not a folder.
+
+    Args:
+        file: its path; None passes.
+        remedy: advice at the end of the message.
 
     Raises:
-        UsageError: naming it.
+        UsageError: if it cannot; names it.
     """
     if file is None:
         return
@@ -60,13 +64,13 @@ def check_folder(file: str | None, remedy: str = "give another file") -> None:
 
 
 def absolute(file: str | None) -> str | None:
-    """Where a file lies, wherever the script goes before it is written."""
+    """Absolute path of a file, because the script may change its working directory before the file is written."""
     return None if file is None else str(Path(file).resolve())
 
 
 def become(task: Task) -> NoReturn:
-    """Replace this process by the agent: its id, its terminal and its exit code stay."""
+    """Replace this process by the agent, which keeps the process id and the terminal; the exit code becomes the agent's."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # a shell may start us without
+        if stream is not None:  # a shell may start us with closed streams
             stream.flush()
     os.execve(sys.executable, agent_command(), environment_of(task))  # noqa: S606 - no shell is wanted

@@ -1,4 +1,4 @@
-"""``lowtide leak``: does a program leak, what, and where."""
+"""``lowtide leak``: whether a program leaks, what leaks, and where."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from lowtide.cli.script import Finite, ScriptOrCommand, command_of, takes_script
 from lowtide.studies.leak.watch import Progress, Watch, Watched, end_on_sigterm
 
 LEAST_STEPS: Final = 50
-"""Fewer never tell anything."""
+"""Fewer steps never give a verdict."""
 _LEAST_ROOM: Final = 1 << 20
-"""Free bytes of a disk on which samples may have found none."""
+"""With less free disk space than this, bytes, samples may have had no room."""
 
 
 def tolerance_of(tolerance: str | None, memory_left: str | None, planned_steps: int | None) -> float:
-    """Bytes per step that are let pass.
+    """Tolerated growth, bytes per step.
 
     Raises:
-        UsageError: if what is given does not go together.
+        UsageError: if the options do not go together.
     """
     from lowtide.studies.leak.verdict import TOLERANCE
 
@@ -108,11 +108,12 @@ def leak(
     script: str,
     arguments: tuple[str, ...],
 ) -> int:
-    """Say whether SCRIPT (or, after `--`, any COMMAND) leaks: leak, clean, or inconclusive.
+    """Test whether SCRIPT (or, after `--`, any COMMAND) leaks memory.
 
-    The program runs in fresh processes, each ended after --steps steps: torch's optimizer steps, Keras's batches,
-    lowtide.step(), or ticks of the clock. What it holds is counted after each; growth above the tolerance for certain is
-    a leak. What the first process prints goes to standard output.
+    The verdict is leak, clean, or inconclusive. The program runs in fresh processes, each of which is ended after --steps
+    steps. A step is an optimizer step of torch, a batch of Keras or of a torch data loader, a call of lowtide.step(), a line
+    that matches --step-line, or a tick of the clock. The memory that the program holds is measured after each step; growth
+    that is certainly above the tolerance is a leak. What the first process prints goes to standard output.
     """
     check_alone()
     end_on_sigterm()
@@ -138,7 +139,7 @@ def leak(
         last = found.runs[-1]
         suspects: tuple[Any, ...] = ()
         culprit = found.verdict.culprit
-        elsewhere = culprit is not None and culprit.name == "workers"  # nothing is looked for in child processes
+        elsewhere = culprit is not None and culprit.name == "workers"  # child processes are not searched
         if deep or (who and found.verdict.verdict is Verdict.LEAK and not elsewhere):
             told.began("looking for what grows")
             rate = 0.0 if culprit is None else culprit.trend.rate
@@ -188,7 +189,7 @@ def _check_memray() -> None:
 
 
 def _failed(run: Any, command: list[str]) -> int:
-    """Say why there is no verdict; the exit code."""
+    """Print why there is no verdict; returns the exit code."""
     if run.tail:
         tell(run.tail)
     name = shlex.join(command)
@@ -210,15 +211,15 @@ def _ending(code: int) -> str:
 
 
 class LeakProgress(Progress):
-    """Progress, shown."""
+    """Shows the progress of a study as a bar."""
 
     def __init__(self, bar: Any, steps: int) -> None:
-        """Nothing has begun."""
+        """Show nothing yet, and nothing at all if ``bar`` is None."""
         self._bar, self._steps, self._number = bar, steps, 0
         self._task: Any = None
 
     def began(self, what: str) -> None:
-        """Something else begins."""
+        """A new part of the study begins."""
         if self._bar is not None:
             if self._task is not None:
                 self._bar.update(self._task, visible=False)
@@ -234,7 +235,7 @@ class LeakProgress(Progress):
         self.began(f"arm: {name}")
 
     def stepped(self, steps: int) -> None:
-        """So many steps of the process that runs have been seen."""
+        """The running process has made this many steps."""
         if self._bar is not None:
             self._bar.update(self._task, completed=min(steps, self._steps))
 

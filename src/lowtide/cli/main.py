@@ -26,7 +26,7 @@ from lowtide.cli.sweep import sweep
 
 
 class _Lowtide(click.Group):
-    """A group whose errors are one line, ``lowtide: error: ...``, without a traceback."""
+    """A group that reports an error in one line, ``lowtide: error: ...``, without a traceback."""
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Run a verb and exit."""
@@ -50,19 +50,19 @@ class _Lowtide(click.Group):
 
 
 def _trouble(error: OSError) -> str:
-    """What an error of the system's is of; where it names no file, the disk is most often full."""
+    """Text for an OSError; if it names no file, most often the disk is full."""
     if error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if error.errno in (errno.EAGAIN, errno.ENOMEM):
         return f"a process cannot be started ({why(error)}): end others, or raise the limit (`ulimit -u`, a container's pids)"
-    if error.errno != errno.EIO and (is_full(error) or error.errno == errno.ENOENT):  # tempfile's, which has looked everywhere
+    if error.errno != errno.EIO and (is_full(error) or error.errno == errno.ENOENT):  # ENOENT: tempfile found no folder
         return f"{why(error)}: make room, or set TMPDIR to a folder that has it"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{why(error)} (in {frame.name}, {frame.filename}:{frame.lineno})"
 
 
 def fail(message: str, *, code: int = 2) -> NoReturn:
-    """Say what is wrong in one line and exit."""
+    """Print the message in one line and exit with ``code``."""
     tell(f"lowtide: error: {' '.join(message.split())}")
     sys.exit(code)
 

@@ -44,11 +44,12 @@ def minimum(
     script: str,
     arguments: tuple[str, ...],
 ) -> int:
-    """Find the smallest budget under which SCRIPT trains, by runs that are capped for real.
+    """Find the smallest budget under which SCRIPT trains.
 
-    A baseline run comes first, as long as the minimum must survive. Short runs follow, each capped at its budget and long
-    enough to meet the highest step: the smallest budget that passes is the minimum, and one within 1 % below it fails. The
-    search is made without memory optimizations, with the exact ones, and with those of --allow.
+    The minimum is proven by real runs with capped memory. First comes a baseline run, with at least as many steps as the
+    minimum must survive (--survive). Short runs follow, each capped at its budget and long enough to include the step with
+    the highest peak. The minimum is the smallest budget that passes; a budget within 1 % below it fails. The search is made
+    without memory optimizations, with the exact ones, and with those of --allow.
     """
     from lowtide.report.size import minimum_json, minimum_page, show_minimum
     from lowtide.report.terminal import console

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 _SQLITE = b"SQLite format 3\0"
 _ORDERS = ("best-order", "worst-order")
-"""Strategies that are orders of their own, whatever the given one is."""
+"""Strategies that choose the order of operators themselves, whatever order is given."""
 _CURVE = 13
-"""Budgets of a curve."""
+"""Number of budgets on a curve."""
 _CURVE_TIME = 1.5
-"""Searching a curve may take so many times what one budget may."""
+"""The search for a curve may take this many times as long as the search for one budget."""
 
 _LARGEST_BLOCK = 1 << 30
-"""No allocator gives out larger blocks."""
+"""Largest rounding that is accepted, bytes: no allocator rounds to larger blocks."""
 
 
 @click.command()
@@ -93,7 +93,10 @@ def plan(
     json_file: str | None,
     html_file: str | None,
 ) -> int:
-    """Plan GRAPH.json, or a step of a recording, within a budget: what to keep, recompute or offload, and how good that is."""
+    """Plan what to keep, recompute or offload within a budget.
+
+    Plans a graph (GRAPH.json) or a step of a recording (F.lowtide), and shows how far the plan is at most from the best one.
+    """
     from lowtide.planning.solver import caching_allocator, solve
 
     for file in (json_file, html_file):
@@ -154,7 +157,7 @@ def plan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """What a file holds: its graph, what of its peak a share is not taken of, and the step where it is a recording."""
+    """The contents of a file: its graph, the resident bytes that a budget share leaves out, and the step of a recording."""
 
     graph: Graph
     resident: int = 0
@@ -195,9 +198,10 @@ def _chosen(
     step: RecordedStep, plain: Planned, allowed: frozenset[str], prepared: Callable[[Graph], Graph], budget: int | None,
     seconds: float,
 ) -> tuple[list[Planned], Planned]:
-    """The step with each set of levers, and the fastest one that is allowed; without plans where no budget is asked.
+    """The step with each set of levers, and the fastest set that is allowed; without plans if there is no budget.
 
-    All sets together take as long as the plan without levers, and the chosen one as long again where that leaves a gap.
+    The search for all sets together takes as long as the search without levers. The chosen set is searched for as long again
+    if a gap remains between its plan and the bound.
     """
     from lowtide.planning.status import Status
     from lowtide.recording.rewrites.choose_levers import best, others
@@ -240,7 +244,7 @@ def _with_offload(graph: Graph, speed: str | None, host: str | None, overlap: bo
 
 
 def _budget(text: str | None, solver: Solver, resident: int) -> int | None:
-    """Bytes; a share is of the given order's peak, less what a recorded step always has."""
+    """The budget, bytes. A share applies to the given order's peak above the resident bytes, which are added in full."""
     if text is None:
         return None
     asked = parse_budget(text)
@@ -277,7 +281,7 @@ def _check(source: _Source, prepared: Callable[[Graph], Graph], path: Path) -> i
 
 
 def _with_levers(source: _Source, names: object, path: Path) -> Graph:
-    """The graph that a solution with levers is of."""
+    """The graph of the step with the levers that a solution uses."""
     from lowtide.recording.rewrites.levers import with_levers
 
     if source.step is None:
@@ -332,7 +336,7 @@ def _answer(solver: Solver, budget: int | None, strategy: str, seconds: float, p
 
 
 def _floor_with_moving(source: _Source, solver: Solver) -> int | None:
-    """What no plan of a recording goes below that moves values, as a run does; None if this one may, or for a graph."""
+    """Proven minimum, bytes, of plans that may offload, as a run may; None for a graph, or if this plan may offload itself."""
     from lowtide.planning.solver.solve import Solver
     from lowtide.recording.peak_floor import with_board
 
@@ -343,7 +347,7 @@ def _floor_with_moving(source: _Source, solver: Solver) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Output:
-    """How an answer came to be, and where it goes."""
+    """How an answer was made, and where it is written."""
 
     strategy: str
     rounding: int

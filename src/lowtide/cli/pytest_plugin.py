@@ -1,7 +1,7 @@
-"""``@pytest.mark.peak_memory("512 MiB", phase="backward")``: a test fails when its tensors take more.
+"""``@pytest.mark.peak_memory("512 MiB", phase="backward")``: fails a test whose tensors take more memory.
 
-The peak is the highest point of torch's allocator above what was live when the test began; with ``phase``, the highest in that
-phase. On the CPU the same test takes the same bytes each time. The failure says what was live at that point.
+The peak is the highest point of torch's allocator above what was live when the test began; with ``phase``, the highest point
+in that phase. On the CPU, the same test takes the same bytes every time. The failure message lists what was live at the peak.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOP = 5
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
+    """Register the marker."""
     config.addinivalue_line(
         "markers",
         f"{MARK}(size, phase=None): fail if torch's allocator takes more than size above where the test began, in any phase "
@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse wrong marks before anything runs: a test that is expected to fail would hide them."""
+    """Reject invalid marks before any test runs: a test that is expected to fail would hide them."""
     for item in items:
         for mark in item.iter_markers(MARK):
             try:
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Record a marked test, and judge it once it has passed."""
+    """Record a marked test, and compare its peak with the limit once it has passed."""
     mark = item.get_closest_marker(MARK)
     if mark is None:
         return (yield)
@@ -79,7 +79,7 @@ def _asked(size: str | int, phase: str | None = None) -> tuple[int, str | None]:
 
 
 def _judge(recording: Recording, limit: int, phase: str | None) -> None:
-    if recording.meta.get("stopped") or recording.meta.get("died"):  # its highest point may have come later
+    if recording.meta.get("stopped") or recording.meta.get("died"):  # the peak may have come later
         pytest.fail(f"{MARK}: the recording stopped before the test did: {ROOM_FOR_TEMPORARY_FILES}", pytrace=False)
     base = recording.steps[0].start_bytes if recording.steps else 0
     peaks = [p.peak_bytes - base for row in recording.steps for p in row.phases if phase is None or p.name == phase]
@@ -90,7 +90,7 @@ def _judge(recording: Recording, limit: int, phase: str | None) -> None:
 
 
 def _told(recording: Recording, peak: int, base: int, limit: int, phase: str | None) -> str:
-    """What was live at the highest point, and what would lower it."""
+    """The failure message: the peak, what was live there, and what would lower it."""
     from lowtide.base.units import format_bytes
     from lowtide.recording.explanation.explanation import explain
     from lowtide.recording.file_format import PHASES

@@ -1,4 +1,4 @@
-"""``lowtide record``: what a script does with memory, into a file."""
+"""``lowtide record``: writes what a script does with memory to a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowtide.cli.script import takes_script
 from lowtide.runtime.agent.task import PRELOAD, RecordOptions, Task
 
 _LEAST_CAP = 4096
-"""Bytes; below, a unit was forgotten: importing torch takes more."""
+"""Smallest cap, bytes: below it a unit was forgotten, since importing torch alone takes more."""
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -37,10 +37,10 @@ def record(
     script: str,
     arguments: tuple[str, ...],
 ) -> NoReturn:
-    """Run SCRIPT as it is, and record what every byte of its steps is.
+    """Run SCRIPT unchanged, and record what uses its memory.
 
-    Options before SCRIPT are Lowtide's; all after it are the script's own. The exit code is the script's. Look at the
-    recording with `lowtide report FILE`.
+    The recording says what every byte in the script's steps is. Options before SCRIPT are Lowtide's; everything after it
+    belongs to the script. The exit code is the script's. View the recording with `lowtide report FILE`.
     """
     check_alone()
     cap_bytes = 0 if cap is None else parse_bytes(cap)

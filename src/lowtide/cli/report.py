@@ -1,4 +1,4 @@
-"""``lowtide report`` and ``lowtide diff``: what recordings say."""
+"""``lowtide report`` and ``lowtide diff``: explain one recording, or compare two."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def report(
     *, recording: Path, json_file: str | None, html_file: str | None, snapshot: str | None, perfetto: str | None,
     speedscope: str | None,
 ) -> None:
-    """Show what RECORDING says: phases, the high-water mark, what would lower it."""
+    """Show RECORDING's phases and peak, and what would lower the peak."""
     from lowtide.recording.explanation.explanation import explain
     from lowtide.recording.reader import read
     from lowtide.report.recording import show_recording, to_json

@@ -1,4 +1,4 @@
-"""``lowtide run``: a script under a budget."""
+"""``lowtide run``: runs a script under a memory budget."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ def run(
 ) -> int:
     """Run SCRIPT under a memory budget, with bit-equal results.
 
-    Options before SCRIPT are Lowtide's; all after it are the script's own. The exit code is the script's; 1 if the first
-    three steps show that the budget cannot be held, 2 for bad usage, 3 if SCRIPT ended well and a step crossed the budget.
+    Options before SCRIPT are Lowtide's; everything after it belongs to the script. The exit code is the script's; 1 if the
+    first three steps show that the budget cannot be held, 2 for wrong usage, 3 if SCRIPT succeeded but a step exceeded the
+    budget.
     """
     check_alone()
     if levers is not None or levers_as_before is not None:
@@ -91,11 +92,11 @@ def run(
             ),
         )
     )
-    return 0  # never reached: this process is another now
+    return 0  # never reached: `become` has replaced this process
 
 
 def _list_levers(script: str, arguments: tuple[str, ...], *, module: bool, json_file: str | None) -> int:
-    """Each lever tried for some steps, beside the plain run."""
+    """Try each lever for a few steps, and compare it with the plain run."""
     from lowtide.base.errors import LowtideError
     from lowtide.base.lever_catalogue import LEVERS
     from lowtide.report.size import levers_json, show_levers

@@ -1,4 +1,4 @@
-"""What all verbs that run a script have in common on the command line."""
+"""Command-line parts shared by all verbs that run a script."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowtide.studies.leak.watch import check_command, python
 
 
 def takes_script(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """The end of a verb's options: ``-m``, the script, and its own arguments."""
+    """Add the end of a verb's command line: ``-m``, the script, and the script's own arguments."""
     for parameter in (
         click.argument("arguments", nargs=-1, type=click.UNPROCESSED),
         click.argument("script"),
@@ -25,10 +25,10 @@ def takes_script(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Finite(click.FloatRange):
-    """A number in a range: neither infinite, nor none at all (which no range refuses)."""
+    """A finite number in a range: rejects infinity, and NaN, which no range rejects."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number."""
+        """Convert the value to a number, and reject it if it is not finite."""
         found = float(super().convert(value, param, ctx))
         if not math.isfinite(found):
             self.fail(f"{value!r} is no finite number", param, ctx)
@@ -39,7 +39,7 @@ class ScriptOrCommand(click.Command):
     """A verb that takes a script and its arguments, or any command after ``--``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Note whether what comes after the options is a command."""
+        """Note in ``ctx.meta`` whether a command follows the options, after ``--``."""
         valued = {name for p in self.params if isinstance(p, click.Option) and not p.is_flag for name in p.opts}
         at = 0
         while at < len(args) and args[at] != "--" and args[at].startswith("-"):
@@ -49,10 +49,10 @@ class ScriptOrCommand(click.Command):
 
 
 def command_of(script: str, arguments: tuple[str, ...], *, module: bool) -> list[str]:
-    """The command that is meant, checked.
+    """The command to run, checked: the given one, or Python with the script or module.
 
     Raises:
-        UsageError: if it is not there.
+        UsageError: if it does not exist, or if ``-m`` is given with a command.
     """
     if click.get_current_context().meta["command"]:
         if module:

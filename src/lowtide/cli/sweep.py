@@ -1,4 +1,4 @@
-"""``lowtide sweep``: a matrix of configurations, each in fresh processes."""
+"""``lowtide sweep``: runs a matrix of configurations, each in fresh processes."""
 
 from __future__ import annotations
 
@@ -50,9 +50,10 @@ def sweep(
     html_file: str | None,
     quiet: bool,
 ) -> int:
-    """Run every configuration of SWEEP.toml in fresh processes: growth of memory per step, and rate.
+    """Run every configuration of SWEEP.toml in fresh processes.
 
-    The table goes to standard output as Markdown. A sweep that was interrupted, or killed, goes on where it was.
+    The table shows each one's growth of memory per step and its rate, and goes to standard output as Markdown. A sweep that
+    was interrupted or killed continues where it stopped.
     """
     from lowtide.report.sweep import as_csv, markdown, page, show, to_json
     from lowtide.studies.sweep.definition import load
@@ -104,7 +105,7 @@ def sweep(
 
 
 class _SweepProgress:
-    """Progress, shown."""
+    """Shows the progress of a sweep as a bar; shows nothing if ``bar`` is None."""
 
     def __init__(self, bar: Any) -> None:
         self._bar = bar
@@ -112,7 +113,7 @@ class _SweepProgress:
         self._said: set[str] = set()
 
     def begins(self, part: str, cells: int, done: int) -> None:
-        """A part of the sweep begins, or goes on."""
+        """A part of the sweep begins, or continues."""
         if self._bar is not None:
             self._task = self._bar.add_task(part, total=cells, completed=done)
 
@@ -122,7 +123,7 @@ class _SweepProgress:
 
         if self._bar is not None:
             why = last_words(result)
-            if why and why not in self._said:  # once: what is wrong with one is often wrong with all
+            if why and why not in self._said:  # print it once: cells often fail for the same reason
                 self._said.add(why)
                 self._bar.console.print(f"a cell ended with: {why}", markup=False)
             self._bar.advance(self._task)

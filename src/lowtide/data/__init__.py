@@ -1,4 +1,6 @@
-"""Readers that cannot leak: one interface over .npy, HDF5, Zarr and Parquet; slices, shuffled blocks, separate processes.
+"""Readers that cannot leak, for .npy, HDF5, Zarr and Parquet: slices, shuffled blocks, separate processes.
+
+All formats share one interface, `Source`.
 
 ::
 
@@ -23,11 +25,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Arrays", "Blocks", "Isolated", "Source", "dataset", "isolate", "open", "stream"]
 
-open = open_source  # noqa: A001 - read as lowtide.data.open
+open = open_source  # noqa: A001 - users write lowtide.data.open
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch, when it is asked for."""
+    """Import the names that need torch on first access."""
     if name in {"dataset", "stream"}:
         from lowtide.runtime import datasets
 

@@ -13,22 +13,23 @@ from lowtide.base.units import MIB, parse_bytes
 from lowtide.data.source import Source, gathers, read_into
 
 READ_BYTES: Final = 4 * MIB
-"""A block, where nothing else is asked: few enough seeks, little enough memory."""
+"""Default size of a block: large enough for few seeks, small enough to take little memory."""
 
 
 @final
 class Blocks:
     """Batches of a source, read in contiguous blocks.
 
-    Shuffled: blocks come in random order, as many as the buffer holds are read together, and samples are drawn from them at
-    random; each sample comes once an epoch. An epoch's order depends on ``seed`` and the number of the epoch alone, so it
-    can go on at any batch (`state_dict`). Large samples of a file that can be read anywhere are not buffered: the system is
-    told of the blocks, and each sample is read from its cache straight into the batch.
+    With ``shuffle``, blocks come in random order. As many as the buffer holds are read together, and samples are drawn from
+    them at random; each sample comes once per epoch. The order of an epoch depends only on ``seed`` and the number of the
+    epoch, so an epoch can be resumed at any batch (`state_dict`). Large samples are not buffered if the file can be read at
+    any offset: the kernel reads the blocks ahead, and each sample is read from the page cache straight into its batch.
 
     Attributes:
-        buffer_bytes: the most that is held at once: the buffer, and one batch.
-        allocate: makes the memory of a batch that is read by itself, from its shape and type; nobody looks there any more once
-            the next batch is asked for.
+        buffer_bytes: limit on what is held at once while shuffling: the buffered blocks, one block being read and one handed
+            out. A batch larger than a block comes on top.
+        allocate: makes the memory of a batch from its shape and dtype, where each batch is read on its own; `Blocks` does not
+            access the batch any more once the next one is requested.
     """
 
     allocate: Callable[..., NDArray[Any]] = staticmethod(np.empty)
@@ -44,19 +45,20 @@ class Blocks:
         buffer: int | str = 64 * MIB,
         drop_last: bool = False,
     ) -> None:
-        """Nothing is read yet.
+        """Read no batch yet.
 
         Args:
-            source: what is read.
-            batch_size: samples of a batch.
-            shuffle: whether in random order.
-            seed: of the order.
-            block: samples that are read together; about 4 MiB where it is not given.
-            buffer: bytes that are held at most while shuffling (``"256MiB"``).
-            drop_last: whether an incomplete last batch is left out.
+            source: the source to read.
+            batch_size: samples per batch.
+            shuffle: whether samples come in random order.
+            seed: seed of that order.
+            block: samples that are read together; by default about 4 MiB of them, or an eighth of the buffer if that is
+                less; without ``shuffle`` rounded to whole batches.
+            buffer: most bytes that are held while shuffling, such as ``"256MiB"``.
+            drop_last: whether to leave out an incomplete last batch.
 
         Raises:
-            ReaderError: if the buffer does not hold two blocks.
+            ReaderError: if ``batch_size`` is below 1, or if the buffer of a shuffle does not hold four blocks.
         """
         if batch_size < 1:
             raise ReaderError("batch_size is at least 1")
@@ -64,9 +66,9 @@ class Blocks:
         size = max(1, source.sample_bytes)
         self.buffer_bytes = parse_bytes(buffer) if isinstance(buffer, str) else buffer
         self._block = block or max(1, min(READ_BYTES, self.buffer_bytes // 8) // size)
-        if block is None and not shuffle:  # so that no batch is put together from two
+        if block is None and not shuffle:  # so that no batch spans two blocks
             self._block = max(1, self._block // batch_size) * batch_size
-        self._held = self.buffer_bytes // (self._block * size) - 2  # one more is being read, and one is given out
+        self._held = self.buffer_bytes // (self._block * size) - 2  # one block is being read, and one is handed out
         if shuffle and self._held < 2:
             raise ReaderError(
                 f"a buffer of {self.buffer_bytes} bytes does not hold four blocks of {self._block} samples of {size} bytes: "
@@ -81,15 +83,15 @@ class Blocks:
         return self._shuffle
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Number of batches per epoch."""
         total = len(self._source)
         return total // self._batch if self._drop else -(-total // self._batch)
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of an epoch, or the rest of the one that was loaded. Left before its end, the epoch is over too.
+        """The batches of an epoch, or the rest of the epoch that was loaded. Leaving the iteration early also ends the epoch.
 
         Raises:
-            ReaderError: if it is iterated a second time before the first was over.
+            ReaderError: if a second iteration begins before the first is over.
         """
         start, self._start = self._start, 0
         self._iteration += 1
@@ -105,22 +107,22 @@ class Blocks:
                 self._epoch, self._given = self._epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Which epoch, and how many of its batches were given."""
+        """The number of the epoch, and how many of its batches were yielded."""
         return {"epoch": self._epoch, "given": self._given}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from there when iterated next."""
+        """Continue from there in the next iteration."""
         self._iteration += 1
         self._epoch, self._given, self._start = state["epoch"], state["given"], state["given"]
 
     def _batches(self, skip: int) -> Iterator[Any]:
-        """Batches from a number on. The shuffled order is played through without reading what is passed over."""
+        """Batches from number ``skip`` on. The shuffled order is replayed without reading the samples that are skipped."""
         total, first = len(self._source), skip * self._batch
         rest: Any = None
         held = 0
         for part in self._parts(total, first):
             rest = part if rest is None else _join(rest, part)
-            del part  # so that its memory can be used for the next
+            del part  # so that its memory can be reused for the next part
             held = _count(rest)
             at = 0
             while held - at >= self._batch:
@@ -132,7 +134,7 @@ class Blocks:
             yield rest
 
     def _parts(self, total: int, first: int) -> Iterator[Any]:
-        """Samples from the first on, in the order of the epoch, a few blocks at a time."""
+        """Samples from position ``first`` on, in the order of the epoch, a few blocks at a time."""
         if first < total:
             yield from self._shuffled(total, first) if self._shuffle else self._in_order(total, first)
 
@@ -167,7 +169,7 @@ class Blocks:
             passed += size
 
     def _gathered(self, like: Any, bounds: list[tuple[int, int]], draws: list[NDArray[np.int64]]) -> Iterator[Any]:
-        """Samples of some blocks, each read by itself."""
+        """Drawn samples of some blocks, each read on its own."""
         source: Any = self._source
         source.expect(bounds)
         places = np.concatenate([np.arange(*b) for b in bounds])
@@ -178,7 +180,7 @@ class Blocks:
             del batch
 
     def _buffered(self, room: Any, bounds: list[tuple[int, int]], draws: list[NDArray[np.int64]]) -> Iterator[Any]:
-        """Samples of some blocks, which are read one behind the other into room for them."""
+        """Drawn samples of some blocks, which are read one after the other into ``room``."""
         at = 0
         for start, stop in bounds:
             read_into(self._source, _part(room, slice(at, at + stop - start)), start, stop)
@@ -187,37 +189,37 @@ class Blocks:
 
     @property
     def _allocate(self) -> Callable[..., NDArray[Any]]:
-        """What makes the memory of what is drawn at random."""
+        """Makes the memory of samples drawn at random: `allocate`, if a block is a batch."""
         return self.allocate if self._apart else np.empty
 
     @property
     def _apart(self) -> bool:
-        """Whether each batch is read by itself, not cut out of what several have in common."""
+        """Whether a block is a batch: each batch is read on its own, not cut from memory that several share."""
         return self._block == self._batch
 
 
 def _pick(samples: Any, which: NDArray[np.int64], allocate: Callable[..., Any]) -> Any:
-    """Some of the samples, in memory of their own."""
+    """The samples with indices ``which``, in memory from ``allocate``."""
     if isinstance(samples, tuple):
         return tuple(_pick(s, which, allocate) for s in samples)
     made = allocate((len(which), *samples.shape[1:]), samples.dtype)
-    return samples.take(which, axis=0, out=made, mode="clip")  # "raise" would take them aside first
+    return samples.take(which, axis=0, out=made, mode="clip")  # mode "raise" would buffer `out`
 
 
 def _copied(samples: Any, which: slice) -> Any:
-    """Some of the samples, in memory of their own, so that the rest can go."""
+    """A copy of a slice of the samples, so that the rest can be freed."""
     return tuple(s[which].copy() for s in samples) if isinstance(samples, tuple) else samples[which].copy()
 
 
 def _room(like: Any, size: int, allocate: Callable[..., Any]) -> Any:
-    """Room for so many samples."""
+    """Memory for ``size`` samples of the shape and dtype of ``like``."""
     if isinstance(like, tuple):
         return tuple(_room(part, size, allocate) for part in like)
     return allocate((size, *like.shape[1:]), like.dtype)
 
 
 def _part(samples: Any, which: slice) -> Any:
-    """Some of the samples, without a copy."""
+    """A slice of the samples, without a copy."""
     return tuple(s[which] for s in samples) if isinstance(samples, tuple) else samples[which]
 
 

@@ -1,4 +1,4 @@
-"""Reading in a process of its own, replaced when it has grown: a reader that leaks cannot fill the script's memory."""
+"""Reads data in a separate process that is replaced as it grows: a leak cannot fill the script's memory."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from lowtide.data.wire import generators
 
 
 def isolate(dataset: Any, *, memory: int | str = "1GiB") -> Isolated:
-    """Read a data set in a process of its own, replaced when its unique set size passes a bound.
+    """Read a data set in a separate process, which is replaced when its unique set size exceeds a bound.
 
-    No sample is lost or doubled: a request that was not answered is asked again of the next process; an iteration goes on
-    where it stood. Random numbers that samples draw go on from process to process.
+    No sample is lost or duplicated: a request without an answer is sent again to the next process, and an iteration
+    continues where it stood. The random generators that samples draw from continue from process to process.
 
     Args:
-        dataset: a map-style ``Dataset`` (``__getitem__``), a `Source`, or something iterable with ``state_dict`` and
-            ``load_state_dict`` (`Blocks`). It is sent by ``cloudpickle``: open files in it are not.
-        memory: the bound, as ``"1GiB"`` or bytes.
+        dataset: a map-style ``Dataset`` (``__getitem__``), a `Source`, or an iterable with ``state_dict`` and
+            ``load_state_dict`` (`Blocks`). It is pickled with ``cloudpickle``, which cannot carry open files over.
+        memory: the bound, as ``"1GiB"`` or in bytes.
 
     Raises:
-        ReaderError: if it is an iterable whose position cannot be saved: it could not go on in another process.
+        ReaderError: if the data set can only be iterated and its position cannot be saved: another process could not
+            continue it.
     """
     return Isolated(dataset, parse_bytes(memory) if isinstance(memory, str) else memory)
 
@@ -38,11 +39,11 @@ class Isolated:
     """A data set that another process reads. Made by `isolate`.
 
     Attributes:
-        memory_bytes: the bound.
+        memory_bytes: bound on the unique set size of that process.
     """
 
     def __init__(self, dataset: Any, memory_bytes: int) -> None:
-        """Nothing runs before something is read."""
+        """Start no process yet: the first read does."""
         self._positioned = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
         if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "read") or self._positioned):
             raise ReaderError(
@@ -58,11 +59,11 @@ class Isolated:
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the processes."""
+        """The state without the reader processes."""
         return {**self.__dict__, "_readers": None, "_finalizer": None, "_lock": None}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        """In another process, which starts readers of its own."""
+        """Restore in another process, which starts its own readers."""
         self.__dict__.update(state)
         self._lock = threading.RLock()
 
@@ -78,28 +79,28 @@ class Isolated:
 
     @property
     def started(self) -> int:
-        """How many processes have been started."""
+        """Number of processes started since the first read, or since the first one after `close`."""
         return 0 if self._readers is None else self._readers.started
 
     @property
     def highest_bytes(self) -> int:
-        """Highest unique set size seen of any."""
+        """Highest unique set size seen in any of these processes."""
         return 0 if self._readers is None else self._readers.highest
 
     def close(self) -> None:
-        """End the process; another is started if something is read again."""
+        """End the process; the next read starts another."""
         with self._lock:
             if self._readers is not None:
-                self._finalizer()  # closes them, once
+                self._finalizer()  # calls Readers.close, at most once
                 self._readers = None
 
     def __len__(self) -> int:
-        """Of the data set, told here: nothing is read for it."""
+        """Length of the data set, taken from the copy in this process without asking a reader."""
         return len(self._dataset)
 
     @property
     def sample_bytes(self) -> int:
-        """Of one sample, where the data set is a `Source`."""
+        """Bytes of one sample, if the data set is a `Source`."""
         return int(self._ask("sample_bytes"))
 
     def __getitem__(self, index: Any) -> Any:
@@ -109,21 +110,21 @@ class Isolated:
         return self._ask("item", index)
 
     def __getitems__(self, indices: list[Any]) -> Any:
-        """Several samples at once, as torch's loaders ask for them."""
+        """Several samples at once, as torch's loaders request them."""
         return self._ask("items", list(indices))
 
     def read(self, start: int, stop: int) -> Any:
-        """A slice, where the data set is a `Source`."""
+        """Samples ``start`` to ``stop``, if the data set is a `Source`."""
         return self._ask("read", start, stop)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the item that was given last; of a map-style data set, the reader's generators."""
+        """The position after the last item yielded; for a map-style data set, the states of the reader's random generators."""
         if self._positioned:
             return {"position": dict(self._dataset.state_dict() if self._state is None else self._state)}
         return {"random": self._random if self._readers is None else self._ask("random")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a state that `state_dict` returned."""
         if self._positioned:
             self._state = state["position"]
         else:
@@ -132,7 +133,7 @@ class Isolated:
                 self._ask("restore", self._random)
 
     def __iter__(self) -> Iterator[Any]:
-        """Items, read ahead. Left before its end, the next iteration begins as the data set's own would."""
+        """Items, read ahead. After an iteration is left early, the next one begins where the data set's own would."""
         if not self._positioned:
             for i in range(len(self)):
                 yield self[i]
@@ -154,7 +155,7 @@ class Isolated:
             self._state, whole = ahead.at, True
         finally:
             if not whole and mine == self._iteration:
-                with contextlib.suppress(Exception):  # the script has other things on its mind
+                with contextlib.suppress(Exception):  # must not hide the script's own error
                     self._state = self._ask("leave")
 
 
@@ -168,10 +169,10 @@ class _Ahead:
         self._going, self._begun, self._died, self._dropped = True, False, 0, line.dropped
 
     def go_on(self) -> None:
-        """Ask for what is wanted, and take an answer, until there is one to be given or nothing more comes.
+        """Send requests and take answers until an item is ready or the data set is exhausted.
 
         Raises:
-            ReaderError: if processes die again and again of the same item.
+            ReaderError: if `TRIES` processes in a row die while reading the same item.
         """
         while self._going:
             try:
@@ -188,7 +189,7 @@ class _Ahead:
 
     def _exchange(self) -> None:
         line = self._line
-        if self._dropped != line.dropped:  # something else was asked in between
+        if self._dropped != line.dropped:  # another request dropped the answers that were waiting
             self._begun, self._dropped = False, line.dropped
         if not self._begun:
             line.ask_once("begin", self.at)
@@ -206,5 +207,5 @@ class _Ahead:
             self.read.append((item, after))
             return
         self._going = False
-        while line.now.waiting:  # asked for beyond the end
+        while line.now.waiting:  # requests sent beyond the end
             line.now.drop()

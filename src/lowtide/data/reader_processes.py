@@ -1,4 +1,4 @@
-"""Processes that read for this one, each within its memory, begun again where one ends."""
+"""Reader processes for one process of the script: each within a memory bound, replaced when it grows or dies."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from lowtide.base.units import format_bytes
 from lowtide.data.wire import Slot, fetch, generators, receive, send
 
 AHEAD: Final = 2
-"""Items that are read ahead while iterating."""
+"""Items read ahead while iterating."""
 LENT: Final = 5
-"""Items that the script may have as they lie in shared memory, without a copy; of more it gets copies."""
+"""Items that the script may hold directly in shared memory; further ones are copied."""
 SPARE: Final = 0.8
-"""Share of the bound from which on the next process is started, so that nobody waits for it."""
+"""Share of the bound at which the next process is started, so that the switch causes no wait."""
 SOON, AGAIN = 10, 3
-"""A process replaced after so few items, so many times in a row, is told of."""
+"""Warn when processes are replaced after at most `SOON` items, `AGAIN` times in a row."""
 ITEMS: Final = ("item", "items", "read", "following")
-"""Requests that are for something of the data."""
+"""Requests that read data, which count as items."""
 TRIES: Final = 2
-"""Processes that may die of one request."""
+"""Number of processes that may die on one request."""
 
 
 @final
 class _Process:
-    """One reading process."""
+    """One reader process."""
 
     def __init__(self, dataset: Any) -> None:
-        """Start it; it is not waited for."""
+        """Start it without waiting for it."""
         ours, theirs = multiprocessing.Pipe()
         self.connection: Connection = ours
         self.slots = [Slot() for _ in range(AHEAD + 1 + LENT)]
@@ -56,7 +56,7 @@ class _Process:
         send(self.connection, self.slots[0], dataset)
 
     def wait(self) -> None:
-        """Until it has the data.
+        """Wait until it has received the data set.
 
         Raises:
             EOFError: if it died.
@@ -75,11 +75,11 @@ class _Process:
 
     @property
     def waiting(self) -> int:
-        """Requests that are not answered yet."""
+        """Number of requests not answered yet."""
         return len(self._asked)
 
     def _place(self) -> int:
-        """The slot for the next answer: one that may be lent, if any is free; else one of which copies are taken."""
+        """Slot for the next answer: a free one whose arrays can be lent, else the next of those whose arrays are copied."""
         for at in range(AHEAD + 1, len(self.slots)):
             if at not in self._asked and self.slots[at].free():
                 return at
@@ -87,11 +87,12 @@ class _Process:
         return self._turn
 
     def answer(self) -> Any:
-        """The answer to the oldest request.
+        """Wait for the answer to the oldest request.
 
         Raises:
-            EOFError: if it died.
-            Exception: what the data set raised.
+            EOFError: if the process died.
+            ReaderError: if the data set raised an error that cannot be pickled.
+            Exception: any other error that the data set raised.
         """
         head, buffers = self._fetched()
         well, value, self.unique = pickle.loads(head, buffers=buffers)  # noqa: S301 - from our own process
@@ -104,22 +105,22 @@ class _Process:
         raise error
 
     def drop(self) -> None:
-        """Pass over the answer to the oldest request, whatever it is.
+        """Discard the answer to the oldest request, whatever it is.
 
         Raises:
-            EOFError: if it died.
+            EOFError: if the process died.
         """
         self._fetched()
 
     def _fetched(self) -> tuple[bytes, list[Any]]:
-        """The oldest answer, taken off the line whatever it turns out to be."""
+        """Receive the oldest answer and remove its request from the queue, even if the answer turns out to be an error."""
         at = self._asked[0]
         found = fetch(self.connection, self.slots[at], lent=at > AHEAD)
         self._asked.popleft()
         return found
 
     def gone(self) -> bool:
-        """Whether it has ended."""
+        """Whether it has exited; waits up to 0.5 s for that."""
         try:
             self._child.wait(0.5)
         except subprocess.TimeoutExpired:
@@ -127,7 +128,7 @@ class _Process:
         return True
 
     def close(self) -> None:
-        """End it."""
+        """End it: close the connection, and kill it if it still runs after 0.2 s."""
         self.connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(0.2)
@@ -139,15 +140,15 @@ class _Process:
 
 @final
 class Readers:
-    """The process that reads now and the one to come; of one process of the script."""
+    """The current reader process and the spare that will follow it, for one process of the script."""
 
     def __init__(self, dataset: Any, bound: int, state: Any) -> None:
         """Start the first one.
 
         Args:
-            dataset: what is read.
-            bound: bytes that a process may take.
-            state: of the generators with which it begins.
+            dataset: the data set to read.
+            bound: largest unique set size of a process, bytes.
+            state: states of the random generators that it begins with.
         """
         self.owner = os.getpid()
         self._dataset, self._bound = dataset, bound
@@ -163,7 +164,7 @@ class Readers:
         return _Process(self._dataset)
 
     def _next(self, state: Any) -> _Process:
-        """The process that reads from now on, its generators as given."""
+        """The next process (the spare if there is one), with its random generators set to ``state``."""
         for _ in range(TRIES):
             fresh, self._spare = self._spare or self._started(), None
             try:
@@ -176,14 +177,14 @@ class Readers:
         raise ReaderError(f"{TRIES} processes that were to read died before they had the data: is there memory for them?")
 
     def ask_once(self, name: str, *arguments: Any) -> Any:
-        """Ask, and wait for the answer; of the next process, if this one dies of it or before.
+        """Send a request and wait for the answer; if the process dies before it answers, ask the next one.
 
         Raises:
-            ReaderError: if they die again and again.
+            ReaderError: if `TRIES` processes die.
         """
         for _ in range(TRIES):
             try:
-                while self.now.waiting:  # read ahead of an iteration: it will ask again
+                while self.now.waiting:  # read ahead for an iteration, which will ask again
                     self.now.drop()
                     self.dropped += 1
                 self.now.ask(name, *arguments)
@@ -198,7 +199,7 @@ class Readers:
         raise ReaderError(f"the process that reads died {TRIES} times of {name}{arguments}: is there memory for one read?")
 
     def died(self) -> bool:
-        """Go on with another, if the process has gone; an error of the same type may be the data set's own."""
+        """Switch to another process if this one has exited; if not, the EOFError or OSError is the data set's own."""
         if not self.now.gone():
             return False
         self.now.close()
@@ -206,17 +207,17 @@ class Readers:
         return True
 
     def grown(self) -> bool:
-        """Whether the process is past the bound; the next is started a little before."""
+        """Whether the process exceeds the bound; starts the spare a little earlier, at `SPARE` of it."""
         self.highest = max(self.highest, self.now.unique)
         if self.now.unique > SPARE * self._bound and self._spare is None:
             self._spare = self._started()
         return self.now.unique > self._bound
 
     def replace(self) -> None:
-        """Go on with a fresh process; nothing must be waiting for an answer.
+        """Switch to a fresh process with the same generator states; no request may be waiting for an answer.
 
         Raises:
-            ReaderError: if it is past the bound already.
+            ReaderError: if the fresh process exceeds the bound before it reads anything.
         """
         self.now.ask("random")
         state = self.now.answer()
@@ -238,8 +239,8 @@ class Readers:
             )
 
     def close(self) -> None:
-        """End them."""
-        if self.owner != os.getpid():  # a fork's copy: they are the parent's
+        """End both processes."""
+        if self.owner != os.getpid():  # a forked copy: the processes belong to the parent
             return
         for process in (self.now, self._spare):
             if process is not None:

@@ -1,4 +1,4 @@
-"""What a source of samples is, and how some of them are read into memory that is there."""
+"""The `Source` protocol, and reading samples of a source into memory that is already allocated."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any, Final, Protocol
 from numpy.typing import NDArray
 
 ONE_BY_ONE_BYTES: Final = 16 << 10
-"""Samples from this size on are read one by one where that is possible: a call costs a microsecond, a copy of so much two."""
+"""Samples of at least this size are read one by one where possible: a read call costs 1 us, copying 16 KiB costs 2 us."""
 Array = NDArray[Any]
 
 
 class Source(Protocol):
-    """Samples along the first dimension. Can be sent to other processes; files are opened where they are first read."""
+    """Samples along the first dimension. It can be sent to other processes; each opens the files when it first reads."""
 
     def __len__(self) -> int:
-        """How many."""
+        """Number of samples."""
 
     @property
     def sample_bytes(self) -> int:
-        """Of one sample, as it is read."""
+        """Bytes of one sample as `read` returns it."""
 
     def read(self, start: int, stop: int) -> Array:
-        """Samples of a slice, in memory of their own: [stop - start, ...]."""
+        """Samples ``start`` to ``stop`` in a new array: [stop - start, ...]."""
 
 
 def read_into(source: Any, room: Any, start: int, stop: int) -> None:
-    """Samples of a slice, into memory that is there: [stop - start, ...], or a tuple of such."""
+    """Read samples ``start`` to ``stop`` into ``room``: an array [stop - start, ...], or a tuple of such arrays."""
     direct = getattr(source, "read_into", None)
     if direct is not None:
         direct(room, start, stop)
@@ -35,23 +35,23 @@ def read_into(source: Any, room: Any, start: int, stop: int) -> None:
 
 
 def gathers(source: Any) -> bool:
-    """Whether samples are large enough, and the file such, that reading one by one costs less than one copy more."""
+    """Whether to read samples one by one: the file supports it, and samples are so large that it costs less than a copy."""
     able = getattr(source, "gathers", None)
     return able is not None and able() and source.sample_bytes >= ONE_BY_ONE_BYTES
 
 
 def within(start: int, stop: int, length: int) -> None:
-    """Refuse a slice that reaches beyond the data.
+    """Check that a slice lies within the data.
 
     Raises:
-        IndexError: naming it.
+        IndexError: if it does not; names the slice.
     """
     if not 0 <= start <= stop <= length:
         raise IndexError(f"samples {start} to {stop} of {length}")
 
 
 def fill(room: Any, samples: Any) -> None:
-    """Copy samples into memory that is there."""
+    """Copy samples into ``room``, an array or a tuple of arrays."""
     if isinstance(room, tuple):
         for part, found in zip(room, samples, strict=True):
             part[...] = found

@@ -1,4 +1,4 @@
-"""Files of arrays, each opened in its format's own library: .npy, HDF5, Zarr, Parquet."""
+"""Array files, each opened with the library of its format: .npy, HDF5, Zarr, Parquet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMED: Final = 8
 
 
 class _File:
-    """What all kinds have in common: a handle that is opened where it is used, and conversion."""
+    """Base of all formats: a handle that each process opens on first use, and dtype conversion."""
 
     def __init__(self, path: Path, name: Any, dtype: np.dtype[Any] | None) -> None:
         self._path, self._name, self._dtype = path, name, dtype
@@ -26,11 +26,11 @@ class _File:
         self._owner = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the handle."""
+        """The state without the handle."""
         return {**self.__dict__, "_handle": None}
 
     def _open(self) -> Any:
-        """The handle, of this process: none is carried through a fork."""
+        """The handle, opened by this process: one inherited through a fork is not used."""
         if self._handle is None or self._owner != os.getpid():
             try:
                 self._handle, self._owner = self._opened(), os.getpid()
@@ -44,17 +44,17 @@ class _File:
         raise NotImplementedError
 
     def __len__(self) -> int:
-        """How many samples."""
+        """Number of samples."""
         return int(self._open().shape[0])
 
     @property
     def sample_bytes(self) -> int:
-        """Of one sample, as it is read."""
+        """Bytes of one sample as `read` returns it."""
         array = self._open()
         return int((self._dtype or array.dtype).itemsize * np.prod(array.shape[1:], dtype=np.int64))
 
     def read(self, start: int, stop: int) -> Array:
-        """Samples of a slice."""
+        """Samples ``start`` to ``stop``: [stop - start, ...]."""
         array = self._open()
         within(start, stop, len(self))
         found = np.asarray(array[start:stop])
@@ -63,7 +63,7 @@ class _File:
 
 @final
 class _Opened:
-    """An open .npy file, and where its samples lie; closed with the object. Mapped only where they do not lie together."""
+    """An open .npy file and the offset of its samples; closed with the object. Mapped only if samples are not contiguous."""
 
     def __init__(self, path: Path) -> None:
         mapped = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -77,13 +77,13 @@ class _Opened:
 
 @final
 class Npy(_File):
-    """A .npy file, read into memory that is given: pages of a map would stay this process's memory."""
+    """A .npy file, read into given memory: pages of a memory map would stay resident in this process."""
 
     def _opened(self) -> Any:
         return _Opened(self._path)
 
     def read(self, start: int, stop: int) -> Array:
-        """Samples of a slice, read from the file."""
+        """Samples ``start`` to ``stop``, read from the file into a new array: [stop - start, ...]."""
         within(start, stop, len(self))
         opened = self._open()
         made = np.empty((stop - start, *opened.shape[1:]), self._dtype or opened.dtype)
@@ -91,7 +91,7 @@ class Npy(_File):
         return made
 
     def read_into(self, room: Array, start: int, stop: int) -> None:
-        """Samples of a slice, read from the file straight into memory where nothing is to be converted."""
+        """Read samples ``start`` to ``stop`` into ``room``: [stop - start, ...], without a copy if nothing is converted."""
         opened: _Opened = self._open()
         within(start, stop, opened.shape[0])
         if opened.mapped is not None:
@@ -103,11 +103,11 @@ class Npy(_File):
             room[...] = raw
 
     def gathers(self) -> bool:
-        """Whether samples lie together in the file."""
+        """Whether each sample is contiguous in the file."""
         return self._open().mapped is None
 
     def expect(self, bounds: Sequence[tuple[int, int]]) -> None:
-        """Have the system read ahead slices of which samples will be asked for."""
+        """Have the kernel read ahead the slices whose samples will be requested."""
         opened: _Opened = self._open()
         for start, stop in bounds:
             first, size = opened.offset + start * opened.sample_bytes, (stop - start) * opened.sample_bytes
@@ -115,7 +115,7 @@ class Npy(_File):
                 os.posix_fadvise(opened.file, first, size, os.POSIX_FADV_WILLNEED)
 
     def gather_into(self, room: Array, which: NDArray[np.int64]) -> None:
-        """Samples from anywhere, each read from the file straight into memory where nothing is to be converted."""
+        """Read the samples with indices ``which`` into ``room``, each without a copy if nothing is converted."""
         opened: _Opened = self._open()
         total, size = opened.shape[0], opened.sample_bytes
         within(int(which.min(initial=total)), int(which.max(initial=-1)) + 1, total)
@@ -138,7 +138,7 @@ class Npy(_File):
 
 
 def _is_cached(file: int, offset: int) -> bool:
-    """Whether the system can give a byte without waiting for it: cheaper to ask than to have what is there read ahead."""
+    """Whether a byte is in the page cache: this check is cheaper than requesting read-ahead of data that is cached."""
     try:
         return os.preadv(file, (bytearray(1),), offset, os.RWF_NOWAIT) == 1
     except OSError:
@@ -146,12 +146,12 @@ def _is_cached(file: int, offset: int) -> bool:
 
 
 def _as_it_lies(room: Array, dtype: np.dtype[Any]) -> Array:
-    """Memory to read into what is to be converted to ``room`` afterwards: that itself, where nothing is to be converted."""
+    """Memory to read the file's bytes into: ``room`` itself if nothing is converted, else an array of the file's dtype."""
     return room if _takes(room, dtype) else np.empty(room.shape, dtype)
 
 
 def _takes(room: Array, dtype: np.dtype[Any]) -> bool:
-    """Whether memory can be read into as it lies in a file: one run of bytes of the same type."""
+    """Whether a file's bytes can be read straight into memory: it is contiguous and of the file's dtype."""
     return bool(room.flags.c_contiguous and room.dtype == dtype)
 
 
@@ -169,7 +169,7 @@ class Hdf5(_File):
         return h5py.File(self._path, "r")[self._name]
 
     def read_into(self, room: Array, start: int, stop: int) -> None:
-        """Samples of a slice; straight into memory where nothing is to be converted."""
+        """Read samples ``start`` to ``stop`` into ``room``, without a copy if nothing is converted."""
         within(start, stop, len(self))
         array = self._open()
         if stop > start and _takes(room, array.dtype):
@@ -189,7 +189,7 @@ class Zarr(_File):
         return found if self._name is None else found[self._name]
 
     def read_into(self, room: Array, start: int, stop: int) -> None:
-        """Samples of a slice; chunks straight into memory where nothing is to be converted."""
+        """Read samples ``start`` to ``stop`` into ``room``; chunks are decoded straight into it if nothing is converted."""
         within(start, stop, len(self))
         array = self._open()
         if stop > start and _takes(room, array.dtype):
@@ -202,16 +202,16 @@ class Zarr(_File):
 
 @final
 class Parquet(_File):
-    """Columns of a Parquet file, read row group by row group; the last that was read is kept."""
+    """Columns of a Parquet file, read row group by row group; the last row group read is kept."""
 
     def __init__(self, path: Path, name: Any, dtype: np.dtype[Any] | None) -> None:
-        """One column, or several, which make a second dimension."""
+        """Take one column, or several, which form a second dimension."""
         super().__init__(path, [name] if isinstance(name, str) else list(name), dtype)
         self._flat = isinstance(name, str)
         self._kept: tuple[int, Array] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the handle and the group that is kept."""
+        """The state without the handle and the row group that is kept."""
         return {**self.__dict__, "_handle": None, "_kept": None}
 
     def _opened(self) -> Any:
@@ -225,12 +225,12 @@ class Parquet(_File):
         return file, np.concatenate([[0], np.cumsum(rows)])
 
     def __len__(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return int(self._open()[1][-1])
 
     @property
     def sample_bytes(self) -> int:
-        """Of one row."""
+        """Bytes of one row as `read` returns it."""
         first = self.read(0, 1) if len(self) else np.empty((1,))
         return int(first.nbytes)
 
@@ -249,21 +249,21 @@ class Parquet(_File):
         return kept[1]
 
     def read(self, start: int, stop: int) -> Array:
-        """Rows of a slice."""
+        """Rows ``start`` to ``stop`` in a new array: [stop - start, ...]."""
         parts = list(self._parts(start, stop))
         if not parts:
             return self._group(0)[:0]
         return np.concatenate(parts) if len(parts) > 1 else parts[0].copy()
 
     def read_into(self, room: Array, start: int, stop: int) -> None:
-        """Rows of a slice, copied once."""
+        """Read rows ``start`` to ``stop`` into ``room``, with a single copy."""
         at = 0
         for part in self._parts(start, stop):
             room[at : at + len(part)] = part
             at += len(part)
 
     def _parts(self, start: int, stop: int) -> Iterator[Array]:
-        """Rows of a slice, of one row group after the other."""
+        """Rows ``start`` to ``stop``, one row group after the other."""
         within(start, stop, len(self))
         edges = self._open()[1]
         first = int(np.searchsorted(edges, start, side="right")) - 1
@@ -274,10 +274,10 @@ class Parquet(_File):
 
 
 def _column(column: Any, where: str) -> Array:
-    """A column as an array: numbers, or lists of numbers of one length.
+    """A column as an array: numbers [rows], or lists of numbers of one length [rows, length].
 
     Raises:
-        ReaderError: if something is missing in it, or if it is neither.
+        ReaderError: if a value is missing (null), lists differ in length, or values are not numbers.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -298,7 +298,7 @@ def _column(column: Any, where: str) -> Array:
 
 
 def names(file: Path, kind: Any) -> list[str]:
-    """What there is to be read in a file."""
+    """Names of the data sets or columns in a file, at most `NAMED`."""
     try:
         if kind is Hdf5:
             import h5py

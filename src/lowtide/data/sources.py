@@ -1,4 +1,4 @@
-"""Arrays on disk, read by slices: .npy, HDF5, Zarr, Parquet columns."""
+"""Opens arrays on disk that are read in slices: .npy, HDF5, Zarr, Parquet columns."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from lowtide.data.source_files import Hdf5, Npy, Parquet, Zarr, names
 
 
 def open_source(path: str | os.PathLike[str], name: str | Sequence[str] | None = None, *, dtype: str | None = None) -> Source:
-    """An array on disk.
+    """Open an array on disk.
 
     Args:
-        path: ``.npy``; ``.h5`` or ``.hdf5``; a Zarr store (a folder, ``.zarr``); ``.parquet``.
-        name: the data set within an HDF5 file or a Zarr group, or the column or columns of a Parquet file (several make a
+        path: ``.npy``; ``.h5`` or ``.hdf5``; a Zarr store (a folder, ``.zarr``); ``.parquet`` or ``.pq``.
+        name: the data set within an HDF5 file or a Zarr group, or the column or columns of a Parquet file (several form a
             second dimension).
-        dtype: what samples are converted to on the way, slice by slice: ``"float32"``.
+        dtype: type that samples are converted to as each slice is read, such as ``"float32"``.
 
     Raises:
-        ReaderError: if it cannot be opened, or the library that reads it is not installed.
+        ReaderError: if the file cannot be opened, ``name`` or ``dtype`` does not fit it, or the library that reads it is not
+            installed.
     """
     file = Path(path)
     if not file.exists():
@@ -46,7 +47,7 @@ def open_source(path: str | os.PathLike[str], name: str | Sequence[str] | None =
         raise ReaderError(f"dtype {dtype!r} is none that NumPy knows: float32, for example") from None
     found = kind(file, name, wanted)
     try:
-        len(found)  # what is wrong is said now
+        len(found)  # opens the file, so that an error is raised here and not by the first read
     except (AttributeError, IndexError):
         raise ReaderError(f"{file}: what {name or 'it'} names is no array with samples along its first dimension") from None
     return found  # type: ignore[no-any-return]
@@ -56,7 +57,7 @@ def open_source(path: str | os.PathLike[str], name: str | Sequence[str] | None =
 
 @final
 class Arrays:
-    """Several sources of equal length as one: a sample is a tuple."""
+    """Several sources of equal length as one; a sample is a tuple."""
 
     def __init__(self, *sources: Source) -> None:
         """Join them.
@@ -70,28 +71,28 @@ class Arrays:
         self._sources = sources
 
     def __len__(self) -> int:
-        """How many samples."""
+        """Number of samples."""
         return len(self._sources[0])
 
     @property
     def sample_bytes(self) -> int:
-        """Of one sample of all."""
+        """Bytes of one sample, summed over the sources."""
         return sum(s.sample_bytes for s in self._sources)
 
     def read(self, start: int, stop: int) -> tuple[Array, ...]:
-        """Samples of a slice, of each source."""
+        """Samples ``start`` to ``stop`` of each source."""
         return tuple(s.read(start, stop) for s in self._sources)
 
     def gathers(self) -> bool:
-        """Whether samples of each lie together in their files."""
+        """Whether `gather_into` works for every source: each sample is contiguous in its file, and not empty."""
         return all(hasattr(s, "gathers") and s.gathers() and s.sample_bytes for s in self._sources)
 
     def expect(self, bounds: Sequence[tuple[int, int]]) -> None:
-        """Have the system read ahead."""
+        """Have the kernel read ahead these slices of each source."""
         for source in self._sources:
             source.expect(bounds)  # type: ignore[attr-defined]
 
     def gather_into(self, room: tuple[Array, ...], which: NDArray[np.int64]) -> None:
-        """Samples from anywhere, of each source."""
+        """Read the samples with indices ``which`` from each source into its part of ``room``."""
         for source, part in zip(self._sources, room, strict=True):
             source.gather_into(part, which)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Objects between two processes: pickled, their arrays through a piece of shared memory that is used again and again."""
+"""Sends objects between two processes: pickled, with their arrays in shared memory that is reused."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from lowtide.checkpoint.parts import random_state
 
 _LEAST: Final = 1 << 20
 _ALIGNED: Final = 64
-"""Bytes to whose multiples arrays are aligned."""
+"""Arrays start at multiples of this many bytes."""
 
 
 @final
 class Slot:
-    """Shared memory that grows as needed: an unnamed file of the kernel's, which goes when both ends have."""
+    """Shared memory that grows as needed: an unnamed file (``memfd_create``), which goes when both ends have closed it."""
 
     def __init__(self, file: int | None = None) -> None:
-        """Make one, or take the one that the other end made."""
+        """Create one, or take over the descriptor of the one that the other end created."""
         self.file = os.memfd_create("lowtide") if file is None else file
         self._map: mmap.mmap | None = None
         self._placed: list[tuple[int, int, int]] = []
@@ -37,20 +37,20 @@ class Slot:
         self._held = 0
 
     def room(self, size: int) -> mmap.mmap:
-        """The memory, at least so large."""
+        """The mapping, at least ``size`` bytes long."""
         if self._map is None or len(self._map) < size:
             if os.fstat(self.file).st_size < size:
                 with _named(size):
                     os.ftruncate(self.file, max(_LEAST, 1 << (size - 1).bit_length()))
-            # What was mapped before goes with the last array on it: NumPy holds the mapping, but no buffer that keeps it open.
+            # The last array on the old mapping frees it: NumPy references the mapping, but exports no buffer that pins it.
             self._map = mmap.mmap(self.file, os.fstat(self.file).st_size)
         return self._map
 
     def _own(self, size: int) -> mmap.mmap:
-        """The memory, of which so much is there to be written: where there is none, writing would end the process.
+        """The mapping, with its first ``size`` bytes reserved: a write to memory that the system lacks would kill the process.
 
         Raises:
-            MemoryError: if there is none.
+            MemoryError: if the system has no room for them.
         """
         found = self.room(size)
         if size > self._held:
@@ -60,13 +60,13 @@ class Slot:
         return found
 
     def begin(self) -> None:
-        """What lies in it is of no use any more."""
+        """Discard the contents, and place new arrays from the beginning."""
         self._placed.clear()
         self._used = 0
 
     def array(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A new array in it, which need not be copied to be sent."""
-        import numpy as np  # readers of other things need none
+        """A new array in the slot, which `send` need not copy."""
+        import numpy as np  # not needed to read data without arrays
 
         size, at = math.prod(shape) * np.dtype(dtype).itemsize, -(-self._used // _ALIGNED) * _ALIGNED
         made = np.ndarray(shape, dtype, buffer=self._own(at + size), offset=at)
@@ -75,7 +75,7 @@ class Slot:
         return made
 
     def place(self, view: memoryview) -> int:
-        """Where the bytes of a view lie; they are put there, if they do not yet."""
+        """Offset of a view's bytes in the slot; copies them there unless they are there already."""
         address: int = getattr(view.obj, "__array_interface__", {}).get("data", (0,))[0]
         for start, size, at in self._placed:
             if start <= address and address + view.nbytes <= start + size:
@@ -87,12 +87,12 @@ class Slot:
         return at
 
     def lend(self, places: list[tuple[int, int]]) -> list[memoryview]:
-        """What lies in it, piece by piece (where, bytes), as it is: who has a piece keeps it from being written again."""
+        """Views of the pieces at ``places`` (offset, bytes), without a copy; the slot is not `free` while one is alive."""
         room = memoryview(self.room(max(at + size for at, size in places)))
         return [room[at : at + size] for at, size in places]
 
     def free(self) -> bool:
-        """Whether nobody has a piece of it any more: only then can it be made another size, if only the one that it has."""
+        """Whether no view from `lend` is alive: `mmap` refuses any resize, even to its own size, while one is."""
         if self._map is not None:
             try:
                 self._map.resize(os.fstat(self.file).st_size)
@@ -101,16 +101,16 @@ class Slot:
         return True
 
     def close(self) -> None:
-        """Give it back; arrays on it stay good for as long as they are held."""
+        """Close the file; arrays on the mapping stay valid as long as they are referenced."""
         self._map = None
-        file, self.file = self.file, -1  # once only: the number may be another file's by now
+        file, self.file = self.file, -1  # close only once: the descriptor may be another file's by now
         if file >= 0:
             os.close(file)
 
 
 @contextlib.contextmanager
 def _named(size: int) -> Iterator[None]:
-    """What the system says of memory that is shared sounds as if it were of a file or a connection."""
+    """Turn an OSError into a MemoryError: the system's own text would point to a file or a connection, not to memory."""
     try:
         yield
     except OSError as error:
@@ -121,7 +121,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles tensors as arrays, so that they go through shared memory too."""
 
     def reducer_override(self, value: Any) -> Any:
-        """How a value is made again."""
+        """Reduce a plain tensor to an array; leave other values to cloudpickle."""
         torch = sys.modules.get("torch")
         if torch is not None and type(value) is torch.Tensor and _plain(torch, value):
             flat = value.contiguous().flatten().view(torch.uint8).numpy()
@@ -130,7 +130,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _plain(torch: Any, value: Any) -> bool:
-    """Whether a tensor is nothing but its numbers."""
+    """Whether bytes, dtype and shape describe a tensor: strided, on the CPU, not empty; not quantized, grad, conj or neg."""
     dense = value.device.type == "cpu" and value.layout is torch.strided and not value.is_quantized and value.numel() > 0
     return dense and not (value.requires_grad or value.is_conj() or value.is_neg())
 
@@ -141,7 +141,7 @@ def _tensor(flat: Any, dtype: str, shape: tuple[int, ...]) -> Any:
 
 
 def send(connection: Connection, slot: Slot | None, value: Any) -> None:
-    """Send an object; without a slot its arrays go with it."""
+    """Send an object, its arrays through the slot; without a slot they are part of the pickle."""
     buffers: list[pickle.PickleBuffer] = []
     head = io.BytesIO()
     _Pickler(head, protocol=5, buffer_callback=None if slot is None else buffers.append).dump(value)
@@ -154,15 +154,15 @@ def send(connection: Connection, slot: Slot | None, value: Any) -> None:
 
 
 def fetch(connection: Connection, slot: Slot | None, *, lent: bool = False) -> tuple[bytes, list[Any]]:
-    """What was sent, not unpickled yet: its arrays in memory of their own, or where they lie.
+    """Receive an object without unpickling it: the pickle, and the buffers of its arrays, copied or in place.
 
     Args:
         connection: to the other end.
-        slot: in which it put the arrays.
-        lent: whether they stay there; it must not be written again before it is `Slot.free`.
+        slot: where the other end put the arrays.
+        lent: whether the arrays stay in the slot, which must then not be written before it is `Slot.free`.
 
     Raises:
-        EOFError: if the other end has gone.
+        EOFError: if the other end has closed the connection.
     """
     places, head = pickle.loads(connection.recv_bytes())  # noqa: S301 - from our own process
     buffers: list[Any] = [] if slot is None or not places else slot.lend(places)
@@ -170,17 +170,17 @@ def fetch(connection: Connection, slot: Slot | None, *, lent: bool = False) -> t
 
 
 def receive(connection: Connection, slot: Slot | None) -> Any:
-    """An object.
+    """Receive an object; its arrays are copied out of the slot.
 
     Raises:
-        EOFError: if the other end has gone.
+        EOFError: if the other end has closed the connection.
     """
     head, buffers = fetch(connection, slot)
     return pickle.loads(head, buffers=buffers)  # noqa: S301 - from our own process
 
 
 def generators() -> dict[str, Any]:
-    """The states of this process's generators on the host, torch's as an array."""
+    """States of this process's random generators on the CPU, torch's as an array."""
     found = random_state()
     found.pop("cuda", None)
     return {key: value.numpy() if key == "torch" else value for key, value in found.items()}

@@ -1,4 +1,4 @@
-"""The process that reads for `isolate`: ``python -m lowtide.data.worker CONNECTION SLOT...`` (descriptors)."""
+"""Reader process of `isolate`: ``python -m lowtide.data.worker CONNECTION SLOT...`` (file descriptors)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lowtide.probe.counters import Shares
 from lowtide.probe.marks import WhenImported
 
 COST: Final = 50
-"""The unique set size, for which the kernel walks all pages, is read no more often than costs a fiftieth of the time."""
+"""Reading the unique set size makes the kernel walk all pages, so it may take at most one fiftieth of the running time."""
 
 
 def main() -> None:
-    """Answer requests until the other end goes."""
+    """Answer requests until the other end closes the connection."""
     connection = Connection(int(sys.argv[1]))
     slots = [Slot(int(file)) for file in sys.argv[2:]]
     sys.path[:] = receive(connection, None)
@@ -41,25 +41,25 @@ def main() -> None:
             send(connection, slots[at], (*value, size.read(own)[0]))
         except OSError:
             return
-        except Exception as error:  # what was read cannot be sent
+        except Exception as error:  # the answer cannot be pickled, or the slot has no room for it
             send(connection, slots[at], (False, _told(error), size.read(own)[0]))
         del value
 
 
 def _told(error: BaseException) -> tuple[BaseException | None, str]:
-    """An error and its traceback as text; the error itself only where it can be sent."""
+    """The error and its traceback as text; None in place of an error that cannot be pickled."""
     import pickle
 
     text = "".join(traceback.format_exception(error))
     try:
-        pickle.loads(pickle.dumps(error))  # noqa: S301 - what was just made
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - our own pickle
     except Exception:
         return None, text
     return error, text
 
 
 class _Reader:
-    """What can be asked."""
+    """Serves the requests of the script's process; a request names one of the methods."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -67,7 +67,7 @@ class _Reader:
         self._torch: dict[str, Any] = {}
 
     def answers_in(self, slot: Slot) -> None:
-        """Where batches are read to, if they can be."""
+        """Have `Blocks` allocate its batches in the slot, which saves a copy; other data sets are left alone."""
         blocks = sys.modules.get("lowtide.data.blocks")
         if blocks is not None and isinstance(self._dataset, blocks.Blocks):
             self._dataset.allocate = slot.array
@@ -82,15 +82,15 @@ class _Reader:
         return several(indices) if several is not None else [self._dataset[i] for i in indices]
 
     def sample_bytes(self) -> int:
-        """Of one sample of a source."""
+        """Bytes of one sample of a source."""
         return int(self._dataset.sample_bytes)
 
     def read(self, start: int, stop: int) -> Any:
-        """A slice of a source."""
+        """Samples ``start`` to ``stop`` of a source."""
         return self._dataset.read(start, stop)
 
     def begin(self, state: Any) -> None:
-        """Begin to iterate, from a position."""
+        """Begin to iterate, from a saved position if ``state`` is one."""
         if state is not None:
             self._dataset.load_state_dict(state)
         self._iterator = iter(self._dataset)
@@ -103,19 +103,19 @@ class _Reader:
         return False, None, self._dataset.state_dict()
 
     def leave(self) -> Any:
-        """The iteration is left before its end; the position at which the next begins."""
+        """End the iteration early; returns the position at which the next one begins."""
         if isinstance(self._iterator, Generator):
             self._iterator.close()
         self._iterator = None
         return self._dataset.state_dict()
 
     def random(self) -> Any:
-        """The states of the generators: torch's as it was given, where the data set has not imported torch."""
+        """States of the random generators; torch's is the one given to `restore` if the data set has not imported torch."""
         found = generators()
         return found if "torch" in found else {**found, **self._torch}
 
     def restore(self, state: Any) -> None:
-        """Go on with these; torch's is put back once the data set imports torch, so that it need not be loaded for it."""
+        """Set the states of the random generators; torch's waits until the data set imports torch, and does not import it."""
         set_random_state({key: value for key, value in state.items() if key != "torch"})
         self._torch = {key: value for key, value in state.items() if key == "torch"}
         if self._torch:

@@ -1,4 +1,4 @@
-"""Why a guarded process ended: what is certain from its exit, the kernel's counters, and what we did ourselves."""
+"""Why a guarded process ended, as far as its exit, the kernel's counters and the guard's own actions prove."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowtide.probe.beat import STOPPED
 
 
 class Cause(enum.Enum):
-    """Why it ended."""
+    """Why a process ended."""
 
     FINISHED = "finished"
     RECYCLED = "recycled"
@@ -37,18 +37,18 @@ class Ending:
     """How a process ended.
 
     Attributes:
-        code: exit code; negative: the signal.
-        ours: the cause, where the guard itself killed it.
+        code: exit code, negative for a signal.
+        ours: the cause, if the guard itself killed it.
         passed_on: signal that a person sent to the guard, which passed it on; 0 for none.
-        kills_within: processes that the kernel killed in its cgroup; None where nobody counts.
-        kills_machine: that it killed on the whole machine meanwhile; None where it does not tell.
-        named: whether the kernel's log names one of its processes; None where the log cannot be read.
-        saved: whether it said that its state is saved and that it stops.
-        memory_error: whether an out-of-memory error ended it that nobody caught.
-        error: the Python error that ended it; empty where none was told.
-        counted_alone: whether `kills_within` counts nobody else's processes.
-        at_cap: whether the kernel found it at our own limit and could not make room.
-        rank_lost: rank that ended without a word; -1 for none.
+        kills_within: number of processes that the kernel killed in its cgroup meanwhile; None if there is no counter.
+        kills_machine: number of processes that the kernel killed on the whole machine meanwhile; None if it does not tell.
+        named: whether the kernel's log names one of its processes as killed; None if the log cannot be read.
+        saved: whether it reported that it has saved its state and stops.
+        memory_error: whether an uncaught out-of-memory error ended it.
+        error: the Python error that ended it; empty if none was reported.
+        counted_alone: whether `kills_within` counts only its own processes.
+        at_cap: whether the kernel found it at the guard's limit and could not make room.
+        rank_lost: rank that ended without a report; -1 for none.
     """
 
     code: int
@@ -70,11 +70,11 @@ _BUGS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SI
 
 
 def why(ending: Ending) -> Cause:
-    """The cause.
+    """The cause of an ending.
 
-    The kernel does not say who sent SIGKILL. If a counter of its out-of-memory killer rose for this process, it was that; if
-    the counters were read and did not rise, it was someone outside; without counters it is unknown. The machine's counter
-    alone does not say whom it killed, so its rise without more makes the answer unknown.
+    The kernel does not say who sent SIGKILL. If an out-of-memory counter rose for this process, the out-of-memory killer did.
+    If the counters were read and did not rise, someone outside did. Without counters the cause is unknown. The machine-wide
+    counter does not say which process was killed, so if it alone rose, the cause is unknown too.
     """
     if ending.ours is not None:
         return ending.ours
@@ -101,11 +101,11 @@ def why(ending: Ending) -> Cause:
 
 
 _WORKER_LOST = re.compile(r"[Ww]orker|[Pp]rocess pool|[Cc]hild|[Kk]illed|[Ss]ignal|[Bb]roken ?[Pp]ipe|EOFError|[Cc]onnection")
-"""Errors of a program that has lost one of its processes."""
+"""Matches errors of a program that has lost one of its processes."""
 
 
 def _killed(ending: Ending, *, by: int) -> bool:
-    """Whether the kernel killed it, or killed one of its processes and it failed of that, for want of memory."""
+    """Whether the out-of-memory killer killed it, or killed one of its processes so that it failed."""
     if by == signal.SIGKILL:
         return bool(ending.kills_within) or bool(ending.named)
     counted = (bool(ending.kills_within) and ending.counted_alone) or bool(ending.named)

@@ -1,4 +1,4 @@
-"""What limits a tree of processes, how a limit is put on it, and whom the kernel killed there."""
+"""Memory limits of a process tree (cgroup, ``RLIMIT_DATA``, watching), and which processes the kernel killed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _number(path: Path) -> int | None:
 
 
 def _own(controller: str) -> str | None:
-    """This process's cgroup; ``controller`` is empty for version 2."""
+    """Path of this process's cgroup; ``controller`` is empty for version 2."""
     with contextlib.suppress(OSError):
         for line in os.fsdecode(Path("/proc/self/cgroup").read_bytes()).splitlines():
             _, names, path = line.split(":", 2)
@@ -37,7 +37,7 @@ def _own(controller: str) -> str | None:
 
 
 def room() -> int:
-    """Bytes that the machine, or the cgroup in which this process is, has at most."""
+    """Memory limit of this process, bytes: the lowest of the machine's memory and the limits of its cgroup and its parents."""
     found = [psutil.virtual_memory().total]
     for root, controller, name in ((CGROUPS, "", "memory.max"), (CGROUPS / "memory", "memory", "memory.limit_in_bytes")):
         own = _own(controller)
@@ -58,31 +58,31 @@ class Fence(Protocol):
     """A limit on a tree of processes.
 
     Attributes:
-        kind: as people are told.
-        alone: whether `kills` counts nobody else's processes.
+        kind: name that is shown to users.
+        alone: whether `kills` counts only processes of this tree.
     """
 
     kind: str
     alone: bool
 
     def enter(self) -> None:
-        """In the new process, before its program begins."""
+        """Apply the limit; runs in the new process before its program begins."""
 
     def used(self, pids: Sequence[int]) -> int | None:
-        """Bytes that count against the limit, of these processes within; None where the fence does not tell."""
+        """Bytes of these processes that count against the limit; None if the fence does not measure them."""
 
     def kills(self) -> int | None:
-        """Processes that the kernel killed for want of memory so far; None where nobody counts."""
+        """Number of processes that the kernel has killed for lack of memory so far; None if there is no counter."""
 
     def reached(self) -> bool:
         """Whether the kernel found the tree at the limit and could not make room."""
 
     def remove(self) -> None:
-        """Once all processes within are gone."""
+        """Remove the limit, once all its processes are gone."""
 
 
 class Watching:
-    """No limit of the system's: the guard watches, and kills what crosses the cap."""
+    """No limit in the kernel: the guard watches the tree, and kills it when it exceeds the cap."""
 
     kind = "watch"
     alone = False
@@ -90,16 +90,16 @@ class Watching:
     def enter(self) -> None:
         """Nothing to do."""
 
-    def used(self, pids: Sequence[int]) -> int | None:  # noqa: ARG002 - of whatever processes
-        """Unknown."""
+    def used(self, pids: Sequence[int]) -> int | None:  # noqa: ARG002 - the same for any processes
+        """None: there is no account of the kernel's."""
         return None
 
     def kills(self) -> int | None:
-        """In the cgroup in which we all are."""
+        """Kills in the guard's own cgroup, which may also hold other processes."""
         return own_kills()
 
     def reached(self) -> bool:
-        """Nobody but the guard looks at the limit."""
+        """False: the kernel does not know the limit."""
         return False
 
     def remove(self) -> None:
@@ -108,20 +108,20 @@ class Watching:
 
 @final
 class DataLimit(Watching):
-    """``RLIMIT_DATA``: each process's private writable memory; allocations beyond fail, nothing is killed."""
+    """``RLIMIT_DATA``: limits the private writable memory of each process; allocations beyond fail, and nothing is killed."""
 
     kind = "rlimit"
 
     def __init__(self, size: int) -> None:
-        """With so many bytes for each process."""
+        """Allow each process ``size`` bytes."""
         self._size = size
 
     def enter(self) -> None:
-        """Set it; it goes with the process."""
+        """Set the limit; it ends with the process."""
         resource.setrlimit(resource.RLIMIT_DATA, (self._size, self._size))
 
     def used(self, pids: Sequence[int]) -> int | None:
-        """Of the process that is nearest to it, what was asked for, touched or not: `VmData` of ``/proc/PID/status``."""
+        """Bytes that the process nearest to the limit has requested, touched or not: `VmData` of ``/proc/PID/status``."""
         found = [size for pid in pids if (size := _data_bytes(pid)) is not None]
         return max(found, default=None)
 
@@ -134,7 +134,7 @@ def _data_bytes(pid: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """The names of files of one version of cgroups."""
+    """Names of the files, and of entries of ``memory.stat``, in one version of cgroups."""
 
     limit: str
     swap: tuple[str, str]
@@ -145,7 +145,7 @@ class _Words:
 
 
 _CHARGED_BYTES: Final = 4 << 20
-"""What one request may take at once (a huge page, and what the kernel charges ahead on each core)."""
+"""Bytes that one request may charge at once: a huge page, and what the kernel charges in advance on each core."""
 _V1: Final = _Words("memory.limit_in_bytes", ("memory.memsw.limit_in_bytes", ""), "memory.usage_in_bytes",
                     ("total_inactive_file", "total_active_file"), "memory.oom_control",
                     "memory.max_usage_in_bytes")  # fmt: skip
@@ -156,7 +156,7 @@ _V2: Final = _Words("memory.max", ("memory.swap.max", "0"), "memory.current", ("
 @final
 @dataclass(slots=True)
 class Cgroup:
-    """A cgroup of its own: the kernel holds the tree to the limit, and counts whom it kills there."""
+    """A cgroup for the tree alone: the kernel enforces the limit, and counts the processes that it kills there."""
 
     folder: Path
     words: _Words
@@ -164,43 +164,43 @@ class Cgroup:
     alone: bool = field(default=True)
 
     def enter(self) -> None:
-        """Go in."""
+        """Move this process into the cgroup."""
         with open(self.folder / "cgroup.procs", "w") as file:  # noqa: PTH123 - between fork and exec
             file.write("0")
 
-    def used(self, pids: Sequence[int]) -> int | None:  # noqa: ARG002 - of all that were put in
-        """What is charged, less pages of files that can be dropped."""
+    def used(self, pids: Sequence[int]) -> int | None:  # noqa: ARG002 - the cgroup counts all its processes
+        """Bytes charged to the cgroup, minus file pages that the kernel can drop."""
         usage = _number(self.folder / self.words.usage)
         if usage is None:
             return None
         return max(0, usage - sum(_entry(self.folder / "memory.stat", name) for name in self.words.droppable))
 
     def kills(self) -> int | None:
-        """Whom the kernel killed."""
+        """Number of processes that the kernel has killed in the cgroup for lack of memory."""
         return _entry(self.folder / self.words.events, "oom_kill")
 
     def reached(self) -> bool:
-        """What it held at most was the limit, but for what one request may take."""
+        """Whether its peak came within one request (`_CHARGED_BYTES`) of the limit."""
         highest, limit = _number(self.folder / self.words.highest), _number(self.folder / self.words.limit)
         if highest is None or limit is None:  # memory.peak came with Linux 5.19
             return _entry(self.folder / self.words.events, "oom") > 0
         return highest > limit - _CHARGED_BYTES
 
     def remove(self) -> None:
-        """Take it away."""
+        """Remove the cgroup; retries for a second."""
         for _ in range(50):
             try:
                 self.folder.rmdir()
             except FileNotFoundError:
                 return
-            except OSError:  # the last process has not quite gone
+            except OSError:  # the last process is still exiting
                 time.sleep(0.02)
             else:
                 return
 
 
 def own_kills() -> int | None:
-    """Processes of the cgroup in which this process is that the kernel killed for want of memory; None if unknown."""
+    """Number of processes that the kernel has killed for lack of memory in this process's cgroup; None if unknown."""
     for words, root, controller in ((_V2, CGROUPS, ""), (_V1, CGROUPS / "memory", "memory")):
         own = _own(controller)
         file = root / (own or "/").lstrip("/") / words.events
@@ -219,10 +219,15 @@ def _entry(path: Path, name: str) -> int:
 
 
 def cgroup(size: int, name: str, roots: Sequence[Path] = (CGROUPS,)) -> Cgroup | None:
-    """A cgroup with a limit; None where this machine lets us make none.
+    """Create a cgroup with a memory limit; None if this machine does not allow it.
 
-    Version 1 where its memory controller is mounted; version 2 where our own cgroup lets its children have memory limits
-    (``systemd-run --user --scope -p Delegate=yes`` gives one that does, once nothing else is in it).
+    Uses version 1 if its memory controller is mounted, and version 2 if this process's cgroup lets its children have memory
+    limits (``systemd-run --user --scope -p Delegate=yes`` creates one that does, once nothing else is in it).
+
+    Args:
+        size: the limit, bytes.
+        name: name of the new cgroup, within this process's.
+        roots: where cgroups may be mounted.
     """
     for root in roots:
         for words, base, own in ((_V1, root / "memory", _own("memory")), (_V2, root, _own(""))):
@@ -242,7 +247,7 @@ def cgroup(size: int, name: str, roots: Sequence[Path] = (CGROUPS,)) -> Cgroup |
                 with contextlib.suppress(OSError):
                     folder.rmdir()
                 continue
-            with contextlib.suppress(OSError):  # nothing is to hide in swap
+            with contextlib.suppress(OSError):  # memory must not move to swap instead
                 (folder / words.swap[0]).write_text(words.swap[1] or str(size))
             return Cgroup(folder, words)
     return None
@@ -252,7 +257,7 @@ def cgroup(size: int, name: str, roots: Sequence[Path] = (CGROUPS,)) -> Cgroup |
 
 
 def machine_kills() -> int | None:
-    """How many processes the kernel has killed for want of memory since it started; None where it does not tell."""
+    """Number of processes that the kernel has killed for lack of memory since boot; None if it does not tell."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -261,18 +266,18 @@ def machine_kills() -> int | None:
 
 
 _FIRST_NAMESPACE: Final = "pid:[4026531836]"
-"""Of process numbers, the one that the kernel's log speaks of (``PROC_PID_INIT_INO``)."""
+"""The initial PID namespace (``PROC_PID_INIT_INO``), whose process ids the kernel's log uses."""
 
 
 def named_by_kernel(pids: set[int], since: float) -> bool | None:
-    """Whether the kernel's log says that it killed one of these for want of memory; None where the log cannot be read.
+    """Whether the kernel's log says that it killed one of these processes for lack of memory; None if it cannot be read.
 
     Args:
-        pids: of the processes.
-        since: seconds of the monotonic clock; older lines are of others that had the same number.
+        pids: ids of the processes.
+        since: seconds of the monotonic clock; older lines are about other processes that had the same id.
     """
     try:
-        if str(Path("/proc/self/ns/pid").readlink()) != _FIRST_NAMESPACE:  # the log has other numbers
+        if str(Path("/proc/self/ns/pid").readlink()) != _FIRST_NAMESPACE:  # the log uses other process ids
             return None
         log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

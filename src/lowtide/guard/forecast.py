@@ -11,16 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 BINS: Final = 12
-"""Readings are grouped into so many stretches of time; the highest of each counts, as it is peaks that hit a limit."""
+"""Number of time spans that readings are grouped into; the peak of each counts, because peaks hit a limit."""
 LEAST_SECONDS: Final = 2.0
-"""Of readings, before anything is said."""
+"""Readings must span this long before growth is reported."""
 LONGEST_SECONDS: Final = 120.0
-"""Older readings tell nothing of the growth now."""
+"""Readings older than this are dropped: they say nothing about current growth."""
 RECENT: Final = 0.6
-"""Share of the time since the first reading that is looked at: what came before is warm-up."""
+"""Share of the time since the first reading that is used; what came before is warm-up."""
 CONFIDENCE: Final = 0.95
 NEGLIGIBLE: Final = 0.02
-"""Growth is told where it would fill more than this share of the limit in the longest stretch that is looked at."""
+"""Growth is reported if it would fill more than this share of the limit in `LONGEST_SECONDS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Growth:
 
     Attributes:
         rate: bytes per second.
-        low, high: its confidence interval.
-        level: bytes, the height that a stretch's peak would have now.
+        low, high: confidence interval of the rate (`CONFIDENCE`), bytes per second.
+        level: peak that the trend gives for now, bytes.
     """
 
     rate: float
@@ -39,26 +39,26 @@ class Growth:
     level: float
 
     def seconds_to(self, limit: float) -> float | None:
-        """Until the limit is reached; None where memory does not grow for certain."""
+        """Seconds until the limit is reached; None if growth is not certain, or negligible."""
         if self.low <= 0 or self.rate * LONGEST_SECONDS < NEGLIGIBLE * limit:
             return None
         return max(0.0, limit - self.level) / self.rate
 
     def is_flat(self, limit: float) -> bool:
-        """Whether it is certain that memory does not grow, or by so little that it is not told."""
+        """Whether it is certain that growth is negligible or none."""
         return self.high * LONGEST_SECONDS < NEGLIGIBLE * limit
 
 
 class Forecast:
-    """Readings of one process, and what they say of those to come."""
+    """Readings of one process, and the growth that they show."""
 
     def __init__(self) -> None:
-        """No readings."""
+        """Begin without readings."""
         self._readings: collections.deque[tuple[float, float]] = collections.deque()
         self._began: float | None = None
 
     def add(self, seconds: float, size: float) -> None:
-        """One reading: when, and how many bytes."""
+        """Add a reading: its time in seconds, and its bytes."""
         if self._began is None:
             self._began = seconds
         self._readings.append((seconds, size))
@@ -66,7 +66,7 @@ class Forecast:
             self._readings.popleft()
 
     def growth(self) -> Growth | None:
-        """Growth now, by the median of the slopes between the stretches' peaks (Theil and Sen); None where it is too early."""
+        """Current growth: median of the slopes between the peaks of time spans (Theil-Sen); None if it is too early."""
         if self._began is None:
             return None
         now = self._readings[-1][0]
@@ -87,11 +87,14 @@ class Forecast:
 def slopes(times: NDArray[np.float64], sizes: NDArray[np.float64]) -> tuple[float, float, float]:
     """The median of the slopes between all pairs of points, and its confidence interval (Sen, 1968).
 
-    The same as ``scipy.stats.theilslopes`` (a test holds it against that), whose import would double the guard's own memory.
+    Equal to ``scipy.stats.theilslopes`` (a test compares the two), whose import would double the guard's own memory.
 
     Args:
-        times: all different.
-        sizes: one for each.
+        times: times of the points, all different.
+        sizes: one size for each time.
+
+    Returns:
+        The median, and the lower and upper end of its interval.
     """
     first, second = np.triu_indices(len(times), 1)
     found = np.sort((sizes[second] - sizes[first]) / (times[second] - times[first]))

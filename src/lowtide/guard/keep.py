@@ -1,4 +1,4 @@
-"""Generation after generation of one command, until it has finished or cannot be helped."""
+"""Runs one command, restarted in fresh processes, until it has finished or a restart cannot help."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ from lowtide.guard.rule import RecycleWhen, Rule
 from lowtide.probe.beat import STOPPED, Beat
 
 LOOK_SECONDS: Final = 0.1
-"""Between two looks at the memory."""
+"""Interval between two readings of the memory."""
 SPARE_SECONDS: Final = 1.0
-"""A stop is asked for so long before the forecast says that it is needed."""
+"""A stop is requested this long before the forecast says that it is needed."""
 BACK_OFF_SECONDS: Final = (1.0, 60.0)
-"""Wait before a restart after a failure: the first time, and at most; doubled each time in between."""
+"""Wait before a restart after a failure: the first, and the longest; doubled with each failure in between."""
 Enforce = Literal["auto", "cgroup", "rlimit", "watch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardSettings:
-    """What is asked of the guard.
+    """Settings of the guard.
 
     Attributes:
         command: the program and its arguments.
-        cap_bytes: what the tree of processes may hold; None: what the machine has, and nothing is killed.
-        rule: after what it is recycled.
-        enforce: what holds it to the cap.
-        patience_seconds: what it gets to stop when a person asks, before it is ended.
-        restarts: how many times in a row it is started again after a failure for want of memory without a new checkpoint.
-        done_file: whose presence says that all is done (`RecycleWhen.EXIT`).
+        cap_bytes: memory that the process tree may hold; None: all that the machine has, and nothing is killed.
+        rule: when the process is recycled.
+        enforce: how the cap is enforced.
+        patience_seconds: time the process gets to stop when a person requests it, before it is ended.
+        restarts: how many times in a row it is restarted after running out of memory without a new checkpoint.
+        done_file: file whose presence says that all work is done (`RecycleWhen.EXIT`).
         done_code: exit code that says so (`RecycleWhen.EXIT`).
     """
 
@@ -65,10 +65,10 @@ class GuardSettings:
 
 
 def fence_of(settings: GuardSettings, generation: int) -> Fence:
-    """What holds a generation to the cap.
+    """The fence that holds a generation to the cap.
 
     Raises:
-        UsageError: if what was asked for cannot be had here.
+        UsageError: if a cgroup is required, but this machine does not let us make one.
     """
     if settings.cap_bytes is None:
         return Watching()
@@ -85,10 +85,10 @@ def fence_of(settings: GuardSettings, generation: int) -> Fence:
 
 @final
 class RunKeeper:
-    """Runs a command until it has finished or cannot be helped."""
+    """Runs a command until it has finished or a restart cannot help."""
 
     def __init__(self, settings: GuardSettings, listeners: Sequence[GuardListener] = ()) -> None:
-        """Nothing runs yet."""
+        """Start nothing yet."""
         self._settings, self._listeners = settings, list(listeners)
         self._cap = settings.cap_bytes or room()
         self._done: list[Generation] = []
@@ -97,7 +97,7 @@ class RunKeeper:
         self._kind = "none"
 
     def run(self) -> GuardOutcome:
-        """Run it.
+        """Run the command, with as many restarts as it takes.
 
         Raises:
             UsageError: if the cap cannot be enforced as asked.
@@ -131,7 +131,7 @@ class RunKeeper:
                     return self._outcome(1, "a fresh process is near the cap at its first safe point: give it more memory")
 
     def _after(self, found: Generation) -> tuple[int, str] | None:
-        """The exit code and why, where the run is over; None where it goes on."""
+        """The exit code and the reason if the run is over; None if it continues."""
         s = self._settings
         if s.rule.kind is RecycleWhen.EXIT:
             if _shell(found.exit) == s.done_code or (s.done_file is not None and s.done_file.exists()):
@@ -173,7 +173,7 @@ class RunKeeper:
                 beats = process.beats()
                 self._fraction = max([self._fraction, *(b.fraction for b in beats.values())])
                 errors = process.errors(beats)
-                stopped = any(b.stopped for b in beats.values())  # launchers, pipes and shells have codes of their own
+                stopped = any(b.stopped for b in beats.values())  # launchers, pipes and shells return their own exit codes
                 ending = Ending(
                     code=STOPPED if stopped else code,
                     saved=stopped,
@@ -193,7 +193,7 @@ class RunKeeper:
             fence.remove()
 
     def _watch(self, watched: _Watched) -> int:
-        """Look until it has ended; its exit code."""
+        """Watch the process until it ends; returns its exit code."""
         asked_at = 0.0
         handled = 0
         while (code := watched.process.poll()) is None:
@@ -217,7 +217,10 @@ class RunKeeper:
         return code
 
     def _passed(self, watched: _Watched, number: int, *, times: int) -> None:
-        """A person wants it to end."""
+        """Handle a signal from a person.
+
+        The first requests a save and a stop, or is passed on if no process listens; the second sends SIGTERM; the third kills.
+        """
         name = signal.Signals(number).name
         if times > 2:
             watched.ours = Cause.PATIENCE
@@ -238,7 +241,7 @@ class RunKeeper:
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
         heard = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-        numbers = [n for n in heard if signal.getsignal(n) is not signal.SIG_IGN]  # nohup stays what it is
+        numbers = [n for n in heard if signal.getsignal(n) is not signal.SIG_IGN]  # a signal that nohup ignores stays ignored
         before = [signal.signal(number, self._signalled) for number in numbers]
         try:
             yield
@@ -259,7 +262,7 @@ class RunKeeper:
         self._tell("said", text)
 
     def _tell(self, what: str, value: Any) -> None:
-        """Tell all listeners. One that fails (a terminal that has gone, a full disk) is told no more; the run goes on."""
+        """Notify all listeners. One that fails (a closed terminal, a full disk) is removed, and the run continues."""
         for listener in list(self._listeners):
             try:
                 getattr(listener, what)(value)
@@ -270,7 +273,7 @@ class RunKeeper:
 
 @final
 class _Watched:
-    """One process while it is looked at."""
+    """One process while it is watched: its readings, peaks and forecast."""
 
     def __init__(self, process: Guarded, fence: Fence, cap: int) -> None:
         self.process, self._fence, self._cap = process, fence, cap
@@ -285,7 +288,7 @@ class _Watched:
         self._hurried = False
 
     def look(self) -> None:
-        """Read its memory."""
+        """Read its memory and its reports, and update the forecast."""
         r = self._reading = self.process.tree.read(self._fence)
         sizes = (r.bytes, r.unique_bytes, r.resident_bytes, r.device_bytes)
         self._peaks = [max(a, b) for a, b in zip(self._peaks, sizes, strict=True)]
@@ -293,13 +296,13 @@ class _Watched:
         self.pids.update(self.process.tree.found)
         self.process.rank_lost(beats)
         self._beat = _furthest(beats)
-        began = self._beat.first_point or self._beat.first_step  # what comes before is start-up
+        began = self._beat.first_point or self._beat.first_step  # memory before that is start-up
         if began or not beats:
             self._forecast.add(r.seconds, r.bytes)
         self._growth = self._forecast.growth()
 
     def live(self, done: tuple[Generation, ...]) -> Live:
-        """What was seen."""
+        """A snapshot of the last readings."""
         b, now = self._beat, self._reading.seconds
         marks = (b.steps, b.first_step, b.last_step) if b.steps else (b.points, b.first_point, b.last_point)
         rate = (marks[0] - 1) / (marks[2] - marks[1]) if marks[2] > marks[1] else 0.0
@@ -317,7 +320,7 @@ class _Watched:
         )
 
     def reason(self, live: Live, watermark: float) -> str:
-        """Why it should stop at its next safe point; empty where it need not."""
+        """Why it should stop at its next safe point; empty if it need not."""
         if live.reading.bytes >= watermark * self._cap and self._exactly() >= watermark * self._cap:
             return f"memory is at {live.reading.bytes / self._cap:.0%} of the cap"
         needed = SPARE_SECONDS + 2 * (self._beat.longest_gap + self._beat.longest_save)
@@ -326,11 +329,11 @@ class _Watched:
         return ""
 
     def _exactly(self) -> int:
-        """Bytes that count against the cap, every page looked at."""
+        """Bytes that count against the cap, measured by walking every page."""
         return self.process.tree.read(self._fence, exactly=True).bytes
 
     def crossed(self) -> bool:
-        """Whether it was over a cap that nothing but us enforces, and has been ended."""
+        """Kill it if it exceeds a cap that only the guard enforces; returns whether it did."""
         if self._fence.kind != "watch" or self._reading.bytes <= self._cap or self.ours is not None:
             return False
         if self._exactly() <= self._cap:
@@ -340,7 +343,7 @@ class _Watched:
         return True
 
     def hurry(self, seconds: float, patience: float) -> None:
-        """End it, if it has been asked by a person for longer than it may take."""
+        """End it if it takes longer than ``patience`` to stop for a person: SIGTERM first, SIGKILL `LEAVE_SECONDS` later."""
         if seconds > patience + LEAVE_SECONDS:
             self.ours = Cause.PATIENCE
             self.process.kill()
@@ -351,7 +354,7 @@ class _Watched:
     def generation(
         self, number: int, ending: Ending, waited: float, beats: dict[int, Beat], errors: list[dict[str, Any]]
     ) -> Generation:
-        """What is kept of it."""
+        """The record of this process, once it has ended."""
         told = _furthest(beats)
         now = time.monotonic()
         firsts = [t for t in (told.first_step, told.first_point) if t]
@@ -386,12 +389,12 @@ def _risen(now: int | None, before: int | None) -> int | None:
 
 
 def _remedy(found: Generation) -> str:
-    """What may help where a fresh process did not."""
+    """Advice for a failure that a fresh process did not fix."""
     if not (found.steps or found.points):
         return "it needs more than the cap to begin: give it more --memory"
     return "give it more --memory, or have it save more often"
 
 
 def _shell(code: int) -> int:
-    """An exit code as a shell tells it."""
+    """An exit code as a shell reports it: 128 + N for signal N."""
     return code if code >= 0 else 128 - code

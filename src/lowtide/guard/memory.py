@@ -1,4 +1,4 @@
-"""What a tree of processes holds."""
+"""Reads the memory that a process tree holds, on the host and on CUDA devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowtide.guard.fence import Fence
 from lowtide.probe.counters import Shares
 
 SHARES_COST: Final = 100
-"""Processes are listed, and their pages walked, no more often than costs a hundredth of the time each."""
+"""Listing the processes and walking their pages may each take at most one hundredth of the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,13 @@ class Reading:
     """A tree's memory at one moment.
 
     Attributes:
-        seconds: of the machine's monotonic clock.
-        bytes: what counts against the cap: the cgroup's usage without pages that can be dropped, where one was made; the
-            largest process's data, where that is limited; the sum of proportional set sizes otherwise.
-        unique_bytes: pages that no other process has.
-        resident_bytes: sum of resident set sizes; pages that several share are counted several times.
-        device_bytes: taken on CUDA devices, where NVML tells.
-        processes: how many there are.
+        seconds: time on the machine's monotonic clock.
+        bytes: memory that counts against the cap: with a cgroup, its usage minus file pages that can be dropped; with
+            ``RLIMIT_DATA``, the data of the largest process; otherwise the sum of proportional set sizes.
+        unique_bytes: sum of unique set sizes: pages that no other process shares.
+        resident_bytes: sum of resident set sizes; shared pages count once for each process.
+        device_bytes: memory used on CUDA devices, if NVML reports it.
+        processes: number of processes.
         pressure: share of the last ten seconds in which some process waited for memory (PSI), in percent; 0 if unknown.
     """
 
@@ -44,13 +44,13 @@ class Reading:
 
 @final
 class Tree:
-    """All processes that descend from this one, which therefore starts nothing else, but for one."""
+    """All descendants of this process but one; this process must therefore start nothing else."""
 
     def __init__(self, besides: int = 0) -> None:
         """Nothing is read yet.
 
         Args:
-            besides: a child that is none of them.
+            besides: id of the one child that does not belong to the tree; 0 for none.
         """
         self._besides = besides
         self._own = psutil.Process()
@@ -59,7 +59,7 @@ class Tree:
         self._next_list = 0.0
 
     def pids(self) -> tuple[int, ...]:
-        """The descendants that live, those that only wait to be reaped left out."""
+        """Ids of the descendants that are alive (no zombies)."""
         found = []
         for process in self._own.children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -69,17 +69,17 @@ class Tree:
 
     @property
     def found(self) -> tuple[int, ...]:
-        """The descendants that were listed last."""
+        """Ids of the descendants when they were last listed."""
         return self._found
 
     def read(self, fence: Fence, *, exactly: bool = False) -> Reading:
-        """What they hold now.
+        """Read the memory that they hold now.
 
         Args:
-            fence: what limits them.
-            exactly: whether processes are listed, and their pages walked, whatever that costs.
+            fence: the limit on them, which may have its own account.
+            exactly: whether to list the processes and walk their pages whatever that costs.
         """
-        spent = time.thread_time()  # a wait for a core is no cost: it would leave new processes unseen for long
+        spent = time.thread_time()  # CPU time: if waits for a core counted, new processes would stay unseen for long
         if exactly or time.monotonic() >= self._next_list:
             self._found = self.pids()
             self._next_list = time.monotonic() + SHARES_COST * (time.thread_time() - spent)
@@ -97,7 +97,7 @@ class Tree:
 
 
 def pressure() -> float:
-    """Share of the last ten seconds in which some process waited for memory, percent; 0 where the kernel does not tell."""
+    """Share of the last ten seconds in which some process waited for memory, in percent; 0 if the kernel does not tell."""
     with contextlib.suppress(OSError, IndexError, ValueError):
         return float(Path("/proc/pressure/memory").read_text().split("avg10=")[1].split()[0])
     return 0.0
@@ -105,7 +105,7 @@ def pressure() -> float:
 
 @functools.cache
 def _nvml() -> Any:
-    """NVML, ready; None where it is not there (``pip install nvidia-ml-py``). Looked for once, not ten times a second."""
+    """NVML, initialized; None if not available (``pip install nvidia-ml-py``). Cached: it is needed ten times a second."""
     try:
         import pynvml
     except ImportError:
@@ -118,7 +118,7 @@ def _nvml() -> Any:
 
 
 def _device(pids: set[int]) -> int:
-    """Bytes that these processes take on CUDA devices; 0 where NVML does not tell."""
+    """Bytes that these processes use on CUDA devices; 0 if NVML does not tell."""
     nvml = _nvml()
     if nvml is None:
         return 0

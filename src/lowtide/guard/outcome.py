@@ -1,4 +1,4 @@
-"""What is told of a guarded run: a look at it, a process that has ended, the whole."""
+"""Reports on a guarded run: a live snapshot, a process that has ended, the outcome of the whole run."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class Generation:
     """One process of the run.
 
     Attributes:
-        number: from 0.
-        exit: exit code; negative: the signal.
+        number: its number, from 0.
+        exit: exit code, negative for a signal.
         cause: why it ended.
-        asked: why it was asked to stop; empty where it was not.
-        seconds: from start to end.
-        start_seconds: from its start to its first step or safe point; 0 where it told none.
-        load_seconds: of putting the state back, within these.
-        save_seconds: of all its checkpoints.
-        waited_seconds: back-off before it.
-        steps, points, saves: told by it.
-        peak_bytes: highest of what counts against the cap.
-        unique_bytes, resident_bytes, device_bytes: highest.
-        growth_bytes_per_second: when it ended; None where it did not grow for certain.
-        error: the error that ended it, where it was a Python program.
+        asked: why it was asked to stop; empty if it was not.
+        seconds: time from start to end.
+        start_seconds: time from its start to its first step or safe point; 0 if it reported none.
+        load_seconds: the part of ``start_seconds`` that restored the state.
+        save_seconds: time that all its checkpoints took.
+        waited_seconds: back-off before its start.
+        steps, points, saves: number of steps, safe points and checkpoints that it reported.
+        peak_bytes: highest memory that counted against the cap.
+        unique_bytes, resident_bytes, device_bytes: highest reading of each.
+        growth_bytes_per_second: growth of its memory when it ended; None if growth was not certain.
+        error: the Python error that ended it, or ``rank N`` if that rank was lost; None if neither was reported.
     """
 
     number: int
@@ -53,21 +53,21 @@ class Generation:
 
     @property
     def overhead_seconds(self) -> float:
-        """Start-up, load and save: what recycling costs. The first start is the script's own."""
+        """Cost of recycling: back-off, saves, and start-up including the load. The first start-up is the script's own."""
         return self.waited_seconds + self.save_seconds + (self.start_seconds if self.number else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardOutcome:
-    """How the run went.
+    """Outcome of the whole run.
 
     Attributes:
-        generations: its processes.
-        exit_code: the guard's own.
-        text: why it ended, in a sentence.
-        cap_bytes: what it was held to.
-        fence: by what: ``cgroup``, ``rlimit``, ``watch`` or ``none``.
-        fraction: of the work that was done, by the script's own account; 0 where it did not say.
+        generations: its processes, in order.
+        exit_code: the guard's own exit code.
+        text: why the run ended, in a sentence.
+        cap_bytes: the memory cap.
+        fence: how the cap was enforced: ``cgroup``, ``rlimit``, ``watch`` or ``none``.
+        fraction: share of the work that was done, by the script's own account; 0 if it reported none.
     """
 
     generations: tuple[Generation, ...]
@@ -79,30 +79,30 @@ class GuardOutcome:
 
     @property
     def seconds(self) -> float:
-        """Of all generations and what was waited between them."""
+        """Time of all generations and of the waits between them."""
         return sum(g.seconds + g.waited_seconds for g in self.generations)
 
     @property
     def overhead_seconds(self) -> float:
-        """Of recycling."""
+        """Cost of recycling over all generations."""
         return sum(g.overhead_seconds for g in self.generations)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Live:
-    """A look at the run.
+    """A snapshot of the run.
 
     Attributes:
-        generation: which process this is.
-        seconds: since its start.
+        generation: number of the current generation, from 0.
+        seconds: time since its start.
         reading: its memory.
-        cap_bytes: what it may hold.
-        growth: of its memory; None where it is too early.
-        left_seconds: until the cap is reached; None where it does not grow for certain.
-        beat: what it told; of the furthest of its processes.
-        steps_per_second: since its first step; safe points where it marked no steps.
-        asked: why it was asked to stop; empty where it was not.
-        done: generations before it.
+        cap_bytes: memory that it may hold.
+        growth: growth of its memory; None if it is too early to tell.
+        left_seconds: time until the cap is reached; None if growth is not certain.
+        beat: the report of its process that is furthest ahead.
+        steps_per_second: rate since its first step; counts safe points if it marked no steps.
+        asked: why it was asked to stop; empty if it was not.
+        done: the generations before it.
     """
 
     generation: int
@@ -118,20 +118,20 @@ class Live:
 
     @property
     def whole_seconds(self) -> float | None:
-        """Forecast of the whole run, restarts included, where the script says how far it is."""
+        """Forecast of the whole run's time, restarts included; None if the script does not report its progress."""
         if not self.beat.fraction:
             return None
         return (self.seconds + sum(g.seconds + g.waited_seconds for g in self.done)) / self.beat.fraction
 
 
 class GuardListener(Protocol):
-    """Told of what happens."""
+    """Receives the events of a guarded run."""
 
     def looked(self, live: Live) -> None:
-        """The guard looked at the process."""
+        """The guard has taken a reading."""
 
     def said(self, text: str) -> None:
-        """Something happened that people want to know."""
+        """Something happened that users want to know, described in ``text``."""
 
     def ended(self, generation: Generation) -> None:
         """A process has ended."""

@@ -1,4 +1,4 @@
-"""One guarded process and everything that it starts: begun, asked, signalled, ended without a trace."""
+"""One guarded process and its descendants: starts them, asks them to stop, signals them, and leaves none behind."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _PR_GET_CHILD_SUBREAPER: Final = 37
 OF_A_CHILD: Final = (
     "ChildFailedError", "CalledProcessError", "ProcessRaisedException", "ProcessExitedException", "BrokenProcessPool",
 )
-"""Errors of launchers and pools whose child has failed: what that child says is the reason."""
-PLACES: Final = (None, "/dev/shm", ".")  # noqa: S108 - the folder's name is made up
-"""For temporary files, in turn: after hours of work their own disk may have filled up."""
+"""Errors that launchers and pools raise when a child fails: the reason is in the child's own error."""
+PLACES: Final = (None, "/dev/shm", ".")  # noqa: S108 - the folder gets a random name
+"""Folders for temporary files, tried in turn (None: the default one): after hours of work, the default's disk may be full."""
 AGAIN_SECONDS: Final = (0.1, 0.5, 1.0, 2.0, 4.0)
-"""Waits between tries to start a process where the system has no room for one more."""
+"""Waits between attempts to start a process while the system has no room for one more."""
 LEAVE_SECONDS: Final = 5.0
-"""What processes get between SIGTERM and SIGKILL."""
+"""Time that processes get between SIGTERM and SIGKILL."""
 _WARDEN: Final = """
 read -r group left || exit
 read -r _
@@ -46,15 +46,16 @@ kill -s TERM -- "-$group"
 while kill -s 0 -- "-$group" && [ "$left" -gt 0 ]; do sleep 1; left=$((left - 1)); done
 kill -s KILL -- "-$group"
 """
-"""A shell that waits for the end of its input, which comes when the guard is gone, however it went; then it ends a group.
+"""Shell script that waits for the end of its input, which comes when the guard is gone for any reason, and then ends the
+command's process group: SIGTERM first, SIGKILL once the patience is over.
 
-A signal at its parent's death would reach the command alone, and both together would be two requests.
+A parent-death signal would reach only the command itself, and both together would count as two requests.
 """
 
 
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
-    """This process is the parent of every descendant whose own parent ends (a subreaper, ``man 2 prctl``): none is lost."""
+    """Make this process adopt every descendant whose parent ends (a subreaper, ``man 2 prctl``), so that none is lost."""
     before = ctypes.c_int(0)
     _LIBC.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -66,19 +67,19 @@ def adopting() -> Iterator[None]:
 
 @final
 class Guarded:
-    """A command that runs; leave the ``with`` block and it, and what it started, is gone."""
+    """A running command; leaving the ``with`` block ends it and everything it started."""
 
     def __init__(
         self, command: Sequence[str], *, generation: int, rule: str, fence: Fence, patience_seconds: float
     ) -> None:
-        """Nothing runs yet.
+        """Start nothing yet.
 
         Args:
             command: the program and its arguments.
-            generation: how many came before it.
-            rule: after what it stops of itself (``guard.rule.Rule.text``).
-            fence: what limits it.
-            patience_seconds: what it gets to stop where this process is killed.
+            generation: number of processes that came before it.
+            rule: when it stops on its own (``guard.rule.Rule.text``).
+            fence: the limit on its memory.
+            patience_seconds: time it gets to stop if this process is killed.
         """
         self._command, self._generation, self._rule, self._fence = list(command), generation, rule, fence
         self._patience = patience_seconds
@@ -87,7 +88,11 @@ class Guarded:
         self._passed = False
 
     def __enter__(self) -> Guarded:
-        """Start it."""
+        """Start it.
+
+        Raises:
+            UsageError: if it cannot be started.
+        """
         self._scratch = Scratch(PLACES)
         self._folder = self._scratch.path
         environment = dict(os.environ)
@@ -112,7 +117,7 @@ class Guarded:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End what is left of it."""
+        """End all that is left of it."""
         self.kill()
         self._dismiss()
 
@@ -123,25 +128,25 @@ class Guarded:
         self._scratch.remove()
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs. Reaps what was adopted."""
-        with contextlib.suppress(ChildProcessError):  # there are none
+        """The exit code, negative for a signal; None while it runs. Also reaps adopted descendants."""
+        with contextlib.suppress(ChildProcessError):  # no children are left
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                if ended.si_pid == self._process.pid:  # its own code is for `subprocess` to take
+                if ended.si_pid == self._process.pid:  # leave the command's exit code to `subprocess`
                     break
                 os.waitpid(ended.si_pid, os.WNOHANG)
         return self._process.poll()
 
     def kill(self) -> None:
-        """End it and all that descends from it, in whatever session, and reap them all.
+        """Kill it and all its descendants, in any session, and reap them all.
 
-        Where a signal was passed on, descendants that outlive the command get SIGTERM and a little time first.
+        If a signal was passed on, descendants that outlive the command get SIGTERM and `LEAVE_SECONDS` first.
         """
         if self._passed and self._process.poll() is not None:
             self._leave()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         while pids := self.tree.pids():
-            for number in (signal.SIGSTOP, signal.SIGKILL):  # first, so that none starts another meanwhile
+            for number in (signal.SIGSTOP, signal.SIGKILL):  # SIGSTOP first, so that none starts another meanwhile
                 for pid in pids:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, number)
@@ -150,7 +155,7 @@ class Guarded:
         self.poll()
 
     def _leave(self) -> None:
-        """Let descendants end by themselves."""
+        """Send descendants SIGTERM, and give them `LEAVE_SECONDS` to end."""
         end = time.monotonic() + LEAVE_SECONDS
         for pid in self.tree.pids():
             with contextlib.suppress(ProcessLookupError):
@@ -159,13 +164,13 @@ class Guarded:
             time.sleep(0.05)
 
     def ready(self) -> list[int]:
-        """Processes that answer a request to stop at their next safe point."""
+        """Ids of processes that will respond to a request to stop at their next safe point."""
         found = {int(path.name.rpartition("-")[2]) for path in self._folder.glob("ready-*")}
         return [pid for pid in self.tree.pids() if pid in found and _catches(pid, signal.SIGUSR1)]
 
     def ask(self) -> bool:
-        """Ask for a save and a stop at the next safe point; whether anybody listens."""
-        with contextlib.suppress(OSError):  # a signal follows
+        """Request a save and a stop at the next safe point; returns whether any process listens."""
+        with contextlib.suppress(OSError):  # the signal below requests it too
             (self._folder / beat.STOP).touch()
         ready = self.ready()
         for pid in ready:
@@ -174,7 +179,7 @@ class Guarded:
         return bool(ready)
 
     def pass_on(self, number: int) -> None:
-        """Send it a signal: Ctrl-C and SIGQUIT to the whole session, as a terminal would; others to the command itself."""
+        """Send it a signal: SIGINT and SIGQUIT to its process group, as a terminal would; others to the command alone."""
         self._passed = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if number in {signal.SIGINT, signal.SIGQUIT}:
@@ -183,7 +188,7 @@ class Guarded:
                 os.kill(self._process.pid, number)
 
     def beats(self) -> dict[int, Beat]:
-        """What each process has told, by its id."""
+        """The latest report of each process, by process id."""
         found = {}
         for path in self._folder.glob("beat-*"):
             with contextlib.suppress(OSError):
@@ -193,7 +198,7 @@ class Guarded:
         return found
 
     def endings(self) -> list[dict[str, Any]]:
-        """What processes said when they ended."""
+        """Reports that processes wrote when they ended."""
         found = []
         for path in self._folder.glob("ended-*"):
             with contextlib.suppress(OSError, ValueError):
@@ -201,8 +206,8 @@ class Guarded:
         return found
 
     def errors(self, beats: Mapping[int, Beat]) -> list[dict[str, Any]]:
-        """Of the endings those by an error that counts: of processes that trained; else the command's own, unless it only says
-        that a child of its failed; else anybody's.
+        """Endings by the error that counts: those of processes that trained; else the command's own, unless it only reports
+        that a child failed (`OF_A_CHILD`); else those of any process.
         """
         found = [ending for ending in self.endings() if ending["error"]]
         trained = [e for e in found if beats.get(e["pid"], Beat()).points or beats.get(e["pid"], Beat()).steps]
@@ -210,7 +215,7 @@ class Guarded:
         return trained or own or found
 
     def rank_lost(self, beats: Mapping[int, Beat]) -> int:
-        """The rank that was first seen to have gone without a word; -1 for none."""
+        """The first rank that was seen to have ended without a report; -1 for none."""
         if self._lost is None:
             gone = {pid: b for pid, b in beats.items() if b.rank >= 0 and not b.stopped and not _lives(pid)}
             said = {ending["pid"] for ending in self.endings()} if gone else set()
@@ -219,10 +224,10 @@ class Guarded:
 
 
 def _started(command: Sequence[str], **how: Any) -> subprocess.Popen[Any]:
-    """Start a process, in seconds from now where there are too many at the moment: a long run must not end for that."""
+    """Start a process; retry for some seconds while the system has no room for one, so that a long run does not end."""
     for seconds in AGAIN_SECONDS:
         try:
-            return subprocess.Popen(command, **how)  # noqa: S603 - the user's own, or the warden
+            return subprocess.Popen(command, **how)  # noqa: S603 - the user's own command, or the warden
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.ENOMEM):
                 raise
@@ -231,7 +236,7 @@ def _started(command: Sequence[str], **how: Any) -> subprocess.Popen[Any]:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal: it would end a process that has none any more."""
+    """Whether a process handles a signal: one that no longer has a handler would be killed by it."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         text = Path(f"/proc/{pid}/status").read_text(errors="replace").split("SigCgt:")[1].split()[0]
         return bool(int(text, 16) >> (number - 1) & 1)

@@ -1,4 +1,4 @@
-"""After what a guarded process stops and is started again."""
+"""The rule that says when a guarded process stops and is restarted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowtide.base.errors import UsageError
 
 
 class RecycleWhen(enum.Enum):
-    """What the process stops after."""
+    """The event after which the process stops."""
 
     NEVER = "never"
     EPOCH = "epoch"
@@ -21,7 +21,7 @@ class RecycleWhen(enum.Enum):
 
 
 WATERMARK: Final = 0.9
-"""Share of the cap from which on a stop is asked for."""
+"""Share of the cap at which a stop is requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Rule:
     """When to recycle.
 
     Attributes:
-        kind: after what.
-        every: safe points, where it is `RecycleWhen.EVERY`.
-        watermark: share of the cap at which a stop is asked for, whatever the kind is.
+        kind: the event after which the process stops.
+        every: number of safe points between stops, for `RecycleWhen.EVERY`.
+        watermark: share of the cap at which a stop is requested, for every kind but `RecycleWhen.NEVER`.
     """
 
     kind: RecycleWhen = RecycleWhen.WATERMARK
@@ -40,15 +40,15 @@ class Rule:
 
     @property
     def text(self) -> str:
-        """As the process is told."""
+        """The rule as the process gets it in its environment."""
         return f"every={self.every}" if self.kind is RecycleWhen.EVERY else self.kind.value
 
 
 def parse(text: str) -> Rule:
-    """A rule as written on the command line: ``epoch``, ``watermark``, ``watermark=80%``, ``every=500``, ``exit``, ``never``.
+    """Parse a rule of the command line: ``epoch``, ``watermark``, ``watermark=80%``, ``every=500``, ``exit``, ``never``.
 
     Raises:
-        UsageError: if it is none of these.
+        UsageError: if the text is none of these.
     """
     name, _, value = text.strip().lower().partition("=")
     percent = re.fullmatch(r"(\d+(?:\.\d+)?)%", value)

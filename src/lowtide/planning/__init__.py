@@ -1,1 +1,1 @@
-"""The pebble game: problems, schedules, bounds and solvers; no torch."""
+"""The pebble game: problems, schedules, bounds and solvers. Does not import torch."""

@@ -1,7 +1,7 @@
-"""A graph to be pebbled: operators with bytes and seconds, read from networkx node-link JSON.
+"""The graph that the pebble game is played on: operators with bytes and seconds, from networkx node-link JSON.
 
-A node is an operator and the value that it makes. What a plain graph does not have is an attribute that may be left out:
-see :class:`Node` for their names in the file, which are the fields' names (``parents`` are the file's links).
+A node is an operator and the value that it computes. Everything beyond a plain graph is an optional attribute. Its name in the
+file is the name of the field of :class:`Node` (``parents`` are the file's links).
 """
 
 from __future__ import annotations
@@ -12,34 +12,36 @@ from functools import cached_property
 
 Id = int | str
 LARGEST_BYTES = 1 << 52
-"""Sums of bytes stay exact in double precision below this; no machine has as much."""
+"""Below this, sums of bytes are exact in double precision; no machine has this much memory."""
 TOLD_BITS = 128
-"""Numbers that take more are not printed."""
+"""Integers of this many bits or more are not printed in error messages."""
 MOST_SECONDS = 1e15
-"""No operator runs for thirty million years; sums of such seconds stay finite."""
+"""Upper limit for an operator's seconds: thirty million years. Sums of such seconds stay finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One operator and the value that it makes.
+    """One operator and the value that it computes.
 
     Attributes:
-        id: its name in the file.
-        bytes: size of its value.
-        seconds: to run it once.
-        parents: indices of the nodes whose values it reads.
-        workspace_bytes: taken inside the operator, on top of its value.
-        state_bytes: held from its first run to its last where it runs more than once (a random generator's state).
-        made_with: index of the node whose operator makes this value too (an operator of several outputs); its own
-            seconds are 0 and it has no parents of its own.
-        view_of: index of the node whose storage it looks into; it has no bytes of its own, and reading it needs that storage.
-        overwrites: index of the node whose storage it takes over when it (its operator) is computed in place (``update``).
+        id: name in the file.
+        bytes: size of the value.
+        seconds: time of one run.
+        parents: indices of the nodes whose values the operator reads.
+        workspace_bytes: bytes that the operator allocates while it runs, in addition to its value.
+        state_bytes: bytes held from the first run to the last if the operator runs more than once (the state of a random
+            generator).
+        made_with: index of the node whose operator also computes this value (an operator with several outputs). Such a node
+            has 0 seconds and no parents of its own.
+        view_of: index of the node whose storage this value is a view of. A view has no bytes of its own, and reading it
+            requires that storage on the board.
+        overwrites: index of the node whose storage this value takes over when its operator runs in place (``update``).
         resident: always on the board; never computed, never freed.
-        recompute: whether it may run more than once.
-        move: whether its value may go to the second board.
-        keep: whether its value must be on the board at the end.
-        held_until: index of the node after whose first run the value may be freed at the earliest (a script holds it).
-        module: where in the model it runs, for reports.
+        recompute: whether the operator may run more than once.
+        move: whether the value may be offloaded to the second board.
+        keep: whether the value must be on the board at the end.
+        held_until: index of the node that must have run once before the value may be freed (the script holds the value).
+        module: the module in which the operator runs, for reports.
     """
 
     id: Id
@@ -61,12 +63,12 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """The second board.
+    """The second board, to which values are offloaded.
 
     Attributes:
-        write_bytes_per_second, read_bytes_per_second: of its two channels.
-        host_bytes: how much it holds; None for no limit.
-        overlap: whether transfers run beside computing (CUDA streams) or in its place (a file's copy on the CPU).
+        write_bytes_per_second, read_bytes_per_second: speeds of its two channels.
+        host_bytes: its capacity; None for no limit.
+        overlap: whether transfers run concurrently with computation (CUDA streams) or block it (a CPU that copies to a file).
     """
 
     write_bytes_per_second: float
@@ -77,13 +79,13 @@ class Offload:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """Nodes, parents before children in ``order``.
+    """Nodes and an order in which parents precede children.
 
     Attributes:
         nodes: in the file's order.
-        order: indices of the nodes in the given order; a node made with another comes right after it.
-        name: what the file calls it.
-        offload: the second board; None where nothing may be moved.
+        order: indices of the nodes in the given order; a node that is made with another comes right after it.
+        name: the graph's name in the file.
+        offload: the second board; None if nothing may be moved.
     """
 
     nodes: tuple[Node, ...]
@@ -93,7 +95,7 @@ class Graph:
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """Per node, who reads its value."""
+        """Per node, the nodes that read its value."""
         found: list[list[int]] = [[] for _ in self.nodes]
         for v, node in enumerate(self.nodes):
             for p in node.parents:
@@ -102,7 +104,7 @@ class Graph:
 
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
-        """Per node, the nodes that are made with it."""
+        """Per node, the nodes that its operator also computes (``made_with``)."""
         found: list[list[int]] = [[] for _ in self.nodes]
         for v, node in enumerate(self.nodes):
             if node.made_with is not None:
@@ -111,7 +113,7 @@ class Graph:
 
     @cached_property
     def olds(self) -> tuple[tuple[int, ...], ...]:
-        """Per node, the nodes whose storages its operator takes over in place."""
+        """Per node, the nodes whose storages its operator takes over when it runs in place."""
         return tuple(
             tuple(o for u in (v, *self.members[v]) if (o := self.nodes[u].overwrites) is not None)
             if node.made_with is None
@@ -120,12 +122,12 @@ class Graph:
         )
 
     def leader(self, v: int) -> int:
-        """The node whose operator makes a node's value."""
+        """The node whose operator computes ``v``'s value."""
         above = self.nodes[v].made_with
         return v if above is None else above
 
     def storage(self, v: int) -> int:
-        """The node whose storage a node's value lies in."""
+        """The node that owns the storage of ``v``'s value."""
         above = self.nodes[v].view_of
         while above is not None:
             v, above = above, self.nodes[above].view_of
@@ -133,7 +135,7 @@ class Graph:
 
     @cached_property
     def reads(self) -> tuple[tuple[int, ...], ...]:
-        """Per node, all values that must be on the board to compute it: parents, and the storages that views look into."""
+        """Per node, all values that must be on the board to compute it: its parents, and the storages that parents view."""
         return tuple(tuple(dict.fromkeys(q for p in node.parents for q in self._with_storage(p))) for node in self.nodes)
 
     def _with_storage(self, p: int) -> tuple[int, ...]:
@@ -147,11 +149,11 @@ class Graph:
 
     @cached_property
     def base_seconds(self) -> float:
-        """Every operator once."""
+        """Seconds to run every operator once."""
         return math.fsum(n.seconds for n in self.nodes if not n.resident)
 
     def rounded(self, unit: int) -> Graph:
-        """The same graph for an allocator that hands out blocks of ``unit`` bytes."""
+        """The same graph with all sizes rounded up to multiples of ``unit``, the allocator's block size in bytes."""
 
         def up(size: int) -> int:
             return -(-size // unit) * unit

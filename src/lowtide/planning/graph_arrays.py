@@ -1,7 +1,7 @@
-"""A graph as arrays: operators, the values that they make and read, and the fetches that stand beside them.
+"""A graph as arrays: operators, the values that they compute and read, and fetches as additional operators.
 
-Solvers and bounds work on this form. Operators are numbered in the given order; from ``plain`` on they are fetches, one per
-value that may be moved; the last of the plain ones may be the end, which reads what must be kept.
+Solvers and bounds work on this form. Operators are numbered in the given order. Those from index ``plain`` on are fetches, one
+per value that may be moved. The last plain operator may be the end, which reads the values that must be kept.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Ints = NDArray[np.int32]
 Floats = NDArray[np.float64]
 
 END = -1
-"""Stands for a node where an operator is the end."""
+"""Node of the end operator, which has no node in the graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lists:
-    """What is asked for one by one, again and again, as lists: an array's items take ten times as long to get at.
+    """Fields of :class:`Game` as lists, for code that reads single items often: indexing an array takes ten times as long.
 
     Attributes:
-        producer, fetcher, bytes, overwriter, pin: per value, as of the game.
-        workspace, state, again: per operator, as of the game.
+        producer, fetcher, bytes, overwriter, pin: per value, as in the game.
+        workspace, state, again: per operator, as in the game.
         price: per operator, its seconds as a share of the graph's.
     """
 
@@ -46,24 +46,24 @@ class Lists:
 
 @dataclass(frozen=True, kw_only=True)
 class Game:
-    """Operators and values.
+    """The operators and values of a graph.
 
     Attributes:
-        graph: what it was made from.
-        nodes: per operator its node (``END`` for the end; a fetch has the fetched value's node).
-        value_nodes: per value its node.
-        plain: how many operators are no fetches.
-        outputs, inputs: per operator, values that it makes and reads.
-        producer: per value, its operator.
+        graph: the graph that the game was made from.
+        nodes: per operator, its node (``END`` for the end; for a fetch, the node of the fetched value).
+        value_nodes: per value, its node.
+        plain: the number of operators that are not fetches.
+        outputs, inputs: per operator, the values that it computes and reads.
+        producer: per value, the operator that computes it.
         fetcher: per value, the operator that fetches it, or -1.
-        bytes: per value.
-        seconds: per operator and run; a fetch costs its transfer.
-        once: per operator, paid with its first run (a fetch pays for the offload so).
+        bytes: per value, its size.
+        seconds: per operator, seconds of each run; for a fetch, those of the transfer.
+        once: per operator, additional seconds of the first run (a fetch pays for the offload this way).
         workspace, state: per operator, bytes.
-        overwriter: per value, the operator that takes over its storage, or -1.
+        overwriter: per value, the operator that can take over its storage in place, or -1.
         again: per operator, whether it may run more than once.
-        pin: per value, the operator until whose first run it is held, or -1.
-        last: the end, or -1.
+        pin: per value, the operator that must have run once before the value may leave, or -1.
+        last: the end operator, or -1.
     """
 
     graph: Graph
@@ -100,18 +100,18 @@ class Game:
 
     @property
     def base_seconds(self) -> float:
-        """Every operator once."""
+        """Seconds to run every operator once."""
         return self.graph.base_seconds
 
     @cached_property
     def returns(self) -> NDArray[np.bool_]:
-        """Per value, whether it can be placed again: computed, or fetched."""
+        """Per value, whether it can be placed again, by recomputing or fetching it."""
         found: NDArray[np.bool_] = self.again[self.producer] | (self.fetcher >= 0)
         return found
 
     @cached_property
     def lists(self) -> Lists:
-        """Some of this as lists."""
+        """Frequently indexed fields as lists."""
         return Lists(
             producer=self.producer.tolist(),
             fetcher=self.fetcher.tolist(),
@@ -125,23 +125,23 @@ class Game:
         )
 
     def row(self, ops: Iterable[int]) -> Row:
-        """A row of the graph from a list of operators."""
+        """The graph's row for a sequence of operators; the end operator is left out."""
         return tuple(Move(Act.COMPUTE if o < self.plain else Act.FETCH, self.nodes[o]) for o in ops if self.nodes[o] != END)
 
     def ops(self, row: Row) -> tuple[int, ...]:
-        """The operators of a row."""
+        """The operators of a row, with the end operator appended if there is one."""
         compute = {v: o for o, v in enumerate(self.nodes[: self.plain])}
         fetch = {v: o + self.plain for o, v in enumerate(self.nodes[self.plain :])}
         found = [fetch[m.node] if m.act is Act.FETCH else compute[m.node] for m in row]
         return tuple(found if self.last < 0 else [*found, self.last])
 
     def olds(self, o: int) -> list[int]:
-        """Values whose storages an operator takes over in place."""
+        """Values whose storages an operator takes over when it runs in place."""
         return [v for v in self.inputs[o] if self.lists.overwriter[v] == o]
 
     @property
     def given(self) -> tuple[int, ...]:
-        """The given order."""
+        """The plain operators in the given order."""
         return tuple(range(self.plain))
 
 
@@ -149,8 +149,8 @@ def game_of(graph: Graph, *, transfer_share: float = 1.0) -> Game:
     """The arrays of a graph.
 
     Args:
-        graph: what is to be played.
-        transfer_share: what share of a transfer's seconds is counted (transfers that overlap with computing cost less).
+        graph: the graph to play.
+        transfer_share: share of a transfer's seconds to count (transfers that overlap with computation cost less).
     """
     own = [v for v in graph.order if graph.nodes[v].made_with is None and not graph.nodes[v].resident]
     values = [u for v in own for u in (v, *graph.members[v])]
@@ -219,7 +219,7 @@ def game_of(graph: Graph, *, transfer_share: float = 1.0) -> Game:
 
 
 def profile(game: Game, ops: Sequence[int]) -> NDArray[np.int64]:
-    """Bytes at every place of a row of operators, resident ones included (a fast count; the referee has the last word)."""
+    """Bytes on the board at every place of a row of operators, resident ones included (a fast count; the referee decides)."""
     length, lists = len(ops), game.lists
     delta = [0] * (length + 1)
     placed: dict[int, int] = {}

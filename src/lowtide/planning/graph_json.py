@@ -1,4 +1,4 @@
-"""Graphs as JSON: reading one that anybody wrote, with errors that name the place, and writing one."""
+"""Reads and writes graphs as JSON. Input is not trusted: errors name the place in the file."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def load(path: Path) -> Graph:
     """Read a graph file.
 
     Raises:
-        GraphError: if it cannot be read or is no graph.
+        GraphError: if the file cannot be read or is not a graph.
     """
     return from_json(read_json(path, "graph"), source=str(path))
 
 
 def read_json(path: Path, what: str) -> Any:
-    """What a JSON file holds.
+    """The decoded content of a JSON file.
 
     Args:
         path: the file.
-        what: it should be, for the complaint.
+        what: what the file should be, for error messages.
 
     Raises:
-        GraphError: if it cannot be read or is no JSON.
+        GraphError: if the file cannot be read or is not JSON.
     """
     try:
         text = path.read_bytes()
@@ -50,13 +50,13 @@ def from_json(data: object, *, source: str = "graph") -> Graph:
     """A graph from decoded node-link JSON.
 
     Raises:
-        GraphError: naming the first thing that is wrong.
+        GraphError: names the first error found.
     """
     return _Reader(source).graph(data)
 
 
 class _Reader:
-    """Reads one file; every complaint begins with its name."""
+    """Reads one file; every error message begins with the file's name."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -225,7 +225,7 @@ class _Reader:
         return tuple(self._sorted(order, nodes))
 
     def _sorted(self, order: list[int], nodes: list[Node]) -> list[int]:
-        """A topological order that keeps to the given one where it can."""
+        """A topological order that follows the given one as far as possible."""
         import heapq
 
         place = {v: t for t, v in enumerate(order)}
@@ -276,7 +276,7 @@ class _OffloadEntry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _together(order: Iterable[int], nodes: list[Node]) -> list[int]:
-    """An order with every node that is made with another right behind it."""
+    """The order with every ``made_with`` node moved right behind the node that it is made with."""
     members: dict[int, list[int]] = {}
     for v, node in enumerate(nodes):
         if node.made_with is not None:
@@ -285,7 +285,7 @@ def _together(order: Iterable[int], nodes: list[Node]) -> list[int]:
 
 
 def to_json(graph: Graph) -> dict[str, Any]:
-    """Node-link JSON that :func:`from_json` reads back."""
+    """Node-link JSON that :func:`from_json` can read."""
     usual = Node(id=0, bytes=0, seconds=0.0)
     entries = []
     for node in graph.nodes:

@@ -1,19 +1,18 @@
-"""The only judge of a schedule.
+"""Plays a schedule under the rules of the game; the planner's only judge of schedules.
 
 The rules:
 
-* ``compute`` needs every value that the node reads on the board (a view needs the storage that it looks into too); fetched
-  values must have arrived. While it runs, all that is on the board counts, its own values and its workspace included.
-* ``update`` is ``compute`` on the storages of the nodes that are overwritten: these values leave, and their bytes are not
-  counted twice.
-* ``free`` takes a value off the board. A value that a script holds (``held_until``) may not leave before that node has run,
-  nor be taken over by another one that overwrites it; one that is marked ``keep`` must be there at the end.
-* ``offload`` copies a value to the second board, ``fetch`` brings it back; each has a channel of its own. Where transfers
-  overlap with computing, a value that is freed leaves only when its copy is complete, and a fetched one counts from the
-  request on.
+* ``compute`` needs every value that the node reads on the board (reading a view also needs the storage that it views), and
+  waits until fetched ones have arrived. While it runs, everything on the board counts, including its own values and workspace.
+* ``update`` is ``compute`` in the storages of the nodes that it overwrites: the old values leave the board, and their bytes
+  are not counted twice.
+* ``free`` takes a value off the board. A value that the script holds (``held_until``) may neither be freed nor be overwritten
+  before that node has run; that node itself may overwrite it. A value marked ``keep`` must be on the board at the end.
+* ``offload`` copies a value to the second board, ``fetch`` copies it back; each has a channel of its own. If transfers overlap
+  with computation, freeing a value waits until its copy is complete, and a fetched value's bytes count from the request on.
 * A node that may not be recomputed runs at most once; every node runs at least once. A node with ``state_bytes`` that runs
   more than once holds them from its first run to its last.
-* A copy on the second board stays from its offload to its last fetch.
+* A copy on the second board occupies it from the offload to the last fetch.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from lowtide.planning.schedule import Act, Move, Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """How a schedule plays.
+    """The outcome of playing a schedule.
 
     Attributes:
-        bytes_at: per move, the highest point during it.
+        bytes_at: per move, the most bytes on the board during it.
         host_bytes_at: per move, bytes on the second board.
         seconds: from the first move to the end of the last.
-        wait_seconds: of these, spent waiting for transfers.
+        wait_seconds: seconds that no operator ran because of transfers; part of ``seconds``.
         runs: per node, how often it was computed.
-        moved_bytes: written to the second board.
-        resident_bytes: on the board at all times.
+        moved_bytes: bytes written to the second board.
+        resident_bytes: bytes that are always on the board.
     """
 
     bytes_at: NDArray[np.int64]
@@ -52,17 +51,17 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> int:
-        """Highest point."""
+        """Peak bytes on the board."""
         return int(self.bytes_at.max(initial=self.resident_bytes))
 
     @property
     def host_peak_bytes(self) -> int:
-        """Highest point of the second board."""
+        """Peak bytes on the second board."""
         return int(self.host_bytes_at.max(initial=0))
 
     @property
     def peak_move(self) -> int:
-        """Index of the move at the highest point."""
+        """Index of the move at which the board peaks."""
         return int(self.bytes_at.argmax())
 
 
@@ -70,7 +69,7 @@ def play(graph: Graph, schedule: Schedule) -> Timeline:
     """Play a schedule.
 
     Raises:
-        StructureError: at the first move that breaks a rule, naming it.
+        StructureError: names the first move that breaks a rule, or what is missing at the end.
     """
     game = _Game(graph, schedule)
     for t, move in enumerate(schedule):

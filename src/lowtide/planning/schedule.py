@@ -1,4 +1,4 @@
-"""What is done, step by step: a schedule of a graph, and the short form in which solvers handle it."""
+"""Schedules of a graph, move by move, and rows, the short form that solvers work on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowtide.planning.graph import Graph
 class Act(StrEnum):
     """One kind of move.
 
-    ``update`` computes a node in place: it takes over the storages of the nodes that it overwrites.
+    ``update`` computes a node in place: the node takes over the storages of the nodes that it overwrites.
     """
 
     COMPUTE = "compute"
@@ -33,11 +33,11 @@ class Move(NamedTuple):
 Schedule = tuple[Move, ...]
 
 Row = tuple[Move, ...]
-"""Only what takes time, in order: ``compute`` and ``fetch``; frees and offloads follow from it (:func:`unfold`)."""
+"""Only the moves ``compute`` and ``fetch``, in order; frees and offloads follow from them (:func:`unfold`)."""
 
 
 def plain_row(graph: Graph, order: Sequence[int] | None = None) -> Row:
-    """Every operator once, in an order (the given one if none is named)."""
+    """The row that runs every operator once in ``order`` (default: the graph's given order)."""
     return tuple(
         Move(Act.COMPUTE, v)
         for v in (graph.order if order is None else order)
@@ -46,10 +46,13 @@ def plain_row(graph: Graph, order: Sequence[int] | None = None) -> Row:
 
 
 def unfold(graph: Graph, row: Row) -> Schedule:
-    """The schedule that a row stands for: every value leaves right after its last use before it is placed anew.
+    """The schedule that a row stands for: every value is freed right after the last use before it is placed again.
 
-    An operator that overwrites runs in place wherever the old value is not used again; a value is offloaded right after
-    it was first computed, if it is fetched anywhere.
+    An operator that can overwrite runs in place wherever no later move uses the old value. A value that is fetched anywhere
+    is offloaded right after it is first computed.
+
+    Raises:
+        GraphError: if the row computes a node before a value that it reads.
     """
     lives, leaving = _lives(graph, row)
     out: list[Move] = []
@@ -83,7 +86,7 @@ def _placed(graph: Graph, move: Move) -> tuple[int, ...]:
 
 
 def _lives(graph: Graph, row: Row) -> tuple[dict[int, list[int]], set[tuple[int, int]]]:
-    """Per place in the row the values whose life ends there; and which of them end by being overwritten there."""
+    """Per place in the row, the values whose lives end there; and the (place, value) pairs that end by being overwritten."""
     placed: dict[int, int] = {}
     last: dict[tuple[int, int], int] = {}
     first_run: dict[int, int] = {}
@@ -117,7 +120,7 @@ def _lives(graph: Graph, row: Row) -> tuple[dict[int, list[int]], set[tuple[int,
 
 
 def life_ends(graph: Graph, row: Row) -> dict[int, list[int]]:
-    """Per value the places in a row at which its lives end, in order."""
+    """Per value, the places in a row at which its lives end, in ascending order."""
     found: dict[int, list[int]] = {}
     for t, values in sorted(_lives(graph, row)[0].items()):
         for v in values:
@@ -134,7 +137,7 @@ def from_json(graph: Graph, data: object) -> Schedule:
     """A schedule from ``[[action, node id], …]``.
 
     Raises:
-        GraphError: naming the first entry that is none.
+        GraphError: names the first entry that is not a move of this graph.
     """
     if not isinstance(data, list):
         raise GraphError("a schedule is a list of [action, node]")

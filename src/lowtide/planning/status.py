@@ -1,4 +1,4 @@
-"""What is known of an answer."""
+"""The status of a planner's answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Status(StrEnum):
-    """Whether there is a plan, and whether one could be better."""
+    """Whether there is a plan, and whether a better one is possible."""
 
     OPTIMAL = "optimal"
     FEASIBLE = "feasible"
@@ -15,5 +15,5 @@ class Status(StrEnum):
 
     @property
     def has_plan(self) -> bool:
-        """Whether a plan was found that fits."""
+        """Whether a plan was found that fits the budget."""
         return self in (Status.OPTIMAL, Status.FEASIBLE)

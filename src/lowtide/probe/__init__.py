@@ -1,1 +1,1 @@
-"""What runs inside a watched process. Standard library only: the process may be any Python, without Lowtide installed."""
+"""Code that runs inside a watched process. Standard library only: it may be any Python, without Lowtide installed."""

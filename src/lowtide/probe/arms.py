@@ -1,8 +1,8 @@
-"""One arm of an ablation: a script with some of its parts switched off, or a layer's work doubled. Standard library only.
+"""Runs one arm of an ablation: a script with some parts switched off, or a layer's work doubled. Standard library only.
 
-Here for torch; for Keras in ``keras_arms``. What is switched off gives what it gave at first: a module its first output for
-arguments of these shapes, the backward gradients of zeros, the optimizer no step (it finds no gradients), saving and logging
-nothing. So the loop goes on, whatever it is, and what still grows grows without that part.
+This module is for torch; ``keras_arms`` is for Keras. When switched off, a module returns its first output for arguments of
+the same shapes, the backward makes gradients of zeros, the optimizer does not step (it finds no gradients), and saving and
+logging do nothing. So any training loop keeps running, and what still grows does so without that part.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from lowtide.probe.keras_arms import KerasArm
 from lowtide.probe.marks import WhenImported
 
 PARTS: Final = ("loop", "forward", "backward", "optimizer", "checkpointing", "logging")
-"""Parts of a training script, in the order in which arms add them; ``loop`` is what is always there: data, loss, the
-script's own code."""
+"""Parts of a training script, in the order in which arms add them; ``loop`` is never switched off: data, loss, the script's
+own code."""
 TEMPLATES: Final = 32
-"""Outputs remembered per process; beyond, a module runs without a graph and its output is not kept."""
+"""Most outputs kept per process; beyond that, a module runs without a graph and its output is not kept."""
 
 
 @final
 class Arm:
-    """Switches parts of this process off."""
+    """Switches off parts of this process's training script."""
 
     def __init__(self, task: dict[str, Any], folder: str) -> None:
-        """Nothing is switched off yet.
+        """Read the task; nothing is switched off yet.
 
         Args:
-            task: ``parts`` that stay; ``stub``, paths of modules that are switched off; ``twice``, types of layers whose
+            task: ``parts``, those that stay on; ``stub``, paths of modules to switch off; ``twice``, types of layers whose
                 work is doubled.
-            folder: where the model's layers are written down.
+            folder: where the model's modules are listed.
         """
         self._parts, self._stub, self._twice = set(task["parts"]), set(task["stub"]), set(task["twice"])
         self._folder = folder
@@ -51,7 +51,7 @@ class Arm:
         self._aside: list[tuple[Any, Any]] = []
 
     def install(self) -> None:
-        """Switch off what is not part of the arm, as soon as it is there."""
+        """Switch off the parts outside the arm, each as soon as its library has been imported."""
         WhenImported("torch", self._torch)
         WhenImported("keras", KerasArm(self._parts, self._stub, self._twice, self._folder, note_modules).install)
         WhenImported("torch.optim.optimizer", self._optimizers)
@@ -76,7 +76,7 @@ class Arm:
             @functools.wraps(original)
             def backward(*args: Any, **kwargs: Any) -> None:
                 original(*args, **kwargs)
-                self._no_backward(torch)  # nothing comes to what lies before a module that is switched off
+                self._no_backward(torch)  # no gradient gets through a module that is switched off
 
             torch.Tensor.backward = backward
         call_module = torch.nn.Module.__call__
@@ -93,7 +93,7 @@ class Arm:
             module.register_optimizer_step_post_hook(self._with_gradients)
 
     def _no_backward(self, torch: Any) -> None:
-        """Zeros where no gradient was made: a script may look at it."""
+        """Set gradients that the backward did not make to zeros: the script may read them."""
         for model in (found for ref in self._models if (found := ref()) is not None):
             for parameter in model.parameters():
                 if parameter.requires_grad and parameter.grad is None:
@@ -134,7 +134,7 @@ class Arm:
             self._depth -= 1
 
     def _enter(self, root: Any) -> None:
-        """A model is seen for the first time: its modules get their paths, which the parent reads."""
+        """Assign paths to the modules of a model on its first call, and list them for the parent process."""
         self._roots.add(id(root))
         self._models.append(weakref.ref(root))
         prefix = f"{len(self._roots) - 1}:" if len(self._roots) > 1 else ""
@@ -158,13 +158,13 @@ class Arm:
 
 
 def note_modules(folder: str, modules: list[tuple[str, str, bool]]) -> None:
-    """Write down a model's modules for the parent: path, type, whether it holds others; the model itself has no path."""
+    """List a model's modules for the parent process: path, type, whether it holds others; the model itself has no path."""
     with contextlib.suppress(OSError), open(f"{folder}/modules-{os.getpid()}", "a", encoding="utf-8") as file:
         file.writelines(json.dumps({"path": p, "type": kind, "holds": holds}) + "\n" for p, kind, holds in modules)
 
 
 def _mapped(torch: Any, change: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
-    """Two structures of tensors as one: tensors through a function, all else from the first."""
+    """Merge two structures of tensors: `change` combines each pair of tensors, everything else comes from the first."""
     tree = torch.utils._pytree
     left, shape = tree.tree_flatten(first)
     right, _ = tree.tree_flatten(second)
@@ -179,7 +179,7 @@ def _zeros(_: Any, inputs: Any, *__: Any, **___: Any) -> Any:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """What is switched off."""
+    """Stand in for a function that is switched off."""
 
 
 def _silence(*names: Any) -> None:

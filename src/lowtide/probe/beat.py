@@ -1,7 +1,7 @@
-"""What a guarded process tells its guard: steps, safe points, saves, and how it ended. Standard library only.
+"""How a guarded process reports to its guard: steps, safe points, saves, and how it ended. Standard library only.
 
-The guard names a folder in the environment. Figures lie in a small mapped file per process, so that they are there
-whatever ends it; a file's presence is the request to stop.
+The guard passes a folder in an environment variable. Each process keeps its figures in a small mapped file there, so that they
+survive however the process ends. The guard asks it to stop by creating a file.
 """
 
 from __future__ import annotations
@@ -26,35 +26,36 @@ from lowtide.probe.marks import MarkSource, WhenImported
 FOLDER: Final = "LOWTIDE_GUARD"
 """Environment variable: the folder that guard and process share."""
 RECYCLE: Final = "LOWTIDE_RECYCLE"
-"""Environment variable: after what the process stops of itself: ``epoch``, ``every=N``, or nothing."""
+"""Environment variable: when the process stops without being asked: at an epoch's end (``epoch``), after N safe points
+(``every=N``), or never (empty)."""
 GENERATION: Final = "LOWTIDE_GENERATION"
-"""Environment variable: how many processes came before this one."""
+"""Environment variable: how many processes the guard started before this one."""
 STOP: Final = "stop"
-"""File in the folder: please save at the next safe point, and stop."""
+"""File in the folder whose presence asks the process to save at the next safe point, and stop."""
 SAVED: Final = "saved-"
-"""Beginning of the name of a file that says what a beat without room cannot: the state is saved, the process stops."""
+"""Prefix of an empty file whose name says that the state is saved and the process stops, for a disk too full for the beat."""
 STOPPED: Final = 75
-"""Exit code of a process that has saved its state and wants to be started again (``EX_TEMPFAIL`` of ``sysexits.h``)."""
+"""Exit code of a process that has saved its state and asks to be restarted (``EX_TEMPFAIL`` of ``sysexits.h``)."""
 
 
 class Beat(NamedTuple):
-    """What a process has told; times in seconds of the machine's monotonic clock, 0 for never.
+    """Figures that a process reports; times are in seconds of the machine's monotonic clock, 0 for never.
 
     Attributes:
-        steps: marked by the framework or the script.
-        first_step, last_step: when.
-        points: safe points passed.
-        first_point, last_point: when.
-        longest_gap: between two safe points, seconds.
-        saves: checkpoints written.
-        last_save: when.
-        save_seconds: of all saves.
-        longest_save: seconds.
-        load_seconds: of putting the state back.
-        saved_bytes: of the last save.
-        fraction: of the work that is done, by the script's own account; 0 where it did not say.
-        stopped: 1 once the state is saved and the process ends to be started again.
-        rank: of the process among several; -1 where it is alone.
+        steps: number of steps marked by the framework or the script.
+        first_step, last_step: times of the first and the last step.
+        points: number of safe points passed.
+        first_point, last_point: times of the first and the last safe point.
+        longest_gap: longest time between two safe points, in seconds.
+        saves: number of checkpoints written.
+        last_save: time of the last save.
+        save_seconds: duration of all saves together.
+        longest_save: duration of the longest save, in seconds.
+        load_seconds: time taken to restore the state.
+        saved_bytes: size of the last save.
+        fraction: share of the work that is done, as the script reports it; 0 if it does not.
+        stopped: 1 once the state is saved and the process ends in order to be restarted.
+        rank: the process's rank among several; -1 if it is alone.
     """
 
     steps: float = 0.0
@@ -79,15 +80,15 @@ _LAYOUT: Final = struct.Struct(f"<{len(Beat._fields)}d")
 
 
 def read(raw: bytes) -> Beat:
-    """A beat from its file's bytes; an empty one where they are too few."""
+    """Decode a beat from its file's bytes; an empty beat if there are too few."""
     return Beat(*_LAYOUT.unpack_from(raw)) if len(raw) >= _LAYOUT.size else Beat()
 
 
 def _mapped(path: str) -> mmap.mmap:
-    """A beat's file, whose bytes the disk has.
+    """Map a beat's file, with its disk space allocated.
 
     Raises:
-        OSError: if it has no room for them.
+        OSError: if the disk has no room for it.
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -102,7 +103,7 @@ class Teller:
     """Writes this process's beat."""
 
     def __init__(self, folder: str) -> None:
-        """Nothing is written before something happens."""
+        """Start an empty beat; nothing is written before the first report."""
         self.folder = folder
         self.beat = Beat(rank=float(os.environ.get("RANK", "-1")))
         self._pid = os.getpid()
@@ -110,8 +111,8 @@ class Teller:
         self._mute = False
 
     def tell(self, **changed: float) -> None:
-        """Write what has changed."""
-        if os.getpid() != self._pid:  # a forked child is not the process that is guarded
+        """Update fields of the beat, and write it."""
+        if os.getpid() != self._pid:  # a forked child is not the guarded process
             return
         self.beat = self.beat._replace(**changed)
         if self._map is None and not self._mute:
@@ -124,18 +125,18 @@ class Teller:
                 say(f"lowtide: the guard sees no steps of this process: {trouble}; training goes on")
         if self._map is not None:
             _LAYOUT.pack_into(self._map, 0, *self.beat)
-        elif changed.get("stopped"):  # a name takes no room
+        elif changed.get("stopped"):  # an empty file needs no disk space
             with contextlib.suppress(OSError), open(os.path.join(self.folder, f"{SAVED}{self._pid}"), "w"):
                 pass
 
     def stepped(self, kind: MarkSource, loss: float | None) -> None:
-        """A step of the framework is over."""
+        """Count a step that has ended."""
         del kind, loss
         now = time.monotonic()
         self.tell(steps=self.beat.steps + 1, first_step=self.beat.first_step or now, last_step=now)
 
     def passed(self, fraction: float | None) -> None:
-        """A safe point was passed."""
+        """Count a safe point that was passed, and note the fraction of the work done, if given."""
         now = time.monotonic()
         gap = now - self.beat.last_point if self.beat.last_point else 0.0
         self.tell(
@@ -147,7 +148,7 @@ class Teller:
         )
 
     def saved(self, seconds: float, size: int) -> None:
-        """A checkpoint was written."""
+        """Count a checkpoint that was written, with its duration in seconds and its size in bytes."""
         self.tell(
             saves=self.beat.saves + 1,
             last_save=time.monotonic(),
@@ -157,7 +158,7 @@ class Teller:
         )
 
     def ended(self, error: BaseException | None) -> None:
-        """The process ends; by an error that nobody caught, where one is given."""
+        """Report that the process ends, and the uncaught error that ends it, if any."""
         if os.getpid() != self._pid:
             return
         kind = None if error is None else out_of_memory(error)
@@ -177,18 +178,18 @@ _teller: Teller | None = None
 
 
 def teller() -> Teller | None:
-    """Who tells the guard; None where nobody guards this process."""
+    """This process's :class:`Teller`; None if the process is not guarded."""
     return _teller
 
 
 def begin() -> None:
-    """Tell the guard that the environment names, if it names one."""
+    """Start to report to the guard named in the environment, if there is one."""
     global _teller  # noqa: PLW0603 - one per process
     folder = os.environ.get(FOLDER)
     if folder is None or _teller is not None or not os.path.isdir(folder):
         return
     _teller = found = Teller(folder)
-    if "RANK" in os.environ and "--multiprocessing-fork" not in sys.orig_argv:  # a rank, not a worker that it started
+    if "RANK" in os.environ and "--multiprocessing-fork" not in sys.orig_argv:  # a rank, not a worker that a rank started
         found.tell()
     marks.listeners.append(_first_kind(found))
     WhenImported("torch.optim.optimizer", marks.watch_optimizers)
@@ -204,7 +205,7 @@ def begin() -> None:
 
 
 def _first_kind(found: Teller) -> Any:
-    """A listener that counts marks of the surest kind that comes."""
+    """A listener that counts marks from the best source seen so far; a better one restarts the count."""
     best = MarkSource.CLOCK
 
     def marked(kind: MarkSource, loss: float | None) -> None:

@@ -1,4 +1,4 @@
-"""Which errors mean that memory ran out, in any framework; told by names and words, so that none need be imported."""
+"""Recognizes out-of-memory errors of any framework by type name and message, without importing the framework."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 
 
 class Where(enum.Enum):
-    """Which memory ran out."""
+    """Which memory ran out: the host's or an accelerator's."""
 
     HOST = "host"
     DEVICE = "device"
@@ -21,10 +21,10 @@ class Entry:
     """One kind of error.
 
     Attributes:
-        types: full names (or their ends) of exception types, of which the error is one, or a subclass of one.
-        words: regular expression that its message must match; empty where the type says it all.
+        types: full names of exception types; the error must be an instance of one, subclasses included.
+        words: regular expression to be found in its message; empty if the type is enough.
         where: which memory ran out.
-        source: who raises it.
+        source: the software that raises it.
     """
 
     types: tuple[str, ...]
@@ -51,14 +51,14 @@ CATALOGUE: Final = (
     Entry(("builtins.ValueError", "builtins.RuntimeError"), r"^RESOURCE_EXHAUSTED: ", Where.DEVICE, "XLA, through a wrapper"),
     Entry(("cupy.cuda.memory.OutOfMemoryError",), "", Where.DEVICE, "CuPy"),
 )  # fmt: skip
-"""Errors that are known, the surest first."""
+"""Known out-of-memory errors, the most certain first."""
 
 
 def out_of_memory(error: BaseException) -> Entry | None:
-    """The kind of out-of-memory error that this is, or that it was raised from; None where it is none.
+    """The kind of out-of-memory error that this error is or was raised from; None if there is none.
 
-    Errors raised while another was handled count too only where they were raised *from* it: a bug in a handler of
-    out-of-memory errors is a bug.
+    An error raised while an out-of-memory error was being handled counts only if it was raised *from* that one
+    (``__cause__``): a bug in a handler of out-of-memory errors is a bug.
     """
     seen: set[int] = set()
     current: BaseException | None = error

@@ -1,8 +1,8 @@
-"""What grows in a process between two looks: lines that allocate, types, containers, tensors, autograd graphs, native stacks.
+"""Finds what grows in a process: allocating lines, types, containers, tensors, autograd graphs, native stacks.
 
-Tracing slows a process down and makes it larger, so that this is done in a process of its own, after the verdict.
-Tracing begins at the first look; what counts is the growth between the second and the last, so that what merely has been
-replaced since (a ring buffer) is not taken for what grows. Standard library only.
+Tracing slows a process down and makes it larger, so a separate process is run for the census, after the verdict. Tracing
+begins at the first look, and growth is measured from the second look to the last, so that objects which are merely replaced
+(a ring buffer's) do not count as growth. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from typing import Any, Final, final
 from lowtide.probe.holder_names import HERE, holder_of
 
 FRAMES: Final = 16
-"""Frames kept of each allocation."""
+"""Stack frames kept per allocation."""
 TOP: Final = 12
-"""Entries told of each kind."""
+"""Most entries reported of each kind."""
 LEAST_LENGTH: Final = 8
-"""Containers that are shorter are not followed."""
+"""Shortest container whose length is followed."""
 NODES: Final = 200_000
-"""Nodes of an autograd graph that are counted at most."""
+"""Most nodes of an autograd graph that are counted."""
 _LIBRARIES: Final = tuple(
     {*site.getsitepackages(), site.getusersitepackages(), *(sysconfig.get_path(n) for n in ("stdlib", "platstdlib"))}
 )
 _OURS: Final = ("torch.storage.UntypedStorage",)
-"""Types of which looking makes some."""
+"""Types whose instances the census itself creates."""
 _FOUND: Final = (list, dict, set, collections.deque)
 
 
 def users(filename: str) -> bool:
-    """Whether a file is the user's own: neither a library's nor generated."""
+    """Whether a source file is the user's own: neither a library's, nor generated, nor the probe's."""
     return not filename.startswith((*_LIBRARIES, "<", HERE))
 
 
 @final
 class Census:
-    """Looks again and again, and writes what has grown between the second look and the last."""
+    """Looks at the process several times, and reports what grew between the second look and the last."""
 
     def __init__(self, folder: str, *, deep: bool) -> None:
-        """Nothing is traced yet.
+        """Trace nothing yet.
 
         Args:
             folder: where findings are written.
-            deep: whether memray notes native stacks, in place of tracing Python.
+            deep: whether to record native stacks with memray instead of tracing Python allocations.
         """
         self._folder, self._deep = folder, deep
         self._looks = 0
@@ -61,11 +61,17 @@ class Census:
         self._mode: Any = None
 
     def forget(self) -> None:
-        """What was seen so far was between other marks: looking begins anew."""
+        """Start again: the looks so far were between marks of another source."""
         self._looks, self._before = 0, {}
 
     def look(self, step: int, *, kind: int, last: bool) -> None:
-        """Look now, after a step that somebody of a kind marked."""
+        """Look at the process after a step.
+
+        Args:
+            step: number of the step.
+            kind: source of the marks (a ``MarkSource``).
+            last: whether this is the last look, which writes the findings.
+        """
         self._looks += 1
         if self._looks == 1 and not last:
             if not self._deep:
@@ -115,7 +121,10 @@ class Census:
         }
 
     def _tensors(self, objects: list[Any]) -> tuple[dict[Any, list[int]], int]:
-        """Live tensors by shape, type, and where they were made; and the nodes of the largest graph that one of them holds."""
+        """Bytes and number of live tensors by shape, dtype, module and source line; and the size of the largest graph.
+
+        The size is the highest number of autograd nodes behind one of the last `TOP` tensors that have any.
+        """
         torch: Any = sys.modules.get("torch")
         if torch is None or not hasattr(torch, "Tensor"):
             return {}, 0
@@ -124,7 +133,7 @@ class Census:
         heads = []
         names = _module_names(_of(objects, torch.nn.Module))
         for thing in _of(objects, torch.Tensor):
-            with contextlib.suppress(Exception):  # a tensor of another kind may refuse any of this
+            with contextlib.suppress(Exception):  # a tensor subclass may refuse any of this
                 source, module = getattr(thing, "_lowtide_made", ("", 0))
                 storage = thing.untyped_storage()
                 size = 0 if storage.data_ptr() in seen else storage.nbytes()
@@ -137,7 +146,7 @@ class Census:
         return found, max((_nodes(head) for head in heads[-TOP:]), default=0)
 
     def _tag_tensors(self) -> None:
-        """From now on each tensor that Python asks torch for is told its line and its module (``_lowtide_made``)."""
+        """From now on, tag each tensor that a torch call from Python returns with its line and module (``_lowtide_made``)."""
         torch: Any = sys.modules.get("torch")
         if torch is None:
             return
@@ -174,7 +183,7 @@ class Census:
             self._tracker = memray.Tracker(destination=destination, native_traces=True)
             self._tracker.__enter__()
 
-    # --- telling -----------------------------------------------------------------------------------------------------
+    # --- reporting ---------------------------------------------------------------------------------------------------
 
     def _grown(self, before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
         steps = max(1, now["step"] - before["step"])
@@ -243,13 +252,13 @@ class Census:
 
 
 def _of(objects: list[Any], base: type) -> list[Any]:
-    """Those of a class and of its subclasses; each type is asked once, for there are many more objects than types."""
+    """The instances of a class and its subclasses; each type is tested once, as there are many more objects than types."""
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, base)}
     return [thing for thing in objects if type(thing) in kinds]
 
 
 def _caller() -> str:
-    """The user's line that runs; the innermost where there is none of the user's."""
+    """The innermost line of the user's code on the stack; the innermost line of all if there is none."""
     frame: types.FrameType | None = sys._getframe(2)
     first = ""
     while frame is not None:
@@ -262,7 +271,7 @@ def _caller() -> str:
 
 
 def _module_names(modules: list[Any]) -> dict[int, str]:
-    """A path from its outermost module for each module, by identity."""
+    """The path of each module within its outermost module, keyed by the module's ``id``."""
     inner = {id(child) for module in modules for child in module.children()}
     found: dict[int, str] = {}
     for module in modules:
@@ -273,7 +282,7 @@ def _module_names(modules: list[Any]) -> dict[int, str]:
 
 
 def _nodes(head: Any) -> int:
-    """Nodes of the autograd graph behind one."""
+    """Number of nodes of the autograd graph behind a node, itself included."""
     seen, todo = {head}, [head]
     while todo and len(seen) < NODES:
         for node, _ in todo.pop().next_functions:
@@ -284,7 +293,7 @@ def _nodes(head: Any) -> int:
 
 
 def _place(frames: tuple[tuple[str, int], ...]) -> dict[str, str]:
-    """The user's line among the frames of an allocation (outermost first), and the library's that it called."""
+    """The innermost user's line among an allocation's frames (outermost first), and the innermost library line below it."""
     own = [f"{name}:{line}" for name, line in frames if users(name)]
     inner = [f"{name}:{line}" for name, line in frames if not name.startswith("<")]
     source = own[-1] if own else (inner[-1] if inner else "")
@@ -292,7 +301,7 @@ def _place(frames: tuple[tuple[str, int], ...]) -> dict[str, str]:
 
 
 def _merged(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Allocations of one line of the user's, whatever it called, taken together; the largest of what it called is named."""
+    """Allocations added up per user's line, whatever it called; the call that allocated most is named."""
     found: dict[str, dict[str, Any]] = {}
     for line in sorted(lines, key=lambda x: -x["bytes"]):
         entry = found.setdefault(line["source"], {**line, "bytes": 0, "count": 0})

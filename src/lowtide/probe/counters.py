@@ -1,8 +1,8 @@
-"""What a process holds, read from inside it: allocators, Python's own arenas, the kernel's account. Linux; standard
-library only.
+"""Reads a process's memory from inside it: malloc, Python's allocator, CUDA, the kernel's figures.
 
-A counter that cannot be read here is ``ABSENT``. Reading costs some microseconds each; :class:`Gate` keeps the share of time
-that goes into it bounded.
+Linux; standard library only.
+A counter that cannot be read here is ``ABSENT``. Each reading costs some microseconds; :class:`Gate` bounds the share of time
+that readings take.
 """
 
 from __future__ import annotations
@@ -18,61 +18,61 @@ from typing import Any, Final, final
 
 ABSENT: Final = -1
 SHARE: Final = 0.001
-"""Of the running time, what each gated reading may take."""
+"""Share of the running time that each gated reading may take."""
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 COLUMNS: Final = (
     "time_ns",
     "kind",
-    "heap_bytes",  # blocks of malloc in use, as the preloaded counter has it
-    "tensor_bytes",  # of these, torch's
-    "peak_bytes",  # highest in the step of the first of these two
-    "system_bytes",  # what malloc has from the system
-    "used_bytes",  # of this, in use as malloc has it
-    "python_bytes",  # blocks of Python's small-object allocator in use
+    "heap_bytes",  # malloc's blocks in use, from the preloaded counter
+    "tensor_bytes",  # torch's among them
+    "peak_bytes",  # peak of heap_bytes within the step
+    "system_bytes",  # what malloc has taken from the system
+    "used_bytes",  # the part of it that malloc says is in use
+    "python_bytes",  # blocks in use in Python's small-object allocator
     "python_blocks",
-    "arena_bytes",  # what that allocator has from the system
-    "touched_bytes",  # of this, what it has begun to use
-    "private_bytes",  # virtual: private writable maps, those of malloc and Python among them
-    "virtual_bytes",  # virtual: all maps
+    "arena_bytes",  # what that allocator has taken from the system
+    "touched_bytes",  # the part of it that has been used so far
+    "private_bytes",  # virtual: private writable mappings, including malloc's and Python's
+    "virtual_bytes",  # virtual: all mappings
     "resident_bytes",
-    "anonymous_bytes",  # of these, anonymous
+    "anonymous_bytes",  # the anonymous part of it
     "file_bytes",
     "shared_bytes",
-    "segments_bytes",  # files in /dev/shm, all of the machine's
+    "segments_bytes",  # files in /dev/shm, of the whole machine
     "unique_bytes",
     "proportional_bytes",
     "cuda_allocated_bytes",
     "cuda_reserved_bytes",
-    "children",  # how many other processes the program has
-    "children_bytes",  # unique to each of them when it was first seen, and what it took since, all together
+    "children",  # number of the program's other processes
+    "children_bytes",  # sum over them: unique bytes when first seen, plus what each has taken since
 )
-"""One row of samples."""
+"""Columns of one row of samples."""
 INDEX: Final = {name: i for i, name in enumerate(COLUMNS)}
 
 
 @final
 class Gate:
-    """Says when a reading that costs time is due again."""
+    """Says when a costly reading is due again."""
 
     __slots__ = ("_cost", "_count", "_every", "_next")
 
     def __init__(self, every: int = 0) -> None:
-        """Due now.
+        """Start with the reading due.
 
         Args:
-            every: calls after which the reading is due whatever it costs; 0 for never.
+            every: calls of :meth:`due` after which the reading is due whatever it costs; 0 for no such limit.
         """
         self._cost, self._next = 0, 0
         self._every, self._count = every, 0
 
     def due(self, now_ns: int) -> bool:
-        """Whether the reading may be taken."""
+        """Whether the reading is due; counts the call."""
         self._count += 1
         return now_ns >= self._next or self._count == self._every
 
     def took(self, began_ns: int) -> None:
-        """The reading was taken: wait until its cost is a small share of the time that went by."""
+        """Note that the reading was taken: it is due again once its average cost is at most `SHARE` of the elapsed time."""
         now = time.perf_counter_ns()
         spent = now - began_ns
         self._cost = spent if not self._cost else min((3 * self._cost + spent) // 4, 2 * self._cost)
@@ -90,10 +90,10 @@ class _Mallinfo(ctypes.Structure):
 
 @final
 class Allocators:
-    """Malloc, and Python's allocator of small objects."""
+    """Figures of malloc and of Python's small-object allocator."""
 
     def __init__(self) -> None:
-        """Find what this process has."""
+        """Find the counters that this process has."""
         self._libc = ctypes.CDLL(None)
         self._mallinfo: Any = getattr(self._libc, "mallinfo2", None)
         if self._mallinfo is not None:
@@ -102,7 +102,7 @@ class Allocators:
         self._print = self._printer()
 
     def _counted(self) -> tuple[Any, Any, Any]:
-        """The preloaded counter's cells (``probe/heap.c``: ``heap_live``, ``tensor_live``, ``heap_peak``)."""
+        """The fields ``heap_live``, ``tensor_live`` and ``heap_peak`` of the preloaded counter (``probe/heap.c``)."""
         with contextlib.suppress(ValueError):
             base = ctypes.addressof((ctypes.c_int64 * 8).in_dll(self._libc, "lowtide_heap"))
             heap, tensor, peak = (ctypes.c_int64.from_address(base + 8 * i) for i in (6, 1, 7))
@@ -110,7 +110,7 @@ class Allocators:
         return None, None, None
 
     def _printer(self) -> Callable[[], bytes] | None:
-        """CPython's own account of its small-object allocator, as it prints it."""
+        """A function that returns CPython's report on its small-object allocator, as text."""
         if not hasattr(ctypes.pythonapi, "_PyObject_DebugMallocStats") or not hasattr(self._libc, "open_memstream"):
             return None
         opened, closed, freed = self._libc.open_memstream, self._libc.fclose, self._libc.free
@@ -130,11 +130,11 @@ class Allocators:
         return printed
 
     def live(self) -> tuple[int, int]:
-        """Bytes in use of malloc, and of torch's tensors, from the preloaded counter."""
+        """Bytes in use in malloc's heap, and in torch's tensors, from the preloaded counter."""
         return (ABSENT, ABSENT) if self._heap is None else (self._heap.value, self._tensor.value)
 
     def peak(self) -> int:
-        """Highest point of what malloc has in use since this was last asked."""
+        """Peak of the bytes in use in malloc's heap since the last call."""
         if self._heap is None:
             return ABSENT
         peak = self._peak.value
@@ -142,18 +142,18 @@ class Allocators:
         return int(peak)
 
     def malloc(self) -> tuple[int, int]:
-        """What malloc has from the system, and what of it is in use (glibc's; small cached blocks count as in use)."""
+        """Bytes that glibc's malloc has taken from the system, and bytes of them in use (small cached blocks included)."""
         if self._mallinfo is None:
             return ABSENT, ABSENT
         info = self._mallinfo()
         return info.arena + info.hblkhd, info.uordblks + info.hblkhd
 
     def mapped(self) -> int:
-        """What of malloc's lies in maps of its own, one per large block."""
+        """Bytes of malloc's large blocks, each of which has a mapping of its own."""
         return ABSENT if self._mallinfo is None else int(self._mallinfo().hblkhd)
 
     def python(self) -> tuple[int, int, int, int]:
-        """Bytes in blocks, blocks, bytes of arenas, and of these as far as they have been used."""
+        """Python's small objects: bytes in blocks, number of blocks, bytes of arenas, and bytes of arenas used so far."""
         blocks = sys.getallocatedblocks()
         text = b"" if self._print is None else self._print()
         used = _figure(text, b"# bytes in allocated blocks ")
@@ -165,7 +165,7 @@ class Allocators:
         return used, blocks, total, total - (int(untouched[1]) * int(untouched[2]) if untouched else 0)
 
     def trim(self) -> None:
-        """Have malloc give back what it can."""
+        """Have malloc return free memory to the system."""
         with contextlib.suppress(AttributeError):
             self._libc.malloc_trim(0)
 
@@ -179,12 +179,12 @@ def _figure(text: bytes, name: bytes) -> int | None:
 
 @final
 class Kernel:
-    """The kernel's account of this process."""
+    """The kernel's figures for this process."""
 
     _LINES: Final = (b"RssAnon:", b"RssFile:", b"RssShmem:")
 
     def __init__(self) -> None:
-        """Open what is read again and again."""
+        """Open the files of ``/proc`` that are read repeatedly."""
         self._pid = 0
         self._open()
 
@@ -194,14 +194,14 @@ class Kernel:
         self._status = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
 
     def maps(self) -> tuple[int, int, int]:
-        """Bytes of private writable maps, of all maps, and resident."""
+        """Bytes of private writable mappings, of all mappings, and resident."""
         if os.getpid() != self._pid:
             self._open()
         fields = os.pread(self._statm, 128, 0).split()
         return int(fields[5]) * _PAGE, int(fields[0]) * _PAGE, int(fields[1]) * _PAGE
 
     def resident(self) -> tuple[int, int, int]:
-        """Resident bytes: anonymous, of files, shared."""
+        """Resident bytes: anonymous, file-backed, and shared memory."""
         text = os.pread(self._status, 4096, 0)
         found = []
         for name in self._LINES:
@@ -211,9 +211,9 @@ class Kernel:
 
     @staticmethod
     def segments() -> int:
-        """Bytes taken in ``/dev/shm``."""
+        """Bytes in use in ``/dev/shm``."""
         try:
-            found = os.statvfs("/dev/shm")  # noqa: S108 - it is what is measured
+            found = os.statvfs("/dev/shm")  # noqa: S108 - this is the folder to measure
         except OSError:
             return ABSENT
         return (found.f_blocks - found.f_bfree) * found.f_frsize
@@ -225,7 +225,7 @@ class Kernel:
 
 
 def set_sizes(pid: int) -> tuple[int, int]:
-    """Unique and proportional set size of a process, bytes; the kernel walks its pages for it."""
+    """Unique and proportional set size of a process, in bytes; the kernel walks its pages for them."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
             text = file.read()
@@ -239,7 +239,7 @@ def set_sizes(pid: int) -> tuple[int, int]:
 
 
 def pages(pid: int) -> tuple[int, int]:
-    """Resident bytes of a process, and of these what is mapped from no file and is no shared memory."""
+    """Resident bytes of a process, and the anonymous bytes among them (neither file-backed nor shared memory)."""
     try:
         with open(f"/proc/{pid}/statm", "rb") as file:
             fields = file.read().split()
@@ -250,15 +250,16 @@ def pages(pid: int) -> tuple[int, int]:
 
 @final
 class Shares:
-    """Unique and proportional set size of some processes: walked now and then, and in between by what their pages of no file
-    have grown by.
+    """Unique and proportional set sizes of several processes together.
+
+    The kernel walks their pages from time to time; in between, the growth of their anonymous resident bytes is added.
     """
 
     def __init__(self, cost: int) -> None:
-        """Nothing is read yet.
+        """Read nothing yet.
 
         Args:
-            cost: pages are walked no more often than takes one part in so many of the time, but at once for a new process.
+            cost: page walks take at most one part in `cost` of the time, but a new process is walked at once.
         """
         self._cost = cost
         self._unique = self._proportional = 0
@@ -266,7 +267,7 @@ class Shares:
         self._next = 0.0
 
     def read(self, pids: Sequence[int], *, exactly: bool = False) -> tuple[int, int, int]:
-        """Unique, proportional and resident bytes of all together; ``exactly`` walks whatever that costs."""
+        """Unique, proportional and resident bytes of all processes together; ``exactly`` walks their pages at any cost."""
         found = {pid: pages(pid) for pid in pids}
         spent = time.thread_time()
         if exactly or time.monotonic() >= self._next or not self._walked.keys() >= found.keys():
@@ -274,14 +275,14 @@ class Shares:
             self._unique, self._proportional = (sum(max(0, s[i]) for s in sizes) for i in (0, 1))
             self._walked = {pid: private for pid, (_, private) in found.items()}
             self._next = time.monotonic() + self._cost * (time.thread_time() - spent)
-        # a process that has gone gave back what it had since: that is seen at the next walk
+        # what an ended process had at the last walk stays counted until the next one
         grown = sum(found[pid][1] - then for pid, then in self._walked.items() if pid in found)
         resident = sum(size for size, _ in found.values())
         return max(0, self._unique + grown), max(0, self._proportional + grown), resident
 
 
 def cuda() -> tuple[int, int]:
-    """Bytes allocated and reserved by torch on all CUDA devices in use."""
+    """Bytes that torch has allocated and reserved, on all CUDA devices together."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "cuda") or not torch.cuda.is_initialized():
         return ABSENT, ABSENT
@@ -291,16 +292,18 @@ def cuda() -> tuple[int, int]:
 
 _MAPPED: Final = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+) *(.*)$")
 _THREAD_HEAP: Final = 64 * 1024**2
-"""Heaps of malloc's further arenas begin at multiples of this and reserve as much (``HEAP_MAX_SIZE`` of glibc, 64 bits)."""
-_MEMORY: Final = ("/dev/shm", "/memfd:", "/dev/zero", "/SYSV")  # noqa: S108 - the names of shared memory
+"""Heaps of malloc's thread arenas begin at multiples of this many bytes and reserve as many (glibc's ``HEAP_MAX_SIZE`` on
+64-bit systems)."""
+_MEMORY: Final = ("/dev/shm", "/memfd:", "/dev/zero", "/SYSV")  # noqa: S108 - how names of shared memory begin
 _PATHS: Final = 40
-"""Files named; the largest."""
+"""Most files listed, the largest first."""
 
 
 def books() -> dict[str, Any]:
-    """Resident bytes by what they are mapped from: ``heap`` (malloc's own), ``anonymous``, ``stack``, ``files``, ``shared``.
+    """Resident bytes by kind of mapping: ``heap`` (malloc's arenas), ``anonymous``, ``stack``, ``files``, ``shared``.
 
-    Read from ``/proc/self/smaps``; takes some ten milliseconds, so it is for a few audits, not for every step.
+    ``paths`` lists the largest mapped files. Read from ``/proc/self/smaps``, which takes about ten milliseconds: fit for a few
+    audits, not for every step.
     """
     maps: list[tuple[int, int, bytes, int, str]] = []
     held: list[list[int]] = []
@@ -323,7 +326,7 @@ def books() -> dict[str, Any]:
             sizes["heap"] += resident
         elif path.startswith("[stack"):
             sizes["stack"] += resident
-        elif inode or mode.endswith(b"s"):  # private pages of a file that were written are anonymous
+        elif inode or mode.endswith(b"s"):  # a file's private pages become anonymous once written
             sizes["shared" if mode.endswith(b"s") and path.startswith(_MEMORY) else "files"] += resident - own
             sizes["anonymous"] += own
             paths[path] = paths.get(path, 0) + resident - own

@@ -1,5 +1,6 @@
-"""The other processes of a watched program (loaders' workers, pools, ranks, a shell around it), and what they hold. Linux;
-standard library only.
+"""Finds a watched program's other processes (workers, pools, ranks, a shell around it) and measures their memory.
+
+Linux; standard library only.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ from lowtide.probe.counters import pages, set_sizes
 
 _PARENT: Final = 1
 _SESSION: Final = 3
-"""Places in ``/proc/PID/stat``, after the name in brackets."""
+"""Indices of the parent's and the session's id among the fields of ``/proc/PID/stat`` that follow the name in parentheses."""
 
 
 @final
 class Family:
-    """All processes that descend from the command that is watched, without this one."""
+    """All processes that descend from the watched command or share its session, except this one."""
 
     def __init__(self, watcher: int) -> None:
-        """Nothing is read yet.
+        """Find the command's process.
 
         Args:
-            watcher: the process that started the command.
+            watcher: id of the process that started the command.
         """
         self._own = os.getpid()
         self._root = self._found_root(watcher)
@@ -37,10 +38,10 @@ class Family:
             if found[0] == watcher:
                 return at
             at = found[0]
-        return self._own  # it was left behind by whoever started it
+        return self._own  # not below the watcher any more: an ancestor has ended
 
     def pids(self) -> list[int]:
-        """Those that live. Each process of the machine is asked only once whose it is: there may be thousands."""
+        """Ids of those that are alive. Each process of the machine is classified only once: there may be thousands."""
         there = {int(name) for name in os.listdir("/proc") if name.isdigit()}
         self._others &= there
         self._ours &= there
@@ -53,16 +54,17 @@ class Family:
         return sorted(pid for pid in self._ours - {self._own} if not _tracks(pid))
 
     def read(self) -> tuple[int, int]:
-        """How many there are, and the bytes that they took for themselves: each what was unique to it when it was first seen
-        (the kernel walks its pages for that), and what it has of no file since.
+        """Number of processes, and the bytes that they took.
 
-        A page that a forked process shared, and that it or its parent has written since, is not taken but becomes unique.
+        A process took its unique set size when it was first seen (the kernel walks its pages for it) plus the growth of its
+        anonymous resident bytes since. A page shared at a fork that the process or its parent writes later becomes unique to
+        it, but does not count as taken.
         """
         taken = self._taken()
         return len(taken), sum(taken.values())
 
     def members(self) -> list[dict[str, Any]]:
-        """Each with its name, the bytes that it took, and those that only it has now."""
+        """Each process with its id, name, the bytes that it took, and its unique set size now."""
         taken = self._taken()
         return [{"pid": pid, "name": _name(pid), "bytes": size, "unique_bytes": _unique(pid)} for pid, size in taken.items()]
 
@@ -71,7 +73,7 @@ class Family:
         for pid in self.pids():
             now = pages(pid)[1]
             known = self._first.get(pid)
-            if known is None or now < known[1] / 2:  # the latter was forked, and runs another program now
+            if known is None or now < known[1] / 2:  # so large a drop: a forked process now runs another program
                 known = _unique(pid), now
             first[pid] = known
             taken[pid] = max(0, known[0] + now - known[1])
@@ -84,7 +86,7 @@ def _unique(pid: int) -> int:
 
 
 def _tracks(pid: int) -> bool:
-    """Whether a process is the one in which ``multiprocessing`` notes the names of what it has to clean up."""
+    """Whether a process is the resource tracker of ``multiprocessing``, which records what it has to clean up."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             return b"multiprocessing.resource_tracker" in file.read()
@@ -101,7 +103,7 @@ def _name(pid: int) -> str:
 
 
 def _stat(pid: int) -> tuple[int, int] | None:
-    """Parent and session of a process; None where it is gone."""
+    """Ids of a process's parent and session; None if the process is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()

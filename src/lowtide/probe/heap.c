@@ -1,18 +1,19 @@
-/* The heap counter: an LD_PRELOAD library that counts what the process holds, and can cap the part that is tensors.
+/* The heap counter: an LD_PRELOAD library that counts the bytes a process holds, and can cap those of tensors.
  *
- * Two books are kept.  "heap" is every block of malloc and its kin, by usable size.  "tensor" is every block asked for
- * through posix_memalign with an alignment of 64 bytes or more, by requested size: c10's CPU allocator asks so, and so
- * does oneDNN for its scratchpads, so that the workspace inside an operator is counted too.
+ * It keeps two books.  "heap" has every block of malloc and its relatives, by usable size.  "tensor" has every block
+ * requested through posix_memalign with an alignment of 64 bytes or more, by requested size: c10's CPU allocator makes such
+ * requests, and so does oneDNN for its scratchpads, so the workspace inside an operator is counted too.
  *
- * A request of c10's allocator that would lift the tensor book over a cap returns ENOMEM; c10 turns that into a
- * RuntimeError and the process survives.  (oneDNN does not survive a refusal, so its requests are counted, never refused.)
+ * A request from c10's allocator that would raise the tensor book above a cap fails with ENOMEM; c10 turns that into a
+ * RuntimeError, and the process survives.  (oneDNN does not survive a refusal: its requests are counted, never refused.)
  * There are two caps: one for the process, and one for the calling thread.
  *
- * Where it was not preloaded it can be attached later (lowtide_attach); then only the tensor book is kept.
+ * If it was not preloaded, it can be attached later (lowtide_attach); it then keeps only the tensor book.
  *
- * One file: the wrappers of malloc's kin share the static books, and the compiler is to see all that runs within them.
+ * One file: the wrappers of malloc and its relatives share the static books, and the compiler must see all code that runs
+ * in them.
  *
- * Not seen: mmap'ed memory (numpy and Python arenas of some sizes, MKL's own buffers), memory of other processes.
+ * Not counted: mmap'ed memory (NumPy and Python arenas of some sizes, MKL's own buffers), and other processes' memory.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -32,21 +33,22 @@
 #define SHARDS 256
 #define FIRST_SLOTS 256
 
-/* Read and, for the caps and the window peaks, written by Python through ctypes: keep in step with runtime/device/memory_meter.py. */
+/* Python reads these fields through ctypes, and writes the caps and the peaks of windows: keep them in step with
+ * runtime/device/heap_counters.py, and with the indices in probe/counters.py. */
 struct counters {
-  _Atomic int64_t layout;           /* size of this struct: a guard against a stale library */
+  _Atomic int64_t layout;           /* size of this struct: detects a stale library */
   _Atomic int64_t tensor_live;      /* bytes */
   _Atomic int64_t tensor_peak;      /* bytes, since the process began */
-  _Atomic int64_t tensor_op_peak;   /* bytes, since Python last wrote it: one operator */
-  _Atomic int64_t tensor_step_peak; /* bytes, since Python last wrote it: one step */
-  _Atomic int64_t tensor_blocks;    /* blocks live */
+  _Atomic int64_t tensor_op_peak;   /* bytes, since Python last wrote it (per operator) */
+  _Atomic int64_t tensor_step_peak; /* bytes, since Python last wrote it (per step) */
+  _Atomic int64_t tensor_blocks;    /* live blocks */
   _Atomic int64_t heap_live;        /* bytes */
   _Atomic int64_t heap_peak;        /* bytes, since Python last wrote it */
-  _Atomic int64_t heap_requests;    /* allocations ever; 0 means that nothing is interposed */
-  _Atomic int64_t cap;              /* bytes of tensor_live that the process may reach; 0: none */
+  _Atomic int64_t heap_requests;    /* allocations so far; 0 means that malloc is not interposed */
+  _Atomic int64_t cap;              /* upper limit of tensor_live for the process, bytes; 0: none */
   _Atomic int64_t denied;           /* requests refused */
-  _Atomic int64_t denied_bytes;     /* size of the last one refused */
-  _Atomic int64_t library_live;     /* bytes of the tensor book that c10 did not ask for: workspaces of oneDNN */
+  _Atomic int64_t denied_bytes;     /* size of the last refused request */
+  _Atomic int64_t library_live;     /* bytes of the tensor book that c10 did not request: oneDNN's workspaces */
   _Atomic int64_t library_op_peak;  /* bytes, since Python last wrote it */
   _Atomic int64_t outside_peak;     /* highest heap_live - tensor_live, bytes, since Python last wrote it */
 };
@@ -55,7 +57,7 @@ EXPORT struct counters lowtide_heap = {.layout = sizeof(struct counters)};
 
 static __thread int64_t thread_cap __attribute__((tls_model("initial-exec")));
 
-/* Address of the calling thread's own cap (0: none), valid as long as that thread lives. */
+/* Address of the calling thread's own cap (value 0: none); valid as long as that thread lives. */
 EXPORT int64_t *lowtide_thread_cap(void) { return &thread_cap; }
 
 static void *(*real_malloc)(size_t);
@@ -67,7 +69,7 @@ static void *(*real_aligned_alloc)(size_t, size_t);
 static void *(*real_memalign)(size_t, size_t);
 static size_t (*real_usable_size)(void *);
 
-/* dlsym itself may allocate before the real functions are known; those few blocks live here and are never returned. */
+/* dlsym itself may allocate before the real functions are known; those few blocks live here and are never freed. */
 static char bootstrap[64 * 1024] __attribute__((aligned(16)));
 static _Atomic size_t bootstrap_used;
 static __thread int resolving __attribute__((tls_model("initial-exec")));
@@ -97,11 +99,11 @@ static void resolve(void) {
   resolving = 0;
 }
 
-/* --- which blocks are tensors: open addressing, sharded by address ------------------------------------------------ */
+/* --- table of tensor blocks: open addressing, sharded by address --------------------------------------------------- */
 
 struct slot {
   uintptr_t block; /* 0: empty */
-  int64_t bytes;   /* negative: a library's, not c10's */
+  int64_t bytes;   /* negative: requested by a library, not by c10 */
 };
 
 static struct shard {
@@ -154,7 +156,7 @@ static int remember(uintptr_t block, int64_t bytes) {
   return kept;
 }
 
-/* What was remembered of a tensor block, which is forgotten; 0 where the block is not one. */
+/* Remove a block from the table and return the bytes stored for it; 0 if it is not a tensor block. */
 static int64_t forget(uintptr_t block) {
   struct shard *s = shard_of(block);
   int64_t bytes = 0;
@@ -165,7 +167,7 @@ static int64_t forget(uintptr_t block) {
     if (s->slots[i].block) {
       bytes = s->slots[i].bytes;
       s->used--;
-      /* Backward shift, so that no tombstones pile up. */
+      /* Backward-shift deletion, so that tombstones do not accumulate. */
       for (size_t j = (i + 1) & mask; s->slots[j].block; j = (j + 1) & mask) {
         size_t h = home(s, s->slots[j].block);
         if (((j - h) & mask) >= ((j - i) & mask)) {
@@ -180,7 +182,7 @@ static int64_t forget(uintptr_t block) {
   return bytes;
 }
 
-/* Bytes of the tensor block at an address; 0 where there is none. */
+/* Bytes of the tensor block at an address; 0 if there is none. */
 EXPORT int64_t lowtide_block_bytes(const void *block) {
   struct shard *s = shard_of((uintptr_t)block);
   int64_t bytes = 0;
@@ -229,7 +231,7 @@ static void heap_drop(void *block) {
   atomic_fetch_sub_explicit(&lowtide_heap.heap_live, bytes, memory_order_relaxed);
 }
 
-/* A block leaves the tensor book; bytes as remembered. */
+/* Take a block off the tensor book; bytes as stored in the table. */
 static void tensor_drop(int64_t bytes) {
   if (bytes < 0) {
     bytes = -bytes;
@@ -247,7 +249,7 @@ static void tensor_release(void *block) {
 
 static int over(int64_t live, int64_t cap) { return cap > 0 && live > cap; }
 
-/* Where libc10.so is mapped: found at the first request that might be refused. */
+/* Address range of libc10.so; looked up at tensor requests until the library is found. */
 static _Atomic uintptr_t c10_low, c10_high;
 
 static int find_c10(struct dl_phdr_info *info, size_t size, void *unused) {
@@ -273,7 +275,7 @@ static int from_c10(uintptr_t caller) {
          caller < atomic_load_explicit(&c10_high, memory_order_relaxed);
 }
 
-/* Book bytes before they are asked for; 0 if they are refused. */
+/* Add bytes to the tensor book before they are allocated; returns 0 if a cap refuses them. */
 static int tensor_reserve(int64_t bytes, int64_t *live, int c10) {
   *live = atomic_fetch_add_explicit(&lowtide_heap.tensor_live, bytes, memory_order_relaxed) + bytes;
   if (!c10) return 1;
@@ -299,7 +301,7 @@ EXPORT void *calloc(size_t count, size_t bytes) {
   if (!real_calloc) {
     size_t total;
     if (__builtin_mul_overflow(count, bytes, &total)) return NULL;
-    return bootstrap_take(total); /* static memory is zero, and never used twice */
+    return bootstrap_take(total); /* static memory is zero, and never reused */
   }
   void *block = real_calloc(count, bytes);
   if (block) heap_add(block);
@@ -310,7 +312,7 @@ EXPORT void free(void *block) {
   if (!block || in_bootstrap(block)) return;
   resolve();
   heap_drop(block);
-  tensor_release(block); /* before the real free: the address may be given out again at once */
+  tensor_release(block); /* before the real free: another thread may get the same address at once */
   real_free(block);
 }
 
@@ -325,7 +327,7 @@ EXPORT void *realloc(void *block, size_t bytes) {
   if (!real_realloc) return bootstrap_take(bytes);
   if (!block) return malloc(bytes);
   int64_t before = (int64_t)real_usable_size(block);
-  /* A tensor block that is resized leaves the tensor book: c10 never does this. */
+  /* A resized tensor block leaves the tensor book; c10 never resizes one. */
   int64_t tensor = (uintptr_t)block % TENSOR_ALIGNMENT ? 0 : forget((uintptr_t)block);
   void *moved = real_realloc(block, bytes);
   if (!moved && bytes) {
@@ -338,7 +340,7 @@ EXPORT void *realloc(void *block, size_t bytes) {
   return moved;
 }
 
-/* posix_memalign with the tensor book kept, and the heap book where it is wanted. */
+/* posix_memalign that keeps the tensor book, and the heap book if `heap` is set. */
 static int counted_memalign(void **out, size_t alignment, size_t bytes, uintptr_t caller, int heap) {
   int tensor = alignment >= TENSOR_ALIGNMENT && bytes > 0;
   int c10 = tensor && from_c10(caller);
@@ -390,9 +392,9 @@ EXPORT void *memalign(size_t alignment, size_t bytes) {
 
 /* --- attaching to a process that is running ------------------------------------------------------------------------
  *
- * Where the library was not preloaded (a notebook), the entries of libc10 and libtorch_cpu for posix_memalign and free
- * in their global offset tables are pointed here: those two own all tensor blocks and oneDNN's scratchpads.  The heap
- * book is not kept then.
+ * If the library was not preloaded (in a notebook), the entries for posix_memalign and free in the global offset tables
+ * of libc10 and libtorch_cpu are redirected here: those two own all tensor blocks and oneDNN's scratchpads.  The heap book
+ * is not kept then.
  */
 
 static int attached_posix_memalign(void **out, size_t alignment, size_t bytes) {
@@ -401,7 +403,7 @@ static int attached_posix_memalign(void **out, size_t alignment, size_t bytes) {
 
 static void attached_free(void *block) {
   if (!block) return;
-  tensor_release(block); /* before the real free: the address may be given out again at once */
+  tensor_release(block); /* before the real free: another thread may get the same address at once */
   real_free(block);
 }
 
@@ -413,13 +415,13 @@ static void attached_free(void *block) {
 #define IS_SLOT(type) 0
 #endif
 
-/* Dynamic entries are relocated by glibc, and left as offsets by musl. */
+/* glibc relocates the addresses in dynamic entries; musl leaves them as offsets. */
 static const char *placed(uintptr_t base, uintptr_t at) { return (const char *)(at < base ? base + at : at); }
 
 static int redirect(void **slot, void *target) {
   size_t page = (size_t)sysconf(_SC_PAGESIZE);
   void *start = (void *)((uintptr_t)slot & ~(page - 1));
-  if (mprotect(start, page, PROT_READ | PROT_WRITE)) return 0; /* slots are aligned: one never crosses a page */
+  if (mprotect(start, page, PROT_READ | PROT_WRITE)) return 0; /* slots are aligned: none crosses a page */
   __atomic_store_n(slot, target, __ATOMIC_SEQ_CST);
   return 1;
 }
@@ -464,16 +466,16 @@ static int attach_object(struct dl_phdr_info *info, size_t size, void *given) {
   return 0;
 }
 
-/* Count from now on in a process that began without this library; whether that was possible. */
+/* Start to count in a process that began without this library; returns whether that was possible. */
 EXPORT int lowtide_attach(void) {
   static int attached;
   if (attached) return 1;
-  /* The global scope: an allocator that the user preloaded comes before the C library's. */
+  /* Search the global scope: an allocator that the user preloaded comes before the C library's. */
   void *aligned = dlsym(RTLD_DEFAULT, "posix_memalign"), *release = dlsym(RTLD_DEFAULT, "free");
   if (!aligned || !release) return 0;
   real_posix_memalign = (int (*)(void **, size_t, size_t))aligned;
   real_free = (void (*)(void *))release;
-  /* free first: a block that is booked must be seen to go. */
+  /* free first: no block may enter the book whose release would be missed. */
   struct attachment frees = {"free", (void *)attached_free, 0};
   struct attachment takes = {"posix_memalign", (void *)attached_posix_memalign, 0};
   dl_iterate_phdr(attach_object, &frees);
@@ -482,7 +484,7 @@ EXPORT int lowtide_attach(void) {
   return attached;
 }
 
-/* Book a tensor block that was there before the library was attached. */
+/* Book a tensor block that was allocated before the library was attached. */
 EXPORT void lowtide_adopt(const void *block, int64_t bytes) {
   if (bytes <= 0 || lowtide_block_bytes(block) || !remember((uintptr_t)block, bytes)) return;
   atomic_fetch_add_explicit(&lowtide_heap.tensor_blocks, 1, memory_order_relaxed);

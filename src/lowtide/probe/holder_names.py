@@ -1,4 +1,4 @@
-"""What holds an object, by the name that a reader of the script would give it."""
+"""Names what holds an object, in the words of the script: a variable, an attribute, a closure."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import types
 from typing import Any, Final
 
 DEPTH: Final = 7
-"""How far up from an object its holder is looked for."""
+"""Levels of referrers above an object in which its holder is sought."""
 HERE: Final = os.path.dirname(os.path.abspath(__file__))
 WIDTH: Final = 400
-"""Objects looked at on each level of that."""
+"""Most referrers followed on each level."""
 
 
 
 
 def holder_of(thing: Any) -> str:
-    """A way to an object from a name: ``__main__.kept``, ``main.<locals>.losses``, ``Model.cache``; empty where none is
-    found.
+    """The path to an object from a name; empty if none is found.
+
+    Examples: ``__main__.kept``, ``Model.cache``, ``losses (local of main, train.py:12)``.
     """
     named = _name(thing)
     if named:
@@ -57,13 +58,13 @@ def holder_of(thing: Any) -> str:
 
 
 def _with(name: str, tail: str) -> str:
-    """A name and the way from it: the way stands before what is said in brackets."""
+    """Append the path from a name to that name, before any remark in parentheses."""
     head, bracket, rest = name.partition(" (")
     return head + tail + bracket + rest
 
 
 def _locals() -> dict[int, str]:
-    """Variables of all functions that run, by the identity of what they hold."""
+    """Local variables of all running functions, keyed by the ``id`` of their value."""
     found: dict[int, str] = {}
     for frame in sys._current_frames().values():
         at: types.FrameType | None = frame
@@ -82,8 +83,9 @@ def _name(thing: Any) -> str:
 
 
 def _way(referrer: Any, held: Any) -> tuple[str, str] | None:
-    """How one object holds another: ``("name", ...)`` where that names it, ``("part", ...)`` where it is held by a part
-    of something.
+    """How one object holds another; None if that says nothing.
+
+    ``("name", ...)`` names the holder; ``("part", ...)`` is a step of the path, whose own holder is to be found.
     """
     if isinstance(referrer, types.FrameType):
         return None
@@ -109,6 +111,6 @@ def _way(referrer: Any, held: Any) -> tuple[str, str] | None:
 
 
 def _attributes(thing: Any) -> list[tuple[str, Any]]:
-    with contextlib.suppress(Exception):  # an object may do anything when it is asked
+    with contextlib.suppress(Exception):  # an object may run any code when its attributes are read
         return list(vars(thing).items())
     return []

@@ -1,8 +1,9 @@
-"""One arm of an ablation in Keras on TensorFlow: layers and parts of ``train_step`` switched off. Standard library only.
+"""Runs one arm of an ablation in Keras on TensorFlow: layers and parts of ``train_step`` are switched off.
 
-TensorFlow runs what a trace recorded, so parts are switched off while it is traced: a layer gives zeros of its output's shape,
-which hang on its input and weights so that a gradient finds its way; without a backward the tape gives no gradients; without
-an optimizer they are computed and go nowhere. Keras on torch is torch, whose arms serve it; on JAX there are none.
+TensorFlow runs a traced graph, so parts are switched off during tracing. A layer returns zeros of its output's shape, which
+depend on its input and weights so that gradients can flow; without a backward the tape returns no gradients; without an
+optimizer they are computed and discarded. Keras on torch needs nothing here: the arms for torch serve it. Keras on JAX is not
+supported. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any, final
 
 @final
 class KerasArm:
-    """Switches parts of Keras off."""
+    """Switches off parts of Keras."""
 
     def __init__(self, parts: set[str], stub: set[str], twice: set[str], folder: str, note: Callable[..., None]) -> None:
-        """As :class:`lowtide.probe.arms.Arm` has it; ``note`` writes a model's layers down."""
+        """Take the task of :class:`lowtide.probe.arms.Arm`; ``note`` lists a model's layers for the parent process."""
         self._parts, self._stub, self._twice, self._folder, self._note = parts, stub, twice, folder, note
         self._depth = 0
         self._paths: dict[int, str] = {}
@@ -26,7 +27,7 @@ class KerasArm:
         self._roots: set[int] = set()
 
     def install(self, keras: Any) -> None:
-        """Keras is there."""
+        """Switch off the parts outside the arm, once Keras has been imported."""
         if keras.backend.backend() != "tensorflow":
             return
         if "checkpointing" not in self._parts:
@@ -54,7 +55,7 @@ class KerasArm:
 
     def _call(self, keras: Any, original: Callable[..., Any], layer: Any, args: Any, kwargs: Any) -> Any:
         given = keras.tree.flatten((args, kwargs))
-        if any(isinstance(item, keras.KerasTensor) for item in given):  # the model is being made, or built
+        if any(isinstance(item, keras.KerasTensor) for item in given):  # the model is being constructed, or built
             return original(layer, *args, **kwargs)
         root = self._depth == 0 and isinstance(layer, keras.Model)
         if root and id(layer) not in self._roots:
@@ -72,7 +73,7 @@ class KerasArm:
             self._depth -= 1
 
     def _enter(self, keras: Any, root: Any) -> None:
-        """A model is called for the first time: its layers get their paths, which the parent reads."""
+        """Assign paths to the layers of a model on its first call, and list them for the parent process."""
         self._roots.add(id(root))
         prefix = f"{len(self._roots) - 1}:" if len(self._roots) > 1 else ""
         found = [(x, holds) for x, holds in _layers(keras, root) if type(x).__name__ != "InputLayer"]
@@ -83,7 +84,7 @@ class KerasArm:
 
 
 def _layers(keras: Any, layer: Any) -> list[tuple[Any, bool]]:
-    """All layers within, and whether each holds others; a recurrent one is whole, though it has its cell."""
+    """All layers within a layer, and whether each holds others; a recurrent layer and its cell count as one layer."""
     found = []
     for one in layer._layers:
         inner = [] if isinstance(one, keras.layers.RNN) else _layers(keras, one)
@@ -92,7 +93,7 @@ def _layers(keras: Any, layer: Any) -> list[tuple[Any, bool]]:
 
 
 def _zeros(keras: Any, original: Callable[..., Any], layer: Any, args: Any, kwargs: Any) -> Any:
-    """Zeros as a layer's output would be."""
+    """Zeros with the shapes and dtypes of a layer's output, which depend on its inputs and weights."""
     ops = keras.ops
     given = [item for item in keras.tree.flatten((args, kwargs)) if hasattr(item, "shape")]
     x = given[0]
@@ -109,7 +110,7 @@ def _zeros(keras: Any, original: Callable[..., Any], layer: Any, args: Any, kwar
         known = [ops.shape(x)[i] if size is None else size for i, size in enumerate(spec.shape)]
         return ops.cast(ops.zeros(known, dtype="float32") + tie, spec.dtype)
 
-    taken = inspect.signature(layer.call).parameters.values()  # a layer that takes no `training` is not given it
+    taken = inspect.signature(layer.call).parameters.values()  # pass only what the layer accepts: `training`, say
     open_ended = any(p.kind is p.VAR_KEYWORD for p in taken)
     wanted = kwargs if open_ended else {p.name: kwargs[p.name] for p in taken if p.name in kwargs}
     like_args, like_kwargs = keras.tree.map_structure(shown, (args, wanted))
@@ -117,7 +118,7 @@ def _zeros(keras: Any, original: Callable[..., Any], layer: Any, args: Any, kwar
 
 
 def _compute_only(optimizer: Any, keras: Any, grads: Any, trainable_variables: Any = None) -> None:
-    """Gradients that are computed and go nowhere: one number of each is looked at, or they would be cut from the graph."""
+    """Compute gradients and discard them; the update counter depends on their sum, or TensorFlow would prune them."""
     ops = keras.ops
     if not optimizer.built:
         optimizer.build(trainable_variables)
@@ -133,4 +134,4 @@ def _no_gradients(_: Any, __: Any, sources: Any, *___: Any, **____: Any) -> Any:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """What is switched off."""
+    """Stand in for a function that is switched off."""

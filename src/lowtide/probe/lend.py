@@ -1,4 +1,4 @@
-"""How the probe is lent to a Python that starts: its folder in front of the path, nothing installed."""
+"""Injects the probe into a Python process about to start, through its path; nothing is installed."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ SITE: Final = Path(__file__).resolve().parent / "site"
 
 
 def lend(environment: dict[str, str]) -> None:
-    """Put the probe's folder first on the path of the environment's Pythons."""
+    """Put the probe's ``site`` folder first on ``PYTHONPATH`` in an environment."""
     environment["PYTHONPATH"] = os.pathsep.join([str(SITE), *filter(None, [environment.get("PYTHONPATH")])])

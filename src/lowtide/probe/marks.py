@@ -1,7 +1,7 @@
-"""Where a step of a training script ends, in any framework: who marks it, and who is told.
+"""Detects where a step of a training script ends, in any framework, and notifies listeners.
 
 Marks come from the script (``lowtide.step()``, or a line that it prints), from torch's optimizers, from Keras's batches, from
-torch's data loaders, or, where none of these come, from the clock. Only the standard library is imported here.
+torch's data loaders or, if there are none of these, from the clock. Only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Final, final
 
 
 class MarkSource(enum.IntEnum):
-    """Who marked a step; where several do, the lowest counts."""
+    """The source of a mark; if there are several, the lowest counts."""
 
     SCRIPT = 0
     OPTIMIZER = 1
@@ -30,16 +30,16 @@ class MarkSource(enum.IntEnum):
 
 
 listeners: Final[list[Callable[[MarkSource, float | None], None]]] = []
-"""Who is told of each mark, with the step's loss where it is known."""
+"""Functions that are called for each mark, with its source and the step's loss (None if unknown)."""
 
 
 def mark(loss: float | None = None) -> None:
-    """A step of the script is over (``lowtide.step()``). Does nothing where nobody listens."""
+    """Mark the end of a step from the script (``lowtide.step()``). Does nothing if there is no listener."""
     tell(MarkSource.SCRIPT, loss)
 
 
 def tell(kind: MarkSource, loss: float | None = None) -> None:
-    """Tell all listeners of a mark."""
+    """Call all listeners for a mark."""
     for listener in listeners:
         listener(kind, loss)
 
@@ -49,37 +49,37 @@ def tell(kind: MarkSource, loss: float | None = None) -> None:
 
 @final
 class Rounds:
-    """What a training step is where optimizers end it, for every verb that counts such steps: one round of the optimizers.
+    """Counts training steps as rounds of the optimizers, in the same way for every command that counts them.
 
-    Optimizers that were made since the last step of any make up a round, and a step of training has ended when all of them
-    have stepped: one, a GAN's two, or one for each parameter. One that steps again before the others have shows that these do
-    not take part (any more): from then on those that did are the round, and what they did before counts as a step, too. One
-    that does not belong to the round (it comes once in five steps, say) ends none. So a fold or a trial that makes its own
-    optimizer is counted from its first step on, whether the former one is kept or not.
+    The optimizers that were constructed since any optimizer last stepped form a round; a training step ends when all of them
+    have stepped: a single one, a GAN's two, or one per parameter. If one steps again before the others have stepped, the
+    others do not take part (any more): those that have stepped are the round from then on, and their steps so far count as a
+    training step too. An optimizer outside the round (one that steps once in five steps, say) ends no step. So a fold or a
+    trial that constructs its own optimizer is counted from its first step, whether the previous optimizer is kept or not.
 
-    Optimizers are only compared by identity, and not kept alive.
+    Optimizers are compared by identity and not kept alive.
     """
 
     def __init__(self) -> None:
-        """No optimizer was made."""
+        """Start without optimizers."""
         self._fresh = weakref.WeakSet[Any]()
         self._cast = weakref.WeakSet[Any]()
         self._stepped = weakref.WeakSet[Any]()
         self._missing = weakref.WeakSet[Any]()
 
     def made(self, optimizer: Any) -> None:
-        """An optimizer was made; one of which this is not told is met at its first step."""
+        """Note that an optimizer was constructed; one that was not noted is taken in at its first step."""
         self._fresh.add(optimizer)
 
     def stepped(self, optimizer: Any) -> int:
-        """An optimizer has stepped: so many steps of training are over by that, 0 to 2."""
+        """Note that an optimizer has stepped; return how many training steps that ends, 0 to 2."""
         ended = 0
         if optimizer in self._fresh:
             self._begin(self._fresh)
             self._fresh = weakref.WeakSet()
         else:
             self._fresh.clear()
-            if optimizer in self._stepped:  # what is missing does not come
+            if optimizer in self._stepped:  # the missing ones do not take part
                 ended = 1
                 self._begin(self._stepped)
                 self._stepped = weakref.WeakSet()
@@ -97,11 +97,16 @@ class Rounds:
 
 
 def watch_made(kind: Any, told: Callable[[Any], None]) -> Callable[[], None]:
-    """Tell of each optimizer of torch that is made (``torch.optim.Optimizer``); returns what ends that."""
+    """Call `told` with each torch optimizer once it is constructed; return a function that ends this.
+
+    Args:
+        kind: ``torch.optim.Optimizer``.
+        told: called with the optimizer.
+    """
     original = kind.__init__
 
     @functools.wraps(original)
-    def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - stands for it
+    def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - replaces it
         original(optimizer, *args, **kwargs)
         told(optimizer)
 
@@ -109,9 +114,9 @@ def watch_made(kind: Any, told: Callable[[Any], None]) -> Callable[[], None]:
     return lambda: setattr(kind, "__init__", original)
 
 
-@functools.cache  # once, whoever else listens: each mark is told to all
+@functools.cache  # once per process: every mark goes to all listeners
 def watch_optimizers(module: Any) -> None:
-    """Mark a step where a round of torch's optimizers is over (``torch.optim.optimizer``)."""
+    """Mark a step at the end of each round of torch's optimizers; `module` is ``torch.optim.optimizer``."""
     rounds = Rounds()
 
     def stepped(optimizer: Any, *_: Any) -> None:
@@ -124,7 +129,11 @@ def watch_optimizers(module: Any) -> None:
 
 @functools.cache
 def watch_loaders(module: Any) -> None:
-    """Mark a step at each batch of a data loader (``torch.utils.data.dataloader``), for loops without an optimizer."""
+    """Mark a step at each batch of a torch data loader, for loops without an optimizer.
+
+    Args:
+        module: ``torch.utils.data.dataloader``.
+    """
     kind = module._BaseDataLoaderIter
     original = kind.__next__
 
@@ -142,13 +151,13 @@ def watch_loaders(module: Any) -> None:
 
 @functools.cache
 def watch_keras(keras: Any) -> None:
-    """Mark a step at each of Keras's batches."""
+    """Mark a step at each training batch of Keras (``fit`` and ``train_on_batch``)."""
 
     class Batches(keras.callbacks.Callback):  # type: ignore[misc]
-        """One mark per batch, with its loss."""
+        """Marks each batch, with its loss."""
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            """A batch is over."""
+            """Mark the end of a batch."""
             del batch
             tell(MarkSource.KERAS, _number((logs or {}).get("loss")))
 
@@ -203,15 +212,15 @@ def watch_lines(pattern: str) -> None:
     stream.write = write  # type: ignore[method-assign]
 
 
-# --- imports that are waited for ------------------------------------------------------------------------------------------
+# --- import hooks ---------------------------------------------------------------------------------------------------------
 
 
 @final
 class WhenImported(importlib.abc.MetaPathFinder):
-    """Calls something once a module has been imported by the script."""
+    """Calls a function with a module once the script has imported it."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        """Wait for a module; if it is there already, it is now."""
+        """Wait for the import of a module; if it has already been imported, call `then` at once."""
         self._name, self._then = name, then
         if name in sys.modules:
             then(sys.modules[name])
@@ -221,11 +230,11 @@ class WhenImported(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """The module's own spec, its loader wrapped."""
+        """Return the module's own spec, with its loader wrapped; None for any other module."""
         if fullname != self._name or self not in sys.meta_path:
             return None
         sys.meta_path.remove(self)
-        found = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path))  # others may wait for it too
+        found = (finder.find_spec(fullname, path, target) for finder in list(sys.meta_path))  # others may await it too
         spec = next((spec for spec in found if spec is not None), None)
         if spec is None or spec.loader is None:
             return spec
@@ -241,6 +250,6 @@ class WhenImported(importlib.abc.MetaPathFinder):
         return spec
 
     def forget(self) -> None:
-        """Wait no more."""
+        """Stop waiting."""
         with contextlib.suppress(ValueError):
             sys.meta_path.remove(self)

@@ -1,7 +1,7 @@
-"""Samples of a watched process: one row per step, a few audits, and the end after as many steps as were asked for.
+"""Samples a watched process: one row per step, a few audits, and its end after the requested number of steps.
 
-The task comes in an environment variable as JSON (``studies.leak.watch.Watched`` writes it). Rows go into a file through a
-small buffer, so that the sampler itself does not grow; its file is the record if the process is killed.
+The task comes in an environment variable as JSON (``studies.leak.watch.Watched`` writes it). Rows go to a file through a
+small buffer, so that the sampler itself does not grow; if the process is killed, the rows written so far are on record.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from lowtide.probe.marks import MarkSource, WhenImported
 TASK: Final = "LOWTIDE_PROBE"
 """Environment variable that carries the task."""
 SETTINGS: Final = "LOWTIDE_SETTINGS"
-"""Environment variable with calls to make once a module has been imported: ``{module: [[path, arguments], ...]}``, as JSON."""
+"""Environment variable with calls to make once a module has been imported, as JSON: ``{module: [[path, arguments], ...]}``."""
 ENOUGH: Final = "enough"
 """File in the task's folder whose presence asks the process to end."""
 _ROW: Final = struct.Struct(f"<{len(COLUMNS)}q")
 _BUFFERED: Final = 64
 """Rows held before they are written."""
 READINGS: Final = 30
-"""How often each counter is read at least, but those for which the kernel walks all pages of this process."""
+"""Fewest readings of each counter in a run, except of those for which the kernel walks all pages of this process."""
 _FLUSH_NS: Final = 250_000_000
 
 
 class Enough(SystemExit):
-    """Ends a script that has been watched for as many steps as were asked for."""
+    """Ends a script that has been watched for the requested number of steps."""
 
 
 def begin() -> None:
-    """Watch this process, as the environment says."""
+    """Start to watch this process if the environment has a task for it."""
     text = os.environ.get(TASK)
     if text is None:
         return
@@ -60,7 +60,7 @@ def begin() -> None:
 
 
 def _set(calls: list[tuple[str, list[Any]]], module: Any) -> None:
-    """Make the calls that a configuration asks for."""
+    """Make the calls of a configuration."""
     for path, arguments in calls:
         target = module
         for name in path.split("."):
@@ -70,23 +70,28 @@ def _set(calls: list[tuple[str, list[Any]]], module: Any) -> None:
 
 @final
 class Sampler:
-    """Takes a row at each mark.
+    """Takes a row of samples at each mark.
 
-    Its many fields are counters that a row is the difference of.
+    Its many fields are the task, the counters with the gates that limit their readings, the rows not yet written, and the
+    marks seen so far.
     """
 
     def __init__(self, task: dict[str, Any]) -> None:
-        """Nothing is written before the first mark.
+        """Read the task; nothing is written before the first mark.
 
         Args:
-            task: ``folder``; ``watcher``, the process that started the command; ``steps`` after which to end (0: never);
-                ``audits``, steps at which books are closed;
-                ``lines``, a regular expression of lines that mark steps; ``every_seconds`` of the clock's marks (0: none);
-                ``least_seconds`` of the clock's marks before the end; ``census``, whether to look for what grows;
-                ``census_kind``, who marks the steps between which it looks (None: whoever does);
-                ``deep``, whether natively too;
-                ``collect_every``, steps after which garbage is collected (0: it is left to Python);
-                ``arm``, of an ablation (``probe.arms``).
+            task: ``folder``, where rows and audits are written;
+                ``watcher``, id of the process that started the command;
+                ``steps``, number of steps after which the process ends (0: never);
+                ``audits``, steps after which an audit is made;
+                ``lines``, a regular expression for lines of output that mark steps;
+                ``every_seconds``, time between the clock's marks (0: none);
+                ``least_seconds``, least time before the end if only the clock marks steps;
+                ``census``, whether to look for what grows;
+                ``census_kind``, source of the marks at which the census looks (None: any);
+                ``deep``, whether the census records native stacks;
+                ``collect_every``, steps between garbage collections (0: left to Python);
+                ``arm``, the arm of an ablation (``probe.arms``).
         """
         self._task = task
         self._steps: int = task["steps"]
@@ -110,7 +115,7 @@ class Sampler:
         self._silent = False
 
     def install(self) -> None:
-        """Listen for marks."""
+        """Start to listen for marks."""
         marks.listeners.append(self.marked)
         WhenImported("torch.optim.optimizer", marks.watch_optimizers)
         WhenImported("torch.utils.data.dataloader", marks.watch_loaders)
@@ -123,7 +128,7 @@ class Sampler:
         atexit.register(self._finish)
 
     def _forked(self) -> None:
-        """A forked child (a loader's worker) is not the process that is watched."""
+        """Stop sampling in a forked child (a data loader's worker): it is not the watched process."""
         marks.listeners.clear()
         self._file = -1
         atexit.unregister(self._finish)
@@ -137,12 +142,12 @@ class Sampler:
                 self.marked(MarkSource.CLOCK, None)
 
     def marked(self, kind: MarkSource, loss: float | None) -> None:
-        """A step is over."""
+        """Take a row at the end of a step, and an audit if one is due; end the process after the last step."""
         del loss
         if kind > self._kind or os.getpid() != self._pid:
             return
         with self._lock:
-            if kind < self._kind:  # someone who knows better has begun to mark
+            if kind < self._kind:  # a better source has begun to mark: count its steps only
                 self._kind, self._count = kind, 0
                 if self._census is not None:
                     self._census.forget()
@@ -161,7 +166,7 @@ class Sampler:
             self._end(kind)
 
     def _collected(self) -> None:
-        """Collect garbage, so that the row to come has none; what is there at first is set aside, so that this is quick."""
+        """Collect garbage before the next row; the first call freezes all present objects so that later ones are quick."""
         gc.collect()
         if not self._frozen:
             gc.freeze()
@@ -169,13 +174,13 @@ class Sampler:
 
     @contextlib.contextmanager
     def _unless_full(self) -> Iterator[None]:
-        """What cannot be written is said once, and no more is: steps are counted on, to the end that was asked for."""
+        """If a write fails, say so once and stop sampling; steps are still counted, and the process ends as requested."""
         try:
             yield
         except OSError as error:
             if not self._silent:
                 self._silent = True
-                if self._file >= 0:  # a verdict on the first steps alone could be wrong; and a line takes room, too
+                if self._file >= 0:  # a verdict on the first steps alone could be wrong; and the message needs disk space too
                     with contextlib.suppress(OSError):
                         os.ftruncate(self._file, 0)
                 trouble = f"{why(error)} in {self._task['folder']}: {ROOM_FOR_TEMPORARY_FILES}"
@@ -196,7 +201,7 @@ class Sampler:
             at = time.perf_counter_ns()
             python, blocks, arenas, touched = self._allocators.python()
             slow.took(at)
-        if maps.due(now):  # together: the one is taken off the other
+        if maps.due(now):  # read together: one is subtracted from the other
             at = time.perf_counter_ns()
             system, used = self._allocators.malloc()
             private, virtual, resident = self._kernel.maps()
@@ -256,7 +261,7 @@ class Sampler:
         self._used, self._flushed = 0, now
 
     def _audit(self) -> None:
-        """Close the books: after a collection, what is resident by what it is mapped from."""
+        """Write an audit: after a garbage collection, the bytes of every allocator, and resident bytes by kind of mapping."""
         if self._silent:
             return
         began = time.perf_counter_ns()
@@ -275,7 +280,7 @@ class Sampler:
             "children": self._family.members(),
             **self._balance(),
         }
-        if self._steps and self._count >= self._steps:  # the last: what malloc gives back may be seen now
+        if self._steps and self._count >= self._steps:  # only now, as a trim changes what later rows would show
             self._allocators.trim()
             entry["trimmed_bytes"] = entry["resident_bytes"] - self._kernel.maps()[2]
         entry["seconds"] = (time.perf_counter_ns() - began) / 1e9
@@ -317,7 +322,7 @@ class Sampler:
         self._census.look(self._count, kind=int(self._kind), last=self._count == max(self._audits))
 
     def _end(self, kind: MarkSource) -> None:
-        """Enough was seen: the script ends here. If it carries on regardless, the process does."""
+        """End the script by an exception; if it continues regardless, or this is not its main thread, end the process."""
         self._finish()
         if self._ending or threading.current_thread() is not threading.main_thread() or kind is MarkSource.CLOCK:
             with contextlib.suppress(OSError, ValueError):

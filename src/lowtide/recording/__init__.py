@@ -1,1 +1,1 @@
-"""The file of a recorded run, what it explains, and what would lower its peak."""
+"""Recordings of runs: the file format, what a recording explains, and what would lower its peak."""

@@ -1,11 +1,14 @@
-"""A recorded step as a graph to be pebbled, in the order in which eager ran it.
+"""A recorded step as a graph for the pebble game, in the order in which eager mode ran it.
 
-Nodes are operators and the blocks (storages) that they made; a block that an operator wrote in place has a version for each
-such write. What was there before the step and is never written stays resident; what was written is a source that cannot be
-made again. A block may be dropped only while autograd alone has it: from when nothing else held it on, but for the operators
-of a node that has asked for it. Any other is held until its last read, and one that outlived both (a variable of the script
-had it) until it was given back. Bytes inside an operator that belong to no block are its workspace, bytes that no block
-explains count with it.
+Nodes are operators and the blocks (storages) that they make; every in-place write of a block adds a version of it. A block
+that existed before the step and is neither written nor freed stays resident; one that is written or freed is a source, which
+cannot be recomputed.
+
+A block may be dropped only while autograd is its only holder: from the moment nothing else holds it, except during the
+operators of an autograd node that has asked for it. A block that was not saved is held until its last read. A block that
+outlives both its last read and its release by autograd (a variable of the script refers to it) is held until it was freed.
+
+Bytes inside an operator that belong to no block are its workspace; live bytes that no block explains are added to it.
 """
 
 from __future__ import annotations
@@ -25,18 +28,18 @@ from lowtide.recording.recorded_step import Block, RecordedStep
 BACKWARD = PHASES.index(Phase.BACKWARD)
 _OF_A_UNIT = frozenset(PHASES.index(phase) for phase in (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD))
 FIRST_WITH_NEEDS = 3
-"""The format of recordings that first said when backward asks for a saved tensor, and what else holds it."""
+"""The oldest recording format that says when backward asks for a saved tensor, and until when anything else holds it."""
 
 _HELD_BY_THEIR_OWNER = frozenset({Role.PARAMETER, Role.BUFFER, Role.GRADIENT, Role.OPTIMIZER_STATE})
-"""A module, a parameter or an optimizer refers to these, also where they were made within the step."""
+"""A module, a parameter or an optimizer holds these, even if they were made within the step."""
 
 STATE_BYTES = 5056
-"""Of a CPU generator's state (mt19937); a CUDA generator's is smaller."""
+"""Size of a CPU generator's state (mt19937); a CUDA generator's is smaller."""
 
 
 @dataclass(slots=True)
 class _Entry:
-    """A node in the making; parents by id."""
+    """The fields of a node under construction; ``parents`` holds node ids."""
 
     node: dict[str, Any]
     parents: dict[str, None] = field(default_factory=dict)
@@ -46,12 +49,13 @@ def graph_of(step: RecordedStep, *, offload: Offload | None = None, let_go: Coll
     """The graph of a recorded step.
 
     Args:
-        step: with operators.
-        offload: the second board; None where nothing may be moved.
-        let_go: numbers of gradients that nobody holds: they go after their last read; the step before has left none of them.
+        step: a step recorded with its operators.
+        offload: the offload tier; None if nothing may be offloaded.
+        let_go: numbers of the gradient blocks that nothing holds (the update runs in the backward): each is freed after its
+            last read, and the previous step has left none of them.
 
     Raises:
-        RecordingError: if the recording is of a format that does not say when backward asks for saved tensors.
+        RecordingError: if the recording's format does not say when backward asks for saved tensors.
     """
     if step.file_format < FIRST_WITH_NEEDS:
         raise RecordingError("the recording is of an older version, which did not note all that a plan needs: record anew")
@@ -59,7 +63,7 @@ def graph_of(step: RecordedStep, *, offload: Offload | None = None, let_go: Coll
 
 
 def inside_of(step: RecordedStep) -> list[int]:
-    """By operator, the bytes inside it besides what it makes: a library's workspace."""
+    """Per operator, the bytes by which memory rises inside it above its outputs: a library's workspace."""
     made = np.zeros(len(step.entries) + 1, dtype=np.int64)
     for block in step.blocks:
         if block.counted and not block.met:
@@ -69,13 +73,13 @@ def inside_of(step: RecordedStep) -> list[int]:
 
 
 def operator_of(graph: Graph) -> dict[int, int]:
-    """Which operator of the step (an index into its ``ops``) a node of its graph is, or is a part of (``op7.2``)."""
+    """Maps the nodes that are operators, or parts of one (``op7.2``), to the operator's index in the step's ``ops``."""
     names = {v: str(n.id) for v, n in enumerate(graph.nodes)}
     return {v: int(name[2:].partition(".")[0]) for v, name in names.items() if name.startswith("op")}
 
 
 def block_of(node: Node) -> int | None:
-    """The number of the block that a node is, or is a version of (``block7.2``); None for an operator."""
+    """The number of the block that a node stands for, as a whole or as a version (``block7.2``); None for an operator."""
     name = str(node.id)
     return int(name[5:].partition(".")[0]) if name.startswith("block") else None
 
@@ -87,7 +91,7 @@ class _Builder:
         self.count = len(step.ops)
         self.position = {int(e): k for k, e in enumerate(step.ops)}
         self.runs = [decode_run(int(f)) for f in step.entries["flags"][step.ops]]
-        self.sources: list[list[_Entry]] = [[] for _ in range(self.count + 1)]  # by the operator before which they are there
+        self.sources: list[list[_Entry]] = [[] for _ in range(self.count + 1)]  # per operator, those that exist before it
         self.ops: list[_Entry] = [_Entry({"id": f"op{k}"}) for k in range(self.count)]
         self.members: list[list[_Entry]] = [[] for _ in range(self.count)]
         self.made = np.zeros(self.count, dtype=np.int64)
@@ -97,9 +101,9 @@ class _Builder:
         self.within = self._within_units()
 
     def _within_units(self) -> list[bool]:
-        """By operator, whether it belongs to a forward, its loss or its backward: what `run` records and plans.
+        """Per operator, whether it belongs to a unit (a forward, its loss and its backward), which `lowtide run` plans.
 
-        Where no module is called a unit begins with the first tensor that autograd saves.
+        If no module is called, a unit begins with the first tensor that autograd saves.
         """
         phases = self.step.entries["phase"]
         saves = np.flatnonzero(self.step.entries["kind"] == EntryKind.SAVED)
@@ -115,12 +119,12 @@ class _Builder:
         return found
 
     def ordinal(self, entry: int) -> int:
-        """The last operator at or before an entry; -1 before the first."""
+        """Index of the last operator at or before an entry; -1 before the first operator."""
         return int(np.searchsorted(self.step.ops, entry, side="right")) - 1
 
     def graph(self, offload: Offload | None) -> Graph:
         for block in self.step.blocks:
-            if block.bytes and block.counted and block.role is not Role.CACHE:  # a library keeps it
+            if block.bytes and block.counted and block.role is not Role.CACHE:  # a library keeps that
                 self._block(block)
         before = self.step.before.sum(axis=1)
         unseen = before - np.cumsum(self.tracked)[: self.count] - self.resident
@@ -149,7 +153,7 @@ class _Builder:
         return _assemble(entries, offload, name=f"step {self.step.row.step}")
 
     def _block(self, block: Block) -> None:
-        """Versions of one block: one where it appeared, one for every operator that wrote it in place."""
+        """Add the versions of one block: one from where it appeared, and one per operator that wrote it in place."""
         end = self.count if block.died >= len(self.step.entries) else self.ordinal(block.died)
         born = self.position.get(block.born, -1) if block.born >= 0 and not block.met else -1
         reads = [self.position[e] for e in block.reads if e in self.position]
@@ -161,7 +165,7 @@ class _Builder:
         self.tracked[born + 1 if born >= 0 else there] += block.bytes
         self.tracked[min(end + 1, self.count)] -= block.bytes
         if block.number in self.let_go and born < 0:
-            return  # of the step before: it would be gone by now
+            return  # from the previous step: it would have been freed by now
         starts = [born, *writes]
         for i, start in enumerate(starts):
             last = i == len(starts) - 1
@@ -186,19 +190,22 @@ class _Builder:
             self._pin(block, name, start, stop)
 
     def _there_before(self, block: Block, reads: list[int]) -> int:
-        """The operator before which a block that no operator was seen to make was there: the one that met it, or the next."""
+        """The first operator before which a block is known to exist, if no operator was seen to make it.
+
+        That is the operator that ran when the block was met, if it read the block; else the next one.
+        """
         met = self.ordinal(block.born)
         return met if met in reads else met + 1
 
     def _pin(self, block: Block, name: str, start: int, stop: int) -> None:
-        """While a node has what it asked for, the operators that it runs count as readers: a plan has it then, too."""
+        """Count the operators that an autograd node runs as readers of what it asked for: that must stay live meanwhile."""
         for asked, over in block.needs:
             first, end = self.ordinal(asked) + 1, self.ordinal(over)
             for k in range(max(first, start + 1), min(end, stop) + 1):
                 self.ops[k].parents[name] = None
 
     def _in_place(self, k: int) -> None:
-        """An operator made a block but took no memory (the engine's sum of two gradients): it took over one that died."""
+        """An operator made a block but took no memory (the engine sums two gradients in place): it reused one that died."""
         for member in self.members[k]:
             size = member.node["bytes"]
             dying = [p for p in self.ops[k].parents if self.spans[p] == (size, k)]
@@ -207,7 +214,7 @@ class _Builder:
                 member.node["overwrites"] = dying[0]
 
     def _hold(self, block: Block, entry: _Entry, start: int, stop: int, reads: list[int], *, last: bool, end: int) -> None:
-        """Say until when something other than autograd has a version."""
+        """Set until when something other than autograd holds a version."""
         if block.number in self.let_go:
             return
         if last and end >= self.count:
@@ -221,7 +228,7 @@ class _Builder:
         if block.role in _HELD_BY_THEIR_OWNER or before_its_unit:
             until = min(stop, self.count - 1)
         elif last and end > max(read, released):
-            until = min(end, self.count - 1)  # a variable of the script has it, and the run cannot take it from there
+            until = min(end, self.count - 1)  # a variable of the script holds it, and Lowtide cannot take it away
         elif saved:
             until = stop if block.unheld is None else min(self.ordinal(block.unheld), stop)
         else:

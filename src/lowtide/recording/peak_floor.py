@@ -1,4 +1,4 @@
-"""How low a recorded step's peak could get by recomputing and moving alone, and how much larger its batch could then be."""
+"""How low recompute and offload alone could bring a recorded step's peak, and how much its batch could grow."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from lowtide.recording.graph import graph_of, operator_of
 from lowtide.recording.recorded_step import Block, RecordedStep
 
 _BOARD = Offload(write_bytes_per_second=1e9, read_bytes_per_second=1e9)
-"""That there is a second board matters here, not how fast it is."""
+"""Only the existence of an offload tier matters here, not its speed."""
 _MORE = 2
-"""The batch is made so many times as large to see what grows with it."""
+"""Factor by which the batch is enlarged to see what grows with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floor:
-    """What no plan goes below.
+    """The peak below which no plan goes.
 
     Attributes:
         bytes: the proven lower bound of the step's peak.
-        op: the operator that proves it, an index into the step's ``ops``; -1 where what is resident alone does.
-        batch_factor: how many times as large the batch may be before the floor reaches the plain peak; what belongs to
-            parameters stays as it is, all else made in the step grows with the batch.
+        op: the operator that proves it, an index into the step's ``ops``; -1 if the resident bytes alone do.
+        batch_factor: how many times as large the batch may be before the floor reaches the plain peak. What belongs to
+            parameters keeps its size; everything else made in the step grows with the batch.
     """
 
     bytes: int
@@ -37,12 +37,15 @@ class Floor:
 
 
 def with_board(graph: Graph) -> Graph:
-    """The same graph with room to move values to: how fast it is does not matter to a floor."""
+    """The same graph with an offload tier, whose speed does not matter to a floor."""
     return replace(graph, offload=_BOARD)
 
 
 def grows_with_the_batch(step: RecordedStep) -> list[int]:
-    """Places of the blocks that are as large as the batch is: made in the step, and after its loss of no parameter's shape."""
+    """Indices of the blocks whose size grows with the batch.
+
+    These are blocks made in the step; of those made in backward or by the optimizer, only blocks without a parameter's shape.
+    """
     fixed = {b.label for b in step.blocks if b.role is Role.PARAMETER}
     late = {PHASES.index(Phase.BACKWARD), PHASES.index(Phase.OPTIMIZER)}
     phases = step.entries["phase"]
@@ -56,11 +59,11 @@ def floor_of(step: RecordedStep, plain_peak_bytes: int) -> Floor:
     """The floor of a recorded step that ran to its end.
 
     Args:
-        step: with operators.
-        plain_peak_bytes: its peak without any plan.
+        step: a step recorded with its operators.
+        plain_peak_bytes: its peak without a plan.
 
     Raises:
-        RecordingError: if the recording has no operators' seconds.
+        RecordingError: if the recording's format does not say when backward asks for saved tensors.
     """
     graph = with_board(graph_of(step))
     solver = Solver(graph)
@@ -70,7 +73,7 @@ def floor_of(step: RecordedStep, plain_peak_bytes: int) -> Floor:
     slope = (more - once) / (_MORE - 1)
     growing = slope > 0
     room = 1 + (plain_peak_bytes - once[growing]) / slope[growing]
-    floor = solver.told_floor  # that of `lowtide plan`
+    floor = solver.told_floor  # as `lowtide plan` reports it
     return Floor(
         bytes=floor.bytes,
         op=operator_of(graph).get(floor.node, -1),
@@ -79,7 +82,7 @@ def floor_of(step: RecordedStep, plain_peak_bytes: int) -> Floor:
 
 
 def _with_batch(graph: Graph, step: RecordedStep) -> Graph:
-    """The same graph with a larger batch."""
+    """The same graph with the batch enlarged by ``_MORE``; the optimizer's workspaces stay."""
     scaled = {f"block{step.blocks[i].number}" for i in grows_with_the_batch(step)}
     operators = operator_of(graph)
     optimizer = PHASES.index(Phase.OPTIMIZER)
@@ -96,6 +99,6 @@ def _with_batch(graph: Graph, step: RecordedStep) -> Graph:
 
 
 def blocks_at(step: RecordedStep, op: int) -> list[Block]:
-    """What an operator reads and makes, largest first."""
+    """The blocks that an operator reads or makes, largest first."""
     entry = int(step.ops[op])
     return sorted((b for b in step.blocks if b.counted and (b.born == entry or entry in b.reads)), key=lambda b: -b.bytes)

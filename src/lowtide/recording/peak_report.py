@@ -1,4 +1,4 @@
-"""The high-water mark of a step: which operator, and what every byte there is."""
+"""The high-water mark of a step: the operator that reaches it, and what every byte is at that moment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowtide.recording.recorded_step import ROLES, Block, RecordedStep
 
 
 def peak_of(trace: Trace) -> int:
-    """Peak bytes of a trace as it is, played by ``planning/unit/simulate``."""
+    """Peak bytes of a trace without a plan, as ``planning/unit/simulate`` plays it."""
     return play(Problem(trace=trace, base_bytes=trace.base_bytes), {}).peak_bytes
 
 
@@ -24,8 +24,10 @@ class PeakReport:
     """The high-water mark of a step.
 
     Attributes:
+        bytes: live bytes at that moment.
         by_role: bytes per role; they sum to ``bytes``.
-        asked_bytes: what was asked for in vain, where the step ended so; else 0.
+        top: the largest blocks that are live then, largest first.
+        asked_bytes: size of the request that failed, if the step ran out of memory; else 0.
     """
 
     step: int
@@ -47,7 +49,7 @@ class PeakReport:
 
 
 def peak_report(step: RecordedStep) -> PeakReport | None:
-    """The high-water mark of a step; where an operator failed for want of memory, that moment. None without operators."""
+    """The high-water mark of a step, or its last out-of-memory failure if there was one; None without operators."""
     if not len(step.ops):
         return None
     denied = np.flatnonzero(step.denied)
@@ -55,7 +57,7 @@ def peak_report(step: RecordedStep) -> PeakReport | None:
 
 
 def last_moment(step: RecordedStep) -> PeakReport | None:
-    """The last operator of a step, at its highest point: where a process was that was ended from outside."""
+    """The peak inside a step's last operator: where a killed process was when it ended. None without operators."""
     return _moment(step, len(step.ops) - 1, denied=False) if len(step.ops) else None
 
 

@@ -1,7 +1,7 @@
-"""A recorded step in float32, where it was float64: smaller blocks, no conversions.
+"""Models a recorded float64 step in float32: blocks of half the size, and no conversions.
 
-Where kernels exist for one of the two types only, what they take in the other is not known to the recording. A conversion that
-float32 would do as well (``copy=True``, another memory format) is taken for one that it would not.
+If a kernel exists for only one of the two types, the recording cannot tell what the other type would take. A conversion that
+would happen in float32 as well (``copy=True``, another memory format) is treated as if it would not.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from lowtide.recording.recorded_step import Block
 from lowtide.recording.whatif import Case, Change
 
 WIDE: Final = ("float64", "complex128")
-"""Types (a label's beginning) that have a counterpart of half their size."""
+"""Data types, as the labels of blocks begin, that have a counterpart of half their size."""
 _NARROW: Final = ("float32", "complex64")
 _TWICE: Final = ("aten.mse_loss.default", "aten.smooth_l1_loss.default")
-"""Operators that go over their inputs twice, and convert them each time: structured ones with a reduction."""
+"""Operators that pass over their inputs twice and convert them each time: structured kernels with a reduction."""
 _CHOOSING: Final = ("bool", "int", "uint8")
 _CONVOLUTION: Final = "aten.convolution"
 _GATES: Final = ("aten.sigmoid_.default", "aten.tanh_.default", "aten.unsafe_split.Tensor")
-"""Operators of an LSTM's cell on the CPU; it alone has three gates of the first kind to one of the second."""
+"""Operators of an LSTM cell on the CPU; only an LSTM has three sigmoid gates for each tanh gate."""
 
 
 def in_float32(case: Case) -> Change:
-    """The change that the types make."""
+    """The change to the step if it ran in float32."""
     step = case.step
     copies = _narrowed(case)
     lives = step.trace.buffers
     until: dict[int, int] = {}
-    for copy, source in copies.items():  # then it is what was to be converted that lives on
+    for copy, source in copies.items():  # without the copy, its source lives on instead
         until[source] = max(until.get(source, 0), lives[source].held_until, lives[copy].held_until)
     return Change(
         bytes={i: b.bytes // 2 for i, b in enumerate(step.blocks) if _is_wide(b)} | dict.fromkeys(copies, 0),
@@ -40,12 +40,12 @@ def in_float32(case: Case) -> Change:
 
 
 def has_convolutions(case: Case) -> bool:
-    """Whether float64 is convolved: oneDNN does so in float32, with less memory of its own."""
+    """Whether a convolution runs in float64: in float32 oneDNN would run it, with less workspace."""
     return any(_is_wide(b) and b.op.startswith(_CONVOLUTION) for b in case.step.blocks)
 
 
 def has_lstms(case: Case) -> bool:
-    """Whether an LSTM computes in float64: in float32 one kernel runs it on the CPU, whose workspace may be larger."""
+    """Whether an LSTM runs in float64: in float32 a single kernel would run it on the CPU, whose workspace may be larger."""
     step = case.step
     wide = {step.op_at(entry) for b in step.blocks if _is_wide(b) for entry in (*b.reads, *b.writes)}
     cells: dict[str, Counter[str]] = {}
@@ -60,9 +60,9 @@ def _is_wide(block: Block) -> bool:
 
 
 def _narrowed(case: Case) -> dict[int, int]:
-    """Copies to float32 of what is float64, and what each is a copy of (places of both), where both are there in the step.
+    """Maps float32 copies of float64 blocks to their sources (indices in the step's ``blocks``), if both are in the step.
 
-    One that was made in the step before is a copy of what its maker read there.
+    The source of a copy from the previous step is what its maker read there.
     """
     step = case.step
     converted = ((i, b) for i, b in enumerate(step.blocks) if b.op.startswith("aten._to_copy"))
@@ -80,11 +80,11 @@ def _is_counterpart(narrow: Block, wide: Block) -> bool:
 
 
 def _insides(case: Case, copying: AbstractSet[int]) -> dict[int, int]:
-    """How far memory would rise within the operators that read float64, those apart that would not run.
+    """Bytes by which memory would rise inside each operator that reads float64, except the conversions (``copying``).
 
-    Half as far above what they make, once what is float32 is not converted there and back (``TensorIterator`` does so on the
-    CPU: inputs, and outputs of another type than it computes in). Where operators choose or make indices, what they take
-    besides may be indices as well: as far as before.
+    An operator would take half as much above its outputs, after subtracting the temporary float64 copies of float32 tensors
+    (on the CPU, ``TensorIterator`` converts inputs, and outputs of another type than it computes in). If an operator reads or
+    makes indices or masks, the rest may be indices, too, and is not halved.
     """
     step = case.step
     made, left, converted = Counter[int](), Counter[int](), Counter[int]()

@@ -1,4 +1,4 @@
-"""Reading a recording, also one whose process was killed; what cannot be true is refused by one line."""
+"""Reads a recording, even one whose process was killed; rejects impossible contents with a one-line error."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from lowtide.recording.summary import summarize_step
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recording:
-    """A recording that was read.
+    """The contents of a recording.
 
     Attributes:
         meta: facts about the run: ``script``, ``arguments``, ``torch``, ``device``, ``level``, ``exit_code``, ...
-        names: what entries refer to.
-        steps: in order; entries only where they were kept.
-        process: what the whole process took, in order.
+        names: the texts that entries refer to by index.
+        steps: in order; entries only for the steps that kept them.
+        process: memory of the whole process, in order.
     """
 
     path: Path
@@ -56,10 +56,10 @@ class Recording:
 
 
 def read(file: str | os.PathLike[str]) -> Recording:
-    """Read a recording, and what a killed process left of its last step.
+    """Read a recording, including what a killed process left of its last step.
 
     Raises:
-        RecordingError: if it is not there, empty, truncated, not a recording, or of a newer format.
+        RecordingError: if the file is missing, empty, truncated, not a recording, or of a newer format.
     """
     path = Path(file)
     if not path.is_file():
@@ -83,7 +83,7 @@ def read(file: str | os.PathLike[str]) -> Recording:
         finally:
             base.close()
         if tail_path(path).is_file() and names_path(path).is_file():
-            names = max(names, _names_of(names_path(path)), key=len)  # the file has what came since the last step, too
+            names = max(names, _names_of(names_path(path)), key=len)  # the file also has names since the last step
         _check_meta(meta)
         _check(names, steps)
     except (sqlite3.Error, zlib.error, ValueError, TypeError, OverflowError) as error:
@@ -92,7 +92,7 @@ def read(file: str | os.PathLike[str]) -> Recording:
         last = _tail(tail_path(path), len(names))
         if last is not None:
             steps = [*(s for s in steps if s.step != last.step), last]
-            if "exit_code" in meta:  # what is there was closed, but could not be made whole
+            if "exit_code" in meta:  # it was closed, but its last step could not be stored
                 meta.setdefault("stopped", os.strerror(errno.ENOSPC).lower())
             else:
                 meta["died"] = True
@@ -100,10 +100,10 @@ def read(file: str | os.PathLike[str]) -> Recording:
 
 
 def _check_meta(meta: Mapping[str, Any]) -> None:
-    """Facts about the run are what this Lowtide writes: a file may be anybody's.
+    """Check that facts about the run have the types that Lowtide writes: the file may come from anywhere.
 
     Raises:
-        ValueError: naming what is none.
+        ValueError: naming the first that has another type.
     """
     kinds: dict[str, tuple[type, ...]] = {
         "format": (int,), "cap_bytes": (int, float, type(None)), "allocator": (dict, type(None)),
@@ -115,7 +115,7 @@ def _check_meta(meta: Mapping[str, Any]) -> None:
 
 
 def _check(names: Sequence[str], steps: Iterable[StepRow]) -> None:
-    """Whether names are text, and kept entries say what they can.
+    """Check that names are text, and that kept entries and carried blocks are valid.
 
     Raises:
         ValueError: if not.
@@ -130,7 +130,7 @@ def _check(names: Sequence[str], steps: Iterable[StepRow]) -> None:
 
 
 def _valid_prefix(entries: NDArray[np.void], names: int) -> int:
-    """How many entries come before the first that says what it cannot."""
+    """The number of entries before the first invalid one."""
     kind = entries["kind"]
     operators = [EntryKind.OP, EntryKind.DENIED]
     named = [np.isin(kind, operators), np.isin(kind, [*operators, EntryKind.BORN, EntryKind.ROLE, EntryKind.HELD])]
@@ -149,7 +149,7 @@ def _valid_prefix(entries: NDArray[np.void], names: int) -> int:
 
 
 def _carried_soundly(carried: NDArray[np.void], names: int) -> bool:
-    """Whether blocks that were live when a step began are what they can be."""
+    """Whether the carried blocks (those that were live when a step began) are valid."""
     numbers = np.stack([carried[key] for key in ("name", "op", "module", "source", "label")])
     sizes, roles = carried["size"], carried["role"]
     wrong = (numbers >= names).any(axis=0) | (sizes < 0) | (sizes > LARGEST_BYTES)
@@ -158,10 +158,10 @@ def _carried_soundly(carried: NDArray[np.void], names: int) -> bool:
 
 
 def _row(kind: type[Any], values: Mapping[str, Any]) -> Any:
-    """A row whose numbers are numbers: SQLite keeps whatever it is given.
+    """Builds a row after checking the types of its values: SQLite stores values of any type in any column.
 
     Raises:
-        ValueError: if one is not.
+        ValueError: naming the first that has another type than the row's field.
     """
     types: dict[str, tuple[type, ...]] = {
         "int": (int,), "float": (int, float), "float | None": (int, float, type(None)), "str": (str,), "bool": (bool,)
@@ -211,7 +211,7 @@ def _names_of(path: Path) -> list[str]:
 
 
 def _tail(path: Path, names: int) -> StepRow | None:
-    """The unfinished step in a journal, up to what can be so; None if nothing had happened in it."""
+    """The unfinished step in a journal, up to its first invalid entry; None if it has no valid one."""
     data = path.read_bytes()
     if len(data) < HEADER.size:
         return None

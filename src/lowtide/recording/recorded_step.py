@@ -1,8 +1,9 @@
-"""What every byte of a recorded step is: blocks with their lives, roles at each instant, the peak, the step as a trace.
+"""Lays out one recorded step: lifetimes of its blocks, bytes by role at each instant, the peak, a trace.
 
-Instants are the operators of the step. At each of them the bytes before it and the highest point inside it are measured; what
-the blocks that were seen make up is attributed to roles, the rest inside an operator is its workspace, the rest before it is
-unknown. So the sums close by construction, and ``unknown`` says how much was not seen.
+The instants are the step's operators. The recorder measured the live bytes before each operator and the peak inside it.
+Bytes of the recorded blocks are attributed to their roles; the rest inside an operator is its workspace, and the rest before
+it is ``unknown`` (in a compiled region: workspace). So the sums close by construction, and ``unknown`` says how much was not
+seen.
 """
 
 from __future__ import annotations
@@ -30,22 +31,23 @@ _DATA: Final = PHASES.index(Phase.DATA)
 class Block:
     """One storage of a recorded step.
 
-    Its many fields are what entries say of one storage; nothing is derived in them.
+    Its many fields are what the entries say about one storage; none of them is derived.
 
     Attributes:
-        born: entry at which it appeared; -1 if it was there when the step began.
-        died: entry at which its memory was given back; the number of entries if it outlived the step.
-        saved: spans of entries in which autograd had a saved tensor of it.
-        needs: spans of entries in which a node of autograd that had asked for a saved tensor of it used it.
-        unheld: entry from which on nothing but autograd's saved tensors held it; None where that was never so.
+        counted: whether its bytes are part of the measured memory.
+        born: entry at which it appeared; -1 if it was live when the step began.
+        died: entry at which its memory was freed; the number of entries if it outlived the step.
+        saved: spans of entries in which autograd held a saved tensor of it.
+        needs: spans of entries in which an autograd node used a saved tensor of it that the node had asked for.
+        unheld: entry from which only autograd's saved tensors held it; None if that never happened.
         reads: entries of the operators that read it.
-        writes: those among them that wrote it in place.
-        shown: of each of them, bytes of the tensors on it that it was given; 0 where the recording does not say.
-        held: variables of the script seen to refer to it.
-        holder: the one that referred to it when memory ran out: it may be just in use.
-        role: as it was recognised; None where its life tells.
-        met: whether it was there before it was seen.
-        open: whether the step was cut short while it lived, so that later uses of it are not known.
+        writes: entries of those readers that also wrote it in place.
+        shown: by reading entry, bytes of the tensors on it that the operator was given; 0 if the recording does not say.
+        held: variables of the script that were found to refer to it.
+        holder: variable that referred to it when memory ran out; the block may simply have been in use.
+        role: its recognised role; None if the role follows from its lifetime.
+        met: whether it existed before the recorder saw it.
+        open: whether the step was cut short while it was live, so that its later uses are unknown.
     """
 
     number: int
@@ -73,19 +75,19 @@ class Block:
 
     @property
     def last_read(self) -> int:
-        """The last entry at which an operator read or made it; not known (the end) where the step was cut short."""
+        """The last entry at which an operator read or made it; its end if the step was cut short (:attr:`open`)."""
         if self.open:
             return self.died
         return max(self.reads[-1] if self.reads else -1, self.born)
 
     @property
     def variable(self) -> tuple[str, str]:
-        """The variable by which it is held, without what follows in brackets, and where that is."""
+        """The variable that holds it (up to the first ``[``), and where that variable is."""
         name, _, place = self.held[-1].rpartition(" (")
         return name.split("[", 1)[0], place
 
     def role_at(self, entry: int) -> Role:
-        """What it is for just after an entry."""
+        """Its role just after an entry."""
         if self.role is not None:
             return self.role
         if any(a <= entry < b for a, b in self.saved):
@@ -95,7 +97,7 @@ class Block:
         return Role.TEMPORARY if entry <= self.last_read else Role.OUTPUT
 
     def spans(self) -> list[tuple[int, int, Role]]:
-        """Its life as [from, to) spans of entries in which its role is the same."""
+        """Its lifetime as spans (from, to, role) of entries, ``to`` excluded."""
         first = max(self.born, 0)
         if self.role is not None:
             return [(first, self.died, self.role)]
@@ -105,16 +107,16 @@ class Block:
 
     @property
     def title(self) -> str:
-        """How a reader would call it."""
+        """Its name for reports."""
         return self.name or f"{self.op.removesuffix('.default')} -> {self.label}".removeprefix(" -> ")
 
 
 @final
 class RecordedStep:
-    """One recorded step with entries, laid out for questions."""
+    """One recorded step with its entries, laid out so that reports and finders can query it."""
 
     def __init__(self, row: StepRow, names: tuple[str, ...], *, file_format: int = FORMAT) -> None:
-        """Index the entries, as a file of some format has them; ``row.entries`` must be there."""
+        """Index the entries of a step from a file of the given format; ``row.entries`` must not be None."""
         assert row.entries is not None
         self.row = row
         self.names = names
@@ -127,7 +129,7 @@ class RecordedStep:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """All blocks that lived in the step."""
+        """All blocks that were live at any time in the step."""
         end = len(self.entries)
         found: dict[int, Block] = {}
         open_saves: dict[int, tuple[int, int]] = {}
@@ -163,7 +165,7 @@ class RecordedStep:
                 continue
             if kind == EntryKind.DIED:
                 block.died = i
-                if a in open_saves:  # of a compiled region, of whose letting go nobody tells
+                if a in open_saves:  # saved by a compiled region, which reports no release
                     block.saved.append((open_saves.pop(a)[1], i))
             elif kind == EntryKind.READ:
                 block.reads.append(at)
@@ -204,7 +206,7 @@ class RecordedStep:
 
     @cached_property
     def before(self) -> NDArray[np.int64]:
-        """[operators, roles]: bytes before each operator; rows sum to what was measured."""
+        """[operators, roles]: live bytes before each operator; each row sums to the measured bytes."""
         state = np.zeros((len(self.entries) + 1, len(ROLES)), dtype=np.int64)
         for block in self.blocks:
             if block.counted:
@@ -226,18 +228,18 @@ class RecordedStep:
 
     @cached_property
     def _compiled(self) -> list[int]:
-        """Names of operators that are parts of what ``torch.compile`` made, whose other parts are not seen."""
+        """Ids of the names of operators that belong to a compiled region; the rest of such a region is not seen."""
         return [i for i, name in enumerate(self.names) if name.startswith(f"{COMPILED}: ")]
 
     @cached_property
     def denied(self) -> NDArray[np.bool_]:
-        """Which operators failed for want of memory."""
+        """[operators]: which operators ran out of memory."""
         found: NDArray[np.bool_] = self.entries["kind"][self.ops] == EntryKind.DENIED
         return found
 
     @cached_property
     def peaks(self) -> NDArray[np.int64]:
-        """Per operator, the highest point inside it; for one that failed, what it would have needed at least."""
+        """[operators]: peak bytes inside each operator; for one that ran out of memory, the least it would have needed."""
         asked = np.maximum(self.entries["peak"][self.ops], self.entries["live"][self.ops]) + self.entries["size"][self.ops]
         found: NDArray[np.int64] = np.where(self.denied, asked, self.entries["peak"][self.ops])
         return found
@@ -251,7 +253,7 @@ class RecordedStep:
 
     @cached_property
     def at_peak(self) -> NDArray[np.int64]:
-        """[operators, roles]: bytes at the highest point inside each operator; rows sum to what was measured."""
+        """[operators, roles]: bytes at the peak inside each operator; each row sums to the measured bytes."""
         found = self.before.copy()
         rest = self.peaks - found.sum(axis=1)
         made = np.zeros_like(found)
@@ -272,22 +274,22 @@ class RecordedStep:
 
     @cached_property
     def peak_op(self) -> int:
-        """Which operator (an index into :attr:`ops`) holds the highest point."""
+        """The operator (an index into :attr:`ops`) with the step's peak."""
         return int(self.peaks.argmax())
 
     def top(self, k: int, count: int = TOP) -> list[Block]:
-        """The largest blocks at the highest point inside an operator."""
+        """The largest blocks that are live at an operator's peak, largest first."""
         entry = int(self.ops[k])
         there = [b for b in self.blocks if b.counted and b.born <= entry < b.died]
         return sorted(there, key=lambda b: -b.bytes)[:count]
 
     def op_at(self, entry: int) -> int:
-        """The operator (an index into :attr:`ops`) that an entry is, or the next one; -1 for the step's start."""
+        """The operator (an index into :attr:`ops`) at an entry, or else the next one; -1 for the start of the step."""
         return -1 if entry < 0 else int(np.searchsorted(self.ops, entry))
 
     @cached_property
     def trace(self) -> Trace:
-        """The step as a trace: its operators, its blocks with the lives they had."""
+        """The step as a trace: its operators, and its blocks with the lifetimes that they had."""
         entries, ops = self.entries, self.ops
         position = np.searchsorted(ops, np.arange(len(entries) + 1))
         buffers = []
@@ -317,19 +319,19 @@ class RecordedStep:
 
 
 def laid_out(recording: Recording) -> list[RecordedStep]:
-    """The steps whose operators were kept, in order, laid out anew at each call: whoever asks keeps them."""
+    """The steps whose operators were kept, in order. Every call lays them out anew, so callers keep the result."""
     written = int(recording.meta.get("format", 0))
     steps = [RecordedStep(row, recording.names, file_format=written) for row in recording.steps if row.entries is not None]
     return [s for s in steps if len(s.ops)]
 
 
 def highest(steps: Iterable[RecordedStep]) -> RecordedStep | None:
-    """The step of the highest point; the first of them."""
+    """The step with the highest peak, the first one if several share it; None without steps."""
     return max(steps, key=lambda s: int(s.peaks.max()), default=None)
 
 
 def telling(steps: Iterable[RecordedStep]) -> RecordedStep | None:
-    """The step that a reader asks about: the last that failed for want of memory, else the one of the highest point."""
+    """The step to explain: the last one that ran out of memory, else the one with the highest peak; None without steps."""
     found = list(steps)
     failed = [s for s in found if s.denied.any()]
     return failed[-1] if failed else highest(found)

@@ -16,7 +16,17 @@ def summarize_step(
     step: int, start: float, start_bytes: int, high_water_bytes: int, entries: NDArray[np.void], carried: NDArray[np.void],
     *, complete: bool,
 ) -> StepRow:
-    """A step's figures out of its entries."""
+    """Computes a step's figures from its entries.
+
+    Args:
+        step: its number; -1 for everything before the first step.
+        start: seconds since the recording began.
+        start_bytes: live bytes when it began.
+        high_water_bytes: peak of the run before it.
+        entries: what happened in it; at least one.
+        carried: blocks that were live when it began.
+        complete: whether its end was seen.
+    """
     kinds = entries["kind"]
     measured = entries[(kinds == EntryKind.OP) | (kinds == EntryKind.PHASE) | (kinds == EntryKind.DENIED)]
     end = float(entries["time"][-1])
@@ -49,7 +59,9 @@ class _Entry(NamedTuple):
 def _phases(
     measured: NDArray[np.void], start: float, live: int, high: int, end: float
 ) -> Iterable[PhaseFigures]:
-    """Phases between their marks. What the script frees before the first operator of a phase is the phase before's."""
+    """Splits a step at its PHASE entries. Memory that the script frees before a phase's first operator belongs to the phase
+    before.
+    """
     is_mark = measured["kind"] == EntryKind.PHASE
     bounds = sorted({0, *np.flatnonzero(is_mark).tolist(), len(measured)})
     spans = list(itertools.pairwise(bounds))
@@ -75,7 +87,7 @@ def _phases(
 
 
 def _first_bytes(head: _Entry, following: _Entry | None, live: int) -> int:
-    """Bytes before the first operator of a phase; where it has none, at its mark."""
+    """Live bytes before the first operator of a phase, or at its PHASE entry if it has none."""
     if head.kind != EntryKind.PHASE:
         return head.size if head.kind == EntryKind.OP else live
     return following.size if following is not None and following.kind == EntryKind.OP else head.live

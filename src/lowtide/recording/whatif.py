@@ -1,7 +1,7 @@
-"""What if: a change of a recorded step, and the bytes that it would save.
+"""What-if analysis: a change to a recorded step, and the bytes that it would save.
 
-A change makes blocks of the step's trace live shorter, or smaller, or not be there. ``planning/unit/simulate`` plays the
-changed trace; the saving is by how much its peak is lower. A finding whose change does not lower the peak is an answer to
+A change shortens the lifetimes of blocks in the step's trace, shrinks blocks, or removes them. ``planning/unit/simulate``
+plays the changed trace; the saving is how far its peak falls. A finding whose change does not lower the peak merely answers
 "what is this memory", with a saving of 0.
 """
 
@@ -26,11 +26,11 @@ class Finding:
     """Something that a user may want to change, or to know.
 
     Attributes:
-        id: which kind of finding.
-        text: what it is, in bytes, and what to do.
-        saving_bytes: by how much the step's peak falls, as the changed trace is played; 0 for a mere answer.
-        changed_peak_bytes: the peak then.
-        step: which step it is about.
+        id: the kind of finding.
+        text: what takes the memory, with its bytes, and what to do about it.
+        saving_bytes: how far the step's peak falls when the changed trace is played; 0 for a finding that is only an answer.
+        changed_peak_bytes: the peak after the change.
+        step: number of the step.
     """
 
     id: str
@@ -47,8 +47,13 @@ class Finding:
 
 @dataclass(slots=True)
 class Change:
-    """What would be different: a block's last operator or bytes (blocks by their places in the step), more blocks; how far
-    memory rises inside an operator, where that does not follow from what it makes.
+    """A change to a step's trace.
+
+    Attributes:
+        until: new last operator of blocks, by their index in the step's ``blocks``.
+        bytes: new sizes of blocks, by the same index.
+        inside: new rise of memory inside operators, by operator, if it does not follow from the sizes of their outputs.
+        more: additional blocks.
     """
 
     until: dict[int, int] = field(default_factory=dict)
@@ -57,7 +62,7 @@ class Change:
     more: list[Buffer] = field(default_factory=list)
 
     def add(self, size: int, born: int, until: int) -> None:
-        """One more block, of so many bytes, from one operator to another."""
+        """Add a block of ``size`` bytes that lives from operator ``born`` to operator ``until``."""
         self.more.append(Buffer(bytes=size, born=born, slot=0, held_until=until, released=-1, counted=True, movable=False))
 
     def apply(self, trace: Trace) -> Trace:
@@ -67,11 +72,11 @@ class Change:
             buffers[i] = replace(buffers[i], held_until=max(until, buffers[i].born))
         less: Counter[int] = Counter()
         for i, size in self.bytes.items():
-            if 0 <= buffers[i].born < len(trace.events) and buffers[i].counted:  # not met after the last operator only
+            if 0 <= buffers[i].born < len(trace.events) and buffers[i].counted:  # not if it was met after the last operator
                 less[buffers[i].born] += buffers[i].bytes - size
             buffers[i] = replace(buffers[i], bytes=size)
         events = list(trace.events)
-        for k, size in less.items():  # what an operator makes is part of its rise
+        for k, size in less.items():  # an operator's outputs are part of its rise
             event = events[k]
             assert isinstance(event, Op)
             events[k] = replace(event, inside_bytes=max(0, event.inside_bytes - size))
@@ -84,12 +89,16 @@ class Change:
 
 @dataclass(frozen=True)
 class Case:
-    """What the finders look at: the recorded steps, and the one that is asked about.
+    """The input of the finders: the recorded steps, and the step to explain.
 
     Attributes:
-        last: whether no other step came after it.
-        later_use: per block that was used again after the step in which it appeared, the last step in which it was read, and
-            the last in which it was written.
+        steps: all steps whose operators were kept.
+        step: the step to explain.
+        cap_bytes: the memory limit of the run; 0 without one.
+        allocator: figures of the device's caching allocator; empty without one.
+        last: whether ``step`` is the last step of the recording.
+        later_use: by number of a block that was used again after the step in which it appeared: the last step that read it,
+            and the last that wrote it.
         whole: whether the recording goes to the script's end, so that all uses are known.
     """
 
@@ -103,23 +112,26 @@ class Case:
 
     @cached_property
     def following(self) -> RecordedStep | None:
-        """The step after it, if its operators were kept."""
+        """The next step, if its operators were kept."""
         return next((s for s in self.steps if s.row.step == self.step.row.step + 1), None)
 
     @cached_property
     def earlier(self) -> Mapping[int, tuple[RecordedStep, Block]]:
-        """Blocks of the step before it, by number, if its operators were kept."""
+        """The previous step and its blocks, by block number; empty if its operators were not kept."""
         before = next((s for s in self.steps if s.row.step == self.step.row.step - 1), None)
         return {} if before is None else {b.number: (before, b) for b in before.blocks}
 
     @cached_property
     def later(self) -> Mapping[int, Block]:
-        """Its blocks, by number."""
+        """Blocks of the next step, by number; empty if its operators were not kept."""
         return {} if self.following is None else {b.number: b for b in self.following.blocks}
 
     @cached_property
     def idle_variables(self) -> frozenset[tuple[str, str]]:
-        """Variables through whose results a whole step went by without reading them: one that was cut short would not have."""
+        """Variables whose blocks lay unread through the whole of another step.
+
+        Only complete steps count: one that was cut short might still have read them.
+        """
         return frozenset(
             b.variable for s in self.steps if s.row.complete and s is not self.step
             for b in s.blocks if b.held and b.born < 0 and b.died == len(s.entries) and not b.reads
@@ -127,7 +139,7 @@ class Case:
 
     @cached_property
     def peak(self) -> int:
-        """The step's peak, as ``planning/unit/simulate`` plays it."""
+        """The step's peak in bytes, as ``planning/unit/simulate`` plays it."""
         return peak_of(self.step.trace)
 
     def is_used_later(self, block: Block) -> bool:
@@ -145,22 +157,22 @@ class Case:
         return event
 
     def inside(self, k: int) -> int:
-        """How far memory rises inside an operator."""
+        """Bytes by which memory rises inside an operator, its outputs included."""
         return self.op(k).inside_bytes
 
     def denied(self, *parts: str) -> list[int]:
-        """Operators that failed for want of memory and have one of some parts in their names."""
+        """Operators (indices) that ran out of memory and whose names contain any of the given parts."""
         step = self.step
         names = [(int(k), step.names[step.entries[step.ops[k]]["a"]]) for k in np.flatnonzero(step.denied)]
         return [k for k, name in names if any(part in name for part in parts)]
 
     def there(self) -> list[tuple[int, Block, Role]]:
-        """Blocks at the highest point, with their places and roles."""
+        """Blocks that are live at the peak: (index in the step's ``blocks``, block, role)."""
         entry = int(self.step.ops[self.step.peak_op])
         return [(i, b, b.role_at(entry)) for i, b in enumerate(self.step.blocks) if b.counted and b.born <= entry < b.died]
 
     def found(self, kind: str, text: str, change: Change | None) -> Finding:
-        """A finding, its change played by ``planning/unit/simulate``."""
+        """Builds a finding; its saving comes from playing the change with ``planning/unit/simulate`` (None: no saving)."""
         before = self.peak
         after = before if change is None else peak_of(change.apply(self.step.trace))
         return Finding(id=kind, text=text, saving_bytes=max(0, before - after), changed_peak_bytes=after,

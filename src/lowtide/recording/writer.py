@@ -1,4 +1,4 @@
-"""Writing a recording: its tables, steps as they end, and what happens when the disk is full."""
+"""Writes a recording, step by step; when the disk is full, it stops writing and lets the training go on."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ CREATE TABLE process (step INTEGER, start REAL, seconds REAL, resident_bytes INT
 
 
 def _check_place(path: Path) -> None:
-    """Whether a recording may be written here: what is no recording is not replaced by one.
+    """Refuse to overwrite a file that is not a recording; an empty file is fine.
 
     Raises:
-        RecordingError: if it may not.
+        RecordingError: if the path is a folder, cannot be read, or holds something else.
     """
     if path.is_dir() or not path.name:
         raise RecordingError(f"cannot write {path}: it is a folder; name a file in it")
@@ -70,7 +70,7 @@ def _check_place(path: Path) -> None:
 
 
 def _tell_of_set_aside(path: Path) -> None:
-    """Tell of recordings that lie beside this place, set aside by processes that were killed before they were done."""
+    """Point out earlier recordings that processes set aside next to this path and, being killed, never put back."""
     for found in path.parent.glob(f".{glob.escape(path.name)}.*"):
         owner = found.name.rpartition(".")[2]
         if owner.isdecimal() and not psutil.pid_exists(int(owner)):
@@ -78,7 +78,8 @@ def _tell_of_set_aside(path: Path) -> None:
 
 
 FEW_LOOKS: Final = 30
-"""Rows of the process, a second each, of a script that failed while it was still importing (ten, on a busy machine)."""
+"""Process rows, one per second, up to which a failed script without steps is taken to have failed while it was importing
+(imports took ten seconds on a busy machine)."""
 _META: Final = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
 
 
@@ -88,17 +89,18 @@ def _meta_rows(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 @final
 class Writer:
-    """Writes a recording. Where the disk does not take it any more it says so, once, and writes nothing from there on.
+    """Writes a recording. When the disk refuses a write, it says so once and writes nothing more.
 
     Attributes:
-        stopped: why nothing is written any more; None while it is.
+        stopped: why writing has stopped; None until then.
     """
 
     def __init__(self, path: Path, meta: Mapping[str, Any]) -> None:
-        """Create the file; a recording that was there is kept aside until this one is worth more.
+        """Create the file. An earlier recording at the path is set aside until :meth:`close` decides which of the two to keep.
 
         Raises:
-            RecordingError: if it cannot be written, but for want of room: that may come at any time, and training goes on.
+            RecordingError: if the file cannot be written. A full disk does not raise: that may happen at any time, and the
+                training goes on.
         """
         self.path = path
         _check_place(path)
@@ -124,7 +126,7 @@ class Writer:
         except BaseException:
             self._restore()
             raise
-        writer = weakref.ref(self)  # the interpreter keeps what it calls for ever
+        writer = weakref.ref(self)  # the interpreter keeps fork callbacks forever
         os.register_at_fork(after_in_child=lambda: _inherit(writer))
 
     def _create(self, meta: Mapping[str, Any]) -> None:
@@ -132,7 +134,7 @@ class Writer:
             self.path.replace(self._former)
         for old in (tail_path(self.path), names_path(self.path)):
             old.unlink(missing_ok=True)
-        made = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)  # says why, which SQLite does not
+        made = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)  # unlike SQLite, it says why it fails
         self._inode = os.fstat(made).st_ino
         os.close(made)
         self._base = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
@@ -144,7 +146,7 @@ class Writer:
         self.journal = Journal(tail_path(self.path), self._stop)
 
     def _restore(self) -> None:
-        """Take away what was written, and put back what was there before."""
+        """Remove what was written, and put the earlier recording back."""
         self._release(keep=False)
         with contextlib.suppress(OSError):
             if self._former is not None and self._former.exists():
@@ -153,7 +155,7 @@ class Writer:
                 self.path.unlink(missing_ok=True)
 
     def _release(self, *, keep: bool) -> None:
-        """Close all files; those of the step that ran stay where it could not be written elsewhere."""
+        """Close all files. ``keep`` leaves the journal and the names on disk, as the only copy of an unstored step."""
         with self._lock:
             base, self._base = self._base, None
         number, self._names_file = self._names_file, -1
@@ -169,7 +171,7 @@ class Writer:
             self.journal.close(keep=keep)
 
     def _stop(self, error: Exception) -> None:
-        """Nothing can be written any more: say so once, from whichever thread saw it first."""
+        """Stop writing after an error, and say so once, from whichever thread fails first."""
         if not self._told.acquire(blocking=False):
             return
         self.stopped = files.why(error)
@@ -178,18 +180,21 @@ class Writer:
         tell(f"lowtide: the recording stops: {self.stopped} at {self.path}: {remedy}; training goes on")
 
     def _is_there(self) -> bool:
-        """Whether the path leads to what was written: on Unix a file that was removed can be written to all the same."""
+        """Whether the path still leads to the file that was written: on Unix, writes to a removed file succeed."""
         try:
             return self.path.stat().st_ino == self._inode
         except OSError:
             return False
 
     def _change(self, change: Callable[[sqlite3.Connection], object], *, last: bool = False) -> bool:
-        """One change of the SQLite file, made wholly or not at all: no other place writes to it. Whether it was made.
+        """Change the SQLite file in one transaction. Nothing else writes to the file.
 
         Args:
-            change: makes it.
-            last: whether it is tried where others were not made: what is short may find room in a page that there is.
+            change: makes the change on the connection that it is given.
+            last: try even after an earlier write failed: a short row may fit into a page that exists.
+
+        Returns:
+            Whether the change was committed.
         """
         if self._inherited or (self.stopped is not None and not last):
             return False
@@ -211,18 +216,18 @@ class Writer:
         return True
 
     def put_meta(self, meta: Mapping[str, Any], *, last: bool = False) -> None:
-        """Facts about the run."""
+        """Store facts about the run; ``last`` tries even after an earlier write failed."""
         rows = _meta_rows(meta)
         self._change(lambda base: base.executemany(_META, rows), last=last)
 
     def name(self, text: str) -> int:
-        """The id of a name."""
+        """The id of a name, which is written to the names file when it is new; 0 for a new one after writing has stopped."""
         found = self._names.get(text)
         if found is not None:
             return found
         if self._inherited or self.stopped is not None:
             return 0
-        with self._naming:  # lines are in the order of their numbers
+        with self._naming:  # keeps the lines of the file in the order of the ids
             found = self._names.get(text)
             if found is None:
                 found = self._names[text] = len(self._names)
@@ -233,7 +238,7 @@ class Writer:
         return found
 
     def step(self, row: StepRow) -> None:
-        """A step is over."""
+        """Store a step that has ended, with the names that are new since the last one."""
         with self._naming:
             new = list(itertools.islice(self._names.items(), self._stored, None))
         rows = [(i, readable(text)) for text, i in new]
@@ -247,25 +252,25 @@ class Writer:
             self._steps += row.step >= 0
 
     def forget(self, step: int) -> None:
-        """Of a step that is over, keep the figures alone."""
+        """Drop the entries of a stored step; its figures stay."""
         self._change(lambda base: base.execute("UPDATE steps SET entries = NULL, carried = NULL WHERE step = ?", (step,)))
 
     def process(self, row: ProcessRow) -> None:
-        """What the process took in a step; from any thread."""
+        """Store one row of the process's memory; may be called from any thread."""
         values = tuple(asdict(row).values())
         if self._change(lambda base: base.execute("INSERT INTO process VALUES (?,?,?,?,?,?,?,?,?,?,?,?)", values)):
             self._looks += 1
 
     def close(self, *, code: int = 0, error: BaseException | None = None, always: bool = False) -> bool:
-        """The recording is whole: how the script ended.
+        """Complete the recording: store how the script ended, and remove the earlier recording or put it back.
 
         Args:
-            code: the exit code.
-            error: what it ended with.
-            always: whether it is worth keeping without a step too.
+            code: the script's exit code.
+            error: the exception that ended it; None without one.
+            always: keep the recording even if it has no steps.
 
         Returns:
-            Whether it is there: of a script that failed before any step the recording that was there before is put back.
+            Whether this recording is kept. If the script failed before any step, an earlier recording is put back instead.
         """
         if self._inherited:
             return True
@@ -281,7 +286,7 @@ class Writer:
         bare = not always and not self._steps and self._looks <= FEW_LOOKS
         empty = self._former is not None and bare and (code != 0 or stopped is not None)
         self._release(keep=self.stopped is not None and not empty)
-        with contextlib.suppress(OSError):  # its folder has gone
+        with contextlib.suppress(OSError):  # the folder may be gone
             if self._former is not None and empty:
                 self._former.replace(self.path)
             elif self._former is not None:
@@ -290,14 +295,14 @@ class Writer:
 
 
 def _roll_back(base: sqlite3.Connection) -> None:
-    """End a transaction that SQLite may have ended by itself."""
+    """Roll back a transaction, unless SQLite has ended it already."""
     with contextlib.suppress(sqlite3.Error):
         if base.in_transaction:
             base.execute("ROLLBACK")
 
 
 def _inherit(known: weakref.ref[Writer]) -> None:
-    """This process is a child that inherited a recording: it is its parent's."""
+    """Silence a recording in a forked child: it belongs to the parent."""
     writer = known()
     if writer is not None:
         writer._inherited = True

@@ -1,1 +1,1 @@
-"""Figures for people."""
+"""Reports: what Lowtide found, as terminal tables, HTML pages, JSON and other tools' formats."""

@@ -1,8 +1,8 @@
-"""A recording in other tools' formats.
+"""Exports a recording to other tools' formats.
 
 * PyTorch's memory snapshot (``snapshot.pickle``): opens in https://pytorch.org/memory_viz and in ``torch.cuda._memory_viz``.
-* Chrome's trace format: opens in Perfetto and ``chrome://tracing``: phases, operators and a counter per role.
-* speedscope: who holds the bytes at the high-water mark, by role, module and line.
+* Chrome's trace format: phases, operators and a counter per role; opens in Perfetto and ``chrome://tracing``.
+* speedscope: a flame graph of the bytes at the high-water mark, by role, module and line.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from lowtide.recording.recorded_step import ROLES, Block, RecordedStep
 
 _MICROSECONDS: Final = 1e6
 _ALIGNMENT: Final = 512
-"""Addresses are made up; blocks lie at multiples of this."""
+"""Sizes of blocks are rounded up to a multiple of this, and their made-up addresses are multiples of it."""
 
 
 # --- PyTorch's snapshot ---------------------------------------------------------------------------------------------------
 
 
 def snapshot(found: Explanation) -> dict[str, Any]:
-    """What ``torch.cuda.memory._snapshot()`` gives: one segment per block that is live at the end, and all events.
+    """The structure that ``torch.cuda.memory._snapshot()`` returns: all events, and a segment per block live at the end.
 
-    Recordings of several steps follow each other; blocks are told apart by made-up addresses.
+    The events of the recorded steps follow one another. Every block has a made-up address of its own.
     """
     events: list[dict[str, Any]] = []
     segments: list[dict[str, Any]] = []
@@ -85,7 +85,7 @@ def _segment(block: Block) -> dict[str, Any]:
 
 
 def write_snapshot(found: Explanation, path: Path) -> None:
-    """Write the pickle."""
+    """Write the snapshot as a pickle."""
     write_file(path, pickle.dumps(snapshot(found)))
 
 
@@ -93,7 +93,7 @@ def write_snapshot(found: Explanation, path: Path) -> None:
 
 
 def trace_events(found: Explanation) -> dict[str, Any]:
-    """Phases and operators as slices, roles as counters."""
+    """Chrome trace events: phases and operators as slices, bytes by role as a counter."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 1, "tid": 1, "name": "thread_name", "args": {"name": "phases"}},
         {"ph": "M", "pid": 1, "tid": 2, "name": "thread_name", "args": {"name": "operators"}},
@@ -120,7 +120,7 @@ def trace_events(found: Explanation) -> dict[str, Any]:
 
 
 def speedscope(found: Explanation) -> dict[str, Any]:
-    """The high-water mark of each recorded step as a flame graph: role, module path, line, block."""
+    """The high-water mark of each recorded step as a flame graph in bytes: role, module path, line, block."""
     frames: dict[str, int] = {}
 
     def frame(name: str) -> int:

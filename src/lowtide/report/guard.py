@@ -1,4 +1,4 @@
-"""A guarded run: a panel while it lives, lines where nobody looks at a terminal, a table at the end, figures."""
+"""Reports of a guarded run: a live panel or lines of events, a table at the end, and JSON."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lowtide.guard.outcome import Generation, GuardOutcome, Live
 from lowtide.report.terminal import console
 
 WIDTH: Final = 40
-"""Of the bar, in characters."""
+"""Width of the bar in characters."""
 SHOWN: Final = 15
-"""Processes in the table, of the first and of the last."""
+"""How many of the first and of the last processes the table shows."""
 ROW_SECONDS: Final = 1.0
-"""Between two rows of the recording, and two points of exported figures."""
+"""Seconds between two rows of the recording, and between two points of exported figures."""
 
 
 def clock(seconds: float) -> str:
@@ -39,7 +39,7 @@ def clock(seconds: float) -> str:
 
 
 def panel(live: Live) -> Panel:
-    """What is seen of a run that lives."""
+    """The panel of a running guarded program."""
     share = live.reading.bytes / live.cap_bytes
     full = min(WIDTH, round(share * WIDTH))
     colour = "red" if share >= 0.9 else "yellow" if share >= 0.75 else "green"
@@ -68,7 +68,7 @@ def panel(live: Live) -> Panel:
 
 
 def forecast(live: Live) -> str:
-    """When the cap is reached."""
+    """When memory will reach the cap, as text."""
     if live.growth is None:
         return "too early to say"
     if live.left_seconds is None and live.growth.is_flat(live.cap_bytes):
@@ -80,13 +80,13 @@ def forecast(live: Live) -> str:
 
 @final
 class _Through:
-    """Standard output and error of what is started, printed line by line above the panel rather than across it."""
+    """Prints standard output and error of the guarded program line by line above the panel instead of across it."""
 
     def __init__(self) -> None:
-        """From now on."""
-        self._kept = {number: os.dup(number) for number in (1, 2) if os.isatty(number)}  # files stay what they are
+        """Redirect those of the two that are terminals."""
+        self._kept = {number: os.dup(number) for number in (1, 2) if os.isatty(number)}  # files are left alone
         self.console = Console(file=shown(os.fdopen(os.dup(2), "w", errors="backslashreplace")), highlight=False)
-        os.environ["PYTHONUNBUFFERED"] = "1"  # a pipe would hold the lines of Python programs back
+        os.environ["PYTHONUNBUFFERED"] = "1"  # Python programs buffer their output to a pipe
         self._reading, writing = os.pipe()
         for number in self._kept:
             os.dup2(writing, number)
@@ -97,11 +97,11 @@ class _Through:
     def _pass_on(self) -> None:
         with open(self._reading, errors="replace", newline="\n") as lines:  # noqa: PTH123 - a descriptor
             for line in lines:
-                text = line.rstrip("\r\n").rpartition("\r")[2]  # of a bar that is drawn again and again, the last
+                text = line.rstrip("\r\n").rpartition("\r")[2]  # of a redrawn progress bar, its last state
                 self.console.print(text, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """No more; what was written is printed."""
+        """Restore both streams, and print what is still in the pipe (for at most 5 s)."""
         for number, kept in self._kept.items():
             os.dup2(kept, number)
             os.close(kept)
@@ -110,10 +110,10 @@ class _Through:
 
 @final
 class GuardDisplay:
-    """The panel on a terminal; lines of events where standard error is none."""
+    """Shows the panel if standard error is a terminal, and a line for every event."""
 
     def __init__(self, *, quiet: bool) -> None:
-        """Nothing is shown yet."""
+        """Show nothing yet; with ``quiet``, never show anything."""
         self._console: Console = console()
         self._quiet = quiet
         self._panel = not quiet and self._console.is_terminal
@@ -124,37 +124,37 @@ class GuardDisplay:
         self._number = 0
 
     def __enter__(self) -> GuardDisplay:
-        """Begin to show."""
+        """Start the panel."""
         if self._panel:
             self._screen.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Show no more."""
+        """Remove the panel."""
         if self._through is not None:
             self._through.close()
         self._screen.stop()
 
     def looked(self, live: Live) -> None:
-        """The guard looked at the process."""
+        """Update the panel after a look at the process."""
         self._number = live.generation
         if self._screen.is_started:
             self._screen.update(panel(live), refresh=True)
 
     def said(self, text: str) -> None:
-        """Something happened."""
-        if not self._quiet:  # above the panel, where there is one
+        """Print an event."""
+        if not self._quiet:  # printed above the panel if there is one
             self._console.print(f"lowtide guard: process {self._number + 1}: {text}", soft_wrap=True, markup=False)
 
     def ended(self, generation: Generation) -> None:
-        """A process has ended."""
+        """Print how a process ended."""
         self._number = generation.number
         size = format_bytes(generation.peak_bytes)
         self.said(f"{generation.cause.value} after {clock(generation.seconds)}, peak {size}, exit {_exit(generation.exit)}")
 
 
 def _exit(code: int) -> str:
-    """An exit code, or the signal's name."""
+    """An exit code as text; a negative one as the name of its signal."""
     try:
         return str(code) if code >= 0 else signal.Signals(-code).name
     except ValueError:  # a real-time signal has none
@@ -162,8 +162,8 @@ def _exit(code: int) -> str:
 
 
 def show(outcome: GuardOutcome) -> None:
-    """The table at the end."""
-    columns: dict[str, Callable[[Generation], str]] = {  # blank: the process told nothing
+    """Print the table at the end."""
+    columns: dict[str, Callable[[Generation], str]] = {  # blank: the process reported nothing
         "": lambda g: str(g.number + 1),
         "ended by": lambda g: g.cause.value,
         "exit": lambda g: _exit(g.exit),
@@ -201,7 +201,7 @@ def show(outcome: GuardOutcome) -> None:
 
 
 def to_json(outcome: GuardOutcome) -> dict[str, Any]:
-    """Figures."""
+    """The outcome as JSON."""
     return {
         "generations": [
             {

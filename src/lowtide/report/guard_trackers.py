@@ -1,4 +1,4 @@
-"""Figures of a guarded run for trackers: a recording, Prometheus and TensorBoard."""
+"""Trackers of a guarded run: they send its figures to a recording, Prometheus or TensorBoard."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from lowtide.report.guard import ROW_SECONDS, to_json
 
 
 class Sparse:
-    """Told of one look a second."""
+    """A listener of the guard that handles one look per :data:`ROW_SECONDS`."""
 
     def __init__(self) -> None:
-        """Told of none yet."""
+        """Handle the first look that comes."""
         self._next = 0.0
 
     def looked(self, live: Live) -> None:
-        """The guard looked at the process."""
+        """Handle a look at the process, unless the last one was handled less than :data:`ROW_SECONDS` ago."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + ROW_SECONDS
             self.row(live)
 
     def row(self, live: Live) -> None:
-        """One look a second."""
+        """Handle one look; subclasses override this."""
 
     def said(self, text: str) -> None:
-        """Something happened."""
+        """Ignore an event."""
 
     def ended(self, generation: Generation) -> None:
-        """A process has ended."""
+        """Ignore the end of a process."""
 
 
 @final
 class RecordingTracker(Sparse):
-    """The run as a recording: a row a second, and the generations."""
+    """Writes the run as a recording: one row per second, and the generations."""
 
     def __init__(self, path: Path, command: str) -> None:
         """Create the file.
 
         Raises:
-            RecordingError: if it cannot be written.
+            RecordingError: if the file cannot be written.
         """
         super().__init__()
         self._writer = Writer(path, {"script": command, "arguments": []})
@@ -56,19 +56,19 @@ class RecordingTracker(Sparse):
         self._last: Live | None = None
 
     def looked(self, live: Live) -> None:
-        """The highest of all looks counts."""
+        """Note the memory of every look, so that a row has the highest since the row before."""
         self._highest = max(self._highest, live.reading.bytes)
         self._last = live
         super().looked(live)
 
     def ended(self, generation: Generation) -> None:
-        """What was seen of a process since its last row."""
+        """Write what was seen of a process since its last row."""
         del generation
         if self._last is not None and self._highest:
             self.row(self._last)
 
     def row(self, live: Live) -> None:
-        """One row."""
+        """Write one row."""
         r = live.reading
         self._writer.process(
             ProcessRow(
@@ -89,7 +89,7 @@ class RecordingTracker(Sparse):
         self._number, self._before, self._highest = self._number + 1, r.bytes, 0
 
     def close(self, outcome: GuardOutcome | None) -> None:
-        """The recording is whole."""
+        """Complete the recording; ``outcome`` is None if the guard itself failed."""
         if outcome is not None:
             self._writer.put_meta({"guard": to_json(outcome)})
         self._writer.close(code=1 if outcome is None else outcome.exit_code, always=True)
@@ -97,10 +97,10 @@ class RecordingTracker(Sparse):
 
 @final
 class PrometheusTracker(Sparse):
-    """Figures for Prometheus, on loopback."""
+    """Serves the figures to Prometheus, on the loopback interface."""
 
     def __init__(self, port: int) -> None:
-        """Serve them.
+        """Start the server.
 
         Raises:
             OSError: if the port is taken.
@@ -128,7 +128,7 @@ class PrometheusTracker(Sparse):
         self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=registry)
 
     def row(self, live: Live) -> None:
-        """Set them."""
+        """Set the gauges."""
         self._memory.set(live.reading.bytes)
         self._unique.set(live.reading.unique_bytes)
         self._device.set(live.reading.device_bytes)
@@ -143,7 +143,7 @@ class PrometheusTracker(Sparse):
         self._pressure.set(live.reading.pressure)
 
     def close(self) -> None:
-        """Serve them no more."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -151,10 +151,10 @@ class PrometheusTracker(Sparse):
 
 @final
 class TensorBoardTracker(Sparse):
-    """Figures for TensorBoard."""
+    """Writes the figures for TensorBoard."""
 
     def __init__(self, folder: Path) -> None:
-        """Begin a file of events."""
+        """Create an event file in the folder."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -166,7 +166,7 @@ class TensorBoardTracker(Sparse):
         self._number = 0
 
     def row(self, live: Live) -> None:
-        """One point of each curve."""
+        """Add one point to each curve."""
         values = {
             "lowtide/memory_bytes": live.reading.bytes,
             "lowtide/cap_bytes": live.cap_bytes,
@@ -181,11 +181,11 @@ class TensorBoardTracker(Sparse):
         self._number += 1
 
     def close(self) -> None:
-        """The file is whole."""
+        """Close the event file."""
         self._attempt(self._writer.close)
 
     def _attempt(self, write: Callable[[], object]) -> None:
-        """Write, until the disk is full: what is guarded goes on."""
+        """Write, or stop writing after the first error (a full disk): the guarded program goes on."""
         if self._full:
             return
         try:

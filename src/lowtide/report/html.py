@@ -17,19 +17,19 @@ from lowtide.report.process import process_page
 from lowtide.report.recording import COLOURS
 
 INSTANTS: Final = 20_000
-"""Instants drawn per step; of longer steps each stretch shows its highest."""
+"""Instants drawn per step; a longer step is cut into that many stretches, each drawn by its highest instant."""
 BLOCKS: Final = 5_000
-"""Blocks per step that can be listed at an instant; the largest."""
+"""Blocks per step that the page can list at an instant: the largest ones."""
 EDGE: Final = 1e-3
-"""Share of a step by which its last instant is drawn wider than it was."""
+"""Share of a step's time by which its last instant is drawn wider than it was."""
 FIRST: Final = 2
-"""So many of the first steps are drawn; besides them the highest, and one that was cut short."""
+"""Number of first steps that are drawn, besides the step that is explained and one that was cut short."""
 
 
 def page(found: Explanation, before: Explanation | None = None) -> str:
-    """The page; with another recording, the difference from it to the first is shown too.
+    """The HTML page; with ``before``, it also shows the difference from that recording to this one.
 
-    The page takes about 90 KB plus the data: per instant one number per role, and the blocks.
+    The page takes about 90 KB plus the data: one number per instant and role, and the blocks.
     """
     if found.process is not None and not found.recording.steps:
         return process_page(found.process, found.meta)
@@ -61,9 +61,9 @@ def page(found: Explanation, before: Explanation | None = None) -> str:
 
 
 def _step(step: RecordedStep) -> dict[str, Any]:
-    """Two instants per operator (before it, and its highest), thinned, with what the page looks up about them.
+    """The data of a step: two instants per operator (before it, and at its peak), thinned, with what the page looks up.
 
-    The last one is there twice, the second time at the end of a step that was cut short: an edge has no width.
+    The last instant is repeated a little later, or at the end of a step that was cut short, because a bare edge has no width.
     """
     ops = step.ops
     totals = np.repeat(step.before.sum(axis=1), 2)
@@ -105,7 +105,7 @@ def _packed(values: NDArray[Any]) -> str:
 
 
 def _bands(step: RecordedStep) -> list[list[Any]]:
-    """Phases as [name, first instant's time, last]."""
+    """Phases as [name, start, end], in seconds since the step began."""
     return [[p.name, round(p.start - step.row.start, 6), round(p.start + p.seconds - step.row.start, 6)]
             for p in step.row.phases]
 

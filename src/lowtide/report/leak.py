@@ -1,4 +1,4 @@
-"""A leak study for people: in the terminal, and as one HTML page."""
+"""Reports of a leak study: in the terminal, and as one HTML page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lowtide.studies.leak.watch import Run
 _COLOUR: Final = {Verdict.LEAK: "red", Verdict.CLEAN: "green", Verdict.INCONCLUSIVE: "yellow"}
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 _WIDTH: Final = 40
-"""Characters of a curve."""
+"""Width of a curve in characters."""
 BUCKETS: Final = {
     "python": "Python's arenas",
     "heap_in_use": "heap in use",
@@ -36,7 +36,7 @@ BUCKETS: Final = {
 
 
 def _longer(run: Run, steps: int) -> str:
-    """What would give a process more steps."""
+    """Advice on how to get more steps out of a process."""
     if run.ended != "itself":
         return f"give it --steps {steps}"
     what = f"the program ended by itself after {run.steps}"
@@ -44,7 +44,7 @@ def _longer(run: Run, steps: int) -> str:
 
 
 def sentence(study: Study) -> str:
-    """The verdict in one sentence that is true of the figures."""
+    """The verdict in one sentence that agrees with the figures."""
     verdict, culprit = study.verdict, study.verdict.culprit
     limit = f"{format_bytes(study.tolerance_bytes)} a step"
     if culprit is None:
@@ -81,7 +81,7 @@ def sentence(study: Study) -> str:
 
 
 def show(found: LeakFindings) -> None:
-    """The summary."""
+    """Print the summary of a study."""
     study, books, spread, suspects = found.study, found.books, found.spread, found.suspects
     out, verdict, run = console(), study.verdict, study.run
     head, _, rest = sentence(study).partition(":")
@@ -136,7 +136,7 @@ def show(found: LeakFindings) -> None:
 
 
 def _show_parts(parts: Ablation) -> None:
-    """What the arms of an ablation say."""
+    """Print what an ablation found, component by component."""
     out = console()
     what = "" if parts.counter == "held" else f" on {MEANING[parts.counter].partition(':')[0]}"
     out.print(f"[bold]by experiment{what}[/]: {escape(parts.text)}")
@@ -165,7 +165,7 @@ def _curve(values: Any) -> str:
 
 
 def page(found: LeakFindings) -> str:
-    """The page: every process's curves, the table of growth, the books, the suspects."""
+    """The HTML page: curves of every process, the table of growth, the accounts of resident memory, the suspects."""
     study, parts = found.study, found.ablation
     processes = [
         {

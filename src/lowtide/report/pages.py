@@ -1,4 +1,4 @@
-"""HTML pages that need no network: what all of them share."""
+"""Renders HTML pages that need no network; all reports share it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ASSETS: Final = Path(__file__).parent / "assets"
 
 
 def render(kind: str, data: Any, **values: Any) -> str:
-    """A page from its template and script (``assets/KIND.html.j2``, ``assets/KIND.js``).
+    """Render a page from its template and script (``assets/KIND.html.j2``, ``assets/KIND.js``).
 
     Args:
-        kind: of page.
-        data: what the script draws, as JSON in the page.
-        values: what the template names.
+        kind: the kind of page.
+        data: what the script draws; embedded in the page as JSON.
+        values: the variables of the template.
     """
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(_ASSETS), autoescape=True)
     environment.filters |= {"bytes": format_bytes, "seconds": format_seconds}

@@ -1,4 +1,4 @@
-"""Plans for people: in the terminal, and as one HTML page that needs no network."""
+"""Reports of a plan: in the terminal, as JSON, and as one HTML page that needs no network."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lowtide.report.pages import render
 from lowtide.report.terminal import console
 
 _ROWS: Final = 12
-"""Modules, and values, listed."""
+"""Modules listed in the terminal; the page lists up to three times as many."""
 _BAR: Final = 24
 """Characters of the longest bar of a curve."""
 _POINTS: Final = 4000
-"""Points of a profile that are drawn; of each stretch the highest."""
+"""Points that are drawn of a profile; a longer one is cut into that many stretches, each drawn by its highest point."""
 _SAID: Final = {
     Status.OPTIMAL: "[green]optimal[/]: no plan is faster",
     Status.FEASIBLE: "feasible",
@@ -35,7 +35,7 @@ _SAID: Final = {
 
 
 def name_of(graph: Graph, v: int) -> str:
-    """What a reader calls a node."""
+    """The name of a node in reports; a negative index means the end of the schedule."""
     if v < 0:
         return "the end"
     node = graph.nodes[v]
@@ -44,21 +44,21 @@ def name_of(graph: Graph, v: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
-    """What ``lowtide plan`` says of a graph.
+    """What ``lowtide plan`` says about a graph.
 
     Attributes:
         answer: the plan, or why there is none.
-        given: the graph as it is given, without a plan.
-        why: what decides; None where no plan was made.
-        modules: what the plan does in each module; empty where no plan was made.
-        strategy: how it was sought.
-        rounding_bytes: blocks are a multiple of so many bytes.
-        reserved_bytes: of an allocator's segments; None where that was not asked.
-        allocator: the name of that allocator; empty where that was not asked.
+        given: the graph in its given order, without a plan.
+        why: what the plan's peak and cost depend on; None if no plan was made.
+        modules: what the plan does in each module; empty if no plan was made.
+        strategy: how the plan was searched for.
+        rounding_bytes: sizes are rounded up to a multiple of this.
+        reserved_bytes: bytes that the segments of an allocator take; None if not requested.
+        allocator: the name of that allocator; empty if not requested.
         curve: plans at other budgets.
-        sets: the plan with each set of levers, the first without any; empty where levers change nothing.
-        chosen: the set that ``answer`` is with; None without sets.
-        floor_with_moving_bytes: what no plan goes below that may move values too; None where this one may.
+        sets: the plan with each set of levers, the first without any; empty if levers change nothing.
+        chosen: the set of levers that ``answer`` uses; None without sets.
+        floor_with_moving_bytes: lower bound on the peak of plans that may also offload; None if this plan may.
     """
 
     answer: Answer
@@ -76,7 +76,7 @@ class PlanReport:
 
 
 def plan_json(found: PlanReport) -> dict[str, Any]:
-    """What ``lowtide plan --json`` writes."""
+    """The JSON that ``lowtide plan --json`` writes."""
     answer, chosen = found.answer, found.chosen
     told: dict[str, Any] = to_json(answer, strategy=found.strategy, rounding_bytes=found.rounding_bytes)
     if found.allocator:
@@ -98,7 +98,7 @@ def plan_json(found: PlanReport) -> dict[str, Any]:
 
 
 def show_plan(found: PlanReport) -> None:
-    """The plan: peak, budget, extra time, bound, what decides, what each module does; levers; plans at other budgets."""
+    """Print the plan: budget, peak, extra time and its bound, what limits it, its modules, levers, plans at other budgets."""
     answer, chosen, reserved = found.answer, found.chosen, found.reserved_bytes
     out, graph, timeline = console(), answer.graph, answer.timeline
     table = Table(title=escape(f"lowtide plan {graph.name}".rstrip()), show_header=False, title_justify="left")
@@ -196,7 +196,7 @@ def _show_modules(shares: Sequence[ModuleFigures]) -> None:
 
 
 def set_json(found: Planned, plain: Planned, *, chosen: bool) -> dict[str, Any]:
-    """A set of levers, against the step without: bytes, seconds."""
+    """A set of levers as JSON: its bytes and seconds, compared with the step without levers."""
     return {
         "names": list(found.names),
         "exact": found.exact,
@@ -211,7 +211,7 @@ def set_json(found: Planned, plain: Planned, *, chosen: bool) -> dict[str, Any]:
 
 
 def _within(found: Planned) -> str:
-    """What a set of levers costs within the budget."""
+    """The extra time of a set of levers within the budget, as text."""
     if found.answer is None:
         return ""
     if found.extra_seconds is not None:
@@ -224,7 +224,7 @@ def _bits(found: Planned) -> str:
 
 
 def _show_sets(sets: Sequence[Planned], chosen: Planned | None) -> None:
-    """What levers would buy: each set's peak and floor, and what it costs within the budget."""
+    """Print what levers would gain: each set's peak and floor, and its extra time within the budget."""
     asked = any(s.answer is not None for s in sets[1:])
     table = Table(title="with memory optimizations (`lowtide run --optimizations list` tries them)", title_justify="left")
     for head in ("levers", "baseline peak", "floor", *(("extra time",) if asked else ()), "bits"):
@@ -245,7 +245,7 @@ def _show_sets(sets: Sequence[Planned], chosen: Planned | None) -> None:
 
 
 def _show_curve(answers: Sequence[Answer]) -> None:
-    """Extra time against budget, with the bound beside it."""
+    """Print extra time against budget, with the proven bound next to it."""
     table = Table(title="extra time by budget", title_justify="left")
     for head in ("budget", "peak", "extra", "bound"):
         table.add_column(head, justify="right")
@@ -265,7 +265,7 @@ def _show_curve(answers: Sequence[Answer]) -> None:
 
 
 def page(found: PlanReport) -> str:
-    """The page: memory along the plan beside the given order, the curve, what decides, what each module does, levers."""
+    """The HTML page: memory along the plan and along the given order, the curve, what limits the plan, modules, levers."""
     answer, plain, chosen = found.answer, found.given, found.chosen
     data = {
         "plain": _drawn(plain),
@@ -298,7 +298,7 @@ def page(found: PlanReport) -> str:
 
 
 def _drawn(answer: Answer) -> list[list[float]]:
-    """Seconds and bytes along a plan, thinned."""
+    """Seconds and bytes along a plan, thinned to at most ``_POINTS`` points."""
     seconds, size = profile(answer)
     edges = np.unique(np.linspace(0, len(size), min(len(size), _POINTS) + 1).astype(np.int64))
     keep = [a + int(size[a:b].argmax()) for a, b in itertools.pairwise(edges)]

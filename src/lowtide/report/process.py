@@ -1,4 +1,4 @@
-"""The page of a recording without operators: a program in any framework, or a guarded run."""
+"""The HTML page of a recording without operators: a program in any framework, or a guarded run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowtide.report.pages import render
 
 
 def process_page(process: ProcessMemory, meta: Mapping[str, Any]) -> str:
-    """What the process took by step, or by second where it marked none; a guarded run's processes below."""
+    """Memory of the process by step, or by second if it marked none; below, the processes of a guarded run."""
     rows, marked = process.rows, process.marked
     guard: dict[str, Any] | None = meta.get("guard")
     cap = None if guard is None or guard["enforced_by"] == "none" else guard["cap_bytes"]
@@ -33,7 +33,7 @@ def process_page(process: ProcessMemory, meta: Mapping[str, Any]) -> str:
 
 
 def _told(rows: Sequence[ProcessRow], guard: dict[str, Any] | None) -> str:
-    """How long it is, in steps or in time."""
+    """The length of the recording as text, in steps or in time."""
     if rows[0].marked:
         return f"{len(rows)} step{'s' if len(rows) != 1 else ''}"
     return format_seconds(rows[-1].start + rows[-1].seconds if guard is None else guard["seconds"])

@@ -1,4 +1,4 @@
-"""A recording for people (terminal) and for programs (JSON)."""
+"""Reports of a recording and of a difference between two: in the terminal, and as JSON."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _BAR: Final = 64
 _STEPS_SHOWN: Final = 4
 _LOG_ROWS: Final = 24
 _STEP_WIDTH: Final = 34
-"""Columns of a terminal that a step's number, peak and time take, ..."""
+"""Width, in terminal columns, of a step's number, peak and time."""
 _PHASE_WIDTH: Final = 16
-"""... and at most each phase's end and highest point."""
+"""Maximum width, in terminal columns, of a phase's end and highest point."""
 _MOMENT_SECONDS: Final = 1e-3
 _ORDER: Final = ("zero_grad", "forward", "loss", "backward", "optimizer", "evaluation", "data")
 
 
 def to_json(found: Explanation) -> dict[str, Any]:
-    """What ``lowtide report --json`` writes."""
+    """The JSON that ``lowtide report --json`` writes."""
     return {
         "meta": dict(found.meta),
         "steps": [_step_json(row) for row in found.rows],
@@ -62,13 +62,13 @@ def _step_json(row: StepRow) -> dict[str, Any]:
 
 
 def _is_idle(phase: PhaseFigures) -> bool:
-    """Whether a phase is only the moment between two others."""
+    """Whether a data phase is only the moment between two others: shorter than 1 ms, and without a peak of its own."""
     flat = phase.peak_bytes <= max(phase.start_bytes, phase.end_bytes)
     return phase.name == Phase.DATA and phase.seconds < _MOMENT_SECONDS and flat
 
 
 def show_recording(found: Explanation, out: Console | None = None) -> None:
-    """The summary of ``lowtide record`` and ``lowtide report``."""
+    """Print the summary of ``lowtide record`` and ``lowtide report``."""
     out = out or console()
     if found.rows:
         out.print(_phase_table(found.rows, out.width))
@@ -98,7 +98,7 @@ def show_recording(found: Explanation, out: Console | None = None) -> None:
 
 
 def _phase_table(steps: Sequence[StepRow], width: int) -> Table:
-    """The first steps and the highest; where there is little room, each phase's highest point alone."""
+    """The first steps and the highest one; in a narrow terminal, only the highest point of each phase."""
     shown = steps if len(steps) <= _STEPS_SHOWN else [*steps[: _STEPS_SHOWN - 1], max(steps, key=lambda s: s.peak_bytes)]
     present = {p.name for row in shown for p in row.phases if not _is_idle(p)}
     names = [n for n in _ORDER if n in present]
@@ -129,20 +129,20 @@ def _phase_table(steps: Sequence[StepRow], width: int) -> Table:
 
 
 def _process_line(process: ProcessMemory) -> str:
-    """Where torch's own figures are shown: the process in a line."""
+    """The memory of the process in one line, for recordings that also have torch's own figures."""
     workers = f", child processes {format_bytes(process.children_bytes)}" if process.children_bytes else ""
     return f"[dim]process: highest resident {format_bytes(process.highest_bytes)}{workers}[/]"
 
 
 def _process_table(process: ProcessMemory, guard: Mapping[str, Any] | None) -> Group:
-    """The batch log: highest resident size, its change, loss, rate."""
+    """The log by step or by second: highest resident size, its change, loss, rate."""
     rows, by_time = process.rows, not process.marked
     columns: dict[str, Callable[[ProcessRow], str]] = {
         "second" if by_time else "step": lambda r: f"{r.start:.0f}" if by_time else str(r.step),
         "highest resident": lambda r: format_bytes(r.highest_bytes),
         "change": lambda r: _signed(r.change_bytes),
         "unique": lambda r: format_bytes(r.unique_bytes) if r.unique_bytes else "",
-        "heap peak": lambda r: format_bytes(r.heap_peak_bytes) if r.heap_peak_bytes else "",  # nobody counted
+        "heap peak": lambda r: format_bytes(r.heap_peak_bytes) if r.heap_peak_bytes else "",  # 0: not counted
         "children": lambda r: format_bytes(r.children_bytes) if r.children_bytes else "",
         "loss": lambda r: "" if r.loss is None else f"{r.loss:.4g}",
         "rate": lambda r: "" if by_time else f"{1 / max(r.seconds, 1e-9):.2f}/s",
@@ -170,7 +170,7 @@ def _signed(size: int) -> str:
 
 
 def bar(by_role: dict[str, int], total: int) -> Text:
-    """Roles as a bar, each at least one cell wide."""
+    """Bytes by role as a bar, each role at least one cell wide."""
     text = Text()
     for role, size in by_role.items():
         text.append("█" * min(_BAR, max(1, round(_BAR * size / max(total, 1)))), style=COLOURS[role])
@@ -236,7 +236,7 @@ def _findings_block(explained: Explanation) -> Table:
 
 
 def show_difference(found: Difference, out: Console | None = None) -> None:
-    """``lowtide diff``."""
+    """Print what ``lowtide diff`` shows."""
     out = out or console()
     for name, command in (("before", found.before), ("after", found.after)):
         out.print(f"{name}: {escape(command)}")

@@ -1,4 +1,4 @@
-"""What `lowtide batch` shows: its table, page and JSON."""
+"""Reports of `lowtide batch`: a table, a page and JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowtide.studies.size.throughput import SizeStudy, to_json
 
 
 def batch_json(study: SizeStudy) -> dict[str, Any]:
-    """Everything."""
+    """The whole study as JSON."""
     best, plain, held = study.knee, study.largest, study.largest_under_budget
     return {
         "axes": [{"name": n, "kind": a.kind} for n, a in zip(study.vary.names, study.vary.axes, strict=True)],
@@ -44,7 +44,7 @@ def _heads(study: SizeStudy) -> tuple[str, ...]:
 
 
 def show_batch(study: SizeStudy) -> None:
-    """The table, and if the whole was run the knee and the largest that fits."""
+    """Print the table and, if every size was run, the knee and the largest size that fits."""
     table = new_table("throughput and peak by size", *_heads(study))
     for row in _rows(study):
         table.add_row(*row)
@@ -65,7 +65,7 @@ def show_batch(study: SizeStudy) -> None:
 
 
 def batch_page(study: SizeStudy) -> str:
-    """A page with throughput and peak."""
+    """The HTML page, with throughput and peak by size."""
     best, vary, points, per_sample = study.knee, study.vary, study.points, study.per_sample
     x = {"kind": "number", "label": vary.names[0]}
     log = len(points) > 2 and all(float(p.values[0]) > 0 for p in points)

@@ -1,4 +1,4 @@
-"""What `lowtide predict` shows: predictions, models and what fits, as tables and JSON."""
+"""Reports of `lowtide batch --predict` and `lowtide predict`: predicted peaks and what fits, as text and JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _one_json(p: Prediction, memory: int | None) -> dict[str, Any]:
 
 
 def prediction_json(found: Predictions) -> dict[str, Any]:
-    """Everything."""
+    """All predictions as JSON."""
     return {
         "degrees": dict(found.degrees),
         "aligned": found.aligned,
@@ -37,7 +37,7 @@ def prediction_json(found: Predictions) -> dict[str, Any]:
 
 
 def show_predictions(found: Predictions) -> None:
-    """What larger sizes would take."""
+    """Print what sizes that were not run would take."""
     memory = found.memory_bytes
     heads = ("peak", "at most", "a step, about", *(["fits"] if memory else []), "where the peak is")
     table = new_table("predicted, not run", ", ".join(found.degrees), *heads)
@@ -63,7 +63,7 @@ def show_predictions(found: Predictions) -> None:
 
 
 def fit_json(answer: Fit) -> dict[str, Any]:
-    """Everything."""
+    """The whole answer as JSON."""
     plan = answer.plan
     return {
         **_one_json(answer.prediction, answer.memory_bytes),
@@ -75,7 +75,7 @@ def fit_json(answer: Fit) -> dict[str, Any]:
 
 
 def show_fit(answer: Fit) -> None:
-    """The answer in a few lines."""
+    """Print the answer in a few lines."""
     p, out = answer.prediction, console()
     sizes = ", ".join(f"{k} {v:g}" for k, v in p.sizes.items())
     roughly = "very roughly" if p.far else "about"

@@ -1,4 +1,4 @@
-"""A sweep for people: the table in the terminal, as Markdown and as CSV, one HTML page, and everything as JSON."""
+"""Reports of a sweep: its table as Markdown and CSV, a summary in the terminal, one HTML page, and JSON."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def _figure(value: float, margin: float, digits: int) -> str:
 
 
 def markdown(found: SweepSummary) -> str:
-    """The table: growth of resident memory per step, and the rate, by configuration; means over repeats, and half of their
-    95 % intervals.
+    """The table as Markdown: growth of resident memory per step, and the rate, by configuration.
+
+    Figures are means over the repeats, ± half of their 95 % interval.
     """
     axes = list(found.definition.values)
     lines = ["| " + " | ".join([*axes, *_COLUMNS]) + " |", "|" + "---|" * len(axes) + "---:|" * (len(_COLUMNS) - 1) + "---|"]
@@ -50,7 +51,7 @@ def markdown(found: SweepSummary) -> str:
 
 
 def as_csv(found: SweepSummary) -> str:
-    """One line per cell, in bytes."""
+    """The sweep as CSV: one line per cell, sizes in bytes."""
     out = io.StringIO()
     writer = csv.writer(out)
     names = ("min", "q1", "median", "q3", "max")
@@ -75,7 +76,7 @@ def as_csv(found: SweepSummary) -> str:
 
 
 def to_json(found: SweepSummary) -> dict[str, Any]:
-    """Everything."""
+    """The whole sweep as JSON."""
     return {
         "cells": [
             {
@@ -108,7 +109,7 @@ def _plain(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(found: SweepSummary) -> None:
-    """The summary: what is certain, what is recommended. The table itself goes to standard output."""
+    """Print the summary: which effects are certain, and what is recommended. The table itself goes to standard output."""
     out = console()
     if found.definition.file.repeats > 1:
         out.print("[dim]means over the repeats; ± is half of their 95 % interval[/]")
@@ -135,7 +136,7 @@ def show(found: SweepSummary) -> None:
 
 
 def page(found: SweepSummary) -> str:
-    """The page: table, growth against rate, effects."""
+    """The HTML page: the table, growth against rate, and the effects."""
     front = {row.config for row in found.front}
     data = {
         "points": [

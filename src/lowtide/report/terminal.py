@@ -1,4 +1,4 @@
-"""Figures for people, on standard error."""
+"""The console for reports, on standard error, and the summary of ``lowtide run``."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
 
 SETTLED = 2
-"""The first step that has a plan made for it."""
+"""Index of the first step for which a plan has been made."""
 
 
 class _Patient(Console):
-    """Falls silent where nobody reads any more, rather than end the process (and turn its standard output away)."""
+    """A console that goes quiet on a broken pipe; rich's own ends the process and redirects its standard output."""
 
     def on_broken_pipe(self) -> None:
-        """Nobody reads."""
+        """Print nothing more."""
         self.quiet = True
 
 
 def console() -> Console:
-    """Where people look."""
+    """A new console on standard error."""
     return _Patient(file=stream(), highlight=False)
 
 
 def show_outcome(outcome: RunOutcome) -> None:
-    """The summary at the end of ``lowtide run``."""
+    """Print the summary at the end of ``lowtide run``."""
     out = console()
     reasons = "; ".join(outcome.unreached)
     if not outcome.steps:
@@ -101,7 +101,7 @@ def _add_peaks(table: Table, outcome: RunOutcome) -> None:
 
 
 def _remark(out: Console, outcome: RunOutcome, reasons: str) -> None:
-    """What somebody should know who reads no table."""
+    """Print what users should know even if they do not read the table."""
     over = outcome.over
     for step in over[:3]:
         out.print(

@@ -1,4 +1,4 @@
-"""The budget in bytes: what plans stay below, and what the policy on line holds at the moment."""
+"""The budget in bytes: the limit for plans, and the limit that the online policy enforces now."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 SLACK_BYTES: Final = 16 << 10
-"""Left free for what the interception itself takes from torch's allocator: a generator's state."""
+"""Bytes left free for what the interception itself takes from torch's allocator: a generator's state."""
 
 
 @final
@@ -15,22 +15,22 @@ class Budget:
     """One per run; the planner and the evictor read the same object.
 
     Attributes:
-        bytes: what plans stay below; 0 where there is no budget, or where a share is not known yet.
-        limit_bytes: what the policy on line holds at the moment: the budget, less what unseen code is about to take; or,
-            until a share is known, what the machine has. 0 for no limit.
+        bytes: the limit for plans; 0 without a budget, or while a share is not yet known in bytes.
+        limit_bytes: the limit that the online policy enforces now: the budget, minus what unseen code is about to take; or,
+            while a share is not yet known in bytes, the memory that the machine has. 0 means no limit.
     """
 
     bytes: int = 0
     limit_bytes: int = 0
 
     def put(self, size: int) -> None:
-        """From now on plans and the policy on line hold so many bytes."""
+        """Set the budget: plans and the online policy stay below ``size`` bytes from now on."""
         self.bytes = self.limit_bytes = size
 
     def limit_to(self, size: int) -> None:
-        """Until the budget is known the policy on line holds so many bytes."""
+        """Limit only the online policy to ``size`` bytes, until the budget is known."""
         self.limit_bytes = size
 
     def lift(self) -> None:
-        """The policy on line holds nothing any more; figures still tell the budget."""
+        """Remove the online policy's limit; figures still report the budget."""
         self.limit_bytes = 0

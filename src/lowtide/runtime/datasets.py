@@ -1,4 +1,4 @@
-"""Sources and blocks as torch's data sets."""
+"""Sources and blocks of ``lowtide.data`` as PyTorch datasets."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lowtide.data.source import Source
 
 
 def dataset(source: Source | Isolated) -> SourceDataset:
-    """A source as a map-style data set: samples as tensors; several indices that lie together are read as one slice."""
+    """Wrap a source as a map-style dataset of tensors; neighbouring indices of a batch are read as one slice."""
     return SourceDataset(source)
 
 
 def stream(blocks: Blocks | Isolated) -> BlocksDataset:
-    """Blocks as an iterable data set of whole batches: give the loader ``batch_size=None``.
+    """Wrap blocks as an iterable dataset of whole batches: give the loader ``batch_size=None``.
 
-    Workers of a loader share the batches out, each gives every n-th; of blocks in order only, since workers do not know which
-    epoch it is.
+    A loader's n workers split the batches: each yields every n-th. Workers may only read blocks that are not shuffled, because
+    a worker does not know the epoch, on which a shuffled order depends.
     """
     return BlocksDataset(blocks)
 
@@ -34,25 +34,33 @@ def _tensors(found: Any) -> Any:
 
 @final
 class SourceDataset(torch.utils.data.Dataset[Any]):
-    """A source, sample by sample."""
+    """Map-style dataset over a source, sample by sample."""
 
     def __init__(self, source: Source | Isolated) -> None:
         """Read from a source."""
         self._source = source
 
     def __len__(self) -> int:
-        """Samples."""
+        """Number of samples."""
         return len(self._source)
 
     def __getitem__(self, index: int) -> Any:
-        """One sample."""
+        """One sample.
+
+        Raises:
+            IndexError: if there is no sample of that index; negative ones are not allowed.
+        """
         if not 0 <= index < len(self):
             raise IndexError(index)
         found = _tensors(self._source.read(index, index + 1))
         return tuple(part[0] for part in found) if isinstance(found, tuple) else found[0]
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        """Several samples: runs of neighbours are read together."""
+        """Several samples, in the order of ``indices``; each run of consecutive indices is one read.
+
+        Raises:
+            IndexError: if there is no sample of an index; negative ones are not allowed.
+        """
         for index in indices:
             if not 0 <= index < len(self):
                 raise IndexError(index)
@@ -71,18 +79,22 @@ class SourceDataset(torch.utils.data.Dataset[Any]):
 
 @final
 class BlocksDataset(torch.utils.data.IterableDataset[Any]):
-    """Blocks, batch by batch; the position can be saved where no workers read."""
+    """Iterable dataset over blocks, batch by batch; its position can be saved if the loader has no workers."""
 
     def __init__(self, blocks: Blocks | Isolated) -> None:
         """Read from blocks."""
         self._blocks = blocks
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Batches per epoch."""
         return len(self._blocks)
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches; of a worker, its share."""
+        """The batches of an epoch; in a loader's worker, that worker's share.
+
+        Raises:
+            ReaderError: if a worker reads shuffled blocks.
+        """
         worker = torch.utils.data.get_worker_info()
         if worker is not None and getattr(self._blocks, "shuffled", True):
             raise ReaderError(
@@ -94,9 +106,9 @@ class BlocksDataset(torch.utils.data.IterableDataset[Any]):
                 yield _tensors(batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position."""
+        """The position in the blocks."""
         return dict(self._blocks.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a saved position."""
         self._blocks.load_state_dict(state)

@@ -1,11 +1,11 @@
-"""The end of a script whose first steps were all that was wanted."""
+"""The exception that ends a script once the requested number of steps has run."""
 
 from __future__ import annotations
 
 
 class StepLimitReached(SystemExit):
-    """Raised where the next step would begin; scripts do not catch it by ``except Exception``."""
+    """Raised where the next step would begin; a `SystemExit`, which a script's ``except Exception`` does not catch."""
 
     def __init__(self) -> None:
-        """Success."""
+        """Exit with code 0."""
         super().__init__(0)

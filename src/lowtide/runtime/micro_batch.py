@@ -1,4 +1,4 @@
-"""A training step that, when memory runs out, is done again in micro-batches with the same effective batch."""
+"""A training step that, when memory runs out, runs again in micro-batches with the same effective batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lowtide.probe.catalogue import out_of_memory
 Reduction = Literal["mean", "sum"]
 _NORMS: Final = (torch.nn.modules.batchnorm._BatchNorm,)
 _OTHERS: Final = 2
-"""What a rank says whose own attempt went well, or failed for want of memory, or failed otherwise: 0, 1, 2."""
+"""A rank's outcome of an attempt: 0 if it succeeded, 1 if memory ran out, 2 (this constant) if it failed otherwise."""
 
 
 def micro_batched(
@@ -32,31 +32,32 @@ def micro_batched(
     batch_norm: Literal["refuse", "warn", "allow"] = "refuse",
     dim: int = 0,
 ) -> Any:
-    """Make a function that gives a loss into a step: forward and backward, in micro-batches where the whole does not fit.
+    """Turn a loss function into a training step: forward and backward, in micro-batches if the whole batch does not fit.
 
-    Used as a decorator, ``@micro_batched(model=model)``, or called with the function. What it gives is called with a whole
-    batch; it runs the forward and the backward, adds to ``.grad`` what ``loss_fn(*batch).backward()`` would have added, and
-    returns the loss of the whole batch, detached. When memory runs out, gradients and buffers are put back as they were,
-    outside of any ``except`` block, and the batch is cut in two, again and again; the size that worked is remembered.
+    Use it as a decorator, ``@micro_batched(model=model)``, or call it with the function. The result is called with a whole
+    batch. It runs the forward and the backward, adds to ``.grad`` what ``loss_fn(*batch).backward()`` would have added, and
+    returns the loss of the whole batch, detached. When memory runs out, it restores gradients and buffers, outside of any
+    ``except`` block, and halves the micro-batches until they fit; it remembers the size that worked.
 
-    Gradients equal those of the whole batch within the rounding of floating point: sums are added in another order, so they
-    are **not** equal bit for bit, and dropout draws other masks.
+    Gradients equal those of the whole batch up to floating-point rounding: sums are added in another order, so they are
+    **not** equal bit for bit, and dropout draws other masks.
 
-    With ``torch.distributed``, all ranks agree on the outcome of every attempt and on the number of pieces; a
-    ``DistributedDataParallel`` model's gradients are averaged once, after all ranks have succeeded.
+    With ``torch.distributed``, all ranks agree on the outcome of every attempt and on the number of micro-batches. The
+    gradients of a ``DistributedDataParallel`` model are averaged once, after all ranks have succeeded.
 
     Args:
-        loss_fn: takes tensors (or dicts, lists, tuples of tensors) of equal length along ``dim`` and gives a scalar loss.
-        model: the module, or modules, that it trains: their gradients and buffers are put back after a failure.
+        loss_fn: takes tensors (or dicts, lists, tuples of tensors) of equal length along ``dim`` and returns a scalar loss.
+        model: the module or modules to train: their gradients and buffers are restored after a failure.
         reduction: whether the loss is a mean over samples or a sum.
-        count: takes the same arguments as ``loss_fn`` and gives what the mean divides by, where that is not the number of
-            samples: tokens that are not ignored, the sum of class weights.
-        batch_norm: what to do where a module in training mode normalises over the batch, so that micro-batches change its
-            result: raise, warn once, or go on.
-        dim: along which batches are cut.
+        count: takes the same arguments as ``loss_fn`` and returns what the mean divides by, if that is not the number of
+            samples: the number of tokens that are not ignored, the sum of class weights.
+        batch_norm: what to do if a module in training mode normalises over the batch, so that micro-batches change its
+            result: raise, warn once, or continue.
+        dim: the dimension along which batches are cut.
 
     Raises:
-        MicroBatchError: if one sample does not fit, if nothing can be cut, or on batch normalisation.
+        MicroBatchError: when the step is called: if one sample does not fit, if the batch cannot be cut, or because of batch
+            normalisation.
     """
     modules = (model,) if isinstance(model, torch.nn.Module) else tuple(model)
 
@@ -68,7 +69,7 @@ def micro_batched(
 
 @dataclass(slots=True)
 class _Before:
-    """What a failed attempt must not change."""
+    """Gradients and buffers from before a step, which a failed attempt must not change."""
 
     grads: list[tuple[torch.Tensor, torch.Tensor | None]]
     buffers: list[tuple[torch.nn.Module, str, torch.Tensor, torch.Tensor]]
@@ -76,12 +77,12 @@ class _Before:
 
 @final
 class MicroBatched:
-    """A loss function as a step. Made by `micro_batched`.
+    """A loss function as a training step, created by `micro_batched`.
 
     Attributes:
-        pieces: into how many micro-batches a batch is cut; 1 until memory runs out.
-        size: samples of the largest micro-batch that worked; None before the first step.
-        failures: attempts for which memory did not suffice.
+        pieces: number of micro-batches in the latest step; 1 until memory runs out.
+        size: samples per micro-batch in the latest step (the last one may be smaller); None before the first step.
+        failures: attempts for which memory ran out, on this rank or another.
     """
 
     def __init__(
@@ -93,10 +94,10 @@ class MicroBatched:
         batch_norm: str,
         dim: int,
     ) -> None:
-        """Nothing was tried yet.
+        """Begin with the whole batch.
 
         Raises:
-            ValueError: if a choice is none of those that there are.
+            ValueError: if ``reduction`` or ``batch_norm`` is not one of its choices.
         """
         if reduction not in get_args(Reduction):
             raise ValueError(f"reduction={reduction!r}: the loss is a 'mean' over the samples, or their 'sum'")
@@ -115,13 +116,13 @@ class MicroBatched:
         self._limit = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Forward and backward of a whole batch; its loss, detached.
+        """Run the forward and the backward of a whole batch; return its loss, detached.
 
         Raises:
-            MicroBatchError: if one sample does not fit, if the batch cannot be cut, or on batch normalisation.
+            MicroBatchError: if one sample does not fit, if the batch cannot be cut, or because of batch normalisation.
         """
         total = _length((*args, *kwargs.values()), self._dim)
-        # ranks may have batches of different lengths: the number of pieces is what they share
+        # Ranks may have batches of different lengths, so they agree on the number of pieces, not on their size.
         pieces = ranks.highest(1 if self._limit is None else math.ceil(total / self._limit))
         before = self._before((args, kwargs))
         try:
@@ -140,7 +141,7 @@ class MicroBatched:
     def _tried(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], pieces: int, total: int, before: _Before
     ) -> tuple[torch.Tensor, int]:
-        """The loss, and the number of pieces with which it was computed."""
+        """Double the number of pieces until an attempt succeeds; return the loss and that number."""
         while True:
             if pieces > 1:
                 self._check_norms()
@@ -167,7 +168,10 @@ class MicroBatched:
     def _attempt(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], pieces: int, total: int
     ) -> tuple[int, torch.Tensor | None, BaseException | None]:
-        """Whether it went well, the loss, and the error, stripped of the frames that hold its tensors."""
+        """Run once; return the outcome (see `_OTHERS`), the loss, and the error.
+
+        An out-of-memory error loses its tracebacks: their frames hold the attempt's tensors.
+        """
         try:
             return 0, self._run(args, kwargs, pieces, total), None
         except Exception as error:
@@ -186,7 +190,7 @@ class MicroBatched:
                 part = self._function(*given, **named)
                 if pieces > 1 and self._reduction == "mean":
                     size = float(stop - start) if self._count is None else float(self._count(*given, **named))
-                    if not size:  # a mean over nothing: it has no share in the whole
+                    if not size:  # a mean over nothing, which adds nothing to the whole
                         continue
                     part = part * (size / whole)
                 part.backward()
@@ -198,7 +202,7 @@ class MicroBatched:
     # --- before and after ---------------------------------------------------------------------------------------------
 
     def _before(self, batch: Any) -> _Before:
-        """Set gradients aside (no copy is made) and keep the buffers' values."""
+        """Set gradients aside without copying them, and copy the buffers."""
         leaves = [t for t in _tensors(batch) if t.requires_grad and t.is_leaf]
         found = [p for m in self._modules for p in m.parameters()]
         parameters = list({id(p): p for p in [*found, *leaves]}.values())
@@ -215,10 +219,10 @@ class MicroBatched:
         with torch.no_grad():
             for module, name, buffer, value in before.buffers:
                 buffer.copy_(value)
-                module._buffers[name] = buffer  # forward may have put another in its place
+                module._buffers[name] = buffer  # forward may have replaced it by another tensor
 
     def _finish(self, before: _Before) -> None:
-        """Average over ranks where the model asks for it, then add what was there before."""
+        """Average the gradients of ``DistributedDataParallel`` models over ranks, then add those from before the step."""
         for module in self._modules:
             if isinstance(module, torch.nn.parallel.DistributedDataParallel):
                 _average(module)
@@ -227,10 +231,10 @@ class MicroBatched:
                 p.grad = grad if p.grad is None else grad.add_(p.grad)
 
     def _check_norms(self) -> None:
-        """Say that micro-batches change what batch normalisation computes.
+        """Raise or warn if micro-batches change what a module computes in training mode.
 
         Raises:
-            MicroBatchError: unless that was allowed.
+            MicroBatchError: if so, with ``batch_norm="refuse"``.
         """
         names = [n for m in self._modules for n, x in m.named_modules() if x.training and _of_the_batch(x)]
         if not names or self._batch_norm == "allow":
@@ -246,17 +250,17 @@ class MicroBatched:
 
 
 def _of_the_batch(module: torch.nn.Module) -> bool:
-    """Whether what a module computes in training depends on how the batch is cut."""
+    """Whether a module's result in training mode depends on how the batch is cut."""
     if isinstance(module, _NORMS):
         return True
     if isinstance(module, torch.nn.modules.instancenorm._InstanceNorm):
         return bool(module.track_running_stats)
-    hooks = {type(hook).__name__ for hook in module._forward_pre_hooks.values()}  # the older kind is a hook
+    hooks = {type(hook).__name__ for hook in module._forward_pre_hooks.values()}  # the older spectral_norm is a hook
     return isinstance(module, torch.nn.utils.parametrizations._SpectralNorm) or "SpectralNorm" in hooks
 
 
 def _average(module: torch.nn.parallel.DistributedDataParallel) -> None:
-    """Average gradients over ranks, and take the first rank's buffers, as the module itself does in forward and backward."""
+    """Average gradients over ranks and broadcast the first rank's buffers, as the module does in backward and forward."""
     group = module.process_group
     trained = [p for p in module.parameters() if p.requires_grad]
     used = ranks.highest_each([int(p.grad is not None) for p in trained])
@@ -275,7 +279,7 @@ def _said(error: BaseException | None) -> str:
 
 
 def _forget(error: BaseException) -> None:
-    """Take the frames off an error: they hold the attempt's tensors."""
+    """Remove the tracebacks of an error and of its causes: their frames hold the attempt's tensors."""
     seen: BaseException | None = error
     while seen is not None:
         seen.__traceback__ = None
@@ -283,7 +287,7 @@ def _forget(error: BaseException) -> None:
 
 
 def _empty() -> None:
-    """Give cached device memory back, so that pieces of other sizes find room."""
+    """Release the device's cached blocks, so that micro-batches of another size find room."""
     kind = torch.accelerator.current_accelerator()
     if kind is not None:
         torch.get_device_module(kind).empty_cache()
@@ -291,12 +295,12 @@ def _empty() -> None:
 
 @contextmanager
 def _unsynchronised(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Without the collectives of backward: a rank that fails must not leave the others waiting in one."""
+    """Run without ``DistributedDataParallel``'s collectives: a rank that fails must not leave the others waiting in one."""
     with ExitStack() as stack:
         for module in modules:
             if isinstance(module, torch.nn.parallel.DistributedDataParallel):
                 stack.enter_context(module.no_sync())
-                module.require_forward_param_sync = False  # nor those of forward
+                module.require_forward_param_sync = False  # no_sync() does not cover forward's broadcast of buffers
         yield
 
 
@@ -315,10 +319,10 @@ def _tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def _length(arguments: Sequence[Any], dim: int) -> int:
-    """Samples of a batch.
+    """Number of samples in a batch: the length of its tensors along ``dim``.
 
     Raises:
-        MicroBatchError: if its tensors differ.
+        MicroBatchError: if lengths differ, if the batch is empty, or if it holds per-sample data that is not in tensors.
     """
     lengths = {t.shape[dim] if t.dim() > dim else -1 for t in _tensors(arguments) if t.dim()}
     lengths = lengths.union(*map(_others, arguments))
@@ -335,10 +339,10 @@ def _length(arguments: Sequence[Any], dim: int) -> int:
 
 
 def _others(tree: Any) -> set[int]:
-    """Lengths of what is per sample but no tensor; -1 where it could not be cut.
+    """``{-1}`` if arguments hold data that may be per sample and cannot be cut, because it is not a tensor; else empty.
 
-    Arrays could be broadcast against a piece of one sample and give a wrong loss without an error, and so could lists that a
-    loss function makes tensors of; the names in a list would be taken for those of other samples.
+    An array could broadcast against a micro-batch of one sample and give a wrong loss without an error. So could a list that
+    the loss function turns into a tensor; names in a list would be matched with the wrong samples.
     """
     if isinstance(tree, np.ndarray):
         return {-1} if tree.ndim else set()
@@ -363,7 +367,7 @@ def _cut(tree: Any, dim: int, start: int, stop: int) -> Any:
 
 
 def _bounds(total: int, pieces: int) -> Iterator[tuple[int, int]]:
-    """Cuts into pieces of equal size, but for the last."""
+    """Start and stop of each piece; all have the same size, except that the last may be smaller."""
     size = math.ceil(total / pieces)
     for start in range(0, total, size):
         yield start, min(start + size, total)

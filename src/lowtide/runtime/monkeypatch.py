@@ -1,4 +1,4 @@
-"""Functions of torch that are replaced by wrappers, how they come back, and how they are all lifted for a compiler."""
+"""Replaces functions of torch by wrappers, restores them, and lifts all wrappers while a compiler traces."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.jit import _builtins
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Patch:
-    """One attribute that was replaced.
+    """One replaced attribute.
 
     Attributes:
-        former: what the owner itself had under that name; None where it inherited it.
-        wrapper: what it has now.
+        former: the owner's own attribute of that name before; None if the owner inherited it.
+        wrapper: the attribute now.
     """
 
     owner: Any
@@ -25,7 +25,7 @@ class _Patch:
     wrapper: Any
 
     def lift(self) -> None:
-        """Put back what was there."""
+        """Restore the former attribute."""
         if self.former is None:
             delattr(self.owner, self.name)
         else:
@@ -33,19 +33,19 @@ class _Patch:
 
 
 _ON: list[_Patch] = []
-"""Every attribute of torch that is replaced now, in the order in which that was done: torch itself is one per process, too."""
+"""All attributes of torch that are replaced now, in the order of replacement. A global, as torch itself is one per process."""
 
 
 @final
 class Wraps:
-    """Functions that were replaced by wrappers, and how they come back."""
+    """A set of wrappers that are put on one by one and undone together."""
 
     def __init__(self) -> None:
-        """Nothing is replaced."""
+        """Replace nothing yet."""
         self._undo: list[Callable[[], object]] = []
 
     def put(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-        """Replace ``owner.name`` by what ``wrapper`` makes of it."""
+        """Replace ``owner.name`` by ``wrapper(owner.name)``."""
         former = vars(owner).get(name)
         setattr(owner, name, wrapper(getattr(owner, name)))
         patch = _Patch(owner, name, former, vars(owner).get(name))
@@ -58,7 +58,7 @@ class Wraps:
         self.also(undo)
 
     def put_operator(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-        """The same of an operator of torch, which ``torch.jit.script`` is to take for itself."""
+        """Like :meth:`put`, for an operator of torch: ``torch.jit.script`` treats the wrapper as the operator itself."""
         original = getattr(owner, name)
         self.put(owner, name, wrapper)
         table = getattr(_builtins, "_get_builtin_table", dict[int, str])()
@@ -68,11 +68,11 @@ class Wraps:
             self.also(lambda: table.pop(id(wrapped), None))
 
     def also(self, undo: Callable[[], object]) -> None:
-        """Something else that is to be undone."""
+        """Register another action that :meth:`undo` calls."""
         self._undo.append(undo)
 
     def undo(self) -> None:
-        """Put all back, last first."""
+        """Restore everything, in reverse order."""
         for undo in reversed(self._undo):
             undo()
         self._undo = []
@@ -80,13 +80,13 @@ class Wraps:
 
 @contextlib.contextmanager
 def lifted() -> Iterator[None]:
-    """Torch as it is without Lowtide, while a compiler traces the script: it must not see a frame of ours.
+    """Lift all wrappers while a compiler traces the script: it must not see a frame of Lowtide.
 
-    What the script has replaced since, over a wrapper of ours, stays.
+    An attribute that the script has since replaced, on top of Lowtide's wrapper, stays as it is.
     """
     found = [patch for patch in reversed(_ON) if vars(patch.owner).get(patch.name) is patch.wrapper]
     covered = [patch for patch in reversed(_ON) if patch not in found]
-    for patch in covered:  # beneath another wrapper of ours, which is lifted first
+    for patch in covered:  # covered by another wrapper of ours, which is lifted first
         if any(p.owner is patch.owner and p.name == patch.name for p in found):
             found.append(patch)
     for patch in found:
@@ -99,5 +99,5 @@ def lifted() -> Iterator[None]:
 
 
 def unwrapped(function: Any) -> Any:
-    """A function as torch has it: the script's use of it is watched, ours is not."""
+    """The function behind a wrapper: only the script's calls are watched, not Lowtide's own."""
     return getattr(function, "__wrapped__", function)

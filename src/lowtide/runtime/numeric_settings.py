@@ -1,8 +1,8 @@
-"""Settings that decide bits and that a script may change between its forward and its backward.
+"""Numeric settings that change an operator's bits and that a script may change between forward and backward.
 
-An operator that runs again must run under the settings that it met: the precision of matrix products, the libraries and
-kernels that are allowed, the number of threads (how sums are split), the type of what has none of its own, whether the
-processor flushes denormal numbers. They are read again only when one of their setters was called: :func:`current` is quick.
+A replayed operator must run under the settings of its first run: the precision of matrix products, the allowed libraries and
+kernels, the number of threads (it decides how sums are split), the default dtype, and whether the processor flushes denormal
+numbers. The settings are read again only after one of their setters was called, so :func:`current` is fast.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _FLAGS: Final = (
     "cublas_allow_fp16_accumulation", "cpu_allow_fp16_reduced_precision_reduction", "math_sdp_allow_fp16_bf16_reduction",
     "blas_preferred_backend", "linalg_preferred_backend", "deterministic_fill_uninitialized_memory",
 )
-"""``torch._C._get_NAME`` and ``_set_NAME``, as far as this torch has them."""
+"""Settings behind ``torch._C._get_NAME`` and ``_set_NAME``; those that this torch lacks are skipped."""
 _PRECISIONS: Final = tuple((b, o) for b in ("generic", "cuda", "mkldnn") for o in ("all", "matmul", "conv", "rnn"))
-"""Backends and operators of ``torch._C._get_fp32_precision_getter``, which newer versions have."""
+"""Backends and operators of ``torch._C._get_fp32_precision_getter``, which only newer versions of torch have."""
 
 _C: Any = torch._C
 
 
 def _flushes() -> bool:
-    """Whether this thread's arithmetic takes denormal numbers for zero."""
+    """Whether this thread's arithmetic treats denormal numbers as zero."""
     return sys.float_info.min * 0.5 == 0.0
 
 
@@ -62,16 +62,16 @@ _SETTINGS: Final[tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...]] = (
         for which in _PRECISIONS if hasattr(_C, "_get_fp32_precision_getter")
     ),
 )
-"""Getters and setters, torch's own: the script's use of the setters is watched, ours is not."""
+"""Pairs of getter and setter. These are torch's own setters: only the script's calls are watched, not Lowtide's."""
 _SETTERS: Final = (
     (torch, "set_num_threads"), (torch, "set_flush_denormal"), (_C, "_set_default_dtype"),
     (_C, "_set_deterministic_algorithms"), (_C, "_set_fp32_precision_setter"),
     *((_C, f"_set_{name}") for name in _FLAGS),
 )
-"""Where scripts, and torch's Python, find them."""
+"""Where scripts, and torch's Python code, look the setters up: :func:`watch` wraps these."""
 
 Numerics = tuple[Any, ...]
-"""All settings, in the order of their getters; None for one that torch does not tell."""
+"""All settings, in the order of their getters; None for a setting whose getter raises."""
 
 
 def _read() -> Numerics:
@@ -81,7 +81,7 @@ def _read() -> Numerics:
 def _told(get: Callable[[], Any]) -> Any:
     try:
         return get()
-    except RuntimeError:  # an older question that has no answer once newer settings differ among themselves
+    except RuntimeError:  # an older getter raises once the newer settings that it summarizes differ
         return None
 
 
@@ -90,12 +90,12 @@ _AS_THEY_ARE: Final = nullcontext()
 
 
 def current() -> Numerics:
-    """The settings that are in force."""
+    """The settings in force now."""
     return _known[0] if _known else _read()
 
 
 def watch(wraps: Wraps) -> None:
-    """Know of every change from now on, until the wraps are undone."""
+    """Track every change from now on, until ``wraps`` is undone."""
     _known[:] = [_read()]
     wraps.also(_known.clear)
     for owner, name in _SETTERS:
@@ -116,7 +116,7 @@ def _setting(original: Any) -> Any:
 
 
 def under(settings: Numerics) -> AbstractContextManager[None]:
-    """Run operators under the settings that others were run under."""
+    """Context in which operators run under settings that :func:`current` returned earlier; it restores the present ones."""
     now = current()
     return _AS_THEY_ARE if settings is now or settings == now else _changed(settings)
 

@@ -1,4 +1,4 @@
-"""What a run under a budget came to: plain figures, for the summary and the JSON file."""
+"""Figures of a run under a budget, as plain values for the summary and the JSON file."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any, Final, final, overload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFigures:
-    """One step as it was measured.
+    """Measurements of one step.
 
     Attributes:
         policy: ``plain`` (nothing to do), ``planned`` or ``online``.
-        peak_bytes: highest point of the device's tensors within the step.
-        recompute_seconds: what the operators that ran again took (host time).
-        offload_seconds: what writing to the second board and reading from it took (host time).
-        rescued_ops: operators that were tried again after something was let go.
-        overrun: whether the limit had to be lifted to get through, and was crossed.
+        peak_bytes: high-water mark of the device's tensors within the step.
+        recompute_seconds: host time spent on recomputing operators.
+        offload_seconds: host time spent on writing to the offload tier and reading from it.
+        rescued_ops: retries of operators that had not fitted, after an eviction or without the limit; an operator may count
+            several times.
+        overrun: whether an operator fitted only after the limit was lifted, and so crossed it.
     """
 
     index: int
@@ -36,7 +37,7 @@ class StepFigures:
 @final
 @dataclass(slots=True)
 class StepTally:
-    """What a policy did in one step."""
+    """Counts of what a policy did in one step."""
 
     recomputed_ops: int = 0
     recompute_seconds: float = 0.0
@@ -48,7 +49,7 @@ class StepTally:
 
 
 POLICIES: Final = ("plain", "planned", "online")
-"""How a step may have run; of its units' the last of these is told."""
+"""How a step may run. A step with several units reports the last of these that one of its units had."""
 _COLUMNS: Final = {
     "seconds": "d", "peak_bytes": "q", "policy": "B", "recomputed_ops": "q", "recompute_seconds": "d", "offloaded_bytes": "q",
     "offload_seconds": "d", "rescued_ops": "q", "overrun": "B",
@@ -57,20 +58,20 @@ _COLUMNS: Final = {
 
 @final
 class Steps(Sequence[StepFigures]):
-    """Figures of steps in columns: a run may have millions, and nothing of Lowtide's may grow with it by much."""
+    """Figures of steps, stored in columns: a run may have millions of steps, and Lowtide's memory must barely grow with it."""
 
     def __init__(self) -> None:
-        """None yet."""
+        """Begin without steps."""
         self._columns: dict[str, array[Any]] = {name: array(code) for name, code in _COLUMNS.items()}
 
     def append(self, step: StepFigures) -> None:
-        """The next step's; its index is its place."""
+        """Append the next step; its index is its position."""
         for name, column in self._columns.items():
             value = getattr(step, name)
             column.append(POLICIES.index(value) if name == "policy" else value)
 
     def __len__(self) -> int:
-        """How many."""
+        """Number of steps."""
         return len(self._columns["seconds"])
 
     @overload
@@ -78,7 +79,7 @@ class Steps(Sequence[StepFigures]):
     @overload
     def __getitem__(self, at: slice) -> tuple[StepFigures, ...]: ...
     def __getitem__(self, at: int | slice) -> StepFigures | tuple[StepFigures, ...]:
-        """One step's, or those of several."""
+        """The figures of one step, or of a slice of steps."""
         places = range(len(self))[at]
         return self._figures(places) if isinstance(places, int) else tuple(map(self._figures, places))
 
@@ -90,7 +91,7 @@ class Steps(Sequence[StepFigures]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFigures:
-    """What the plan in force says of a step; None where no plan was found."""
+    """What the plan in force predicts for a step; predictions are None if no plan was found."""
 
     predicted_peak_bytes: int | None
     baseline_peak_bytes: int
@@ -122,11 +123,11 @@ class PlanFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeverFigures:
-    """What became of one lever (:mod:`lowtide.base.lever_catalogue`).
+    """Result of one memory optimization (:mod:`lowtide.base.lever_catalogue`).
 
     Attributes:
         used: whether it changed how anything ran.
-        text: what it did, or why it did not.
+        text: what it did, or why it did nothing.
     """
 
     name: str
@@ -136,20 +137,20 @@ class LeverFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """A whole run.
+    """Figures of a whole run.
 
     Attributes:
-        budget_bytes: the budget; 0 where there was none, or where a share never came to be known.
+        budget_bytes: the budget; 0 without one, or if a share never became known in bytes.
         asked: whether a budget was asked for.
-        of_first: whether it is a share of the first step's peak, which therefore ran without it.
-        excused: how many steps at the beginning ran before everything that holds the budget was in force: the first one of a
-            share, and those before a lever was pulled.
-        units: forwards with their backwards in the last step: with gradient accumulation there are several, and the plan is
-            of one.
-        share: what was asked for of the plain peak above what is resident; 0 where it was no share.
-        share_step: the step whose plain peak the share is of, where it was set anew by a larger one.
-        unreached: what the script does that the interception does not reach.
-        unmet: modules to be kept (``--keep``) of which none was called.
+        of_first: whether the budget is a share of the first step's peak, so that the first step ran without it.
+        excused: number of steps at the beginning that ran before a memory optimization that the budget needs was engaged. The
+            first step of a share is not among them; :attr:`bound` leaves out both.
+        units: units (forwards with their backwards) in the last step. With gradient accumulation there are several, and the
+            plan is for one.
+        share: the share of the baseline peak above resident bytes that was asked for; 0 if the budget is not a share.
+        share_step: the step whose larger baseline peak last raised the bytes of a share; 0 if none did.
+        unreached: what the script does that the interception does not reach, in words.
+        unmet: names given to ``--keep`` of which no module was called.
     """
 
     budget_bytes: int
@@ -168,34 +169,34 @@ class RunOutcome:
 
     @property
     def in_force(self) -> bool:
-        """Whether a budget that was asked for could be held at all."""
+        """Whether a budget that was asked for became known in bytes, so that it could be held at all."""
         return bool(self.budget_bytes) or not self.asked
 
     @property
     def bound(self) -> tuple[StepFigures, ...]:
-        """Steps that count: those that ran with the budget, and all that holds it, in force."""
+        """Steps that count: those that ran with the budget, and everything that it needs, in force."""
         return self.steps[max(self.excused, int(self.of_first)) :]
 
     @property
     def over(self) -> tuple[StepFigures, ...]:
-        """Steps that count and crossed the budget."""
+        """Steps that count and exceeded the budget."""
         return tuple(s for s in self.bound if self.budget_bytes and s.peak_bytes > self.budget_bytes)
 
     @property
     def held(self) -> bool:
-        """Whether the budget that was asked for was in force, if a step was seen, and no step that counts crossed it."""
+        """Whether no step that counts exceeded the budget, and the budget was in force (unless no step was seen)."""
         return not self.over and (self.in_force or not self.steps)
 
     @property
     def peak_bytes(self) -> int:
-        """Highest point of all steps."""
+        """Highest peak of all steps."""
         return max((s.peak_bytes for s in self.steps), default=0)
 
     def to_json(self, exit_code: int | None) -> dict[str, Any]:
         """The JSON file of ``lowtide run``.
 
         Args:
-            exit_code: that the process ends with; None while the script runs.
+            exit_code: the process's exit code; None while the script runs.
         """
         return {
             "budget_bytes": self.budget_bytes,

@@ -1,4 +1,4 @@
-"""What modules, optimizers and tensors have: gradients, states, storages; and tensors as the dispatcher has them."""
+"""Gradients, storages and nested tensors of modules and optimizers, and running operators below autograd."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ _GRAD_FN: Any = torch._C.TensorBase.grad_fn
 
 
 def on_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is fully described by a storage and its view metadata (conjugation and sign, where lazy, among it)."""
+    """Whether a storage and view metadata (including lazy conjugation and negation) describe a tensor completely."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_quantized
         and not tensor.is_nested
-        and not tensor._is_zerotensor()  # a tangent of zeros has no bytes
+        and not tensor._is_zerotensor()  # a zero tangent of forward mode has no bytes
     )
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements are what lies in its storage: a view, and neither conjugated nor negated lazily."""
+    """Whether a tensor's elements are exactly those in its storage: a view, neither conjugated nor negated lazily."""
     return on_storage(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
 @final
 class beneath_autograd:  # noqa: N801 - used as a context manager, like torch.no_grad
-    """Run operators as the dispatch mode saw them: no autograd, no autocast, no dispatch mode."""
+    """Run operators at the level where a dispatch mode sees them: no autograd, no autocast, no dispatch mode."""
 
     __slots__ = ("_guards",)
 
     def __enter__(self) -> None:
-        """Exclude the dispatch keys (by guards that are lifted in reverse order)."""
+        """Exclude the dispatch keys, by guards that :meth:`__exit__` lifts in reverse order."""
         self._guards = (
             torch._C._DisableTorchDispatch(),  # type: ignore[attr-defined]
             torch._C._DisableAutocast(),
@@ -46,15 +46,15 @@ class beneath_autograd:  # noqa: N801 - used as a context manager, like torch.no
             guard.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: object) -> None:
-        """Include them again."""
+        """Include the dispatch keys again."""
         for guard in reversed(self._guards):
             guard.__exit__(*error)
 
 
 def grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A tensor's gradient, as torch has it: whoever watches ``Parameter.grad`` is not told.
+    """A tensor's gradient, read by torch's own getter, past any property in place of ``Parameter.grad``.
 
-    One that an operator made has none unless it was asked to keep it; torch warns of the question.
+    Returns None for a tensor that is not a leaf and does not retain its gradient: there torch warns on reading.
     """
     if not tensor.is_leaf and not tensor.retains_grad:
         return None
@@ -63,29 +63,29 @@ def grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def node_of(tensor: torch.Tensor) -> Any:
-    """The node of autograd's graph that made a tensor, or None: whoever watches ``Tensor.grad_fn`` is not told."""
+    """The autograd node that made a tensor, or None; read by torch's own getter, past a wrapper of ``Tensor.grad_fn``."""
     return _GRAD_FN.__get__(tensor)
 
 
 def with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors, then the gradients that they have."""
+    """The tensors, followed by their gradients."""
     return [*tensors, *(g for t in tensors if (g := grad_of(t)) is not None)]
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The storages of tensors, each once, by where it is; sparse and other tensors may have none.
+    """The storages of tensors, each once, by address; tensors without a storage, such as sparse ones, are skipped.
 
-    Of a wrapper (a ``DTensor``) those of the tensors within it: its own has the size of the whole and no memory.
+    For a wrapper (a ``DTensor``) these are the storages of its inner tensors: its own has the full size and no memory.
     """
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         if hasattr(type(tensor), "__tensor_flatten__"):
             wrapper: Any = tensor
             names, _ = wrapper.__tensor_flatten__()
-            found |= storages_of(tensors_in([getattr(wrapper, name) for name in names]))  # a mesh may be among them
+            found |= storages_of(tensors_in([getattr(wrapper, name) for name in names]))  # the names may include a mesh
             continue
         if isinstance(tensor, UninitializedTensorMixin):
-            continue  # a lazy module's, before it is called: it refuses the question
+            continue  # a lazy module's parameter before the first call: it has no storage to ask for
         try:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):
@@ -95,7 +95,7 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStora
 
 
 def tensors_so_far() -> list[torch.Tensor]:
-    """Tensors that Python has, of all types."""
+    """All tensors, of any type, that Python's garbage collector tracks now."""
     return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
 
 
@@ -111,7 +111,7 @@ def tensors_in(state: Any) -> list[torch.Tensor]:
 
 
 def modules_of(root: torch.nn.Module) -> list[torch.nn.Module]:
-    """A module and those within it, each once: what ``modules()`` gives, several times as fast (it makes names too)."""
+    """A module and its submodules, each once: like ``modules()``, but several times as fast, as that builds names too."""
     found: dict[int, torch.nn.Module] = {id(root): root}
     stack = [root]
     while stack:
@@ -123,6 +123,6 @@ def modules_of(root: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def own_tensors(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """Parameters and buffers that modules have themselves, some perhaps several times."""
+    """The modules' own parameters and buffers; shared ones may occur several times."""
     for module in modules:
         yield from (t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)

@@ -1,1 +1,1 @@
-"""Questions that several runs answer."""
+"""Studies: questions that take several runs of a program to answer."""

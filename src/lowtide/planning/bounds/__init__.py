@@ -1,1 +1,1 @@
-"""What no plan can beat, with certificates."""
+"""Lower bounds on peak and time that hold for every plan, with the program points that prove them."""

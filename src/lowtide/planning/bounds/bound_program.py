@@ -1,4 +1,7 @@
-"""A program (variables, prices, rows) and its answer, from HiGHS: relaxed, or with whole variables in a process of its own."""
+"""A mixed-integer program (variables, costs, rows) and its solution by HiGHS, relaxed or with whole variables.
+
+Large programs with whole variables are solved in a separate process (``solver_process``).
+"""
 
 from __future__ import annotations
 
@@ -15,25 +18,26 @@ from scipy.sparse import csr_matrix
 from lowtide.planning.bounds.solver_process import SolverAnswer, is_kept, solved_apart
 
 WHOLE = 1e-4
-"""So much a variable may be off a whole number and still be taken for it (HiGHS allows itself 1e-6)."""
+"""A variable within this distance of a whole number counts as whole (HiGHS's own tolerance is 1e-6)."""
 _LARGE = 4000
-"""Variables, of those that are not settled, beyond which whole ones are looked for in a process that can be ended: one of
-12,000 took 26 seconds where it was given two."""
+"""A program with more unsettled variables than this is solved for whole ones in a process that can be killed: HiGHS took 26
+seconds for one of 12,000 variables that was given two."""
 _INFEASIBLE = 2
-"""By which scipy says so."""
+"""scipy's status code for an infeasible program."""
 EXACT = 1e-6
-"""Share of a floor by which a program of real variables may have it too high."""
+"""Share of a floor by which a program of continuous variables may overestimate it."""
 _LEAST_SECONDS = 0.05
-"""Time limit of a program for which none is left."""
+"""Shortest time limit of a program, in seconds, used even if no time is left."""
 _SCALE = 1e4
-"""Costs are shares of the graph's seconds; the solver's absolute tolerances (1e-6, 1e-7) must be small beside the least."""
+"""Factor on costs, which are shares of the graph's seconds: HiGHS's absolute tolerances (1e-6, 1e-7) must be small beside
+the smallest of them."""
 
 
 class Program:
-    """A mixed-integer program in the making: variables in [0, 1] by name, rows, least cost."""
+    """Builds a mixed-integer program: named variables in [0, 1], rows, and a cost to minimize."""
 
     def __init__(self) -> None:
-        """Nothing is asked yet."""
+        """An empty program."""
         self.index: dict[Any, int] = {}
         self.cost: list[float] = []
         self.whole: list[bool] = []
@@ -42,7 +46,10 @@ class Program:
         self.high: list[float] = []
 
     def variable(self, name: Any, cost: float = 0.0, *, whole: bool = True) -> int:
-        """The variable of a name; it is made, at its cost, when first asked for; it is whole, unless others make it so."""
+        """The index of the variable of that name; the first call creates it with its cost.
+
+        Pass ``whole=False`` for a variable that may be continuous, for example because others force it to be whole.
+        """
         found = self.index.get(name)
         if found is None:
             found = self.index[name] = len(self.cost)
@@ -51,7 +58,7 @@ class Program:
         return found
 
     def row(self, terms: dict[int, float], low: float, high: float = np.inf) -> int:
-        """A row: ``low <= sum <= high``."""
+        """Add the row ``low <= sum <= high`` and return its index."""
         self.rows.append(terms)
         self.low.append(low)
         self.high.append(high)
@@ -86,16 +93,16 @@ class Program:
         start: Any = None,
         tell: Callable[[Solved], None] | None = None,
     ) -> Solved:
-        """Solve it.
+        """Solve the program for the lowest cost.
 
         Args:
-            seconds: how long the solver may take; it does not always look at the clock.
-            whole: whether variables are to be whole.
-            gap: it may stop when it is within this relative gap of the best.
-            settled: variables whose values are given; what comes of it bounds nothing then.
+            seconds: time limit of the solver, which does not always look at the clock.
+            whole: whether variables must be whole; False solves the relaxation.
+            gap: the solver may stop within this relative gap of the optimum.
+            settled: variables with fixed values; the result is then no bound for the program.
             real: variables that need not be whole.
-            start: an answer to begin from, where the program is solved in a process of its own.
-            tell: told of every better answer; where it is, a program is solved there.
+            start: an answer to start from; used only if the program is solved in a separate process.
+            tell: called with every better answer. If it is given and ``whole``, the program is solved in a separate process.
         """
         if not self.cost:
             return Solved(value=0.0, cost=0.0, ended=True, x=np.zeros(0))
@@ -139,14 +146,14 @@ def _solved_here(asked: Mapping[str, Any], seconds: float, *, whole: bool, gap: 
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """What came of a program.
+    """The result of solving a program.
 
     Attributes:
-        value: no answer costs less.
-        cost: of the best answer found; infinity where there is none.
-        ended: whether it was solved to its end, so that one costs so much.
-        x: the best answer found; None where none was.
-        impossible: whether there is none.
+        value: lower bound on the cost of every answer.
+        cost: cost of the best answer found; infinity if none was found.
+        ended: whether the program was solved to optimality, so that an answer of cost ``value`` exists.
+        x: the best answer found; None if none was found.
+        impossible: whether the program was proven to have no answer.
     """
 
     value: float

@@ -1,6 +1,6 @@
-"""Lower bounds on the peak, with recomputation and without, each with the program point that proves it.
+"""Lower bounds on the peak, with and without recomputation, each with the program point that proves it.
 
-The proofs stand in ``docs/planner.md``.
+See ``docs/planner.md`` for the proofs.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from lowtide.planning.bounds.program_points import stages
 from lowtide.planning.graph_arrays import Game, profile
 
 _EVERY = 1500
-"""Operators up to which every one is an instant that is looked at; beyond, two of each stretch are."""
+"""Up to this number of operators, every first run is examined as an instant; in larger graphs, two per stretch are."""
 _LOOKED_AT = 96
-"""Stretches into which a larger graph is cut."""
+"""Approximate number of stretches into which a larger graph is cut."""
 _FLOW_SCALE = 1 << 30
-"""Capacities of scipy's maximum flow are 32-bit integers: bytes are rounded down to shares of all bytes."""
+"""scipy's maximum flow takes 32-bit capacities: bytes are scaled to at most this total and rounded down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakBound:
-    """A peak that no schedule goes below.
+    """A lower bound on the peak of every schedule.
 
     Attributes:
         bytes: the bound.
-        node: whose first run proves it; -1 where resident values alone do.
-        method: ``stuck`` (values without a way back), ``instant`` (with what the others need to come back), ``forced`` (values
-            made before and read after), ``cut`` (minimum cut).
+        node: the node whose first run proves it; -1 if resident values alone do.
+        method: ``stuck`` (values without a way back), ``instant`` (additionally what the others need to come back), ``forced``
+            (values computed before and read after), ``cut`` (minimum cut).
     """
 
     bytes: int
@@ -43,10 +43,10 @@ class PeakBound:
 
 
 def looked_at(game: Game, precedence: Precedence) -> list[Instant]:
-    """The instants that bounds look at: all of a small graph, two of each stretch of a large one.
+    """The instants that bounds examine: all of a small graph, two per stretch of a large one.
 
-    The two are the highest without a plan, and the one with the most bytes that are there whatever the plan: in fixed order
-    the floor is therefore the same as if every instant had been looked at.
+    The two are the instant with the highest bytes without a plan, and the one with the most bytes that are on the board under
+    every plan. In fixed order the floor is therefore the same as if every instant were examined.
     """
     ops = list(range(game.plain))
     if game.plain > _EVERY:
@@ -60,7 +60,7 @@ def looked_at(game: Game, precedence: Precedence) -> list[Instant]:
 
 
 def floor(game: Game, precedence: Precedence, instants: Sequence[Instant]) -> PeakBound:
-    """The peak that no recomputing and moving goes below."""
+    """A lower bound on the peak of every schedule, with recomputation and offloading."""
     best = PeakBound(bytes=game.graph.resident_bytes, node=-1, method="stuck")
     for at in instants:
         size = precedence.bytes_with(at, precedence.stuck(at))
@@ -70,26 +70,29 @@ def floor(game: Game, precedence: Precedence, instants: Sequence[Instant]) -> Pe
 
 
 def closed_floor(game: Game, precedence: Precedence, at: Instant, *, seconds: float) -> PeakBound:
-    """The peak that one instant proves when what is absent must come back from what is there: its program, for least bytes.
+    """The lower bound on the peak from one instant's closed program: absent values must come back from what is on the board.
+
+    The relaxed program is solved for the fewest bytes instead of the fewest seconds.
 
     Returns:
-        0 bytes where the program was not solved in time.
+        The bound; 0 bytes if the program was not solved in time.
     """
     most = max(1, precedence.bytes_once(at))
-    program = stages(game, precedence, [at], most, channels=False)  # what is waited for does not matter here
+    program = stages(game, precedence, [at], most, channels=False)  # waiting does not change the peak
     program.cost = [0.0] * len(program.cost)
     peak = program.variable("peak", 1.0)
     own = precedence.bytes_with(at, np.zeros(len(game.value_nodes), dtype=bool))
-    program.rows[0] |= {peak: 1.0}  # instead of the budget, of which it is the first row
+    program.rows[0] |= {peak: 1.0}  # row 0 is the budget's: the peak takes the budget's place
     program.low[0] = own / most
     found = program.solve(seconds, whole=False)
     return PeakBound(bytes=int(found.value * most * (1 - EXACT)), node=game.nodes[at.op], method="instant")
 
 
 def once(game: Game, precedence: Precedence, instants: Sequence[Instant], *, seconds: float = np.inf) -> PeakBound:
-    """The peak that no order goes below when every operator runs once and nothing is moved.
+    """A lower bound on the peak of every order in which each operator runs once and nothing is moved.
 
-    What is forced on the board, and while there is time a minimum cut of each instant, those with most on it first.
+    The largest sum of forced values and, as long as time is left, the minimum cut of each instant, those with the largest
+    forced sums first.
     """
     deadline = time.monotonic() + seconds
     best = PeakBound(bytes=game.graph.resident_bytes, node=-1, method="forced")
@@ -110,10 +113,10 @@ def once(game: Game, precedence: Precedence, instants: Sequence[Instant], *, sec
 
 
 class _Network:
-    """Least bytes on the board at an instant, over all sets of operators that may have run by then.
+    """The flow network for the fewest bytes on the board at an instant, over all sets of operators that may have run by then.
 
-    Such a set holds what the instant's operator needs, none of what needs it, and with an operator all that it needs; a value
-    counts where its maker is in the set and a reader is not. The cheapest is a minimum cut.
+    Such a set contains the ancestors of the instant's operator, none of its descendants, and for each of its operators all
+    that this one needs. A value counts if its producer is in the set and a reader is not. The cheapest set is a minimum cut.
     """
 
     def __init__(self, game: Game) -> None:

@@ -1,4 +1,4 @@
-"""Which operators have certainly run, and which have certainly not, when one runs for the first time."""
+"""Which operators run before another operator's first run in every schedule, and which only after it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Instant:
 
     Attributes:
         op: the operator.
-        done: per plain operator, whether it ran before in every schedule.
-        ahead: per plain operator, whether it runs for the first time afterwards in every schedule.
+        done: per plain operator, whether it has run before the instant in every schedule.
+        ahead: per plain operator, whether its first run comes after the instant in every schedule.
     """
 
     op: int
@@ -30,10 +30,10 @@ class Instant:
 
 
 class Precedence:
-    """What is certain about the order of first runs: all of it in fixed order, what the links say in free order."""
+    """What holds for the order of first runs in every schedule: in fixed order all of it, in free order what links imply."""
 
     def __init__(self, game: Game, *, fixed: bool) -> None:
-        """Nothing is walked yet."""
+        """Index the readers; ancestors and descendants are computed when first needed."""
         self.game = game
         self.fixed = fixed
         uses = [r for readers in game.readers for r in readers]
@@ -43,13 +43,13 @@ class Precedence:
 
     @cached_property
     def _reach(self) -> tuple[list[int], list[int]]:
-        """Per operator its ancestors and its descendants, as bits of integers."""
+        """Per operator, its ancestors and its descendants, as bit sets in integers."""
         above, below = [0] * self.game.plain, [0] * self.game.plain
         for o in range(self.game.plain):
             for p in self.game.parents[o]:
                 above[o] |= above[p] | 1 << p
         end = self.game.last
-        if end >= 0:  # behind all, whether they lead to what is kept or not
+        if end >= 0:  # the end follows all operators, even those that lead to no kept value
             above[end] = (1 << end) - 1
             below[:end] = [1 << end] * end
         for o in range(self.game.plain - 1, -1, -1):
@@ -59,7 +59,7 @@ class Precedence:
         return above, below
 
     def instant(self, op: int) -> Instant:
-        """What is certain when an operator runs for the first time."""
+        """The instant of an operator's first run."""
         plain = self.game.plain
         if self.fixed:
             places = np.arange(plain)
@@ -68,11 +68,11 @@ class Precedence:
         return Instant(op, _bits(above[op], plain), _bits(below[op], plain))
 
     def comparable(self, a: int, b: int) -> bool:
-        """Whether two operators always first run in the same order, ``a`` before ``b``."""
+        """Whether ``a`` first runs before ``b`` in every schedule."""
         return a < b if self.fixed else bool(self._reach[0][b] >> a & 1)
 
     def read_in(self, ops: Flags) -> Flags:
-        """Per value, whether one of some operators reads it."""
+        """Per value, whether one of the flagged operators reads it."""
         found = np.zeros(len(self.game.readers), dtype=bool)
         if len(self._use):
             starts = self._use_at[:-1][self._has_readers]
@@ -80,7 +80,7 @@ class Precedence:
         return found
 
     def forced(self, at: Instant) -> Flags:
-        """Values made before an instant and read at it or afterwards: each is on the board then, or is placed again later."""
+        """Values computed before an instant and read at or after it: each is on the board then or is placed again later."""
         made = at.done[self.game.producer]
         found: Flags = made & self.read_in(at.ahead)
         found[list(self.game.inputs[at.op])] = True
@@ -97,11 +97,11 @@ class Precedence:
         return found
 
     def bytes_once(self, at: Instant) -> int:
-        """Bytes while an operator runs with all that was made before and is read afterwards on the board."""
+        """Bytes while an operator runs if every value that is computed before and read afterwards is on the board."""
         return self.bytes_with(at, self.forced(at) | self.stuck(at))
 
     def bytes_with(self, at: Instant, present: Flags) -> int:
-        """Bytes while an operator runs with some values on the board, its own included; it runs in place if it can."""
+        """Bytes while an operator runs with the ``present`` values and its own on the board; it runs in place if it can."""
         game = self.game
         present = present.copy()
         present[list(game.outputs[at.op])] = True
@@ -110,10 +110,10 @@ class Precedence:
 
 
 def certain_in_order(game: Game) -> NDArray[np.int64]:
-    """Bytes that are there when each plain operator first runs, in every schedule that keeps the given order.
+    """Bytes on the board when each plain operator first runs, in every schedule that keeps the given order.
 
-    For each operator it is ``bytes_with(at, stuck(at))`` in fixed order, for all of them in one sweep: a value is there from
-    its maker to the end of its pin (and to its last reader if it has no way back), and at every reader after that.
+    Per operator this is ``bytes_with(at, stuck(at))`` in fixed order, computed for all of them in one sweep: a value is on the
+    board from its producer to the end of its pin (to its last reader if it has no way back), and at every reader after that.
     """
     change = np.zeros(game.plain + 2, dtype=np.int64)
     for v, readers in enumerate(game.readers):
@@ -138,7 +138,7 @@ def _bits(number: int, size: int) -> Flags:
 
 
 def chain(ops: Sequence[int], weight: Sequence[float], precedence: Precedence) -> list[int]:
-    """The heaviest sequence of operators that first run in this order in every schedule."""
+    """The heaviest subsequence of operators that first run in this order in every schedule."""
     best: list[float] = []
     back: list[int] = []
     for i, o in enumerate(ops):

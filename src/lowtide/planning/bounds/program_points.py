@@ -1,4 +1,4 @@
-"""The program of what must be resident at a few program points: what is there, runs again or is fetched between them."""
+"""The 0-1 program of a few instants: values on the board at each, runs and fetches between them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from lowtide.planning.bounds.precedence import Instant, Precedence
 from lowtide.planning.graph_arrays import Game
 
 _IDLE = 1000.0
-"""So many times the graph's seconds are looked at for waiting, at most."""
+"""Upper limit for the waiting time in one stretch, as a multiple of the graph's seconds."""
 
 
 def run_in(program: Program, game: Game, t: int, o: int) -> int:
-    """The variable for an operator running again between the instants ``t - 1`` and ``t``."""
+    """The variable for operator ``o`` running again between the instants ``t - 1`` and ``t``."""
     return program.variable(("run", t, o), game.lists.price[o])
 
 
 def fetch_in(program: Program, game: Game, t: int, v: int) -> int | None:
-    """The variable for a value being fetched between them, which asks for its having been moved; None where it cannot be."""
+    """The variable for value ``v`` being fetched between the instants ``t - 1`` and ``t``; None if it cannot be moved.
+
+    A row requires that a fetched value has been offloaded.
+    """
     fetch = game.lists.fetcher[v]
     if fetch < 0:
         return None
@@ -35,7 +38,7 @@ def fetch_in(program: Program, game: Game, t: int, v: int) -> int | None:
 
 
 def again_for(game: Game, light: AbstractSet[int]) -> NDArray[np.bool_]:
-    """Per plain operator, whether it may run again and makes anything that some values do not take for being there."""
+    """Per plain operator, whether it may run again and computes any value that is not in ``light``."""
     found: NDArray[np.bool_] = game.again[: game.plain].copy()
     if light:
         found &= np.asarray([any(v not in light for v in made) for made in game.outputs[: game.plain]], dtype=bool)
@@ -51,19 +54,29 @@ def stages(
     channels: bool = True,
     light: AbstractSet[int] = frozenset(),
 ) -> Program:
-    """What must be on the board from one instant to the next; the instants must be comparable and in order.
+    """The program of several instants, which must be comparable and in order.
 
-    Variables ``("on", t, v)``: value ``v`` is on the board at instant ``t``; ``("run", t, o)``: operator ``o`` runs again
-    between the instants ``t - 1`` and ``t``; ``("fetch", t, v)`` likewise; ``("write", v)``: it is offloaded at all.
+    Its rows say what must be on the board at each instant and come back from one instant to the next. Its variables are
+    ``("on", t, v)``: value ``v`` is on the board at instant ``t``; ``("run", t, o)``: operator ``o`` runs again between the
+    instants ``t - 1`` and ``t``; ``("fetch", t, v)``: value ``v`` is fetched between them; ``("write", v)``: value ``v`` is
+    offloaded at all. Costs are shares of the graph's seconds.
 
-    Values of ``light`` are taken for 0 bytes, and so for being on the board at all times once they are made.
+    Values in ``light`` count as 0 bytes, and therefore as on the board at all times once they are computed.
+
+    Args:
+        game: the game.
+        precedence: of the game.
+        tight: the instants.
+        budget_bytes: the peak that no schedule may exceed.
+        channels: whether to add rows for the second board's channels where transfers overlap with computation.
+        light: values that count as 0 bytes.
     """
     program = Program()
     count = len(tight)
     producer, size, overwriter = game.lists.producer, game.lists.bytes, game.lists.overwriter
 
     def placed(t: int, v: int) -> dict[int, float]:
-        """Variables that place a value on the board between two instants."""
+        """Variables that place value ``v`` on the board between the instants ``t - 1`` and ``t``."""
         o, fetch = producer[v], fetch_in(program, game, t, v)
         found = {run_in(program, game, t, o): 1.0} if may[o] else {}
         if fetch is not None:
@@ -115,11 +128,12 @@ def stages(
 
 
 def _channels(program: Program, game: Game, tight: Sequence[Instant]) -> None:
-    """Rows for transfers that overlap with computing: each channel moves one value at a time, and nothing waits for nothing.
+    """Rows for transfers that overlap with computation: each channel moves one value at a time, and idle time has a cost.
 
-    What is absent at an instant and comes back from the second board was written before; what is fetched after it is read
-    after it. Variables ``("idle", t)``: seconds between the instants ``t - 1`` and ``t`` in which nothing runs that this
-    program knows of, ``_IDLE`` times the graph's at most.
+    A value that is absent at an instant and comes back from the second board was written before the instant; a value that is
+    fetched after the instant is read from there after it. Transfer time that operators do not fill is waiting time. Variables
+    ``("idle", t)``: seconds between the instants ``t - 1`` and ``t`` in which no operator runs that this program accounts for,
+    at most ``_IDLE`` times the graph's.
     """
     offload, base, count = game.graph.offload, game.base_seconds or 1.0, len(tight)
     assert offload is not None

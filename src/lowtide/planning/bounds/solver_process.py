@@ -1,7 +1,7 @@
-"""HiGHS in a process of its own, which can be ended: with whole variables it does not always look at the clock.
+"""Runs HiGHS in a process that can be killed, because with whole variables it does not always look at the clock.
 
-Run as a script, this file is that process: programs come by standard input, and what is proven and found of them goes to
-standard output as it comes, so that nothing of it is lost where the process has to be ended.
+Run as a script, this file is that process. It reads programs from standard input and writes bounds and answers to standard
+output as they come, so that none are lost if the process has to be killed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from typing import IO, Any, Final
 import numpy as np
 
 _EARLY = 0.25
-"""Seconds before it is ended at which a process is to have its answer: it looks at the clock now and then."""
+"""Seconds between the deadline that a process is given and the time at which it is killed: it checks the clock only now and
+then."""
 _LOOKS = 1.0
-"""Seconds between two looks at whether who asks is still there."""
+"""Seconds between two checks that the parent process is still alive."""
 _PRELOADED = "LD_PRELOAD"
-"""A heap counter has nothing to count there."""
+"""Removed from the process's environment: a preloaded heap counter has nothing to count there."""
 _LENGTH = struct.Struct("<q")
 
 
 class _Pool:
-    """Processes that nothing is asked of at the moment, while somebody keeps them."""
+    """Idle solver processes, which stay alive as long as there are keepers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,7 +65,7 @@ class _Pool:
                 process = self._waiting.pop()
                 if process.poll() is None:
                     return process
-                _end(process)  # who interrupts a program, or runs out of memory, may end it
+                _end(process)  # Ctrl-C or the kernel's out-of-memory killer may have ended it
             return _begin()
 
     def give_back(self, process: subprocess.Popen[bytes]) -> None:
@@ -80,7 +81,7 @@ _pool: Final = _Pool()
 
 @contextlib.contextmanager
 def kept_ready() -> Iterator[None]:
-    """Within it a process is there before it is asked for, and is asked again and again; afterwards it is gone."""
+    """Start a solver process ahead of its first use, reuse it within the context, and end it afterwards."""
     _pool.keep()
     try:
         yield
@@ -90,14 +91,14 @@ def kept_ready() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class SolverAnswer:
-    """What is known of a program.
+    """What a solver has proven and found for a program so far.
 
     Attributes:
-        bound: no answer costs less; minus infinity where nothing is proven.
-        cost: of the best answer; infinity where there is none.
-        x: this answer.
-        ended: whether it was solved to its end.
-        impossible: whether it was shown to have no answer.
+        bound: lower bound on the cost of every answer; minus infinity if nothing is proven.
+        cost: cost of the best answer found; infinity if none was found.
+        x: that answer; None if none was found.
+        ended: whether the program was solved to optimality.
+        impossible: whether the program was proven to have no answer.
     """
 
     bound: float = -np.inf
@@ -115,21 +116,21 @@ def solved_apart(
     start: Any = None,
     tell: Callable[[SolverAnswer], None] | None = None,
 ) -> SolverAnswer:
-    """What HiGHS tells of a program until the time is over; nothing where no process can be begun.
+    """What HiGHS proves and finds for a program within a time limit; nothing if no process can be started.
 
     Args:
-        asked: ``cost``, ``lower``, ``upper`` and ``whole`` per variable; ``low`` and ``high`` per row; the rows as ``starts``,
-            ``columns`` and ``values``.
-        seconds: in all, the beginning of the process included.
-        gap: it may stop when it is within this relative gap of the best.
-        start: an answer to begin from.
-        tell: told of every better answer.
+        asked: the program: ``cost``, ``lower``, ``upper`` and ``whole`` per variable; ``low`` and ``high`` per row; the rows'
+            entries as ``starts``, ``columns`` and ``values``.
+        seconds: time limit, including the start of the process.
+        gap: HiGHS may stop within this relative gap of the optimum.
+        start: an answer to start from.
+        tell: called with every better answer.
     """
     deadline = time.monotonic() + seconds
     process = _pool.take()
     if process is None:
         return SolverAnswer()
-    overdue = threading.Timer(seconds, process.kill)  # whatever it is that takes long: what is written or read then ends
+    overdue = threading.Timer(seconds, process.kill)  # whatever takes too long: a blocked write or read ends with it
     overdue.daemon = True
     told = SolverAnswer()
     lost = True
@@ -155,7 +156,7 @@ def solved_apart(
 
 
 def is_kept() -> bool:
-    """Whether a process is kept ready: to begin one takes half a second."""
+    """Whether a process is kept ready; starting one takes half a second."""
     return _pool.is_kept
 
 
@@ -176,7 +177,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with contextlib.suppress(OSError):  # what it was sent and never read
+            with contextlib.suppress(OSError):  # unread data cannot be flushed
                 pipe.close()
     process.wait()
 
@@ -195,12 +196,12 @@ def _receive(pipe: IO[bytes]) -> Any:
     data = pipe.read(size)
     if len(data) < size:
         raise EOFError
-    return pickle.loads(data)  # noqa: S301 - our own process wrote it
+    return pickle.loads(data)  # noqa: S301 - written by our own process
 
 
 def _highs_of(asked: Mapping[str, Any]) -> Any:
-    """HiGHS with a program, on one core (its arguments are those of :func:`solved_apart`)."""
-    import highspy  # here: who only asks has no use for it, and 1.16 prints who it is on the output of whoever sets it up
+    """A HiGHS instance with the program ``asked`` (see :func:`solved_apart`), limited to one core."""
+    import highspy  # only here: the asking process does not need it, and 1.16 prints a banner to its user's stdout
 
     program = highspy.HighsLp()
     program.num_col_, program.num_row_ = len(asked["cost"]), len(asked["low"])
@@ -255,7 +256,7 @@ def _solve(asked: Mapping[str, Any], gap: float, start: Any, deadline: float, te
 
 
 def _end_with_parent() -> None:
-    """Let no program go on whose asker was killed: HiGHS may take a minute until it tells anything, and learns of it."""
+    """Exit once the parent is gone: HiGHS may run for a minute before it writes anything and would notice."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -269,7 +270,7 @@ def _end_with_parent() -> None:
 def _serve() -> None:
     _end_with_parent()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # HiGHS may print there, unasked
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # HiGHS may print to stdout although output is off
     with contextlib.suppress(EOFError):
         while True:
             asked, gap, start, deadline = _receive(sys.stdin.buffer)

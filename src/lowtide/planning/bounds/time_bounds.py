@@ -1,6 +1,6 @@
 """Lower bounds on extra seconds, each with the program points that prove it.
 
-The proofs stand in ``docs/planner.md``.
+See ``docs/planner.md`` for the proofs.
 """
 
 from __future__ import annotations
@@ -20,32 +20,35 @@ from lowtide.planning.bounds.program_points import stages
 from lowtide.planning.graph_arrays import Game
 
 _WEIGHED = 24
-"""Single instants at most whose programs are weighed."""
+"""Largest number of single instants whose relaxed programs are compared."""
 _SOLVED = 3
-"""How many of them are solved with all variables whole."""
+"""How many of them are solved with all variables whole, the highest instant included."""
 _WEIGHED_SHARE, _WEIGHED_SECONDS = 0.25, 1.5
-"""Share of the time, and seconds, after which no further instant is weighed."""
+"""Share of the time, and seconds, after which no further instant is relaxed."""
 _HARDER = 30
-"""So many times what it takes relaxed a program may take with whole variables; HiGHS does not always look at the clock."""
+"""A program is solved with whole variables only if the time left exceeds its relaxed solve by this factor: HiGHS does not
+always look at the clock."""
 _TRIED, _TRIED_SECONDS = 10, 2.0
-"""It is given up after so many times that, and so many seconds; most that end in time end sooner."""
+"""Time limit with whole variables: the larger of 10x the relaxed solve and 2 s, but at most half the time left. Most programs
+that end in time end sooner."""
 _PRICED = 2.0
-"""Seconds that one of the two programs behind a price may take."""
+"""Time limit, in seconds, of each of the two programs behind a price."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeBound:
-    """Extra seconds that no schedule within a budget does without.
+    """A lower bound on the extra seconds of every schedule within a budget.
 
     Attributes:
         seconds: the bound.
-        method: ``none``, ``instants`` (each instant's values against the budget), ``instant`` (one of them, with all that must
-            run again for what is absent), ``chain`` (what must be on the board from one instant to the next), ``search`` (all
-            schedules were looked at).
-        solved: whether the program was solved to its end; otherwise its bound at the time limit is given.
-        nodes: whose first runs the program looks at, where they are named (all that bind for ``instants``).
-        windows: of which two of them (their numbers; their count for the end), and of which value's node, ``chain`` has rows.
-        absent: per operator of these, values that the program's answer does not have on the board then.
+        method: ``none``, ``instants`` (each instant's values against the budget), ``instant`` (one instant, with everything
+            that must run again to bring absent values back), ``chain`` (what must be on the board from one instant to the
+            next), ``search`` (exhaustive search of all schedules).
+        solved: whether the program was solved to optimality; otherwise ``seconds`` is its bound at the time limit.
+        nodes: the nodes whose first runs are the program's instants; empty for ``instants``, which uses all that bind.
+        windows: the windows for which ``chain`` has rows: first and last instant (indices into ``nodes``; their count for the
+            end) and the value's node.
+        absent: per operator of an instant, the values that the program's answer does not have on the board then.
         fetched: values that the program's answer fetches.
     """
 
@@ -64,7 +67,7 @@ NOTHING = TimeBound(seconds=0.0, method="none", solved=True)
 def all_instants(
     game: Game, precedence: Precedence, instants: Sequence[Instant], budget_bytes: int, *, seconds: float
 ) -> TimeBound:
-    """Extra seconds that no schedule within the budget does without, all instants in one program."""
+    """The lower bound on extra seconds from one program with a row for every instant."""
     program = _over_instants(game, precedence, instants, budget_bytes)
     if program is None:
         return NOTHING
@@ -73,10 +76,10 @@ def all_instants(
 
 
 def _over_instants(game: Game, precedence: Precedence, instants: Sequence[Instant], budget_bytes: int) -> Program | None:
-    """One row per instant at which the budget binds; None where there is none.
+    """The program with one row per instant at which the budget binds; None if it binds at none.
 
-    At an instant, what was made before and is read afterwards is on the board or is placed again; what is placed again must
-    make up for all that would stand above the budget. Every operator is paid for once (in fixed order once for every stretch
+    At an instant, a value that is computed before and read afterwards is on the board or is placed again later. The values
+    placed again must make up for all bytes above the budget. Every operator is paid for once (in fixed order, once per stretch
     between two reads of its value).
     """
     program = Program()
@@ -90,7 +93,10 @@ def _over_instants(game: Game, precedence: Precedence, instants: Sequence[Instan
 
 
 def price(game: Game, precedence: Precedence, found: TimeBound, budget_bytes: int, more_bytes: int) -> float:
-    """Seconds that the bound falls by when the budget grows by so many bytes: what memory is worth, by the bound's account."""
+    """Seconds by which the relaxed bound falls if the budget grows by ``more_bytes``: the value of memory by the bound.
+
+    0.0 if the bound has no program, or one of the two programs is not solved in time.
+    """
     ops = {v: o for o, v in enumerate(game.nodes[: game.plain])}
     at = [precedence.instant(ops[v]) for v in found.nodes]
 
@@ -110,7 +116,7 @@ def price(game: Game, precedence: Precedence, found: TimeBound, budget_bytes: in
 
 
 def _absent(program: Program, game: Game, precedence: Precedence, v: int, op: int) -> int:
-    """The variable for a value being absent at an instant."""
+    """The variable for value ``v`` being absent when ``op`` first runs."""
     o, base = int(game.producer[v]), game.base_seconds or 1.0
     stretch = sum(1 for r in game.readers[v] if r < op) if precedence.fixed else 0
     name = ("absent", v, stretch)
@@ -133,7 +139,7 @@ def _absent(program: Program, game: Game, precedence: Precedence, v: int, op: in
 def tight_chain(
     precedence: Precedence, instants: Sequence[Instant], budget_bytes: int, *, most: int
 ) -> list[Instant]:
-    """Comparable instants at which the budget binds, the heaviest chain of them, thinned to ``most``."""
+    """The heaviest chain of comparable instants at which the budget binds, thinned to at most ``most``."""
     over = []
     for at in instants:
         need = precedence.bytes_once(at) - budget_bytes
@@ -155,7 +161,7 @@ def tight_chain(
 def one_instant(
     game: Game, precedence: Precedence, instants: Sequence[Instant], budget_bytes: int, *, seconds: float
 ) -> TimeBound:
-    """The strongest of :func:`single_instants`."""
+    """The strongest finite bound of :func:`single_instants`."""
     every = single_instants(game, precedence, instants, budget_bytes, seconds=seconds)
     return max((t for t in every if t.seconds < np.inf), key=lambda t: t.seconds, default=NOTHING)
 
@@ -163,7 +169,7 @@ def one_instant(
 def single_instants(
     game: Game, precedence: Precedence, instants: Sequence[Instant], budget_bytes: int, *, seconds: float
 ) -> Iterator[TimeBound]:
-    """Extra seconds that single instants prove: the highest, then the others."""
+    """Lower bounds on extra seconds from single instants: the highest first, then the others."""
     deadline = time.monotonic() + seconds
     spread = binding(precedence, instants, budget_bytes)
     for at in spread[:1]:
@@ -172,7 +178,7 @@ def single_instants(
 
 
 def binding(precedence: Precedence, instants: Sequence[Instant], budget_bytes: int) -> list[Instant]:
-    """Instants at which the budget binds, apart from each other, the highest first."""
+    """Up to ``_WEIGHED`` instants at which the budget binds, spread over the order, the highest first."""
     over = sorted(((precedence.bytes_once(at) - budget_bytes, i) for i, at in enumerate(instants)), reverse=True)
     spread: list[int] = []
     for need, i in over:
@@ -184,11 +190,12 @@ def binding(precedence: Precedence, instants: Sequence[Instant], budget_bytes: i
 def highest_instant(
     game: Game, precedence: Precedence, at: Instant, budget_bytes: int, *, deadline: float
 ) -> Iterator[TimeBound]:
-    """What an instant proves: what is absent then and runs again needs, in turn, what it reads.
+    """Bounds from the closed program of one instant: an absent value that runs again needs, in turn, what it reads.
 
     Yields:
-        What its program proves relaxed (what that has on the board only in part is absent) and, if there is time until the
-        deadline (of :func:`time.monotonic`), with all variables whole; first of all endless seconds where it has no answer.
+        The bound of the relaxed program (values that are only partly on the board count as absent), and, if there is time
+        until the deadline (of :func:`time.monotonic`), that with all variables whole. If the program has no answer, a bound
+        of infinite seconds comes first.
     """
     one = _weighed(game, precedence, at, budget_bytes, deadline)
     if one.relaxed.impossible:
@@ -199,7 +206,7 @@ def highest_instant(
 def other_instants(
     game: Game, precedence: Precedence, others: Sequence[Instant], budget_bytes: int, *, deadline: float
 ) -> Iterator[TimeBound]:
-    """The same for several, those first of which the relaxed program says most; as many as there is time for."""
+    """The same for several instants, as time allows; those with the strongest relaxed bounds come first."""
     now = time.monotonic()
     weigh_until = now + min((deadline - now) * _WEIGHED_SHARE, _WEIGHED_SECONDS)
     weighed: list[_Weighed] = []
@@ -214,7 +221,7 @@ def other_instants(
 
 @dataclass(frozen=True, slots=True)
 class _Weighed:
-    """An instant, its program, what came of that relaxed, and in how many seconds."""
+    """An instant, its program, the result of its relaxation, and the seconds that the relaxation took."""
 
     at: Instant
     program: Program
@@ -230,7 +237,7 @@ def _weighed(game: Game, precedence: Precedence, at: Instant, budget_bytes: int,
 
 
 def _solved(game: Game, one: _Weighed, deadline: float) -> Iterator[TimeBound]:
-    """What an instant proves: relaxed, then with whole variables if there is time."""
+    """An instant's bounds: relaxed, then with whole variables if there is time."""
     yield _single(one.program, one.at, game, one.relaxed.value, one.relaxed.x, ended=False)
     left = deadline - time.monotonic()
     if left > _HARDER * one.seconds:
@@ -239,23 +246,23 @@ def _solved(game: Game, one: _Weighed, deadline: float) -> Iterator[TimeBound]:
 
 
 class Alone:
-    """One instant's program, relaxed, asked for several budgets: what it has absent, and nothing proven."""
+    """One instant's relaxed program for several budgets; gives what the answer leaves absent, and proves nothing."""
 
     def __init__(self, game: Game, precedence: Precedence, at: Instant, budget_bytes: int) -> None:
-        """Set it up.
+        """Set up the program.
 
         Args:
-            game: what is played.
-            precedence: of it.
+            game: the game.
+            precedence: of the game.
             at: the instant.
-            budget_bytes: the largest that is asked.
+            budget_bytes: the largest budget that will be asked for.
         """
         self._at, self._budget = at, budget_bytes
         self._program = stages(game, precedence, [at], budget_bytes)
         self._own = precedence.bytes_with(at, np.zeros(len(game.value_nodes), dtype=bool))
 
     def absent(self, budget_bytes: int, *, seconds: float, kept: AbstractSet[int] = frozenset()) -> TimeBound:
-        """What it leaves absent within a budget where some values are to be on the board; nothing where it has no answer."""
+        """What the answer for a budget leaves absent if ``kept`` values stay on the board; ``NOTHING`` if none is found."""
         program = self._program
         program.low[0] = -(budget_bytes - self._own) / self._budget  # the budget is the first row
         there = {j: 1.0 for v in kept if (j := program.index.get(("on", 0, v))) is not None}
@@ -264,14 +271,14 @@ class Alone:
 
 
 def _single(program: Program, at: Instant, game: Game, value: float, x: Any, *, ended: bool) -> TimeBound:
-    """What the program of one instant proves, with an answer of its if there is one."""
+    """The bound that the program of one instant proves, with its answer ``x`` if there is one."""
     proven = value * (game.base_seconds or 1.0)
     bound = TimeBound(seconds=proven, method="instant", solved=ended, nodes=(game.nodes[at.op],))
     return bound if x is None else replace(bound, **chosen(program, x, [at]))
 
 
 def chosen(program: Program, x: Any, instants: Sequence[Instant], *, least: float = 1 - WHOLE) -> dict[str, Any]:
-    """Which values a program's answer leaves absent (it has less than so much of them), and which it fetches."""
+    """The values that a program's answer leaves absent (on the board by less than ``least``), and those that it fetches."""
     absent: dict[int, set[int]] = {at.op: set() for at in instants}
     fetched: set[int] = set()
     for name, j in program.index.items():

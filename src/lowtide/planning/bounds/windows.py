@@ -1,9 +1,10 @@
-"""The program of several instants, with rows for what runs between two of them that are not neighbours.
+"""The program of several instants, strengthened with rows for windows that span several stretches.
 
-Relaxed, the rows of neighbours alone say little: half a run in one stretch and half in the next are a whole run, of which
-each asks for half of what it reads. A *window* is the time from one of the instants to any later one, or to the end. What runs
-again in it at all, once or more often, reads what is there at its beginning, or is placed in it; and what is there at its end
-was there at its beginning, or is placed in it. There are many such rows; those join that a relaxed answer breaks.
+Relaxed, the rows between neighboring instants alone prove little: half a run in one stretch and half in the next add up to a
+whole run, while each requires only half of its inputs. A *window* is the time from one instant to any later one, or to the
+end. An operator that runs again in a window, once or more often, reads values that were on the board at the window's beginning
+or are placed within it. A value on the board at the window's end was there at its beginning or is placed within it. There are
+many such rows, so only those that a relaxed answer violates are added.
 """
 
 from __future__ import annotations
@@ -24,41 +25,42 @@ from lowtide.planning.bounds.time_bounds import TimeBound, chosen
 from lowtide.planning.graph_arrays import Game
 
 _ROUNDS = 8
-"""How often rows join, at most."""
+"""Largest number of rounds in which violated rows are added."""
 _RAISED = 3e-3
-"""Nor where they raised what is proven by a smaller share of it."""
+"""No further rows are added once a round raises the bound by less than this share of it."""
 _BROKEN = 1e-3
-"""A row that a relaxed answer breaks by less does not join."""
+"""A row is added only if a relaxed answer violates it by more than this."""
 _NEARLY = (0.1, 0.01, 1e-3)
-"""A variable so near to a whole number is one, where the others are looked for: what is nearer than 1e-4 alone left programs
-that took five times as long; at 0.2 some answers were a third dearer. The next where the one before leaves no answer."""
+"""Distances from a whole number within which :meth:`Chain.dive` settles a variable before it solves for the others. It tries
+the next distance if one leaves no answer. With 1e-4 the remaining programs took five times as long; with 0.2 some answers cost
+a third more."""
 _HALF = 0.5
-"""What a relaxed answer has on the board by less than this is absent, where nothing better was found."""
+"""If no better answer is found, values that the relaxed answer has on the board by less than this count as absent."""
 
 Answer = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """From the instant ``start`` to the instant ``end``, by their numbers; ``end`` is their count for the schedule's end."""
+    """From instant ``start`` to instant ``end``, by index; ``end`` is the number of instants for the schedule's end."""
 
     start: int
     end: int
 
     @property
     def stretches(self) -> range:
-        """Numbers of the stretches between neighbours that it is made of."""
+        """Indices of the stretches between neighboring instants that make up the window."""
         return range(self.start + 1, self.end + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class _LaidOut:
-    """An answer as arrays.
+    """A relaxed answer as arrays; its entries are shares from 0 to 1.
 
     Attributes:
-        on: per instant and value, how much of it is on the board; not a number where the program does not ask.
-        runs: per stretch and operator, how much of it runs again.
-        fetched: per stretch and value, how much of it is fetched.
+        on: [instants, values], how much of the value is on the board; NaN where the program has no variable.
+        runs: [stretches, operators], how much of a run the operator runs again.
+        fetched: [stretches, values], how much of the value is fetched.
     """
 
     on: Answer
@@ -68,12 +70,12 @@ class _LaidOut:
 
 @final
 class Chain:
-    """Comparable instants, in order, and what they prove together.
+    """Comparable instants, in order, and the bound that they prove together.
 
     Attributes:
-        program: it, with the rows that have joined.
-        joined: of which windows and values these are.
-        took: seconds in which it was relaxed last.
+        program: the program, with the window rows that were added.
+        joined: the windows and values of these rows.
+        took: seconds that the last relaxed solve took.
     """
 
     def __init__(
@@ -86,15 +88,15 @@ class Chain:
         like: Chain | None = None,
         light: AbstractSet[int] = frozenset(),
     ) -> None:
-        """Nothing is proven yet.
+        """Set up the program; nothing is proven yet.
 
         Args:
-            game: what is played.
-            precedence: of it.
+            game: the game.
+            precedence: of the game.
             tight: the instants, in order.
-            budget_bytes: the peak that may not be crossed.
-            like: of some of the instants; rows that joined its program join this one at once.
-            light: values that are taken for 0 bytes.
+            budget_bytes: the peak that no schedule may exceed.
+            like: a chain of some of these instants; the window rows of its program are added at once.
+            light: values that count as 0 bytes.
         """
         self.game = game
         self.tight = tight
@@ -114,7 +116,10 @@ class Chain:
             self._join_as_in(like)
 
     def relax(self, *, seconds: float, rounds: int = _ROUNDS) -> TimeBound:
-        """What the relaxed program proves, as rows join it so often; nothing is said of what would be absent."""
+        """Solve the relaxed program up to ``rounds`` times, adding violated rows in between, and return the bound.
+
+        The bound does not say which values would be absent.
+        """
         deadline = time.monotonic() + seconds
         for _ in range(rounds):
             if time.monotonic() >= deadline:
@@ -133,7 +138,10 @@ class Chain:
         return self.proven
 
     def rounded(self) -> TimeBound:
-        """The same, with what the relaxed answer has on the board by less than half as absent; that fits it only nearly."""
+        """The bound, with the values that the relaxed answer has on the board by less than half as absent.
+
+        The rounded answer meets the program's rows only approximately.
+        """
         bound = self.proven
         if self._relaxed is None:
             return bound
@@ -142,14 +150,15 @@ class Chain:
     def dive(
         self, *, seconds: float, gap: float = 0.0, tell: Callable[[TimeBound, float], None] | None = None
     ) -> TimeBound:
-        """The same, with a whole answer near the relaxed one: what that has on the board nearly wholly, or hardly, stays so.
+        """The bound, with a whole answer near the relaxed one: values almost entirely on the board, or off it, stay so.
 
-        What runs again follows from what is on the board, and need not be asked to be whole.
+        Runs follow from what is on the board, so their variables need not be whole. If there is no such answer, returns that
+        of :meth:`rounded`.
 
         Args:
-            seconds: how long may be looked for it.
-            gap: it may be dearer than the best of these by such a share.
-            tell: told of every better answer as it comes, with its extra seconds as a share of the graph's.
+            seconds: time limit.
+            gap: relative gap to the best such answer within which the solver may stop.
+            tell: called with every better answer as it comes, and its extra seconds as a share of the graph's.
         """
         bound = self.proven
         if self._relaxed is None or seconds <= 0:
@@ -168,7 +177,7 @@ class Chain:
         return self.rounded()
 
     def _settled(self, answer: Answer, nearly: float) -> dict[int, float]:
-        """What an answer has on the board nearly wholly, or hardly."""
+        """The ``on`` variables of an answer that are closer than ``nearly`` to a whole number, with that number."""
         on = np.asarray([j for name, j in self.program.index.items() if name[0] == "on" and j < len(answer)], dtype=int)
         near = on[np.abs(answer[on] - np.round(answer[on])) < nearly]
         return dict(zip(near.tolist(), np.round(answer[near]).tolist(), strict=True))
@@ -176,7 +185,7 @@ class Chain:
     def whole(
         self, *, seconds: float, gap: float = 0.0, tell: Callable[[TimeBound, float], None] | None = None
     ) -> TimeBound:
-        """What the program proves with whole variables, and its answer; ``tell`` is told as by :meth:`dive`."""
+        """The bound of the program with whole variables, and its answer; the arguments are those of :meth:`dive`."""
         if seconds <= 0:
             return self.proven
         if self._relaxed is not None:
@@ -187,7 +196,10 @@ class Chain:
         return bound if found.x is None else replace(bound, **chosen(self.program, found.x, self.tight))
 
     def start(self) -> Answer | None:
-        """The known answer, with the variables of rows that have joined since: an operator runs again in a window, or not."""
+        """The last answer of :meth:`dive`, extended by the variables of the rows that were added since; None if there is none.
+
+        These variables say whether an operator runs again in a window.
+        """
         if self._known is None:
             return None
         size = len(self._known)
@@ -201,12 +213,12 @@ class Chain:
 
     @property
     def ops(self) -> frozenset[int]:
-        """Operators before whose first runs its instants are."""
+        """The operators whose first runs are the instants."""
         return frozenset(at.op for at in self.tight)
 
     @property
     def proven(self) -> TimeBound:
-        """What was proven so far."""
+        """The bound proven so far."""
         return self._bound(ended=False)
 
     def _teller(self, tell: Callable[[TimeBound, float], None] | None) -> Callable[[Solved], None] | None:
@@ -221,7 +233,7 @@ class Chain:
         return TimeBound(seconds=self._proven * base, method="chain", solved=ended, nodes=nodes, windows=rows)
 
     def _tighten(self, answer: Answer) -> bool:
-        """Let rows join that a relaxed answer breaks; whether there were any."""
+        """Add the window rows that a relaxed answer violates; returns whether there were any."""
         joined = False
         laid = self._laid_out(answer)
         for window, runs in self._windows(laid):
@@ -245,7 +257,7 @@ class Chain:
         return laid
 
     def _windows(self, laid: _LaidOut) -> Iterator[tuple[_Window, Answer]]:
-        """Every window, and how much of what an answer has run again in it counts as one run of each operator."""
+        """Every window, with how much each operator runs again in it according to an answer, at most 1."""
         count = len(self.tight)
         for start in range(count):
             total = np.zeros(self.game.plain)
@@ -255,7 +267,10 @@ class Chain:
                 yield _Window(start, end), np.minimum(1.0, total)
 
     def _broken(self, window: _Window, runs: Answer, laid: _LaidOut) -> list[int]:
-        """Values of which an answer has more at a window's end than was there at its beginning or is placed within it."""
+        """Values that are on the board at a window's end by more than what was there at its beginning or is placed in it.
+
+        ``runs`` is lowered in place where an operator lacks inputs for as much of a run.
+        """
         game, start = self.game, window.start
         again = game.again[game.producer]
         before = laid.on[start] + laid.fetched[start + 1 : window.end + 1].sum(axis=0)
@@ -283,7 +298,7 @@ class Chain:
                 self._join(here, v)
 
     def _join(self, window: _Window, v: int) -> None:
-        """The row of a value and a window, with those of the operators that it asks to run again in it."""
+        """Add the row of a value and a window, and the rows of the operators that it requires to run again in the window."""
         program, index = self.program, self.program.index
         self.joined[window, v] = None
         terms = {index["on", window.start, v]: 1.0} | self._placed(window, v)
@@ -300,7 +315,7 @@ class Chain:
                     program.row({j: 1.0} | self._placed(window, p) | {again: -1.0}, 0.0)
 
     def _placed(self, window: _Window, v: int) -> dict[int, float]:
-        """Variables that place a value within a window."""
+        """Variables that place a value on the board within a window."""
         o = int(self.game.producer[v])
         found = {self._again_in(window, o): 1.0} if self.game.again[o] else {}
         for t in window.stretches:
@@ -310,7 +325,7 @@ class Chain:
         return found
 
     def _again_in(self, window: _Window, o: int) -> int:
-        """The variable for an operator running again in a window at all."""
+        """The variable for an operator running again at least once in a window."""
         name = ("again", window, o)
         known = self.program.index.get(name)
         if known is not None:
@@ -325,7 +340,7 @@ class Chain:
 def chain_seconds(
     game: Game, precedence: Precedence, tight: Sequence[Instant], budget_bytes: int, *, seconds: float, gap: float = 0.0
 ) -> TimeBound:
-    """Extra seconds that several comparable instants prove together, in order; within a relative gap if that is quicker."""
+    """The lower bound on extra seconds from several comparable instants, in order; the solver may stop within ``gap``."""
     deadline = time.monotonic() + seconds
     chain = Chain(game, precedence, tight, budget_bytes)
     relaxed = chain.relax(seconds=seconds)

@@ -1,1 +1,1 @@
-"""A second account of the rules, which shares only the graph with what it checks."""
+"""The solution checker: a second implementation of the rules that shares only the graph with the planner."""

@@ -1,6 +1,6 @@
-"""The checker's own caching allocator: segments as lists, searched from end to end.
+"""The checker's own model of torch's caching allocator: segments are lists that are searched linearly.
 
-It shares nothing with :mod:`lowtide.planning.solver.caching_allocator` but the rules, which are torch's
+It shares only the rules with :mod:`lowtide.planning.solver.caching_allocator`. They are torch's
 (``c10/cuda/CUDACachingAllocator.cpp``).
 """
 
@@ -19,7 +19,7 @@ class _Piece:
 
 @dataclass(eq=False)
 class Device:
-    """A device with so many bytes (None: without end), and what torch's allocator has taken of it."""
+    """A device with a capacity in bytes (None: unlimited) and the segments that torch's allocator has reserved on it."""
 
     bytes: int | None
     peak: int = 0
@@ -27,11 +27,11 @@ class Device:
 
     @property
     def taken(self) -> int:
-        """Bytes of all segments."""
+        """Reserved bytes: the sum of all segments."""
         return sum(p.size for _, pieces in self._segments for p in pieces)
 
     def allocate(self, size: int) -> _Piece | None:
-        """A piece for a request; None where the device is out of memory."""
+        """Allocate a piece of at least ``size`` bytes; None if the device is out of memory."""
         size = max(1, (size + 511) // 512) * 512
         small = size <= _MIB
         fitting = [
@@ -59,7 +59,7 @@ class Device:
         return piece
 
     def release(self, piece: _Piece) -> None:
-        """A piece is free, and one with its free neighbours."""
+        """Free a piece and merge it with its free neighbors."""
         piece.used = False
         for _, pieces in self._segments:
             if piece in pieces:

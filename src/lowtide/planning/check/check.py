@@ -1,6 +1,6 @@
-"""Verifies a solution again, by a second account of the rules and of the bounds; only the graph is shared with the first.
+"""Verifies a solution file by a second implementation of the rules and bounds that shares only the graph.
 
-This module looks at the form of a solution file; ``claims`` looks at what it says.
+This module checks the form of the file; ``claims`` checks its statements.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from lowtide.planning.status import Status
 _PEAK_METHODS = ("stuck", "instant", "forced", "cut")
 _TIME_METHODS = ("none", "search", "instant", "instants", "chain")
 _OF_THE_PLAN = ("curve", "decides", "modules", "levers")
-"""What a solution says besides, which its curve's points do not."""
+"""Fields of a whole solution that the points of its curve do not have."""
 _OF_A_POINT = frozenset((
     "status", "budget_bytes", "peak_bytes", "host_peak_bytes", "moved_bytes", "seconds", "wait_seconds", "extra_fraction",
     "extra_seconds", "bound", "lowest_peak_bytes", "schedule",
 ))
-"""What such a point says itself; all else holds for the whole file."""
+"""Fields that a point of a curve states itself; all others are taken from the whole file."""
 
 
 def check(graph: Graph, solution: object, *, progress: Callable[[int, int], object] | None = None) -> list[str]:
-    """What is wrong with a solution file's content; empty where it holds.
+    """Check the content of a solution file; the points of its curve are checked as solutions, too.
 
-    The points of a curve are solutions too; ``saves_seconds`` of ``decides`` is an estimate, and is not looked at.
+    ``saves_seconds`` of ``decides`` is an estimate and is not checked.
 
     Args:
-        graph: what was solved.
+        graph: the graph that was solved.
         solution: the file's content.
-        progress: called with how many solutions were looked at, and how many there are.
+        progress: called with the number of solutions checked so far and their total.
+
+    Returns:
+        What is wrong, one sentence per error; empty if everything holds.
     """
     if not is_solution(solution):
         return ["it is no solution written by `lowtide plan --json`"]
@@ -53,12 +56,12 @@ def check(graph: Graph, solution: object, *, progress: Callable[[int, int], obje
 
 
 def is_solution(found: object) -> bool:
-    """Whether a file's content is what ``lowtide plan --json`` writes, true or not."""
+    """Whether a file's content has the form that ``lowtide plan --json`` writes, whether it is true or not."""
     return isinstance(found, Mapping) and "status" in found and isinstance(found.get("bound"), Mapping)
 
 
 def _rises(curve: Sequence[Mapping[str, Any]]) -> list[str]:
-    """More memory never costs more time: not by the plans, and not by the bounds."""
+    """Errors where a curve's plans or bounds take more time with more memory, which never happens."""
     by_budget = sorted(curve, key=lambda point: -point["budget_bytes"])
     wrong = []
     for name, values in (
@@ -81,7 +84,7 @@ def _wrong(graph: Graph, solution: Mapping[str, Any]) -> list[str]:
 
 
 def _strange(solution: Mapping[str, Any]) -> list[str]:
-    """Fields that say nothing that could be verified."""
+    """Errors for fields whose values have no meaning that could be verified."""
     bound = solution["bound"]
     words = (
         ("status", solution["status"], [s.value for s in Status]), ("order", solution.get("order"), ["fixed", "free"]),

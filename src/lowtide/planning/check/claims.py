@@ -1,4 +1,4 @@
-"""What a solution claims, held against the graph: figures, the schedule, the bounds."""
+"""Verifies a solution's claims against the graph: figures, schedule and bounds."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from lowtide.planning.graph import Graph
 from lowtide.planning.status import Status
 
 SECONDS = 1e-9
-"""Relative difference in seconds that sums may show."""
+"""Relative tolerance for sums of seconds."""
 _NONE_WITHOUT_A_PLAN = ("peak_bytes", "host_peak_bytes", "moved_bytes", "seconds", "wait_seconds", "extra_fraction")
 _OPTIMAL = 1.1e-9
-"""Share of the graph's seconds by which an optimal plan's bound may lie below it: a billionth, and what sums differ by."""
+"""Share of the graph's seconds by which an optimal plan may exceed its bound: a billionth, plus the error of sums."""
 _MOST_SEARCHED = 10
-"""Nodes up to which a claim that all schedules were looked at is verified by looking at them."""
+"""Largest number of nodes for which a claimed exhaustive search is verified by repeating it."""
 
 
 class Claims:
-    """What a solution says of a graph, claim by claim."""
+    """Checks what a solution claims about a graph, claim by claim."""
 
     def __init__(self, graph: Graph, solution: Mapping[str, Any]) -> None:
-        """Nothing was looked at yet.
+        """Prepare the check; no claim is checked yet.
 
         Args:
-            graph: what was solved.
-            solution: the file's content, whose fields have the right kinds (``check.check`` sees to that).
+            graph: the graph that was solved.
+            solution: the file's content; ``check.check`` has verified the kinds of its fields.
         """
         unit = int(solution["rounding_bytes"])
         self.points = Points(graph.rounded(unit) if unit > 1 else graph, fixed=solution["order"] == "fixed")
@@ -40,12 +40,12 @@ class Claims:
         self.wrong: list[str] = []
 
     def claim(self, holds: bool, text: str) -> None:
-        """Note what is wrong where a claim does not hold."""
+        """Record ``text`` as an error unless the claim holds."""
         if not holds:
             self.wrong.append(text)
 
     def run(self) -> list[str]:
-        """Look at all claims, and return what is wrong."""
+        """Check all claims and return the errors."""
         s = self.solution
         status, budget = s["status"], s.get("budget_bytes")
         base = math.fsum(n.seconds for n in self.points.graph.nodes if not n.resident)
@@ -79,7 +79,7 @@ class Claims:
         return self.wrong
 
     def infeasible(self, budget: int) -> None:
-        """Nothing fits the budget."""
+        """Check the claim that no schedule fits the budget."""
         bound = self.solution["bound"]
         if bound["extra_method"] != "search":
             self.claim(bound["peak_bytes"] > budget, "infeasible is claimed, but the bound on the peak does not prove it")
@@ -88,7 +88,7 @@ class Claims:
         self.claim(found is None, f"infeasible is claimed, but a schedule of {found} s fits the budget")
 
     def once_each(self) -> None:
-        """Without a budget a plan is an order of the lowest peak, with every operator run once and nothing moved."""
+        """Check a plan without a budget: the order of the lowest peak, with every operator run once and nothing moved."""
         s = self.solution
         acts = [act for act, _ in s["schedule"]]
         self.claim(not s["bound"]["extra_seconds"], "a bound on extra seconds is claimed, but for no budget")
@@ -103,14 +103,14 @@ class Claims:
             self.claim(s["peak_bytes"] <= proved, f"optimal is claimed at {s['peak_bytes']} bytes, but the bound is {proved}")
 
     def searched(self, budget: int) -> float | None:
-        """Seconds of the cheapest schedule within a budget, by looking at all of them; None where there is none."""
+        """Seconds of the cheapest schedule within a budget, by exhaustive search; None if there is none."""
         if sum(1 for n in self.points.graph.nodes if not n.resident) > _MOST_SEARCHED:
             self.claim(False, "all schedules are said to have been looked at, but the graph is too large for that")
             return None
         return Search(self.points, budget).seconds()
 
     def peak_bound(self, node: Any, method: str, claimed: int) -> None:
-        """The bound on the peak: of all schedules, or where there is no budget of those that run every operator once."""
+        """Check the bound on the peak of all schedules; without a budget, of all that run every operator once."""
         if method == "stuck":
             proved = self.points.floor(node)
         elif method == "instant":
@@ -123,7 +123,7 @@ class Claims:
         self.claim(claimed <= proved, f"bound.peak_bytes is {claimed}, its node proves {proved}")
 
     def segments(self, budget: int | None) -> None:
-        """Play the schedule on a device that has the budget (None: without end), under torch's caching allocator."""
+        """Play the schedule under torch's caching allocator, on a device that has ``budget`` bytes (None: unlimited)."""
         device = Device(budget)
         denied = self.denied(device)
         if denied is not None:
@@ -133,7 +133,7 @@ class Claims:
         self.claim(told == device.peak, f"reserved_bytes is {told}, the schedule reserves {device.peak}")
 
     def denied(self, device: Device) -> int | None:
-        """The first move at which a device has too few bytes; None if it has enough for all."""
+        """Index of the first move at which the device runs out of memory (0 if resident values do not fit); None if none."""
         nodes = self.points.graph.nodes
         pieces: dict[int, Any] = {v: device.allocate(n.bytes) for v, n in enumerate(nodes) if n.resident and n.bytes}
         if None in pieces.values():
@@ -164,7 +164,7 @@ class Claims:
         return None
 
     def replay(self, base: float) -> None:
-        """Play the schedule, and hold its figures against those that are claimed."""
+        """Play the schedule and compare its figures with the claimed ones."""
         s = self.solution
         moves = [(act, self.points.index[name]) for act, name in s["schedule"]]
         board = Board(self.points, moves, self.claim)
@@ -198,7 +198,7 @@ class Claims:
             self.modules(board, {v for act, v in moves if act == "fetch"})
 
     def decides(self, board: Board, told: Mapping[str, Any]) -> None:
-        """What is said to decide: a node at which the peak is reached, and what runs again."""
+        """Check ``decides``: a node at which the peak is reached, and the operators that run again."""
         tight = self.points.index[told["tight_node"]]
         self.claim(tight in board.highest, f"{told['tight_node']!r} is said to run at the peak, which is not reached there")
         for row in told["dear"]:
@@ -210,7 +210,7 @@ class Claims:
             self.claim(row["bytes"] == made, f"{row['node']!r} makes {made} bytes, not {row['bytes']}")
 
     def modules(self, board: Board, fetched: set[int]) -> None:
-        """Bytes of each module's values by what becomes of them, and seconds of what runs again."""
+        """Check ``modules``: per module the bytes that are kept, recomputed and moved, and the seconds of recomputation."""
         sums: dict[str, dict[str, float]] = {}
         for v, node in enumerate(self.points.graph.nodes):
             if node.resident:
@@ -229,7 +229,7 @@ class Claims:
                 self.claim(close, f"{key} of module {module!r} is {told[module][key]}, the schedule's is {value}")
 
     def extra_bound(self, budget: int, base: float) -> None:
-        """The bound on extra seconds."""
+        """Check the bound on extra seconds."""
         bound = self.solution["bound"]
         claimed, method = bound["extra_seconds"], bound["extra_method"]
         if claimed <= 0:
@@ -249,7 +249,7 @@ class Claims:
         )
 
     def extra_time(self, budget: int, base: float) -> None:
-        """The bound on extra seconds, and what the status says about it."""
+        """Check the bound on extra seconds against the plan and the status."""
         s, claimed = self.solution, self.solution["bound"]["extra_seconds"]
         extra = max(0.0, s["seconds"] - base)
         self.claim(
@@ -264,7 +264,7 @@ class Claims:
         self.extra_bound(budget, base)
 
     def program(self, budget: int, base: float, claimed: float) -> float:
-        """Solve a bound's program anew: relaxed, if that is enough for what is claimed."""
+        """Set up and solve a bound's program again, only relaxed if that proves the claimed seconds; returns seconds."""
         found, told = Program(self.points, budget, base), self.solution["bound"]
         if told["extra_method"] == "instants":
             found.all_instants()

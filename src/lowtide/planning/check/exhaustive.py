@@ -1,4 +1,4 @@
-"""All schedules of a small graph within a budget: the cheapest, by Dijkstra over what is on the boards and what has run."""
+"""Finds the cheapest schedule of a small graph within a budget: Dijkstra over all states of the game."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from lowtide.planning.check.points import Points
 
 
 class Search:
-    """All schedules of a small graph within a budget: what is on the board, on the second board, and has run, as bits."""
+    """Searches all schedules of a small graph within a budget.
+
+    A state is three bit sets: nodes on the board, nodes on the second board, and nodes whose operators have run.
+    """
 
     def __init__(self, points: Points, budget: int) -> None:
-        """Of a graph, within a budget in bytes."""
+        """Set up the search in the graph of ``points``, within a budget in bytes."""
         self.points = points
         self.nodes = points.graph.nodes
         self.offload = points.graph.offload
@@ -21,7 +24,7 @@ class Search:
         self.loose = [v for v, n in enumerate(self.nodes) if not n.resident]
 
     def seconds(self) -> float | None:
-        """Of the cheapest schedule; None where none fits."""
+        """Seconds of the cheapest schedule; None if none fits."""
         start = (0, 0, 0)
         best, queue = {start: 0.0}, [(0.0, start)]
         while queue:

@@ -1,4 +1,4 @@
-"""What is certain about a graph at the moments at which its operators first run, found from the graph alone.
+"""What holds in every schedule when an operator first runs, derived from the graph alone.
 
 A *program point* is the moment at which an operator runs for the first time.
 """
@@ -12,38 +12,38 @@ from lowtide.planning.graph import Graph
 
 
 class UnknownNode(Exception):
-    """A name that the graph does not have."""
+    """A solution names a node that the graph does not have."""
 
 
 class Index(dict[Any, int]):
-    """Numbers of nodes by their names."""
+    """Indices of nodes by name."""
 
     def __missing__(self, name: Any) -> int:
-        """Raise.
+        """Raise for an unknown name.
 
         Raises:
-            UnknownNode: bearing the name.
+            UnknownNode: with the name as its argument.
         """
         raise UnknownNode(name)
 
 
 class Points:
-    """A graph's operators in order, with what each of them reads, makes and overwrites.
+    """A graph's operators in order, with the nodes that each of them reads, computes and overwrites.
 
     Attributes:
         ops: operators in the given order.
-        place: the number of each in that order.
-        needed: per node, what it reads.
+        place: per operator, its index in that order.
+        needed: per node, the nodes that it reads.
         readers: per node, the operators that read it.
-        made: per operator, the nodes that one run of it makes.
+        made: per operator, the nodes that one run of it computes.
     """
 
     def __init__(self, graph: Graph, *, fixed: bool) -> None:
-        """A graph whose first runs keep the given order, or any.
+        """Index a graph.
 
         Args:
-            graph: of operators and values.
-            fixed: whether first runs keep its order.
+            graph: operators and values.
+            fixed: whether first runs keep the given order; otherwise any order is allowed.
         """
         self.graph = graph
         self.fixed = fixed
@@ -61,7 +61,7 @@ class Points:
         ]
 
     def _needed(self, v: int) -> set[int]:
-        """What a node reads: its parents, and of views the storage at the bottom."""
+        """The nodes that a node reads: its parents, and the storages of those that are views."""
         found = set(self.graph.nodes[v].parents)
         for p in self.graph.nodes[v].parents:
             bottom = p
@@ -71,12 +71,12 @@ class Points:
         return found
 
     def leader(self, v: int) -> int:
-        """The operator that makes a node."""
+        """The operator that computes a node."""
         above = self.graph.nodes[v].made_with
         return v if above is None else above
 
     def around(self, op: int) -> tuple[set[int], set[int]]:
-        """Operators that certainly ran before the first run of one, and those that certainly run after it."""
+        """Operators that run before ``op``'s first run in every schedule, and those that first run after it in every one."""
         nodes = self.graph.nodes
         if self.fixed:
             at = self.place[op]
@@ -99,7 +99,7 @@ class Points:
         return reach(above), reach(below)
 
     def must_be_resident(self, op: int, before: set[int], after: set[int]) -> set[int]:
-        """Values that are resident at a program point in every schedule."""
+        """Values that are on the board at a program point in every schedule."""
         nodes, needed = self.graph.nodes, self.needed[op]
         found = set()
         for v, n in enumerate(nodes):
@@ -118,14 +118,14 @@ class Points:
         return {old for u in self.made[op] if (old := self.graph.nodes[u].overwrites) is not None}
 
     def least(self, op: int, present: set[int]) -> int:
-        """Bytes while an operator runs, if so much is present besides what it makes."""
+        """Bytes while an operator runs, in place if it can, with ``present`` on the board besides what it computes."""
         nodes = self.graph.nodes
         made = set(self.made[op])
         there = (present - self.overwritten(op)) | made | {v for v, n in enumerate(nodes) if n.resident}
         return sum(nodes[u].bytes for u in there) + nodes[op].workspace_bytes
 
     def floor(self, node: Any) -> int:
-        """Bytes that are there in every schedule when a node first runs; at the end, for None."""
+        """Bytes on the board in every schedule when a node first runs; for None, at the end."""
         resident = sum(n.bytes for n in self.graph.nodes if n.resident)
         if node is None:  # the end
             return resident + sum(n.bytes for n in self.graph.nodes if n.keep and not n.resident)
@@ -133,13 +133,13 @@ class Points:
         return max(resident, self.least(op, self.must_be_resident(op, *self.around(op))))
 
     def wanted(self, op: int, before: set[int], after: set[int]) -> set[int]:
-        """Values that were made before an operator first runs and are read by it or later."""
+        """Values that are computed before an operator first runs and are read by it or later."""
         later = {v for v, n in enumerate(self.graph.nodes) if n.keep or self.readers[v] & after}
         made = {v for v, n in enumerate(self.graph.nodes) if not n.resident and self.leader(v) in before}
         return made & (later | self.needed[op])
 
     def given_peak(self) -> int:
-        """What the given order reaches when every value goes after its last use."""
+        """Peak bytes of the given order if every value is freed after its last use."""
         nodes, place = self.graph.nodes, self.place
         last: list[float] = []
         for v, n in enumerate(nodes):

@@ -1,6 +1,6 @@
-"""Playing a schedule by the rules, as written down a second time: what is there at each move, and when.
+"""Plays a schedule move by move: the checker's own implementation of the game's rules.
 
-The board is a set, and its bytes are summed anew at every move: it is written for reading, not for speed.
+The board is a set, and its bytes are summed again at every move: the code favors clarity over speed.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Final
 from lowtide.planning.check.points import Points
 
 RUNS: Final = ("compute", "update")
-"""Actions that run an operator."""
+"""Acts that run an operator."""
 
 
 class Board:
-    """What is where while a schedule is played; sums are made anew at every move."""
+    """The state of both boards while a schedule is played; sums are recomputed at every move."""
 
     def __init__(self, points: Points, moves: list[tuple[str, int]], claim: Callable[[bool, str], None]) -> None:
-        """Nothing is there but what is resident.
+        """Set up a board that holds only the resident values.
 
         Args:
-            points: of the graph.
-            moves: the schedule, as pairs of an action and a node.
-            claim: told of each rule whether it holds, and what is wrong where it does not.
+            points: the graph's program points.
+            moves: the schedule, as pairs of an act and a node.
+            claim: called for each rule with whether it holds, and the error if it does not.
         """
         self.points = points
         self.nodes = points.graph.nodes
@@ -41,7 +41,7 @@ class Board:
         self.highest: set[int] = set()
 
     def claim(self, holds: bool, t: int, text: str) -> None:
-        """A rule holds at a move, or it is told that it does not."""
+        """Claim that a rule holds at move ``t``; ``text`` is the error if it does not."""
         self._claim(holds, f"move {t}: {text}")
 
     def move(self, t: int, act: str, v: int) -> None:
@@ -68,14 +68,14 @@ class Board:
             self.written.pop(v, None)
 
     def bytes_now(self, t: int, v: int, act: str) -> int:
-        """Bytes that are there before or after a move."""
+        """Bytes on the board now, before or after move ``t``, resident values and held states included."""
         states = sum(n.state_bytes for u, n in enumerate(self.nodes) if n.state_bytes and self.runs[u] and self.last[u] > t)
         if act in RUNS and self.runs[v] > 1 and self.last[v] == t:
             states += self.nodes[v].state_bytes
         return sum(self.nodes[u].bytes for u in self.board | self.resident) + states
 
     def compute(self, t: int, act: str, v: int) -> None:
-        """An operator runs."""
+        """Run an operator."""
         node, made = self.nodes[v], self.points.made[v]
         self.claim(not node.resident and node.made_with is None, t, f"{node.id!r} is no operator")
         self.claim(node.recompute or not self.runs[v], t, f"{node.id!r} may not run again")
@@ -94,7 +94,7 @@ class Board:
         self.clock += node.seconds
 
     def let_go(self, t: int, v: int, *, by: int = -1) -> None:
-        """A value leaves, if no script holds it any more, or what it is held for is what takes it over."""
+        """Take a value off the board; a held one only after its ``held_until`` has run, or if that (``by``) overwrites it."""
         until = self.nodes[v].held_until
         if until is not None and self.points.leader(until) != by:
             ran = self.runs[self.points.leader(until)] > 0
@@ -103,13 +103,13 @@ class Board:
         self.board.discard(v)
 
     def free(self, t: int, v: int) -> None:
-        """A value is dropped."""
+        """Free a value."""
         node = self.nodes[v]
         self.claim(v in self.board, t, f"{node.id!r} is not on the board")
         self.let_go(t, v)
 
     def transfer(self, t: int, act: str, v: int) -> None:
-        """A value is offloaded or fetched."""
+        """Offload or fetch a value."""
         node, offload = self.nodes[v], self.points.graph.offload
         self.claim(offload is not None and node.move and not node.resident, t, f"{node.id!r} may not be moved")
         if offload is None:
@@ -130,7 +130,7 @@ class Board:
         self.claim(offload.host_bytes is None or held <= offload.host_bytes, t, f"the second board holds {held} bytes")
 
     def end(self) -> None:
-        """What must be so once the schedule is over."""
+        """Check what must hold after the last move."""
         self.clock = max([self.clock, *(self.ready.get(v, 0.0) for v in self.board)])
         for v, n in enumerate(self.nodes):
             self._claim(n.resident or n.made_with is not None or self.runs[v] > 0, f"{n.id!r} is never computed")

@@ -1,1 +1,1 @@
-"""Plans of a graph: from textbook schedules to annealing and integer programs."""
+"""Searches for plans of a graph: textbook strategies, exhaustive search, annealing, integer programs."""

@@ -1,4 +1,4 @@
-"""The compiled search (``search.c``) behind Python: rows of operators in, better rows out."""
+"""Python interface to the compiled annealing search (``search.c``), which improves rows of operators."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lowtide.planning.graph_arrays import Game
 _HERE: Final = Path(__file__).resolve().parent
 _NO_LIMIT: Final = 1e300
 _SLACK: Final = 2.5
-"""Slots per operator: room to put a copy between any two."""
+"""Slots per operator, so that a copy fits between any two operators."""
 _WEIGHT: Final = 10.0
-"""Usual weight of the bytes above the budget at first, per operator."""
+"""Default initial weight of the bytes above the budget; it is divided by the number of operators."""
 
 
 class _Game(ctypes.Structure):
-    """Keep in step with ``search.c``."""
+    """The struct ``Game`` of ``search.c``; the two must match."""
 
     _fields_ = (
         [(name, ctypes.c_int64) for name in ("ops", "plain", "values")]
@@ -73,12 +73,12 @@ class _Round(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class AnnealedRow:
-    """A row, with what the search counts for it.
+    """A row and its cost as the search counts it.
 
     Attributes:
         ops: operators in order.
-        seconds: of all of them.
-        over_bytes: sum over the places of the row of what stands above the budget.
+        seconds: seconds of all of them.
+        over_bytes: bytes above the budget, summed over the places of the row (both boards); 0 if the row fits.
     """
 
     ops: tuple[int, ...]
@@ -87,13 +87,13 @@ class AnnealedRow:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """What is to be small: first to fit, then seconds."""
+        """Sort key, smaller is better: bytes above the budget first, then seconds."""
         return (self.over_bytes, self.seconds)
 
 
 @cache
 def library() -> Any | None:
-    """The compiled search; None where it was not built."""
+    """The compiled search; None if it was not built or cannot be loaded."""
     path = next(iter(sorted(_HERE.glob("_search*.so"))), None)
     if path is None:
         return None
@@ -113,7 +113,7 @@ def library() -> Any | None:
 
 
 def end(running: list[Any]) -> None:
-    """Let rounds that run give what they have; they look at their deadline every few moves."""
+    """Make running rounds return their best row soon: sets their deadlines to 0, which they check every 1024 moves."""
     for asked in running[:]:
         asked.deadline = 0.0
 
@@ -122,10 +122,10 @@ _LIFE, _STATE, _HOST = range(3)
 
 
 class Annealer:
-    """One game and one budget, ready to be searched; may be used from several threads at once."""
+    """Anneals rows for one game and one budget; may be used from several threads at once."""
 
     def __init__(self, game: Game, budget_bytes: int, *, fixed: bool) -> None:
-        """Lay the arrays out for the library."""
+        """Lay out the game's arrays for the library."""
         self.game = game
         self.budget = max(1, budget_bytes - game.graph.resident_bytes)
         self._arrays: list[np.ndarray[Any, Any]] = []
@@ -145,20 +145,23 @@ class Annealer:
         weight: float | None = None,
         running: list[Any] | None = None,
     ) -> AnnealedRow:
-        """Anneal from a row.
+        """Run one round of annealing, starting from a row.
 
         Args:
             row: operators in an order in which they can run.
-            moves: how many are tried at most.
-            hot: temperature at the beginning, as a share of the graph's seconds.
-            cold: at the end.
+            moves: largest number of moves to try.
+            hot: temperature at the start, as a share of the graph's seconds.
+            cold: temperature at the end, likewise.
             copies: whether operators may run again; otherwise only the order changes.
-            seed: of the random numbers; the same seed and row give the same answer.
-            deadline: of :func:`time.monotonic`; the best row so far is the answer then.
-            target_seconds: a row that fits in so few ends the search.
-            weight: what the bytes above the budget, as a share of it and summed over the row, weigh at first against seconds
-                as a share of the graph's; it rises while the row does not fit, and falls while it does.
-            running: where the round can be found while it runs, for :func:`end`.
+            seed: random seed; the same seed and row give the same answer unless the deadline ends the round.
+            deadline: time of :func:`time.monotonic` at which the round returns its best row so far.
+            target_seconds: a row that fits and takes no longer ends the round.
+            weight: initial weight of the bytes above the budget (as a share of the budget, summed over the row) relative to
+                seconds (as a share of the graph's). It rises while the row does not fit, and falls while it does.
+            running: list that holds the round while it runs, for :func:`end`.
+
+        Raises:
+            MemoryError: if the library cannot allocate memory.
         """
         found = library()
         assert found is not None
@@ -181,7 +184,7 @@ class Annealer:
         return AnnealedRow(tuple(buffer[: length.value].tolist()), asked.seconds, asked.over)
 
     def count(self, row: Sequence[int]) -> AnnealedRow:
-        """What the search counts for a row as it is."""
+        """The cost of a row as the search counts it; the row is not changed."""
         return self.round(
             row, moves=0, hot=1.0, cold=1.0, copies=False, seed=1, deadline=time.monotonic() + 60, target_seconds=-1.0
         )

@@ -1,10 +1,10 @@
-"""Checkpoints before an instant: values that stay on the board there, so that what comes back is no long chain.
+"""Checkpoints before an instant: values kept on the board so that none needs a long chain to come back.
 
-The program of one instant pays for every run once, however long the chain of operators is that brings a value back. Of a
-network of equal blocks it keeps little but what is dear to compute, and the first value that comes back takes half of the
-network with it. A checkpoint is all that crosses a place in the order: made before it, and read between it and the instant.
-The nearer the instant, the closer they stand, because what is read next comes back while the board is full, and what is read
-last when most of it is free.
+The program of one instant pays for every run once, however long the chain of operators is that brings a value back. In a
+network of equal blocks it therefore keeps little except values that are expensive to compute, and the first value to come back
+recomputes half of the network. A checkpoint is the set of values that cross a place in the order: computed before it, and read
+between it and the instant. Checkpoints are closer together near the instant, because the values read next come back while the
+board is full, and those read last when most of it is free.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from lowtide.planning.graph_arrays import Game
 
 _REACH = 0.5
-"""Around where the next one would stand, so much of the distance to it is looked over for where least crosses."""
+"""A checkpoint stands where the fewest bytes cross, within this share of its distance on either side of its nominal place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class Spacing:
     """Distances between checkpoints.
 
     Attributes:
-        share: of the first to the instant, as a share of all operators before that.
-        growth: of each other one to the next, as a share of its distance to the instant, if that is more.
+        share: smallest distance, and that of the first checkpoint to the instant, as a share of all operators before it.
+        growth: distance from one checkpoint to the next as a share of the former's distance to the instant; used if larger.
     """
 
     share: float
@@ -36,18 +36,18 @@ SPACINGS = (
     Spacing(1 / 200, 1.0), Spacing(1 / 100, 1.0), Spacing(1 / 50, 1.0), Spacing(1 / 25, 1.0), Spacing(1 / 100, 0.5),
     Spacing(1 / 50, 0.25),
 )
-"""Those that are tried: which is best depends on how much of a block must be on the board to bring one of its values back."""
+"""The spacings to try: which is best depends on how much of a block must be on the board to bring back one of its values."""
 
 
 class Crossings:
-    """What crosses each place in the given order before an instant."""
+    """The values and bytes that cross each place in the given order before an instant."""
 
     def __init__(self, game: Game, op: int) -> None:
-        """Gather it.
+        """Find the values that are read after their computation and no later than the instant.
 
         Args:
-            game: what is played.
-            op: whose first run is the instant.
+            game: the game.
+            op: the operator whose first run is the instant.
         """
         self._op = op
         read = [max((r for r in readers if r <= op), default=-1) for readers in game.readers]
@@ -62,7 +62,7 @@ class Crossings:
         self._bytes = np.cumsum(change)
 
     def places(self, spacing: Spacing) -> list[int]:
-        """Where checkpoints stand, the nearest to the instant first: each where least crosses, of the places around."""
+        """The places of the checkpoints, nearest to the instant first; each is where the fewest bytes cross nearby."""
         found: list[int] = []
         at = self._op
         while True:
@@ -75,7 +75,7 @@ class Crossings:
             found.append(at)
 
     def values(self, spacing: Spacing) -> frozenset[int]:
-        """What crosses these places."""
+        """The values that cross these places."""
         places = np.sort(np.asarray(self.places(spacing), dtype=np.int64))
         crossed = np.searchsorted(places, self._to, side="right") > np.searchsorted(places, self._from, side="left")
         return frozenset(v for v, yes in zip(self._values, crossed.tolist(), strict=True) if yes)

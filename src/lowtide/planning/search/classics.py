@@ -1,11 +1,11 @@
-"""Named plans of the literature, for comparison and teaching; each is a row that the referee can play.
+"""Named strategies from the literature, for comparison and teaching; each gives a row that the referee can play.
 
-* ``keep-all``: the given order, nothing runs twice.
-* ``keep-none``: no forward value is kept; what a backward operator reads is made again from the beginning.
-* ``sqrt-n``: the values at about sqrt(n) operators are kept, the segment between two of them runs again for its first later
-  use (Chen, Xu, Zhang, Guestrin 2016, "Training deep nets with sublinear memory cost").
-* ``revolve``: on a chain and its backward, the least number of runs for a number of kept values (Griewank and Walther 2000).
-* ``greedy``: the largest value alive at the highest point is dropped and run again before its next use, until the peak fits.
+* ``keep-all``: the given order; nothing runs twice.
+* ``keep-none``: no forward value is kept; everything that a backward operator reads is recomputed from the beginning.
+* ``sqrt-n``: values at about sqrt(n) operators are kept; the segment between two of them runs again when one of its values is
+  next read (Chen, Xu, Zhang, Guestrin 2016, "Training deep nets with sublinear memory cost").
+* ``revolve``: on a chain and its backward, the fewest runs for a given number of kept values (Griewank and Walther 2000).
+* ``greedy``: the largest value alive at the peak is dropped and recomputed before its next use, until the peak fits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def keep_all(game: Game) -> tuple[int, ...]:
 
 
 def keep_none(game: Game) -> tuple[int, ...]:
-    """No forward value is kept: each later operator has what it reads made again from the beginning."""
+    """Keep no forward value: each later operator's inputs are recomputed from the beginning."""
     turn = _turn(game)
     row = list(range(turn))
     for o in range(turn, game.plain):
@@ -37,12 +37,12 @@ def keep_none(game: Game) -> tuple[int, ...]:
 
 
 def _held(game: Game, o: int, at: int) -> bool:
-    """Whether somebody holds a value of an operator until another has run: it is there, and may not be placed anew."""
+    """Whether a value of operator ``o`` is held until ``at`` or later; it is on the board then and must not be recomputed."""
     return any(int(game.pin[v]) >= at for v in game.outputs[o])
 
 
 def _made_again(game: Game, o: int, turn: int, present: set[int], at: int) -> list[int]:
-    """Runs of forward operators after which an operator's values are there; ``present`` gathers what is."""
+    """Runs of forward operators after which operator ``o``'s values are on the board; adds these operators to ``present``."""
     found: list[int] = []
     stack = [(o, False)]
     while stack:
@@ -59,7 +59,7 @@ def _made_again(game: Game, o: int, turn: int, present: set[int], at: int) -> li
 
 
 def segments(game: Game, size: int | None = None) -> tuple[int, ...]:
-    """Keep what leaves each of about sqrt(n) segments of the forward; run a segment again when a value in it is next read."""
+    """Keep the values that leave each of about sqrt(n) forward segments; rerun a segment when a value in it is next read."""
     turn = _turn(game)
     size = size or max(1, math.isqrt(max(1, turn)))
     segment = [o // size for o in range(turn)]
@@ -86,15 +86,15 @@ def segments(game: Game, size: int | None = None) -> tuple[int, ...]:
 
 
 def _turn(game: Game) -> int:
-    """Where the backward begins: the operator at which the given order stands highest."""
+    """The operator at which the backward is taken to begin: the one at which the given order peaks."""
     return int(profile(game, game.given).argmax())
 
 
 def revolve(game: Game, slots: int | None = None) -> tuple[int, ...]:
-    """The least number of runs of a chain and its backward, with so many kept values (about sqrt(n) of them if not said).
+    """The row with the fewest runs for a chain and its backward, with ``slots`` kept values (default: about sqrt(n)).
 
     Raises:
-        GraphError: if the graph is no chain ``f0 … fn`` with a backward ``bn … b1``, where ``bi`` reads ``b(i+1)`` (``bn``
+        GraphError: if the graph is not a chain ``f0 … fn`` with a backward ``bn … b1``, where ``bi`` reads ``b(i+1)`` (``bn``
             reads ``fn``) and ``f(i-1)``.
     """
     n = (game.plain - 1) // 2
@@ -109,13 +109,13 @@ def revolve(game: Game, slots: int | None = None) -> tuple[int, ...]:
         row.extend(range(first, last + 1))
 
     def backward(first: int) -> None:
-        """The backward of the operator after ``first``, whose value is there."""
+        """Append the backward of the operator after ``first``; the value of ``first`` is on the board."""
         if first + 1 == n:
             row.append(n)
         row.append(2 * n - first)
 
     def turn(first: int, length: int, free: int) -> None:
-        """The backwards of the ``length`` operators after ``first``, whose value is kept."""
+        """Append the backwards of the ``length`` operators after ``first``; the value of ``first`` is kept."""
         if length == 1 or free <= 0:
             for i in range(length - 1, -1, -1):
                 forward(first + 1, first + i)
@@ -132,7 +132,7 @@ def revolve(game: Game, slots: int | None = None) -> tuple[int, ...]:
 
 @cache
 def _split(length: int, free: int) -> tuple[int, int]:
-    """(runs, where the next value is kept) for the backwards of a stretch whose beginning is kept, with free slots left."""
+    """For the backwards of a stretch whose first value is kept, with ``free`` slots left: fewest runs, next place to keep."""
     if length <= 1:
         return 0, 0
     if free <= 0:
@@ -141,7 +141,7 @@ def _split(length: int, free: int) -> tuple[int, int]:
 
 
 def greedy(game: Game, budget: int, *, tries: int = 2000) -> tuple[int, ...]:
-    """Drop the largest value at the highest point and run its operator again before its next use, until the peak fits."""
+    """Drop the largest value at the peak and rerun its operator before the next use, until the peak fits the budget."""
     row = list(game.given)
     tried: set[tuple[int, int]] = set()
     for _ in range(tries):
@@ -183,7 +183,7 @@ STRATEGIES: dict[str, Callable[[Game, int], tuple[int, ...]]] = {
 
 
 def rows(game: Game, budget: int) -> list[Row]:
-    """Rows of all strategies that apply to a graph."""
+    """The rows of all strategies that apply to the graph."""
     found = []
     for plan in STRATEGIES.values():
         try:

@@ -1,8 +1,8 @@
-"""Down to a budget by greed: lower the highest place by the cheapest bytes, again and again.
+"""Greedy descent to a budget: repeatedly removes the cheapest bytes from the place where the row peaks.
 
-Near the floor annealing finds no row that fits: what brings one value back needs others that have gone, and these rows are
-chains of chains. Here a row is what :func:`row_without` makes of values that are absent, so that it can always run, and each
-step takes away what stands highest.
+Near the floor, annealing finds no row that fits: bringing one value back needs others that are absent as well, so these rows
+are chains of chains. The descent builds its rows from sets of absent values with :func:`row_without`, so every row can run,
+and each step lowers the highest place.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from lowtide.planning.graph_arrays import Game, profile
 from lowtide.planning.search.rows_from_bound import row_without
 
 _STEP_SHARE = 0.01
-"""Share of what the given order has above the floor by which one step lowers the highest place at least, if it can."""
+"""Smallest reduction of the highest place by one step, if possible, as a share of the first row's peak above the floor."""
 _IDLE = 60
-"""Steps that bring no new lowest peak after which nothing lower is looked for."""
+"""The descent ends after this many steps without a new lowest peak."""
 
 
 class Descent:
-    """The way down from the given order, the same for every budget: it goes on where it stood.
+    """The descent from the given order, which is the same for every budget: a lower budget continues where it stopped.
 
     Attributes:
-        rows: those of ever lower peaks: (peak, row).
+        rows: pairs (peak in bytes, row) of strictly falling peaks.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class Descent:
         absent: Mapping[int, AbstractSet[int]] = MappingProxyType({}),
         fetched: AbstractSet[int] = frozenset(),
     ) -> None:
-        """Stand at the given order, or at a row without some values.
+        """Start at the given order, or at a row in which some values are absent.
 
         Args:
-            game: what is played.
-            floor_bytes: below which nothing is.
+            game: the game.
+            floor_bytes: lower bound on the peak of every plan.
             absent: per operator, values that are not on the board when it first runs.
-            fetched: of these, those that come back from the second board.
+            fetched: those of them that come back from the second board.
         """
         row = row_without(game, absent, fetched)
         self._high = profile(game, row)
@@ -56,7 +56,7 @@ class Descent:
         self._row, self._idle = row, 0
 
     def below(self, budget: int, *, deadline: float) -> tuple[int, ...]:
-        """The first row that fits a budget; the lowest where none does, or the time (of :func:`time.monotonic`) is over."""
+        """The first row that fits a budget; the lowest one found if none does before ``deadline`` (:func:`time.monotonic`)."""
         while self.rows[-1][0] > budget and self._idle < _IDLE and time.monotonic() < deadline:
             place = int(self._high.argmax())
             if not _lower(self._game, self._row, place, self._absent, self._step):
@@ -74,19 +74,22 @@ class Descent:
 
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """One stay of a value on the board: places in the row."""
+    """One stay of a value on the board, beginning at the place ``placed`` in the row."""
 
     value: int
     placed: int
 
 
 def _lower(game: Game, row: tuple[int, ...], place: int, absent: dict[int, set[int]], step: int) -> bool:
-    """Take away the cheapest bytes that stand at a place; whether there were any."""
+    """Mark as absent the values at a place that cost least per byte to bring back, until ``step`` bytes are freed.
+
+    Adds them to ``absent``; returns whether there were any.
+    """
     lives = _alive(game, row, place)
     there = {life.value for life in lives}
     firsts = _first_runs(game, row)
     following = next(t for t in range(place, len(row)) if firsts[t])
-    begins = next((t for t in range(following - 1, -1, -1) if firsts[t]), -1)  # what lies between brings values back
+    begins = next((t for t in range(following - 1, -1, -1) if firsts[t]), -1)  # runs in between bring values back
     o = row[following]
     busy = {*game.inputs[row[place]], *game.outputs[row[place]]}
     offers = []
@@ -108,7 +111,7 @@ def _lower(game: Game, row: tuple[int, ...], place: int, absent: dict[int, set[i
 
 
 def _is_held(game: Game, v: int, at: int) -> bool:
-    """Whether a value, or one that comes back with it, may not leave yet."""
+    """Whether a value, or one that its operator computes with it, may not leave before ``at`` runs."""
     return any(int(game.pin[u]) >= at for u in game.outputs[int(game.producer[v])])
 
 
@@ -126,7 +129,7 @@ def _next_first(row: tuple[int, ...], firsts: list[bool], after: int) -> int:
 
 
 def _alive(game: Game, row: tuple[int, ...], place: int) -> list[_Life]:
-    """Values that stand on the board at a place and are used later."""
+    """Values that are on the board at a place and are used later."""
     placed: dict[int, int] = {}
     for t in range(place + 1):
         for v in game.outputs[row[t]]:
@@ -143,7 +146,7 @@ def _alive(game: Game, row: tuple[int, ...], place: int) -> list[_Life]:
 
 
 def _seconds(game: Game, v: int, there: set[int]) -> float:
-    """What it takes to bring a value back, by what stands on the board now."""
+    """Seconds to bring a value back, given the values on the board (``there``)."""
     total, seen, stack = 0.0, {v}, [v]
     while stack:
         u = stack.pop()

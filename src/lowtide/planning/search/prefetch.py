@@ -1,7 +1,7 @@
-"""Fetches ahead of need: where transfers overlap with computing, a row's fetches begin as early as they must and may.
+"""Prefetching: if transfers overlap with computation, moves a row's fetches ahead so that values arrive in time.
 
-A fetched value counts from the request on, so what is asked for too early takes room from others: each fetch moves back just
-as far as it must for its value to have arrived when it is read, or as far as there is room.
+A fetched value's bytes count from the request on, so a fetch that starts too early takes room from others. Each fetch is moved
+ahead only as far as necessary for the value to have arrived when it is read, and only as far as there is room.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from lowtide.planning.schedule import Act, Move, Row, life_ends, unfold
 
 
 def with_fetches_ahead(graph: Graph, row: Row, timeline: Timeline, budget: int) -> Row:
-    """A row whose fetches stand earlier, in the same order.
+    """The row with its fetches moved ahead, in unchanged order.
 
     Args:
-        graph: what is asked, with a second board.
-        row: the plan, in short.
-        timeline: how it plays.
-        budget: what the new row's peak is within.
+        graph: the graph; it must have a second board.
+        row: the plan.
+        timeline: the outcome of playing it.
+        budget: in bytes; fetches are moved only as far as it allows.
     """
     assert graph.offload is not None
     high = _high(graph, row, timeline)
@@ -37,7 +37,7 @@ def with_fetches_ahead(graph: Graph, row: Row, timeline: Timeline, budget: int) 
         size, gone = graph.nodes[row[t].node].bytes, ends.get(row[t].node, [])
         took = size / graph.offload.read_bytes_per_second
         first = max(earliest, gone[k - 1] + 1 if (k := bisect_left(gone, t)) else 0)
-        place, begins = t, max(arrives, before[t] - took)  # no use in being earlier
+        place, begins = t, max(arrives, before[t] - took)  # starting earlier gains nothing
         while place > first and before[place] > begins and high[place - 1] + size <= budget:
             place -= 1
         high[place:t] += size
@@ -49,19 +49,22 @@ def with_fetches_ahead(graph: Graph, row: Row, timeline: Timeline, budget: int) 
 
 
 def _high(graph: Graph, row: Row, timeline: Timeline) -> NDArray[np.int64]:
-    """Per move of a row the highest point until the next one."""
+    """Per move of a row, peak bytes from that move until the next one."""
     at = [k for k, move in enumerate(unfold(graph, row)) if move.act in (Act.COMPUTE, Act.UPDATE, Act.FETCH)]
     return np.maximum.reduceat(timeline.bytes_at, at)
 
 
 def faster(graph: Graph, row: Row, timeline: Timeline, budget: int) -> tuple[Row, Timeline]:
-    """The row with fetches ahead of need where the referee says that it fits and takes less time; else the row itself.
+    """The row with its fetches moved ahead, if the referee finds that it fits and is faster; otherwise the row itself.
 
     Args:
-        graph: what is asked; nothing changes where transfers do not overlap with computing.
-        row: the plan, in short.
-        timeline: how it plays.
-        budget: what its peak is within.
+        graph: the graph; the row is unchanged if transfers do not overlap with computation.
+        row: the plan.
+        timeline: the outcome of playing it.
+        budget: in bytes, for the peak.
+
+    Returns:
+        The row and the outcome of playing it.
     """
     if graph.offload is None or not graph.offload.overlap or all(move.act is not Act.FETCH for move in row):
         return row, timeline

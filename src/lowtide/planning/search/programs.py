@@ -1,8 +1,8 @@
-"""What programs prove while rows are hunted for, and the rows that come of their answers.
+"""Solves bound programs beside the annealing search, and offers it rows made from their answers.
 
-The limit of a search only ends it: nothing here is cut to a share of it. With more time the same programs are solved, and then
-more of them. (What a program's time limit is, is a constant or a multiple of what another one took, and how much is left for a
-search decides at most whether one is begun.)
+A search's time limit only ends it: no step gets a share of it. With more time the same programs are solved, and then more of
+them. (A program's time limit is a constant or a multiple of what another program took. The time left decides at most whether a
+program is started.)
 
 One module: it is one class, whose state is what the programs have proven and answered so far.
 """
@@ -29,65 +29,67 @@ from lowtide.planning.search.rounds import Hunt
 from lowtide.planning.search.rows_from_bound import row_without
 
 LARGE = 1000
-"""Operators beyond which rows are offered as they come: what is made of them then may depend on the clock."""
+"""In graphs of more operators, rows are offered as soon as they are found; the result may then depend on the clock."""
 SAME = 1e-9
-"""Share of the graph's seconds within which plan and bound are one: what sums of seconds lose to rounding."""
+"""Share of the graph's seconds within which plan and bound count as equal: the rounding error of sums of seconds."""
 _STAGES = (25, 60)
-"""Instants that the program over several of them looks at where no rows say which: first so many, then so many."""
+"""Numbers of instants in successive programs of several instants, where no rows say which instants to take."""
 _EVERY_SECONDS = 3.0
-"""How long the program of all instants, each by itself, may take."""
+"""Time limit, in seconds, of the program with one row for every instant."""
 _SET_UP = 2e-4
-"""Seconds per operator in which it is hardly set up."""
+"""Seconds per operator needed at least to set up that program; the program is skipped if less time is left."""
 _LEAST_SECONDS = 0.2
-"""What must be left for a further program of several instants."""
+"""Seconds that must be left to start a further program of several instants."""
 _NEAR = 5e-4
-"""Share of the graph's seconds within which of what an instant proves no further checkpoints are tried."""
+"""No further checkpoints are tried once a plan is within this share of the graph's seconds of what the instant proves."""
 _LEAST_ROOM, _SPARE = 2e-4, 4
-"""Share of the budget by which it is lowered on top of what was too much, with the 2 ** so manieth part of that."""
+"""A program's budget is lowered by the bytes that its row has above the budget, by a further 1/2**_SPARE of them, and by the
+share _LEAST_ROOM of the budget; each further time, by twice as much."""
 _HOPELESS = 0.1
-"""Share of the budget above which what a row has too much is no matter of a little room."""
+"""If a row exceeds the budget by more than this share, lowering the program's budget a little does not make it fit."""
 _ROOMS = 6
-"""How often the budget of such a program is lowered until its row fits."""
+"""Largest number of times that the budget of one instant's program is lowered until its row fits."""
 _GROWS_FREE = 5000
-"""Operators up to which a program grows in free order, where comparing instants takes all ancestors."""
+"""In free order, a program grows only in graphs of up to this many operators: comparing instants requires all ancestors."""
 _NEW, _MORE = 3, 7
-"""Instants that join it at once, at most: at first, and from then on (a program of few more takes as long as one of many)."""
+"""Largest number of instants added to a program at once: the first time, and from then on (solving a program that has a few
+more instants takes as long as one that has many more)."""
 _APART = 200
-"""They are this fraction of the graph apart."""
+"""Instants that are added together are more than 1/200 of the graph's operators apart."""
 _VARIABLES, _LARGE_VARIABLES = 9000, 28000
-"""Variables up to which it keeps all of them, and beyond which a program is too large to grow by: one of 30,000 takes two
-seconds relaxed, and its rows were never near."""
+"""Up to the first number of variables, a program keeps all of them. Beyond the second it is too large to be grown: a program
+of 30,000 variables takes two seconds relaxed, and its rows never came close to the budget."""
 _GAP, _NEAR_GAP = 1e-3, 1e-2
-"""Relative gap at which a whole answer is near enough to a relaxed one: of a small program, and of a large one."""
+"""Relative gaps within which the search for a whole answer near a relaxed one may stop, for small and for large programs."""
 _DIVED, _DIVED_SECONDS = 1.5, 1.0
-"""So many times what the relaxed program took such an answer of a large one is looked for, and at least so many seconds."""
+"""Time limit of that search: the larger of 1.5x the relaxed solve and 1 s."""
 _RAISED = 2e-3
-"""Share of what was proven by which it must have risen since for another such answer to be looked for."""
+"""The search is repeated only once the bound has risen by more than this share of it."""
 _BETTER = 1e-3
-"""Share of the graph's seconds by which a program's answer must be better than the one before it to be offered."""
+"""A program's answer is offered only if it is better than the one before by this share of the graph's seconds."""
 _MENDABLE = 0.02
-"""Share of the budget by which a row may cross it and is lowered and mended; where it crosses it farther, instants join."""
+"""A row that exceeds the budget by at most this share is lowered and mended; if it exceeds it by more, instants are added."""
 _LIGHT = 3e-3
-"""Share of the budget that values which are taken for 0 bytes come to together, in programs too large to be whole."""
+"""Share of the budget that the values counted as 0 bytes add up to at most, in programs too large to keep all variables."""
 _LIGHT_FROM = 4
-"""Instants from which they are."""
+"""Smallest number of instants of a program in which values count as 0 bytes."""
 
 Rows = list[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
-    """Programs of one game and one budget, beside a hunt.
+    """The programs of one game and one budget, solved while a hunt runs.
 
     Attributes:
-        game: what is played.
-        bound_game: what bounds are computed on: transfers that overlap with computing may cost nothing there.
-        precedence: of both.
-        instants: first runs that are looked at.
+        game: the game.
+        bound_game: the game that bounds are computed on, in which transfers that overlap with computation cost nothing.
+        precedence: of both games.
+        instants: the first runs that bounds examine.
         budget: in bytes.
-        floor_bytes: the peak that no plan goes below.
-        hunt: for which there are rows, and which ends where plan and bound meet.
-        descent: the way down by greed, which other budgets share.
+        floor_bytes: lower bound on the peak of every plan.
+        hunt: the search that rows are offered to; it ends when plan and bound meet.
+        descent: returns the greedy descent, which other budgets share.
     """
 
     game: Game
@@ -100,10 +102,13 @@ class Programs:
     descent: Callable[[], Descent]
 
     def prove(self, single: Sequence[Iterable[TimeBound]]) -> TimeBound:
-        """Bounds, from the quick one to the strong one, while the hunt goes on; each raises what it is content with.
+        """Prove bounds, from quick to strong, while the hunt runs; each stronger bound raises the seconds that end the hunt.
 
         Args:
-            single: what the highest instant proves, and what others do.
+            single: the bounds of the highest instant, and those of the others.
+
+        Returns:
+            The strongest bound.
         """
         best, several = self._begun(single)
         if self.hunt.over:
@@ -127,14 +132,14 @@ class Programs:
         return best
 
     def with_room(self, alone: time_bounds.Alone, *, over: int = 0, kept: AbstractSet[int] = frozenset()) -> Rows:
-        """Rows of one instant, for ever lower budgets until one fits: what comes back elsewhere needs room there.
+        """Rows of one instant's program for lower and lower budgets, until one fits: values need room where they come back.
 
-        Of a long graph of small blocks that is little; such a row is near the best.
+        A long graph of small blocks needs little room, and its row is close to the best.
 
         Args:
             alone: the instant's program.
-            over: by how much the row crosses the budget that the program was given without this.
-            kept: values that are on the board then.
+            over: bytes by which the row exceeds the budget if the program is given the budget itself.
+            kept: values that are on the board at the instant.
         """
         rows: Rows = []
         lower = self.budget - over
@@ -146,16 +151,19 @@ class Programs:
                 break
             row = row_without(self.game, found.absent, found.fetched)
             before, over = over, self._over(row)
-            if before and over > before:  # what runs again takes more than the room that it made
+            if before and over > before:  # recomputation takes more bytes than were freed
                 break
             rows.append(row)
             if over <= 0:
                 break
-            lower -= (over + (over >> _SPARE) + int(_LEAST_ROOM * self.budget)) << k  # what is dropped may bring more back
+            lower -= (over + (over >> _SPARE) + int(_LEAST_ROOM * self.budget)) << k  # dropping more may bring more back
         return rows
 
     def crossed(self, row: tuple[int, ...], known: AbstractSet[int], *, most: int) -> list[int]:
-        """Operators whose first runs follow the highest places of a row above the budget, apart from each other."""
+        """Up to ``most`` operators whose first runs follow the highest places of a row above the budget, spread apart.
+
+        Operators in ``known`` are left out.
+        """
         high = profile(self.game, row)
         seen: set[int] = set()
         firsts = []
@@ -178,10 +186,10 @@ class Programs:
         return self._over(row) <= 0
 
     def _begun(self, single: Sequence[Iterable[TimeBound]]) -> tuple[TimeBound, Chain | None]:
-        """Rows from what programs leave absent; an instant at which such a row crosses the budget joins the program.
+        """Offer rows from what programs leave absent; instants at which such a row exceeds the budget are added to a program.
 
         Returns:
-            The strongest bound, and the last program of several instants, if its rows are near.
+            The strongest bound, and the last program of several instants if its rows come close to the budget.
         """
         found = best = time_bounds.NOTHING
         rows: Rows = []
@@ -195,7 +203,7 @@ class Programs:
                 self.hunt.suggest(new)
                 rows += new
                 if self.hunt.over or (self.precedence.fixed and new and self._hopeless(new)):
-                    break  # others decide, too, and prove more together
+                    break  # other instants matter too, and prove more together
             if self.hunt.over:
                 break
             if not k and row:
@@ -209,21 +217,21 @@ class Programs:
             rows = [self.hunt.best.ops, *rows]
             self.hunt.offer(rows)
             rows = self._descended(rows)
-        elif several is None:  # once: what is offered must not depend on the clock
+        elif several is None:  # offered all at once, so as not to depend on the clock
             rows += self._descended(rows)
         self.hunt.offer(rows)
         return best, several
 
     def _chain(self, found: TimeBound, row: tuple[int, ...]) -> tuple[Chain | None, TimeBound, Rows]:
-        """The program of the instants at which rows of such programs cross the budget, which join it until none does.
+        """Grow a program by the instants at which its row exceeds the budget, until there are none.
 
         Args:
-            found: what an instant proves.
+            found: the bound of an instant.
             row: its row.
 
         Returns:
-            The last of these programs, if it is not too large and its row is near; what was proven; and rows of whole answers
-            near relaxed ones (of none where values are left out).
+            The last of the programs, if it is not too large and its row comes close to the budget; the strongest bound; and
+            rows of whole answers near relaxed ones (only from programs that keep all variables).
         """
         rows: Rows = []
         several, best, answer = None, time_bounds.NOTHING, time_bounds.NOTHING
@@ -258,7 +266,7 @@ class Programs:
         return several, best, rows
 
     def _whole(self, several: Chain) -> TimeBound:
-        """A program with whole variables, from a row near its relaxed answer; what comes of both is mended as it comes."""
+        """Solve a program with whole variables, starting near its relaxed answer; offers the rows of both as they come."""
         if self.precedence.fixed:
             self.hunt.rest()
         several, best = self._near(several)
@@ -271,13 +279,13 @@ class Programs:
         return self._stronger(best, found)
 
     def _near(self, several: Chain) -> tuple[Chain, TimeBound]:
-        """Rows near the relaxed answers of a program, which grows until one fits.
+        """Offer rows near the relaxed answers of a program, which grows until one fits.
 
-        Of what fits more rows of windows are asked, as long as they raise what is proven: each such answer is another place to
-        begin from.
+        To a program whose row fits, window rows are added as long as they raise the bound: each new answer is another starting
+        point for the hunt.
 
         Returns:
-            The last of these programs, and what was proven.
+            The last of the programs, and the strongest bound.
         """
         dived: float | None = None
         best, fresh, least_over = time_bounds.NOTHING, False, np.inf
@@ -292,7 +300,7 @@ class Programs:
             grown = None
             if _MENDABLE * self.budget < over < least_over:
                 least_over, grown = over, self._grown(several.ops, rows[0], most=_MORE, like=several)
-            if grown is None and fresh:  # what is near an answer without rows of windows is dear, or nothing is
+            if grown is None and fresh:  # without window rows, whole answers nearby cost much, or there are none
                 fresh, least_over = False, -np.inf
                 continue
             if grown is None:
@@ -308,11 +316,11 @@ class Programs:
         return several, best
 
     def _dive_seconds(self, several: Chain) -> float:
-        """How long a whole answer near a relaxed one is looked for."""
+        """Time limit, in seconds, of the search for a whole answer near a relaxed one."""
         return min(self._left, max(_DIVED_SECONDS, _DIVED * several.took))
 
     def _listener(self) -> Callable[[TimeBound, float], None]:
-        """Who offers a program's answers as they come, those that are better by more than a little."""
+        """A callback that offers a program's answers to the hunt as they come, if they are better by more than ``_BETTER``."""
         least = np.inf
 
         def hear(answer: TimeBound, extra_fraction: float) -> None:
@@ -324,7 +332,7 @@ class Programs:
         return hear
 
     def _grown(self, known: AbstractSet[int], row: tuple[int, ...], *, most: int, like: Chain | None = None) -> Chain | None:
-        """The program of some instants and those at which a row crosses the budget; None where there are no others."""
+        """The program of the ``known`` instants and those at which a row exceeds the budget; None if none can be added."""
         if not self.precedence.fixed and self.game.plain > _GROWS_FREE:
             return None
         crossed = self.crossed(row, known, most=most)
@@ -336,7 +344,7 @@ class Programs:
         return Chain(self.bound_game, self.precedence, at, self.budget, like=like, light=light)
 
     def _light(self, instants: int) -> frozenset[int]:
-        """Values so small that a large program does without them."""
+        """The small values that a large program counts as 0 bytes."""
         game = self.game
         if instants < _LIGHT_FROM or instants * len(game.value_nodes) <= _VARIABLES:
             return frozenset()
@@ -346,7 +354,7 @@ class Programs:
         return frozenset(smallest[:some].tolist())
 
     def _descended(self, rows: Sequence[tuple[int, ...]]) -> Rows:
-        """Where none of some rows nearly fits, one from the way down by greed: near the floor nothing else may."""
+        """A row from the greedy descent, unless one of ``rows`` almost fits: near the floor there may be no other."""
         if any(self._over(row) <= _MENDABLE * self.budget for row in rows):
             return []
         lower = self.descent().below(self.budget, deadline=self.hunt.deadline)
@@ -354,7 +362,7 @@ class Programs:
         return [lower]
 
     def _lowered(self, answer: TimeBound, rows: Sequence[tuple[int, ...]]) -> Rows:
-        """Where none of an answer's rows fits, that with what crosses the budget taken away by greed; none where it fails."""
+        """A row that fits, made from an answer by greedy descent; none if the descent fails or one of ``rows`` fits."""
         if any(self.fits(row) for row in rows):
             return []
         way = Descent(self.game, self.floor_bytes, absent=answer.absent, fetched=answer.fetched)
@@ -362,7 +370,7 @@ class Programs:
         return [row] if self.fits(row) else []
 
     def _mended(self, found: TimeBound, row: tuple[int, ...]) -> Rows:
-        """Rows of an instant that have room elsewhere: with less on the board then, and with checkpoints."""
+        """Rows of an instant that leave room elsewhere: with fewer bytes on the board at the instant, and with checkpoints."""
         at = self.precedence.instant(self.bound_game.nodes.index(found.nodes[0]))
         alone = time_bounds.Alone(self.bound_game, self.precedence, at, self.budget)
         over = self._over(row)
@@ -382,22 +390,22 @@ class Programs:
         return rows
 
     def _rows_of(self, found: TimeBound) -> Rows:
-        """What a program's answer comes to, if it has one: in fewest runs, then in fewer bytes."""
+        """The rows of a program's answer, if there is one: first that of fewer runs, then that of fewer bytes."""
         if not found.absent:
             return []
         return [row_without(self.game, found.absent, found.fetched, forgets=f) for f in (False, True)]
 
     def _over(self, row: Sequence[int]) -> int:
-        """By how much a row crosses the budget."""
+        """Bytes by which a row's peak exceeds the budget; negative if it is below."""
         return int(profile(self.game, row).max()) - self.budget
 
     def _hopeless(self, rows: Sequence[tuple[int, ...]]) -> bool:
-        """Whether the first of some rows crosses the budget so far that no little room helps."""
+        """Whether there is no row, or the first exceeds the budget by so much that a little more room does not help."""
         return not rows or self._over(rows[0]) > _HOPELESS * self.budget
 
     @property
     def _comes_singly(self) -> bool:
-        """Whether rows are offered as they come; of a small graph at once, so that what is mended is not up to the clock."""
+        """Whether rows are offered as they come; in small graphs they are offered at once, independent of the clock."""
         return self.precedence.fixed and self.game.plain > LARGE
 
     def _stronger(self, best: TimeBound, other: TimeBound) -> TimeBound:

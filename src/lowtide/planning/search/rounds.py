@@ -1,9 +1,9 @@
-"""Rounds of annealing over rows, on two cores, until the time is over or nothing better is left to find.
+"""Runs rounds of annealing over rows in two threads, until the time limit or until none improves.
 
-What round ``k`` of a worker does depends on the graph, the budget, its starts and ``k`` alone, never on the time limit:
-more time runs the same rounds and then more of them. The first worker begins from the given order, the second waits for
-rows that are offered, and mends the last of these in turn with the best that it has. When programs offer rows, or ask the
-first worker for its core, depends on the clock, and so does what comes of it.
+Round ``k`` of a worker depends only on the graph, the budget, its starts and ``k``, never on the time limit: more time runs
+the same rounds and then more of them. The first worker starts from the given order. The second waits for offered rows, and
+alternates between mending the most recent ones and its own best row. When programs offer rows, or ask the first worker for its
+core, depends on the clock, and so do the results.
 """
 
 from __future__ import annotations
@@ -19,44 +19,49 @@ from lowtide.planning.search.annealing import AnnealedRow, Annealer, end
 
 _WORKERS = 2
 _HEATS = (1e-2, 3e-3, 3e-2, 1e-3)
-"""Temperatures at which rounds begin, as shares of the graph's seconds, in turn."""
+"""Start temperatures of successive rounds, as shares of the graph's seconds."""
 _COOLED = 1e-3
-"""A round ends at this share of the temperature at which it began."""
+"""A round's end temperature as a share of its start temperature."""
 _ORDER_HEAT = (0.3, 1e-3)
-"""Temperatures of rounds that change the order alone, where energy is bytes above the budget as shares of the budget."""
+"""Start and end temperature of rounds that change only the order; their energy is bytes above the budget as a share of it."""
 _FIRST_MOVES = (4000, 60)
-"""Moves of the first round: so many, and so many per operator."""
+"""Moves of the first round: a constant, plus a number per operator."""
 _LONGEST = 8000
-"""Moves per operator of the longest round; before it each is twice as long as the one before."""
+"""Moves per operator of the longest round; until then, each round is twice as long as the one before."""
 _MENDING_HEATS = (3e-5, 1e-4, 3e-4)
-"""Temperatures at which rounds begin that mend a good row."""
+"""Start temperatures of rounds that mend a good row."""
 _FIRM, _FIRMER = 0.3, 10.0
-"""Weight of the bytes above the budget at first in such rounds, and how much more it is after one in vain."""
+"""Initial weight of the bytes above the budget in such rounds, and the factor on it per round without success (at most three
+times)."""
 _MENDING = 50
-"""Moves per operator of the shortest of them: what comes of one row differs by more than longer ones gain."""
+"""Moves per operator of the shortest such round: results from one row vary by more than longer rounds gain."""
 _FEW = 1000
-"""Operators up to which rounds mend warmer, longer, and from all rows in turn: there these find what the others miss."""
+"""In graphs of up to this many operators, rounds mend warmer, longer, and from all rows in turn, which finds better rows
+there."""
 _SEEDED, _MENDING_FEW = 0.03, 200
-"""Share of the temperature at which these begin, and moves per operator of the shortest."""
+"""Factor on ``_HEATS`` for these rounds, and moves per operator of the shortest of them."""
 _SAME_LENGTH = 8
-"""So many of them are as long as each other before they double."""
+"""Number of mending rounds of equal length before the length doubles."""
 _IDLE = (40, 12)
-"""Rounds without a better row after which a worker ends (what is left of the time is the bound's)."""
+"""Per worker, consecutive rounds without a better row after which it ends, once rounds have their full length (the bound gets
+the remaining time)."""
 _ORDER_SHARE = 10
-"""Rounds that change the order alone try so many times the moves of the first round."""
+"""Rounds that change only the order try this many times the moves of the first round."""
 
 
 @dataclass(slots=True)
 class Hunt:
-    """What is looked for, shared by the workers.
+    """A search for the cheapest row that fits, by two worker threads.
 
     Attributes:
         annealer: the game and its budget.
-        starts: rows to begin from, each one that can run.
+        starts: rows to start from; each must be able to run.
         fixed: whether first runs keep their order.
-        target_seconds: a row that fits in so few ends the hunt; a bound proven meanwhile may raise it.
+        target_seconds: a row that fits and takes no longer ends the hunt; a bound proven meanwhile may raise it.
         deadline: of :func:`time.monotonic`.
-        progress: told of every better row.
+        progress: called with every better row.
+        best: the best row so far; None if there is none.
+        rounds: number of rows counted so far: results of rounds, starts, and offered or suggested rows.
     """
 
     annealer: Annealer
@@ -75,14 +80,14 @@ class Hunt:
     _resting: bool = False
 
     def start(self) -> None:
-        """Set the workers to work."""
+        """Start the workers."""
         for worker in range(_WORKERS):
             thread = threading.Thread(target=self._work, args=(worker,), daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def offer(self, rows: Sequence[Sequence[int]]) -> None:
-        """Rows for the second worker, which waits for the first of them, and leaves what it does for the others."""
+        """Offer rows to the second worker. It starts with the first rows offered, and ends its round early for later ones."""
         with self._lock:
             self._offered += rows
         self._asked.set()
@@ -90,30 +95,30 @@ class Hunt:
             end(self._running[1])
 
     def suggest(self, rows: Sequence[Sequence[int]]) -> None:
-        """Rows that may be the answer as they are."""
+        """Consider rows as answers as they are; no worker mends them."""
         self._counted(rows)
 
     def demand(self, seconds: float) -> None:
-        """A bound was proven: who looks for rows of fewer seconds has done with one of so many."""
+        """Raise the target to ``seconds`` after a bound proved that no row takes less."""
         self.target_seconds = max(self.target_seconds, seconds)
         if self.over:
             self._end_rounds()
 
     def rest(self) -> None:
-        """Leave the core of the first worker, which has begun from the given order, to others."""
+        """Stop the first worker, which started from the given order, to free its core."""
         self._resting = True
         end(self._running[0])
 
     def wait(self) -> AnnealedRow:
-        """The best row, when all workers have ended."""
+        """Wait until all workers have ended, and return the best row."""
         for thread in self._threads:
             thread.join()
-        self._taken()  # what came too late to be mended may be the best as it is
+        self._taken()  # rows offered too late to be mended may still be the best
         assert self.best is not None
         return self.best
 
     def stop(self) -> None:
-        """Let the workers end, whatever is left of the time."""
+        """End the workers now, regardless of the deadline, and wait for them."""
         self.deadline = 0.0
         self._asked.set()
         self._end_rounds()
@@ -122,18 +127,18 @@ class Hunt:
 
     @property
     def fits(self) -> bool:
-        """Whether a row that fits was found."""
+        """Whether a row that fits the budget was found."""
         return self.best is not None and not self.best.over_bytes
 
     @property
     def over(self) -> bool:
-        """Whether the target is met or the time is over."""
+        """Whether the target is met or the deadline has passed."""
         found = self.best
         met = found is not None and not found.over_bytes and found.seconds <= self.target_seconds
         return met or time.monotonic() >= self.deadline
 
     def within(self, extra_seconds: float) -> bool:
-        """Whether a row that fits adds no more than so much."""
+        """Whether a row that fits adds at most ``extra_seconds``."""
         found = self.best
         return found is not None and not found.over_bytes and found.seconds <= self.annealer.game.base_seconds + extra_seconds
 
@@ -158,7 +163,7 @@ class Hunt:
         return found
 
     def _taken(self) -> list[AnnealedRow]:
-        """What was offered and not yet taken."""
+        """Take the rows that were offered since the last call."""
         with self._lock:
             rows, self._offered = list(dict.fromkeys(map(tuple, self._offered))), []
         return self._counted(rows)
@@ -240,15 +245,15 @@ class Hunt:
 
 
 def lowest_order(game: Game, *, deadline: float, stop_bytes: int, first_peak: int) -> tuple[int, ...]:
-    """An order of low peak, every operator once.
+    """An order of low peak in which every operator runs once.
 
-    The budget is lowered below the best peak again and again; the step halves where nothing fits.
+    Each round sets its budget below the best peak so far; the step halves whenever nothing fits.
 
     Args:
-        game: what is played.
+        game: the game.
         deadline: of :func:`time.monotonic`.
-        stop_bytes: a peak that no order goes below.
-        first_peak: peak of the given order.
+        stop_bytes: lower bound on the peak of every order; the search ends there.
+        first_peak: peak of the given order in bytes.
     """
     from lowtide.planning.graph_arrays import profile
 

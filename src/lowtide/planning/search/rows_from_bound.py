@@ -1,4 +1,4 @@
-"""A row from what is absent at a few instants: everything comes back as late as it can, by the shortest way."""
+"""Builds a row from the values absent at a few instants: each comes back as late and as directly as possible."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ def row_without(
     """The given order, with values dropped before some operators run and brought back when they are next read.
 
     Args:
-        game: what is played.
+        game: the game.
         absent: per operator, values that are not on the board when it first runs.
-        fetched: values that come back from the second board; all others are computed again, with what that needs.
-        forgets: whether what no operator reads any more has gone, too, where others could be computed again from it: more
-            runs, fewer bytes. (Without, what an operator works on in place may stay beside what it makes.)
+        fetched: values that come back from the second board; all others are recomputed, with everything that this needs.
+        forgets: whether values that no operator of the given order reads any more are dropped, although others could be
+            recomputed from them: more runs, fewer bytes. (If False, the old value of an in-place operator may stay beside
+            the new one.)
     """
     readers_left = [len(r) for r in game.readers]
     returns = game.returns.tolist()
@@ -41,7 +42,7 @@ def row_without(
 
 
 def _missing(game: Game, o: int, present: set[int], fetched: AbstractSet[int]) -> list[int]:
-    """Operators to run so that all that one reads is there, in an order in which they can run."""
+    """Operators to run, in a valid order, so that everything that operator ``o`` reads is on the board."""
     if present.issuperset(game.inputs[o]):
         return []
     producer, fetcher, again = game.lists.producer, game.lists.fetcher, game.lists.again

@@ -1,1 +1,1 @@
-"""One answer from bounds and search, and its figures."""
+"""Combines bounds and searches into one answer, and derives its figures."""

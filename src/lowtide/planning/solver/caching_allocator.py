@@ -1,9 +1,10 @@
-"""What a caching allocator reserves for a schedule: torch's for CUDA, without a device.
+"""Models torch's CUDA caching allocator without a device: how many bytes it reserves for a schedule.
 
 Source: ``c10/cuda/CUDACachingAllocator.cpp`` of torch (its defaults, without ``expandable_segments``). Sizes are rounded up to
-512 B. Up to 1 MiB they are cut from segments of 2 MiB, below 10 MiB from segments of 20 MiB, else a segment of their own is
-taken, in steps of 2 MiB. The smallest free block that is large enough is used, and split where enough is left; free neighbours
-within a segment are joined. Only where a new segment would not fit are others given back: those that are wholly free.
+512 B. Blocks of up to 1 MiB are cut from segments of 2 MiB, those below 10 MiB from segments of 20 MiB; larger ones get their
+own segment, a multiple of 2 MiB. A request gets the smallest free block that is large enough, which is split if enough
+remains. Free neighbors within a segment are merged. Only if a new segment would not fit are wholly free segments returned to
+the device.
 """
 
 from __future__ import annotations
@@ -20,29 +21,30 @@ from lowtide.planning.solver.solve import Answer
 from lowtide.planning.status import Status
 
 BLOCK_BYTES: Final = 512
-"""Sizes are multiples of this."""
+"""Block sizes are multiples of this."""
 SMALL_BYTES: Final = 1 << 20
-"""The largest block of the small pool, and what must be left of a large block for it to be split."""
+"""The largest block of the small pool. A block of the large pool is split only if more than this remains."""
 SMALL_SEGMENT_BYTES: Final = 2 << 20
 LARGE_SEGMENT_BYTES: Final = 20 << 20
 OWN_SEGMENT_BYTES: Final = 10 << 20
-"""From here on a block has a segment of its own ..."""
+"""Blocks of at least this size get their own segment ..."""
 STEP_BYTES: Final = 2 << 20
 """... whose size is a multiple of this."""
 _LOWER: Final = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
-"""Of what lies between the floor and the budget, how much less is allocated, in turn, until what is reserved for it fits."""
+"""Shares of the bytes between floor and budget by which the budget for allocated bytes is lowered, in turn, until the reserved
+bytes fit."""
 _FIRST: Final = 0.5
-"""Share of the time that the first plan takes; the others share the rest."""
+"""Share of the time for the first plan; the others share the rest."""
 _PLACE: Final = itemgetter(0, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
-    """What the allocator took from the device for a schedule.
+    """What the allocator reserved on the device for a schedule.
 
     Attributes:
-        peak_bytes: the most that was reserved.
-        short_bytes: by how much the first request that could not be met missed the limit; 0 if all were met.
+        peak_bytes: peak of the reserved bytes.
+        short_bytes: bytes by which the first denied request exceeded the limit; 0 if none was denied.
     """
 
     peak_bytes: int
@@ -51,7 +53,7 @@ class Reserved:
 
 @final
 class _Block:
-    """A part of a segment; its neighbours there, and whether it is in use."""
+    """A part of a segment, with its neighbors in the segment and whether it is in use."""
 
     __slots__ = ("after", "before", "order", "size", "small", "used")
 
@@ -66,10 +68,10 @@ class _Block:
 
 @final
 class Allocator:
-    """Torch's caching allocator over a device that has ``limit_bytes`` (None: as many as are asked for)."""
+    """Torch's caching allocator on a device that has ``limit_bytes`` (None: unlimited)."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
-        """Reserve nothing yet."""
+        """Start without any segments."""
         self.limit_bytes = limit_bytes
         self.reserved_bytes = 0
         self.peak_bytes = 0
@@ -77,7 +79,7 @@ class Allocator:
         self._free: dict[bool, list[tuple[int, tuple[int, int], _Block]]] = {True: [], False: []}
 
     def take(self, size: int) -> _Block | int:
-        """A block for a request; or by how many bytes the device is short of it."""
+        """Allocate a block of at least ``size`` bytes; if the device is out of memory, return the missing bytes instead."""
         size = max(BLOCK_BYTES, -(-size // BLOCK_BYTES) * BLOCK_BYTES)
         small = size <= SMALL_BYTES
         pool = self._free[small]
@@ -94,7 +96,7 @@ class Allocator:
         return block
 
     def give(self, block: _Block) -> None:
-        """A block is free again, and one with its free neighbours."""
+        """Free a block and merge it with its free neighbors."""
         block.used = False
         before, after = block.before, block.after
         if before is not None and not before.used:
@@ -156,8 +158,8 @@ def _segment_bytes(size: int) -> int:
 def reserved(graph: Graph, schedule: Schedule, limit_bytes: int | None = None) -> Reserved:
     """What the allocator reserves while a schedule is played; it stops at the first request that the limit denies.
 
-    A value in place of the one that it overwrites keeps that block; an operator's workspace comes after its results and goes
-    with it. What is always resident is taken first.
+    Resident values are allocated first. A value that overwrites another in place keeps its block. An operator's workspace is
+    allocated after its outputs and freed when the operator ends.
     """
     allocator = Allocator(limit_bytes)
     blocks: dict[int, _Block] = {}
@@ -192,7 +194,7 @@ def reserved(graph: Graph, schedule: Schedule, limit_bytes: int | None = None) -
 def _make(
     graph: Graph, allocator: Allocator, blocks: dict[int, _Block], made: tuple[int, ...], olds: tuple[int, ...]
 ) -> int:
-    """Blocks for new values, those of the values that they overwrite among them; by how many bytes one of them missed."""
+    """Allocate blocks for new values, reusing those of overwritten ones; returns the bytes missing for one, 0 if none are."""
     spare = {old: blocks.pop(old) for old in olds if old in blocks}
     for v in made:
         node = graph.nodes[v]
@@ -212,14 +214,18 @@ def _make(
 
 
 def within(budget_bytes: int, ask: Callable[[int, float], Answer]) -> tuple[Answer, Reserved]:
-    """A plan for which no more than the budget is reserved, and what is.
+    """A plan whose reserved bytes stay within the budget, and what the allocator reserves for it.
 
-    How much lies idle between blocks follows from the plan, and cannot be known before: so less and less is allocated, until
-    the segments fit. The bounds are those for what is allocated: no plan that reserves less is faster, or lower.
+    How many reserved bytes lie idle follows from the plan and cannot be known in advance. So the budget for allocated bytes is
+    lowered step by step until the segments fit. The bounds are those for allocated bytes, which hold for reserved bytes, too:
+    no plan whose segments fit is faster or has a lower peak.
 
     Args:
-        budget_bytes: of the device.
-        ask: the plan for so many allocated bytes, found in such a share of the time that there is.
+        budget_bytes: limit for reserved bytes.
+        ask: returns the plan for a budget of allocated bytes, found in a given share of the available time.
+
+    Returns:
+        The answer and what is reserved; the status is ``unknown`` if no plan's segments fit.
     """
     first = ask(budget_bytes, _FIRST)
     found = reserved(first.graph, first.schedule, budget_bytes)

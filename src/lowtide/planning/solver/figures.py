@@ -1,4 +1,4 @@
-"""What a plan does, in figures: its JSON, what decides, what is kept, run again and moved in each module."""
+"""Figures of a plan: its JSON, what its peak and cost depend on, and what it does per module."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lowtide.planning.schedule import Act
 from lowtide.planning.solver.solve import Answer, Solver
 
 _MORE = 0.02
-"""Share of the budget by which it is raised to see what memory is worth."""
+"""Share of the budget by which it is raised to estimate the value of memory."""
 _NAMED = 8
-"""Values named as those whose return costs most."""
+"""Largest number of values listed in ``Decides.dear``."""
 _OF_A_POINT = ("status", "budget_bytes", "peak_bytes", "host_peak_bytes", "moved_bytes", "seconds", "wait_seconds",
                "extra_fraction", "bound", "lowest_peak_bytes", "schedule")
-"""What a point of a curve has of its own; the rest is that of the plan beside it."""
+"""Keys that each point of a curve has itself; the others are those of the plan that the curve belongs to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +29,11 @@ class ModuleFigures:
     """Bytes of the values of one module, by what the plan does with them.
 
     Attributes:
-        module: its path; ``""`` where the graph names none.
-        kept_bytes, recomputed_bytes, moved_bytes: of values placed once; placed again by computing; fetched.
-        seconds: of running its operators again.
+        module: path of the module; ``""`` if the graph names none.
+        kept_bytes: bytes of values that are computed once and never fetched.
+        recomputed_bytes: bytes of values that are computed more than once and never fetched.
+        moved_bytes: bytes of values that are fetched.
+        seconds: seconds of running the module's operators again.
     """
 
     module: str
@@ -42,7 +44,7 @@ class ModuleFigures:
 
 
 def by_module(answer: Answer) -> list[ModuleFigures]:
-    """What is kept, run again and moved, the costliest module first."""
+    """What is kept, recomputed and moved per module, the costliest module first."""
     graph, runs = answer.graph, answer.timeline.runs
     fetched = {m.node for m in answer.schedule if m.act is Act.FETCH}
     sums: dict[str, list[float]] = {}
@@ -62,12 +64,12 @@ def by_module(answer: Answer) -> list[ModuleFigures]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decides:
-    """What a plan's peak and cost hang on.
+    """What a plan's peak and cost depend on.
 
     Attributes:
-        tight_node: runs at the plan's highest point.
-        more_bytes, saves_seconds: so much more memory saves so many seconds, by the bound's account.
-        dear: values whose return costs most seconds per byte: (node, bytes, seconds).
+        tight_node: the node that is played when the plan peaks.
+        more_bytes, saves_seconds: the bound falls by ``saves_seconds`` if the budget grows by ``more_bytes``; an estimate.
+        dear: values whose recomputation costs most seconds per byte: (node, bytes, seconds).
     """
 
     tight_node: int
@@ -77,7 +79,7 @@ class Decides:
 
 
 def decides(solver: Solver, answer: Answer) -> Decides:
-    """Ask the bound what memory is worth, and the plan, which runs something, what it pays for."""
+    """Estimate the value of memory from the bound, and list what the plan pays for; the plan must not be empty."""
     graph = answer.graph
     tight = answer.schedule[answer.timeline.peak_move].node
     more = int(_MORE * (answer.budget_bytes or 0))
@@ -94,7 +96,7 @@ def decides(solver: Solver, answer: Answer) -> Decides:
 
 
 def to_json(answer: Answer, *, strategy: str = "search", rounding_bytes: int = 1) -> dict[str, Any]:
-    """The keys of ``lowtide plan --json`` but those of the curve."""
+    """The keys of ``lowtide plan --json``, except those of the curve."""
     graph, timeline = answer.graph, answer.timeline
     nodes = graph.nodes
     shown = answer.status.has_plan
@@ -130,7 +132,7 @@ def to_json(answer: Answer, *, strategy: str = "search", rounding_bytes: int = 1
 
 
 def curve_json(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """The ``curve`` key: a plan for each budget, in full, so that it can be verified."""
+    """The ``curve`` key: the full plan for each budget, so that it can be verified."""
     return [_point(answer) for answer in answers]
 
 
@@ -152,7 +154,7 @@ def decides_json(graph: Graph, why: Decides) -> dict[str, Any]:
 
 
 def profile(answer: Answer) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Seconds and bytes along a plan, one point per operator (transfers' waits left out)."""
+    """Seconds and bytes along a plan, one point per operator run (waits for transfers are left out)."""
     runs = [(t, m) for t, m in enumerate(answer.schedule) if m.act in (Act.COMPUTE, Act.UPDATE)]
     seconds = np.cumsum([answer.graph.nodes[m.node].seconds for _, m in runs])
     return seconds, answer.timeline.bytes_at[[t for t, _ in runs]]

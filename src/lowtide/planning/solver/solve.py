@@ -1,15 +1,15 @@
-"""``solve(graph, budget)``: which solver answers what.
+"""``solve(graph, budget)``: selects the solver for a graph and a budget.
 
 | question | solver | answer |
 |---|---|---|
 | the floor is above the budget | ``peak_bounds.floor`` | ``infeasible``, with the node that proves it |
 | the given order fits | none | ``optimal``, nothing runs twice |
-| few nodes | ``exhaustive.search`` | ``optimal`` or ``infeasible``, every schedule; where time is short, as any other |
-| any other | ``rounds.Hunt`` beside ``time_bounds`` | ``optimal`` where plan and bound meet, else ``feasible`` with the gap |
-| nothing fits | | ``unknown``: no plan found, none ruled out |
+| few nodes | ``exhaustive.search`` | ``optimal`` or ``infeasible``, from all schedules; if time runs out, as any other graph |
+| any other | ``rounds.Hunt`` beside ``time_bounds`` | ``optimal`` if plan and bound meet, else ``feasible`` with the gap |
+| nothing found that fits | | ``unknown``: no plan found, none ruled out |
 | no budget | ``rounds.lowest_order`` beside ``peak_bounds.once`` | the order of the lowest peak found, each operator once |
 
-Every answer is played by the referee before it is returned.
+The referee plays every answer before it is returned.
 
 One module: it is the list of these cases, each a few lines, in the order in which they are tried.
 """
@@ -44,27 +44,28 @@ from lowtide.planning.search.rounds import Hunt, lowest_order
 from lowtide.planning.status import Status
 
 SECONDS = 8.0
-"""How long a search may take by default."""
+"""Default time limit of a search, in seconds."""
 _FLOOR_SECONDS = 5.0
-"""Time limit of the program for the floor, which takes no more than the first one of a search."""
+"""Time limit, in seconds, of the program for the floor, which takes no longer than the first program of a search."""
 _CLOSED = 5000
-"""Operators up to which the closed floor is told with every plan."""
+"""The closed floor is reported with every plan of graphs of up to this many operators."""
 _PLAYED, _PLAYED_SHARE = 2.0, 0.1
-"""So many times what it takes to play the given order is kept for judging what was found, and at most such a share of it."""
+"""Time reserved for judging the rows found: this multiple of the time to play the given order, at most this share of the
+limit."""
 _CURVE_DESCENT_SHARE = 0.25
-"""Share of a curve's time for the way down to its lowest budgets."""
+"""Share of a curve's time for the greedy descent to its lowest budget."""
 _OVERLAPPED, _HIDDEN = 0.25, 0.1
-"""Share of a transfer's seconds that the search counts where transfers overlap with computing, and that another one does."""
+"""If transfers overlap with computation: shares of a transfer's seconds that the first and the second search count."""
 _FIRST_SHARE = 0.65
-"""Share of the time of the first of these searches."""
+"""Share of the time for the first of these searches."""
 _LEFT = 0.5
-"""Part of its own share that must be left for the other one to begin."""
+"""The second search starts only if this part of its share of the time is left."""
 _LONGEST = 1e8
-"""Seconds that a search takes at most, whatever is asked: clocks of threads know no more than so many."""
+"""Upper limit for the seconds of any search, because the timeouts of threads are limited."""
 _EXACT_SHARE = 0.5
-"""Share of the time within which all schedules of a small graph are looked at, or it is searched like others."""
+"""Share of the time for the exhaustive search of a small graph; if it does not end, the graph is searched like others."""
 _LEAST_SHARE = 0.25
-"""Share of an even share of the time that each budget of a curve has at least."""
+"""Smallest time for each budget of a curve, as a share of an equal split."""
 
 
 class Order(StrEnum):
@@ -79,17 +80,17 @@ class Answer:
     """A plan with its certificate.
 
     Attributes:
-        status: what is known of it.
-        graph: what was asked about.
+        status: whether there is a plan, and whether a better one is possible.
+        graph: the graph that was solved.
         order: whether first runs keep the given order.
-        budget_bytes: what was asked; None where the lowest peak was.
-        row, schedule, timeline: the plan, in short and in full, and how it plays; for ``infeasible`` and ``unknown`` the one
-            of the lowest peak that was found.
-        given_peak_bytes: of the given order without a plan.
-        peak_bound: no plan of this kind has a lower peak.
-        time_bound: no plan within the budget adds fewer seconds.
-        solve_seconds: how long the search took.
-        rounds: of annealing.
+        budget_bytes: the budget; None if the lowest peak was asked for.
+        row, schedule, timeline: the plan as a row and in full, and the outcome of playing it; for ``unknown`` that of the
+            lowest peak that was found, for ``infeasible`` the given order (that of a named strategy in both cases).
+        given_peak_bytes: peak of the given order without a plan.
+        peak_bound: lower bound on the peak of every plan of this kind.
+        time_bound: lower bound on the extra seconds of every plan within the budget.
+        solve_seconds: duration of the search.
+        rounds: rounds of annealing, plus rows that were counted as starts or offers.
     """
 
     status: Status
@@ -107,25 +108,25 @@ class Answer:
 
     @property
     def extra_seconds(self) -> float:
-        """Seconds on top of every operator once."""
+        """Seconds beyond running every operator once."""
         return max(0.0, self.timeline.seconds - self.graph.base_seconds)
 
     @property
     def extra_fraction(self) -> float:
-        """The same as a share of these."""
+        """Extra seconds as a share of the seconds of every operator once."""
         return self.extra_seconds / self.graph.base_seconds if self.graph.base_seconds else 0.0
 
 
 class Solver:
-    """One graph, asked for one or several budgets."""
+    """Solves one graph for one or several budgets."""
 
     def __init__(self, graph: Graph, *, order: Order = Order.FIXED, overlapped: float = _OVERLAPPED) -> None:
-        """Nothing is searched yet.
+        """Play the given order; nothing is searched yet.
 
         Args:
-            graph: what is asked.
+            graph: the graph.
             order: whether first runs keep the given order.
-            overlapped: share of a transfer's seconds that the search counts where transfers overlap with computing.
+            overlapped: share of a transfer's seconds that the search counts if transfers overlap with computation.
         """
         self.graph = graph
         self.order = order
@@ -141,23 +142,23 @@ class Solver:
 
     @cached_property
     def instants(self) -> list[Instant]:
-        """First runs that the bounds look at."""
+        """The first runs that bounds examine."""
         return peak_bounds.looked_at(self.game, self.precedence)
 
     @cached_property
     def _other(self) -> Solver:
-        """The same graph, with more of each transfer taken to be hidden."""
+        """A solver of the same graph that assumes that more of each transfer is hidden."""
         return Solver(self.graph, order=self.order, overlapped=_HIDDEN)
 
     @cached_property
     def floor(self) -> PeakBound:
-        """The peak that no plan goes below."""
+        """A lower bound on the peak of every plan, from values without a way back."""
         return peak_bounds.floor(self.game, self.precedence, self.instants)
 
     def closed_floor(self, *, seconds: float = _FLOOR_SECONDS) -> PeakBound:
-        """The same, or what the highest instant proves with what comes back there, if that is higher.
+        """The floor, or the bound of the highest instant's closed program if it is higher.
 
-        Looked for once; where the time does not do, the other one is told.
+        Computed once; if the time is too short for the program, returns the plain floor.
         """
         if self._closed is not None:
             return self._closed
@@ -167,22 +168,25 @@ class Solver:
         highest = time_bounds.binding(self.precedence, self.instants, 0)[:1]
         closed = [peak_bounds.closed_floor(self.bound_game, self.precedence, at, seconds=limit) for at in highest]
         found = max(*closed, self.floor, key=lambda f: f.bytes) if closed else self.floor
-        if limit == _FLOOR_SECONDS or all(one.bytes for one in closed):  # else it was perhaps for want of time
+        if limit == _FLOOR_SECONDS or all(one.bytes for one in closed):  # otherwise time may have run out
             self._closed = found
         return found
 
     @property
     def told_floor(self) -> PeakBound:
-        """The closed floor, where it takes no time worth speaking of; else the other one."""
+        """The floor to report: the closed one if it takes little time, in graphs of up to ``_CLOSED`` operators.
+
+        For larger graphs, and for those that are searched exhaustively, the plain floor.
+        """
         return self.floor if self.game.plain > _CLOSED or exhaustive.small(self.graph) else self.closed_floor()
 
     @cached_property
     def descent(self) -> Descent:
-        """Rows on the way down to the floor."""
+        """The greedy descent to the floor."""
         return Descent(self.game, self.floor.bytes)
 
     def lowest(self, *, seconds: float = SECONDS) -> Answer:
-        """The order of the lowest peak, every operator once."""
+        """The order of the lowest peak found, with every operator run once."""
         began, seconds = time.monotonic(), min(seconds, _LONGEST)
         least = peak_bounds.once(self.game, self.precedence, self.instants, seconds=seconds / 2)
         row = self.row
@@ -201,13 +205,13 @@ class Solver:
         seeds: Sequence[Row] = (),
         progress: Callable[[AnnealedRow], None] | None = None,
     ) -> Answer:
-        """The cheapest plan within a budget.
+        """The cheapest plan found within a budget.
 
         Args:
-            budget_bytes: the peak that may not be crossed.
-            seconds: how long may be searched.
-            seeds: rows to begin from, besides the given order.
-            progress: told of every better row.
+            budget_bytes: the peak that the plan must not exceed.
+            seconds: time limit.
+            seeds: rows to start from, in addition to the given order.
+            progress: called with every better row.
         """
         began, seconds = time.monotonic(), min(seconds, _LONGEST)
         if self.given.peak_bytes <= budget_bytes:
@@ -224,7 +228,7 @@ class Solver:
         share, left = (1 - _FIRST_SHARE) * seconds, seconds - (time.monotonic() - began)
         if first.status in (Status.OPTIMAL, Status.INFEASIBLE):
             return first
-        if left < _LEFT * share:  # what it took to begin was more than the search itself
+        if left < _LEFT * share:  # setting up took longer than the search
             return first
         return self.better(first, self._other.searched(budget_bytes, seconds=min(left, share), seeds=seeds))
 
@@ -238,7 +242,7 @@ class Solver:
         return replace(answer, time_bound=replace(looked, seconds=answer.extra_seconds))
 
     def better(self, first: Answer, second: Answer) -> Answer:
-        """Of two answers for one budget the better plan, with the stronger bound; what it took is what both did."""
+        """The better plan of two answers for one budget, with the stronger bound and the seconds and rounds of both."""
         for one in (first, second):
             if one.status is Status.INFEASIBLE:
                 return one
@@ -257,15 +261,15 @@ class Solver:
     ) -> list[Answer]:
         """Plans for budgets from the given peak down to the floor, evenly spaced; the highest budget first.
 
-        Each search begins with the plan of the budget above it, and may take its share of the time that is left: the budgets
-        near the floor, which are the hard ones, have what the others did not need. A plan that fits a budget serves for every
-        budget above its peak too, and a bound holds for every budget below: seconds and bounds never fall as the budget does.
+        Each search starts from the plan of the next higher budget and gets its share of the time left, so the budgets near the
+        floor, which are the hard ones, get the time that the others did not need. A plan also serves for every budget above
+        its peak, and a bound also holds for every lower budget: seconds and bounds never fall when the budget falls.
 
         Args:
-            points: how many.
-            seconds: for all of them.
-            known: plans for budgets that were found before, with their bounds.
-            progress: told the share that is done.
+            points: number of budgets.
+            seconds: time limit for all of them.
+            known: plans that were found before for other budgets, with their bounds.
+            progress: called with the share of points that are done.
         """
         top = self.given.peak_bytes
         small = exhaustive.small(self.graph)
@@ -299,14 +303,14 @@ class Solver:
         return [self._judged(a) for a in found]
 
     def _judged(self, answer: Answer) -> Answer:
-        """An answer with what plan and bound say of each other."""
+        """The answer with its status set from plan and bound: optimal if they meet."""
         if answer.status.has_plan:
             met = answer.extra_seconds <= answer.time_bound.seconds + SAME * self.graph.base_seconds
             return replace(answer, status=Status.OPTIMAL if met else Status.FEASIBLE)
         return answer
 
     def follow(self, row: Row, budget: int | None) -> Answer:
-        """A named plan, judged like any other: where it does not fit, ``infeasible`` if no plan does, else ``unknown``."""
+        """The answer for a given row; if it does not fit, ``infeasible`` if the floor does not either, else ``unknown``."""
         began = time.monotonic()
         answer = self._answer(Status.FEASIBLE, budget, row, time_bounds.NOTHING, began, 0)
         if budget is None or answer.timeline.peak_bytes <= budget:
@@ -321,7 +325,7 @@ class Solver:
         seeds: Sequence[Row] = (),
         progress: Callable[[AnnealedRow], None] | None = None,
     ) -> Answer:
-        """A plan by annealing, bounds beside it, whatever the graph's size; the budget lies between floor and given peak."""
+        """A plan by annealing, with bounds; the budget must lie between the floor and the peak of the given order."""
         began = time.monotonic()
         deadline = began + seconds - min(_PLAYED * self._playing, _PLAYED_SHARE * seconds)
         if library() is None:
@@ -359,7 +363,7 @@ class Solver:
         seeds: Sequence[Row] = (),
         progress: Callable[[AnnealedRow], None] | None = None,
     ) -> Programs:
-        """Programs for a budget, beside a hunt that has not begun (its arguments are those of :meth:`at`)."""
+        """The programs for a budget, with a hunt that is not started yet (``seeds`` and ``progress`` as in :meth:`at`)."""
         hunt = Hunt(
             annealer=Annealer(self.game, budget, fixed=self.fixed),
             starts=[self.game.given, *(self.game.ops(row) for row in seeds)],
@@ -381,22 +385,22 @@ class Solver:
 
     @cached_property
     def bound_game(self) -> Game:
-        """What bounds are computed on: transfers that overlap with computing may cost nothing."""
+        """The game for bounds: transfers that overlap with computation cost nothing."""
         return game_of(self.graph, transfer_share=0.0) if self.overlaps else self.game
 
     def _best(
         self, budget: int, rows: Sequence[Row], proof: TimeBound, began: float, rounds: int, *, ranked: bool
     ) -> Answer:
-        """The cheapest of some rows that fits by the referee's judgement; the lowest where none does.
+        """The cheapest of some rows that fits according to the referee; the one of the lowest peak if none does.
 
         Args:
             budget: in bytes.
-            rows: to choose from.
-            proof: no plan within the budget adds fewer seconds.
-            began: when the search did, by :func:`time.monotonic`.
-            rounds: of it.
-            ranked: whether the first of them is the best by the search's account, so that where it fits, no other is looked at
-                (but for what becomes of their transfers).
+            rows: the candidates; those that break a rule are skipped.
+            proof: lower bound on the extra seconds of every plan within the budget.
+            began: start of the search, by :func:`time.monotonic`.
+            rounds: rounds of the search.
+            ranked: whether the first row is the best by the search's count. If it fits, the others are then not played, unless
+                transfers overlap with computation.
         """
         played = []
         for row in dict.fromkeys(rows):
@@ -443,10 +447,10 @@ class Solver:
 
 
 def _worth(timeline: Timeline, *, fits: bool) -> tuple[bool, float, int]:
-    """What is to be small: of plans that fit their seconds, of others their peaks."""
+    """Sort key, smaller is better: plans that fit come first, by seconds; others by peak."""
     return (not fits, timeline.seconds if fits else 0.0, timeline.peak_bytes)
 
 
 def solve(graph: Graph, budget_bytes: int, *, order: Order = Order.FIXED, seconds: float = SECONDS) -> Answer:
-    """A plan for a graph within a budget."""
+    """Find a plan for a graph within a budget in bytes."""
     return Solver(graph, order=order).at(budget_bytes, seconds=seconds)

@@ -1,1 +1,1 @@
-"""The game as eager plays it: order fixed, decisions by value and gap, values remade where backward asks for them."""
+"""Plans one recorded unit for the runtime: order is fixed, values are away in gaps and return when needed."""

@@ -1,4 +1,4 @@
-"""Lower bounds for problems in fixed order, each with the event that proves it."""
+"""Lower bounds on the peak and extra time of a unit's plans; the peak's comes with the event that proves it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lowtide.base.trace import Need
 from lowtide.planning.unit.problem import Problem
 
 _EVENTS_TRIED = 32
-"""How many of the highest events are tried for the bound on extra time."""
+"""Number of highest events that are tried for the bound on extra time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """What no plan of recomputation and moving can beat.
+    """A lower bound on the peak of every plan that recomputes and moves values.
 
     Attributes:
-        peak_bytes: lower bound on the peak.
+        peak_bytes: the bound.
         peak_event: the event whose forced bytes prove it; -1 for a problem without events.
     """
 
@@ -29,10 +29,10 @@ class Bound:
 
 
 def forced_live(problem: Problem) -> NDArray[np.int64]:
-    """Per event, bytes that are there whatever is recomputed or moved, the event's own rise included.
+    """Per event, bytes that are live under every plan, including the event's own rise.
 
-    A value is forced while script code holds it, while the node that asked for it runs, and always if it can neither be
-    made again nor be moved.
+    A value is forced while the script holds it and while the autograd node that unpacked it runs; if it can neither be
+    recomputed nor moved, it is always forced.
     """
     events = len(problem.trace.events)
     delta = np.zeros(events + 2, dtype=np.int64)
@@ -63,7 +63,7 @@ def _absent_able(problem: Problem, v: int, event: int) -> bool:
 
 
 def peak_bound(problem: Problem) -> Bound:
-    """The highest forced point."""
+    """The bound from the event with the most forced bytes."""
     forced = forced_live(problem)
     if not len(forced):
         return Bound(peak_bytes=problem.base_bytes, peak_event=-1)
@@ -71,28 +71,28 @@ def peak_bound(problem: Problem) -> Bound:
 
 
 class UnitTimeBound:
-    """Seconds that every plan within a budget must add to the plain run.
+    """Lower bound on the seconds that every plan within a budget adds to the plain run.
 
-    At one event the values that are absent must together free what the plain run has above the budget, and each of
-    them that is needed later costs at least its maker's seconds (once for all values of one maker) or its transfers.
-    The relaxation is a fractional knapsack per event; the best of the highest events is returned. What can be packed at
-    an event is the same for every budget, and a runtime asks for one in every step: it is gathered once.
+    At any event, the absent values together must free the bytes that the plain run has above the budget. Each of them that is
+    needed later costs at least the seconds of its operator (once for all values of one operator) or its transfers. The
+    relaxation is a fractional knapsack per event, and the bound is the best of the highest events. The knapsack's items are
+    the same for every budget, and a runtime asks for a budget in every step, so they are computed once.
     """
 
     def __init__(self, problem: Problem) -> None:
-        """Nothing is gathered yet."""
+        """Store the problem; nothing is computed yet."""
         self._problem = problem
 
     @cached_property
     def _packed(self) -> tuple[tuple[int, NDArray[np.float64], NDArray[np.float64]], ...]:
-        """Of the highest events: bytes in the plain run; bytes freed and seconds added as the knapsack fills, best first."""
+        """Per highest event: bytes in the plain run, and bytes freed and seconds added as the knapsack fills, best first."""
         highest = self._problem.plain_live + self._problem.rise
         return tuple(
             (int(highest[event]), *_knapsack(self._problem, int(event))) for event in np.argsort(highest)[::-1][:_EVENTS_TRIED]
         )
 
     def at(self, budget_bytes: int) -> float:
-        """The bound for one budget."""
+        """The bound for a budget, in seconds."""
         return max(
             (float(np.interp(peak - budget_bytes, freed, seconds)) for peak, freed, seconds in self._packed), default=0.0
         )

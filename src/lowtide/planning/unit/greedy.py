@@ -1,11 +1,11 @@
-"""Recompute and move by greed: lower the highest point by the cheapest byte, again and again, down to the floor.
+"""Greedy planning of a unit: repeatedly lowers the peak by recomputing or moving the cheapest bytes.
 
-The walk does not depend on the budget: every state on it is an offer (peak, extra seconds), and a budget takes the
-cheapest offer that fits. So less budget never gives a faster plan than more budget does. What is taken for a budget is then
-made lighter: what that budget does not need is undone.
+The walk goes down toward the floor and does not depend on the budget: each of its states is an offer (peak, extra seconds),
+and a budget takes the cheapest offer that fits. A smaller budget therefore never gets a faster plan than a larger one. The
+state taken for a budget is then made lighter, by undoing decisions that this budget does not need.
 
-Greed looks at seconds only, and what a chain is made from may be larger than what it makes: where it ends above the budget, it
-goes back to where it stood lowest and takes another way.
+The walk considers only seconds, but the inputs of a chain may be larger than its output. If it ends above the budget, it goes
+back to its lowest state and takes another way.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from lowtide.planning.unit.problem import Action, Away, Key, Problem
 from lowtide.planning.unit.simulate import UnitTimeline, play
 
 _STEP_SHARE = 0.01
-"""Share of (plain peak - base) by which one move of the walk lowers its highest point at least, if it can."""
+"""Share of (plain peak - base) that one move of the walk frees at its peak at least, if possible."""
 _MEND = 0.3
-"""Steps that mend a plan which is nearly right are this share of the walk's."""
+"""Size of the steps that mend an almost fitting plan, as a share of the walk's steps."""
 _TRIES = 400
-"""Moves at most that bring no new lowest peak before the walk gives up."""
+"""The walk ends after this many moves without a new lowest peak."""
 _DETOUR = 40
-"""Moves that bring no new lowest peak before greed goes back."""
+"""Backtracking goes back after this many moves without a new lowest peak."""
 _LIGHTENED = 3
-"""States, the cheapest within a budget, of which decisions are tried for undoing."""
+"""Number of the cheapest states within a budget whose decisions are tentatively undone."""
 _PRUNED = 24
-"""Decisions of each that are tried, before all of the best one are."""
+"""Number of decisions that are tried per state; of the best state, all are tried afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Decisions, and how they play."""
+    """Decisions and the outcome of playing them."""
 
     decisions: dict[Key, Away]
     timeline: UnitTimeline
 
     @property
     def cost(self) -> tuple[float, int]:
-        """What is to be small: extra seconds, then peak bytes."""
+        """Sort key, smaller is better: extra seconds, then peak bytes."""
         return (self.timeline.extra_seconds, self.timeline.peak_bytes)
 
 
@@ -58,9 +58,9 @@ def walk(problem: Problem, *, seconds: float, progress: Callable[[float], None] 
     """States from the plain run down to the lowest peak found: a Pareto front, highest peak first.
 
     Args:
-        problem: what is asked.
-        seconds: the walk ends after so long, wherever it is.
-        progress: told the share of bytes walked down so far.
+        problem: the unit.
+        seconds: time limit.
+        progress: called with the share of (plain peak - base) by which the peak has been lowered so far.
     """
     deadline = time.perf_counter() + seconds
     state = State({}, play(problem, {}))
@@ -82,13 +82,15 @@ def walk(problem: Problem, *, seconds: float, progress: Callable[[float], None] 
 
 
 def backtracked(problem: Problem, front: Sequence[State], budget_bytes: int, *, seconds: float) -> list[State]:
-    """States below those of a walk that ended above a budget: what began each way that led no lower is not done again.
+    """States of lower peaks than a walk that ended above a budget, found by backtracking.
+
+    The decisions that began a detour without a lower peak are barred from then on.
 
     Args:
-        problem: what is asked.
-        front: states of the walk, the highest peak first; each is gone back to when no way is left from the ones below it.
-        budget_bytes: where it ends.
-        seconds: how long it may take.
+        problem: the unit.
+        front: states of the walk, the highest peak first. Once no way is left from a state, the one before it is continued.
+        budget_bytes: the search ends at a peak of at most this.
+        seconds: time limit.
     """
     deadline = time.perf_counter() + seconds
     stands = list(front)
@@ -126,7 +128,7 @@ def _step(problem: Problem) -> int:
 
 
 def lowered(problem: Problem, state: State, budget_bytes: int, *, moves: int, deadline: float) -> list[State]:
-    """States on the way from one that crosses a budget to one that does not, or as far as so many moves of greed lead."""
+    """States on the way from one above a budget down to one that fits, or as far as ``moves`` greedy moves lead."""
     found: list[State] = []
     step = max(1, int(_STEP_SHARE * _MEND * max(0, problem.plain_peak - problem.base_bytes)))
     while state.timeline.peak_bytes > budget_bytes and len(found) < moves and time.perf_counter() < deadline:
@@ -139,7 +141,7 @@ def lowered(problem: Problem, state: State, budget_bytes: int, *, moves: int, de
 
 
 def pareto(states: list[State] | tuple[State, ...]) -> tuple[State, ...]:
-    """States that no other beats in both peak and extra seconds, highest peak first."""
+    """The states that no other state beats in both peak and extra seconds, highest peak first."""
     best: list[State] = []
     for state in sorted(states, key=lambda s: (s.timeline.peak_bytes, s.timeline.extra_seconds)):
         if not best or state.timeline.extra_seconds < best[-1].timeline.extra_seconds:
@@ -148,7 +150,7 @@ def pareto(states: list[State] | tuple[State, ...]) -> tuple[State, ...]:
 
 
 def _move(problem: Problem, state: State, step: int, barred: AbstractSet[Key] = frozenset()) -> State | None:
-    """The next state: enough of the cheapest bytes leave the highest event to lower it by a step."""
+    """The next state: the cheapest bytes leave the peak event until ``step`` bytes are freed; None if none can."""
     event = state.timeline.peak_event
     decisions = dict(state.decisions)
     freed = 0
@@ -164,7 +166,7 @@ def _move(problem: Problem, state: State, step: int, barred: AbstractSet[Key] = 
 
 
 def _offers(problem: Problem, state: State, event: int) -> list[_Offer]:
-    """Every single decision that frees bytes at an event."""
+    """All single decisions that free bytes at an event."""
     found = []
     chains = _Chains(problem, state)
     for v, buffer in enumerate(problem.trace.buffers):
@@ -213,14 +215,14 @@ def _seconds(problem: Problem, event: int) -> float:
 
 
 class _Chains:
-    """Seconds of making a value again, as the board stands in a state."""
+    """Prices the recomputation of values, given what is present in a state."""
 
     def __init__(self, problem: Problem, state: State) -> None:
         self.problem = problem
         self.state = state
 
     def seconds(self, v: int, need: int) -> float:
-        """Seconds of the chain for a value at a need, values that would be held for their own need apart."""
+        """Seconds of the chain that recomputes a value for a need, without values that are recomputed and held anyway."""
         ops: set[int] = set()
         stack, seen = [v], {v}
         while stack:
@@ -236,7 +238,7 @@ class _Chains:
         return sum((_seconds(self.problem, e) for e in ops), 0.0)
 
     def _free(self, r: int, need: int) -> bool:
-        """Whether an input costs this chain nothing: it is there, can be captured, or is to be made again anyway."""
+        """Whether an input costs the chain nothing: it is present, can be captured, or is recomputed anyway."""
         buffer = self.problem.trace.buffers[r]
         if self.state.timeline.absent(r, need):
             needs = self.problem.needs[r]
@@ -249,13 +251,13 @@ class _Chains:
 
 
 def lightened(problem: Problem, front: Sequence[State], budget_bytes: int, *, seconds: float) -> list[State]:
-    """Cheaper states within a budget: decisions that it does not need are undone, the dearest first.
+    """Cheaper states within a budget: undoes decisions that it does not need, the most expensive first.
 
     Args:
-        problem: what is asked.
+        problem: the unit.
         front: states, of which the cheapest within the budget are tried.
-        budget_bytes: what they may peak at.
-        seconds: how long it may take.
+        budget_bytes: the highest peak allowed.
+        seconds: time limit.
     """
     deadline = time.perf_counter() + seconds
     fitting = sorted((s for s in front if s.timeline.peak_bytes <= budget_bytes), key=lambda s: s.cost)[:_LIGHTENED]
@@ -280,13 +282,13 @@ def _lighter(problem: Problem, state: State, budget_bytes: int, tries: int, dead
 
 
 def _without(decisions: dict[Key, Away], key: Key) -> dict[Key, Away]:
-    """Decisions less one; a value that does not leave for the second board at first cannot be there later."""
+    """The decisions without ``key``. Undoing a move undoes all moves of the value, which must be written in its first gap."""
     moved = key in decisions and decisions[key].action is Action.MOVE
     return {k: a for k, a in decisions.items() if k != key and not (moved and k[0] == key[0] and a.action is Action.MOVE)}
 
 
 def _dearest(problem: Problem, state: State) -> list[Key]:
-    """Keys of a state's decisions, by what making their values again costs, dearest first."""
+    """Keys of a state's decisions by the cost of recomputing their values, most expensive first."""
     spent: dict[int, float] = {}
     for remake in state.timeline.remakes:
         for e in remake.ops:

@@ -1,9 +1,9 @@
-"""Decisions from the program of what must be on the board at a few instants; its value is a bound on extra time.
+"""Plans a unit with the integer program of a few instants, whose value is also a lower bound on extra time.
 
-The unit is laid out as a graph (operators and needs as nodes, values with the lives that the script gives them), on which any
-operator that may run again can run at any time: more than the runtime does, so what the program proves holds for the runtime
-too. What the program leaves absent becomes decisions, which the judge of units plays; an event at which they cross the budget
-joins the program, and greed mends what is left.
+The unit is laid out as a graph: operators and needs are nodes, and values have the lives that the script gives them. On this
+graph any operator that may run again can run at any time. The runtime does less, so the program's bound holds for the runtime,
+too. Values that the program leaves absent become decisions, which ``simulate`` plays. Events at which they exceed the budget
+are added to the program, and greedy moves mend the rest.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from lowtide.planning.unit.problem import Action, Away, Key, Problem
 from lowtide.planning.unit.simulate import play
 
 _INSTANTS = 6
-"""Instants at most that a program looks at."""
+"""No instants are added to a program that has this many."""
 _JOINING = 2
-"""Events that join it at once, at most."""
+"""Largest number of events added to a program at once."""
 _APART = 40
-"""They are this fraction of the unit apart."""
+"""Events that are added together are more than 1/40 of the unit's events apart."""
 _STEP = 0.6
-"""Share of what is left of its time that one program may take."""
+"""Share of the time left that one program may take."""
 _GAP = 2e-3
-"""Relative gap at which it may stop."""
+"""Relative gap within which a program's solver may stop."""
 _LATEST = 60
-"""Moves of greed at most that mend a program's answer."""
+"""Largest number of greedy moves that mend a program's answer."""
 _SMALL = 2048
-"""Bytes below which a value is not worth a decision."""
+"""Values of fewer bytes are not worth a decision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class Layout:
     """A unit as a game.
 
     Attributes:
-        graph: nodes are ``event 3``, for an event, and ``value 7``, for a value that counts.
-        game: operators are the unit's events, behind those that place what was there before.
-        first: operator of event 0.
-        values: per value of the unit its value in the game; -1 for what does not count.
+        graph: its nodes are events (``event 3``), counted values (``value 7``) and the resident ``base``.
+        game: its operators are the unit's events, preceded by those that place values from before the unit.
+        first: the operator of event 0.
+        values: per value of the unit, its value in the game; -1 for values that are not counted.
     """
 
     graph: Graph
@@ -75,7 +75,7 @@ def layout(problem: Problem) -> Layout:
     for e, event in enumerate(events):
         if isinstance(event, Op):
             for r in event.reads:
-                # what else an operator reads came to it from a need, whose pin says so below
+                # an operator gets its other inputs from needs, whose pins are added below
                 if trace.buffers[r].counted and e <= trace.buffers[r].held_until:
                     reads[e][r] = None
     for v, needs in enumerate(problem.needs):
@@ -86,7 +86,7 @@ def layout(problem: Problem) -> Layout:
     olds = {new: old for event in events if isinstance(event, Op) for old, new in event.overwrites}
 
     def takes_over(value: int) -> bool:
-        """Whether a value is made in the very bytes of the one that it overwrites."""
+        """Whether a value takes over the bytes of the value that it overwrites."""
         old, buffer = olds.get(value), trace.buffers[value]
         return (
             old is not None and buffer.born >= 0 and trace.buffers[old].counted and trace.buffers[old].bytes == buffer.bytes
@@ -145,10 +145,10 @@ def layout(problem: Problem) -> Layout:
 
 
 class Relaxed:
-    """One unit, asked for several budgets."""
+    """Solves the programs of one unit for several budgets."""
 
     def __init__(self, problem: Problem) -> None:
-        """Lay the unit out."""
+        """Lay out the unit as a game."""
         self.problem = problem
         self.layout = layout(problem)
         self.precedence = Precedence(self.layout.game, fixed=True)
@@ -156,7 +156,7 @@ class Relaxed:
         self.back = {i: v for v, i in enumerate(self.layout.values) if i >= 0}
 
     def at(self, budget_bytes: int, *, seconds: float) -> tuple[list[State], TimeBound]:
-        """Decisions that hold a budget, or come near, and the bound; the states are played by the judge of units."""
+        """States that hold a budget or come close to it, and the lower bound on extra seconds."""
         deadline = time.perf_counter() + seconds
         best = time_bounds.NOTHING
         states: list[State] = []
@@ -187,7 +187,7 @@ class Relaxed:
             yield found
 
     def _state(self, found: TimeBound) -> State:
-        """What a program leaves absent, as decisions."""
+        """The state of the decisions that follow from the values that a program leaves absent."""
         problem, first = self.problem, self.layout.first
         decisions: dict[Key, Away] = {}
         for o in sorted(found.absent):
@@ -207,7 +207,7 @@ class Relaxed:
         return State(decisions, play(problem, decisions))
 
     def _away(self, v: int, event: int, *, moved: bool) -> tuple[Key, Away] | None:
-        """The decision that has a value away at an event, where one can."""
+        """The decision that has a value away at an event; None if it cannot be."""
         problem, buffer = self.problem, self.problem.trace.buffers[v]
         needs = problem.needs[v]
         gap = sum(1 for e, _ in needs if e < event)
@@ -222,7 +222,7 @@ class Relaxed:
         return None
 
     def _crossed(self, state: State, budget: int, known: set[int]) -> list[int]:
-        """Operators of the events at which a state stands highest above the budget, apart from each other."""
+        """Operators of the events at which a state is highest above the budget, spread apart; those in ``known`` left out."""
         high = state.timeline.peak_bytes_at
         apart = len(high) // _APART
         found: list[int] = []

@@ -1,4 +1,4 @@
-"""Trace and budget -> Plan: the decisions by site, and what they are predicted to cost."""
+"""Plan files: converts a unit's decisions from values to sites and back, so that they can be saved and shared."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Choice(msgspec.Struct, frozen=True):
     """One decision, by site.
 
     Attributes:
-        module, op, nth, slot: which value: the slot-th fresh storage of the nth run of an operator in a module.
-        gap: which of its gaps.
+        module, op, nth, slot: identify the value: the slot-th fresh storage of the nth run of an operator in a module.
+        gap: index of the value's gap.
         action: ``recompute`` or ``move``.
-        until: event from which a remade value is held.
+        until: event from which on a rematerialized value is held.
     """
 
     module: str
@@ -45,7 +45,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fingerprint(trace: Trace) -> int:
-    """A number that two recordings share only if their events agree one by one."""
+    """A checksum (CRC-32) of a recording's events, equal for recordings whose events agree one by one."""
     import zlib
 
     text = "\n".join(
@@ -55,7 +55,7 @@ def fingerprint(trace: Trace) -> int:
 
 
 def plan_of(problem: Problem, solution: Solution) -> Plan:
-    """A solution's decisions by site."""
+    """The plan with a solution's decisions by site."""
     choices = []
     for (v, gap), away in solution.state.decisions.items() if solution.state is not None else ():
         site, slot = problem.maker(v).site, problem.trace.buffers[v].slot
@@ -64,7 +64,7 @@ def plan_of(problem: Problem, solution: Solution) -> Plan:
 
 
 def decisions_of(problem: Problem, plan: Plan) -> dict[Key, Away]:
-    """A plan's decisions as values of a recording that has its fingerprint."""
+    """A plan's decisions for the values of a recording with the same fingerprint."""
     where = {}
     for v, buffer in enumerate(problem.trace.buffers):
         if buffer.born >= 0:
@@ -79,7 +79,7 @@ def decisions_of(problem: Problem, plan: Plan) -> dict[Key, Away]:
 
 
 def dropped_sites(plan: Plan) -> frozenset[tuple[str, str, int, int]]:
-    """(module, op, nth, slot) of every value that is dropped."""
+    """(module, op, nth, slot) of every value that the plan drops and recomputes."""
     return frozenset((c.module, c.op, c.nth, c.slot) for c in plan.choices if c.action == Action.RECOMPUTE)
 
 
@@ -87,7 +87,7 @@ def save_plan(plan: Plan, path: Path) -> None:
     """Write a plan file (JSON).
 
     Raises:
-        OSError: naming the file, if it cannot be written.
+        OSError: if the file cannot be written; names the file.
     """
     write_file(path, msgspec.json.format(msgspec.json.encode(plan), indent=1))
 
@@ -96,7 +96,7 @@ def load_plan(path: Path) -> Plan:
     """Read a plan file.
 
     Raises:
-        PlanFileError: if it cannot be read, or is not a plan of this version.
+        PlanFileError: if the file cannot be read, or is not a plan of this version.
     """
     try:
         plan: Plan = msgspec.json.decode(path.read_bytes(), type=Plan)

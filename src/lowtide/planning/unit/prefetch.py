@@ -1,7 +1,7 @@
-"""Fetches that may begin before they are asked for, so that a board that copies on its own works while the device computes.
+"""Chooses fetches that start before their need, so that transfers run while the device computes.
 
-A fetch begins when an earlier need was served, as late as still hides it, and only where the plan's own peak leaves room for
-its bytes until they are asked for: the peak that the judge (``simulate.py``) found stays the peak.
+A fetch starts once an earlier need has been served, as late as still hides it, and only if its bytes fit below the plan's own
+peak until they are needed. The peak found by ``simulate.py`` therefore stays the peak.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from lowtide.planning.unit.problem import Problem
 from lowtide.planning.unit.simulate import UnitTimeline
 
 Need = tuple[int, int]
-"""(value, which of its needs)."""
+"""(value, index of one of its needs)."""
 
 
 def fetches_ahead(problem: Problem, timeline: UnitTimeline) -> dict[Need, tuple[int, ...]]:
-    """Per need, the values whose fetch begins once it was served.
+    """Per need, the values whose fetch starts once the need has been served.
 
     Args:
-        problem: what was solved.
-        timeline: how its solution plays; ``peak_bytes`` is kept.
+        problem: the problem that was solved.
+        timeline: the outcome of playing its solution; the fetches do not raise its ``peak_bytes``.
     """
     if problem.bandwidth is None or not any(r.fetched for r in timeline.remakes):
         return {}
@@ -60,6 +60,6 @@ def _clock(problem: Problem) -> NDArray[np.float64]:
 
 
 def _absent_since(timeline: UnitTimeline, value: int, event: int) -> int:
-    """First event before which a value was gone, until an event asks for it; that event if it was there."""
+    """First event of the value's absence that lasts until ``event``; ``event`` itself if the value is present."""
     spans = [start for start, end in timeline.intervals.get(value, ()) if start <= event <= end]
     return spans[-1] if spans else event

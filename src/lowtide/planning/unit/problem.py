@@ -1,4 +1,4 @@
-"""The question: a recorded unit, where its base stands now, and what moving bytes costs."""
+"""The planning problem of one unit: its recording, the bytes live at its start, and the cost of moving bytes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """A value is let go at the start of one of its gaps.
+    """The decision to drop or offload a value during one of its gaps.
 
     Attributes:
-        action: how it comes back.
-        until: if it is made again, by another value's chain, before this event, it is not held; from this event on it is.
+        action: how the value comes back.
+        until: event from which on the value is held if another value's chain rematerializes it; before, it is dropped again.
     """
 
     action: Action
@@ -33,23 +33,24 @@ class Away:
 
 
 FRESH_BYTES = 32 << 20
-"""glibc's largest threshold for mapping a block (DEFAULT_MMAP_THRESHOLD_MAX): its pages are faulted in each time."""
+"""glibc's largest mmap threshold (DEFAULT_MMAP_THRESHOLD_MAX): blocks of this size or more are always mapped anew, so their
+pages fault in each time."""
 
 FOREVER = 1 << 60
 """An event that never comes."""
 
 Key = tuple[int, int]
-"""(value, gap): gap ``k`` of a value is the time before its need ``k``; the last gap follows its last need."""
+"""(value, gap): gap ``k`` of a value is the time before its need ``k``; the last gap is the time after its last need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bandwidth:
-    """The second board's speed, bytes per second each way.
+    """Speed of the second board in bytes per second.
 
     Attributes:
-        write: from the device.
-        read: to a block of the device that was in use before.
-        read_fresh: to a block that the system maps anew, as glibc does for every block of ``FRESH_BYTES`` or more.
+        write: copying from the device.
+        read: copying to a block of the device that was in use before.
+        read_fresh: copying to a newly mapped block, as glibc returns for every size of ``FRESH_BYTES`` or more.
     """
 
     write: float
@@ -57,7 +58,7 @@ class Bandwidth:
     read_fresh: float
 
     def read_seconds(self, size: int) -> float:
-        """Seconds to bring so many bytes back."""
+        """Seconds to bring ``size`` bytes back."""
         return size / (self.read if size < FRESH_BYTES else self.read_fresh)
 
 
@@ -67,9 +68,9 @@ class Problem:
 
     Attributes:
         trace: the recorded unit.
-        base_bytes: live bytes when the unit begins (it may differ from the recording's).
-        bandwidth: of the second board; None where nothing may be moved.
-        pinned: values that foreign code may write to (ids): they are not made again, nor is anything made again from them.
+        base_bytes: live bytes when the unit begins (may differ from the recording's).
+        bandwidth: speed of the second board; None if nothing may be moved.
+        pinned: ids of values that foreign code may write to. Neither they nor values computed from them are recomputed.
     """
 
     trace: Trace
@@ -79,12 +80,12 @@ class Problem:
 
     @cached_property
     def seconds(self) -> float:
-        """Of the unit without any plan: the sum of its operators'."""
+        """Seconds of the unit without a plan: the sum over its operators."""
         return sum(e.seconds for e in self.trace.events if isinstance(e, Op))
 
     @cached_property
     def needs(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Per value its needs in order, as pairs (event, last event of the pin)."""
+        """Per value, its needs in order as pairs (event, last event of the pin)."""
         found: list[list[tuple[int, int]]] = [[] for _ in self.trace.buffers]
         for e, event in enumerate(self.trace.events):
             if isinstance(event, Need):
@@ -93,7 +94,7 @@ class Problem:
 
     @cached_property
     def overwritten(self) -> dict[int, int]:
-        """The event at which a value is overwritten in place, for those that are."""
+        """Per value that is overwritten in place, the event at which that happens."""
         return {
             old: e
             for e, event in enumerate(self.trace.events)
@@ -103,7 +104,7 @@ class Problem:
 
     @cached_property
     def heirs(self) -> dict[int, int]:
-        """Per value that was overwritten in place after autograd had saved it, the next version: it has the saved tensors."""
+        """Per saved value that is overwritten in place, its next version, in which its saved tensors then are."""
         saved = {save.value for save in self.trace.saves}
         found: dict[int, int] = {}
         for event in self.trace.events:
@@ -115,7 +116,7 @@ class Problem:
 
     @cached_property
     def gap_starts(self) -> tuple[int, ...]:
-        """Per value, the index of the first gap in which it may be away (script code holds it through earlier ones)."""
+        """Per value, the index of the first gap in which it may be away (the script holds it through earlier ones)."""
         return tuple(
             sum(1 for event, _ in needs if event <= buffer.held_until)
             for buffer, needs in zip(self.trace.buffers, self.needs, strict=True)
@@ -123,7 +124,7 @@ class Problem:
 
     @cached_property
     def _deadlines(self) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        """Per value the event from which on no chain makes it again (-1: it never can), and whether all needs come before."""
+        """Per value, the event from which on no chain can recompute it (-1: none ever can); whether all needs come before."""
         until = [-1] * len(self.trace.buffers)
         known = [False] * len(self.trace.buffers)
         for e, event in enumerate(self.trace.events):
@@ -137,7 +138,7 @@ class Problem:
         return tuple(until), tuple(known)
 
     def _source(self, value: int, until: list[int], known: list[bool]) -> int:
-        """The event from which on a chain that reads a value cannot run."""
+        """The event from which on a chain that reads ``value`` cannot run."""
         if known[value]:
             return until[value]
         if value in self.pinned:
@@ -148,32 +149,32 @@ class Problem:
 
     @property
     def remakeable(self) -> tuple[bool, ...]:
-        """Per value, whether a chain of replays makes it again at each of its needs, from what is there or can be captured."""
+        """Per value, whether a chain of replays can recompute it at each of its needs, from values present or captured."""
         return self._deadlines[1]
 
     def maker(self, value: int) -> Op:
-        """The operator that made a value; only for values with ``born >= 0``."""
+        """The operator that computed a value; only for values with ``born >= 0``."""
         op = self.trace.events[self.trace.buffers[value].born]
         assert isinstance(op, Op)
         return op
 
     def capturable(self, value: int) -> bool:
-        """Whether holding the value by reference keeps its bits to the end: not so if it is overwritten in place."""
+        """Whether holding a reference to the value preserves its bits to the end: it is never overwritten in place."""
         return value not in self.overwritten
 
     def can_move(self, value: int) -> bool:
-        """Whether a value can go to the second board: it must be unheld before the first backward begins."""
+        """Whether a value can be offloaded; the script must stop holding it before the first backward begins."""
         buffer = self.trace.buffers[value]
         return buffer.movable and self.bandwidth is not None and buffer.held_until < self.trace.backward_event
 
     def move_seconds(self, value: int, *, written: bool = False) -> float:
-        """Seconds to bring a value back from the second board, and (unless it was written before) there."""
+        """Seconds to fetch a value from the second board, plus those to write it there unless it was ``written`` before."""
         assert self.bandwidth is not None
         size = self.trace.buffers[value].bytes
         return self.bandwidth.read_seconds(size) + (0.0 if written else size / self.bandwidth.write)
 
     def end(self, value: int) -> int:
-        """Last event at whose end the plain run still has the value."""
+        """Last event at whose end the value is still live in the plain run."""
         buffer = self.trace.buffers[value]
         return max(buffer.held_until, buffer.released)
 
@@ -191,11 +192,11 @@ class Problem:
 
     @cached_property
     def rise(self) -> NDArray[np.int64]:
-        """Per event, how far memory rises above what is live just before it."""
+        """Per event, bytes by which memory rises above what is live just before it."""
         inside = [e.inside_bytes if isinstance(e, Op) else 0 for e in self.trace.events]
         return np.maximum(np.asarray(inside, dtype=np.int64), np.asarray(self.trace.spike_bytes, dtype=np.int64))
 
     @cached_property
     def plain_peak(self) -> int:
-        """Peak bytes of the plain run on this base."""
+        """Peak bytes of the plain run with these base bytes."""
         return int((self.plain_live + self.rise).max(initial=self.base_bytes))

@@ -1,16 +1,17 @@
-"""The judge: plays decisions on a problem exactly as the runtime carries them out.
+"""Plays decisions on a unit exactly as the runtime carries them out; the judge of units.
 
 The rules, which ``runtime/planned/mode.py`` and ``runtime/replay/chain.py`` follow to the letter:
 
-* A value that is away in a gap leaves when nothing but autograd holds it and the node of its last need has finished.
-* At a need of an absent value the chain of operators that makes it again from what is present runs in recorded order.
-  An operator's outputs that are already present are let go at once; intermediates go after their last reader in the
-  chain; values whose decision says so (``Away.until``) are held for their own later need.
-* An in-place operator runs on a clone of what it overwrites, unless that is an intermediate of this very chain which
-  nobody else reads: then it runs on that itself.
-* What a replayable operator reads and nobody would keep is captured: held until the values made from it are released.
-* What was there before the unit and is overwritten in it (a weight that the optimizer updates within the backward) is read
-  as it is until then: what is made from it is asked for before, or kept.
+* A value that is away in a gap leaves once only autograd holds it and the autograd node of its last need has finished.
+* At a need of an absent value, the chain of operators that recomputes it from present values runs in recorded order. Outputs
+  of an operator that are already present are freed at once; intermediates are freed after their last reader in the chain;
+  values whose decision says so (``Away.until``) are held for their own later need.
+* An in-place operator runs on a clone of the value that it overwrites. If that value is an intermediate of the same chain
+  with no other reader left, the operator runs on it directly.
+* A value that a replayable operator reads and that the plain run would not keep is captured: it is held until the values
+  computed from it are released.
+* A value from before the unit that is overwritten within it (a weight that the optimizer updates during the backward) is read
+  directly until then: values recomputed from it are needed before that event, or are kept.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class Remake:
     """What happens at one need of an absent value.
 
     Attributes:
-        value: the value asked for.
-        need: which of its needs.
+        value: the value that is needed.
+        need: index of the need among the value's needs.
         ops: events of the operators that run again, in order.
         fetched: values fetched from the second board.
-        held: values made on the way that stay for their own later need.
+        held: other values recomputed or fetched in the process that stay for their own later need.
     """
 
     value: int
@@ -49,18 +50,18 @@ class Remake:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitTimeline:
-    """How a play went.
+    """The outcome of playing decisions.
 
     Attributes:
-        base_bytes: live when the unit begins.
-        live_bytes: per event, live just before it.
-        peak_bytes_at: per event, the highest point within it, replays included.
-        extra_seconds: recomputation and transfers, on top of the plain run.
-        remakes: the needs at which something had to be done.
-        stays: needs after which an away value is held until the next one.
+        base_bytes: bytes live when the unit begins.
+        live_bytes: per event, bytes live just before it.
+        peak_bytes_at: per event, peak bytes within it, replays included.
+        extra_seconds: seconds of recomputation and transfers in addition to the plain run.
+        remakes: the needs of absent values.
+        stays: needs after which a value with decisions is held until the next one.
         intervals: per value with decisions, closed spans of events during which it is absent.
-        recorded: events of the operators that the runtime must remember.
-        captured: values that the runtime must hold although the plain run would let them go.
+        recorded: events of the operators that the runtime must record.
+        captured: values that the runtime must hold although the plain run would free them.
         moved_bytes: bytes written to the second board.
     """
 
@@ -77,12 +78,12 @@ class UnitTimeline:
 
     @property
     def peak_bytes(self) -> int:
-        """Highest point of the unit."""
+        """Peak bytes of the unit."""
         return int(self.peak_bytes_at.max(initial=self.base_bytes))
 
     @property
     def peak_event(self) -> int:
-        """Event of the highest point."""
+        """Event at which the unit peaks."""
         return int(self.peak_bytes_at.argmax())
 
     def absent(self, value: int, event: int) -> bool:
@@ -96,10 +97,10 @@ Decisions = Mapping[Key, Away]
 
 
 def check(problem: Problem, decisions: Decisions) -> None:
-    """Refuse decisions that no runtime could carry out.
+    """Raise if the runtime cannot carry out the decisions.
 
     Raises:
-        StructureError: naming the value and the rule.
+        StructureError: names the value and the rule.
     """
     for (v, gap), away in decisions.items():
         buffer = problem.trace.buffers[v]
@@ -118,7 +119,7 @@ def check(problem: Problem, decisions: Decisions) -> None:
 
 
 def closure(problem: Problem, decisions: Decisions) -> tuple[tuple[int, ...], set[int]]:
-    """Operators that must be remembered (events, last first), and values that must be captured."""
+    """Operators that must be recorded (events, last first), and values that must be captured."""
     remade = {v for (v, _), away in decisions.items() if away.action is Action.RECOMPUTE}
     moved = {v for v, _ in decisions} - remade
     buffers = problem.trace.buffers
@@ -131,7 +132,7 @@ def closure(problem: Problem, decisions: Decisions) -> tuple[tuple[int, ...], se
             continue
         recorded.add(buffers[v].born)
         for r in problem.maker(v).reads:
-            if r in moved or (buffers[r].born < 0 and not problem.capturable(r)):  # there until it is overwritten
+            if r in moved or (buffers[r].born < 0 and not problem.capturable(r)):  # present until overwritten
                 continue
             if r in remade or not problem.capturable(r):
                 stack.append(r)
@@ -143,7 +144,7 @@ def closure(problem: Problem, decisions: Decisions) -> tuple[tuple[int, ...], se
 
 
 class _Play:
-    """One play: the state of the board while needs are met in order."""
+    """The state of both boards while the needs of one unit are served in order."""
 
     def __init__(self, problem: Problem, decisions: Decisions) -> None:
         self.problem = problem
@@ -166,7 +167,7 @@ class _Play:
         self.stays: set[Key] = set()
 
     def _ends(self, recorded: tuple[int, ...]) -> dict[int, int]:
-        """Last event at whose end a value that the runtime remembers can still be asked for."""
+        """Per value with decisions or captured, the last event at whose end it can still be needed."""
         ends: dict[int, int] = {}
         released = [b.released for b in self.buffers]
         lasting = dict(enumerate(released))
@@ -182,7 +183,7 @@ class _Play:
         return ends
 
     def extension(self) -> NDArray[np.int64]:
-        """Per event, bytes that live longer than in the plain run because they are captured."""
+        """Per event, bytes that are live longer than in the plain run because replays need them."""
         events = len(self.problem.trace.events)
         delta = np.zeros(events + 2, dtype=np.int64)
         for v, end in self.ends.items():
@@ -193,7 +194,7 @@ class _Play:
         return np.cumsum(delta)[:events]
 
     def gap(self, v: int, e: int) -> int:
-        """Index of the gap of a value that an event falls in."""
+        """Index of the value's gap that contains the event."""
         return bisect_left(self.problem.needs[v], (e + 1, -1))
 
     def present(self, v: int, e: int) -> bool:
@@ -205,12 +206,12 @@ class _Play:
         return e <= min(end, overwritten)
 
     def leave(self, v: int, after: int) -> None:
-        """Note that a value goes at the end of an event, if it is still unheld then."""
+        """Schedule a value to leave at the end of event ``after``, unless it is held again by then."""
         self.present_until[v] = after
         heapq.heappush(self.leaving, (after, v))
 
     def settle(self, e: int) -> None:
-        """Let go what leaves before an event; what is absent when it ends is nobody's any more."""
+        """Remove the values that leave before event ``e``; a value that ends while absent stops counting as absent."""
         while self.leaving and self.leaving[0][0] < e:
             after, v = heapq.heappop(self.leaving)
             if self.present_until.get(v) == after and v not in self.absent_since and after < self.ends[v]:
@@ -234,14 +235,14 @@ class _Play:
         self.seconds += self.buffers[v].bytes / self.problem.bandwidth.write
 
     def back(self, v: int, e: int) -> None:
-        """An absent value is on the board again from the end of event ``e`` on."""
+        """Put an absent value back on the board from the end of event ``e`` on."""
         since = self.absent_since.pop(v)
         self.absent_bytes -= self.buffers[v].bytes
         if since <= e:
             self.spans[v].append((since, e))
 
     def chain(self, v: int, e: int) -> tuple[list[int], list[int]]:
-        """Operators to run again, and values to fetch, so that a value is there at event ``e``."""
+        """Operators to run again, and values to fetch, to have value ``v`` at event ``e``."""
         ops: set[int] = set()
         fetched: list[int] = []
         seen = {v}
@@ -264,7 +265,7 @@ class _Play:
         return sorted(ops), fetched
 
     def meet(self, v: int, e: int, k: int, live: int) -> int:
-        """Serve need ``k`` of a value at event ``e``; the highest point above zero is returned."""
+        """Serve need ``k`` of a value at event ``e``, with ``live`` bytes before it; returns the peak bytes, base included."""
         peak = live
         if v in self.absent_since:
             peak = self._remake(v, e, k, live)
@@ -345,7 +346,7 @@ def play(problem: Problem, decisions: Decisions) -> UnitTimeline:
     """Play decisions on a problem.
 
     Raises:
-        StructureError: if the decisions cannot be carried out.
+        StructureError: if the runtime cannot carry out the decisions.
     """
     check(problem, decisions)
     game = _Play(problem, decisions)

@@ -1,11 +1,11 @@
-"""``solve(problem, budget)``: which solver answers what.
+"""``solve(problem, budget)``: selects the solver for a unit and a budget.
 
 | problem | solver | answer |
 |---|---|---|
 | the floor is above the budget | ``bound.peak_bound`` | ``infeasible``, with the event that proves it |
 | the plain run fits | none | ``optimal``, no decisions |
-| fixed order | ``greedy`` and ``lp_plan.Relaxed`` | ``feasible`` with the gap to the bound; ``optimal`` where it is zero |
-| fixed order, nothing found that fits | | ``unknown``: no plan found, none ruled out |
+| any other | ``greedy`` and ``lp_plan.Relaxed`` | ``feasible`` with the gap to the bound; ``optimal`` if it is zero |
+| nothing found that fits | | ``unknown``: no plan found, none ruled out |
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ if TYPE_CHECKING:
     from lowtide.planning.unit.lp_plan import Relaxed
 
 SECONDS = 4.0
-"""How long the walk may take by default."""
+"""Default time limit of the walk, in seconds."""
 PROGRAM_SECONDS = 3.0
-"""How long the programs for one budget may take at most."""
+"""Time limit of the programs for one budget, in seconds."""
 PROGRAM_UNITS = 3.0
-"""And how many runs of the unit they may take: a plan for short steps must be worth its making."""
+"""The same limit as a multiple of the unit's seconds; the smaller one applies. Planning must pay off for short steps, too."""
 LIGHTER_SECONDS = 1.0
-"""How long the plans for one budget are made lighter at most."""
+"""Time limit, in seconds, for undoing unneeded decisions of the plans for one budget."""
 _NEAR = 0.01
-"""Budgets apart by less than this share of (plain peak - base) share a program, and what was made lighter."""
+"""Budgets closer than this share of (plain peak - base) share a search."""
 _SAME = 1e-9
-"""Share of the unit's seconds within which plan and bound are one."""
+"""Share of the unit's seconds within which plan and bound count as equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """An answer, with its certificate.
+    """An answer with its certificate.
 
     Attributes:
-        status: what is known of it.
-        budget_bytes: what was asked.
-        state: decisions and how they play; None where there is no plan.
+        status: whether there is a plan, and whether a better one is possible.
+        budget_bytes: the budget.
+        state: the decisions and the outcome of playing them; None if there is no plan.
         bound: lower bound on the peak of any plan.
         bound_seconds: lower bound on the extra seconds of any plan within the budget.
-        lowest_bytes: lowest peak that the search reached (the plain one where nothing was searched).
-        solve_seconds: how long the search took.
+        lowest_bytes: lowest peak that the search reached (the plain peak if nothing was searched).
+        solve_seconds: seconds spent searching so far, for all budgets of the problem.
     """
 
     status: Status
@@ -62,13 +62,13 @@ class Solution:
 
 
 class Front:
-    """States of one problem: those of a walk, done once, and those of a program for each budget that is asked.
+    """Solves one problem for several budgets: a walk that is done once, and programs for each budget.
 
-    What was found for one budget serves every other that it fits: budgets asked in rising order have falling seconds.
+    A state that was found for one budget serves every other budget that it fits, so rising budgets get falling seconds.
     """
 
     def __init__(self, problem: Problem, *, seconds: float = SECONDS, program_seconds: float = PROGRAM_SECONDS) -> None:
-        """Nothing is searched yet; no programs are set up where they may take no time."""
+        """Compute the peak bound; nothing is searched yet. If ``program_seconds`` is 0, no programs are set up."""
         self.problem = problem
         self.seconds = seconds
         self.program_seconds = min(program_seconds, PROGRAM_UNITS * problem.seconds)
@@ -81,11 +81,11 @@ class Front:
         self._in_vain = False
 
     def retimed(self, problem: Problem, in_force: State) -> Front:
-        """The same unit with other seconds, asked anew; nothing that it finds is dearer than what is in force.
+        """A new front of the same unit with other operator seconds; its answers cost no more than the plan in force.
 
         Args:
-            problem: with the other seconds.
-            in_force: a state of it that holds the budget of today.
+            problem: the unit with the other seconds.
+            in_force: the plan in force, as a state of that problem; it holds the current budget.
         """
         front = Front(problem, seconds=self.seconds, program_seconds=self.program_seconds)
         front._found = [in_force]
@@ -94,7 +94,7 @@ class Front:
 
     @cached_property
     def states(self) -> tuple[State, ...]:
-        """The walk's Pareto front."""
+        """The Pareto front of the walk."""
         start = time.perf_counter()
         states = walk(self.problem, seconds=self.seconds)
         self.solve_seconds += time.perf_counter() - start
@@ -102,15 +102,15 @@ class Front:
 
     @cached_property
     def _relaxed(self) -> Relaxed:
-        from lowtide.planning.unit.lp_plan import Relaxed  # brings scipy's solvers, which only a plan needs
+        from lowtide.planning.unit.lp_plan import Relaxed  # imports scipy's solvers, which only planning needs
 
         return Relaxed(self.problem)
 
     def _ask(self, budget_bytes: int) -> None:
-        """Search for one budget, unless it was done for nearly as much.
+        """Search for a budget, unless that was done for almost the same one.
 
-        What is left for a unit falls a little from step to step where the script keeps something of each: the second time, the
-        search is for the least that is nearly as much, and serves for all of these.
+        A unit's budget falls a little from step to step if the script keeps something of each. From the second such budget on,
+        the search is for the lowest budget that counts as the same, and its plan serves for all budgets in between.
         """
         near = int(_NEAR * max(0, self.problem.plain_peak - self.problem.base_bytes))
         if any(budget_bytes - near <= asked <= budget_bytes for asked in self._proven):
@@ -135,13 +135,13 @@ class Front:
             lower = backtracked(self.problem, self.states, budget_bytes, seconds=self.seconds)
             front = (*front, *lower)
             self._found = list(pareto([*self._found, *lower]))
-            self._in_vain = all(s.timeline.peak_bytes > budget_bytes for s in lower)  # another budget leads the same ways
+            self._in_vain = all(s.timeline.peak_bytes > budget_bytes for s in lower)  # other budgets lead the same ways
         lighter = lightened(self.problem, front, budget_bytes, seconds=LIGHTER_SECONDS)
         self._found = list(pareto([*self._found, *lighter]))
         self.solve_seconds += time.perf_counter() - start
 
     def at(self, budget_bytes: int) -> Solution:
-        """The cheapest state within a budget."""
+        """The solution for a budget: the cheapest state found that fits."""
         if self._plain.timeline.peak_bytes <= budget_bytes:
             return self._solution(Status.OPTIMAL, budget_bytes, self._plain, self._plain, 0.0)
         seconds = self._time_bound.at(budget_bytes)
@@ -171,5 +171,5 @@ class Front:
 
 
 def solve(problem: Problem, budget_bytes: int, *, seconds: float = SECONDS) -> Solution:
-    """A plan for a problem within a budget."""
+    """Find a plan for a problem within a budget in bytes."""
     return Front(problem, seconds=seconds).at(budget_bytes)

@@ -1,6 +1,6 @@
-"""Begins to watch the Python process that finds this first on its path, then does what the machine's own file would do.
+"""Starts to watch the Python process that imports it at start-up, then runs the machine's own ``sitecustomize``.
 
-``lowtide leak``, ``sweep`` and ``guard`` put this folder on ``PYTHONPATH``. Whatever fails here must not fail the script.
+``lowtide leak``, ``sweep`` and ``guard`` put this folder first on ``PYTHONPATH``. A failure here must not fail the script.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ from importlib.machinery import PathFinder
 def _begin() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     package = os.path.dirname(os.path.dirname(here))
-    if importlib.util.find_spec("lowtide") is None:  # this interpreter's packages are not ours: only our own files are lent
+    if importlib.util.find_spec("lowtide") is None:  # another interpreter: load Lowtide's own files, none of its dependencies
         spec = importlib.util.spec_from_file_location(
             "lowtide", os.path.join(package, "__init__.py"), submodule_search_locations=[package]
         )
@@ -39,7 +39,7 @@ def _then_the_machines_own() -> None:
 
 try:
     _begin()
-except Exception as error:  # an old or a foreign interpreter: it runs unwatched, and the parent sees that no samples come
+except Exception as error:  # an old or foreign interpreter: it runs unwatched, and the parent sees that no samples come
     if os.environ.get("LOWTIDE_PROBE_DEBUG"):
         raise
     del error

@@ -15,14 +15,14 @@ _TOP: Final = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteChange:
-    """Bytes in the one recording and in the other."""
+    """Bytes in each of two recordings."""
 
     before_bytes: int
     after_bytes: int
 
     @property
     def bytes(self) -> int:
-        """How many more."""
+        """How many more bytes the second recording has."""
         return self.after_bytes - self.before_bytes
 
     def to_json(self) -> dict[str, int]:
@@ -35,12 +35,12 @@ class Difference:
     """What changed from one recording to another.
 
     Attributes:
-        before: the command of the one.
-        after: the command of the other.
-        peak: the highest peaks of their steps.
-        by_role: at those peaks, where operators were kept.
-        phases: the highest point in each phase, of all steps.
-        top: what takes more or fewer bytes at the peaks, by role, module and name; what changed most comes first.
+        before: the command of the first recording.
+        after: the command of the second.
+        peak: the highest peak of any step.
+        by_role: bytes per role at the peak, if operators were kept.
+        phases: the highest point in each phase, over all steps.
+        top: what takes more or fewer bytes at the peak, by role, module and name; the largest change comes first.
     """
 
     before: str
@@ -62,7 +62,7 @@ class Difference:
 
 
 def difference(before: Explanation, after: Explanation) -> Difference:
-    """What changed, at the peaks of two recordings and phase by phase."""
+    """Compares two recordings at their peaks and phase by phase."""
     steps = highest(before.steps), highest(after.steps)
     top = _changes(*map(_blocks, steps))
     changed = sorted((what for what in top if top[what].bytes), key=lambda what: -abs(top[what].bytes))

@@ -1,4 +1,4 @@
-"""What a recording says, as one frozen value: steps, peaks, findings and how it ended; every report renders this value."""
+"""What a recording says, as one frozen value (steps, peaks, findings, how it ended) that every report renders."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from lowtide.recording.recorded_step import RecordedStep, laid_out, telling
 from lowtide.recording.whatif import Finding
 
 _NEARLY_HIGHEST: Final = 1.001
-"""A step whose operators were not kept is told of where it peaks at so many times what is explained."""
+"""A step without kept operators is mentioned if it peaks at more than this many times the explained peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutsideMemory:
-    """What a process held outside torch's allocator, at the ends of phases.
+    """What a process held on the heap outside torch's allocator, at the highest point of each phase.
 
     Attributes:
-        highest_bytes: the most.
-        phase: of the most.
-        step: of the most.
-        rise_bytes: of the most above the least.
+        highest_bytes: the most in any phase.
+        phase: the phase with the most.
+        step: its step.
+        rise_bytes: how far that phase stands above the lowest one.
     """
 
     highest_bytes: int
@@ -37,14 +37,14 @@ class OutsideMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMemory:
-    """What the whole process held, in any framework.
+    """Memory of the whole process, whatever framework it uses.
 
     Attributes:
-        rows: by step where the program marked steps, else by second; at least one.
+        rows: one per step if the program marked steps, else one per second; at least one.
         marked: whether rows are steps.
-        highest_bytes: the highest resident size, between marks too.
-        children_bytes: the most that its child processes held.
-        median_change_bytes: of the resident size from row to row; None of a single row.
+        highest_bytes: the highest resident size, also outside marked steps.
+        children_bytes: the most that the child processes held together.
+        median_change_bytes: median change of the resident size from row to row; None with a single row.
     """
 
     rows: tuple[ProcessRow, ...]
@@ -59,17 +59,17 @@ class Explanation:
     """What a recording says.
 
     Attributes:
-        recording: what was read; reports ask it for nothing but facts about the run (``meta``).
+        recording: the recording itself; reports read from it only what is stored there (``meta``, rows, the path).
         rows: the figures of the training steps, in order.
-        setup: the figures of what came before the first of them; None where nothing was seen.
-        steps: the steps whose operators were kept, what came before the first training step included.
-        telling: the one of them that a reader asks about: the last that failed for want of memory, else the highest.
-        peak: the high-water mark, in ``telling``.
-        higher: a step that peaked above ``peak`` and whose operators were not kept; None where there is none.
-        ended: where the process was when it was ended from outside (SIGKILL, the out-of-memory killer); None where its end
-            was written.
-        outside: memory outside torch's allocator; None where none was measured.
-        process: memory of the whole process; None where it was not sampled.
+        setup: the figures of everything before the first training step; None if nothing was seen.
+        steps: the steps whose operators were kept, including what came before the first training step.
+        telling: the one of ``steps`` to explain: the last that ran out of memory, else the one with the highest peak.
+        peak: the high-water mark of ``telling``.
+        higher: a step that peaked above ``peak`` but whose operators were not kept; None without one.
+        ended: where the process was when it was killed (SIGKILL, the out-of-memory killer); None if it wrote its end, or ran
+            out of memory.
+        outside: memory outside torch's allocator; None if it was not measured.
+        process: memory of the whole process; None if it was not sampled.
     """
 
     recording: Recording
@@ -90,22 +90,22 @@ class Explanation:
 
     @property
     def cap_bytes(self) -> int:
-        """The limit under which it ran; 0 without one."""
+        """The memory limit of the run; 0 without one."""
         return int(self.meta.get("cap_bytes") or 0)
 
     @cached_property
     def findings(self) -> tuple[Finding, ...]:
-        """What would lower the peak, best first. Sought when first asked for: exports and differences do without."""
+        """What would lower the peak, best first. Computed on first access, because exports and differences do not need it."""
         return tuple(findings(self.recording, self.steps))
 
     @property
     def fitting(self) -> list[Finding]:
-        """The findings each of which alone would have kept the step within the limit; none without a limit."""
+        """The findings that alone would have kept the step within the limit; empty without a limit."""
         return would_fit(self.findings, self.cap_bytes) if self.cap_bytes else []
 
 
 def explain(recording: Recording) -> Explanation:
-    """What a recording says.
+    """Derives everything that reports say about a recording.
 
     Example:
         >>> explain(read("recording.lowtide")).peak.bytes  # doctest: +SKIP

@@ -1,1 +1,1 @@
-"""What of a recorded peak need not be: one function per kind of finding."""
+"""Finders of what is avoidable in a recorded peak: one function per kind of finding."""

@@ -1,4 +1,4 @@
-"""All findings of a recorded step, in order: each finder is asked, and what it finds is weighed."""
+"""Runs every finder on a recorded step, and orders the findings by what they save."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lowtide.recording.recorded_step import RecordedStep, telling
 from lowtide.recording.whatif import Case, Finding
 
 LEVERS: Final = ("loss-block", "foreach", "resident-data", "smaller-batch")
-"""Findings that are ways to do with less; the others are oversights, and come first."""
+"""Kinds of findings that suggest a way to use less memory; the others point out oversights, and come first."""
 
 
 def findings(recording: Recording, recorded: Sequence[RecordedStep]) -> list[Finding]:
-    """All findings of a recording: oversights, then levers, each by its saving; answers last.
+    """All findings of a recording: oversights, then levers, each group by its saving; findings without a saving last.
 
     Args:
-        recording: for what it says of the whole run.
+        recording: the recording, for facts about the whole run.
         recorded: its steps, laid out.
     """
     steps = [s for s in recorded if s.row.step >= 0] or recorded
@@ -40,7 +40,7 @@ def findings(recording: Recording, recorded: Sequence[RecordedStep]) -> list[Fin
 
 
 def _later_use(found: object) -> dict[int, tuple[int, int]]:
-    """Rows of (block, last step that read it, last that wrote it), out of a file that may have been changed."""
+    """By block number, the last step that read it and the last that wrote it; invalid rows of the file are skipped."""
     rows = found if isinstance(found, list) else []
     sound = (r for r in rows if isinstance(r, list) and len(r) == 3 and all(isinstance(x, int) for x in r))
     return {number: (read, written) for number, read, written in sound}
@@ -54,5 +54,5 @@ FINDERS: Final[tuple[Callable[[Case], Iterable[Finding]], ...]] = (
 
 
 def would_fit(found: Iterable[Finding], cap_bytes: int) -> list[Finding]:
-    """The findings each of which alone would have kept the step within a limit."""
+    """The findings that alone would have kept the step within a limit in bytes."""
     return [f for f in found if f.saving_bytes and f.changed_peak_bytes <= cap_bytes]

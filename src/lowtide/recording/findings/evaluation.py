@@ -1,4 +1,4 @@
-"""Findings of evaluations: graphs that they build and nobody asks for."""
+"""Findings of evaluations: autograd graphs that they build and no backward uses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def evaluation_graph(case: Case) -> Iterator[Finding]:
     trained = {int(np.searchsorted(calls, b.born)) for b in within if is_used(b, step)} - {0}
     unused, inputs = [], []
     for i, b in enumerate(step.blocks):
-        if int(np.searchsorted(calls, b.born)) in trained:  # an output that no loss was made of, but no evaluation
+        if int(np.searchsorted(calls, b.born)) in trained:  # an unused output of a training forward
             continue
         made = b.counted and b.saved and b.phase in (Phase.FORWARD, Phase.LOSS, Phase.DATA)
         if made and not is_used(b, step) and not (is_saved_still(b, step) and may_be_used(b, case)):
@@ -54,9 +54,10 @@ def evaluation_graph(case: Case) -> Iterator[Finding]:
 
 
 def _evaluation_that_failed(case: Case) -> Iterator[Finding]:
-    """Memory ran out in calls of a model that evaluates, whose graphs are recorded; no backward has come since.
+    """Memory ran out while a model in ``eval()`` mode recorded graphs, and no training call or backward came after its calls.
 
-    What was read last before the failure is taken to be needed no more: a plain evaluation would have let go of it.
+    Blocks are taken to be unneeded after their last read before the failure: an evaluation under ``no_grad`` would have freed
+    them there.
     """
     step = case.step
     calls = np.flatnonzero(step.entries["kind"] == EntryKind.CALL)

@@ -1,4 +1,4 @@
-"""Findings of what the script holds: results, copies of models, graphs, gradients that are zeroed and not freed."""
+"""Findings of what the script holds: results, model copies, graphs, float64, gradients zeroed instead of freed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowtide.recording.whatif import Case, Change, Finding
 
 
 def zeroed_gradients(case: Case) -> Iterator[Finding]:
-    """Gradients that are zeroed but not freed lie there through the forward."""
+    """Gradients that are zeroed instead of freed, and so stay live through the forward."""
     step = case.step
     zeroed = [(i, b) for i, b in enumerate(step.blocks)
               if b.role is Role.GRADIENT and b.born < 0 and (any(zeroes(step, w) for w in b.writes) or _left_zeroed(b, case))]
@@ -31,7 +31,7 @@ def zeroed_gradients(case: Case) -> Iterator[Finding]:
     for i, b in zeroed:
         added = next((w for w in b.writes if not zeroes(step, w)), None)
         zero = max((w for w in b.writes if zeroes(step, w) and (added is None or w < added)), default=-1)
-        change.until[i] = step.op_at(zero)  # or it was zeroed when the step before ended
+        change.until[i] = step.op_at(zero)  # -1 if the previous step ended by zeroing it
         if added is None:
             continue
         incoming = next((j for j in readers[added] if j != i and step.blocks[j].bytes == b.bytes
@@ -49,7 +49,7 @@ def zeroed_gradients(case: Case) -> Iterator[Finding]:
 
 
 def _left_zeroed(block: Block, case: Case) -> bool:
-    """Whether the step before ended with a block zeroed, and nothing was added to it since."""
+    """Whether the previous step ended by zeroing a block, and nothing was added to it since."""
     if block.writes or block.number not in case.earlier:
         return False
     step, before = case.earlier[block.number]
@@ -59,13 +59,13 @@ def _left_zeroed(block: Block, case: Case) -> bool:
 def held_results(case: Case) -> Iterator[Finding]:
     """Results that a variable of the script still refers to after their last use."""
     groups: dict[tuple[str, str], list[tuple[int, Block]]] = {}
-    _, copied = _copies(case)  # told of as such
+    _, copied = _copies(case)  # reported as model copies
     listed = [b for b in case.step.blocks if b.held and "[" in b.held[-1]]
     in_use = {b.variable for b in listed if is_kept_for_more(b) or case.is_used_later(b)}
     for i, b, role in case.there():
         if b.held and i not in copied and is_past_use(b, role, case) and b.variable not in in_use:
             groups.setdefault(b.variable, []).append((i, b))
-    others: dict[tuple[str, str], list[int]] = {}  # that its variable referred to at other times of the step
+    others: dict[tuple[str, str], list[int]] = {}  # of the same variable, at other times
     for i, b in enumerate(case.step.blocks):
         result = b.held and b.counted and b.role is None and b.phase is not Phase.DATA
         if result and b.variable in groups and is_past_use(b, Role.OUTPUT, case):
@@ -87,7 +87,7 @@ def held_results(case: Case) -> Iterator[Finding]:
 
 
 def double_precision(case: Case) -> Iterator[Finding]:
-    """float64 where the model computes in float32; complex128 likewise."""
+    """Blocks at the peak in float64 or complex128, which could be half as large."""
     wide = [b for _, b, _ in case.there() if b.label.startswith(WIDE)]
     total = sum(b.bytes for b in wide)
     if total < NOTABLE * case.peak:
@@ -108,7 +108,7 @@ def double_precision(case: Case) -> Iterator[Finding]:
 
 
 def graph_kept(case: Case) -> Iterator[Finding]:
-    """Saved tensors of earlier steps are still alive: something holds a graph."""
+    """Saved tensors of earlier steps that are still live: something holds their graph."""
     kept = [(i, b) for i, b in enumerate(case.step.blocks)
             if b.born < 0 and b.counted and b.saved and b.role in (None, Role.INPUT) and not b.reads]
     total = sum(b.bytes for _, b in kept)
@@ -123,7 +123,7 @@ def graph_kept(case: Case) -> Iterator[Finding]:
 
 
 def model_copies(case: Case) -> Iterator[Finding]:
-    """Several copies of the parameters."""
+    """Copies of the parameters besides the ones that train."""
     copies, members = _copies(case)
     total = sum(case.step.blocks[i].bytes for i in members)
     if not copies or total < NOTABLE * case.peak:
@@ -137,17 +137,17 @@ def model_copies(case: Case) -> Iterator[Finding]:
 
 
 def _copies(case: Case) -> tuple[int, frozenset[int]]:
-    """How many whole copies of the parameters are there that nobody reads, and their blocks.
+    """How many whole copies of the parameters are live at the peak without being read, and the indices of their blocks.
 
-    The values of one state_dict may be kept, as is advised: it is no copy, but they are told.
+    A single ``state_dict`` counts as no copy, since the finding advises to keep one; its blocks are returned all the same.
     """
     idle = {i: b for i, b, role in case.there()
             if role in (Role.INPUT, Role.OUTPUT, Role.UNKNOWN, Role.PARAMETER) and is_idle(b, case)}
     parameters = [b for i, b in enumerate(case.step.blocks) if b.role is Role.PARAMETER and i not in idle]
-    trained = {b.label for b in parameters if b.writes}  # of which others may be read, too: those of a copy that is evaluated
+    trained = {b.label for b in parameters if b.writes}  # unwritten ones with such a label belong to a copy that is evaluated
     parameters = [b for b in parameters if b.writes or b.label not in trained]
     sizes = {b.bytes for b in parameters}
-    raw = any(b.label.startswith("uint8") and b.bytes in sizes for b in idle.values())  # a storage was copied, not a tensor
+    raw = any(b.label.startswith("uint8") and b.bytes in sizes for b in idle.values())  # storages were copied, not tensors
 
     def alike(b: Block) -> str | int:
         return b.bytes if raw else b.label

@@ -1,4 +1,4 @@
-"""Findings of the loss and of the data: blocks as large as the logits, data sets in memory, batches that could be smaller."""
+"""Findings of loss and data: blocks as large as the logits, data sets held in memory, oversized batches."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from lowtide.recording.recorded_step import Block, RecordedStep
 from lowtide.recording.whatif import Case, Change, Finding
 
 LARGE: Final = 0.05
-"""Share of the peak from which on an explanation is worth a finding."""
+"""Minimum share of the peak for an explanation to be worth a finding."""
 CHUNKS: Final = 8
-"""Parts in which a loss could be computed."""
+"""Number of chunks in which a loss could be computed."""
 _LOSS_OPS: Final = ("_log_softmax", "nll_loss", "binary_cross_entropy", "mse_loss", "ctc_loss", "kl_div")
 _SLICES: Final = ("aten.slice", "aten.select", "aten.index", "aten.narrow", "aten.split", "aten.unbind", "aten.as_strided")
 
 
 def loss_blocks(step: RecordedStep, parts: Sequence[str] = _LOSS_OPS, failed: Collection[int] = ()) -> list[int]:
-    """Logits, log-softmax and their gradients: places in the step's blocks.
+    """Logits, log-softmax and their gradients, as indices of the step's ``blocks``.
 
     Args:
         step: a recorded step.
-        parts: of the names of a loss's operators.
-        failed: operators of a loss that were refused their memory.
+        parts: parts of the names of the loss's operators.
+        failed: operators of a loss that ran out of memory, as indices of the step's ``ops``.
     """
     losses = [i for i, b in enumerate(step.blocks) if b.counted and any(part in b.op for part in parts)]
     entries = {step.blocks[i].born for i in losses if step.blocks[i].born >= 0} | {int(step.ops[k]) for k in failed}
@@ -38,7 +38,7 @@ def loss_blocks(step: RecordedStep, parts: Sequence[str] = _LOSS_OPS, failed: Co
 
 
 def loss_block(case: Case) -> Iterator[Finding]:
-    """Logits, log-softmax and their gradients."""
+    """Logits, log-softmax and their gradients, which the loss could make chunk by chunk."""
     step = case.step
     failed = case.denied(*_LOSS_OPS)
     block = loss_blocks(step, failed=failed)
@@ -60,7 +60,7 @@ def loss_block(case: Case) -> Iterator[Finding]:
 
 
 def resident_data(case: Case) -> Iterator[Finding]:
-    """A data set that lies in memory whole and is read in slices."""
+    """A data set that is held in memory as a whole but read in slices."""
     step = case.step
     for k in np.flatnonzero(step.denied):
         asked = int(step.entries[step.ops[k]]["size"])
@@ -86,13 +86,13 @@ def resident_data(case: Case) -> Iterator[Finding]:
 
 
 def _read_at_once(block: Block, step: RecordedStep) -> int:
-    """The most of a block that an operator read, views of it apart; 0 where it was not read, or the recording does not say."""
+    """The most bytes of a block that one operator read, ignoring views; 0 if none did, or the recording does not say."""
     made: dict[int, int] = {}
     for x in step.blocks:
         made[x.born] = made.get(x.born, 0) + x.bytes
     most = 0
     for r in {r for r in block.reads if r >= 0}:
-        if step.names[step.entries[r]["a"]].startswith(_SLICES):  # a view, or a copy of what it takes out
+        if step.names[step.entries[r]["a"]].startswith(_SLICES):  # a view, or a copy of the slice
             most = max(most, made.get(r, 0))
         elif not block.shown.get(r):
             return 0
@@ -102,7 +102,7 @@ def _read_at_once(block: Block, step: RecordedStep) -> int:
 
 
 def smaller_batch(case: Case) -> Iterator[Finding]:
-    """Which part of the batch would have fitted under the cap that the step failed at."""
+    """The largest part of the batch (1/2 to 1/32) that would have fitted under the cap at which the step failed."""
     step = case.step
     if not case.cap_bytes or not step.denied.any() or step.row.step < 0:
         return

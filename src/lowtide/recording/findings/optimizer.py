@@ -1,4 +1,4 @@
-"""Findings of the optimizer: temporaries of its foreach kernels, its states."""
+"""Findings of the optimizer: temporaries of its foreach kernels, and its states."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lowtide.recording.recorded_step import Block, RecordedStep
 from lowtide.recording.whatif import Case, Change, Finding
 
 _TEMPORARIES: Final = {"SGD": 0, "ASGD": 0, "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 5, "Adadelta": 2, "Rprop": 3}
-"""Temporaries of a parameter's size that an optimizer's loop (``foreach=False``) holds at once, measured; else 1."""
+"""Temporaries of a parameter's size that an optimizer's loop (``foreach=False``) holds at once, as measured; 1 for others."""
 _FUSED: Final = {"SGD", "Adam", "AdamW", "Adagrad"}
 """Optimizers of torch that have a fused kernel (``fused=`` in ``torch/optim``)."""
 _RECTIFIED: Final = 5
-"""Step, counted from 0, from which on RAdam takes as many; before, as Adam does."""
+"""First step, counted from 0, in which RAdam holds that many; before, it holds as many as Adam."""
 
 
 def foreach_extra(case: Case) -> Iterator[Finding]:
-    """What the optimizer's foreach kernels take beyond one parameter at a time."""
+    """Temporaries of the optimizer's foreach kernels beyond those of one parameter at a time."""
     step = case.step
     change = Change()
     made = [(i, b) for i, b in enumerate(step.blocks)
@@ -56,7 +56,7 @@ def foreach_extra(case: Case) -> Iterator[Finding]:
 
 
 def _temporaries(made: list[Block], step: RecordedStep) -> int:
-    """How many temporaries of a parameter's size the optimizer's loop would hold where its foreach kernels made these."""
+    """How many temporaries of a parameter's size the optimizer's loop would hold, given those of its foreach kernels."""
     kinds = {b.name.split(" ")[0] for b in step.blocks if b.role is Role.OPTIMIZER_STATE} or {"SGD"}
     base = max(_TEMPORARIES.get(kind, 1) for kind in kinds)
     if kinds == {"RAdam"} and step.row.step < _RECTIFIED:
@@ -64,12 +64,12 @@ def _temporaries(made: list[Block], step: RecordedStep) -> int:
     replaced = {e for e, op in {b.born: b.op for b in made}.items() if op.startswith("aten._foreach_neg") or (
         op == "aten._foreach_add.List" and {Role.PARAMETER, Role.GRADIENT} <= {b.role for b in step.blocks if e in b.reads})}
     again = kinds == {"SGD"} and any(w > b.born for b in made if b.born in replaced for w in b.writes)
-    own = kinds == {"ASGD"}  # it adds the parameters once for its average
+    own = kinds == {"ASGD"}  # one addition of the parameters is for its average
     return base + (len(replaced) > own) + again
 
 
 def optimizer_states(case: Case) -> Iterator[Finding]:
-    """What the optimizer keeps."""
+    """The optimizer's states, compared with the parameters."""
     states = [b for b in case.step.blocks if b.role is Role.OPTIMIZER_STATE and b.counted]
     weights = sum(b.bytes for b in case.step.blocks if b.role is Role.PARAMETER and b.counted)
     total = sum(b.bytes for b in states)

@@ -1,4 +1,4 @@
-"""Findings of the whole run: its first steps, the allocator, the backward, the least that any plan reaches."""
+"""Findings of the whole run: its first steps, the allocator, the backward, the lowest peak of any plan."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def cold_step(case: Case) -> Iterator[Finding]:
 
 
 def allocator_cache(case: Case) -> Iterator[Finding]:
-    """What CUDA's caching allocator reserved beyond what was allocated."""
+    """Bytes that CUDA's caching allocator reserved beyond those that were ever allocated."""
     reserved, allocated = int(case.allocator.get("reserved_bytes", 0)), int(case.allocator.get("allocated_bytes", 0))
     extra = reserved - allocated
     if not reserved or extra < LARGE * reserved:
@@ -68,7 +68,7 @@ def allocator_cache(case: Case) -> Iterator[Finding]:
 
 
 def backward_extra(case: Case) -> Iterator[Finding]:
-    """What the backward adds to what the forward left."""
+    """Memory that the backward adds to what the forward left."""
     step = case.step
     backward = [p for p in step.row.phases if p.name == Phase.BACKWARD]
     if not backward:
@@ -97,13 +97,13 @@ def backward_extra(case: Case) -> Iterator[Finding]:
 
 
 def memory_floor(case: Case) -> Iterator[Finding]:
-    """How low a plan could take the step, what stands there, and the batch that would fit."""
+    """The lowest peak that a plan could give the step, what is live there, and how large a batch could fit."""
     step = case.step
     if step.denied.any() or not any(p.name == Phase.BACKWARD for p in step.row.phases):
         return
     try:
         floor = floor_of(step, case.peak)
-    except RecordingError:  # of a version that did not note how long operators took
+    except RecordingError:  # its format is too old for a graph
         return
     if floor.bytes > (1 - LARGE) * case.peak:
         return

@@ -1,1 +1,1 @@
-"""A recorded step's graph as it would be with memory optimizations ("levers"), and which of them to choose."""
+"""The graph of a recorded step as memory optimizations ("levers") would change it, and which of them to choose."""

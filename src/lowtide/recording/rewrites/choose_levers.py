@@ -1,4 +1,4 @@
-"""Levers and recomputing chosen together: a recorded step is planned with each set of levers, and the fastest is taken."""
+"""Chooses levers and recompute together: plans a step with each set of levers, and takes the fastest."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lowtide.recording.recorded_step import RecordedStep
 from lowtide.recording.rewrites.levers import each_lever, with_levers
 
 _ALL_SETS: Final = 3
-"""Levers up to which every set of them is planned; with more, each alone and all together."""
+"""Number of levers up to which every set of them is planned; with more, only each one alone and all together."""
 _TOLD_ONLY: Final = 0.25
-"""Share of the time of a set that may be chosen which one has that is only told of."""
+"""Search time of a set that is only reported, as a share of the time of a set that may be chosen."""
 _TELLING: Final = 1e-3
-"""Share of the step's seconds that another lever must save: it changes what runs."""
+"""Share of the step's seconds that an additional lever must save to be used, because a lever changes what runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +29,10 @@ class Planned:
     """A step with a set of levers, and its plan.
 
     Attributes:
-        names: of the levers, in the order of :data:`lowtide.base.lever_catalogue.LEVERS`.
-        solver: of its graph.
-        answer: its plan; None where no budget was asked.
-        own_seconds: that the levers add themselves, whatever the plan.
+        names: the levers' names, in the order of :data:`lowtide.base.lever_catalogue.LEVERS`.
+        solver: for the step's graph with these levers.
+        answer: the plan; None if no budget was given.
+        own_seconds: seconds that the levers themselves add, whatever the plan.
     """
 
     names: tuple[str, ...]
@@ -42,31 +42,31 @@ class Planned:
 
     @property
     def peak_bytes(self) -> int:
-        """Without a plan."""
+        """Peak without a plan."""
         return self.solver.given.peak_bytes
 
     @property
     def exact(self) -> bool:
-        """Whether the bits stay those of the plain run."""
+        """Whether losses, gradients and weights stay bit-equal to the plain run."""
         return all(LEVERS[name].exact for name in self.names)
 
     @property
     def floor_bytes(self) -> int:
-        """No plan with these levers goes below, as far as is proven."""
+        """Proven lower bound on the peak of every plan with these levers."""
         return self.solver.told_floor.bytes
 
     @property
     def extra_seconds(self) -> float | None:
-        """Above the recorded step, the levers' own among them; None where the budget is not held."""
+        """Seconds above the recorded step, including the levers' own; None if the budget is not held."""
         if self.answer is None or not self.answer.status.has_plan:
             return None
         return self.answer.extra_seconds + self.own_seconds
 
 
 def sets_of(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """The sets of levers to be planned, the empty one first, small ones before large ones.
+    """The sets of levers to plan: the empty one first, small ones before large ones.
 
-    An update in the backward is of one parameter: slices of it would change nothing.
+    An update in the backward covers one parameter at a time, so slicing it would change nothing: no set has both levers.
     """
     together = [name for name in names if name != SLICES or UPDATE not in names]
     if len(together) <= _ALL_SETS:
@@ -85,15 +85,15 @@ def others(
     answered: Callable[[Solver, tuple[str, ...], float, list[Row]], Answer] | None,
     allowed: Collection[str] = (),
 ) -> list[Planned]:
-    """The step with every set of levers that would change it.
+    """Plans the step with every non-empty set of the levers that would change it.
 
     Args:
-        step: recorded.
+        step: the recorded step.
         plain: its plan without levers.
-        prepared: what is done to a graph before it is planned (a second board, rounding).
-        answered: the plan of a solver, with these levers, in this share of the time, begun from these rows; None where no
-            budget is asked. The shares of all sets are 1 together.
-        allowed: levers of sets that get the greater part of the time, where there are any.
+        prepared: prepares a graph for planning (an offload tier, rounding).
+        answered: finds a plan, given a solver, the names of its levers, its share of the search time, and rows to start from;
+            None if no budget is given. The shares of all sets add up to 1.
+        allowed: levers that may be chosen. If there are any, sets of only these get most of the search time.
     """
     alone = each_lever(step)
     sets = sets_of(tuple(alone))[1:]
@@ -111,10 +111,10 @@ def others(
 
 
 def carried(solver: Solver, answer: Answer) -> Row | None:
-    """A plan for the step with fewer levers, for the step with more of them; None where that breaks a rule.
+    """Carries a plan for the step with fewer levers over to the step with more; None if it then breaks a rule.
 
-    In free order as it was, or else its first runs in the solver's order: what comes back before an operator's first run comes
-    back before it still.
+    In free order, the plan's own order is tried first. Otherwise its first runs are put into the solver's order, and what the
+    plan brings back before an operator's first run still comes back before that run.
     """
     index = {n.id: v for v, n in enumerate(solver.graph.nodes)}
     row = [Move(act, index[name]) for act, v in answer.row if (name := answer.graph.nodes[v].id) in index]
@@ -125,7 +125,7 @@ def carried(solver: Solver, answer: Answer) -> Row | None:
             continue
         try:
             solver.follow(moved, None)
-        except (GraphError, StructureError):  # an update before the last reader of what it overwrites, a value that is held
+        except (GraphError, StructureError):  # updates before the last reader of what it overwrites, or drops a held value
             continue
         return moved
     return None
@@ -142,7 +142,7 @@ def _in_order(solver: Solver, row: Sequence[Move]) -> Row:
 
 
 def _with_parts(solver: Solver, row: Sequence[Move]) -> Row:
-    """With the parts of operators that the plan has whole right behind the first part's first run."""
+    """Adds the parts of operators that the plan runs whole, right after the first run of their first part."""
     known = {v for _, v in row}
     later: dict[int, list[Move]] = {}
     last = -1
@@ -160,9 +160,10 @@ def _with_parts(solver: Solver, row: Sequence[Move]) -> Row:
 
 
 def best(found: Sequence[Planned], allowed: Collection[str]) -> Planned:
-    """The fastest of the sets that are allowed; where another lever saves next to nothing, the smaller set.
+    """The fastest of the allowed sets; if an additional lever saves next to nothing, the smaller set.
 
-    Where none holds the budget, the one of which it is not proven that it cannot, with the lowest floor; else the first.
+    If none holds the budget: of the allowed sets that are not proven infeasible, the one with the lowest floor; else the first
+    of ``found``.
     """
     least = _TELLING * found[0].solver.graph.base_seconds
     permitted = [f for f in found if set(f.names) <= set(allowed)]

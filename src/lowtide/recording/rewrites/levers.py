@@ -1,7 +1,7 @@
-"""A recorded step's graph as it would be with levers: what would run, in which order, and how many bytes it would take.
+"""Applies levers to the graph of a recorded step: which operators would run, in what order, and their bytes.
 
-A lever is known here as far as a recorded step shows it: recurrent layers and attention over pieces are not, nor is what
-leaves no operator behind.
+A lever is modelled only as far as a recorded step shows it. Recurrent layers and attention in pieces are not modelled, nor is
+anything that leaves no operator in the recording.
 """
 
 from __future__ import annotations
@@ -35,47 +35,47 @@ from lowtide.recording.recorded_step import Block, RecordedStep
 from lowtide.recording.rewrites.update import FOREACH, consumed, lists_apart, updates_at_once
 
 _CROSS_ENTROPY: Final = ("_log_softmax", "nll_loss")
-"""Operators of the loss that can be had in pieces."""
+"""Operators of the loss that can run in pieces."""
 _FIRST: Final = "aten._log_softmax."
-"""The one among them that reads the logits."""
+"""The one of them that reads the logits."""
 _PRODUCTS: Final = ("aten.mm.", "aten.addmm.", "aten.bmm.")
 """Operators of a linear layer."""
 _DEFERRED: Final = (
     "aten._to_copy", "aten.clone", "aten.copy", "aten.mul", "aten.div", "aten.tanh", "aten.masked_fill", "aten.where",
     "aten.index", "aten.constant_pad_nd", "aten.cat",
 )
-"""What may stand between it and its loss, besides views."""
+"""Operators that may come between the linear layer and the loss, besides views."""
 _VIEWS: Final = ("aten.view", "aten._unsafe_view", "aten.t.", "aten.transpose", "aten.permute", "aten.slice", "aten.select",
                  "aten.unsqueeze", "aten.squeeze", "aten.expand", "aten.detach", "aten.alias", "aten._reshape_alias")
 _FAR: Final = 6
-"""Of these, one after the other, at most."""
+"""Longest chain of such operators that is followed."""
 _CONVOLUTION: Final = "aten.convolution_backward"
 _NORM: Final = "aten.native_batch_norm_backward"
 _REST: Final = 1 / 8
-"""Of what is inside these, what is there besides the pieces (measured: of eight pieces, a fourth is left in all)."""
+"""Share of these operators' workspace that stays in addition to one piece's share (measured: of eight pieces, 1/4 is left)."""
 
 
 def each_lever(step: RecordedStep) -> dict[str, Graph]:
-    """The graph of a step with each lever that would change it alone, by its name, in the order in which they are listed."""
+    """The graph of a step with one lever alone, by lever name, for each lever that changes it; in catalogue order."""
     plain = with_levers(step, ())
     alone = {name: with_levers(step, (name,)) for name in LEVERS}
     return {name: graph for name, graph in alone.items() if _changes(plain, graph)}
 
 
 def peak_of(graph: Graph) -> int:
-    """Of the graph's own order, without a plan, in bytes."""
+    """Peak bytes of a graph in its own order, without a plan."""
     return play(graph, unfold(graph, plain_row(graph))).peak_bytes
 
 
 def with_levers(step: RecordedStep, names: Collection[str]) -> Graph:
-    """The graph of a step with some levers, its order the one in which operators would run.
+    """The graph of a step with some levers, in the order in which its operators would run.
 
     Args:
-        step: with operators.
-        names: of levers. An update in the backward is of one parameter, and has no slices.
+        step: a step recorded with its operators.
+        names: the levers' names. Slices are ignored with an update in the backward, which covers one parameter at a time.
 
     Raises:
-        RecordingError: if the recording has no operators' seconds.
+        RecordingError: if the recording's format does not say when backward asks for saved tensors.
     """
     let_go = consumed(step) if UPDATE in names else ()
     graph = graph_of(step, let_go=let_go)
@@ -91,7 +91,7 @@ def with_levers(step: RecordedStep, names: Collection[str]) -> Graph:
 
 
 def _changes(plain: Graph, other: Graph) -> bool:
-    """Whether a lever would take less at some moment, or let it go earlier."""
+    """Whether a lever changes the order, the nodes, or the bytes, workspace or lifetime of any of them."""
     if plain.order != other.order or len(plain.nodes) != len(other.nodes):
         return True
     pairs = zip(plain.nodes, other.nodes, strict=True)
@@ -103,7 +103,7 @@ def _changed(graph: Graph, nodes: dict[int, Node]) -> Graph:
 
 
 def _with_bytes(step: RecordedStep, graph: Graph, sizes: dict[int, int]) -> Graph:
-    """Blocks, by their places in the step, of other sizes."""
+    """The graph with new sizes for some blocks, given by their index in the step's ``blocks``."""
     values: dict[int, list[int]] = defaultdict(list)
     for v, node in enumerate(graph.nodes):
         number = block_of(node)
@@ -115,7 +115,7 @@ def _with_bytes(step: RecordedStep, graph: Graph, sizes: dict[int, int]) -> Grap
 
 
 def _read_by(step: RecordedStep) -> Mapping[int, list[Block]]:
-    """By an operator's entry, the blocks that it reads."""
+    """The blocks that each operator reads, by the operator's entry."""
     found: dict[int, list[Block]] = defaultdict(list)
     for block in step.blocks:
         for entry in block.reads:
@@ -124,13 +124,13 @@ def _read_by(step: RecordedStep) -> Mapping[int, list[Block]]:
 
 
 def _shape(block: Block) -> list[int]:
-    """Of the tensor that a block was made for; empty where the recording does not say."""
+    """Shape of the tensor that a block was made for; empty if the recording does not say."""
     found = re.search(r"\[([\d, ]+)\]", block.label)
     return [int(size) for size in found[1].split(",")] if found else []
 
 
 def _loss_in_pieces(step: RecordedStep, graph: Graph) -> Graph:
-    """Logits and what the loss makes of them as large as one piece; the backward makes them once more."""
+    """Shrinks the logits, and what the loss makes from them, to one piece; the backward computes them a second time."""
     blocks = loss_blocks(step, _CROSS_ENTROPY)
     large = [i for i in blocks if step.blocks[i].label.startswith(("float", "bfloat"))]
     if sum(step.blocks[i].bytes for i in large) < LARGE * peak_of(graph) or not _may_be_deferred(step, large):
@@ -149,7 +149,7 @@ def _loss_in_pieces(step: RecordedStep, graph: Graph) -> Graph:
 
 
 def _may_be_deferred(step: RecordedStep, blocks: Collection[int]) -> bool:
-    """Whether the logits are a wide linear layer's, and nobody but its loss reads what comes between."""
+    """Whether the logits come from a wide linear layer, and only the loss reads what lies between the two."""
     read = _read_by(step)
     names = step.entries["a"]
     found = [step.blocks[i] for i in blocks]
@@ -175,7 +175,7 @@ def _named(name: str, parts: Collection[str]) -> bool:
 
 
 def _libraries_take_less(step: RecordedStep, graph: Graph) -> Graph:
-    """Backwards of convolutions and batch norms over pieces: what is inside them besides what they make."""
+    """Runs the backwards of convolutions and batch norms in pieces, with less workspace."""
     read, inside = _read_by(step), inside_of(step)
     changed = {}
     for v, k in operator_of(graph).items():
@@ -198,7 +198,7 @@ def _libraries_take_less(step: RecordedStep, graph: Graph) -> Graph:
 
 
 def _temporaries_one_by_one(step: RecordedStep, graph: Graph) -> Graph:
-    """Of what a foreach operator of the update makes for a while, only the largest at a time."""
+    """Keeps only the largest temporary of each foreach operator of the update, as if it made them one at a time."""
     sizes: dict[int, int] = {}
     largest: dict[int, int] = {}
     for i, block in enumerate(step.blocks):

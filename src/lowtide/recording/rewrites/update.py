@@ -1,8 +1,8 @@
-"""The update in the backward, on a recorded step's graph: whether it may be, operators of lists apart, and their new order.
+"""Models the update in the backward on a recorded graph: whether it is possible, and the operators' new order.
 
-Whether a script allows the lever is seen while it runs (``runtime/levers/optimizer_in_backward``); here it is told from the
-operators that were recorded, so what leaves no operator behind (a hook, a changed learning rate, several processes) is not
-known.
+Whether a script allows the lever is determined while it runs (``runtime/levers/optimizer_in_backward``). Here it is inferred
+from the recorded operators, so anything that leaves no operator (a hook, a changed learning rate, several processes) goes
+unnoticed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from lowtide.recording.recorded_step import RecordedStep
 
 OPTIMIZER: Final = PHASES.index(Phase.OPTIMIZER)
 FOREACH: Final = "_foreach_"
-"""Part of the names of operators that take lists."""
+"""Part of the names of operators that take lists of tensors."""
 _FUSED: Final = "_fused_"
 
 
 def consumed(step: RecordedStep) -> frozenset[int]:
-    """Numbers of the gradients that an update in the backward would let go, those of the step before among them.
+    """Numbers of the gradient blocks that an update in the backward would free, including unread ones of the previous step.
 
-    Empty where it cannot be: a gradient is written or read by something else than its backward and one optimizer's update, is
-    carried over from the step before, or another backward comes between.
+    Empty if the lever cannot work: a gradient is made, written or read by anything other than its backward and one optimizer's
+    update, is carried over from the previous step, or another backward runs between its backward and its update.
     """
     phases = step.entries["phase"]
     segments = np.cumsum(step.entries["kind"] == EntryKind.PHASE)
@@ -55,13 +55,13 @@ def consumed(step: RecordedStep) -> frozenset[int]:
             return frozenset()
         found.append(block)
     names = {b.name for b in found}
-    if any(b.name in names for b in unread):  # of an optimizer's parameter, in a backward that is not for its update
+    if any(b.name in names for b in unread):  # another backward made a gradient of a parameter that the update covers
         return frozenset()
     return frozenset(b.number for b in [*found, *(b for b in left if b.name in names)])
 
 
 def lists_apart(step: RecordedStep, graph: Graph) -> Graph:
-    """Each operator of the update that takes lists as one operator for each of their entries, as it runs for one parameter."""
+    """Splits each list operator of the update into one operator per list entry, as it would run for one parameter."""
     parts = {}
     for v, k in operator_of(graph).items():
         name = step.names[step.entries["a"][step.ops[k]]]
@@ -73,9 +73,9 @@ def lists_apart(step: RecordedStep, graph: Graph) -> Graph:
 
 
 def _entries_of_lists(step: RecordedStep, k: int, *, fused: bool) -> dict[int, int]:
-    """By a block's number, which entry of an operator's lists it is; nothing where the operator has no lists of several.
+    """Maps block numbers to indices in an operator's lists; empty if the operator has no lists of several entries.
 
-    What it was given was noted list after list, parameters first, then what belongs to all entries (a scalar tensor).
+    The recorder notes an operator's inputs list after list, parameters first, then what all entries share (a scalar tensor).
     """
     end = int(step.ops[k + 1]) if k + 1 < len(step.ops) else len(step.entries)
     noted = step.entries[int(step.ops[k]) + 1 : end]
@@ -94,13 +94,13 @@ def _entries_of_lists(step: RecordedStep, k: int, *, fused: bool) -> dict[int, i
 
 
 def _parameters(step: RecordedStep, numbers: Collection[int]) -> int:
-    """How many blocks that an operator was given are parameters."""
+    """How many of an operator's input blocks are parameters."""
     wanted = {int(n) for n in numbers}
     return sum(1 for b in step.blocks if b.number in wanted and b.role is Role.PARAMETER)
 
 
 def _split(step: RecordedStep, graph: Graph, parts: Mapping[int, Mapping[int, int]]) -> Graph:
-    """Some operators in parts, given which part each block belongs to; what belongs to none belongs to all."""
+    """Splits operators into parts, given the part that each block belongs to; a block without a part belongs to all parts."""
     numbers = [block_of(node) for node in graph.nodes]
     operators = operator_of(graph)
     counts = {v: max(found.values()) + 1 for v, found in parts.items()}
@@ -109,7 +109,7 @@ def _split(step: RecordedStep, graph: Graph, parts: Mapping[int, Mapping[int, in
     order: list[tuple[int, int]] = []
 
     def which(v: int, value: int) -> int:
-        """The part of an operator that a value belongs to; the last one for what belongs to all."""
+        """The part of an operator that a value belongs to; the last part for a value that belongs to all."""
         return parts[v].get(numbers[value] or 0, counts[v] - 1)
 
     for v, node in enumerate(graph.nodes):
@@ -159,7 +159,7 @@ def _split(step: RecordedStep, graph: Graph, parts: Mapping[int, Mapping[int, in
 
 
 def _shares(graph: Graph, v: int, found: Mapping[int, int], numbers: list[int | None], count: int) -> list[float]:
-    """What of an operator's seconds and bytes each part is, by the bytes that it works on."""
+    """Each part's share of an operator's seconds and bytes, by the bytes that it works on; the shares add up to 1."""
     sizes = [0] * count
     for u in (*graph.nodes[v].parents, *graph.members[v]):
         one = found.get(numbers[u] or 0)
@@ -170,10 +170,10 @@ def _shares(graph: Graph, v: int, found: Mapping[int, int], numbers: list[int | 
 
 
 def updates_at_once(step: RecordedStep, graph: Graph) -> list[int]:
-    """Nodes that compute, in the given order but for the optimizer's, each of which runs as soon as it can.
+    """Operator nodes in the given order, except that each of the optimizer's runs as soon as it can.
 
-    It can when what it reads is there and everybody else has read what it overwrites. An operator of the optimizer that needs
-    nothing of the step before it runs right before the first one that needs it.
+    It can run once its inputs exist and every other reader of what it overwrites has run. An operator of the optimizer that
+    depends on no operator outside it runs in its old place or, if needed earlier, right before the operator that needs it.
     """
     operators = operator_of(graph)
     row = [m.node for m in plain_row(graph)]

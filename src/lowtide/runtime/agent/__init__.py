@@ -1,1 +1,1 @@
-"""The process that runs a verb's script."""
+"""The agent: the process that runs the user's script for a command."""

@@ -1,4 +1,4 @@
-"""A short run that is measured: the first steps of a script, plain or under a budget and a cap, with their times and peaks."""
+"""Measures the times and peaks of a script's first steps, in a plain run or under a budget and a cap."""
 
 from __future__ import annotations
 
@@ -27,15 +27,19 @@ from lowtide.runtime.intercept.phases import PhaseTracker
 from lowtide.runtime.tensors import modules_of, own_tensors, storages_of
 
 MACHINE_SHARE = 0.9
-"""Of the memory that the machine has available: what a run may take that is not capped otherwise."""
+"""Share of the machine's available memory that a run may take if it has no other cap."""
 
 
 @final
 class Trial:
-    """What the agent does for ``lowtide min`` and ``lowtide batch``."""
+    """The agent's job for ``lowtide min``, ``lowtide batch`` and other trials: a short run that is measured."""
 
     def __init__(self, options: TrialOptions) -> None:
-        """Begin to measure."""
+        """Cap memory and start to measure.
+
+        Raises:
+            UsageError: if a cap is asked for, but there is neither a heap counter nor an accelerator.
+        """
         self._options = options
         self._refused: BudgetError | None = None
         self._runtime: Runtime | None = None
@@ -62,7 +66,7 @@ class Trial:
         return StepLimitReached()
 
     def finish(self, code: int, error: BaseException | None = None) -> None:
-        """Write what was measured."""
+        """Write the measurements to ``options.json``, replacing the file as a whole."""
         found: dict[str, Any] = {"code": code, "message": "" if error is None else f"{type(error).__name__}: {error}"}
         if self._runtime is not None:
             self._runtime.stop(over=True)
@@ -76,7 +80,7 @@ class Trial:
             found["ended"] = "memory" if out_of_memory(error) is not None else "error"
         else:
             found["ended"] = "ok" if not code else "error"
-        found["message"] = found["message"].encode(errors="replace").decode()  # what is no text cannot be written
+        found["message"] = found["message"].encode(errors="replace").decode()  # lone surrogates cannot be written
         partial = Path(self._options.json + ".partial")
         partial.write_bytes(msgspec.json.encode(found))
         partial.rename(self._options.json)
@@ -84,13 +88,13 @@ class Trial:
 
 @final
 class Plain:
-    """A script as it is: only where steps begin and end is listened to."""
+    """A plain run that is measured: listens only for where steps begin and end."""
 
     def __init__(self, steps: int) -> None:
-        """Watch nothing yet.
+        """Prepare to measure.
 
         Args:
-            steps: after which the script is ended; 0 for never.
+            steps: number of steps after which to end the script; 0 for never.
         """
         self._most = steps
         self._clock = PhaseTracker(self)
@@ -105,11 +109,11 @@ class Plain:
         self._roots: dict[int, torch.nn.Module] = {}
 
     def start(self) -> None:
-        """Begin."""
+        """Start measuring."""
         self._clock.install()
 
     def finish(self) -> dict[str, Any]:
-        """End; the figures."""
+        """Stop measuring and return the figures."""
         self._clock.remove()
         if self._open and self._is_over():
             self._close()
@@ -119,33 +123,33 @@ class Plain:
         return {"steps": self._steps, "plan": None, "levers": [], "resident_bytes": sum(s.nbytes() for s in held.values())}
 
     def phase_begins(self, _: Phase) -> None:
-        """Steps are told by what follows."""
+        """Ignored: the other calls tell where steps begin and end."""
 
     def root_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - a listener's
-        """A step may begin here."""
+        """Begin a step here, if autograd is on and the previous step is over."""
         if torch.is_grad_enabled():
             self._roots[id(module)] = module
             self._step_may_begin()
 
     def called_elsewhere(self, module: torch.nn.Module) -> None:
-        """Not followed."""
+        """Ignored: modules called in other threads are not followed."""
 
     def root_ends(self, result: Any) -> None:
-        """Nothing follows from that."""
+        """Ignored: a model's return neither begins nor ends a step."""
 
     def backward_begins(self) -> None:
-        """A script without modules begins its step here at the latest."""
+        """Begin a step here at the latest, for scripts without modules."""
         self._step_may_begin()
 
     def backward_ends(self) -> None:
-        """Where no optimizer is to come, that was the step."""
+        """Note a backward: without any optimizer, the step is over now."""
         self._consumed = True
 
     def optimizer_begins(self, optimizer: Any) -> None:
-        """The step goes on."""
+        """Ignored: the step goes on."""
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        """Once all optimizers of a round have stepped, the step is over when the next begins."""
+        """Note whether all optimizers of a round have stepped: then the step is over when the next one begins."""
         self._done |= self._rounds.stepped(optimizer) > 0
 
     def _is_over(self) -> bool:
@@ -184,7 +188,14 @@ def _meter() -> Meter:
 
 
 def _cap(size: int) -> None:
-    """Have torch's allocators refuse what goes beyond; 0: what would wake the kernel's out-of-memory killer."""
+    """Have torch's allocators refuse requests beyond ``size`` bytes.
+
+    For 0, the cap is :data:`MACHINE_SHARE` of the available memory, so that the kernel's out-of-memory killer stays asleep; it
+    applies only with the heap counter.
+
+    Raises:
+        UsageError: if a cap is asked for, but there is neither a heap counter nor an accelerator.
+    """
     found = preloaded()
     if size and found is None and not accelerator.is_there():
         raise UsageError("a cap needs the heap counter, which was not built: install Lowtide where a C compiler is")

@@ -1,4 +1,4 @@
-"""A script with other constants: names that it assigns at its top level."""
+"""Parses a script with other values for constants: names that it assigns at its top level."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from lowtide.base.errors import UsageError
 
 
 def with_constants(source: bytes, constants: Mapping[str, str], name: str) -> ast.Module:
-    """The script's syntax tree, with other values; lines stay as they are.
+    """The script's syntax tree with other values for its constants; line numbers stay the same.
 
     Args:
-        source: of the script.
-        constants: Python expressions by name.
-        name: of the script, for people.
+        source: the script's source.
+        constants: Python expressions by the name of the constant.
+        name: the script's name, for error messages.
 
     Raises:
-        UsageError: if it assigns no such name alone at its top level, or it or a value cannot be parsed.
+        UsageError: if no statement at the top level assigns a given name (alone, not in a tuple), or if the script or a value
+            cannot be parsed.
     """
     try:
         tree = ast.parse(source)

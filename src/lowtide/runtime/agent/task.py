@@ -1,4 +1,4 @@
-"""What the process of a verb that runs a script is to do, and how it is started."""
+"""The task of an agent process, and the command and environment that start it."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from lowtide.runtime.device.heap_counters import library_path
 TASK: Final = "LOWTIDE_TASK"
 """Environment variable that carries the task to the agent; the agent removes it."""
 ACTIVE: Final = "LOWTIDE_ACTIVE"
-"""Environment variable that holds the id of the process in which a budget is in force."""
+"""Environment variable that holds the id of the process in which the agent runs a script."""
 PRELOAD: Final = "LD_PRELOAD"
 
 
 def runs_here() -> bool:
-    """Whether a verb of the command line runs this very process: a second watcher would count the first one's tensors."""
+    """Whether this process is an agent's: a second watcher in it would count the first one's tensors."""
     return os.environ.get(ACTIVE) == str(os.getpid())
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
-    """What ``lowtide run`` was asked.
+    """The options of ``lowtide run``.
 
     Attributes:
-        budget: as the user wrote it.
+        budget: the budget as the user wrote it.
         keep: modules whose values are never dropped.
-        offload: whether values may be moved.
-        allow, without: levers, by name.
-        plan, save_plan, json: files; None where not asked for.
-        quiet: no summary.
-        keep_going: whether a budget that cannot be held never ends the script or changes its exit code.
+        offload: whether values may be offloaded.
+        allow, without: memory optimizations, by name, that are allowed or excluded.
+        plan, save_plan, json: paths of the plan to follow, of the plan to write and of the figures; None if not asked for.
+        quiet: whether to show no summary.
+        keep_going: if true, a budget that cannot be held neither ends the script nor changes its exit code.
     """
 
     budget: str
@@ -50,16 +50,16 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
 
 
 class RecordOptions(msgspec.Struct, frozen=True, kw_only=True, tag="record"):
-    """What ``lowtide record`` was asked.
+    """The options of ``lowtide record``.
 
     Attributes:
-        output: the recording.
-        operators: whether operators are recorded, or phases only.
-        cap_bytes: torch's CPU allocator refuses what would go beyond; 0 for no cap.
-        steps: after which the script is ended; 0 for never.
-        sizes: what was varied, by name, for `lowtide predict`.
-        json: file; None where not asked for.
-        quiet: no summary.
+        output: path of the recording.
+        operators: whether to record operators, or only phases.
+        cap_bytes: cap beyond which torch's CPU allocator refuses requests; 0 for no cap.
+        steps: number of steps after which to end the script; 0 for never.
+        sizes: the sizes that are varied, by name, for `lowtide predict`.
+        json: path of the figures; None if not asked for.
+        quiet: whether to show no summary.
     """
 
     output: str
@@ -72,15 +72,15 @@ class RecordOptions(msgspec.Struct, frozen=True, kw_only=True, tag="record"):
 
 
 class TrialOptions(msgspec.Struct, frozen=True, kw_only=True, tag="trial"):
-    """A short run that is measured.
+    """The options of a short run that is measured (``lowtide min``, ``lowtide batch`` and other trials).
 
     Attributes:
-        steps: after which the script is ended.
-        budget_bytes: held as by ``lowtide run``; 0 for the plain run.
-        cap_bytes: torch's allocator refuses what would go beyond; 0 for no cap.
-        allow, without: levers, by name.
-        offload: whether values may be moved.
-        json: the result.
+        steps: number of steps after which to end the script.
+        budget_bytes: budget to hold, as by ``lowtide run``; 0 for the plain run.
+        cap_bytes: cap beyond which torch's allocator refuses requests; 0 for no cap of its own.
+        allow, without: memory optimizations, by name, that are allowed or excluded.
+        offload: whether values may be offloaded.
+        json: path of the result.
     """
 
     steps: int
@@ -93,14 +93,16 @@ class TrialOptions(msgspec.Struct, frozen=True, kw_only=True, tag="trial"):
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent is to do.
+    """A task of the agent.
 
     Attributes:
         target: script path or module name.
         module: whether the target is a module name.
-        arguments: the script's own.
-        preload: the user's own LD_PRELOAD, to be put back.
-        constants: of the script (names at the top of it), to have other values, as Python writes them.
+        arguments: the script's own arguments.
+        preload: the user's own ``LD_PRELOAD``, which the agent restores; None if it was not set.
+        options: the command's options; their type says which command it is.
+        constants: Python expressions by name, for constants that the script assigns at its top level and that are to have
+            other values.
     """
 
     target: str
@@ -112,20 +114,20 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_task(text: str) -> Task:
-    """The task that an environment carries."""
+    """Decode the task from the text in :data:`TASK`."""
     return msgspec.convert(json.loads(text), Task)
 
 
 def agent_command() -> list[str]:
-    """The command of such a process: this interpreter with its options."""
+    """The command of an agent process: this interpreter with its own options."""
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # the interpreter's own -X, -W, -O
     return [sys.executable, *flags, "-m", "lowtide.runtime.agent.start"]
 
 
 def environment_of(task: Task) -> dict[str, str]:
-    """Its environment: the task, and the heap counter preloaded."""
+    """The environment of an agent process: this one, with the task, and with the heap counter preloaded."""
     environment = dict(os.environ)
-    environment[TASK] = json.dumps(msgspec.to_builtins(task))  # letters alone: names of files may be no text in this locale
+    environment[TASK] = json.dumps(msgspec.to_builtins(task))  # ASCII only: the locale may not encode file names
     library = library_path()
     if library is not None:
         environment[PRELOAD] = f"{library}:{task.preload}" if task.preload else str(library)

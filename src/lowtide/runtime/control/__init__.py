@@ -1,1 +1,1 @@
-"""Units begin and end here: what each is to do is chosen, put on, and learnt from."""
+"""Where units begin and end: choosing how each runs, installing the interception for it, and learning from it."""

@@ -1,4 +1,4 @@
-"""What a solution says of a step, and why a budget is refused."""
+"""A plan's figures for a unit, and the error that says why a budget is refused."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def figures_of(
     problem: Problem, solution: Solution, *,
     shift_bytes: int, likely_bytes: int, certain_bytes: int, between_bytes: int, resident_bytes: int,
 ) -> PlanFigures:
-    """A solution as it holds for a unit on another base.
+    """The figures of a solution for a unit on another base.
 
     Args:
-        problem: what was solved.
-        solution: the answer.
-        shift_bytes: how much higher than the recorded one the unit lies, at most.
-        likely_bytes: the same without what may go before the peak (a result of the step before): figures that are told as
-            the plain run's are not above it.
+        problem: the problem that was solved.
+        solution: its solution.
+        shift_bytes: upper bound on how many bytes higher than the recorded unit this unit lies.
+        likely_bytes: the same without bytes that may be freed before the peak (a result of the previous step). The baseline
+            peak is shifted only by this much, so that the figures reported for the plain run are not too high.
         certain_bytes: a lower bound on how much higher the unit lies: optimizer states allocated since the recording, less
             what graphs of earlier units held then (a leftover of the previous step may be freed within the unit).
-        between_bytes: highest point outside units: of the optimizer's update before this one, and of any evaluation.
-        resident_bytes: parameters, buffers and optimizer states.
+        between_bytes: highest point outside units: in the optimizer's update before this one, and in any evaluation.
+        resident_bytes: bytes of parameters, buffers and optimizer states.
     """
     state, seconds = solution.state, problem.seconds
     plain = problem.plain_peak + likely_bytes
@@ -53,10 +53,10 @@ def figures_of(
 
 
 def raised(figures: PlanFigures, between_bytes: int) -> PlanFigures:
-    """Figures of a plan, none of whose peaks lies below what something outside the units has reached: no plan lowers that.
+    """A plan's figures with every peak raised to at least the highest point outside units, which no plan lowers.
 
     Args:
-        figures: of the plan.
+        figures: the plan's figures.
         between_bytes: highest point outside units.
     """
     predicted = figures.predicted_peak_bytes
@@ -70,12 +70,12 @@ def raised(figures: PlanFigures, between_bytes: int) -> PlanFigures:
 
 
 def resident_figures(resident_bytes: int, peak_bytes: int, step_seconds: float) -> PlanFigures:
-    """What is known where no unit like this one was recorded: what is resident is there whatever is planned.
+    """Figures for a unit when none like it was recorded: the resident bytes are a bound for any plan.
 
     Args:
-        resident_bytes: parameters, buffers and optimizer states on the device.
+        resident_bytes: bytes of parameters, buffers and optimizer states on the device.
         peak_bytes: highest point so far.
-        step_seconds: of the last step.
+        step_seconds: seconds of the last step.
     """
     return PlanFigures(
         predicted_peak_bytes=None,
@@ -96,7 +96,17 @@ def refusal(
     figures: PlanFigures, budget_bytes: int, between_bytes: int, *,
     proven: bool, evaluation_bytes: int = 0, declined: str = "", unreached: Sequence[str] = (),
 ) -> BudgetError:
-    """The error that says why a budget cannot be held, and what would lower the floor."""
+    """The error that says why a budget cannot be held, and what would lower the minimum.
+
+    Args:
+        figures: the figures of the plan, or of what is resident.
+        budget_bytes: the budget.
+        between_bytes: highest point outside units.
+        proven: whether no plan can hold the budget; otherwise only none was found.
+        evaluation_bytes: highest point of any evaluation without gradients.
+        declined: why gradients could not be consumed within the backward; empty if that was not tried.
+        unreached: what the script does that the interception does not reach.
+    """
     bound, lowest, plain = figures.bound_peak_bytes, figures.lowest_peak_bytes, figures.baseline_peak_bytes
     if figures.resident_bytes >= bound:
         what = "what is resident (parameters, buffers and optimizer states)"

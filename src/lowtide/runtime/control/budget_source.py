@@ -15,40 +15,40 @@ from lowtide.runtime.units.recorded_unit import TOLERANCE_SHARE
 from lowtide.runtime.units.unit import Unit
 
 AUTO_MARGIN: Final = 0.05
-"""Share of an accelerator's free memory that ``auto`` leaves to fragmentation."""
+"""Share of an accelerator's free memory that ``auto`` leaves unused, for fragmentation."""
 
 
 @final
 class BudgetSource:
-    """Puts bytes into the budget, once they are known.
+    """Sets the budget's bytes as soon as they are known.
 
     Attributes:
-        share_step: the step at which the share was last computed anew because a larger plain peak was found; 0 for never.
+        share_step: the step at which the share was last recomputed because a larger plain peak was found; 0 for never.
     """
 
     def __init__(self, asked: Size | None, budget: Budget, interception: Interception, knowledge: Knowledge) -> None:
-        """Nothing is put yet."""
+        """Set nothing yet."""
         self._asked, self._budget, self._interception, self._knowledge = asked, budget, interception, knowledge
         self._peak_bytes = self._available_bytes = 0
         self.share_step = 0
 
     @property
     def share(self) -> float:
-        """The share that was asked for; 0 where it was no share."""
+        """The share that the user asked for; 0 if it was not a share."""
         return self._asked.fraction if isinstance(self._asked, BudgetShare) else 0.0
 
     def begin(self) -> None:
-        """The run begins: put what is known."""
+        """The run begins: set the budget, or until a share is known, limit the run to the memory there is."""
         if isinstance(self._asked, int):
             self._budget.put(self._asked)
             return_freed_memory(self._asked)
         elif isinstance(self._asked, Auto):
             self._budget.put(_free_on_device())
-        elif isinstance(self._asked, BudgetShare):  # the first step has no budget, but no more than there is
+        elif isinstance(self._asked, BudgetShare):  # the first step has no budget, but it is limited to the memory there is
             self._limit_to_what_is_there()
 
     def device_found(self) -> None:
-        """Memory is counted on another device from here on."""
+        """Memory is counted on another device from now on: read the budget or the limit off that device."""
         if isinstance(self._asked, Auto):
             self._budget.put(_free_on_device())
         elif isinstance(self._asked, BudgetShare) and not self._budget.bytes:
@@ -60,11 +60,11 @@ class BudgetSource:
         self._budget.limit_to(self._available_bytes)
 
     def resolve(self, unit: Unit, steps: int, between_bytes: int) -> None:
-        """Turn a share into bytes once a plain peak is known, and again when a larger one is.
+        """Turn a share into bytes once a plain peak is known, and again whenever a larger one becomes known.
 
         Args:
-            unit: that begins.
-            steps: how many are over.
+            unit: the unit that begins.
+            steps: number of finished steps.
             between_bytes: highest point outside units.
         """
         if not isinstance(self._asked, BudgetShare):
@@ -80,7 +80,7 @@ class BudgetSource:
         larger = bool(self._budget.bytes) and peak > self._peak_bytes * (1 + TOLERANCE_SHARE)
         self._peak_bytes = max(peak, self._peak_bytes)
         asked = int(resident + self._asked.fraction * max(0, self._peak_bytes - resident))
-        there = self._available_bytes  # as it was before the first step: what the process has freed since it may keep
+        there = self._available_bytes  # as measured before the first step: the process may keep what it has freed since
         self._budget.put(min(asked, there))
         return_freed_memory(self._budget.bytes)
         share = f"{self._asked.fraction:.0%}"

@@ -1,4 +1,4 @@
-"""Calls of models without gradients, outside any unit: how high they were, and the room that is made for the next."""
+"""Evaluations (model calls without gradients, outside any unit): their peaks, and making room for the next one."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from lowtide.runtime.tensors import beneath_autograd
 
 @final
 class Evaluations:
-    """One per runtime.
+    """The evaluations of a run; one per runtime.
 
     Attributes:
-        highest_bytes: highest point of any of them: no plan lowers it.
+        highest_bytes: the highest peak of any evaluation, which no plan lowers.
     """
 
     def __init__(self, budget: Budget, interception: Interception) -> None:
-        """There was none."""
+        """Start without evaluations."""
         self._budget, self._interception = budget, interception
         self.highest_bytes = 0
         self._highest_from = self._began_at = self._peak_before = 0
 
     def forget(self) -> None:
-        """Memory is counted on another device from here on: what was measured was of the former one."""
+        """Memory is counted on another device from now on: discard what was measured on the former one."""
         self.highest_bytes = self._highest_from = self._began_at = self._peak_before = 0
 
     def begin(self, retained_bytes: Callable[[], int], *, within_unit: bool) -> None:
-        """A model is called: where such calls took more than there is room for, saved tensors are evicted.
+        """A model is called without gradients: evict saved tensors if earlier evaluations took more than there is room for.
 
         Args:
-            retained_bytes: tells what graphs of former units hold.
-            within_unit: whether a unit runs, which is held on line or follows its plan.
+            retained_bytes: returns the bytes that graphs of earlier units hold.
+            within_unit: whether a unit is running: it makes room itself, online or by its plan.
         """
         known = self.highest_bytes - self._highest_from
         if self._budget.bytes and not within_unit and self._interception.saver.outstanding > 0 and known > 0:
@@ -43,7 +43,7 @@ class Evaluations:
         self._peak_before = self._interception.meter.span_peak()
 
     def end(self) -> bool:
-        """That call returned, outside any unit; whether none was as high before."""
+        """The call returned, outside any unit. Returns whether it peaked higher than every evaluation before."""
         peak = self._interception.meter.span_peak()
         if peak <= max(self._peak_before, self.highest_bytes):
             return False

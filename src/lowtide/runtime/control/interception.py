@@ -1,4 +1,4 @@
-"""What is on the stack of modes, into which recorder operators are noted, and where memory is counted."""
+"""The interception of a run: the dispatch mode that is on, the recorder of operators, and the memory meter."""
 
 from __future__ import annotations
 
@@ -32,20 +32,23 @@ from lowtide.runtime.units.recorded_unit import RetainedBytes
 
 @final
 class Interception:
-    """One per runtime.
+    """Installs and removes dispatch modes and hooks, and ties recorder, meter and evictor together; one per runtime.
 
     Attributes:
-        ledger: which value each storage is.
-        meter: counts the device's bytes; ``tier`` is where they may be moved.
-        evictor: drops and moves saved values.
-        saver: packs what autograd saves.
-        online: the mode that sees every operator.
-        stack: the mode and the hooks that are on.
-        retained: graphs of former planned units.
+        clock: reports phases, module calls and optimizer steps.
+        budget: the budget to hold.
+        ledger: maps each live storage to its value.
+        meter: counts the device's bytes.
+        tier: where the device's values may be offloaded.
+        evictor: drops and offloads saved values.
+        saver: packs the tensors that autograd saves.
+        online: the mode that intercepts every operator.
+        stack: the mode and the saved-tensor hooks that are on.
+        retained: graphs of earlier planned units.
     """
 
     def __init__(self, clock: PhaseTracker, budget: Budget) -> None:
-        """Nothing is on."""
+        """Install nothing yet."""
         self.clock = clock
         self.budget = budget
         self.ledger = Ledger(self._counts)
@@ -59,21 +62,21 @@ class Interception:
 
     @property
     def recorder(self) -> TraceRecorder:
-        """Of the unit that runs."""
+        """The recorder of the running unit; ``NO_UNIT`` between units."""
         return self.evictor.recorder
 
     def _counts(self, storage: torch.UntypedStorage) -> bool:
         return self.meter.counts(storage)
 
     def count_on(self, device: torch.device) -> None:
-        """The model turned out to live on an accelerator: count there."""
+        """The model turned out to live on an accelerator: count memory there."""
         self.meter = AcceleratorMeter(device)
         self.tier = _tier_of(self.meter)
         self.evictor.use(self.meter, self.tier)
         self.measure_tier()
 
     def measure_tier(self) -> None:
-        """Time copies to and from a device while it has the most room, before the first step."""
+        """Time copies to and from an accelerator before the first step, while it has the most room."""
         if isinstance(self.meter, AcceleratorMeter):
             with self.meter.hidden():
                 _ = self.evictor.bandwidth
@@ -81,11 +84,11 @@ class Interception:
     # --- every operator ----------------------------------------------------------------------------------------------
 
     def watch_fully(self, recorder: TraceRecorder, *, remember: bool) -> None:
-        """Intercept every operator: hold the budget on line.
+        """Intercept every operator to hold the budget online.
 
         Args:
-            recorder: of the unit that begins; ``NO_UNIT`` where none does.
-            remember: whether operators leave records, so that what they make can be made again.
+            recorder: the recorder of the unit that begins; ``NO_UNIT`` if none does.
+            remember: whether operators leave records, from which their outputs can be made again.
         """
         self.clock.detailed = True
         self._note_into(recorder, remember=remember, write_listeners=(self.retained,))
@@ -94,7 +97,7 @@ class Interception:
             self.stack.put(self.online, self.saver.pack, unpack)
 
     def take_over(self, plan: PlannedMode, recorder: TraceRecorder) -> OnlineMode:
-        """A planned forward left its recording: hold the budget on line for the rest of the unit."""
+        """A planned forward left its recording: hold the budget online for the rest of the unit."""
         self.evictor.keeps = plan.keeps
         self.clock.detailed = True
         self._note_into(recorder, remember=True, write_listeners=(plan, self.retained))
@@ -103,7 +106,7 @@ class Interception:
         return self.online
 
     def note_nothing(self) -> None:
-        """A unit ended: what is saved and made from here on is nobody's."""
+        """A unit ended: values that are made or saved from now on belong to no unit."""
         recorder = self.recorder
         self._note_into(NO_UNIT, remember=False)
         recorder.close()
@@ -116,23 +119,26 @@ class Interception:
         self.online.begin(remember=remember, write_listeners=write_listeners)
 
     def drop_first(self, plan: Plan | None) -> bool:
-        """The policy on line drops first what a plan for another base dropped; whether that is anything."""
+        """Make the online policy drop at once what a plan for another base drops; returns whether the plan drops anything."""
         sites = dropped_sites(plan) if plan is not None else frozenset()
         self.evictor.planned = (lambda site, slot: (site.module, site.op, site.nth, slot) in sites) if sites else None
         return bool(sites)
 
     def holds_on_line(self) -> bool:
-        """Whether every operator is intercepted to hold the budget."""
+        """Whether every operator is intercepted to hold the budget online."""
         return bool(self.budget.bytes) and self.stack.mode is self.online and not self.online.passive
 
     # --- a plan ------------------------------------------------------------------------------------------------------
 
     def follow(self, plan: PlannedMode) -> bool:
-        """Put a plan's mode on; False where the script has a mode of its own on."""
+        """Put a plan's mode on; False if the script has a mode of its own on."""
         return self.stack.put(plan, plan.pack, unpack)
 
     def follow_again(self, plan: PlannedMode) -> None:
-        """A planned unit goes on after something that was none of its operators."""
+        """Continue a planned unit after something that was none of its operators (a backward, an update).
+
+        If the script has a mode of its own on, everything that the plan dropped is made resident now.
+        """
         if self.stack.mode is not plan and not self.follow(plan):
             plan.hold_all()
 
@@ -141,27 +147,27 @@ class Interception:
         self.meter.cap(max(limit_bytes, 1) if on else 0)
 
     def out_of_memory(self) -> Callable[[BaseException], bool]:
-        """Tells whether an error, from now on, means that memory ran out."""
+        """A function that tells whether an error raised from now on means that memory ran out."""
         denied = self.meter.denied()
         return lambda error: self.evictor.operators.is_out_of_memory(error, denied)
 
     def end_plan(self, plan: PlannedMode) -> None:
-        """The unit that followed a plan, or left it, is over: only its saved tensors may still be asked for."""
+        """The unit that followed a plan, or left it, is over: autograd may still ask for its saved tensors, but no more."""
         self.stack.take()
         plan.let_go()
         self.retained.add(plan)
 
-    # --- writes where nothing else is on -----------------------------------------------------------------------------
+    # --- watching writes when nothing else is on ---------------------------------------------------------------------
 
     def watch_nothing(self) -> None:
-        """No interception is needed but for what former units saved."""
+        """Intercept nothing, except writes that affect what earlier units saved."""
         self.clock.detailed = False
         self.stack.take()
         self.writes_unseen()
         self.watch_retained()
 
     def watch_retained(self) -> None:
-        """Where nothing else is on: look on while graphs of former planned units are retained."""
+        """If nothing else is on, watch writes for as long as graphs of earlier planned units are retained."""
         left = self.retained.left()
         if self.stack.mode is None and left and not self.stack.put_mode(WriteMode(self.retained)):
             self.retained.hold_all()
@@ -169,11 +175,16 @@ class Interception:
             self.stack.take()
 
     def watch_writes_of(self, plan: PlannedMode) -> None:
-        """A planned backward begins in which code of the script may run."""
+        """Watch writes in a planned backward in which code of the script may run."""
         self.stack.put(WriteMode(plan, self.retained), self.saver.pack, unpack, within=True)
 
     def update_begins(self, plan: PlannedMode | None, *, closure: bool) -> None:
-        """An optimizer steps beside a plan: its operators are no unit's, but may write to what replays read."""
+        """An optimizer is about to step: its operators belong to no unit, but may write to what replays read.
+
+        Args:
+            plan: the plan that the unit follows, if it follows one.
+            closure: whether the optimizer was given a closure, which runs forwards and backwards before the update.
+        """
         self.retained.updating = not closure
         self.online.updating = not (closure or self.saver.awaited)
         if plan is None and not isinstance(self.stack.mode, WriteMode):
@@ -184,7 +195,7 @@ class Interception:
             self.stack.put_mode(WriteMode(*listeners), within=True)
 
     def update_is_over(self) -> None:
-        """What is written from here on is not an optimizer's."""
+        """The update is over: later writes are not the optimizer's."""
         self.retained.updating = self.online.updating = False
 
     def writes_unseen(self) -> None:
@@ -198,29 +209,29 @@ class Interception:
         self.tell_retained(tensor for tensor, _ in written_by(info, args, kwargs))
 
     def tell_retained(self, written: Iterable[torch.Tensor]) -> None:
-        """Tensors are about to be written where no mode sees it."""
+        """Tensors are about to be written where no mode sees it: tell the retained graphs."""
         if self.retained.left():
             for tensor in written:
                 self.retained.will_write(tensor)
 
-    # --- what is left ------------------------------------------------------------------------------------------------
+    # --- what earlier units left -------------------------------------------------------------------------------------
 
     def retained_bytes(self, last_plan: PlannedMode | None) -> RetainedBytes:
-        """What graphs of former units still hold; the last of them followed a plan, or none."""
+        """What graphs of earlier units still hold; ``last_plan`` is the plan that the last of them followed, if any."""
         planned = 0 if last_plan is None else last_plan.left_bytes()
         if self.saver.outstanding <= 0:
             return RetainedBytes(planned)
         return RetainedBytes(planned + self.ledger.saved_bytes(), self.evictor.away_bytes(), self.evictor.has_dropped())
 
     def hold_everything(self) -> None:
-        """Nobody looks on from here: what the script may still ask for is made now, where there is memory for it."""
+        """Interception ends: make resident what the script may still ask for, as far as there is memory for it."""
         with contextlib.suppress(RuntimeError, MemoryError):
             self.budget.lift()
             self.evictor.before_unseen_writes()
             self.retained.hold_all()
 
     def silence(self) -> None:
-        """This process is a child that inherited the interpreter: it is not to be watched."""
+        """Intercept nothing in this process: it is a forked child that inherited the interpreter."""
         self.online.passive = True
         self.saver.keep_only = True
         with contextlib.suppress(AssertionError, RuntimeError):
@@ -228,11 +239,11 @@ class Interception:
 
 
 def unpack(packed: Any) -> torch.Tensor:
-    """What autograd gets back."""
+    """The tensor that autograd gets back for a packed one."""
     found: torch.Tensor = packed.unpack()
     return found
 
 
 def _tier_of(meter: Meter) -> FileTier | PinnedTier:
-    """Where values of the meter's device may be moved."""
+    """The tier to which values on the meter's device may be offloaded."""
     return PinnedTier(meter.device) if is_accelerator(meter.device) else FileTier()

@@ -1,4 +1,4 @@
-"""The levers of a run: those that were asked for, and those that engage by themselves."""
+"""The levers of a run: those that the user asked for, and those that engage automatically."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ from lowtide.runtime.storage.views import bytes_of
 
 @final
 class LeverSet:
-    """One per runtime.
+    """Engages and removes the levers of a run; one per runtime.
 
     Attributes:
-        in_backward: updates each parameter as soon as its gradient is there.
-        gradients: moves gradients to the second board as they come.
-        slices: updates slice by slice; ``logits`` and ``layers`` split the loss and large operators.
-        optimizers: all that were made or have stepped.
+        in_backward: updates each parameter as soon as its gradient is complete.
+        gradients: offloads gradients as soon as they are complete.
+        slices: runs a foreach optimizer's update slice by slice.
+        logits: computes the loss of a wide linear layer piece by piece.
+        layers: splits large operators.
+        optimizers: all optimizers that were made or have stepped.
     """
 
     def __init__(
@@ -42,11 +44,11 @@ class LeverSet:
         """Install nothing yet.
 
         Args:
-            settings: which levers may be used.
-            budget: what the sliced update stays below.
-            interception: where gradients may be moved.
-            phase: tells the phase that runs.
-            before_update: told of a parameter that is about to be updated within the backward, and by whom.
+            settings: says which levers may be used.
+            budget: the budget that the sliced update stays below.
+            interception: provides the meter, and the tier to which gradients may be offloaded.
+            phase: returns the current phase.
+            before_update: called with the optimizer and the parameter before a parameter is updated within the backward.
         """
         self._settings, self._budget, self._interception = settings, budget, interception
         self.in_backward = OptimizerInBackward(phase, before_update)
@@ -60,7 +62,7 @@ class LeverSet:
         return lever in self._settings.allow - self._settings.without
 
     def install(self, optimizers: list[Any]) -> None:
-        """Engage what was asked for; ``optimizers`` are there already."""
+        """Engage the levers that the user asked for; ``optimizers`` are those that exist already."""
         settings = self._settings
         self.optimizers.update(optimizers)
         if self._is_allowed(UPDATE):
@@ -75,7 +77,7 @@ class LeverSet:
             self.layers.install()
 
     def remove(self, *, over: bool) -> None:
-        """Take everything back; ``over``: the script has ended with it."""
+        """Remove all levers; ``over``: whether the script has ended, too."""
         self.in_backward.remove()
         self.gradients.remove(over=over)
         self.slices.remove()
@@ -85,7 +87,7 @@ class LeverSet:
 
     @property
     def takes_gradients(self) -> bool:
-        """Whether a lever takes gradients away as they come, which makes another kind of unit."""
+        """Whether a lever takes gradients away within the backward, which makes another kind of unit."""
         return self.gradients.engaged or self.in_backward.engaged
 
     def is_ours(self, hook: Any) -> bool:
@@ -98,20 +100,23 @@ class LeverSet:
         self.in_backward.optimizer_made(optimizer)
 
     def most_lowered_bytes(self) -> int:
-        """The most by which moving gradients may lower a peak, with the temporaries of an update of all at once."""
+        """Upper bound on how many bytes offloading gradients lowers a peak.
+
+        The gradients leave, and the temporaries of updating all parameters at once are avoided.
+        """
         parameters = {id(p): p for optimizer in self.optimizers for p in parameters_of(optimizer)}
         return (1 + TEMPORARIES) * sum(bytes_of(p) for p in parameters.values())
 
     def may_move_gradients(self) -> bool:
-        """Whether the lever that moves gradients is left to lower the peak."""
+        """Whether the lever that offloads gradients is still available to lower the peak."""
         return not (self.takes_gradients or GRADIENTS in self._settings.without) and self._interception.evictor.moves
 
     def move_gradients(self) -> None:
-        """Move gradients from here on."""
+        """Offload gradients from now on."""
         self.gradients.engage(self.optimizers)
 
     def figures(self) -> tuple[LeverFigures, ...]:
-        """What became of each."""
+        """What each lever did."""
         allow = self._settings.allow
         return (
             *self.gradients.figures(),
@@ -122,19 +127,19 @@ class LeverSet:
         )
 
     def _put_gradient(self, storage: torch.UntypedStorage) -> Ticket | None:
-        """Put a gradient on the second board; None where it stays."""
+        """Offload a gradient; None if it stays on the device."""
         evictor = self._interception.evictor
         if not (evictor.moves and self._interception.meter.counts(storage)):
             return None
         start = time.perf_counter()
         try:
             ticket = self._interception.tier.put(storage)
-        except OSError:  # no room there
+        except OSError:  # the tier is full
             return None
         evictor.tally.offload_seconds += time.perf_counter() - start
         evictor.tally.offloaded_bytes += storage.nbytes()
         return ticket
 
     def _room(self) -> int | None:
-        """Bytes below the budget; None where there is none."""
+        """Bytes left below the budget; None if there is no budget."""
         return self._budget.bytes - self._interception.meter.live() if self._budget.bytes else None

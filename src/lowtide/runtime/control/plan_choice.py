@@ -1,4 +1,4 @@
-"""How a unit that begins is to run: chosen from what was recorded, and told as a value."""
+"""Chooses, from the recordings, how a unit that begins is to run; the choice is returned as a value."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from lowtide.runtime.units.unit import Unit
 from lowtide.runtime.units.unit_mode import OnlineReason
 
 AGREED_UNITS: Final = range(2, 10)
-"""Units, counted from 1, at whose beginning ranks agree on one plan: every rank reaches them."""
+"""Units, counted from 1, at whose beginning ranks agree on one plan; every rank reaches these units."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Hold the budget on line.
+    """Hold the budget online.
 
     Attributes:
-        reason: why the unit is not recorded; None where it is.
-        planned: whether what a plan for another base drops is dropped in the first place.
+        reason: why the unit is not recorded; None if it is recorded.
+        planned: whether to drop at once what a plan for another base drops.
     """
 
     reason: OnlineReason | None
@@ -48,14 +48,14 @@ class Hold:
 
     @property
     def is_planned(self) -> bool:
-        """Whether the plan's figures are this unit's: it is recorded for one, and not held on line for good."""
+        """Whether the plan's figures apply to this unit: it is on the way to a plan, not held online permanently."""
         return self.planned and self.reason is not OnlineReason.WORN
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """Follow a plan; ``larger``: of a larger unit."""
+    """Follow a plan; ``larger``: it is the plan of a larger unit."""
 
     entry: RecordedUnit
     solution: Solution
@@ -65,19 +65,19 @@ class Follow:
 @final
 @dataclass(frozen=True, slots=True)
 class Ignore:
-    """Intercept nothing: by all that is known no such unit rises above the budget."""
+    """Intercept nothing: the unit is predicted to stay within the budget."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class MoveGradients:
-    """Engage the lever that moves gradients, and record the unit as it is with it."""
+    """Engage the lever that offloads gradients, and record the unit as it runs with it."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """End the script: the budget cannot be held (``proven``), or no plan was found and steps keep crossing it."""
+    """End the script: the budget cannot be held (``proven``), or no plan was found and steps keep crossing the budget."""
 
     figures: PlanFigures
     proven: bool
@@ -88,19 +88,19 @@ Choice = Hold | Follow | Ignore | MoveGradients | Refuse
 
 @final
 class PlanChoice:
-    """One per runtime.
+    """Chooses how units run, and keeps the figures of the plan in force; one per runtime.
 
     Attributes:
-        figures: of the plan in force; of a step's units, those of the highest.
-        between_bytes: highest point outside units: of the update before the one that begins, and of any evaluation.
-        refused: the error with which the script was ended.
+        figures: the figures of the plan in force; of a step's units, those of the one with the highest predicted peak.
+        between_bytes: highest point outside units: in the update before the unit that begins, and in any evaluation.
+        refused: the error that ended the script.
     """
 
     def __init__(
         self, settings: BudgetSettings, budget: Budget, source: BudgetSource, interception: Interception, knowledge: Knowledge,
         levers: LeverSet, audit: StepAudit, evaluations: Evaluations,
     ) -> None:
-        """Nothing is known."""
+        """Start without figures."""
         self._settings, self._budget, self._source = settings, budget, source
         self._interception, self._knowledge, self._levers = interception, knowledge, levers
         self._audit, self._evaluations = audit, evaluations
@@ -113,11 +113,11 @@ class PlanChoice:
 
     @property
     def plan(self) -> Plan | None:
-        """The last unit's decisions by site; those that were given until there are any."""
+        """The decisions by site of the unit that was solved last; until one was, the plan that the user gave."""
         return self._settings.plan if self._solved is None else plan_of(*self._solved)
 
     def choose(self, unit: Unit) -> Choice:
-        """How a unit that begins is to run."""
+        """Choose how a unit that begins is to run."""
         self._source.resolve(unit, len(self._audit.steps), self.between_bytes)
         if not self._budget.bytes and self._settings.budget is None:
             return self._hold(OnlineReason.NO_LIMIT)
@@ -130,14 +130,14 @@ class PlanChoice:
 
     @property
     def has_given_plan(self) -> bool:
-        """Whether the user gave a plan, which says what is dropped in the first place until there is another."""
+        """Whether the user gave a plan: what it drops is dropped at once until there is another plan."""
         return self._settings.plan is not None
 
     def _hold(self, reason: OnlineReason | None, *, planned: bool = False) -> Hold:
         return Hold(reason, planned or self.has_given_plan)
 
     def _choose_known(self, unit: Unit, entry: RecordedUnit) -> Choice:
-        """A unit of this kind was recorded: follow its plan, or refuse."""
+        """Choose for a unit whose kind was recorded: follow its plan, hold the budget online, or refuse it."""
         recordings, crossings = self._knowledge.recordings, self._audit.crossings
         self._knowledge.peaks.familiar()
         kind, base = unit.kind, unit.base_bytes
@@ -176,7 +176,7 @@ class PlanChoice:
         return self._hold(None if not worn or doubtful else OnlineReason.WORN, planned=True)
 
     def _choose_unknown(self, unit: Unit) -> Choice:
-        """No unit of this kind was recorded: one that is smaller than what fits runs as it is."""
+        """Choose for a unit whose kind was not recorded: if it is smaller than one that fits, it is not intercepted."""
         if self.has_room(unit):
             return Ignore()
         peaks, interception = self._knowledge.peaks, self._interception
@@ -188,7 +188,7 @@ class PlanChoice:
         return self._hold(None if recorded else OnlineReason.SIZE_OF_ITS_OWN)
 
     def has_room(self, unit: Unit) -> bool:
-        """Whether no unit with such root calls rises above the budget, by all that is known."""
+        """Whether a unit with these root calls is predicted to stay within the budget."""
         if not (self._budget.bytes and self._interception.meter.exact):
             return False
         unsteady = self._knowledge.recordings.is_wild(unit.kind)
@@ -221,11 +221,11 @@ class PlanChoice:
         return replace(solution, state=agreed)
 
     def _room_for(self, entry: RecordedUnit, shift: int) -> int:
-        """What a plan made on a recording's base may reach, for a unit that lies higher to stay within the budget."""
+        """Highest peak of a plan, on the recording's base, that keeps a unit ``shift`` bytes higher within the budget."""
         return (self._budget.bytes or entry.problem.plain_peak + abs(shift) + 1) - shift
 
     def _agree(self, entry: RecordedUnit | None, unit: Unit) -> None:
-        """All ranks take part, whether they have a plan or not: these are collectives."""
+        """Agree with the other ranks on one plan. Collectives: every rank must call this, whether it has a plan or not."""
         room = plan_consensus.on_room(None if entry is None else self._room_for(entry, entry.shift(unit)))
         mine = None if entry is None or room is None else _within(entry, room)
         agreed = plan_consensus.on_plan(None if entry is None else entry.problem, mine)
@@ -233,11 +233,11 @@ class PlanChoice:
             entry.agreed = agreed
 
     def _gradients_would_do(self, figures: PlanFigures, unit: Unit, entry: RecordedUnit) -> bool:
-        """Whether moving gradients may lower the peak by enough.
+        """Whether offloading gradients may lower the peak by enough.
 
-        The lever offloads the gradients, and avoids the temporaries of an update of all parameters at once. Before the first
-        backward only gradients that existed when the unit began can be offloaded: while the run may still be refused, the
-        lever is not engaged where that is too little.
+        The lever offloads the gradients, and avoids the temporaries of updating all parameters at once. Before the first
+        backward, only gradients that existed when the unit began can be offloaded: while the run may still be refused, the
+        lever is not engaged if that is too little.
         """
         levers = self._levers
         if not levers.may_move_gradients():
@@ -268,17 +268,20 @@ class PlanChoice:
         return found
 
     def raise_figures(self, evaluation_bytes: int) -> None:
-        """An evaluation was higher than any before: no plan lowers that."""
+        """An evaluation peaked higher than any before: raise the figures to that, which no plan lowers."""
         if self.figures is not None:
             self.figures = raised(self.figures, evaluation_bytes)
 
     def _cannot_be_held(self, figures: PlanFigures, *, warm: bool) -> bool:
-        """Whether the floor is above the budget for certain: a cold first step may differ a little from the next ones."""
+        """Whether the minimum is certainly above the budget.
+
+        Unless ``warm``, a margin is left: a cold first step may differ a little from later ones.
+        """
         doubt = 0 if warm else max(TOLERANCE_BYTES, int(TOLERANCE_SHARE * figures.bound_peak_bytes)) + LIBRARY_BYTES
         return figures.bound_peak_bytes - doubt > self._budget.bytes
 
     def _refuse_resident(self) -> Refuse | None:
-        """Refuse what no plan can hold although no unit like this one was recorded (another shape every step)."""
+        """Refuse a budget that no plan can hold, although no unit like this one was recorded (another shape in every step)."""
         steps = self._audit.steps
         if not self._budget.bytes or not steps:
             return None
@@ -292,7 +295,7 @@ class PlanChoice:
 
     @property
     def may_refuse(self) -> bool:
-        """Whether little is lost if the script ends here."""
+        """Whether the script may be ended here: it is in its first steps, so little is lost, and need not keep going."""
         return len(self._audit.steps) < REFUSED and not self._settings.keep_going
 
     def refuse(self, choice: Refuse, unreached: tuple[str, ...]) -> BaseException:
@@ -311,7 +314,7 @@ def _within(entry: RecordedUnit, room: int) -> Solution:
 
 
 def _is_same(told: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
-    """Whether two lists name the same objects and numbers."""
+    """Whether two tuples hold the same objects and equal integers."""
     return len(told) == len(before) and all(
         a == b if isinstance(a, int) else a is b for a, b in zip(told, before, strict=True)
     )

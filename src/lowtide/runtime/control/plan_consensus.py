@@ -1,4 +1,4 @@
-"""Several ranks, one plan: the first rank's decisions are taken by every rank whose unit is the same."""
+"""One plan for several ranks: every rank whose unit is the same takes the first rank's decisions."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ def wanted() -> bool:
 
 
 def on_room(mine: int | None) -> int | None:
-    """The least room that any rank has for such a plan; None where no rank has a recording: a collective."""
+    """The smallest room, in bytes, that any rank has for a plan; None if no rank has a recording.
+
+    A collective, which every rank must call.
+    """
     rooms: list[int | None] = [None] * dist.get_world_size()
     dist.all_gather_object(rooms, mine)
     return min((room for room in rooms if room is not None), default=None)
 
 
 def on_plan(problem: Problem | None, mine: Solution | None) -> State | None:
-    """The decisions that all ranks run: a collective, which every rank must call.
+    """The first rank's decisions, as they play on this rank's unit; a collective, which every rank must call.
 
-    A rank whose unit differs, or on which they would not fit, keeps its own: None is returned there.
+    On a rank whose unit differs, or on which they would not fit, None is returned: it keeps its own decisions.
     """
     plan = plan_of(problem, mine) if problem is not None and mine is not None and mine.state is not None else None
     shared: list[Any] = [plan if dist.get_rank() == 0 else None]

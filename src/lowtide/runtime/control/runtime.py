@@ -1,12 +1,12 @@
-"""Running a script under a budget: where its units begin and end, and who is told of what happens between.
+"""Runs a script under a budget: tracks where units begin and end, and passes events on to the runtime's parts.
 
-A *unit* is a forward and the backward that consumes it. A unit that was never seen is run with the full interception:
-the budget is held on line and the unit is recorded. Its recording is solved when the next such unit begins, on the base
-that memory has by then; from a recording made on the same base, units run lean. Whatever leaves the plan falls back to the
-full interception for the rest of the unit. How a unit is to run is chosen by :mod:`.plan_choice`, put on by
-:mod:`.unit_start` and learnt from by :mod:`.unit_review`.
+A *unit* is a forward and the backward that consumes it. A unit whose kind was never seen runs with the full interception:
+the budget is held online, and the unit is recorded. Its recording is solved when the next unit of that kind begins, on the
+base that memory has by then; once a recording was made on the same base, units run with the lean interception. A unit that
+leaves its plan falls back to the full interception for the rest of the unit. :mod:`.plan_choice` chooses how a unit runs,
+:mod:`.unit_start` installs what that needs, and :mod:`.unit_review` learns from the unit when it has ended.
 
-One module: it has a method for each event that the clock tells, and most of them are a few lines that pass it on.
+One module: it has one method for each event that the clock reports, and most of these pass the event on in a few lines.
 """
 
 from __future__ import annotations
@@ -67,9 +67,11 @@ class _Former:
     """The unit that ended last, and the optimizer that stepped last.
 
     Attributes:
-        units: how many have begun.
-        plan: that it followed, even if it diverged from it.
+        units: how many units have begun in the run.
+        kind: the kind of the unit.
+        plan: the plan that it followed, even if it diverged from it.
         left_graphs: whether graphs outlived it.
+        optimizer: ``id`` of the optimizer that stepped last.
     """
 
     units: int = 0
@@ -83,13 +85,13 @@ class _Former:
 class Runtime:
     """One per process while a budget is in force; listens to the clock.
 
-    Its many fields are the parts that it wires together, and its many methods the events that it hears of.
+    Its many fields are the parts that it wires together, and its many methods are the events that it handles.
 
     Attributes:
-        of_command: the one that ``lowtide run`` has begun in this process.
-        unit: the one that runs.
+        of_command: the runtime that ``lowtide run`` started in this process.
+        unit: the running unit, or None between units.
         excused: how many steps at the beginning ran before a lever was engaged; they are not judged against the budget.
-        script_code_in_backward: whether code of the script may run in a backward: hooks, custom functions.
+        script_code_in_backward: whether code of the script (hooks, custom functions) may run in a backward.
     """
 
     of_command: ClassVar[Runtime | None] = None
@@ -129,10 +131,10 @@ class Runtime:
     # --- on and off --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to watch; the full interception is on from here until the first plan.
+        """Start intercepting; the full interception stays on until the first plan.
 
         Raises:
-            SizeError: if the budget is to be read off a device, and there is none.
+            SizeError: if the budget is to be read off a device and there is none.
         """
         if isinstance(self.settings.budget, Auto) and not accelerator.is_there():
             raise SizeError("auto reads the budget off a CUDA device, and there is none: give a size, as 6GiB or 50%")
@@ -157,13 +159,13 @@ class Runtime:
         self.clock.settle()
 
     def stop(self, *, over: bool = False) -> None:
-        """Watch no more; handles that autograd still has stay good.
+        """Stop intercepting; handles that autograd still holds stay valid.
 
         Args:
-            over: whether the script has ended with it.
+            over: whether the script has ended, too.
 
         Raises:
-            LeverError: if the script goes on where a lever has left it what it would not have had.
+            LeverError: if the script goes on although a lever has consumed gradients for an optimizer step that has not come.
         """
         if not self._active:
             return
@@ -181,7 +183,7 @@ class Runtime:
         step = self.audit.running
         if step.units and not self.clock.optimizers_seen:
             step.done = True
-        if step.done or step.trains or (step.units and not self.audit.steps):  # else no backward followed
+        if step.done or step.trains or (step.units and not self.audit.steps):  # otherwise it had no backward
             self._close_step()
         self.budget.lift()
         self.interception.meter.close()
@@ -190,7 +192,7 @@ class Runtime:
 
     @property
     def plan(self) -> Plan | None:
-        """The last unit's decisions by site; those that were given until there are any."""
+        """The decisions by site of the unit that was solved last; until one was, the plan that the user gave."""
         return self.choice.plan
 
     def outcome(self) -> RunOutcome:
@@ -212,15 +214,15 @@ class Runtime:
         )
 
     def forked(self) -> None:
-        """A child (a loader's worker) inherits the interpreter: it is not to be watched."""
+        """This process is a forked child (a data loader's worker) that inherited the interpreter: intercept nothing in it."""
         if self._active:
             self._active = False
             self.interception.silence()
 
-    # --- what the clock tells ----------------------------------------------------------------------------------------
+    # --- events that the clock reports -------------------------------------------------------------------------------
 
     def phase_begins(self, phase: Phase) -> None:
-        """Ignored: where units begin and end is told by the other events."""
+        """Ignored: the other events show where units begin and end."""
 
     def root_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """A module is called from outside any module."""
@@ -253,7 +255,7 @@ class Runtime:
         self._begin_unit(kind)
 
     def _goes_on(self, unit: Unit, kind: UnitSignature) -> None:
-        """A unit has another root call."""
+        """The unit makes another root call."""
         unit.calls.append(kind)
         if unit.is_roomy and not self.choice.has_room(unit):
             self._starts.stop_ignoring(unit, OnlineReason.OUTGREW)
@@ -272,10 +274,10 @@ class Runtime:
     def root_ends(self, result: Any) -> None:
         """A root call returned."""
         if not torch.is_grad_enabled():
-            if self._active and self.unit is None and self.evaluations.end():  # else it is a part of the unit
+            if self._active and self.unit is None and self.evaluations.end():  # otherwise it is a part of the unit
                 self.choice.raise_figures(self.evaluations.highest_bytes)
         elif self.unit is not None:
-            plain = [t for t in tensors_in(result) if type(t) in PLAIN_TYPES]  # of others `grad_fn` may be costly
+            plain = [t for t in tensors_in(result) if type(t) in PLAIN_TYPES]  # on other types `grad_fn` may be costly
             self.unit.outputs += [weakref.ref(t) for t in plain if node_of(t) is not None]
 
     def called_elsewhere(self, module: torch.nn.Module) -> None:
@@ -283,7 +285,10 @@ class Runtime:
         self.unreached.elsewhere(module)
 
     def _functional_begins(self) -> Callable[[torch.Tensor], Any] | None:
-        """Autograd saves something outside any module and any unit: a script of plain functions; who packs instead."""
+        """Begin a unit of plain functions: autograd is about to save a tensor outside any module and any unit.
+
+        Returns the plan's ``pack``, which then packs the tensor, if the unit follows a plan; else None.
+        """
         if not self._active or self.unit is not None or not self._is_outside():
             return None
         self._functional = True
@@ -292,25 +297,25 @@ class Runtime:
         return unit.following.pack if unit is not None and unit.following is not None else None
 
     def _is_outside(self) -> bool:
-        """Whether what runs is part of no module's call and of no phase of a step."""
+        """Whether the running code is in no module call and in no phase of a step."""
         return not self.clock.depth and self.clock.phase is Phase.DATA
 
     def _run_region(self, region: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A compiled region runs, whose operators are not seen: while the policy on line holds the budget, it makes room."""
+        """Run a compiled region, whose operators are not seen; while the budget is held online, make room for it first."""
         self.unreached.note(COMPILED)
         step = self.audit.running
-        begins = step.done or not step.trains  # else it is a later part of the step: its update, perhaps
+        begins = step.done or not step.trains  # otherwise it is a later part of the step, perhaps its update
         if self._active and self.unit is None and begins and torch.is_grad_enabled() and self._is_outside():
             self._begin_unit(UnitSignature((), engaged=self.levers.takes_gradients, after=self._after()))
         if not (self._active and self.interception.holds_on_line()):
             return run(*args, **kwargs)
         with self.interception.evictor.around_unseen(region, sum(t.nbytes for t in tensors_in((args, kwargs)))):
-            self.interception.recorder.begin_window()  # what was let go for it is not the plain run's
+            self.interception.recorder.begin_window()  # what making room took is no part of the plain run
             return run(*args, **kwargs)
 
     @contextlib.contextmanager
     def unseen(self, what: Unseen) -> Iterator[None]:
-        """A derivative runs without the mode: room is made for it, too."""
+        """Make room for a derivative that runs without the dispatch mode, while the budget is held online."""
         if not (self._active and self.interception.holds_on_line()):
             yield
             return
@@ -332,7 +337,7 @@ class Runtime:
 
     @property
     def _following(self) -> PlannedMode | None:
-        """The plan that the unit follows, if one runs and it does."""
+        """The plan that the running unit follows; None without such a unit or plan."""
         return None if self.unit is None else self.unit.following
 
     def _backward_begins(self, *, own_code: bool) -> None:
@@ -343,7 +348,7 @@ class Runtime:
         if unit is None:
             return
         if followed and isinstance(unit.mode, Unmonitored) and self.settings.budget is not None:
-            self.knowledge.recordings.surprised(unit.kind, decidedly=True)  # nothing like this came before
+            self.knowledge.recordings.surprised(unit.kind, decidedly=True)  # such a backward was not expected
             if unit.is_roomy:
                 self.knowledge.peaks.broke(unit.calls)
             self._starts.stop_ignoring(unit, OnlineReason.DIFFERENTIABLE)
@@ -357,14 +362,14 @@ class Runtime:
         unit.consumed += not (followed or is_applying())
 
     def _check_plan(self, unit: Unit, mode: Following, *, followed: bool, own_code: bool) -> None:
-        """Before a planned backward: is memory where the plan says it is?"""
+        """Before a planned backward, check that operators and memory are where the plan says; otherwise leave the plan."""
         plan, entry = mode.plan, mode.expected.entry
         script = plan.script
         if not followed:
             plan.last_moves()
         expected = script.backwards[unit.backwards] if unit.backwards < len(script.backwards) else (-1, 0)
         above = self.interception.meter.live() - unit.base_bytes - entry.left_besides(unit)
-        stays = self.clock.retains and not (*entry.retains[unit.backwards:], False)[0]  # what is not in the plan
+        stays = self.clock.retains and not (*entry.retains[unit.backwards:], False)[0]  # the plan does not expect that
         if plan.at == expected[0] and not (plan.grown or stays) and above <= expected[1] + TOLERANCE_BYTES:
             plan.prune()
             if followed:
@@ -376,7 +381,7 @@ class Runtime:
             plan.leave()
 
     def exposing(self, tensor: torch.Tensor, *, shows: bool) -> None:
-        """Somebody asks for a tensor's address, or is given its memory (``shows``), and may write there unseen."""
+        """Code outside torch asks for a tensor's address, or gets its memory (``shows``), and may write there unseen."""
         interception = self.interception
         recorder = interception.recorder
         if recorder.active and not interception.online.passive:
@@ -392,7 +397,7 @@ class Runtime:
             self._show(tensor)
 
     def _show(self, tensor: torch.Tensor) -> None:
-        """What the replays of planned units would read of a tensor is made now."""
+        """A tensor may be written unseen: make now what replays of planned units would make from it."""
         plan, retained = self._following, self.interception.retained
         if plan is None and not retained.left():
             return
@@ -415,7 +420,7 @@ class Runtime:
         interception.saver.keep_only = False
         unit = self.unit
         if unit is None:
-            if self._former.kind is not None and interception.meter.exact:  # perhaps over a graph that was retained
+            if self._former.kind is not None and interception.meter.exact:  # perhaps a backward over a retained graph
                 self._reviews.learn_crossing(self._former.kind, interception.meter.op_peak())
             interception.watch_retained()
             return
@@ -439,7 +444,7 @@ class Runtime:
 
     def _before_update(self, optimizer: Any, parameter: torch.Tensor) -> None:
         """A parameter is about to be updated within the backward."""
-        self.knowledge.persistent.optimizers.add(optimizer)  # its states are born here, before its own step was seen
+        self.knowledge.persistent.optimizers.add(optimizer)  # its states are created here, before its own step is seen
         if self._following is not None:
             self._following.will_write(parameter)
         self.interception.tell_retained((parameter,))
@@ -453,7 +458,7 @@ class Runtime:
         self._former.optimizer = id(optimizer)
         closure = self.clock.closure
         self.levers.in_backward.optimizer_begins(optimizer, closure=closure)
-        if self.clock.phase is not Phase.BACKWARD:  # a mode that is taken off within the engine is on again at its next node
+        if self.clock.phase is not Phase.BACKWARD:  # a mode taken off within the engine is back on at the next node
             self.interception.update_begins(self._following, closure=closure)
         if self.interception.stack.mode is not self.interception.online:
             self.interception.writes_unseen()
@@ -479,7 +484,7 @@ class Runtime:
         if plan is not None:
             interception.follow_again(plan)
         elif unit is not None and not unit.kind.call and unit_boundaries.is_consumed(unit, interception.saver.awaited):
-            self._end_unit()  # no module is called that would tell where the next one begins
+            self._end_unit()  # no module call will show where the next unit begins
         else:
             interception.watch_retained()
 
@@ -504,8 +509,8 @@ class Runtime:
             # Its dropped values had to be made again before the script overwrote what their replays read.
             self._reviews.learn_crossing(former.kind, highest)
         left = self._retained()
-        base = interception.meter.live() - left.there_bytes  # it goes when the script lets go of it, at the latest within
-        between = base if former.left_graphs else max(highest, base)  # else bytes of our making
+        base = interception.meter.live() - left.there_bytes  # the script drops these graphs, at the latest within this unit
+        between = base if former.left_graphs else max(highest, base)  # a graph's replays may have caused `highest`
         self.choice.between_bytes = max(between if former.units > 1 else 0, self.evaluations.highest_bytes)
         interception.meter.reset_op_peak()
         gradients = self.knowledge.persistent.gradient_bytes()
@@ -524,11 +529,11 @@ class Runtime:
         self._starts.run(unit, chosen)
 
     def _retained(self) -> RetainedBytes:
-        """What graphs of former units still hold."""
+        """What graphs of earlier units still hold."""
         return self.interception.retained_bytes(self._former.plan)
 
     def _meet_long_lived(self) -> None:
-        """Enter what planned steps left behind unseen: their gradients, the first states."""
+        """Enter into the ledger what planned steps allocated unseen: gradients, and the first optimizer states."""
         ledger = self.interception.ledger
         for storage in storages_of(with_gradients(self.knowledge.persistent.tensors())).values():
             with contextlib.suppress(RuntimeError):  # a wrapper's storage has no address
@@ -552,14 +557,14 @@ class Runtime:
             self.interception.watch_retained()
 
     def _abandon_unit(self) -> None:
-        """A forward that led to no backward so far."""
+        """Drop the running unit: it was a forward without a backward."""
         unit, self.unit = self.unit, None
         if unit is not None and unit.plan is not None:
             self.interception.end_plan(unit.plan)
         self._clean_up()
 
     def _clean_up(self) -> None:
-        """However a unit ended, nothing is noted of it any more, and the next span begins."""
+        """A unit has ended in one way or another: note nothing more for it, and begin the next span."""
         self.interception.note_nothing()
         self.interception.meter.reset_op_peak()
         self.audit.end_span()

@@ -1,4 +1,4 @@
-"""What the user asked of a run under a budget."""
+"""The user's settings for a run under a budget."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from lowtide.planning.unit.plan_file import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetSettings:
-    """What the user asked for.
+    """The user's settings.
 
     Attributes:
-        budget: bytes, a share, ``auto``, or None: no limit, only rescue from out-of-memory.
+        budget: bytes, a share, ``auto``, or None for no limit, only rescue from out-of-memory.
         keep: modules whose values are never dropped.
         plan: a plan loaded from a file.
-        offload: whether values may be moved to the second board.
-        allow: levers (:mod:`lowtide.base.lever_catalogue`) that may be used; exact ones are, where they are needed, without
-            being named.
+        offload: whether values may be offloaded.
+        allow: levers (:mod:`lowtide.base.lever_catalogue`) that may be used. Automatic levers are used where they are needed,
+            without being named.
         without: levers that must not be used.
-        refusal: makes what is raised when the budget cannot be held; the :class:`BudgetError` itself by default.
-        steps: after which the script is ended; 0 for never.
-        keep_going: whether the script goes on even where the first steps show that the budget cannot be held.
-        on_step: called after each step, with its figures in place.
+        refusal: makes the exception that is raised when the budget cannot be held; by default, the :class:`BudgetError`
+            itself.
+        steps: number of steps after which the script is ended; 0 for never.
+        keep_going: whether the script goes on even if the first steps show that the budget cannot be held.
+        on_step: called after each step, once the step's figures are available.
     """
 
     budget: Size | None

@@ -1,6 +1,6 @@
-"""Steps as they are measured: how long each took, how high it was, and whether it crossed the budget.
+"""Measures steps: how long each took, how high it peaked, and whether it crossed the budget.
 
-Where a step ends is decided by :class:`lowtide.probe.marks.Rounds` and :class:`.runtime.Runtime`.
+:class:`lowtide.probe.marks.Rounds` and :class:`.runtime.Runtime` decide where a step ends.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from lowtide.runtime.run_figures import POLICIES, PlanFigures, StepFigures, Step
 from lowtide.runtime.units.plan_cache import BudgetCrossings
 
 REFUSED: Final = 3
-"""Steps within which a budget that cannot be held ends the script; later ones are only told of."""
+"""Number of first steps in which a budget that cannot be held ends the script; later steps over the budget are only
+reported."""
 TOLD_SECONDS: Final = 60.0
-"""Between two lines about steps over the budget, at least."""
+"""Minimum seconds between two messages about steps over the budget."""
 
 
 @final
 @dataclass(slots=True)
 class RunningStep:
-    """The step that runs.
+    """The step that is running.
 
     Attributes:
-        units: how many have begun in it.
+        started: when it began (``time.perf_counter``).
+        units: how many units have begun in it.
         done: whether a round of the optimizers is over.
         trains: whether a backward has begun in it.
-        policy: how it runs so far: of its units' policies the last of :data:`POLICIES`.
-        peak_bytes: highest point of the spans of it that are over.
-        unseen_peak_bytes: what planned units were to reach where operators inside plans are not counted.
+        policy: of the policies of its units so far, the one that comes last in :data:`POLICIES`.
+        peak_bytes: highest point of its finished spans.
+        unseen_peak_bytes: highest predicted peak of its planned units, if the meter does not see inside planned operators.
     """
 
     started: float = field(default_factory=time.perf_counter)
@@ -49,16 +51,17 @@ class RunningStep:
 
 @final
 class StepAudit:
-    """One per runtime.
+    """Measures the steps of a run; one per runtime.
 
     Attributes:
-        steps: figures of those that are over; ``running`` is the one that runs.
-        crossings: those of them that crossed the budget.
-        units_a_step: how many units the last one had.
+        steps: figures of the finished steps.
+        running: the step that is running.
+        crossings: counts of the steps that crossed the budget.
+        units_a_step: how many units the last step had.
     """
 
     def __init__(self, budget: Budget, interception: Interception, on_step: Callable[[], None] | None) -> None:
-        """No step has begun; ``on_step`` is called after each, with its figures in place."""
+        """Start without steps; ``on_step`` is called after each step, once its figures are in :attr:`steps`."""
         self._budget, self._interception, self._on_step = budget, interception, on_step
         self.steps = Steps()
         self.running = RunningStep()
@@ -73,7 +76,10 @@ class StepAudit:
         self.running = RunningStep()
 
     def end_span(self) -> int:
-        """Begin the next span; the highest point of the one that ends, which reaches from one unit's border to the next."""
+        """End the span and begin the next one; returns the peak of the span that ended.
+
+        A span lasts from one beginning or end of a unit to the next.
+        """
         meter = self._interception.meter
         peak = meter.span_peak()
         self.running.peak_bytes = max(self.running.peak_bytes, peak)
@@ -81,14 +87,14 @@ class StepAudit:
         return peak
 
     def note_policy(self, policy: str) -> None:
-        """A unit of the step runs so."""
+        """A unit of the step runs under this policy."""
         self.running.policy = max(self.running.policy, policy, key=POLICIES.index)
 
     def close(self, figures: PlanFigures | None, evaluation_bytes: int, unreached: Sequence[str]) -> None:
         """The step is over.
 
         Args:
-            figures: of the plan in force.
+            figures: the figures of the plan in force.
             evaluation_bytes: highest point of any evaluation.
             unreached: what the script does that the interception does not reach.
         """
@@ -119,7 +125,7 @@ class StepAudit:
     def _tell_of_crossing(
         self, peak: int, figures: PlanFigures | None, evaluation_bytes: int, unreached: Sequence[str]
     ) -> None:
-        """A step crossed the budget after the script has run for too long to be ended for it."""
+        """Report a step that crossed the budget, after the script has run for too long to be ended for that."""
         now = time.monotonic()
         if now - self._last_told < TOLD_SECONDS:
             return

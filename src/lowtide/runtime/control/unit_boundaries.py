@@ -1,4 +1,4 @@
-"""Where a unit ends: told from its backwards, the optimizer's step, and the next call of a model."""
+"""Decides where a unit ends, from its backwards, the optimizer's step, and the next model call."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lowtide.runtime.units.unit_mode import Diverged, Expectation, Unmonitored
 from lowtide.runtime.units.unit_signature import UnitSignature, is_smaller
 
 BACKWARDS: Final = 3
-"""Backwards (that build no graph of their own) after which a unit ends although handles are left."""
+"""Backwards (that build no graph of their own) after which a unit ends even though autograd still holds handles."""
 BACKWARDS_BEFORE_STEP: Final = 64
-"""The same, until an optimizer steps: an inner loop may go round many times beside a graph that is open."""
+"""The same limit until an optimizer steps: an inner loop may run many times while another graph is open."""
 
 
 def is_over(unit: Unit, kind: UnitSignature, *, optimizers_seen: bool, awaited: int) -> bool:
     """Whether a unit is over: its optimizer stepped and only a retained graph is left, or its module is called again.
 
     Args:
-        unit: that runs.
-        kind: of the call that begins.
-        optimizers_seen: whether a step ends with an optimizer's.
-        awaited: saved tensors that no backward has asked for.
+        unit: the running unit.
+        kind: the kind of unit that the call would begin.
+        optimizers_seen: whether a training step ends with an optimizer's step.
+        awaited: number of saved tensors that no backward has asked for.
     """
     anew = kind.call == unit.kind.call
     if not unit.consumed or not (unit.stepped or (anew and not optimizers_seen)):
@@ -35,22 +35,22 @@ def is_over(unit: Unit, kind: UnitSignature, *, optimizers_seen: bool, awaited: 
 
 
 def _has_given_all(unit: Unit, awaited: int) -> bool:
-    """Whether a backward has asked for all that a unit saved and that is still there."""
+    """Whether a backward has asked for everything that a unit saved and autograd still holds."""
     return unit.recorder is None or not awaited
 
 
 def is_consumed(unit: Unit, awaited: int) -> bool:
-    """Whether a backward has run over a unit that follows no plan, and only a retained graph is left."""
+    """Whether a unit that follows no plan has had its backward, so that at most a retained graph is left."""
     return bool(unit.consumed) and unit.following is None and _has_given_all(unit, awaited)
 
 
 def is_stale(unit: Unit, kind: UnitSignature, interception: Interception) -> bool:
-    """Whether the unit that runs was a forward that no backward will follow.
+    """Whether the running unit was a forward that no backward will follow.
 
     Args:
-        unit: that runs.
-        kind: of the call that begins.
-        interception: tells what is left of its graph.
+        unit: the running unit.
+        kind: the kind of unit that the call would begin.
+        interception: shows what is left of the unit's graph.
     """
     if unit.backwards:
         return False
@@ -64,12 +64,12 @@ def is_stale(unit: Unit, kind: UnitSignature, interception: Interception) -> boo
     meter = interception.meter
     unwatched = isinstance(unit.mode, Unmonitored) and meter.exact
     if unwatched and not near(meter.live(), unit.base_bytes + unit.left.bytes, unit.base_bytes):
-        return False  # its graph is there, though what the model returned is not
+        return False  # its graph is alive, although the model's outputs are not
     return not any(output() is not None for output in unit.outputs)
 
 
 def is_smaller_so_far(unit: Unit, expected: Expectation) -> bool:
-    """Whether the root calls of a unit so far are those of the recorded one, but for smaller sizes."""
+    """Whether the root calls of a unit so far are those of the recorded unit, with sizes that are equal or smaller."""
     calls = expected.entry.calls
     pairs = zip(unit.calls, calls, strict=False)
     return len(unit.calls) <= len(calls) and all(mine == other or is_smaller(mine, other) for mine, other in pairs)
@@ -79,15 +79,15 @@ def goes_on_after_backward(unit: Unit, clock: PhaseTracker, *, outstanding: int)
     """Whether a unit continues after a backward, where no plan expects another one.
 
     Args:
-        unit: that runs.
-        clock: tells what runs.
-        outstanding: saved tensors that autograd has.
+        unit: the running unit.
+        clock: shows which module calls are open.
+        outstanding: number of saved tensors that autograd holds.
     """
     diverged = unit.mode.left.plan if isinstance(unit.mode, Diverged) else None
     owes = outstanding > 0 or (diverged is not None and diverged.owes())
-    if isinstance(unit.mode, Unmonitored):  # nobody counts what it still has
+    if isinstance(unit.mode, Unmonitored):  # its saved tensors are not counted
         expected = unit.mode.expected
-        within = clock.open > 0 and not unit.stepped  # of a module: its own graph, too, is still to be asked for
+        within = clock.open > 0 and not unit.stepped  # inside a module call, whose own graph is still to be consumed
         owes = within if expected is None else unit.backwards < len(expected.entry.backward_starts)
     before_step = not unit.stepped and (clock.open > 0 or clock.optimizers_seen)
     return owes and unit.consumed < (BACKWARDS_BEFORE_STEP if before_step else BACKWARDS)

@@ -1,4 +1,4 @@
-"""What is learnt of a unit that ended: its recording is kept, its rise noted, its peak held against the plan's."""
+"""Learns from a unit that ended: keeps its recording, notes its rise, and compares its peak with the plan's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lowtide.runtime.units.unit_signature import UnitSignature
 
 @final
 class UnitReview:
-    """One per runtime."""
+    """Learns from the units of a run as they end; one per runtime."""
 
     def __init__(self, budget: Budget, interception: Interception, knowledge: Knowledge, audit: StepAudit) -> None:
         """Share the runtime's parts."""
@@ -56,7 +56,7 @@ class UnitReview:
             bandwidth=evictor.bandwidth,
             pinned=frozenset(recorder.tainted),
         )
-        if unit.number > 1:  # the first unit of all is a cold one
+        if unit.number > 1:  # a run's first unit is cold
             knowledge.peaks.note(unit.calls, problem.plain_peak - problem.base_bytes, unit.gradient_bytes)
         elif evictor.exempt.unmet:
             names = ", ".join(evictor.exempt.unmet)
@@ -69,18 +69,18 @@ class UnitReview:
         knowledge.recordings.keep(unit.kind, entry)
 
     def _note_rise(self, unit: Unit) -> None:
-        """Nothing of a unit was let go."""
+        """Note how far a unit rose from which nothing was evicted."""
         meter, peaks = self._interception.meter, self._knowledge.peaks
-        peak = max(meter.op_peak(), meter.span_peak())  # where operators are looked at, one by one, and all of them
+        peak = max(meter.op_peak(), meter.span_peak())  # op_peak begins anew with each operator that is observed
         peaks.note(unit.calls, peak - unit.base_bytes - unit.left.bytes, unit.gradient_bytes)
         if unit.is_roomy and peak > self._budget.bytes:
             peaks.broke(unit.calls)
 
     def _verify(self, unit: Unit, expected: Expectation) -> None:
-        """After a planned unit: was its peak what the plan said?"""
+        """Compare the peak of a planned unit with the plan's."""
         meter, entry, predicted = self._interception.meter, expected.entry, expected.predicted_bytes
         measured = meter.op_peak()
-        if not meter.exact:  # planned operators pass unseen by the ledger: the prediction is all there is
+        if not meter.exact:  # the ledger does not see planned operators: there is only the prediction
             running = self._audit.running
             running.unseen_peak_bytes = max(running.unseen_peak_bytes, predicted)
             entry.followed += 1
@@ -91,7 +91,8 @@ class UnitReview:
             if diverged or (measured > predicted and not near(measured, predicted, predicted)):
                 self._knowledge.peaks.strayed(unit.kind)
             return
-        # A graph left over from a planned unit is smaller; what was not there at the beginning may never have come.
+        # A graph left over from a planned unit is smaller than the recorded one; bytes that were missing at the beginning may
+        # never have been allocated.
         less = (bool(entry.left.bytes) or entry.collective or not expected.certain) and measured < predicted
         if not diverged and (less or near(measured, predicted, predicted)):
             entry.followed += 1
@@ -101,12 +102,12 @@ class UnitReview:
         self._knowledge.recordings.missed(unit.kind, entry)
 
     def learn_crossing(self, kind: UnitSignature, peak: int) -> None:
-        """If a planned unit's peak exceeded the budget, note a surprise: units of its kind soon stop following the plan."""
+        """If a planned unit's peak exceeded the budget, note a surprise: after a few, units of its kind follow no plan."""
         if self._budget.bytes and peak > self._budget.bytes:
             self._knowledge.recordings.surprised(kind, decidedly=not near(peak, self._budget.bytes, peak))
 
     def _retime(self, entry: RecordedUnit, state: State, stopwatch: Stopwatch) -> None:
-        """Plan with the seconds of a warm step, where they say something else than those that were recorded."""
+        """Solve again with the seconds of a warm step, if the plan's extra time differs from what was recorded."""
         evictor = self._interception.evictor
         evictor.learn(stopwatch.bandwidth(evictor.bandwidth))
         problem = stopwatch.problem(entry.problem, entry.funcs)

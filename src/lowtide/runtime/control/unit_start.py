@@ -1,4 +1,4 @@
-"""A unit is made to run as was chosen: the interception that it needs is put on."""
+"""Starts a unit as it was chosen to run, by installing the interception that it needs."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from lowtide.runtime.units.unit_mode import (
 )
 
 CLOCKED: Final = 1
-"""Units that must have followed their recording before the next one is timed: the second board's pages are warm then."""
+"""Units that must have followed their recording before the next one is timed: by then the offload tier's pages are warm."""
 TRUSTED: Final = 4
-"""Units that must have followed their recording before one that needs nothing is not even watched."""
+"""Units that must have followed their recording before one whose plan drops nothing is no longer watched at all."""
 
 
 @final
 class UnitStart:
-    """One per runtime: installs the dispatch mode that a choice needs, and sets the unit's mode."""
+    """Installs the dispatch mode that a choice needs, and sets the unit's mode; one per runtime."""
 
     def __init__(
         self, budget: Budget, interception: Interception, knowledge: Knowledge, audit: StepAudit, choice: PlanChoice
@@ -48,10 +48,10 @@ class UnitStart:
         self._audit, self._choice = audit, choice
 
     def run(self, unit: Unit, choice: Choice) -> None:
-        """Run a unit as was chosen.
+        """Start a unit as chosen.
 
         Raises:
-            TypeError: of a refusal, or a lever that is to be engaged first: the caller does that.
+            TypeError: for a refusal or a lever to be engaged first: the caller handles these.
         """
         match choice:
             case Hold():
@@ -66,7 +66,7 @@ class UnitStart:
                 raise TypeError(f"no way to run a unit: {choice}")
 
     def hold(self, unit: Unit, how: Hold) -> None:
-        """Hold the budget on line."""
+        """Hold the budget online for a unit, and record it unless there is a reason not to."""
         interception = self._interception
         dropped = interception.drop_first(self._choice.plan if how.planned else None)
         self._audit.note_policy("planned" if dropped and how.is_planned else "online")
@@ -77,11 +77,15 @@ class UnitStart:
         unit.become(Recording(recorder) if how.reason is None else Online(recorder, how.reason))
 
     def stop_ignoring(self, unit: Unit, reason: OnlineReason) -> None:
-        """Nothing of a unit was intercepted; from here on the budget is held on line."""
+        """Hold the budget online from now on for a unit that was not intercepted so far."""
         self.hold(unit, Hold(reason, planned=self._choice.has_given_plan))
 
     def _recorder(self, unit: Unit, *, notes: bool) -> TraceRecorder:
-        """A unit's recorder: one that notes events where a trace is wanted, or where the meter sums what is noted."""
+        """A unit's recorder.
+
+        It notes events if a trace is wanted (``notes``), or if the meter sums what is noted; else it only tracks which values
+        belong to the unit.
+        """
         meter = self._interception.meter
         return (TraceRecorder if notes or not meter.exact else OwnershipTracker)(meter, unit.base_bytes)
 
@@ -103,7 +107,7 @@ class UnitStart:
         plan = self._planned_mode(unit, how)
         if interception.follow(plan):
             unit.become(Following(plan, expected))
-        else:  # the script has a mode of its own on: nothing can be put over it
+        else:  # the script has a mode of its own on: no mode can be put above it
             interception.watch_nothing()
             unit.become(Unmonitored(expected))
 
@@ -134,7 +138,7 @@ class UnitStart:
         return entry.compiled[1]
 
     def _diverged(self, following: weakref.ref[Unit]) -> OnlineMode:
-        """A planned forward left its recording: hold the budget on line for the rest of the unit."""
+        """A planned forward left its recording: hold the budget online for the rest of the unit."""
         unit = following()
         assert unit is not None
         self._audit.note_policy("online")
@@ -142,4 +146,4 @@ class UnitStart:
         assert isinstance(unit.mode, Following)
         plan = unit.mode.plan
         unit.become(Diverged(unit.mode))
-        return self._interception.take_over(plan, self._recorder(unit, notes=False))  # half a unit
+        return self._interception.take_over(plan, self._recorder(unit, notes=False))  # half a unit makes no trace

@@ -1,4 +1,4 @@
-"""An accelerator's tensors, by the counts of its caching allocator."""
+"""Meter of an accelerator: the allocated bytes that its caching allocator counts."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from lowtide.runtime.device.peak_statistics import PeakStatistics
 
 @final
 class AcceleratorMeter(Meter):
-    """One accelerator, by its caching allocator's count of allocated bytes.
+    """Counts one accelerator's allocated bytes by its caching allocator's statistics.
 
-    It cannot be capped: the allocator's own limit counts reserved bytes, not allocated ones.
+    It cannot cap them: the allocator's own limit applies to reserved bytes, not to allocated ones.
     """
 
     exact = True
     capped = False
 
     def __init__(self, device: torch.device) -> None:
-        """Read the allocator of one device; until :meth:`close`, the script's own peak statistics are kept for it.
+        """Read the allocator of one device; until :meth:`close`, the script still reads its own peak statistics.
 
         Args:
-            device: one that counts peaks (:attr:`.Accelerator.counts_peaks`).
+            device: an accelerator that counts peaks (:attr:`.Accelerator.counts_peaks`).
         """
         self._accelerator = accelerator = Accelerator(device)
         self.device = accelerator.device
@@ -42,13 +42,13 @@ class AcceleratorMeter(Meter):
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """While Lowtide takes memory for itself, and gives it back: neither its own peaks nor the script's show it."""
+        """Hide memory that Lowtide allocates and frees for itself within the block from the meter's and the script's peaks."""
         self._op_peak = self.op_peak()
         with self._statistics.hidden():
             yield
 
     def _before_reset(self) -> None:
-        """The script resets the allocator's peaks itself: what they were belongs to the window that is open."""
+        """The script is about to reset the allocator's peaks: carry the current peak over to the open window."""
         self._op_peak = self.op_peak()
 
     def live(self) -> int:
@@ -56,17 +56,17 @@ class AcceleratorMeter(Meter):
         return self._statistics.allocated()[0]
 
     def op_peak(self) -> int:
-        """Highest point since :meth:`reset_op_peak`."""
+        """Peak bytes since :meth:`reset_op_peak`."""
         return max(self._op_peak, self._statistics.allocated()[1])
 
     def reset_op_peak(self) -> None:
-        """Begin a new window; the step's own peak is carried over."""
+        """Begin a new window for :meth:`op_peak`; the peak so far still counts for :meth:`span_peak`."""
         self._span_peak = max(self._span_peak, self.op_peak())
         self._statistics.reset()
         self._op_peak = 0
 
     def span_peak(self) -> int:
-        """Highest point since :meth:`begin_span`."""
+        """Peak bytes since :meth:`begin_span`."""
         return max(self._span_peak, self.op_peak())
 
     def begin_span(self) -> None:
@@ -79,11 +79,11 @@ class AcceleratorMeter(Meter):
         self.reset_op_peak()
 
     def denied(self) -> int:
-        """Out-of-memory errors of the allocator so far."""
+        """Number of out-of-memory errors that the allocator has raised so far."""
         return int(self._accelerator.statistics().get("num_ooms", 0))
 
     def cache(self) -> dict[str, int | str]:
-        """What the caching allocator holds beyond what is allocated and how it was set."""
+        """The caching allocator's peaks of reserved, allocated and inactive split bytes, its retries, and its settings."""
         stats = self._accelerator.statistics()
         keys = {"reserved_bytes": "reserved_bytes.all.peak", "allocated_bytes": "allocated_bytes.all.peak",
                 "split_bytes": "inactive_split_bytes.all.peak", "retries": "num_alloc_retries"}
@@ -91,5 +91,5 @@ class AcceleratorMeter(Meter):
         return {**{name: int(stats.get(key, 0)) for name, key in keys.items()}, "settings": settings}
 
     def counts(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage lies on the device."""
+        """Whether a storage is on the device."""
         return storage.device == self.device

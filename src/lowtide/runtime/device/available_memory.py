@@ -1,4 +1,4 @@
-"""How many more bytes a process may take: of the machine, of its control group, of its own limits, of a device."""
+"""Bytes that a process may still allocate within the limits of machine, control groups, ulimits and device."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from lowtide.runtime.device import accelerator
 from lowtide.runtime.device.accelerator import Accelerator, is_accelerator
 
 SPARED: Final = 0.05
-"""Share of what is there that is left to the rest: caches, fragmentation, other programs."""
+"""Share of the available bytes that is left to caches, fragmentation and other programs."""
 CRAMPED: Final = 3
-"""Where a process's own limits leave less than this multiple of its budget, what malloc keeps of freed tensors has no room."""
+"""If a process's own limits leave less than this multiple of its budget, malloc has no room to keep freed tensors."""
 RETURNED_BYTES: Final = 1 << 20
-"""Blocks from this size on are given back to the kernel when they are freed, once malloc is told so."""
+"""Freed blocks of at least this size go back to the kernel, after :func:`return_freed_memory` has configured malloc."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _NO_LIMIT: Final = 1 << 60
 _FILES: Final = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-"""Limit and usage of a group, in both versions of control groups (docs.kernel.org/admin-guide/cgroup-v2.html)."""
+"""Files with a group's limit and usage, for both versions of control groups (docs.kernel.org/admin-guide/cgroup-v2.html)."""
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that tensors of a device may still take.
+    """Bytes that tensors on a device may still allocate, less the share `SPARED`.
 
     Args:
         device: the CPU, or an accelerator.
@@ -42,19 +42,20 @@ def available_bytes(device: torch.device) -> int:
 
 
 def return_freed_memory(budget_bytes: int) -> bool:
-    """Where the process's own limits leave little more than a budget, have malloc give freed tensors back at once.
+    """Make malloc return freed tensors to the kernel at once if the process's own limits leave little more than the budget.
 
-    glibc raises the size from which a block is mapped by itself to as much as 32 MiB as such blocks are freed, after which
-    tensors share a heap whose holes stay resident: under a budget of 151 MiB, examples/small_gpt.py reaches 760 MiB as it is
-    and 630 MiB when freed blocks are returned. It costs page faults, 30 % of that step, so it is done only where a limit (a
-    control group's, ``ulimit -d``, ``ulimit -v``) is near. Where there is an accelerator the budget may be a device's, beside
-    which limits of the host say nothing. See ``M_MMAP_THRESHOLD`` in ``man 3 mallopt``.
+    glibc maps large blocks separately. As such blocks are freed, it raises the threshold for this to as much as 32 MiB; after
+    that, tensors share a heap whose holes stay resident. Under a budget of 151 MiB, examples/small_gpt.py reaches 760 MiB by
+    default, and 630 MiB if freed blocks are returned. Returning them costs page faults, 30 % of that step, so this is done
+    only if a limit (a control group's, ``ulimit -d``, ``ulimit -v``) is near. It is never done on a machine with an
+    accelerator: there the budget may be the device's, and the host's limits say nothing about it. See ``M_MMAP_THRESHOLD`` in
+    ``man 3 mallopt``.
 
     Args:
-        budget_bytes: of tensors.
+        budget_bytes: budget of the tensors.
 
     Returns:
-        Whether malloc was told so.
+        Whether malloc was configured so.
     """
     if accelerator.is_there() or _left_of_limits() >= CRAMPED * budget_bytes:
         return False
@@ -65,7 +66,7 @@ def return_freed_memory(budget_bytes: int) -> bool:
 
 
 def groups() -> Iterator[tuple[int, int]]:
-    """(limit, usage) in bytes of the control groups that the process is in and that have a limit, innermost first."""
+    """(limit, usage) in bytes of each control group of the process that has a limit, innermost first."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:  # not Linux
@@ -93,12 +94,12 @@ def _limit_of(folder: Path) -> Iterator[tuple[int, int]]:
 
 
 def _left_of_limits() -> float:
-    """Bytes that the process's own limits leave, those of its control groups among them; infinite where it has none."""
+    """Bytes left below the process's own limits, including its control groups'; infinite if it has no limit."""
     return min([math.inf, *_left_of_ulimits(), *(limit - used for limit, used in groups())])
 
 
 def _left_of_ulimits() -> Iterator[int]:
-    """What ``ulimit -d`` and ``ulimit -v`` leave."""
+    """Bytes left below ``ulimit -d`` and ``ulimit -v``."""
     try:
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     except OSError:
@@ -110,9 +111,9 @@ def _left_of_ulimits() -> Iterator[int]:
 
 
 def is_in_memory(folder: str | os.PathLike[str]) -> bool:
-    """Whether files in a folder are memory themselves (tmpfs, ramfs): what is moved there is not freed.
+    """Whether files in a folder are in memory (tmpfs, ramfs), so that moving bytes there frees nothing.
 
-    From the mount that holds the folder, by the longest match in ``/proc/self/mountinfo`` (``man 5 proc_pid_mountinfo``).
+    Found from the folder's mount: the longest match in ``/proc/self/mountinfo`` (``man 5 proc_pid_mountinfo``).
     """
     real = os.path.realpath(folder)
     best, kind = "", ""

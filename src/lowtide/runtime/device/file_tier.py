@@ -1,4 +1,4 @@
-"""The CPU's second board: a file without a name, so that it is gone with the process."""
+"""Offload tier of the CPU: an unnamed file, which disappears with the process."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from lowtide.runtime.device.available_memory import groups, is_in_memory
 from lowtide.runtime.device.offload import PROBE_BYTES, PROBES, Ticket, fastest, flat
 
 _SEGMENT_BYTES: Final = 64 << 20
-"""The file grows by at least so much at a time."""
+"""The file grows by at least this much at a time, if the disk has that much room."""
 _PIECE_BYTES: Final = 16 << 20
-"""Values are copied in pieces of so much, and each piece's pages are unmapped before the next is copied."""
+"""Values are copied in pieces of this size; each piece's pages are unmapped before the next piece is copied."""
 _ALIGNED_BYTES: Final = 64
-"""Places begin at cache lines, as torch's own blocks do."""
+"""Places start at cache lines, like torch's own blocks."""
 _CLASS_BITS: Final = 4
-"""Leading bits of a size that places tell apart: they are an eighth larger at most than what they are made for."""
+"""Leading bits of a size that size classes distinguish: a place is at most an eighth larger than the value it was made for."""
 _ROOMY: Final = 1.5
-"""A place is used again for what is smaller by this factor at most."""
+"""A free place is reused for a value if it is at most this many times as large as the value."""
 
 
 @final
 class FileTier:
-    """The CPU's second board: an unlinked temporary file (in ``TMPDIR``), mapped, so that copies run on all threads.
+    """An unlinked temporary file (in ``TMPDIR``), mapped into memory so that torch copies with all threads.
 
-    Under pressure the kernel writes its pages to disk; until then they are page cache, which it can take back. They are not
-    counted as resident in the process: each is unmapped as soon as it is written or read (``MADV_DONTNEED``, which keeps what
-    a shared mapping of a file holds). In a control group that has a limit their write-back is begun at once, too
-    (``POSIX_FADV_DONTNEED``), so that the group never waits for it at its limit.
+    Under memory pressure the kernel writes the file's pages to disk; until then they are page cache, which it can reclaim.
+    They do not count as resident in the process: each page is unmapped as soon as it has been written or read
+    (``MADV_DONTNEED``, which keeps the contents of a shared file mapping). In a control group with a limit, their write-back
+    also starts at once (``POSIX_FADV_DONTNEED``), so that the group never waits for it at its limit.
     """
 
-    overlaps: bool = False  # a copy keeps the very cores busy that compute
+    overlaps: bool = False  # copies run on the cores that compute
 
     def __init__(self) -> None:
-        """There is no file until something is put."""
+        """Create no file until the first :meth:`put`."""
         self._file: IO[bytes] | None = None
         self._told = False
         self._end = 0
@@ -53,7 +53,11 @@ class FileTier:
         self._limited = any(True for _ in groups())
 
     def put(self, storage: torch.UntypedStorage) -> Ticket:
-        """Write a storage's bytes."""
+        """Write a storage's bytes to the file.
+
+        Raises:
+            OSError: if the disk has no room.
+        """
         size = storage.nbytes()
         place = self._place(size)
         source = flat(storage)
@@ -63,7 +67,7 @@ class FileTier:
         return _FileTicket(self, place, size)
 
     def leave(self, place: torch.Tensor, _read: torch.Tensor | None = None) -> None:
-        """Bytes were written or read (into another tensor): the process need not have their pages."""
+        """Unmap the pages of a place that was just written, or read into another tensor (``_read``)."""
         start = place.data_ptr()
         for base, length, offset, mapped in self._maps:
             if base <= start < base + length:
@@ -76,9 +80,10 @@ class FileTier:
                 return
 
     def _place(self, size: int) -> torch.Tensor:
-        """Mapped bytes, as many or a few more, that nothing else uses; those that were used before are warm.
+        """Unused mapped bytes, ``size`` or a few more. Places that were used before are preferred: they are warm.
 
-        Sizes are rounded up: where they are others in every step, places would be used once, and the file would grow for ever.
+        Sizes are rounded up to size classes. With exact sizes, a script whose sizes differ in every step would use each place
+        only once, and the file would grow without bound.
         """
         step = max(_ALIGNED_BYTES, 1 << max(0, size.bit_length() - _CLASS_BITS))
         size = -(-size // step) * step
@@ -92,10 +97,10 @@ class FileTier:
         return place
 
     def _more(self, size: int) -> torch.Tensor:
-        """More of the file, by a segment where the disk has one.
+        """Extend the file by a segment if the disk has room for one, otherwise by ``size`` bytes.
 
         Raises:
-            OSError: where the disk has no room, which is said once.
+            OSError: if the disk has no room; the user is told once.
         """
         try:
             if size < _SEGMENT_BYTES:
@@ -105,19 +110,20 @@ class FileTier:
         except OSError as error:
             if not self._told:
                 self._told = True
-                where = "" if tempfile.tempdir is None else f" in {tempfile.tempdir}"  # else it says where it has looked
+                where = "" if tempfile.tempdir is None else f" in {tempfile.tempdir}"  # else the error names the folders
                 trouble = f"{why(error)}{where}: {ROOM_FOR_TEMPORARY_FILES}"
                 tell(f"lowtide: nothing more is offloaded: {trouble}; training goes on")
             raise
 
     def _map(self, size: int) -> torch.Tensor:
-        """More of the file.
+        """Extend the file by ``size`` bytes and map them.
 
         Raises:
-            OSError: where the disk has no room: found out here, as a write to a mapping that it cannot hold ends the process.
+            OSError: if the disk has no room. The bytes are reserved here, because a write to a mapping that the disk cannot
+                hold ends the process.
         """
         if self._file is None:
-            self._file = tempfile.TemporaryFile(prefix="lowtide-", dir=_folder())  # noqa: SIM115 - lives as long as the board
+            self._file = tempfile.TemporaryFile(prefix="lowtide-", dir=_folder())  # noqa: SIM115 - lives as long as the tier
         at, number = self._end, self._file.fileno()
         try:
             reserve(number, at + size, since=at)
@@ -126,21 +132,25 @@ class FileTier:
             self._maps.append((found.data_ptr(), size, at, mapped))
         except BaseException:
             with contextlib.suppress(OSError):
-                os.ftruncate(number, at)  # some systems keep what they had found
+                os.ftruncate(number, at)  # some systems keep the blocks allocated before the failure
             raise
         self._end += -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         return found
 
     def give_back(self, place: torch.Tensor) -> None:
-        """A place may be used again."""
+        """Mark a place as free for reuse."""
         self._free.setdefault(place.numel(), []).append(place)
 
     def measure(self) -> Bandwidth:
-        """Bytes per second each way, by writing and reading some megabytes (outside torch's allocator)."""
+        """Bytes per second each way, measured by copying `PROBE_BYTES` several times (outside torch's allocator).
+
+        Raises:
+            OSError: if the disk has no room.
+        """
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             place = self._place(PROBE_BYTES)
             probe = torch.frombuffer(bytearray(PROBE_BYTES), dtype=torch.uint8)
-            place.copy_(probe)  # a place is written for the first time once, and used many times
+            place.copy_(probe)  # not timed: a place has only one first write, but is used many times
             write = fastest(lambda: self.leave(place.copy_(probe)))
             read = fastest(lambda: self.leave(place, probe.copy_(place)))
             maps = [torch.frombuffer(mmap.mmap(-1, PROBE_BYTES), dtype=torch.uint8) for _ in range(PROBES)]
@@ -150,16 +160,16 @@ class FileTier:
 
 
 def _pieces(size: int) -> Iterator[slice]:
-    """Ranges of at most `_PIECE_BYTES` that cover so many bytes."""
+    """Slices of at most `_PIECE_BYTES` that cover ``size`` bytes."""
     for start in range(0, size, _PIECE_BYTES):
         yield slice(start, min(start + _PIECE_BYTES, size))
 
 
 def _folder() -> str | None:
-    """Where the file goes: the temporary folder, or another one that is on a disk; None for the default.
+    """The folder for the file: None for the temporary folder, or another folder if that one is in memory (tmpfs).
 
     Raises:
-        OSError: where there is none on a disk: what is moved to a file in memory is not freed.
+        OSError: if no writable folder is on a disk. Moving bytes to a file in memory would free nothing.
     """
     default = tempfile.gettempdir()
     if not is_in_memory(default):

@@ -1,4 +1,4 @@
-"""Which meter counts this process's tensors: the one place where that is decided."""
+"""Chooses the meter that counts this process's tensors; nothing else decides this."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lowtide.runtime.device.memory_meter import Meter
 
 
 def find_meter(tracked: Callable[[], int]) -> Meter:
-    """The accelerator's, if the script uses one; else the heap's; else one that sums what was seen.
+    """The accelerator's meter if the script uses one that counts peaks; else the heap's; else the ledger's.
 
     Args:
-        tracked: tells the bytes that were seen, where nothing counts them.
+        tracked: returns the bytes of all live storages that were seen; read only by the ledger's meter.
     """
     found = accelerator.in_use()
     if found is not None and found.counts_peaks:

@@ -1,4 +1,4 @@
-"""The counters of ``probe/heap.c``, as memory that Python reads; nothing here needs torch."""
+"""The counters of ``probe/heap.c``, mapped so that Python can read them; needs no torch."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ FIELDS: Final = (
 
 
 class Counters(ctypes.Structure):
-    """The library's counters, in its own memory: keep in step with ``probe/heap.c``."""
+    """The library's counters, in the library's own memory. Keep the fields in step with ``probe/heap.c``."""
 
     _fields_ = [(name, ctypes.c_int64) for name in FIELDS]
 
 
 def library_path() -> Path | None:
-    """Where the compiled counter lies; None where it was not built (no compiler, no Linux)."""
+    """Path of the compiled counter; None if it was not built (no compiler, or not Linux)."""
     return next(iter(sorted((PACKAGE / "probe").glob("_heap*.so"))), None)
 
 
 def preloaded() -> Counters | None:
-    """The counters, where the library was loaded before the process began; None otherwise."""
+    """The counters, if the library was preloaded (``LD_PRELOAD``) into the process; None otherwise."""
     path = library_path()
     if path is None:
         return None

@@ -1,4 +1,4 @@
-"""The CPU's tensors, counted in the process's heap by the counter of ``probe/heap.c``."""
+"""Meter of the CPU: tensors in the process's heap, counted by ``probe/heap.c``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lowtide.runtime.device.memory_meter import Meter
 from lowtide.runtime.tensors import storages_of, tensors_so_far, with_gradients
 
 _PROBE_BYTES: Final = 4096
-"""Size of the probe allocation that shows whether the heap counter tells torch's requests from those of libraries."""
+"""Bytes of the probe allocation that shows whether the heap counter can tell torch's requests from those of libraries."""
 
 
 def counters() -> Counters | None:
-    """The counters of this process, attached now where they were not preloaded; None where that cannot be."""
+    """The heap counters of this process; if they were not preloaded, they are attached now. None if that is impossible."""
     path = library_path()
     if path is None:
         return None
@@ -35,14 +35,14 @@ def counters() -> Counters | None:
 
 
 def _attach(library: ctypes.CDLL) -> bool:
-    """Count from now on, and book what torch's allocator gave out before, as far as tensors show it."""
+    """Start counting, and book the blocks that torch's allocator handed out before, as far as tensors show them."""
     if not library.lowtide_attach():
         return False
     adopt = library.lowtide_adopt
     adopt.argtypes, adopt.restype = (ctypes.c_void_p, ctypes.c_int64), None
     for storage in storages_of(with_gradients(tensors_so_far())).values():
         with contextlib.suppress(RuntimeError, NotImplementedError):  # a storage without bytes
-            resizable = storage.resizable()  # numpy's memory, and files', is not
+            resizable = storage.resizable()  # False for memory of numpy or of a file
             if storage.device.type == "cpu" and resizable and storage.data_ptr():
                 adopt(storage.data_ptr(), storage.nbytes())
     return True
@@ -50,14 +50,14 @@ def _attach(library: ctypes.CDLL) -> bool:
 
 @final
 class HeapMeter(Meter):
-    """The CPU's tensors, counted in the process's heap."""
+    """Counts the CPU's tensors in the process's heap."""
 
     exact = True
     capped = True
     device = HOST
 
     def __init__(self, found: Counters) -> None:
-        """Map the counters; reading one costs some tens of nanoseconds."""
+        """Map the counters; reading one takes a few tens of nanoseconds."""
         self._counters = found
         base = ctypes.addressof(found)
         cell = {n: ctypes.c_int64.from_address(base + getattr(Counters, n).offset) for n in FIELDS}
@@ -83,7 +83,7 @@ class HeapMeter(Meter):
         return self._live.value
 
     def op_peak(self) -> int:
-        """Highest point since :meth:`reset_op_peak`."""
+        """Peak bytes since :meth:`reset_op_peak`."""
         return self._op_peak.value
 
     def reset_op_peak(self) -> None:
@@ -91,7 +91,7 @@ class HeapMeter(Meter):
         self._op_peak.value = self._live.value
 
     def span_peak(self) -> int:
-        """Highest point since :meth:`begin_span`."""
+        """Peak bytes since :meth:`begin_span`."""
         return self._span_peak.value
 
     def begin_span(self) -> None:
@@ -103,15 +103,15 @@ class HeapMeter(Meter):
         self._op_peak.value = self._live.value
 
     def cap(self, limit_bytes: int) -> None:
-        """Cap the thread that made this meter; 0 lifts the cap."""
+        """Cap the thread that created this meter at ``limit_bytes`` live bytes; 0 lifts the cap."""
         self._cap.value = limit_bytes
 
     def denied(self) -> int:
-        """How many requests were refused so far."""
+        """Number of requests refused so far."""
         return self._denied.value
 
     def denied_bytes(self) -> int:
-        """Size of the last request refused."""
+        """Bytes of the last request refused."""
         return self._denied_bytes.value
 
     def begin_library_window(self) -> None:
@@ -119,20 +119,20 @@ class HeapMeter(Meter):
         self._library_peak.value = self._library_start = self._library_live.value
 
     def library_rise(self) -> int:
-        """How far the bytes that cannot be refused (workspaces of libraries) rose in the window."""
+        """Bytes by which the memory of libraries (workspaces, which cannot be refused) rose within the window."""
         return self._library_peak.value - self._library_start
 
     def library_live(self) -> int:
-        """How many bytes libraries keep that torch's allocator did not give out (primitives of oneDNN)."""
+        """Bytes that libraries hold outside torch's allocator (oneDNN's primitives); 0 if they cannot be told apart."""
         return self._library_live.value if self._tells_libraries else 0
 
     @cached_property
     def _tells_libraries(self) -> bool:
-        """Whether requests of torch's allocator are known from others: another counter in between hides who asks."""
+        """Whether the counter can tell torch's requests from others; another interposed counter hides the caller."""
         before = self._library_live.value
         probe = torch.empty(_PROBE_BYTES, dtype=torch.uint8)
         return self._library_live.value < before + probe.nbytes
 
     def counts(self, storage: torch.UntypedStorage) -> bool:
-        """Whether torch's allocator asked the heap for a storage's bytes."""
+        """Whether the storage's bytes are a block that torch's allocator requested from the heap."""
         return bool(storage.device.type == "cpu" and self._block_bytes(storage.data_ptr()))

@@ -1,4 +1,4 @@
-"""Where no counter is loaded: the storages that the dispatch mode has seen, and what torch's profiler sees in an operator."""
+"""Meter of the CPU without a heap counter: sums the storages that were seen, and profiles single operators."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lowtide.runtime.device.memory_meter import Meter
 
 @final
 class _Profiler:
-    """torch's profiler for single operators: memory alone, in this thread.
+    """torch's profiler for single operators: it records only memory, in this thread.
 
     Raises:
-        AttributeError, TypeError: where torch has no such thing any more.
+        AttributeError, TypeError: if this torch no longer has the legacy profiler.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class _Profiler:
         )
 
     def begin(self) -> bool:
-        """Look on from here; False where a profiler of the script's own is on."""
+        """Start profiling; False if a profiler of the script's own is running."""
         try:
             self._enable(self._config)
         except RuntimeError:
@@ -37,17 +37,18 @@ class _Profiler:
         return True
 
     def end(self) -> int:
-        """The highest that what was allocated and freed since adds up to, bytes."""
+        """Stop profiling; the highest running sum of the bytes allocated and freed since :meth:`begin`."""
         events = (e for events in self._disable() for e in events if e.kind() == "memory_alloc")
         return int(max(itertools.accumulate((e.cpu_memory_usage() for e in events), initial=0)))
 
 
 @final
 class LedgerMeter(Meter):
-    """Where no counter is loaded: the storages that the dispatch mode has seen, and what torch's profiler sees in an operator.
+    """Counts the storages that the dispatch mode saw, and uses torch's profiler to see inside operators.
 
-    The profiler is on for one observed operator at a time. Nothing else is as quick to switch: 20 microseconds for a window,
-    where a whole ``torch.profiler`` takes a thousand times as long. What it does not see: LAPACK's and MKL's own buffers.
+    It serves where the heap counter is not loaded. The profiler is on for one observed operator at a time. No other means can
+    be switched as fast: 20 microseconds per window, where a whole ``torch.profiler`` takes a thousand times as long. It does
+    not see the buffers that LAPACK and MKL allocate themselves.
     """
 
     exact = False
@@ -55,7 +56,7 @@ class LedgerMeter(Meter):
     device = HOST
 
     def __init__(self, tracked: Callable[[], int]) -> None:
-        """Read live bytes from the ledger."""
+        """Read live bytes from the ledger: ``tracked`` returns them."""
         self._tracked = tracked
         self._op_peak = 0
         self._span_peak = 0
@@ -66,7 +67,7 @@ class LedgerMeter(Meter):
         self._open_at: int | None = None
 
     def begin_operator(self) -> None:
-        """Begin a new window for :meth:`op_peak`, and look into the operator; one within another is part of that."""
+        """Begin a new window for :meth:`op_peak` and profile the operator; a nested operator is part of the outer one."""
         self._depth += 1
         if self._depth > 1:
             return
@@ -75,7 +76,7 @@ class LedgerMeter(Meter):
             self._open_at = self._op_peak
 
     def end_operator(self) -> None:
-        """Take what was allocated and freed inside for :meth:`op_peak`."""
+        """Raise the peaks by what the operator allocated and freed inside."""
         self._depth -= 1
         if self._depth:
             return
@@ -92,7 +93,7 @@ class LedgerMeter(Meter):
         return live
 
     def op_peak(self) -> int:
-        """Highest point since :meth:`reset_op_peak`."""
+        """Peak bytes since :meth:`reset_op_peak`."""
         self.live()
         return self._op_peak
 
@@ -101,7 +102,7 @@ class LedgerMeter(Meter):
         self._op_peak = self._tracked()
 
     def span_peak(self) -> int:
-        """Highest point since :meth:`begin_span`."""
+        """Peak bytes since :meth:`begin_span`."""
         self.live()
         return self._span_peak
 
@@ -110,5 +111,5 @@ class LedgerMeter(Meter):
         self._span_peak = self._tracked()
 
     def counts(self, storage: torch.UntypedStorage) -> bool:
-        """All that was seen is counted."""
+        """Whether a storage has bytes: every storage that was seen is counted."""
         return storage.nbytes() > 0

@@ -1,4 +1,4 @@
-"""Meters: live and peak bytes of a device, behind one interface."""
+"""Interface of the memory meters: live and peak bytes of one device."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import torch
 
 
 class Meter(ABC):
-    """Bytes of one device; what is defined here is what a meter does that cannot cap, or does not see libraries apart."""
+    """Counts the bytes of one device.
+
+    The defaults suit a meter that cannot cap allocations and does not count libraries' memory separately.
+    """
 
     exact: bool
-    """Whether memory inside operators is seen."""
+    """Whether the meter counts memory that is allocated and freed within an operator."""
 
     capped: bool
-    """Whether :meth:`cap` makes a request that would cross it fail."""
+    """Whether :meth:`cap` makes requests that would exceed the cap fail."""
 
     device: torch.device
-    """Whose bytes are counted."""
+    """The device whose bytes are counted."""
 
     @abstractmethod
     def live(self) -> int:
@@ -25,7 +28,7 @@ class Meter(ABC):
 
     @abstractmethod
     def op_peak(self) -> int:
-        """Highest point since :meth:`reset_op_peak`."""
+        """Peak bytes since :meth:`reset_op_peak`."""
 
     @abstractmethod
     def reset_op_peak(self) -> None:
@@ -33,7 +36,7 @@ class Meter(ABC):
 
     @abstractmethod
     def span_peak(self) -> int:
-        """Highest point since :meth:`begin_span`."""
+        """Peak bytes since :meth:`begin_span`."""
 
     @abstractmethod
     def begin_span(self) -> None:
@@ -41,36 +44,36 @@ class Meter(ABC):
 
     @abstractmethod
     def begin_operator(self) -> None:
-        """An operator begins that is observed, in a window of its own for :meth:`op_peak`."""
+        """Begin to observe an operator, in a new window for :meth:`op_peak`."""
 
-    def end_operator(self) -> None:  # noqa: B027 - most count at all times
-        """It ended, or failed; in the thread that began it."""
+    def end_operator(self) -> None:  # noqa: B027 - most meters count all the time
+        """The observed operator has returned or failed. Call it in the thread that called :meth:`begin_operator`."""
 
     def cap(self, limit_bytes: int) -> None:  # noqa: B027
-        """Cap the calling thread; 0 lifts the cap."""
+        """Cap the calling thread's allocations at ``limit_bytes`` live bytes; 0 lifts the cap."""
 
     def denied(self) -> int:
-        """How many requests were refused so far."""
+        """Number of requests refused so far."""
         return 0
 
     def denied_bytes(self) -> int:
-        """Size of the last request refused."""
+        """Bytes of the last request refused."""
         return 0
 
     def begin_library_window(self) -> None:  # noqa: B027
         """Begin a new window for :meth:`library_rise`."""
 
     def library_rise(self) -> int:
-        """How far the bytes that cannot be refused (workspaces of libraries) rose in the window."""
+        """Bytes by which the memory of libraries (workspaces, which cannot be refused) rose within the window."""
         return 0
 
     def library_live(self) -> int:
-        """How many such bytes are live now: what libraries keep."""
+        """Bytes that libraries hold now."""
         return 0
 
     @abstractmethod
     def counts(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage's bytes are among those counted: memory of numpy or of a file is not."""
+        """Whether the meter counts a storage's bytes; memory that belongs to numpy or to a mapped file is not counted."""
 
     def close(self) -> None:  # noqa: B027
-        """Count no more: what was changed in torch for it is put back."""
+        """Stop counting and undo the meter's patches of torch."""

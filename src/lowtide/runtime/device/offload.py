@@ -1,6 +1,6 @@
-"""The second board: where values wait that are moved out of the device's memory, and what is common to all kinds of it.
+"""Interface of the offload tiers, which hold values moved out of a device's memory, and what they share.
 
-For the CPU it is a file (:mod:`.file_tier`); for an accelerator it is pinned host memory (:mod:`.pinned_tier`).
+The CPU's tier is a file (:mod:`.file_tier`); an accelerator's is pinned host memory (:mod:`.pinned_tier`).
 """
 
 from __future__ import annotations
@@ -14,54 +14,54 @@ from typing import Final, Protocol, final
 import torch
 
 PROBE_BYTES: Final = 8 << 20
-"""Bytes written and read to measure a board ..."""
+"""Bytes written and read to measure a tier's speed."""
 PROBES: Final = 3
-"""... so many times each way."""
+"""Timed copies of the probe in each direction."""
 
 
 class Ticket(Protocol):
-    """One value's place on a second board; it is given back with the last reference to the ticket."""
+    """One value's place on an offload tier; dropping the last reference to the ticket releases the place."""
 
     def begin(self) -> None:
-        """Take a block on the device now, and let the copy run until :meth:`fetch` asks for it."""
+        """Allocate a block on the device and start the copy back, ahead of :meth:`fetch`."""
 
     def fetch(self) -> torch.UntypedStorage:
-        """A new storage on the device with the value's bytes: the one that was begun, if one was."""
+        """A new storage on the device with the value's bytes; it completes the copy that :meth:`begin` started, if any."""
 
 
 class OffloadTier(Protocol):
-    """A second board of one device.
+    """An offload tier of one device.
 
     Attributes:
-        overlaps: whether its copies run beside the device's work.
+        overlaps: whether copies run concurrently with the device's work.
     """
 
     overlaps: bool
 
     def put(self, storage: torch.UntypedStorage) -> Ticket:
-        """Copy a storage's bytes; the storage may be let go afterwards.
+        """Copy a storage's bytes to the tier; the caller may free the storage afterwards.
 
         Raises:
-            OSError: if the board has no room.
+            OSError: if the tier has no room.
         """
 
 
 @final
 class Shared:
-    """A ticket for several who ask: they get the same storage while any of them has it."""
+    """A ticket with several users: they get the same storage as long as any of them holds it."""
 
     def __init__(self, ticket: Ticket) -> None:
-        """Nobody has it."""
+        """Share ``ticket``; nothing has been fetched yet."""
         self._ticket = ticket
         self._there: weakref.ref[torch.UntypedStorage] | None = None
 
     def begin(self) -> None:
-        """Begin to copy, unless it is there."""
+        """Start the copy back, unless a fetched storage is still alive."""
         if self._there is None or self._there() is None:
             self._ticket.begin()
 
     def fetch(self) -> torch.UntypedStorage:
-        """The storage that somebody has, or a new one."""
+        """The fetched storage if a user still holds it, otherwise a new one."""
         storage = None if self._there is None else self._there()
         if storage is None:
             storage = self._ticket.fetch()
@@ -70,15 +70,15 @@ class Shared:
 
 
 def flat(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All bytes of a storage, as a tensor on it."""
+    """A one-dimensional uint8 tensor over all bytes of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
 
 
 def fastest(copy: Callable[[], object]) -> float:
-    """Bytes per second of a copy of the probe, at the best of several times.
+    """Bytes per second of a copy of the probe: the best of `PROBES` runs.
 
-    A core that is busy elsewhere for a moment would make moving look dear. What is never moved is never timed again, whereas
-    what looks too cheap is set right by the first transfers.
+    A core that is busy elsewhere for a moment would make offloading look expensive. A value that is never offloaded is never
+    timed again, whereas the first transfers correct a speed that was measured too high.
     """
     best = math.inf
     for _ in range(PROBES):

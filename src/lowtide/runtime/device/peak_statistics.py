@@ -1,8 +1,8 @@
-"""Peak counters of an accelerator's caching allocator, used by Lowtide without changing what the script reads from them.
+"""Lets Lowtide reset an accelerator's peak counters without changing what the script reads from them.
 
-The allocator has one high-water mark per statistic, and whoever measures a window has to reset it. Resets of ours would change
-what the script's own ``torch.cuda.max_memory_allocated()`` returns, so the peaks up to each of them are kept here, and the
-script's reads get the higher of the two. The functions replaced are those of ``torch._C`` that ``torch.cuda`` and
+The caching allocator keeps one high-water mark per statistic, which must be reset to measure a window. Lowtide's resets would
+change what the script's own ``torch.cuda.max_memory_allocated()`` returns. So this module keeps the peaks from before each of
+them, and the script's reads return the higher of the two. It replaces the functions of ``torch._C`` that ``torch.cuda`` and
 ``torch.accelerator`` call (``torch/cuda/memory.py``, ``torch/accelerator/memory.py``).
 """
 
@@ -24,7 +24,7 @@ _FUNCTIONS_OF_OTHERS: Final = ("_accelerator_getDeviceStats", "_accelerator_rese
 
 @final
 class PeakStatistics:
-    """The peak statistics of one device, shared with the script.
+    """The peak statistics of one device, shared between Lowtide and the script.
 
     Example:
         >>> statistics = PeakStatistics(0, before_reset=lambda: None)
@@ -36,13 +36,13 @@ class PeakStatistics:
     def __init__(
         self, index: int, before_reset: Callable[[], None], library: Any = torch._C, *, kind: str = "cuda"
     ) -> None:
-        """Read a device's statistics; nothing is replaced yet.
+        """Prepare to read a device's statistics; no function of torch is replaced yet.
 
         Args:
-            index: of the device.
-            kind: of the device, as ``torch.device.type``.
-            before_reset: called before a reset of the script's own, which loses the current window's peak.
-            library: where the allocator's functions are; tests give their own.
+            index: index of the device.
+            kind: type of the device, as in ``torch.device.type``.
+            before_reset: called before each reset by the script, which discards the current window's peak.
+            library: object that has the allocator's functions; tests pass their own.
         """
         self._index = index
         self._before_reset = before_reset
@@ -53,7 +53,7 @@ class PeakStatistics:
         self._wraps = Wraps()
 
     def install(self) -> None:
-        """Give the script its own peaks from here on."""
+        """Replace torch's functions: from here on the script reads its own peaks."""
         for name in _READERS:
             if hasattr(self._library, name):
                 self._wraps.put(self._library, name, self._reading)
@@ -62,22 +62,22 @@ class PeakStatistics:
                 self._wraps.put(self._library, name, self._resetting)
 
     def remove(self) -> None:
-        """Put torch's functions back; peaks from before the last reset are lost to the script from here on."""
+        """Put torch's functions back; the script no longer sees peaks from before Lowtide's last reset."""
         self._wraps.undo()
 
     def allocated(self) -> tuple[int, int]:
-        """Bytes allocated now, and the most since the last reset."""
+        """Bytes allocated now, and their peak since the last reset."""
         found = self._read(self._index).get("allocated_bytes", {}).get("all", {})  # empty before the first allocation
         return int(found.get("current", 0)), int(found.get("peak", 0))
 
     def reset(self) -> None:
-        """Begin another window of ours."""
+        """Begin a new window for Lowtide; the script's peaks are kept."""
         _raise_peaks(self._earlier, self._read(self._index))
         self._reset(self._index)
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """What is allocated and freed meanwhile is Lowtide's own: the script's peaks do not show it."""
+        """Hide memory that is allocated and freed within the block (Lowtide's own) from the script's peaks."""
         _raise_peaks(self._earlier, self._read(self._index))
         try:
             yield
@@ -106,12 +106,12 @@ class PeakStatistics:
 
 
 def _raise_peaks(found: dict[Any, Any], other: dict[Any, Any], *, add: bool = True) -> None:
-    """Raise every peak in nested statistics to the other's, where that is higher.
+    """Raise every peak in nested statistics to the peak in others, where that one is higher.
 
     Args:
-        found: what is changed.
-        other: what it is compared with.
-        add: whether statistics that are only in the other are added.
+        found: the statistics to change, in place.
+        other: the statistics to compare with.
+        add: whether to add statistics that only ``other`` has.
     """
     for name, value in other.items():
         if isinstance(value, dict):

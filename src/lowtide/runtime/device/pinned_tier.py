@@ -1,4 +1,4 @@
-"""An accelerator's second board: pinned host memory, written and read on a stream of its own."""
+"""Offload tier of an accelerator: pinned host memory, written and read on a separate stream."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from lowtide.runtime.device.offload import PROBE_BYTES, Ticket, fastest, flat
 
 @final
 class PinnedTier:
-    """An accelerator's second board: pinned host memory, on a stream of its own.
+    """Pinned host memory for one accelerator, with a copy stream of its own.
 
-    A storage that is put is marked as used by the copying stream (``record_stream``), so that the caching allocator gives
-    its memory out again only after the copy; a fetch makes the asking stream wait for its copy, which may have begun before.
+    :meth:`put` marks the storage as used by the copy stream (``record_stream``), so that the caching allocator reuses its
+    memory only after the copy. A fetch makes the requesting stream wait for its copy, which may have been started earlier.
     """
 
     overlaps: bool = True
 
     def __init__(self, device: torch.device) -> None:
-        """Make the copying stream."""
+        """Create the copy stream."""
         self.accelerator = Accelerator(device)
         self.device = self.accelerator.device
         self.stream: Any = self.accelerator.stream()
 
     def put(self, storage: torch.UntypedStorage) -> Ticket:
-        """Copy to pinned memory without waiting."""
+        """Start copying a storage's bytes to pinned memory, without waiting for the copy."""
         source = flat(storage)
         host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
         self.stream.wait_stream(self.accelerator.current_stream())
@@ -39,14 +39,14 @@ class PinnedTier:
         return _PinnedTicket(self, host, done)
 
     def measure(self) -> Bandwidth:
-        """Bytes per second each way, by copying some megabytes."""
+        """Bytes per second each way, measured by copying `PROBE_BYTES` several times."""
         probe = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=self.device)
         self.accelerator.synchronize()
 
         def done(_: object) -> None:
             self.accelerator.synchronize()
 
-        # Pinned blocks are recycled by the caching host allocator once their recorded events have passed.
+        # The caching host allocator reuses pinned blocks once their recorded events have completed.
         write = fastest(lambda: done(self.put(probe.untyped_storage())))
         ticket = self.put(probe.untyped_storage())
         done(ticket)
@@ -67,7 +67,7 @@ class _PinnedTicket:
             return
         board = self._board
         asking = board.accelerator.current_stream()
-        # The block is taken on the asking stream, which may still have work queued on its former contents.
+        # The block is allocated on the requesting stream, which may still have work queued on its former contents.
         target = torch.empty(self._host.numel(), dtype=torch.uint8, device=board.device)
         board.stream.wait_stream(asking)
         board.stream.wait_event(self._done)
@@ -85,6 +85,6 @@ class _PinnedTicket:
         (target, there, owner), self._begun = self._begun, None
         asking = self._board.accelerator.current_stream()
         asking.wait_event(there)
-        if asking != owner:  # the allocator knows of the stream that took the block alone
+        if asking != owner:  # the allocator knows only the stream on which the block was allocated
             target.record_stream(asking)
         return target.untyped_storage()

@@ -1,1 +1,1 @@
-"""Where torch is intercepted: dispatch modes, hooks, patched functions, phases of a step."""
+"""Interception of torch: dispatch modes, hooks, patched functions, and the phases of a step."""

@@ -1,4 +1,4 @@
-"""What a script does that the interception does not reach: why a budget may not be held, in words."""
+"""Collects what a script does outside the interception's reach: reasons why a budget may not be held."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ MODE: Final = "a dispatch mode of the script's own sees the operators first"
 
 @final
 class Coverage:
-    """Collects reasons, each once, in the order in which they were met."""
+    """Collects reasons, each once, in the order in which they first occur."""
 
     def __init__(self, stack: ModeStack) -> None:
-        """Nothing was met."""
+        """Start without reasons."""
         self._stack = stack
         self._reasons: dict[str, None] = {}
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """What was met."""
+        """The reasons found so far, as texts."""
         return tuple(self._reasons)
 
     def note(self, reason: str) -> None:
-        """The script does this."""
+        """Add a reason."""
         self._reasons[reason] = None
 
     def elsewhere(self, module: torch.nn.Module) -> None:
-        """A module is called in another thread."""
+        """Note that a module is called in another thread, if gradients are on and one of its parameters requires them."""
         if THREAD not in self._reasons and torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters()):
             self.note(THREAD)
 
     def look(self, args: Any, kwargs: Any) -> None:
-        """A model is about to be called with these arguments."""
+        """Look for reasons before a model is called with these arguments."""
         if self._stack.hooks_covered():
             self.note(HOOKS)
         if self._stack.mode_covered():

@@ -1,8 +1,8 @@
-"""Tensors whose data is exchanged (``y.data = other``) after autograd saved them.
+"""Handles ``.data`` assignments (``y.data = other``) to tensors that autograd has already saved.
 
 Autograd saves an operator's input as the tensor itself, so that backward reads its current data. It saves an output as another
 tensor on the same bytes, which assigning ``.data`` does not reach (``torch/csrc/autograd/saved_variable.cpp``). Lowtide's
-handles behave the same in both cases.
+handles behave as autograd does in both cases.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from lowtide.runtime.tensors import node_of
 
 
 class SavedDataKeeper(Protocol):
-    """What autograd has in place of a tensor."""
+    """What the saved-tensor hooks gave autograd in place of a tensor."""
 
     def exchanged(self, tensor: torch.Tensor) -> None:
-        """The tensor shows other data from now on."""
+        """The tensor's ``.data`` was assigned: it shows other data from now on."""
 
 
 _nodes = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _functions: list[int] = []
-"""Of each custom function that is being applied, innermost last, the number of its node."""
+"""Sequence number of the node of each custom function that is being applied, innermost last."""
 _as_inputs = 0
-"""How many calls are under way that save tensors as inputs of no node."""
+"""Number of running calls that save a tensor as an input, without a node."""
 
 
 @contextlib.contextmanager
 def applying() -> Iterator[None]:
-    """A custom function is applied: its own node is made first, then what its forward makes."""
+    """Surround the application of a custom function: autograd makes its node first, then the nodes of its forward."""
     _functions.append(_nodes())
     try:
         yield
@@ -45,12 +45,12 @@ def applying() -> Iterator[None]:
 
 
 def is_applying() -> bool:
-    """Whether a custom function's forward runs: a backward within it is over a graph of its own."""
+    """Whether a custom function's forward is running; a backward within it runs over a separate graph."""
     return bool(_functions)
 
 
 def _is_result(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that is being saved is what the node that saves it made: the newest node, or a custom function's."""
+    """Whether a tensor is being saved by the node that made it: the newest node, or that of a custom function."""
     node = node_of(tensor)
     if node is None or _as_inputs:
         return False
@@ -60,7 +60,7 @@ def _is_result(tensor: torch.Tensor) -> bool:
 
 @final
 class Origin(weakref.ref):  # type: ignore[type-arg]
-    """Leads from a tensor (by ``weakref.getweakrefs``) to what autograd has in its place."""
+    """A weak reference that leads from a tensor (by ``weakref.getweakrefs``) to what autograd holds in its place."""
 
     __slots__ = ("_keeper",)
 
@@ -68,7 +68,7 @@ class Origin(weakref.ref):  # type: ignore[type-arg]
 
     @classmethod
     def of(cls, tensor: torch.Tensor, keeper: SavedDataKeeper) -> Origin | None:
-        """Of a tensor that is being saved; None where no exchange reaches what is saved."""
+        """The origin for a tensor that is being saved; None if assigning its ``.data`` would not reach what is saved."""
         if _is_result(tensor):
             return None
         origin = cls(tensor)
@@ -76,7 +76,7 @@ class Origin(weakref.ref):  # type: ignore[type-arg]
         return origin
 
     def exchanged(self, tensor: torch.Tensor) -> None:
-        """The tensor shows other data."""
+        """Tell the keeper, if it is alive, that the tensor shows other data."""
         keeper = self._keeper()
         if keeper is not None:
             keeper.exchanged(tensor)
@@ -105,7 +105,7 @@ def _telling(original: Any) -> Any:
 def _saving(original: Any) -> Any:
     @functools.wraps(original)
     def save(tensor: torch.Tensor, is_output: bool) -> Any:
-        global _as_inputs  # noqa: PLW0603 - torch's hooks are told no more than the tensor
+        global _as_inputs  # noqa: PLW0603 - torch passes its hooks nothing but the tensor
         _as_inputs += not is_output
         try:
             return original(tensor, is_output)

@@ -1,4 +1,4 @@
-"""What all dispatch modes of this house have in common: what they tell torch of themselves, and where they end."""
+"""What Lowtide's dispatch modes share: their base class, the mode stack, tensor subclasses, and forks."""
 
 from __future__ import annotations
 
@@ -12,45 +12,47 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 
 class Mode(TorchDispatchMode):
-    """Base class of Lowtide's dispatch modes; compilers and higher-order operators may run under it."""
+    """Base class of Lowtide's dispatch modes; compilers and higher-order operators may run under them."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        """Nothing is on."""
+        """Create the mode; it is not on yet."""
         super().__init__()  # type: ignore[no-untyped-call]
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Compilers need not stand back because of this mode."""
+        """True: compilers need not avoid compiling because of this mode."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Keep torch from wrapping each call: compiled regions run outside this mode anyway."""
+        """False: keep torch from wrapping each dispatch; compiled regions run outside this mode anyway."""
         return False
 
 
 def ours_alone() -> bool:
-    """Whether modes are on, and all of them are ours: in the plain run there would be none."""
+    """Whether dispatch modes are on and all of them are Lowtide's, so that a plain run would have none."""
     modes = _get_current_dispatch_mode_stack()
     return bool(modes) and all(isinstance(mode, Mode) for mode in modes)
 
 
 def take_all() -> list[Any]:
-    """Take all modes off: the one on top first."""
+    """Take all dispatch modes off and return them, the one on top first."""
     return [_pop_mode() for _ in _get_current_dispatch_mode_stack()]
 
 
 def put_back(taken: list[Any]) -> None:
-    """Put on again what was taken off."""
+    """Put the modes that :func:`take_all` returned back on."""
     for mode in reversed(taken):
         _push_mode(mode)
 
 
 def make_way(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """What a mode does where a tensor is of a type of its own: a compiler's trial run is not the script's, parameters that are
-    not there yet have no bytes, and other types take themselves apart first.
+    """Handle an operator on tensor subclasses in a mode.
+
+    With fake tensors (a compiler's trial run is not the script's) or uninitialized parameters (they have no bytes yet), the
+    operator runs as it is. For other subclasses, NotImplemented lets them unwrap themselves first.
     """
     if FakeTensor in types or any(issubclass(t, UninitializedTensorMixin) for t in types):
         return func(*args, **(kwargs or {}))
@@ -58,14 +60,14 @@ def make_way(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 
 class Forked(Protocol):
-    """Who is told of a fork."""
+    """Listener for forks."""
 
     def forked(self) -> None:
-        """This process is a child that inherited the interpreter."""
+        """This process is a forked child, which inherited the interpreter."""
 
 
 def tell_of_forks(listener: Forked) -> None:
-    """Have forked children told; the interpreter keeps such a wish for ever, so it must not hold the listener."""
+    """Notify a listener in forked children. The interpreter never drops such a callback, so it refers to it weakly."""
     known = weakref.ref(listener)
 
     def forked() -> None:

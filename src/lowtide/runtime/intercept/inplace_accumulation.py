@@ -1,17 +1,20 @@
-"""What autograd's engine does otherwise while a dispatch mode is on.
+"""Recognises what autograd does in place in a plain run but out of place under a dispatch mode.
 
-The engine adds two gradients of one tensor in place where it alone holds one of them, unless a dispatch mode is on: then it
-makes a third tensor (``torch/csrc/autograd/input_buffer.cpp``, ``at::isTensorSubclassLike``). A sparse gradient becomes a
-parameter's where nobody else holds it or its parts (``torch/csrc/autograd/functions/accumulate_grad.h``, case 1.2); what
-Python has seen of them counts as a holder, so that under a mode it is copied. What a recording shows is the plain run's
-memory, so such sums and copies are recognised, by the same counts of references that the engine looks at, and counted as
-taking nothing. Those counts do not tell what Python holds, as under a mode every tensor has its object there: the object's own
-are looked at, too. Nor do they tell the engine's sums from those of a node itself (``torch.std_mean``, decompositions of
-matrices, a ``Function`` in Python): in the former the first gradient has waited, in the latter the node has just made it.
+The engine adds two gradients of one tensor in place if it alone holds one of them. Under a dispatch mode it allocates a third
+tensor instead (``torch/csrc/autograd/input_buffer.cpp``, ``at::isTensorSubclassLike``). A sparse gradient becomes the
+parameter's ``grad`` as it is, if nothing else holds the gradient or its parts
+(``torch/csrc/autograd/functions/accumulate_grad.h``, case 1.2). Under a mode Python has seen them, which counts as a holder,
+so the gradient is copied.
 
-Some derivatives fill a tensor of zeros in place where the plain run is on, and out of place where a dispatch mode is
+A recording must show the plain run's memory. So such sums and copies are recognised by the same reference counts that the
+engine looks at, and count as taking no memory. Those counts leave two things open. The first is whether Python holds a tensor:
+under a mode every tensor has a Python object, so that object's own reference count is checked too. The second is whether the
+engine makes the sum, or a node itself does (``torch.std_mean``, matrix decompositions, a ``Function`` in Python). In a sum of
+the engine the first gradient has been waiting; in a sum of a node, the node has just made it.
+
+Some derivatives fill a tensor of zeros in place in the plain run, and out of place under a dispatch mode
 (``areAnyTensorSubclassLike`` in ``torch/csrc/autograd/FunctionsManual.cpp`` and ``aten/src/ATen/native``), which takes twice
-the bytes: those are run in place as the plain run does.
+the bytes. Lowtide runs them in place, as the plain run does.
 """
 
 from __future__ import annotations
@@ -33,11 +36,11 @@ _IN_PLACE: Final[dict[Any, tuple[Any, frozenset[str]]]] = {
     _ATEN.masked_scatter.default: (_ATEN.masked_scatter_.default, frozenset({"MaskedSelect"})),
     _ATEN.index_put.default: (_ATEN.index_put_.default, frozenset({"Index"})),
 }
-"""What derivatives run out of place under a mode: what the plain run has instead, and in which nodes (without "Backward0")."""
+"""Operators that derivatives call under a mode: what the plain run calls instead, and in which nodes (without "Backward0")."""
 
 
 def in_place(func: Any, args: Any) -> Any:
-    """The operator that the plain run has in place of another: the same, or, in a derivative, that in place."""
+    """The operator that the plain run calls here: the in-place variant in certain derivatives, otherwise ``func`` itself."""
     found = _IN_PLACE.get(func)
     if found is None:
         return func
@@ -50,7 +53,7 @@ def in_place(func: Any, args: Any) -> Any:
 
 
 class _Probe(Mode):
-    """Looks at the references of one sum that the engine makes of tensors that nobody else holds."""
+    """Reads the reference counts when the engine sums, or copies, a tensor that nothing else holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,18 +69,18 @@ class _Probe(Mode):
 
 
 def _references(args: Any) -> tuple[int, int, int]:
-    """Holders of a tensor that is an operator's first argument, of its bytes, and of it in Python."""
+    """Reference counts of an operator's first argument: of the tensor in C++, of its storage, of its Python object."""
     shared = torch._C._storage_Use_Count(args[0].untyped_storage()._cdata)  # type: ignore[attr-defined]
-    return args[0]._use_count(), shared, sys.getrefcount(args[0])  # a name for the tensor here would be one more
+    return args[0]._use_count(), shared, sys.getrefcount(args[0])  # naming the tensor would add a reference
 
 
 def _sparse_references(args: Any) -> tuple[int, int]:
-    """Holders of a sparse tensor that is an operator's argument, in C++ and in Python."""
+    """Reference counts of an operator's first argument, a sparse tensor: in C++, and of its Python object."""
     return args[0]._use_count(), sys.getrefcount(args[0])
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie side by side, in any order of dimensions."""
+    """Whether a tensor's elements fill a contiguous range of memory, in any order of dimensions."""
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.size(), strict=True) if n > 1):
         if stride != expected:
@@ -87,18 +90,18 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def running() -> int:
-    """The number of the node that runs; -1 for none."""
+    """The sequence number of the autograd node that is running; -1 if none is."""
     node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
     return -1 if node is None else int(node._sequence_nr())
 
 
 def graph_task() -> int:
-    """The graph task that runs: a backward within a node is one of its own, with a higher number; -1 for none."""
+    """The id of the running graph task; -1 if none is. A backward within a node is a separate task with a higher id."""
     return int(torch._C._current_graph_task_id())  # type: ignore[attr-defined]
 
 
 def reaches_twice() -> bool:
-    """Whether the node that runs gives two gradients to the same: then the engine adds what it has just made."""
+    """Whether the running node passes two gradients to the same input: the engine then adds what the node has just made."""
     node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
     edges = [edge for edge in node.next_functions if edge[0] is not None]
     return len(set(edges)) < len(edges)
@@ -106,10 +109,10 @@ def reaches_twice() -> bool:
 
 @final
 class InPlaceAccumulation:
-    """Knows a sum of the engine that the plain run makes in place, and a copy that it does not make."""
+    """Recognises sums of the engine that the plain run computes in place, and copies that the plain run does not make."""
 
     def __init__(self) -> None:
-        """Learn how many references to a tensor there are in a mode when only the engine holds it."""
+        """Measure the reference counts that a mode sees for a tensor that only the engine holds."""
         self._alone: tuple[int, int, int] | None = None
         self._sparse_alone: tuple[int, int] | None = None
         if hasattr(torch.Tensor, "_use_count"):
@@ -126,7 +129,7 @@ class InPlaceAccumulation:
             self._sparse_alone = probe.sparse
 
     def adds(self, args: Any) -> bool:
-        """Whether the plain run adds these two in place, if the sum is the engine's."""
+        """Whether the plain run adds these two arguments in place, provided that the engine makes the sum."""
         if self._alone is None or len(args) != 2 or not isinstance(args[1], torch.Tensor):
             return False
         if args[0].size() != args[1].size() or args[0].dtype is not args[1].dtype:
@@ -136,13 +139,13 @@ class InPlaceAccumulation:
         return args[0].layout is torch.strided and _is_dense(args[0]) and _references(args) == self._alone
 
     def takes_over(self, args: Any) -> bool:
-        """Whether the plain run makes a sparse gradient a parameter's as it is, where it is copied now."""
+        """Whether a sparse gradient is copied that a parameter takes over as it is in the plain run."""
         if self._sparse_alone is None or args[0].layout is not torch.sparse_coo:
             return False
         node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
         if node is None or node.name() != "torch::autograd::AccumulateGrad":
             return False
-        if _sparse_references(args) != self._sparse_alone:  # a name for the tensor here would be one more
+        if _sparse_references(args) != self._sparse_alone:  # naming the tensor would add a reference
             return False
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             return bool(args[0]._indices().is_contiguous() and args[0]._values().is_contiguous())

@@ -1,15 +1,17 @@
-"""ModeSensitiveBackward that torch computes another way while a dispatch mode is on: they run without ours.
+"""Runs without Lowtide's mode those derivatives that torch computes differently under a dispatch mode.
 
-Backward: ``prod`` divides by its factors where none is zero, and does not under a mode; ``masked_fill`` sums the gradient of
-its value over what was filled, or over all; the second derivative of a determinant is solved otherwise: the bits differ.
-``cumprod`` and ``binary_cross_entropy_with_logits`` with ``pos_weight`` take more memory, gradients of Householder products
-lie in another order. Forward, of dual numbers: ``prod`` and the norms (``isTensorSubclassLike`` and
-``areAnyTensorSubclassLike`` in ``torch/csrc/autograd/FunctionsManual.cpp``). That no other derivative has other bits is held
-against torch's own list of operators by ``tests/slow/test_every_operator.py``.
+In backward, the bits of three derivatives differ: ``prod`` divides by its factors if none is zero, but not under a mode;
+``masked_fill`` sums the gradient of its value over the filled elements, or over all; the second derivative of a determinant is
+solved differently. ``cumprod`` and ``binary_cross_entropy_with_logits`` with ``pos_weight`` take more memory under a mode, and
+gradients of Householder products have another memory layout. In forward-mode AD (dual numbers), ``prod`` and the norms are
+computed differently. See ``isTensorSubclassLike`` and ``areAnyTensorSubclassLike`` in
+``torch/csrc/autograd/FunctionsManual.cpp``. ``tests/slow/test_every_operator.py`` checks against torch's own list of operators
+that no other derivative has different bits.
 
-Nodes are found before the engine runs; hooks take the mode off before such a node and put it on after it. The engine runs
-every node with the dispatch state that its backward began with, so that a node that fails leaves nothing behind. In a level
-of dual numbers, but for those of function transforms, which go the other way by themselves, no mode of ours is on.
+Such nodes are found before the engine runs; hooks take the mode off before the node and put it back after it. The engine runs
+every node with the dispatch state that its backward began with, so a node that fails leaves nothing behind. Within a level of
+forward-mode AD, none of Lowtide's modes is on, except in levels of function transforms, for which torch computes the
+derivatives as under a mode in any case.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ from lowtide.runtime.tensors import node_of
 
 
 class _Otherwise(NamedTuple):
-    """A type of node that runs otherwise.
+    """A type of node that torch computes differently under a mode.
 
     Attributes:
-        times: how far memory rises in it at most, its result included, in bytes of the gradients that it is given and makes
-            (measured: where factors are zero, ``prod`` multiplies all others up from both sides).
-        saved: what it must have saved to be one; empty: it is one always.
+        times: upper bound on how far memory rises in the node, results included, as a multiple of the bytes of the gradients
+            that it receives and makes (measured: if factors are zero, ``prod`` multiplies all the others from both sides).
+        saved: the attribute of a saved tensor without which the node is not affected; empty if it always is.
     """
 
     times: float
@@ -45,7 +47,7 @@ class _Otherwise(NamedTuple):
 
 
 _SLICES: Final = "CopySlices"
-"""The type of the node of an operator that writes into a view."""
+"""Type name of the node of an operator that writes into a view."""
 _BACKWARD: Final = {
     "ProdBackward0": _Otherwise(7),
     "ProdBackward1": _Otherwise(7),
@@ -63,10 +65,10 @@ class Unseen(NamedTuple):
     """A node that runs without the mode.
 
     Attributes:
-        node: of autograd's graph.
-        given: its gradients.
-        made: its results, filled in at its end.
-        most_bytes: how far memory rises in it at most.
+        node: the node of autograd's graph.
+        given: the gradients that it receives.
+        made: the gradients that it returns, filled in when it ends.
+        most_bytes: upper bound on how many bytes memory rises in it.
     """
 
     node: Any
@@ -76,22 +78,22 @@ class Unseen(NamedTuple):
 
 
 class UnseenListener(Protocol):
-    """Who is told of what runs unseen."""
+    """Listener for nodes that run without the mode."""
 
     def unseen(self, what: Unseen) -> contextlib.AbstractContextManager[None]:
-        """Around what runs without the mode."""
+        """The context in which such a node runs."""
 
 
 @final
 class ModeSensitiveBackward:
-    """Around each run of autograd's engine, and around levels of dual numbers.
+    """Takes Lowtide's modes off for such nodes in each run of autograd's engine, and for levels of forward-mode AD.
 
     Attributes:
-        dual: whether a level of dual numbers is open, in which nothing is seen.
+        dual: whether a forward-mode AD level is open for which the modes are off, so that no operator is seen.
     """
 
     def __init__(self, listener: UnseenListener) -> None:
-        """Nothing runs."""
+        """Prepare the wrappers; nothing is patched yet."""
         self.dual = False
         self._listener = listener
         self._open: list[tuple[list[Any], list[Any], contextlib.ExitStack]] = []
@@ -99,25 +101,30 @@ class ModeSensitiveBackward:
         self._wraps = Wraps()
 
     def install(self) -> None:
-        """Learn of levels of dual numbers."""
+        """Wrap the functions that enter and leave forward-mode AD levels."""
         for name, wrapper in (("_enter_dual_level", self._entering), ("_exit_dual_level", self._leaving)):
             if hasattr(predispatch, name):
                 self._wraps.put(predispatch, name, wrapper)
 
     def remove(self) -> None:
-        """Learn of them no more; what was taken off for one that is open stays off."""
+        """Unwrap them; modes that were taken off for a level that is still open stay off."""
         self._wraps.undo()
         self._levels, self.dual = [], False
 
     def settle(self) -> None:
-        """A mode was put on: within a level that is open already, it is taken off until its end."""
+        """Call after putting a mode on: if a forward-mode AD level is already open, the mode comes off until it ends."""
         if forward_ad._current_level >= 0 and peek_interpreter_stack() is None and not self._levels and ours_alone():
             self._levels.append((threading.get_ident(), take_all()))
             self.dual = True
 
     @contextlib.contextmanager
     def around(self, outputs: Iterable[Any], *, told: bool) -> Iterator[None]:
-        """Run autograd's engine from some tensors, or edges of the graph; is the listener ``told`` of what runs unseen?"""
+        """Surround a run of autograd's engine.
+
+        Args:
+            outputs: the tensors, or edges of the graph, from which the backward starts.
+            told: whether the listener is told of the nodes that run without the mode.
+        """
         hooks = [hook for node in _otherwise(outputs) for hook in self._hook(node, told)] if ours_alone() else []
         if not hooks:
             yield
@@ -148,7 +155,7 @@ class ModeSensitiveBackward:
         around.close()
 
     def _fail(self, depth: int, *error: Any) -> None:
-        """The engine ended with an error in a node that is open."""
+        """Close the contexts of nodes in which the engine ended with an error."""
         while len(self._open) > depth:
             _, _, around = self._open.pop()
             around.__exit__(*error)
@@ -168,7 +175,7 @@ class ModeSensitiveBackward:
         @functools.wraps(original)
         def leave(*args: Any, **kwargs: Any) -> Any:
             left = original(*args, **kwargs)
-            thread, taken = self._levels.pop() if self._levels else (0, [])  # one may have been entered before we began
+            thread, taken = self._levels.pop() if self._levels else (0, [])  # the level may have been entered before `install`
             if thread == threading.get_ident():
                 put_back(taken)
             self.dual = self.dual and bool(self._levels)
@@ -178,7 +185,7 @@ class ModeSensitiveBackward:
 
 
 def _otherwise(outputs: Iterable[Any]) -> list[Any]:
-    """Nodes of a graph whose derivatives are computed otherwise under a mode."""
+    """Nodes of a graph that torch computes differently under a mode."""
     stack = [node_of(o) if isinstance(o, torch.Tensor) else getattr(o, "node", None) for o in outputs]
     seen: set[Any] = set()
     found = []
@@ -195,16 +202,16 @@ def _otherwise(outputs: Iterable[Any]) -> list[Any]:
 
 def _is_otherwise(node: Any) -> bool:
     kind = type(node).__name__
-    if kind == _SLICES:  # what it holds is not told, but for where its gradients go: a filling's value has no dimension
+    if kind == _SLICES:  # hides its inner node, but not where gradients go: the value of a `masked_fill` has no dimensions
         return any(n is not None and not n._input_metadata[at].shape for n, at in node.next_functions[1:])
     known = _BACKWARD.get(kind)
     if known is None:
         return False
-    return not known.saved or getattr(getattr(node, known.saved), "data", True) is not None  # older torch does not show it
+    return not known.saved or getattr(getattr(node, known.saved), "data", True) is not None  # not in older torch
 
 
 def _most_bytes(node: Any, given: Iterable[Any]) -> int:
-    """How far memory rises at most in a node that runs otherwise."""
+    """Upper bound on how many bytes memory rises in a node that is computed differently under a mode."""
     made = (n._input_metadata[at] for n, at in node.next_functions if n is not None)
     sizes = [math.prod(m.shape) * m.dtype.itemsize for m in made]
     sizes += [g.nbytes for g in given if isinstance(g, torch.Tensor)]

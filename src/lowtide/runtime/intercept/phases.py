@@ -1,8 +1,8 @@
-"""Where a step and its phases begin and end.
+"""Tracks the phases of a step, and the path of the module that is running.
 
-A wrapper around ``nn.Module.__call__`` gives the forward and the module path (global module hooks would not tell keyword
-arguments, and would cost every module its fast path); one around autograd's engine gives the backward; optimizer hooks give
-the update, and wrappers around ``zero_grad`` what comes before. Nothing of the script is changed.
+A wrapper around ``nn.Module.__call__`` marks the forward and the module path (global module hooks would not pass on keyword
+arguments, and would cost every module its fast path). A wrapper around autograd's engine marks the backward, optimizer hooks
+mark the update, and wrappers around ``zero_grad`` mark what precedes it. Nothing in the script is changed.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from lowtide.runtime.intercept.mode_sensitive_backward import ModeSensitiveBackw
 from lowtide.runtime.monkeypatch import Wraps
 
 MOST_ACCUMULATED = 4096
-"""Backwards without an optimizer's step after which none is expected any more, though there is one."""
+"""After this many backwards without an optimizer step, none is expected any more, even if an optimizer exists."""
 
 
 class PhaseListener(Protocol):
-    """Who is told."""
+    """Receives the events of a :class:`PhaseTracker`."""
 
     def phase_begins(self, phase: Phase) -> None:
-        """The script does something else from here on."""
+        """The script enters another phase."""
 
     def root_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """A module is called from outside any module."""
+        """A module is about to be called from outside any module."""
 
     def root_ends(self, result: Any) -> None:
         """That call returned."""
 
     def called_elsewhere(self, module: torch.nn.Module) -> None:
-        """A module is called in another thread: it is not followed."""
+        """A module is called in another thread; the call is not followed."""
 
     def backward_begins(self) -> None:
-        """Autograd's engine is about to run (:attr:`PhaseTracker.differentiable` says how)."""
+        """Autograd's engine is about to run; :attr:`PhaseTracker.differentiable` says whether it builds a graph."""
 
     def backward_ends(self) -> None:
         """Autograd's engine returned, or raised."""
@@ -61,17 +61,17 @@ class PhaseListener(Protocol):
 class PhaseTracker:
     """The current phase and module path.
 
-    Its many fields are what torch's calls have told so far, which are nested in each other; each is written in one place.
+    Its many fields are the state of torch's calls, which nest within each other; each field is written in one place.
 
     Attributes:
-        open: how many module calls are open.
-        detailed: whether every module call is followed (for paths), or only calls of known root modules.
-        differentiable: whether the backward that runs builds a graph of its own (``create_graph``): its operators are
-            then a forward for the backward to come.
-        retains: whether the graph stays after it.
-        outputs: the tensors that it began at.
-        closure: whether the optimizer that steps was given one.
-        on_optimizer: told of each optimizer that is made.
+        open: number of open module calls.
+        detailed: whether every module call is followed (for paths), or only calls from outside any module.
+        differentiable: whether the running backward builds a graph of its own (``create_graph``); its operators are then a
+            forward for a later backward.
+        retains: whether the running backward retains its graph (``retain_graph``).
+        outputs: the tensors from which the running backward starts.
+        closure: whether the optimizer that steps was given a closure.
+        on_optimizer: called with each optimizer that is created.
     """
 
     def __init__(self, listener: PhaseListener, derivatives: ModeSensitiveBackward | None = None) -> None:
@@ -103,10 +103,10 @@ class PhaseTracker:
 
     @property
     def optimizers_seen(self) -> bool:
-        """Whether a step ends with an optimizer's: one has stepped, or there is one that may do so yet.
+        """Whether a step ends with an optimizer step: an optimizer has stepped, or one exists that may still step.
 
-        Gradients may be summed over many backwards before its first step. That none will come is clear where they are zeroed
-        before one came, or after very many backwards.
+        Gradients may be accumulated over many backwards before the first step. No step is expected any more once gradients are
+        zeroed after a backward without one, or after `MOST_ACCUMULATED` backwards.
         """
         return self._stepped or (self._made and self._waited < MOST_ACCUMULATED)
 
@@ -117,7 +117,7 @@ class PhaseTracker:
 
     @property
     def ours(self) -> bool:
-        """Whether the thread that is listened to asks."""
+        """Whether the calling thread is the one that is tracked."""
         return threading.get_ident() == self._owner
 
     def begin_anew(self) -> None:
@@ -125,13 +125,13 @@ class PhaseTracker:
         self._floor = self.open
 
     def expect_optimizer(self, optimizer: Any) -> None:
-        """There is an optimizer."""
+        """Note that an optimizer exists."""
         self._optimizers.add(optimizer)
         self._made = True
 
     @property
     def phase(self) -> Phase:
-        """What the script is doing."""
+        """The phase that the script is in."""
         return self._phase
 
     @phase.setter
@@ -142,7 +142,7 @@ class PhaseTracker:
 
     @property
     def scripted(self) -> bool:
-        """Whether what runs now belongs to what a backward to come may ask for: a plan follows it operator by operator."""
+        """Whether a later backward may ask for values made now; a plan then follows the script operator by operator."""
         return self.differentiable or self.phase not in (Phase.BACKWARD, Phase.OPTIMIZER)
 
     def path(self) -> str:
@@ -152,7 +152,7 @@ class PhaseTracker:
     # --- installing --------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Begin to listen."""
+        """Put the wrappers and hooks on."""
         if self._derivatives is not None:
             self._derivatives.install()
         self._hook()
@@ -176,7 +176,7 @@ class PhaseTracker:
         self._always = []
 
     def remove(self) -> None:
-        """Stop listening."""
+        """Take the wrappers and hooks off."""
         if self._derivatives is not None:
             self._derivatives.remove()
         self._unhook()
@@ -185,10 +185,10 @@ class PhaseTracker:
 
     @contextlib.contextmanager
     def deaf(self) -> Iterator[None]:
-        """While a compiled region runs: ``nn.Module.__call__`` and the optimizers' hooks as torch has them.
+        """Restore torch's own ``nn.Module.__call__`` and optimizer hooks while a compiled region runs.
 
-        Compilers trace through both, and guard what they traced by the hooks that there were. That an optimizer has stepped
-        within is seen by its parameters' versions.
+        Compilers trace through both, and guard the trace on the hooks that were present. Whether an optimizer stepped within
+        the block is found by the version counters of its parameters.
         """
         if self._call is None or torch.nn.Module.__call__ is not self._wrapped_call:
             yield
@@ -226,7 +226,7 @@ class PhaseTracker:
         return called
 
     def follow(self, original: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run a module's call, and tell of it."""
+        """Run a module's call, track it, and notify the listener if it is a root call."""
         root = self.depth == 0 and not self._in_backward
         if root:
             if self.detailed:
@@ -248,7 +248,11 @@ class PhaseTracker:
         return result
 
     def _kind_of(self, module: torch.nn.Module, args: Any) -> Phase:
-        """The phase that a root call is: a criterion has nothing to train, and is given what a model made."""
+        """The phase of a root call: evaluation, loss or forward.
+
+        Without grad mode it is an evaluation. It is the loss if, after a forward, a module without parameters (a criterion) is
+        given tensors that require gradients.
+        """
         if not torch.is_grad_enabled():
             return Phase.EVALUATION
         judges = next(module.parameters(), None) is None and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
@@ -292,7 +296,7 @@ class PhaseTracker:
             self._in_backward += 1
             self.differentiable, self.retains = bool(create_graph), bool(retain_graph)
             self.outputs = roots
-            begun = False  # what the listener prepares may fail for want of memory, and the script may catch that
+            begun = False  # the listener may run out of memory while it prepares, and the script may catch that error
             try:
                 self.listener.backward_begins()
                 begun = True
@@ -313,13 +317,13 @@ class PhaseTracker:
         return contextlib.nullcontext() if self._derivatives is None else self._derivatives.around(roots, told=told)
 
     def settle(self) -> None:
-        """A mode was put on where a level of dual numbers may be open."""
+        """Call after putting a mode on: a forward-mode AD level may be open, in which the mode must not stay."""
         if self._derivatives is not None:
             self._derivatives.settle()
 
     @property
     def dual(self) -> bool:
-        """Whether a level of dual numbers is open, in which no mode of ours is on."""
+        """Whether a level of forward-mode AD (dual numbers) is open, in which none of Lowtide's modes is on."""
         return self._derivatives is not None and self._derivatives.dual
 
     def _optimizer_pre(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -328,7 +332,7 @@ class PhaseTracker:
             return
         self._stepped = True
         if not self._in_backward:
-            self.phase = self._rest = Phase.OPTIMIZER  # a closure's forward and backward may come in between
+            self.phase = self._rest = Phase.OPTIMIZER  # a closure may run a forward and a backward in between
             self.listener.optimizer_begins(optimizer)
 
     def _optimizer_post(self, optimizer: Any, *_: Any) -> None:
@@ -341,18 +345,18 @@ class PhaseTracker:
 
 
 def _versions(optimizer: Any) -> int:
-    """A number that rises when any of an optimizer's parameters is written."""
+    """The sum of the parameters' version counters, which rises when any of an optimizer's parameters is written."""
     parameters = (p for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
     return sum(p._version for p in parameters if not p.is_inference())
 
 
 def _batched(grads: Any) -> bool:
-    """Whether gradients are several at once (``is_grads_batched``): tensors that only torch's older ``vmap`` takes apart."""
+    """Whether the gradients are batched (``is_grads_batched``): tensors that only torch's legacy ``vmap`` can take apart."""
     found = grads if isinstance(grads, (tuple, list)) else (grads,)
     return any(isinstance(g, torch.Tensor) and is_legacy_batchedtensor(g) for g in found)
 
 
 def _traced(outputs: Any) -> bool:
-    """Whether a backward is only traced: a compiler derives the backward of a region from tensors without bytes."""
+    """Whether a backward is only traced: a compiler derives a region's backward from tensors without bytes."""
     found = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
     return any(isinstance(t, (FakeTensor, FunctionalTensor)) for t in found)

@@ -1,11 +1,14 @@
-"""The few functions of torch that are wrapped while a budget is in force, and why each one is.
+"""Wraps the functions of torch that let a script write unseen or change settings, while a budget is in force.
 
-* ``Tensor.numpy``, ``__array__``, ``data_ptr``, ``__dlpack__``, ``to_dlpack``: who has a pointer may write unseen, so such a
-  value is not made again from its operator; under a plan, what replays would read there is made at once, and stays.
-* ``Tensor.register_hook`` and its kin, ``autograd.Function.apply``: code of the script will run in backward, so writes are
-  watched there. ``Tensor.grad_fn`` and ``get_gradient_edge`` lead to the nodes of the graph, on which hooks may be put unseen.
-* Setters of what decides bits (``runtime/numeric_settings``).
-* ``UntypedStorage.resize_``: FSDP frees and fills the storages of parameters so; nothing is made again from such a storage.
+* ``Tensor.numpy``, ``__array__``, ``data_ptr``, ``__dlpack__``, ``to_dlpack``: code with a pointer may write unseen. So such a
+  value is not rematerialized from its operator. Under a plan, everything that replays would make from it is rematerialized at
+  once, and stays.
+* ``Tensor.register_hook`` and ``register_post_accumulate_grad_hook``, ``autograd.Function.apply``: code of the script will run
+  in backward, so writes are watched there. ``Tensor.grad_fn`` and ``get_gradient_edge`` lead to the graph's nodes, on which
+  the script may put hooks unseen.
+* Setters of settings that decide bits (``runtime/numeric_settings``).
+* ``UntypedStorage.resize_``: FSDP frees and refills parameters' storages with it; nothing is rematerialized from such a
+  storage.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 _POINTERS: Final = ("numpy", "__array__", "data_ptr", "__dlpack__")
 _CAPSULES: Final = ((torch, "to_dlpack"), (torch.utils.dlpack, "to_dlpack"), (torch._C, "_to_dlpack"))
 _OWN: Final = (str(Path(str(torch.__file__)).parent) + os.sep, str(PACKAGE) + os.sep)
-"""Whose looks at a tensor's node put no code of the script there."""
+"""Paths of torch and Lowtide: when code there reads a tensor's ``grad_fn``, it puts no code of the script on the node."""
 
 
 @final
@@ -39,7 +42,7 @@ class PointerEscapes:
     """Puts the wrappers on and takes them off."""
 
     def __init__(self, runtime: Runtime) -> None:
-        """Patch nothing yet."""
+        """Prepare the wrappers; nothing is patched yet."""
         self._runtime = runtime
         self._wraps = Wraps()
 
@@ -66,7 +69,7 @@ class PointerEscapes:
     def _exposing(self, original: Any) -> Any:
         runtime = self._runtime
 
-        shows = original.__name__ != "data_ptr"  # addresses are asked for all over torch
+        shows = original.__name__ != "data_ptr"  # torch itself asks for addresses everywhere
 
         @functools.wraps(original)
         def exposed(tensor: Any, *args: Any, **kwargs: Any) -> Any:

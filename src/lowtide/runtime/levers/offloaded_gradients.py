@@ -1,13 +1,13 @@
-"""Gradients on the second board, from the moment they are whole until somebody reads them.
+"""Offloads each gradient as soon as it is complete, and fetches it when it is read.
 
-The lever that a budget pulls by itself where no plan holds it otherwise. When autograd has accumulated a parameter's gradient,
-its bytes are moved and ``parameter.grad`` is left empty; whoever reads ``parameter.grad`` gets the gradient back, bit for bit,
-so that no script can go wrong by it. The optimizer's step is where the bytes count: it runs one parameter at a time
-(:mod:`lowtide.runtime.levers.single_update`), and each gradient is there for its own update alone. Where that is not possible
-(an unknown optimizer, a closure, step hooks), the step reads all gradients as it always does.
+This memory optimization is engaged automatically if no plan holds the budget without it. When autograd has accumulated a
+parameter's gradient, its bytes are offloaded and ``parameter.grad`` is left empty. Reading ``parameter.grad`` fetches the
+gradient, bit for bit, so no script can break because of it. The bytes matter in the optimizer's step: it runs one parameter at
+a time (:mod:`lowtide.runtime.levers.single_update`), and each gradient is resident only for its own update. Where that is not
+possible (an unknown optimizer, a closure, step hooks), the step reads all gradients as usual.
 
-Readers in Python are found by a property in place of ``Parameter.grad``. In C++ only autograd's ``AccumulateGrad`` reads it
-(``torch/csrc/autograd/functions/accumulate_grad.h``): a gradient that is added to one that was moved is added here.
+A property in place of ``Parameter.grad`` catches readers in Python. In C++ only autograd's ``AccumulateGrad`` reads it
+(``torch/csrc/autograd/functions/accumulate_grad.h``): a gradient to be added to an offloaded one is added here.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from lowtide.runtime.storage.views import Meta, meta_of, sole_owner, view_on
 from lowtide.runtime.tensors import beneath_autograd, is_plain
 
 LEAST_BYTES: Final = 4096
-"""Smaller gradients stay: moving them would cost more than they do."""
+"""Smaller gradients stay resident: offloading them would cost more than it frees."""
 
 _GRAD: Any = torch._C.TensorBase.grad
 _NAMES: Final = ("grad", "_grad")
-"""The properties of ``torch.Tensor`` that give a gradient."""
+"""The properties of ``torch.Tensor`` that return a gradient."""
 
 
 @final
 class _Moved:
-    """One gradient that was moved."""
+    """One offloaded gradient."""
 
     __slots__ = ("meta", "parameter", "ticket")
 
@@ -52,19 +52,19 @@ class _Moved:
 
 @final
 class OffloadedGradients:
-    """The lever, for all parameters of a process.
+    """The memory optimization, for all parameters of a process.
 
     Attributes:
-        engaged: whether gradients are moved.
-        moved: gradients so far.
-        updating: whether the optimizer's update of one parameter runs.
+        engaged: whether gradients are offloaded.
+        moved: number of gradients offloaded so far.
+        updating: whether the optimizer's update of one parameter is running.
     """
 
     def __init__(self, put: Callable[[torch.UntypedStorage], Ticket | None]) -> None:
-        """Move nothing yet.
+        """Offload nothing yet.
 
         Args:
-            put: puts a storage's bytes on the second board; None where there is no room.
+            put: offloads a storage's bytes; returns None if they stay, for example because the offload tier has no room.
         """
         self.engaged = False
         self.moved = 0
@@ -82,13 +82,13 @@ class OffloadedGradients:
 
     @staticmethod
     def can_engage(optimizers: Iterable[optim.Optimizer]) -> bool:
-        """Whether the lever would lower the peak: an optimizer can step one parameter at a time, in this process alone."""
+        """Whether this can lower the peak: some optimizer can step one parameter at a time, and there is only one process."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return False  # reducers read gradients in C++
         return any(not unfit(optimizer) for optimizer in optimizers)
 
     def engage(self, optimizers: Iterable[optim.Optimizer]) -> None:
-        """Move the gradients that are there, and those of later backwards as they become whole."""
+        """Offload the existing gradients, and those of later backwards as they are completed."""
         self.engaged = True
         self._unheld = _references_of_unheld()
         for owner in (optim.Optimizer, torch.nn.Module):
@@ -103,10 +103,10 @@ class OffloadedGradients:
                     self.gradient_is_whole(parameter)
 
     def remove(self, *, over: bool) -> None:
-        """Move no more.
+        """Stop offloading, and fetch what is offloaded.
 
         Args:
-            over: whether the script has ended, so that nobody reads what is away.
+            over: whether the script has ended, so that offloaded gradients need not be fetched.
         """
         for hook in self._hooks:
             hook.remove()
@@ -120,10 +120,10 @@ class OffloadedGradients:
         self.engaged = False
 
     def follow(self, optimizers: Iterable[optim.Optimizer]) -> None:
-        """A backward begins: move the gradients of these optimizers' parameters, those that came since among them."""
+        """A backward begins: hook these optimizers' parameters, including ones added since, to offload their gradients."""
         if not self.engaged:
             return
-        self._stepped = set()  # a step may have raised
+        self._stepped = set()  # a step that raised may have left some
         put = unwrapped(torch.Tensor.register_post_accumulate_grad_hook)
         for optimizer in optimizers:
             for parameter in parameters_of(optimizer):
@@ -132,11 +132,11 @@ class OffloadedGradients:
                     self._hooks.append(put(parameter, self.gradient_is_whole))
 
     def is_ours(self, hook: Any) -> bool:
-        """Whether a hook on a parameter is this lever's."""
+        """Whether a hook on a parameter belongs to this memory optimization."""
         return getattr(hook, "__self__", None) is self
 
     def figures(self) -> list[LeverFigures]:
-        """What became of the lever; nothing where it was not needed."""
+        """Figures of this memory optimization, for the summary; empty if nothing was offloaded."""
         if not self.moved:
             return []
         return [LeverFigures(name=GRADIENTS, used=True, text=f"{self.moved} gradients were offloaded until they were needed")]
@@ -144,7 +144,7 @@ class OffloadedGradients:
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def gradient_is_whole(self, parameter: torch.Tensor) -> None:
-        """Autograd has accumulated a parameter's gradient: a hook."""
+        """Hook: autograd has accumulated a parameter's gradient."""
         if not self.engaged:
             return
         grad: torch.Tensor | None = _GRAD.__get__(parameter)
@@ -165,16 +165,16 @@ class OffloadedGradients:
             self.moved += 1
 
     def exposed(self, storage: torch.UntypedStorage) -> None:
-        """Somebody has the address of a gradient that was read: it stays where it is, in later steps too."""
+        """The script has a storage's address: if the gradient read last lies there, it stays resident, in later steps too."""
         parameter = None if self._read is None else self._read()
         grad = None if parameter is None else _GRAD.__get__(parameter)
         if grad is not None and is_plain(grad) and grad.untyped_storage()._cdata == storage._cdata:
             self._exposed.add(id(parameter))
 
     def _leave_again(self) -> None:
-        """Another gradient is read: the one that was read before leaves once more, unless somebody has it.
+        """Another gradient is read: offload the one that was read before again, unless something holds it.
 
-        It is written anew, as ``grad.data`` may have been changed, which no version counter shows.
+        Its bytes are written anew: the script may have written to ``grad.data``, which no version counter shows.
         """
         parameter = None if self._read is None else self._read()
         self._read = None
@@ -188,7 +188,7 @@ class OffloadedGradients:
             self._move(parameter, grad)
 
     def _accumulate(self, parameter: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Add a gradient to the one that was moved, as ``AccumulateGrad`` adds to one that is there."""
+        """Add a gradient to the offloaded one, as ``AccumulateGrad`` adds to a resident one."""
         old = self._bring_back(parameter)
         if torch.is_grad_enabled():  # the backward builds a graph (create_graph)
             old = old + new
@@ -198,7 +198,7 @@ class OffloadedGradients:
         return old
 
     def _may_leave(self, grad: torch.Tensor, references: int) -> bool:
-        """Whether nobody but the parameter has a gradient, and its storage is all there is to it."""
+        """Whether only the parameter holds a gradient, and its storage describes it completely."""
         return (
             type(grad) in PLAIN_TYPES
             and is_plain(grad)
@@ -243,7 +243,7 @@ class OffloadedGradients:
     def _zeroing(self, original: Any) -> Any:
         @functools.wraps(original)
         def zero_grad(owner: Any, set_to_none: bool = True) -> Any:  # noqa: FBT002 - torch's own signature
-            if set_to_none and self._away:  # what is not there need not come back to be dropped
+            if set_to_none and self._away:  # an offloaded gradient need not be fetched to be dropped
                 for parameter in owner.parameters() if isinstance(owner, torch.nn.Module) else parameters_of(owner):
                     self._forget(parameter)
             return original(owner, set_to_none)
@@ -253,11 +253,11 @@ class OffloadedGradients:
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def optimizer_begins(self, optimizer: optim.Optimizer, *, closure: bool) -> None:
-        """The script calls an optimizer's step: update the parameters whose gradients are away, one by one.
+        """The script calls an optimizer's step: update the parameters whose gradients are offloaded, one by one.
 
         Args:
             optimizer: the optimizer.
-            closure: whether it was given one, which may compute other gradients first.
+            closure: whether the step was given a closure, which may compute other gradients first.
         """
         self._stepped = set()
         if not self.engaged or closure or unfit(optimizer) or _scales(optimizer):
@@ -277,30 +277,30 @@ class OffloadedGradients:
             self._stepped.add(id(parameter))
 
     def _begin_next(self, following: list[tuple[Any, torch.Tensor]]) -> None:
-        """On a device whose copies run beside its work, the next gradient comes while this one is used."""
+        """On an accelerator, whose copies overlap with its work, fetch the next gradient while this one is used."""
         for _, parameter in following:
             if parameter.device.type != "cpu":
                 self._away[id(parameter)].ticket.begin()
 
     def optimizer_ends(self, optimizer: optim.Optimizer) -> None:
-        """That step returned: what it updated here it has not updated again."""
+        """The optimizer's step returned; it skipped the parameters that :meth:`optimizer_begins` had updated."""
         if self._stepped:
             self._stepped = set()
             in_order(optimizer)
 
 
 def _scales(optimizer: Any) -> bool:
-    """Whether the step gets its gradients scaled (``GradScaler`` with a fused optimizer), and writes them."""
+    """Whether the step gets scaled gradients and unscales them in place (``GradScaler`` with a fused optimizer)."""
     return getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
 
 
 def _references(grad: torch.Tensor) -> int:
-    """References to a gradient's Python object, as its caller sees it."""
+    """Reference count of a gradient's Python object, the caller's own reference included."""
     return sys.getrefcount(grad)
 
 
 def _references_of_unheld() -> int:
-    """What :func:`_references` gives while nobody but the parameter has its gradient, under one name of the caller's."""
+    """What :func:`_references` returns for a gradient held only by its parameter and by one variable of the caller."""
     with beneath_autograd():
         parameter = torch.nn.Parameter(torch.empty(1))
         _GRAD.__set__(parameter, torch.empty(1))

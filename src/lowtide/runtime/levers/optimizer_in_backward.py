@@ -1,15 +1,15 @@
-"""Gradients consumed as they come: each parameter updated as soon as its gradient is whole, and the gradient let go.
+"""Updates each parameter during the backward, as soon as its gradient is complete, and then frees the gradient.
 
-Exact only where nobody looks at the gradients, or at the parameters, between the backward and the optimizer's step. So the
-lever acts only where the user asks for it by name, and what the script does is watched for as long as it runs: whoever does
-one of those things gets a :class:`LeverError` before anything wrong is computed, because a consumed gradient cannot be given
-back. (:mod:`lowtide.runtime.levers.offloaded_gradients` is the lever that a budget may pull by itself: it keeps gradients
-readable.)
+This is exact only if nothing reads or changes the gradients or the parameters between the backward and the optimizer's step.
+So it acts only if the user asks for it by name, and it watches the script for as long as it runs: a script that does such a
+thing gets a :class:`LeverError` before anything wrong is computed, because a consumed gradient cannot be restored.
+(:mod:`lowtide.runtime.levers.offloaded_gradients` is the memory optimization that a budget may engage automatically: it keeps
+gradients readable.)
 
 The update itself is the optimizer's own code, run on one parameter (:mod:`lowtide.runtime.levers.single_update`).
 
-One module, and a class of many fields: whether a gradient may be consumed depends on all that was seen of its parameter since
-the last step, and each event of the script changes some of that.
+One module, and a class of many fields: whether a gradient may be consumed depends on everything that was seen of its parameter
+since the last step, and each event of the script changes part of that.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ _MODULES: Final = torch.nn.modules.module.__file__
 
 @final
 class OptimizerInBackward:
-    """The lever, for all optimizers of a process.
+    """The memory optimization, for all optimizers of a process.
 
-    Its many fields and methods are the books on parameters and the events that change them (see the module).
+    Its many fields and methods are the bookkeeping on parameters and the events that change it (see the module).
 
     Attributes:
         engaged: whether gradients are consumed.
-        reason: why some are not.
-        consumed: gradients so far.
-        updating: whether an update runs now within the backward.
-        before_update: told of an optimizer and its parameter that is about to be updated within the backward.
+        reason: why some gradients are not consumed; empty if there is no such reason.
+        consumed: number of gradients consumed so far.
+        updating: whether an update within the backward is running.
+        before_update: called with an optimizer and its parameter before that is updated within the backward.
     """
 
     def __init__(self, phase: Callable[[], Phase], before_update: Callable[[optim.Optimizer, torch.Tensor], None]) -> None:
         """Watch nothing yet.
 
         Args:
-            phase: what the script is doing.
+            phase: returns the phase of the step that the script is in.
             before_update: see the attribute.
         """
         self.engaged = False
@@ -101,7 +101,7 @@ class OptimizerInBackward:
         """Act from the next backward on.
 
         Args:
-            optimizers: that are there already.
+            optimizers: those that exist already.
         """
         self.engaged = True
         self._optimizers.update(optimizers)
@@ -114,7 +114,7 @@ class OptimizerInBackward:
         self._wraps.put(torch.nn.Parameter, "grad", lambda _: property(self._get, self._set, self._delete))
 
     def remove(self) -> None:
-        """Watch no more."""
+        """Stop watching and consuming."""
         self._unpaired = self.engaged and bool(self._due) and not self._broken
         self._look_away()
         self._wraps.undo()
@@ -125,10 +125,11 @@ class OptimizerInBackward:
         self.engaged = False
 
     def check_left(self) -> None:
-        """After :meth:`remove`, where the script goes on.
+        """Complain if :meth:`remove` came between a backward and its step; for use where the script goes on.
 
         Raises:
-            LeverError: if gradients were consumed for a step that had not come, unless another error is on its way.
+            LeverError: if gradients were consumed for a step that has not run. While another error is propagating, a message
+                says so instead.
         """
         if self._unpaired and sys.exc_info()[0] is not None:
             tell(
@@ -142,11 +143,11 @@ class OptimizerInBackward:
             )
 
     def is_ours(self, hook: Any) -> bool:
-        """Whether a hook on a parameter is this lever's."""
+        """Whether a hook on a parameter belongs to this memory optimization."""
         return getattr(hook, "__self__", None) is self
 
     def figures(self) -> list[LeverFigures]:
-        """What became of the lever; nothing where it was not needed."""
+        """Figures of this memory optimization, for the summary; empty if there was nothing to do."""
         if self.consumed:
             return [LeverFigures(name=UPDATE, used=True, text=f"{self.consumed} gradients were consumed in the backward")]
         return [LeverFigures(name=UPDATE, used=False, text=self.reason)] if self.reason else []
@@ -163,14 +164,14 @@ class OptimizerInBackward:
     def backward_begins(self, *, own_code: bool, planned: bool) -> None:
         """Autograd's engine is about to run.
 
-        A planned backward need not be looked at operator by operator if, in the one before, nobody else had the memory of a
-        parameter or state when it was updated. What reads such memory without being asked for the parameter's gradient
-        first is another tensor on it, or is the parameter as it was saved, whose version is compared then: so it is enough
-        to see at each update that there is no other tensor (:meth:`_is_shared`).
+        A planned backward need not be checked operator by operator if the backward before it was planned too and, in it, no
+        other tensor shared the storage of a parameter or state when that was updated. After an update, only two things can
+        still read such a storage: a saved tensor of the parameter, whose version is compared when it is unpacked, and another
+        tensor on the storage. So it is enough to check at each update that there is no other tensor (:meth:`_is_shared`).
 
         Args:
             own_code: whether code of the script runs in it (hooks, custom functions).
-            planned: whether it follows a plan, with nobody else looking at its operators.
+            planned: whether it follows a plan, with no other dispatch mode on.
         """
         self._settle()
         if not self.engaged:
@@ -208,7 +209,7 @@ class OptimizerInBackward:
             self._look_away()
 
     def root_begins(self) -> None:
-        """A module is called from outside any module."""
+        """The script calls a module from outside any module."""
         self._settle()
         if self._due and self.engaged:
             self._against("a model is called between the backward and the optimizer's step")
@@ -219,7 +220,7 @@ class OptimizerInBackward:
 
         Args:
             optimizer: the optimizer.
-            closure: whether it was given one, which runs before the update.
+            closure: whether the step was given a closure, which runs before the update.
         """
         self._settle()
         if not self.engaged:
@@ -241,7 +242,7 @@ class OptimizerInBackward:
             self._against("the optimizer steps on a gradient of a former backward")
 
     def optimizer_ends(self, optimizer: optim.Optimizer) -> None:
-        """That step returned."""
+        """The optimizer's step returned."""
         self._stepping = False
         self._marks.pop(id(optimizer), None)
         if self._due.pop(id(optimizer), None) is not None:
@@ -257,7 +258,7 @@ class OptimizerInBackward:
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def _adopt(self) -> None:
-        """Know of each parameter which optimizer has it, and when its gradient is whole."""
+        """Find each parameter's optimizer, and hook the parameter to learn when its gradient is complete."""
         self._owners = {}
         reasons = {optimizer: unfit(optimizer) for optimizer in self._optimizers}
         self._fit = weakref.WeakSet(o for o, reason in reasons.items() if not reason)
@@ -280,7 +281,7 @@ class OptimizerInBackward:
                         self._hooks.append(put(p, self.gradient_is_whole))
 
     def gradient_is_whole(self, parameter: torch.Tensor) -> None:
-        """Autograd has summed up a parameter's gradient: a hook."""
+        """Hook: autograd has accumulated a parameter's gradient. Update the parameter and free the gradient."""
         if not self.engaged:
             return
         owner, number = self._owners.get(id(parameter), (None, 0))
@@ -300,7 +301,7 @@ class OptimizerInBackward:
         self.before_update(optimizer, parameter)
         if self._is_shared(optimizer, parameter):
             self._alone = False
-            if self._blind:  # the script's own step sees to it
+            if self._blind:  # leave the update to the script's own step
                 self._whole.difference_update(storages_of([parameter]))
                 return
         if id(optimizer) not in self._due:
@@ -317,14 +318,14 @@ class OptimizerInBackward:
         self.consumed += 1
 
     def _must_stay(self, optimizer: optim.Optimizer, parameter: torch.Tensor) -> None:
-        """A parameter and its states are to be neither read nor written until the optimizer steps."""
+        """Forbid reads and writes of a parameter and its states until the optimizer steps."""
         tensors = _with_state(optimizer, parameter)
         self._whole.update(storages_of(tensors))
         self._marks.setdefault(id(optimizer), {})[id(parameter)] = _mark(tensors)
 
     def _is_shared(self, optimizer: optim.Optimizer, parameter: torch.Tensor) -> bool:
-        """Whether another tensor has the memory of a parameter that is about to be updated, or of its states."""
-        if not (self._alone or self._blind):  # nobody asks
+        """Whether another tensor shares the storage of a parameter that is about to be updated, or of its states."""
+        if not (self._alone or self._blind):  # every operator is checked anyway
             return False
         return not all(is_plain(t) and sole_owner(t.untyped_storage(), 1) for t in _with_state(optimizer, parameter))
 
@@ -351,7 +352,7 @@ class OptimizerInBackward:
         _GRAD.__delete__(parameter)
 
     def _dropped(self, parameter: torch.Tensor, grad: torch.Tensor | None) -> None:
-        """The script lets go of a gradient, or would if it were there."""
+        """The script drops a gradient, or would if it had not been consumed."""
         gone = _known(self._gone, parameter)
         if not gone and grad is None:
             return
@@ -372,7 +373,7 @@ class OptimizerInBackward:
         return read
 
     def exposed(self, tensor: torch.Tensor, shown: Any) -> None:
-        """Code that torch does not see is given a tensor's memory, now or for as long as an array lives."""
+        """A tensor's memory is shown to code that torch does not see, once or for as long as an array (``shown``) lives."""
         if not self.engaged or self.updating or self._stepping:
             return
         address = tensor.untyped_storage()._cdata
@@ -380,7 +381,7 @@ class OptimizerInBackward:
             self._against("parameters or states are read after their gradients are whole, before the optimizer's step")
         elif any(on_storage(p) and p.untyped_storage()._cdata == address for o in self._optimizers for p in parameters_of(o)):
             self._shown = [ref for ref in self._shown if ref() is not None]
-            with suppress(TypeError):  # of a DLPack capsule nobody knows how long it is used
+            with suppress(TypeError):  # a DLPack capsule does not say how long it is used
                 self._shown.append(weakref.ref(shown))
 
     def _listing(self, original: Any) -> Any:
@@ -410,7 +411,7 @@ class OptimizerInBackward:
             self._looker.__enter__()  # type: ignore[no-untyped-call]
 
     def _look_away(self) -> None:
-        """Look no more; beneath a mode of the script the looker stays on the stack until a later call."""
+        """Stop looking; beneath a mode of the script, the looker stays on the stack until a later call."""
         looker = self._looker
         looker.on = False
         if looker.entered and _get_current_dispatch_mode() is looker:
@@ -419,7 +420,7 @@ class OptimizerInBackward:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """While other modes are put on or taken off: this one must not cover them."""
+        """Take the looker off while other modes are put on or taken off: it must not cover them."""
         looking = self._looker.on
         self._look_away()
         yield
@@ -427,12 +428,12 @@ class OptimizerInBackward:
             self._look()
 
     def _unseen(self) -> AbstractContextManager[None]:
-        """Where nobody but the lever looks at operators, its own need not go through Python one by one."""
+        """If only the looker is on, run the update without dispatch, so that its operators do not pass through Python."""
         alone = self._looker.entered and torch._C._len_torch_dispatch_stack() == 1  # type: ignore[attr-defined]
         return torch._C._DisableTorchDispatch() if alone else nullcontext()  # type: ignore[attr-defined]
 
     def look_at(self, func: Any, args: Any, kwargs: Any) -> None:
-        """An operator runs between the moment at which the first gradient is whole and the optimizer's step."""
+        """Check an operator that runs after the first gradient is complete and before the optimizer's step."""
         if self.updating or not self._whole:
             return
         for item in flatten((*args, *kwargs.values())):
@@ -442,12 +443,16 @@ class OptimizerInBackward:
                 )
 
     def _settle(self) -> None:
-        """Raise the pending error again where the script has caught it."""
+        """Raise the pending error again if the script has caught it."""
         if self._broken:
             raise LeverError(self._broken)
 
     def _against(self, reason: str) -> None:
-        """Something that would not be the same."""
+        """Refuse something that would change the script's results.
+
+        Raises:
+            LeverError: always, while engaged; also at later events (:meth:`_settle`).
+        """
         if not self.engaged:
             return
         self._broken = (
@@ -459,7 +464,7 @@ class OptimizerInBackward:
 
 @final
 class _Looker(Mode):
-    """Sees which parameters are used while they must not be."""
+    """Dispatch mode that detects uses of parameters and states while they are forbidden."""
 
     def __init__(self, updates: OptimizerInBackward) -> None:
         super().__init__()
@@ -468,7 +473,7 @@ class _Looker(Mode):
         self.entered = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One operator."""
+        """Check and run one operator."""
         kwargs = kwargs or {}
         if self.on:
             self._updates.look_at(func, args, kwargs)
@@ -476,19 +481,19 @@ class _Looker(Mode):
 
 
 def _shares_memory(optimizer: Any) -> bool:
-    """Whether another tensor of the script has a parameter's memory: NumPy may show it, which nobody sees being read."""
+    """Whether another tensor shares a parameter's storage: a NumPy array may show it, and reads of that are not seen."""
     plain = [p for p in parameters_of(optimizer) if on_storage(p)]
     shared = {p.untyped_storage()._cdata for p in plain if not sole_owner(p.untyped_storage(), 1)}
     if not shared:
         return False
-    hidden = gc.get_freeze_count() > 0  # frozen objects are not listed
+    hidden = gc.get_freeze_count() > 0  # get_objects() does not list frozen objects
     return hidden or any(
         type(o) is torch.Tensor and on_storage(o) and o.untyped_storage()._cdata in shared for o in gc.get_objects()
     )
 
 
 def _settings(optimizer: Any) -> list[dict[str, Any]]:
-    """All that an update depends on besides gradients and state."""
+    """A copy of everything an update depends on besides gradients and state: the settings of each group."""
     return [
         {k: v.clone() if isinstance(v, torch.Tensor) else copy.copy(v) for k, v in group.items() if k != "params"}
         for group in optimizer.param_groups
@@ -507,7 +512,7 @@ def _same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
                 return False
             try:
                 same = bool(x[k] == y[k])
-            except (ValueError, TypeError, RuntimeError):  # an array's comparison has no truth of its own
+            except (ValueError, TypeError, RuntimeError):  # comparing arrays gives no single bool
                 same = repr(x[k]) == repr(y[k])
             if not same:
                 return False
@@ -515,29 +520,29 @@ def _same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
 
 
 def _known(among: dict[int, weakref.ref[torch.Tensor]], parameter: torch.Tensor) -> bool:
-    """Whether a parameter is among some; ids alone are given out again."""
+    """Whether a parameter is in ``among``; the id alone does not tell, as ids are reused."""
     found = among.get(id(parameter))
     return found is not None and found() is parameter
 
 
 def _with_state(optimizer: Any, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """A parameter and the optimizer's tensors for it."""
+    """A parameter and the tensors of the optimizer's state for it."""
     state = optimizer.state.get(parameter, {})
     return [parameter, *(t for t in state.values() if isinstance(t, torch.Tensor))]
 
 
 def _mark(tensors: Iterable[torch.Tensor]) -> Any:
-    """What moves when a parameter, or the optimizer's state of it, is replaced or written to."""
+    """Ids, addresses and versions of tensors: one changes when a tensor is replaced or written."""
     return [(id(t), t.data_ptr() if t.layout is torch.strided else 0, t._version) for t in tensors]
 
 
 def _moves_modules() -> bool:
-    """Whether ``nn.Module`` itself asks, to move or convert parameters with their gradients."""
+    """Whether ``nn.Module`` itself reads a gradient, to move or convert parameters with their gradients."""
     return sys._getframe(2).f_code.co_filename == _MODULES
 
 
 def _where() -> str:
-    """The script's own line, for people."""
+    """File and line of the script's innermost frame, for an error message; empty if there is none."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, str(PACKAGE))):
         frame = frame.f_back  # type: ignore[assignment]

@@ -1,7 +1,7 @@
-"""The optimizer's own update, run on one parameter at a time.
+"""Runs the optimizer's own update on one parameter at a time.
 
-torch's optimizers in :data:`KNOWN` treat each parameter alone (``torch/optim``: the single-tensor, foreach and fused kernels
-are element-wise), so the bits are those of the script's step.
+The optimizers of torch in :data:`KNOWN` treat each parameter independently (``torch/optim``: the single-tensor, foreach and
+fused kernels are element-wise), so the bits are those of the script's step.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ KNOWN: Final = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta,
     torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
 )
-"""Optimizers that treat each parameter by itself and look at nothing but its gradient and its state."""
+"""Optimizers that treat each parameter independently and read only its gradient and its state."""
 
 MIXED: Final = (torch.optim.SGD, torch.optim.Adagrad)
-"""Of these, those whose foreach update goes entry by entry where one entry is new, or sparse (``torch/optim/sgd.py``)."""
+"""Those whose foreach update goes entry by entry if one entry is new (has no buffer) or sparse (``torch/optim/sgd.py``)."""
 LOW_PRECISION: Final = (torch.bfloat16, torch.float16)
-"""In these, one by one and all at once round differently."""
+"""Types in which an update entry by entry rounds differently from one of all entries at once."""
 
 
 def bare(step: Any) -> Any:
-    """An optimizer's step without what calls its hooks."""
+    """An optimizer's step without the wrapper that calls its hooks."""
     while getattr(step, "hooked", False):
         step = step.__wrapped__
     return step
 
 
 _STEPS: Final = {kind: bare(kind.step) for kind in KNOWN}
-"""As torch has them: a step that was replaced is another optimizer."""
+"""The steps as torch defines them: an optimizer whose step was replaced is not a known one."""
 
 
 def update_one(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> None:
-    """The optimizer's own update, of one parameter."""
-    step = bare(type(optimizer).step)  # step hooks are the script's call's
+    """Run the optimizer's own update of one parameter, which is in ``group``."""
+    step = bare(type(optimizer).step)  # step hooks belong to the script's own call
     groups, parameters = optimizer.param_groups, group["params"]
     optimizer.param_groups, group["params"] = [group], [parameter]
     try:
@@ -50,7 +50,7 @@ def update_one(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -
 
 
 def _full_precision(device: str) -> AbstractContextManager[None]:
-    """As a script's step runs, outside its ``autocast``."""
+    """Turn autocast off if it is on: a script's step runs outside of it."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
@@ -82,18 +82,18 @@ def unfit(optimizer: Any) -> str:
 
 
 def _is_lowtides(hook: Any) -> bool:
-    """Whether a hook is Lowtide's own: the clock's, or that of a probe that counts steps."""
+    """Whether a hook is Lowtide's own: the clock's (:class:`PhaseTracker`), or that of a probe that counts steps."""
     return str(getattr(hook, "__module__", "")).partition(".")[0] == "lowtide"
 
 
 def _is_rounded(group: dict[str, Any]) -> bool:
-    """Whether a group has parameters of low precision whose update takes another path for all if one is without a buffer."""
+    """Whether a group has low-precision parameters whose update takes another path for all if one has no buffer."""
     listed = group.get("foreach") is not False and bool(group.get("momentum", 1))
     return listed and any(p.dtype in LOW_PRECISION for p in group["params"])
 
 
 def in_order(optimizer: Any) -> None:
-    """States in the order of the parameters, as the script's own first step would have made them."""
+    """Put states into the order of the parameters, in which the script's own first step would have created them."""
     wanted = [p for p in parameters_of(optimizer) if p in optimizer.state]
     if any(a is not b for a, b in zip(wanted, optimizer.state, strict=False)):
         states = [(p, optimizer.state.pop(p)) for p in wanted]

@@ -1,7 +1,7 @@
-"""A foreach optimizer's update in slices: its temporaries are as large as all parameters of a call together.
+"""Runs a foreach optimizer's update in slices: its temporaries are as large as all parameters of a call together.
 
-torch's multi-tensor updates take lists and treat each entry by itself, element by element (``torch/optim/*._multi_tensor_*``):
-called on parts of the lists they give the same bits, with temporaries of a part.
+torch's multi-tensor updates take lists and treat each entry independently and element-wise
+(``torch/optim/*._multi_tensor_*``). Called on slices of the lists, they give the same bits, with temporaries for one slice.
 """
 
 from __future__ import annotations
@@ -20,43 +20,44 @@ from lowtide.runtime.storage.views import bytes_of
 _KINDS: Final = ("sgd", "adam", "rmsprop", "adagrad", "adadelta", "adamax", "nadam", "radam")
 
 TEMPORARIES: Final = 3
-"""Times the parameters' bytes that an update takes at most: Adadelta with weight decay does (measured over all kinds)."""
+"""Maximum temporaries of an update, in multiples of the parameters' bytes (measured over all kinds; Adadelta with weight decay
+takes this many)."""
 
 
 SHARES: Final = 8
-"""SlicedOptimizer of an update where there is no budget."""
+"""Slices that an update is cut into if there is no budget."""
 
 
 @final
 class SlicedOptimizer:
-    """Cuts updates so that they fit.
+    """Cuts updates into slices so that they fit.
 
     Attributes:
-        cut: how many updates were cut.
+        cut: number of updates that were cut.
     """
 
     def __init__(self, room: Callable[[], int | None]) -> None:
         """Wrap nothing yet.
 
         Args:
-            room: bytes that may be taken now; None where no budget says.
+            room: returns the bytes that may be taken now; None without a budget.
         """
         self.cut = 0
         self._room = room
         self._wraps = Wraps()
 
     def install(self) -> None:
-        """Wrap the updates of torch that work on lists."""
+        """Wrap torch's multi-tensor updates."""
         for kind in _KINDS:
             module = sys.modules[f"torch.optim.{kind}"]
             self._wraps.put(module, f"_multi_tensor_{kind}", self._sliced)
 
     def remove(self) -> None:
-        """Leave them as they were."""
+        """Restore torch's updates."""
         self._wraps.undo()
 
     def figures(self) -> list[LeverFigures]:
-        """What became of the lever."""
+        """Figures of this memory optimization, for the summary; empty if nothing was cut."""
         return [LeverFigures(name=SLICES, used=True, text=f"{self.cut} updates were cut into slices")] if self.cut else []
 
     def _sliced(self, original: Any) -> Any:
@@ -83,7 +84,7 @@ class SlicedOptimizer:
 
 
 def _runs(sizes: list[int], most: int) -> list[tuple[int, int]]:
-    """Consecutive entries, each run's bytes at most so many, or one entry."""
+    """Start and end of runs of consecutive entries: each of at most ``most`` bytes, or of one larger entry."""
     runs, start, total = [], 0, 0
     for i, size in enumerate(sizes):
         if i > start and total + size > most:

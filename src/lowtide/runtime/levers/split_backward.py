@@ -1,7 +1,7 @@
-"""Convolutions and batch norms whose backward runs over pieces of the batch, or of the channels.
+"""Convolutions and batch norms whose backward runs in pieces: over the batch, or over the channels.
 
-What the library takes inside a backward (oneDNN: the input and the gradient in a layout of its own) is as large as what it
-works on: of a 3x3 convolution two fifths of all that is there at that moment. The forward is torch's own, bit by bit.
+What the library allocates inside a backward (oneDNN: the input and the gradient in a layout of its own) is as large as what it
+works on: for a 3x3 convolution, two fifths of everything resident at that moment. The forward is torch's own, bit for bit.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from lowtide.base.lever_catalogue import CHANNEL_PIECES, sample_pieces
 
 
 def pieces_of(x: torch.Tensor) -> int:
-    """Into how many pieces the batch of a convolution is cut; 1 where it stays whole."""
+    """Number of pieces that a convolution's batch is cut into; 1 if it stays whole."""
     return sample_pieces(x.size(0), x[0].numel(), x.dim())
 
 
 class Convolution(torch.autograd.Function):
-    """A convolution over samples; its gradients sample by sample, or some at a time."""
+    """A convolution whose backward runs over pieces of the batch (:func:`pieces_of`)."""
 
     of_lowtide = True
 
@@ -26,13 +26,13 @@ class Convolution(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: tuple[Any, ...]
     ) -> torch.Tensor:
-        """As torch does it.
+        """Run torch's convolution.
 
         Args:
-            ctx: autograd's.
+            ctx: autograd's context.
             x: (samples, channels, sides...).
-            weight: (channels out, channels / groups, kernel...), or as transposed ones have it.
-            bias: (channels out,) or None.
+            weight: (output channels, channels / groups, kernel...), or a transposed convolution's layout.
+            bias: (output channels,) or None.
             how: stride, padding, dilation, transposed, output padding, groups, as ``torch.convolution`` takes them.
         """
         ctx.save_for_backward(x, weight)
@@ -41,7 +41,7 @@ class Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        """Gradients of input, weight and bias; whole where they are to have a graph of their own."""
+        """Gradients of input, weight and bias; not in pieces if they need a graph of their own (``create_graph``)."""
         x, weight = ctx.saved_tensors
         mask = ctx.needs_input_grad[:3]
 
@@ -72,7 +72,7 @@ class Convolution(torch.autograd.Function):
 
 
 class Norm(torch.autograd.Function):
-    """A batch norm; its gradients over pieces of the channels, which know nothing of each other."""
+    """A batch norm whose backward runs over pieces of the channels, which are independent of each other."""
 
     of_lowtide = True
 
@@ -81,10 +81,10 @@ class Norm(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, mean: torch.Tensor | None,
         var: torch.Tensor | None, how: tuple[Any, ...],
     ) -> torch.Tensor:
-        """As torch does it; the running statistics move once.
+        """Run torch's batch norm; the running statistics are updated once.
 
         Args:
-            ctx: autograd's.
+            ctx: autograd's context.
             x: (samples, channels, sides...).
             weight: (channels,) or None; bias, mean and var likewise.
             bias: see weight.
@@ -100,7 +100,7 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        """Gradients of input, weight and bias; whole where they are to have a graph of their own."""
+        """Gradients of input, weight and bias; not in pieces if they need a graph of their own (``create_graph``)."""
         x, weight, mean, var, here, scale = ctx.saved_tensors
         training, _, epsilon = ctx.how
         mask = ctx.needs_input_grad[:3]
@@ -135,7 +135,7 @@ _ALL: Final = slice(None)
 
 
 def _added(total: torch.Tensor | None, found: torch.Tensor) -> torch.Tensor:
-    """A running sum; of types of low precision in float32."""
+    """Add to a running sum; bfloat16 and float16 are summed in float32."""
     if total is None:
         return found.float() if found.dtype in (torch.bfloat16, torch.float16) else found
     return total.add_(found)

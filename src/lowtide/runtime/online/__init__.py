@@ -1,1 +1,1 @@
-"""Holding a budget without a plan: operators are retried after an eviction."""
+"""Holding the budget without a plan: an operator that does not fit is retried after an eviction."""

@@ -1,11 +1,11 @@
-"""Holding a limit on line: what is let go when an operator would cross it, or fails for want of memory.
+"""The online evictor: drops or offloads values when an operator would cross the limit or runs out of memory.
 
-Values go in the order of the cost that Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021, arXiv 2006.09616) gives
-them: seconds to bring a value back, over its bytes and the time since it was last used; here a value may be moved, too, where
-that is quicker than making it again.
+Values are evicted in the order of the cost from Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021,
+arXiv 2006.09616): the seconds to bring a value back, divided by its bytes and by the time since its last use. Here a value may
+also be offloaded, where that is faster than recomputing it.
 
-One module: what may leave, in what order, and how it comes back are rules about the same books (what is kept, what is away,
-what only records hold), which have to agree after each of them.
+One module: the rules for what may leave, in what order, and how it comes back all work on the same bookkeeping (what is kept,
+what is away, what only records hold), which must be consistent after each of them.
 """
 
 from __future__ import annotations
@@ -42,32 +42,33 @@ if TYPE_CHECKING:
     from lowtide.runtime.record.trace_recorder import TraceRecorder
 
 SMALLEST_BYTES = 2048
-"""Values below this size are never dropped: their book-keeping would cost more than they do."""
+"""Values below this size are never evicted: the bookkeeping would cost more than it frees."""
 
 ASSUMED = Bandwidth(write=10e9, read=10e9, read_fresh=10e9)
-"""Bytes per second between a device and pinned memory where there was no room to measure: PCIe 3.0 x16 gives some 12e9."""
+"""Bytes per second assumed between a device and pinned memory, without room to measure: PCIe 3.0 x16 reaches about 12e9."""
 
 @final
 class Evictor:
-    """Drops and moves saved values so that operators fit.
+    """Drops and offloads saved values so that operators fit.
 
-    Its many fields are the books on values (kept, away, dropped by plan, held by records alone) and the parts that it works
-    with.
+    Its many fields are the bookkeeping of values (kept, away, dropped by plan, held only by records) and the parts that it
+    works with.
 
     Attributes:
-        budget: what is held; its ``limit_bytes`` are read at every operator.
-        exempt: modules whose values stay.
-        moves: whether values may go to the second board, which has room.
-        planned: tells, for an operator's site and the slot of its output, whether the plan drops that value.
-        times: how often it let go of something.
-        operators: runs them, and again where they do not fit.
-        recorder: of the unit that runs: what operators, autograd and this one do to its values is told to it.
+        budget: the budget to hold; its ``limit_bytes`` is read at every operator.
+        exempt: modules whose values are not evicted.
+        moves: whether values may be offloaded; False once the offload tier has no room.
+        planned: tells, for an operator's site and the slot of its output, whether the plan drops that value; None without a
+            plan.
+        times: number of evictions so far.
+        operators: runs operators, and retries those that do not fit.
+        recorder: the running unit's recorder. It is notified of what operators, autograd and this evictor do to values.
     """
 
     def __init__(
         self, meter: Meter, ledger: Ledger, board: FileTier | PinnedTier, budget: Budget, recorder: TraceRecorder
     ) -> None:
-        """Nothing is saved yet; ``recorder`` is that of no unit."""
+        """Begin with nothing saved, and with the ``recorder`` for operators outside any unit."""
         self.meter = meter
         self.ledger = ledger
         self.board = board
@@ -91,7 +92,7 @@ class Evictor:
         self._bandwidth: Bandwidth | None = None
 
     def use(self, meter: Meter, board: FileTier | PinnedTier) -> None:
-        """Watch another device from now on."""
+        """Watch another device from now on, with its meter and its offload tier."""
         self.meter, self.board = meter, board
         self._bandwidth = None
         self.operators.forget_sizes()
@@ -99,15 +100,15 @@ class Evictor:
     # --- what autograd saves -----------------------------------------------------------------------------------------
 
     def away_bytes(self) -> int:
-        """Bytes of values that autograd has and that are not there."""
+        """Bytes of values that autograd has saved and that are not resident."""
         return sum(v.bytes for v in {*self.away, *self.weakly} if v.saves and v.storage() is None)
 
     def has_dropped(self) -> bool:
-        """Whether any of those was dropped, not moved."""
+        """Whether any saved value is dropped, not offloaded."""
         return any(v.storage() is None for v in self._dropped())
 
     def made(self, site: Site, fresh: Iterable[Value], overwritten: Iterable[Value]) -> None:
-        """An operator made values; those that the plan drops are marked."""
+        """Note the values that an operator made: bar those of exempt modules from eviction, mark those that the plan drops."""
         self.clock += 1
         barred = self.exempt.covers(site.module)
         for slot, value in enumerate([*fresh, *overwritten]):
@@ -122,14 +123,14 @@ class Evictor:
     def saved(self, value: Value, storage: torch.UntypedStorage) -> None:
         """Autograd saves a tensor of a value: hold it, unless the plan drops it."""
         value.saves += 1
-        if value.record is None:  # the plan drops it, but what it was made from has been written since
+        if value.record is None:  # the plan drops it, but its inputs have been written since
             self.weakly.discard(value)
         if value.tensor is None and value not in self.weakly:
             value.tensor = as_bytes(storage)
             self.kept[value] = None
 
     def inherited(self, old: Value, new: Value) -> None:
-        """A saved value was overwritten: the new version keeps its saved tensors."""
+        """A value was overwritten in place: the new version takes over its saved tensors."""
         if old in self.barred:
             self.barred.add(new)
         self.kept.pop(old, None)
@@ -141,7 +142,7 @@ class Evictor:
             self.kept[new] = None
 
     def released(self, value: Value) -> None:
-        """Autograd lets go of one saved tensor of a value."""
+        """Autograd released one saved tensor of a value."""
         value.saves -= 1
         if value.saves == 0:
             value.tensor = None
@@ -152,17 +153,19 @@ class Evictor:
     # --- room --------------------------------------------------------------------------------------------------------
 
     def room_for(self, size: int) -> bool:
-        """Make room for so many bytes below the limit; whether they fit, or something left for them."""
+        """Make room for ``size`` bytes below the limit; return whether they fit, or something was evicted for them."""
         over = self.meter.live() + size + SLACK_BYTES - self.budget.limit_bytes
         return not self.budget.limit_bytes or over <= 0 or bool(self.make_room(over))
 
     @contextlib.contextmanager
     def around_unseen(self, region: Any, given_bytes: int) -> Iterator[None]:
-        """Make room for code whose operators are not seen: for what it took before, at its first sight all that there is.
+        """Make room for code whose operators are not intercepted.
+
+        The room is what the code took before; on its first run, everything that can be evicted makes way.
 
         Args:
-            region: what is known to run again.
-            given_bytes: of its arguments; more of them are taken to need more in proportion.
+            region: identifies the code from one run to the next; referenced weakly.
+            given_bytes: bytes of its arguments; with more bytes than before, the room grows in proportion.
         """
         known = self._regions.get(region)
         if known is None:
@@ -180,7 +183,7 @@ class Evictor:
 
     @contextlib.contextmanager
     def leaving(self, size: int) -> Iterator[None]:
-        """Leave so many bytes of the limit to what is not seen: whatever is brought back meanwhile stays below."""
+        """Reserve ``size`` bytes of the limit for code that is not intercepted; values brought back meanwhile respect that."""
         limit = self.budget.limit_bytes
         self.room_for(size)
         self.budget.limit_bytes = max(1, limit - size)
@@ -190,7 +193,7 @@ class Evictor:
             self.budget.limit_bytes = limit
 
     def make_room(self, needed: int) -> int:
-        """Evict at least so many bytes, the cheapest per byte and time since last use first; return the bytes freed."""
+        """Evict ``needed`` bytes if possible, the cheapest per byte and time since last use first; return the bytes freed."""
         alone = self._alone()
         wanted: set[int] = set()
         offers = []
@@ -204,7 +207,7 @@ class Evictor:
             if alone and drop < math.inf:
                 behind = anchors_behind((value,)) & alone.keys()
                 if sum(alone[key] for key in behind) >= value.bytes:
-                    drop = math.inf  # what it is made from would have to stay, and is larger
+                    drop = math.inf  # the anchors for its recompute would have to stay, and are no smaller
                 else:
                     wanted |= behind
             move = self._move_seconds(value)
@@ -231,7 +234,7 @@ class Evictor:
         return speed.read_seconds(value.bytes) + (0.0 if value.ticket is not None else value.bytes / speed.write)
 
     def _alone(self) -> dict[int, int]:
-        """Anchors (their ids) that nothing but records hold, and that no value needs to come back; their bytes."""
+        """Bytes, by id, of the anchors that only records hold and that no dropped value needs to come back."""
         found = {
             id(anchor): storage.nbytes()
             for storage, group in held_alone(self.anchors) if storage.nbytes() >= SMALLEST_BYTES
@@ -242,19 +245,19 @@ class Evictor:
         return found
 
     def _forget(self, anchors: AbstractSet[int]) -> int:
-        """Let go of anchors; the bytes freed.
+        """Release anchors, given by id; return the bytes freed.
 
-        What is made from them is not made again any more. What of it is there is an anchor of its own from here on, for all
-        that was made from it; what is not takes along what was made from it.
+        Values made from them cannot be recomputed any more. If such a value is resident, it becomes an anchor for everything
+        made from it; if it is not, the values made from it cannot be recomputed either.
         """
         before = self.meter.live()
         if anchors:
             self.times += 1
-            self._cut(anchors)  # whose frame holds what goes
+            self._cut(anchors)  # in a frame of its own, whose locals hold what is to be freed
         return before - self.meter.live()
 
     def _cut(self, anchors: AbstractSet[int]) -> None:
-        needed = anchors_behind((*self._dropped(), *self.weakly))  # more was dropped since they were alone
+        needed = anchors_behind((*self._dropped(), *self.weakly))  # values may have been dropped since _alone()
         first, readers = made_from_anchors(
             anchors - needed, (*self.ledger.values(), *self.kept, *self.away, *self.weakly)
         )
@@ -274,7 +277,7 @@ class Evictor:
                     self.recorder.anchored(value)
 
     def _move_kept(self, needed: int) -> int:
-        """Move what a planned forward holds that left its plan: saved tensors and inputs of replays; the bytes freed."""
+        """Offload what a planned forward that diverged holds (saved tensors, inputs of replays); return the bytes freed."""
         if not self.moves:
             return 0
         freed = 0
@@ -317,22 +320,22 @@ class Evictor:
 
     @property
     def bandwidth(self) -> Bandwidth | None:
-        """Speed of the second board, measured at first use; None where nothing may go there."""
+        """Speed of the offload tier, measured at first use; None if nothing may be offloaded."""
         if self._bandwidth is None and self.moves:
             try:
                 self._bandwidth = self.board.measure()
             except OSError:
                 self.moves = False
-            except torch.OutOfMemoryError:  # asked for the first time when there is no room left to try it
+            except torch.OutOfMemoryError:  # first asked for when no memory is left to measure it
                 return ASSUMED
         return self._bandwidth
 
     def learn(self, bandwidth: Bandwidth | None) -> None:
-        """Take the second board's speed as transfers of a planned unit met it."""
+        """Use the offload tier's speed that the transfers of a planned unit measured."""
         self._bandwidth = bandwidth
 
     def _can_drop(self, value: Value) -> bool:
-        """Whether every operator needed to make a value again can still run on the bits it saw."""
+        """Whether every operator needed to recompute a value can still run on the bits that it read before."""
         seen: set[int] = set()
         stack = [value]
         while stack:
@@ -353,7 +356,7 @@ class Evictor:
         return True
 
     def _chain_seconds(self, value: Value) -> float:
-        """Seconds to make a value again as things stand, capped in depth by what is resident."""
+        """Seconds to recompute a value now; the chain ends at resident values."""
         total, seen, stack = 0.0, {id(value.record)}, [value]
         while stack:
             v = stack.pop()
@@ -368,7 +371,7 @@ class Evictor:
     # --- coming back -------------------------------------------------------------------------------------------------
 
     def resident(self, value: Value) -> torch.UntypedStorage:
-        """A value's storage, made or fetched again if it was let go; held until it is let go again."""
+        """A value's storage, recomputed or fetched if it is away; a saved value is then held until it is evicted again."""
         storage = value.storage()
         if storage is None:
             storage = remake(value, self._replayer)
@@ -385,9 +388,10 @@ class Evictor:
     # --- writes in place ---------------------------------------------------------------------------------------------
 
     def before_write(self, value: Value) -> None:
-        """A value is about to be overwritten: what was dropped and depends on it comes back.
+        """A value is about to be overwritten: bring back the dropped values that depend on it.
 
-        If it cannot be made again itself, nothing that was made from it can, once what is held in between has gone.
+        If the value itself cannot be recomputed, nothing made from it can be, once the values in between are gone; so none of
+        it is recomputed any more.
         """
         if value.record is not None:
             for v in self._dropped():
@@ -403,20 +407,23 @@ class Evictor:
         for v in dropped:
             if v in last:
                 self._bring_back(v)
-                if v.storage() is not None:  # or it would be let go for the next one
+                if v.storage() is not None:  # else it could be dropped again for the next one
                     v.record = None
 
     def exposed(self, value: Value) -> None:
-        """A value may be overwritten at any time from here on: nothing that depends on it is made again any more."""
+        """A value may be overwritten at any time from now on: nothing that depends on it is recomputed any more.
+
+        Dropped values that depend on it are brought back now.
+        """
         for v in (*self._dropped(), *self.kept, *self.weakly):
             if v is not value and v.record is not None and depends(v, value):
                 if v.tensor is None and v.ticket is None:
                     self._bring_back(v)
-                if v.tensor is not None:  # else the checksum will tell
+                if v.tensor is not None:  # else its checksum reveals a write
                     v.record = None
 
     def before_unseen_writes(self) -> None:
-        """From here on nothing is told of writes: whatever was dropped comes back."""
+        """Writes are not intercepted from now on: bring back everything that was dropped."""
         for v in self._dropped():
             self._bring_back(v)
 
@@ -425,13 +432,13 @@ class Evictor:
 
     def _bring_back(self, value: Value) -> None:
         self.weakly.discard(value)
-        with beneath_autograd(), contextlib.suppress(ReplayError):  # of a graph that is of no use any more: who asks is told
+        with beneath_autograd(), contextlib.suppress(ReplayError):  # its graph may be of no use any more; unpacking raises
             self.resident(value)
 
 
 @final
 class _Replayer:
-    """The online policy's way of bringing values back: under the limit, all of it evictable again."""
+    """How the online policy brings values back: under the limit, and so that all of them can be evicted again."""
 
     def __init__(self, evictor: Evictor) -> None:
         self._evictor = evictor
@@ -456,7 +463,7 @@ class _Replayer:
     def room(self, size: int) -> None:
         self._evictor.room_for(size)
 
-    def ran(self, record: Record, seconds: float) -> None:  # noqa: ARG002 - the plan's way asks which
+    def ran(self, record: Record, seconds: float) -> None:  # noqa: ARG002 - the plan's replayer uses it
         self._evictor.tally.recomputed_ops += 1
         self._evictor.tally.recompute_seconds += seconds
 

@@ -7,21 +7,21 @@ from typing import final
 
 @final
 class KeptModules:
-    """Modules whose values are never dropped, by their paths, with or without the model's class in front."""
+    """The modules whose values are never dropped, given by path, with or without the model's class in front."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
-        """None was met."""
+        """Begin without a module that matches."""
         self.names = names
         self._met: set[str] = set()
         self._known: dict[str, bool] = {}
 
     @property
     def unmet(self) -> tuple[str, ...]:
-        """Names that no module had."""
+        """Names that no module has matched so far."""
         return tuple(name for name in self.names if name not in self._met)
 
     def covers(self, module: str) -> bool:
-        """Whether a module is one of them, or within one."""
+        """Whether a module, given by path, is one of them or inside one."""
         found = self._known.get(module)
         if found is None:
             paths = (module, module.partition(".")[2])

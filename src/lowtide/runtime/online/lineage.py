@@ -1,4 +1,4 @@
-"""What saved values were made from, what holds them, and whether one that was made again has the bits that it had."""
+"""What saved values were made from, what holds them, and whether a recomputed value has its former bits."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lowtide.runtime.tensors import on_storage
 
 
 def held_alone(keeps: Iterable[Any]) -> Iterator[tuple[torch.UntypedStorage, list[Any]]]:
-    """Storages that nothing but some of these (saved tensors that are kept, anchors; None for those that are gone) hold."""
+    """Storages that only the given holders (kept saved tensors, anchors; None if dead) reference, each with its holders."""
     groups: dict[int, list[Any]] = {}
     for kept in keeps:
         held = None if kept is None else kept.held
-        if held is not None and type(held) in PLAIN_TYPES and on_storage(held):  # of others bytes and metadata are not all
+        if held is not None and type(held) in PLAIN_TYPES and on_storage(held):  # others are more than bytes and metadata
             groups.setdefault(held.untyped_storage()._cdata, []).append(kept)
     for group in groups.values():
         storage = group[0].held.untyped_storage()
@@ -29,7 +29,7 @@ def held_alone(keeps: Iterable[Any]) -> Iterator[tuple[torch.UntypedStorage, lis
 
 
 def verify(value: Value, storage: torch.UntypedStorage) -> None:
-    """Compare a remade value's bytes with what was dropped.
+    """Compare the checksum of a recomputed value with that of the dropped bytes.
 
     Raises:
         ReplayError: if they differ.
@@ -44,7 +44,7 @@ def verify(value: Value, storage: torch.UntypedStorage) -> None:
 
 
 def made_from(source: Value, values: Iterable[Value]) -> set[Value]:
-    """Those of some values that were made from another, over whatever is in between."""
+    """Those of ``values`` that were made from ``source``, directly or through others."""
     known: dict[int, bool] = {}
 
     def settled(record: Record | None) -> bool | None:
@@ -68,7 +68,7 @@ def made_from(source: Value, values: Iterable[Value]) -> set[Value]:
 
 
 def anchors_behind(values: Iterable[Value]) -> set[int]:
-    """The anchors (their ids) that chains may read which make values again."""
+    """Ids of the anchors that chains may read to recompute values."""
 
     def is_remade(argument: Argument) -> bool:
         return argument.anchor is None and argument.value is not None and argument.value.tensor is None
@@ -79,7 +79,16 @@ def anchors_behind(values: Iterable[Value]) -> set[int]:
 def made_from_anchors(
     anchors: AbstractSet[int], values: Iterable[Value]
 ) -> tuple[list[Value], dict[int, list[tuple[Value, Argument]]]]:
-    """Among values and all that they were made from: what is made from anchors (their ids) at once; who reads which value."""
+    """Search values, and everything they were made from, for direct readers of anchors.
+
+    Args:
+        anchors: ids of the anchors.
+        values: where the search begins.
+
+    Returns:
+        The values whose own operator reads one of the anchors; and, by the id of each value that was read, its readers: pairs
+        of the value made and the argument read.
+    """
     found: list[Value] = []
     readers: dict[int, list[tuple[Value, Argument]]] = {}
     seen: set[int] = set()
@@ -99,6 +108,6 @@ def made_from_anchors(
 
 
 def depends(value: Value, on: Value) -> bool:
-    """Whether making a value again, as things stand, reads another."""
+    """Whether recomputing ``value`` now would read ``on``."""
     behind = records_behind(value, lambda a: a.value is not None and a.value.tensor is None)
     return any(a.value is on for record in behind for a in record.inputs)

@@ -1,8 +1,8 @@
-"""The full interception: every operator is recorded, and the budget is held on line.
+"""The full interception: records every operator and holds the budget online, that is, without a plan.
 
-Used for the first steps, for steps off the plan, and wherever no plan exists. Each operator of the forward pass leaves a
-record, so that what it made can be made again; when an operator would lift memory over the budget, or fails for want of
-memory, saved values are dropped or moved, the cheapest per byte and time since last use first, and the operator runs again.
+It is used for the first steps, for steps that diverge from their plan, and wherever no plan exists. Each operator of the
+forward leaves a record, so that its results can be recomputed. When an operator would exceed the budget or runs out of memory,
+saved values are dropped or offloaded, the cheapest per byte and time since last use first, and the operator runs again.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 @final
 class OnlineMode(Mode):
-    """Sees every operator below autograd.
+    """Dispatch mode that sees every operator below autograd.
 
     Attributes:
-        updating: whether an optimizer writes while no backward is to come that is known of: what was made from its parameters
-            is not brought back before. Whoever asks for it even so is told.
+        updating: whether an optimizer is writing and no known backward is still to come. Dropped values made from its
+            parameters are then not brought back before the write; unpacking one afterwards raises.
     """
 
     def __init__(self, clock: PhaseTracker, ledger: Ledger, evictor: Evictor) -> None:
-        """Share the runtime's parts; operators are noted into the evictor's recorder."""
+        """Use the runtime's shared parts; operators go into the evictor's recorder."""
         super().__init__()
         self.clock = clock
         self.ledger = ledger
@@ -51,18 +51,18 @@ class OnlineMode(Mode):
         self._counts: dict[tuple[str, str], int] = {}
 
     def begin(self, *, remember: bool, write_listeners: tuple[WriteListener, ...] = ()) -> None:
-        """Another unit begins, or none does.
+        """Begin another unit, or operators outside any unit.
 
         Args:
             remember: whether operators leave records, so that they can run again.
-            write_listeners: told of every write beforehand.
+            write_listeners: notified before every write.
         """
         self.remembers = remember
         self.write_listeners = write_listeners
         self._counts = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One operator."""
+        """Intercept one operator."""
         if not PLAIN_TYPES.issuperset(types):
             return make_way(func, types, args, kwargs)
         kwargs = kwargs or {}
@@ -76,7 +76,7 @@ class OnlineMode(Mode):
             self.passive = False
 
     def _remembers(self) -> bool:
-        """Whether operators leave records: within a unit, in what a plan follows."""
+        """Whether operators leave records: inside a unit, in the phases that a plan follows."""
         return self.remembers and self.clock.scripted
 
     def _site(self, info: OpInfo) -> Site:
@@ -87,7 +87,7 @@ class OnlineMode(Mode):
         return Site(module, info.name, nth)
 
     def _passes(self, info: OpInfo) -> bool:
-        """Whether an operator is only to fit: nobody notes it, and what it makes is met when somebody reads it."""
+        """Whether an operator only has to fit: nothing records it, and its results enter the ledger when they are read."""
         return not (info.mutates or self.evictor.recorder.notes or self._remembers()) and self.evictor.meter.exact
 
     def _observe(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
@@ -117,14 +117,14 @@ class OnlineMode(Mode):
         return out
 
     def _value(self, tensor: torch.Tensor) -> Value | None:
-        """The value that a tensor shows; None for what has no storage of its own."""
+        """The value in a tensor's storage; None if the tensor is not on a storage, or its type intercepts operators itself."""
         if not on_storage(tensor) or type(tensor).__torch_dispatch__ is not NO_DISPATCH:
             return None
         storage = tensor.untyped_storage()
         return self.ledger.find(storage) or self.ledger.enter(storage, None)
 
     def _record(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Record | None:
-        """What it takes to run the operator again; None if it must not be."""
+        """The record to run an operator again; None if it must not run again."""
         if not info.replayable:
             return None
         inputs: list[Argument] = []
@@ -171,7 +171,7 @@ class OnlineMode(Mode):
         return argument
 
     def _writes_can_be_replayed(self, info: OpInfo, args: Any, kwargs: Any) -> bool:
-        """Whether every argument written in place is itself made by a record, or is overwritten without being read."""
+        """Whether every argument written in place has a record of its own, or is overwritten without being read."""
         seen: set[Value] = set()
         for at in info.writes_at:
             item = args[at] if isinstance(at, int) and at < len(args) else kwargs.get(at) if isinstance(at, str) else None
@@ -180,7 +180,7 @@ class OnlineMode(Mode):
             if not isinstance(item, torch.Tensor):
                 return False
             value = self._value(item)
-            if value is None or value.tainted or value in seen:  # of two views each would be written on a copy of its own
+            if value is None or value.tainted or value in seen:  # each of two views would get its own copy
                 return False
             seen.add(value)
             whole = info.overwrites_fully and item.numel() * item.element_size() == value.bytes and value.saves == 0
@@ -189,7 +189,7 @@ class OnlineMode(Mode):
         return True
 
     def _before_writes(self, info: OpInfo, args: Any, kwargs: Any) -> None:
-        """Values that depend on what is about to be overwritten, and could not be made again later, are made now."""
+        """Notify the listeners, and bring back values that could not be recomputed after the write."""
         for item, _ in written_by(info, args, kwargs):
             value = self._value(item)
             for listener in self.write_listeners:
@@ -267,7 +267,7 @@ class OnlineMode(Mode):
 
 
 class _Nobody:
-    """Stands for a version that is not known yet."""
+    """Stands for the weak reference to a version that does not exist yet."""
 
     def __call__(self) -> None:
         return None
@@ -285,7 +285,7 @@ def _collect(items: Any, found: list[torch.Tensor]) -> None:
 
 
 def _position(out: Any, tensor: torch.Tensor, fallback: int) -> int:
-    """Where a tensor stands among the flattened outputs."""
+    """A tensor's position among the flattened outputs."""
     if isinstance(out, (tuple, list)):
         at = 0
         for item in out:
@@ -302,5 +302,5 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def _is_fake(args: Any) -> bool:
-    """Whether an operator belongs to some tracer: its tensors have no bytes."""
+    """Whether an operator runs on meta tensors, as tracers do: they have no bytes."""
     return any(isinstance(a, torch.Tensor) and a.is_meta for a in args)

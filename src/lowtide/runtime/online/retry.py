@@ -1,4 +1,4 @@
-"""Running one operator under the limit: where it does not fit, room is made and it runs again."""
+"""Runs one operator under the limit; if it does not fit, makes room and runs it again."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 COPIED_BYTES: Final = 64 << 10
 """Arguments written in place are copied up to this size, so that an operator that failed half-way can run again. An operator
-that writes more in place is not capped: it hardly ever allocates, and could not be tried again."""
+that writes more in place is not capped: it hardly ever allocates, and could not be retried."""
 LIBRARY_BYTES: Final = 320 << 10
-"""Memory that oneDNN may take inside an operator the first time, outside torch's allocator, where it cannot be refused."""
+"""Bytes reserved for oneDNN inside an operator's first run: outside torch's allocator, they cannot be refused."""
 LACKING_BYTES: Final = 1 << 20
-"""Twice as much is let go of first, where an allocator fails without saying for how many bytes, then twice that, and so on."""
+"""If an allocator fails without giving the size of the request, twice this is evicted first, then twice that, and so on."""
 
 LIBRARY_OPS: Final = ("convolution", "mkldnn", "gelu", "linear", "mm")
 """Operators (parts of their names) that oneDNN may run."""
@@ -31,15 +31,15 @@ LIBRARY_OPS: Final = ("convolution", "mkldnn", "gelu", "linear", "mm")
 
 @final
 class Refusals:
-    """Tells of requests for memory that were refused inside an operator which returned all the same.
+    """Detects memory requests that were refused inside an operator that nevertheless returned.
 
-    torch catches what oneDNN's products of bfloat16 and float16 raise, computes them by another kernel, which has other bits,
-    and leaves oneDNN off from there on (``bmm_out_or_baddbmm_`` in ``aten/src/ATen/native/LinearAlgebra.cpp`` and
-    ``CPUBlas.cpp``). Such an operator has failed.
+    If a bfloat16 or float16 matrix product raises in oneDNN, torch catches the error, computes the product by another kernel,
+    which gives other bits, and leaves oneDNN disabled from then on (``bmm_out_or_baddbmm_`` in
+    ``aten/src/ATen/native/LinearAlgebra.cpp`` and ``CPUBlas.cpp``). Such an operator counts as failed.
     """
 
     def __init__(self, meter: Meter) -> None:
-        """Of the requests that a meter refuses."""
+        """Watch the requests that a meter refuses."""
         self._meter = meter
         self._denied, self._onednn = 0, False
 
@@ -49,10 +49,10 @@ class Refusals:
             self._denied, self._onednn = self._meter.denied(), torch._C._get_mkldnn_enabled()
 
     def check(self) -> None:
-        """It has returned.
+        """The operator has returned.
 
         Raises:
-            OutOfMemoryError: if a request was refused since it began; oneDNN is on again then.
+            OutOfMemoryError: if a request was refused since it began; oneDNN is enabled again first.
         """
         if not self._meter.capped or self._meter.denied() == self._denied:
             return
@@ -63,14 +63,14 @@ class Refusals:
 
 @final
 class OperatorRetry:
-    """Runs operators for an evictor.
+    """Runs operators for an evictor, and retries those that do not fit.
 
     Attributes:
-        attempt_live_bytes: live before the latest attempt at an operator.
+        attempt_live_bytes: live bytes before the latest attempt at an operator.
     """
 
     def __init__(self, evictor: Evictor) -> None:
-        """Nothing is known of any operator."""
+        """Begin without knowledge of any operator."""
         self._evictor = evictor
         self.attempt_live_bytes = 0
         self._library: dict[str, int] = {}
@@ -78,11 +78,14 @@ class OperatorRetry:
         self._made: dict[Any, int] = {}
 
     def forget_sizes(self) -> None:
-        """Another device is watched from here on."""
+        """Forget the sizes of operators' results: another device is watched from now on."""
         self._made = {}
 
     def call(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
-        """Call an operator; where it does not fit, make room and try again."""
+        """Call an operator; if it does not fit, make room and retry.
+
+        A collective is neither capped nor retried: room is made for it beforehand.
+        """
         limit, meter = self._evictor.budget.limit_bytes, self._evictor.meter
         if info.collective:
             if limit:
@@ -92,7 +95,7 @@ class OperatorRetry:
         kind = self._headroom(func, info, args, kwargs) if limit and not meter.capped else None
         copies = self._copies(info, args) if info.mutates else None
         generator = _generator_of(info, args, kwargs)
-        final = (info.mutates and copies is None) or (info.seeded and generator is None)  # cannot be tried again
+        final = (info.mutates and copies is None) or (info.seeded and generator is None)  # cannot be retried
         read = self._room_inside(info, args, kwargs) if final and limit and meter.capped else 0
         limit = 0 if final else limit
         reserve = self._reserve(info.name) if limit else 0
@@ -111,7 +114,7 @@ class OperatorRetry:
                 if limit:
                     refusals.check()
             except (RuntimeError, MemoryError) as error:
-                out = None  # what it returned although a request was refused
+                out = None  # it may have returned although a request was refused
                 if not self.is_out_of_memory(error, denied) or (final and not info.mutates):
                     raise
                 last = error.with_traceback(None)
@@ -140,13 +143,13 @@ class OperatorRetry:
             self._evictor.tally.rescues += 1
 
     def _shortage(self, limit: int, reserve: int, lacking: int) -> int:
-        """Bytes to let go of after an operator failed; ``lacking`` at least, where the device does not say how many."""
+        """Bytes to evict after an operator failed; at least ``lacking`` if the device does not report the refused size."""
         denied = self._evictor.meter.denied_bytes()
         short = denied if not limit else self._evictor.meter.live() + denied + reserve + SLACK_BYTES - limit
         return max(short, 1 if denied else lacking)
 
     def _copies(self, info: OpInfo, args: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """Copies of the arguments that an operator writes; None if they are too large to be copied, or have no room."""
+        """Copies of the arguments that an operator writes; None if they are too large, or there is no room for the copies."""
         tensors = [t for t, _ in written_by(info, args, {})]
         size = sum(bytes_of(t) for t in tensors)
         if size > COPIED_BYTES:
@@ -156,9 +159,10 @@ class OperatorRetry:
         return [(t, t.clone()) for t in tensors]
 
     def _room_inside(self, info: OpInfo, args: Any, kwargs: Any) -> int:
-        """Make room for what an operator takes inside that could not be tried again; bytes that it reads, of the widest type.
+        """Make room for the temporaries of an operator that cannot be retried; return the bytes that it reads.
 
-        It is what such operators took before as a share of what they read; all of that, until one was seen.
+        Every element read counts as one of the widest type. The room is the largest share of these bytes that the operator
+        took in earlier runs; before its first run, all of them.
         """
         written = {id(t) for t, _ in written_by(info, args, kwargs)}
         tensors = [t for t in (*flatten(args), *kwargs.values()) if isinstance(t, torch.Tensor)]
@@ -169,28 +173,28 @@ class OperatorRetry:
         return read
 
     def _reserve(self, name: str) -> int:
-        """Bytes to leave free for what a library takes inside an operator."""
+        """Bytes to leave free for what a library takes inside an operator, outside torch's allocator."""
         seen = self._library.get(name)
         if seen is None:
             return LIBRARY_BYTES if any(part in name for part in LIBRARY_OPS) else 0
         return seen
 
     def _note_inside(self, name: str, read: int) -> None:
-        """What an operator took that cannot be refused: as a library's workspace; and, where it ran uncapped, at all."""
+        """Note what an operator took that could not be refused: a library's workspace; if it ran uncapped, everything."""
         self._library[name] = max(self._evictor.meter.library_rise(), self._library.get(name, 0))
         if read:
             share = (self._evictor.meter.op_peak() - self.attempt_live_bytes) / read
             self._inside[name] = max(share, self._inside.get(name, 0.0))
 
     def is_out_of_memory(self, error: BaseException, denied: int) -> bool:
-        """Whether an error means that memory ran out, given how many requests had been refused before."""
+        """Whether an error means that memory ran out; ``denied`` is the number of requests refused before it."""
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return True
         refused = self._evictor.meter.denied() > denied
         return refused or out_of_memory(error) is not None  # the system may refuse before our cap does
 
     def _headroom(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
-        """Where the operator cannot be capped: room is made for what it will make; its key in what is known."""
+        """Make room for the results of an operator that cannot be capped; return its key in the known sizes."""
         tensors = [t for t in (*flatten(args), *kwargs.values()) if isinstance(t, torch.Tensor)]
         key = (func, *((t.size(), t.dtype) for t in tensors))
         expected = self._made.get(key)

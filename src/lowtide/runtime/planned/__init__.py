@@ -1,1 +1,1 @@
-"""Following a plan with as little interception as it needs."""
+"""Runs planned units with as little interception as their plan needs."""

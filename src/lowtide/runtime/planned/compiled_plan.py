@@ -1,4 +1,4 @@
-"""A plan compiled for one recorded unit: which operator comes when, which leave a record, which values leave."""
+"""Compiles a plan for one recorded unit: its operators in order, which leave records, and which values leave when."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lowtide.runtime.storage.op_schema import info_of
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """What is done at one operator of a planned unit.
+    """What to do at one operator of a planned unit. Values are ids in the unit's trace.
 
     Attributes:
-        recorded: whether it leaves a record.
-        outs: values that it makes, by slot among its fresh storages: (slot, value, bytes).
-        overwrites: (old value, new value) it writes in place, in the order of its written arguments; -1 for none of ours.
-        weak: values among its inputs that are referred to, not held.
-        moves: values that leave for the second board before it runs.
+        recorded: whether it leaves a :class:`Record` for replay.
+        outs: tracked values that it makes, as (slot among its fresh storages, value, bytes).
+        overwrites: (old value, new value) per argument that it writes in place, in order; -1 for a value that is not tracked.
+        weak: input values that its record refers to without holding their bytes.
+        moves: values to offload before it runs.
     """
 
     recorded: bool
@@ -36,24 +36,25 @@ class PlannedStep:
 
 @dataclass(frozen=True, slots=True)
 class CompiledPlan:
-    """A plan compiled for one recorded unit.
+    """A plan compiled for one recorded unit. Values are ids in its trace, operators are indices into ``funcs``.
 
     Attributes:
-        funcs: operators of the forward parts (and of backwards that build a graph) in order, and None at the end.
-        seconds: how long each of them took when it was recorded.
-        acts: what is done at each.
-        packs: per saved tensor the value that the plan lets go at some time, or -1.
-        held: values that are held when they are saved (they go later).
-        elders: values that are overwritten in place after they were saved: the plan lets their last version go.
-        holds: per (value, need) the values made on the way that stay.
-        stays: (value, need) after which the value itself stays.
-        ahead: (value, need) after which the fetches of these values begin.
-        backwards: per backward of the unit, how many operators came before, and the bytes live by then above the base.
-        last_moves: values that leave before the first backward that is not followed.
-        last_use: per value of ours, the last of the operators at which it is looked up.
-        writes: whether each operator writes in place, openly.
-        sizes: bytes of what each operator makes, in the order of its fresh storages.
-        again: whether each operator could be tried again: it writes nothing in place, draws nothing, and no other rank waits.
+        funcs: operators of the forward parts (and of backwards that build a graph) in order; the last item is None.
+        seconds: per operator, its recorded seconds.
+        acts: per operator, what to do there; None for nothing.
+        packs: per saved tensor, the value, if the plan evicts it at some time; otherwise -1.
+        held: values to hold once autograd saves them, because they are evicted later or offloaded.
+        elders: values that are overwritten in place after autograd saved them, and whose last version the plan evicts.
+        holds: per (value, need), the values remade along the way that stay resident.
+        stays: (value, need) after which the value itself stays resident.
+        ahead: per (value, need), the values whose fetches start after it.
+        backwards: per backward, the number of operators before it, and the live bytes above the base at its start.
+        last_moves: values to offload just before the first backward that is not followed.
+        last_use: per tracked value, the last operator at which it is looked up.
+        writes: per operator, whether its schema says that it writes in place.
+        sizes: per operator, the bytes of its fresh storages, in order.
+        again: per operator, whether it can be retried: it writes nothing in place, draws no random numbers, and no other rank
+            waits for it.
     """
 
     funcs: tuple[Any, ...]
@@ -77,15 +78,15 @@ def compile_script(
     problem: Problem, state: State, funcs: list[tuple[int, Any]], packs: list[int], backward_starts: list[int], *,
     overlaps: bool,
 ) -> CompiledPlan:
-    """Compile decisions for the unit that they were made for.
+    """Compile a solution for the unit that was solved.
 
     Args:
         problem: the problem that was solved.
         state: its solution.
-        funcs: (event, operator) as recorded.
-        packs: per pack call the value saved, or -1.
+        funcs: recorded operators that a plan follows, as (event, operator).
+        packs: per call of the pack hook, the saved value, or -1.
         backward_starts: events at which a backward began.
-        overlaps: whether the second board copies beside the device's work.
+        overlaps: whether the offload tier copies while the device computes.
     """
     trace, timeline = problem.trace, state.timeline
     away = {v for v, _ in state.decisions}

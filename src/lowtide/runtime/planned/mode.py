@@ -1,12 +1,12 @@
-"""The lean interception of planned steps: only the plan's own operators are looked at, the rest pass by a counter.
+"""Lean interception of planned units: handles the plan's own operators, and only compares and counts the rest.
 
-A :class:`CompiledPlan` is a plan compiled for one recorded unit: which operator comes when, which leave a record, which saved
-values are held weakly. The forward must follow the recording operator by operator; at the first one that does not, the full
-interception takes over (:class:`PlannedMode` hands everything on to it). A backward runs without any mode, but for one that
-builds a graph of its own (``create_graph``): that is followed like a forward.
+A :class:`CompiledPlan` says, for one recorded unit, which operators run in which order, which of them leave a record, and
+which saved values are held weakly. The forward must follow the recording operator by operator. At the first one that does not,
+the full interception takes over: from then on :class:`PlannedMode` passes every operator to it. A backward runs without any
+mode, unless it builds a graph of its own (``create_graph``); such a backward is followed like a forward.
 
-One module: what an operator is compared with, what it leaves for replays and what a later write makes of that are told from
-the same few tables, in the hottest path of a planned step.
+One module: comparing an operator with the recording, recording it for replays, and handling later writes all use the same few
+tables, on the hottest path of a planned step.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from lowtide.runtime.tensors import on_storage
 
 @final
 class PlannedHandle:
-    """A saved tensor of a value that the plan lets go."""
+    """A saved tensor of a value that the plan evicts."""
 
     __slots__ = ("__weakref__", "instead", "meta", "origin", "run", "value", "version", "watched")
 
     def __init__(self, mode: PlannedMode, value: Value, tensor: torch.Tensor) -> None:
-        """Refer to the value; the tensor itself is watched, not held."""
+        """Refer to the value; of the tensor itself, only the version counter is watched, and no bytes are held."""
         self.run = mode.run
         self.value = value
         self.meta: Meta = meta_of(tensor)
@@ -62,7 +62,7 @@ class PlannedHandle:
         value.saves += 1
 
     def exchanged(self, tensor: torch.Tensor) -> None:
-        """The tensor shows other data from now on: nobody asks for the former any more."""
+        """Keep the new data after an assignment to the tensor's ``.data``: backward no longer needs the old value here."""
         value = self.value
         if self.instead is None:
             value.saves -= 1
@@ -71,7 +71,7 @@ class PlannedHandle:
         self.instead = detached(tensor)
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, made again if its value was let go.
+        """The tensor, recomputed or fetched if its value was evicted.
 
         Raises:
             RuntimeError: if it was changed in place since it was saved.
@@ -86,16 +86,20 @@ class PlannedHandle:
 
 @final
 class PlannedMode(Mode):
-    """Follows a planned forward.
+    """Dispatch mode that follows a planned forward.
 
-    Its many fields are the plan's lists, copied: the dispatch of every operator reads them, and another hop would cost. Its
-    many methods are that dispatch in parts.
+    Its many fields are references to the plan's lists: the dispatch of every operator reads them, and another attribute lookup
+    would cost time. Its many methods are the parts of that dispatch.
 
     Attributes:
-        at: how many operators have passed.
-        lost: whether the forward left the recording.
-        forced: whether values were made again before anybody asked for them, since what they are made from was to be written.
-        delegate: takes every operator once lost.
+        at: number of operators that have passed.
+        packed: number of tensors that autograd has saved.
+        lost: whether the unit has left the plan, so that the full interception handles every operator.
+        grown: whether memory may be higher than planned, because something was larger than recorded or could not be evicted.
+        forced: whether values were rematerialized before backward asked for them, mostly because a write to what they are made
+            from was about to happen.
+        values: the unit's live tracked values, by id.
+        keeps: weak references to the saved tensors and anchors that stay in memory.
     """
 
     def __init__(
@@ -104,18 +108,19 @@ class PlannedMode(Mode):
         before_write: Callable[[Any, Any, Any], None], cap: Callable[[bool], None] | None = None, *,
         refusals: Refusals | None = None, smaller: bool = False,
     ) -> None:
-        """Stand at the beginning of a unit.
+        """Start at the beginning of a unit.
 
         Args:
-            script: what is followed.
+            script: the plan to follow.
             run: serves the unit's needs.
-            fallback: takes over where the unit leaves its recording.
-            pack_fallback: packs then.
+            fallback: returns the mode that takes over when the unit leaves the plan.
+            pack_fallback: the pack hook from then on.
             out_of_memory: whether an error means that memory ran out.
-            before_write: told an operator that writes in place (what is known of it, and its arguments) before it runs.
-            cap: caps the allocator at the budget, or lifts the cap: an operator that would cross it leaves the plan.
-            refusals: tells whether an operator that returned was refused memory, under that cap.
-            smaller: whether the unit is only smaller than the recorded one, and must not make anything larger.
+            before_write: called with an operator that writes in place (its schema, ``args`` and ``kwargs``) before it runs.
+            cap: caps the allocator at the budget (True) or lifts the cap (False); an operator that would cross the cap leaves
+                the plan. None for no cap.
+            refusals: tells whether an operator was refused memory under that cap although it returned.
+            smaller: whether the unit has smaller sizes than the recorded one; it leaves the plan if it makes anything larger.
         """
         super().__init__()
         self.script = script
@@ -151,7 +156,7 @@ class PlannedMode(Mode):
         self._smaller = smaller
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One operator."""
+        """Run one operator, as planned while it is the one that the plan expects; otherwise leave the plan."""
         if self._delegate is None:
             at = self.at
             if types and not PLAIN_TYPES.issuperset(types):
@@ -179,7 +184,7 @@ class PlannedMode(Mode):
                 else:
                     larger = self._smaller and self._is_larger(out)
                     self.at = at + 1
-                    if larger:  # of what it rises to nothing is known any more
+                    if larger:  # how high memory will rise is no longer known
                         self.leave()
                     return out
                 finally:
@@ -189,20 +194,23 @@ class PlannedMode(Mode):
         return self._delegate.__torch_dispatch__(func, types, args, kwargs)
 
     def let_go(self) -> None:
-        """The unit is over: values live as long as their handles do, and no longer."""
+        """End the unit: from here on, values live only as long as their handles do."""
         self._pins.clear()
 
     def prune(self) -> None:
-        """A backward begins, or one that is followed ended: what is not looked up again lives as long as its handles."""
+        """Unpin values that no later operator looks up; from here on they live only as long as their handles do.
+
+        Called when a backward begins, and when one that is followed has ended.
+        """
         last = self.script.last_use
         self._pins = {n: v for n, v in self._pins.items() if last.get(n, -1) >= self.at}
 
     def owes(self) -> bool:
-        """Whether autograd may still ask for what this unit saved."""
+        """Whether autograd may still ask for values that this unit saved."""
         return any(value.saves for value in self.values.values())
 
     def last_moves(self) -> None:
-        """The first backward that is not followed begins: what is to leave before it leaves."""
+        """Offload, once, the values that leave just before the first backward that is not followed."""
         if not self._left:
             self._left = True
             for number in self.script.last_moves:
@@ -215,7 +223,7 @@ class PlannedMode(Mode):
         self._protect(storage)
 
     def leave(self) -> None:
-        """The forward is off the plan: the full interception takes over."""
+        """Leave the plan: from here on, the full interception handles every operator."""
         self.lost = True
         self.let_go()
         self._delegate = self._fallback()
@@ -225,7 +233,7 @@ class PlannedMode(Mode):
         self._protected[storage._cdata] = weakref.ref(storage)
 
     def is_needed_by_replays(self, tensor: torch.Tensor) -> bool:
-        """Whether a replay of this unit may still read what a tensor shows."""
+        """Whether a replay of this unit may still read a tensor's storage."""
         if not on_storage(tensor):
             return False
         address = tensor.untyped_storage()._cdata
@@ -233,11 +241,14 @@ class PlannedMode(Mode):
         return (found is not None and found() is not None) or self._is_read(address)
 
     def _is_read(self, address: int) -> bool:
-        """Whether a replay that may still come reads a storage that it cannot make again."""
+        """Whether a later replay may read a storage through an anchor, because no replay can make its bytes again."""
         return any(ref() is not None for ref in self._readers.get(address, ()))
 
     def spoil(self, tensor: torch.Tensor) -> None:
-        """A tensor is written: replays that would read it fail from here on; what operators of the unit made is kept."""
+        """A tensor is about to be written: from here on, replays that read it through an anchor fail.
+
+        If an operator of the unit made it, what depends on it is rematerialized and kept instead, as by :meth:`will_write`.
+        """
         if not on_storage(tensor):
             return
         address = tensor.untyped_storage()._cdata
@@ -255,20 +266,20 @@ class PlannedMode(Mode):
             self._exposed[storage._cdata] = weakref.ref(storage)
 
     def exposed(self) -> list[torch.UntypedStorage]:
-        """What somebody has the memory of."""
+        """The live storages that are exposed to code outside torch."""
         return [storage for ref in self._exposed.values() if (storage := ref()) is not None]
 
     def _reads_exposed(self, args: Any, kwargs: Any) -> bool:
-        """Whether an operator that may have to run again reads what somebody may write meanwhile.
+        """Whether an operator that may be replayed reads a storage that code outside torch may write in the meantime.
 
-        If that was so when it was recorded, the plan does not let it run again.
+        If the storage was already exposed in the recording, the plan does not replay the operator.
         """
         exposed = {storage._cdata for storage in self.exposed()}
         read = (t for t in flatten((*args, *kwargs.values())) if isinstance(t, torch.Tensor) and on_storage(t))
         return any(t.untyped_storage()._cdata in exposed for t in read)
 
     def will_write(self, tensor: torch.Tensor) -> None:
-        """A write outside the plan is about to happen: recompute now, and keep, every value whose replay reads the tensor."""
+        """A write outside the plan is about to happen: rematerialize and keep every value whose replay reads the tensor."""
         if not self.is_needed_by_replays(tensor):
             return
         address = tensor.untyped_storage()._cdata
@@ -283,7 +294,7 @@ class PlannedMode(Mode):
                 value.ticket = None
 
     def _strays(self, act: PlannedStep | None, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether an operator writes to other bytes of ours than it did when it was recorded."""
+        """Whether a writing operator touches storages that the plan depends on, other than those it wrote in the recording."""
         overwrites = () if act is None else act.overwrites
         info = info_of(func)
         self._before_write(info, args, kwargs)
@@ -292,7 +303,8 @@ class PlannedMode(Mode):
             if secret:
                 continue
             if old < 0:
-                covered = act is not None and act.recorded  # all of it, when it was recorded: nothing makes what was there
+                # In the recording, a recorded write to an untracked value covered it whole: no replay makes the old bytes.
+                covered = act is not None and act.recorded
                 if self.is_needed_by_replays(tensor) or (covered and not covers(info, tensor)):
                     return True
                 continue
@@ -303,7 +315,7 @@ class PlannedMode(Mode):
         return False
 
     def hold_all(self) -> None:
-        """Nobody looks on any more: what may still be asked for is made now."""
+        """Rematerialize and keep everything that autograd may still ask for, because later writes are not observed."""
         for value in self._asked():
             self._hold(value)
 
@@ -312,7 +324,11 @@ class PlannedMode(Mode):
         return [v for v in self.values.values() if v.saves and not v.superseded]
 
     def _hold(self, value: Value) -> bool:
-        """Keep a value from here on, made again if need be; False where it cannot be: whoever asks for it is told."""
+        """Hold a value from here on, rematerialized if it is away.
+
+        Returns:
+            False if it cannot be rematerialized; unpacking it later raises :class:`ReplayError`.
+        """
         if value.tensor is None:
             storage = value.storage()
             if storage is None:
@@ -335,7 +351,7 @@ class PlannedMode(Mode):
         return out
 
     def _is_larger(self, out: Any) -> bool:
-        """Whether an operator made anything larger than it did when it was recorded."""
+        """Whether this operator, or anything before it, was larger than in the recording; updates :attr:`grown`."""
         sizes = self.script.sizes[self.at]
         if sizes:
             made = [bytes_of(t) for t in flatten(out) if isinstance(t, torch.Tensor)]
@@ -352,7 +368,7 @@ class PlannedMode(Mode):
         seconds = time.perf_counter() - start
         if refusals is not None:
             refusals.check()
-        if self._clocked is not None:  # of operators that failed nothing is noted
+        if self._clocked is not None:  # operators that failed are not timed
             self._clocked.append(seconds)
         return out
 
@@ -398,12 +414,15 @@ class PlannedMode(Mode):
         return record
 
     def _anchor_of(self, address: int) -> Anchor | None:
-        """What holds a storage's bytes for replays already, as they are now."""
+        """An anchor that already holds a storage's current bytes for replays, if there is one."""
         anchors = (ref() for ref in self._readers.get(address, ()))
         return next((a for a in anchors if a is not None and a.held is not None and not a.stale), None)
 
     def _witness(self, tensor: torch.Tensor) -> int | None:
-        """What tells whether a tensor that replays read was written unseen: a batch, which a loader may fill again."""
+        """Checksum by which unseen writes to a tensor that replays read are detected: a loader may refill a batch's memory.
+
+        None for parameters and their views, for tensors that require grad, and where there is no plain storage.
+        """
         if tensor.requires_grad or isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
             return None
         if not on_storage(tensor):
@@ -411,7 +430,7 @@ class PlannedMode(Mode):
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor._version, *meta_of(tensor))
         known, found = self._witnessed.get(key, (_gone, None))
-        if known() is not storage:  # another tensor may come to lie where one has died
+        if known() is not storage:  # another storage may have taken a dead one's address
             found = digest(tensor)
             self._witnessed[key] = weakref.ref(storage), found
         return found
@@ -445,7 +464,7 @@ class PlannedMode(Mode):
                 before.superseded, before.weak, before.tensor = True, None, None
             if new < 0:
                 if before is not None:
-                    before.record = None if before.saves else before.record  # nobody gets the bits from before the write
+                    before.record = None if before.saves else before.record  # backward must not get the old bits
                     self._protected.pop(tensor.untyped_storage()._cdata, None)
                 continue
             storage = tensor.untyped_storage()
@@ -460,7 +479,7 @@ class PlannedMode(Mode):
     def _inherit(
         self, value: Value, held: torch.Tensor | None, storage: torch.UntypedStorage, handles: list[weakref.ref[PlannedHandle]]
     ) -> None:
-        """Give a new version its predecessor's saved tensors; if the write touched their bytes, autograd raises."""
+        """Give a new version its predecessor's saved tensors; unpacking raises for those whose bytes the write touched."""
         alive = [handle for ref in handles if (handle := ref()) is not None and handle.instead is None]
         value.saves = len(alive)
         value.tensor = as_bytes(storage) if alive and held is None and value.number in self.script.held else held
@@ -470,7 +489,7 @@ class PlannedMode(Mode):
             self._elders[value.number] = handles
 
     def move(self, number: int) -> None:
-        """A value leaves for the second board, if nothing else holds it."""
+        """Offload a value, unless something else holds its storage."""
         value = self.values.get(number)
         if value is None or value.tensor is None:
             return
@@ -486,17 +505,17 @@ class PlannedMode(Mode):
                 self.run.tally.offloaded_bytes += value.bytes
             if moved and self.run.stopwatch is not None:
                 self.run.stopwatch.written.append((value.bytes, seconds))
-        except OSError:  # the second board is full: what stays is seen before the backward
+        except OSError:  # the offload tier is full; the check before the backward notices
             self.grown = True
 
     def left_bytes(self) -> int:
-        """Bytes that nothing but autograd's graph of this unit holds."""
+        """Bytes held only by autograd's graph of this unit."""
         saved = sum(v.bytes for v in self.values.values() if v.saves and v.tensor is not None)
         kept = (k for ref in self.keeps if isinstance(k := ref(), Kept))
         return saved + sum(storage.nbytes() for storage, _ in held_alone(kept))
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """What autograd keeps."""
+        """The object that autograd keeps in the tensor's place (pack hook)."""
         if self._delegate is not None:
             return self._pack_fallback(tensor)
         at = self.packed
@@ -525,7 +544,7 @@ def _lies_at(value: Value, address: int) -> bool:
 
 
 def _reads(value: Value, address: int) -> bool:
-    """Whether making a value again would read a storage, at whatever remove."""
+    """Whether remaking a value would read a storage, directly or through other replays."""
 
     def lies_at(argument: Argument) -> bool:
         if argument.anchor is None:
@@ -542,11 +561,11 @@ def _gone() -> None:
 
 
 def _uncapped(on: bool) -> None:
-    """Nothing is capped."""
+    """Stand in for ``cap`` where there is no cap."""
 
 
 def _fresh(out: Any, seen: set[int]) -> list[tuple[int, torch.Tensor]]:
-    """(position, tensor) of the first output on each storage that is not among those seen, in order."""
+    """(position, tensor) of the first output on each storage that is not in ``seen``, in order."""
     found = []
     for i, tensor in enumerate(flatten(out)):
         if isinstance(tensor, torch.Tensor) and on_storage(tensor):

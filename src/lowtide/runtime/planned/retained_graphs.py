@@ -1,4 +1,4 @@
-"""Who must know of writes where no unit is followed: planned backwards, and graphs that a script retains."""
+"""Watches writes that replays depend on while no unit is followed: in planned backwards, and for retained graphs."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from lowtide.runtime.storage.op_schema import info_of
 
 
 class WriteListener(Protocol):
-    """Who must know of writes beforehand."""
+    """Something that must be told of a write before it happens."""
 
     def will_write(self, tensor: torch.Tensor) -> None:
-        """Somebody is about to write to a tensor."""
+        """A tensor is about to be written."""
 
 
 @final
 class RetainedGraphs:
-    """Planned units that ended while autograd may still ask for what they saved: graphs that a script retains.
+    """Planned units that have ended, but whose saved tensors autograd may still ask for: the script retains their graphs.
 
     Attributes:
-        updating: whether it is an optimizer that writes.
+        updating: whether an optimizer is making the current writes.
     """
 
     def __init__(self) -> None:
-        """None is left."""
+        """Start with no units."""
         self.updating = False
         self._units: list[PlannedMode] = []
 
     def add(self, unit: PlannedMode) -> None:
-        """A unit ended."""
+        """Add a unit that has ended, if autograd may still ask for values of it."""
         if unit.owes():
             self._units.append(unit)
 
     def hold_all(self) -> None:
-        """Nobody looks on any more."""
+        """Rematerialize and keep what autograd may still ask for, because later writes are not observed."""
         for unit in self._units:
             unit.hold_all()
 
     def left(self) -> bool:
-        """Whether there are any; those that owe nothing any more are forgotten."""
+        """Whether there are any units; forgets those that autograd has released."""
         self._units = [unit for unit in self._units if unit.owes()]
         return bool(self._units)
 
     def will_write(self, tensor: torch.Tensor) -> None:
-        """Somebody is about to write to a tensor: what is made from it is made now.
+        """A tensor is about to be written: rematerialize and keep everything whose replay reads it.
 
-        An optimizer's parameters apart: to keep what is made from those would hold whole graphs that hardly anybody asks for
-        again. Nothing is made from them any more.
+        Not so for an optimizer's parameters: that would keep whole graphs, which are hardly ever used again. Instead, replays
+        that read a parameter raise from then on.
         """
         for unit in self._units:
             if self.updating:
@@ -61,18 +61,18 @@ class RetainedGraphs:
 
 @final
 class WriteMode(Mode):
-    """Looks on where no unit is followed but replays may still come: may what runs there write to what they read?
+    """Dispatch mode that reports writes where no unit is followed, but replays may still read what is written.
 
-    In a planned backward in which code of the script may run (hooks, custom functions), and beside retained graphs.
+    It is on in a planned backward in which the script's code may run (hooks, custom functions), and beside retained graphs.
     """
 
     def __init__(self, *write_listeners: WriteListener) -> None:
-        """Tell these of writes."""
+        """Report writes to these listeners."""
         super().__init__()
         self._write_listeners = write_listeners
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One operator."""
+        """Report what an operator writes, then run it."""
         if types and not PLAIN_TYPES.issuperset(types):
             return make_way(func, types, args, kwargs)
         info = info_of(func)

@@ -1,4 +1,4 @@
-"""How the needs of a unit that follows a plan are served: what is away is fetched, or made again."""
+"""Serves the needs of a unit that follows a plan: fetches or recomputes the values that are away."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from lowtide.runtime.tensors import beneath_autograd
 
 @final
 class PlannedRun:
-    """One planned unit while its handles live: serves needs as the plan says."""
+    """Serves the needs of one planned unit as the plan says, for as long as its handles live."""
 
     def __init__(
         self, script: CompiledPlan, tally: StepTally, board: FileTier | PinnedTier, stopwatch: Stopwatch | None = None
     ) -> None:
-        """Nothing is saved yet."""
+        """Start with no value saved; ``stopwatch`` times the unit, if given."""
         self.script = script
         self.tally = tally
         self.board = board
@@ -33,7 +33,11 @@ class PlannedRun:
         self.values: Mapping[int, Value] = {}
 
     def serve(self, value: Value) -> torch.UntypedStorage:
-        """The storage of a value at its next need."""
+        """The storage of a value at its next need, fetched or recomputed if the value is away.
+
+        Raises:
+            ReplayError: if the value cannot be recomputed.
+        """
         key = (value.number, value.touched)
         value.touched += 1
         storage = value.storage()
@@ -48,7 +52,11 @@ class PlannedRun:
         return storage
 
     def make_again(self, value: Value) -> torch.UntypedStorage:
-        """The storage of a value that is away, before anybody asks for it; nothing made on the way is held."""
+        """The storage of a value that is away, before backward asks for it; holds no intermediate values.
+
+        Raises:
+            ReplayError: if the value cannot be recomputed.
+        """
         return remake(value, _Replayer(frozenset(), self))
 
     def _begin_fetch(self, number: int) -> None:
@@ -61,7 +69,7 @@ class PlannedRun:
 
 @final
 class _Replayer:
-    """The plan's way of bringing values back: what is held was decided beforehand, and room was left."""
+    """Brings values back as planned: the plan has decided which intermediates to hold, and has left room for them."""
 
     def __init__(self, holds: frozenset[int], run: PlannedRun) -> None:
         self._holds = holds

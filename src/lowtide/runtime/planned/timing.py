@@ -1,7 +1,8 @@
-"""What a planned unit's operators, replays and transfers took once all was warm, and the problem with these seconds.
+"""Times the operators, replays and transfers of a warm planned unit, and updates its problem with these seconds.
 
-A unit is recorded when it is met first: kernels are looked up, pages are faulted in, replays of the online policy fall in
-between. Seconds of that step can be several times those of the next ones; the plan is made anew where that matters.
+A unit is recorded when it is seen first, while kernels are still being looked up, pages are faulted in, and replays of the
+online policy come in between. Its seconds can be several times those of later units. If that changes the plan's extra time
+enough, the unit is planned again.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from lowtide.base.trace import Op
 from lowtide.planning.unit.problem import FRESH_BYTES, Bandwidth, Problem
 
 LEAST_BYTES = 1 << 20
-"""Fewer bytes moved say nothing of a board's speed."""
+"""Minimum bytes transferred for a measurement of the offload tier's speed."""
 MATTERS_SHARE = 0.005
-"""Plans are made anew where the extra time of the one in force changes by more than this share of the unit's."""
+"""A unit is planned again if its current plan's extra time changes by more than this share of the unit's time."""
 
 
 @final
 @dataclass(eq=False)
 class Stopwatch:
-    """One planned unit on the CPU.
+    """The times of one planned unit on the CPU.
 
     Attributes:
         forward: seconds of each operator that the plan follows, in order.
-        again: seconds of each run of one of them in a replay.
-        written: (bytes, seconds) of each transfer to the second board.
+        again: per index of such an operator, the seconds of each of its replays.
+        written: (bytes, seconds) of each transfer to the offload tier.
         read: (bytes, seconds) of each transfer back.
     """
 
@@ -38,11 +39,13 @@ class Stopwatch:
     read: list[tuple[int, float]] = field(default_factory=list)
 
     def problem(self, problem: Problem, funcs: Sequence[tuple[int, Any]]) -> Problem:
-        """The same problem with these seconds.
+        """A copy of a problem with these seconds, and with the offload tier's speed as measured.
+
+        A replayed operator takes the mean of its replays; any other the smaller of its recorded and measured seconds.
 
         Args:
-            problem: as it was recorded.
-            funcs: (event, operator) that the unit followed, in the order of ``forward``.
+            problem: the problem as recorded.
+            funcs: operators that the unit followed, as (event, operator), in the order of ``forward``.
         """
         events = list(problem.trace.events)
         for i, ((e, _), seconds) in enumerate(zip(funcs, self.forward, strict=False)):
@@ -54,7 +57,10 @@ class Stopwatch:
         return replace(problem, trace=trace, bandwidth=self.bandwidth(problem.bandwidth))
 
     def bandwidth(self, probed: Bandwidth | None) -> Bandwidth | None:
-        """The second board's speed as it was met; as probed in what was not met."""
+        """The offload tier's speed as measured in this unit, and as ``probed`` where too few bytes were transferred.
+
+        None if nothing may be offloaded (``probed`` is None).
+        """
         if probed is None:
             return None
         small = [r for r in self.read if r[0] < FRESH_BYTES]
@@ -67,7 +73,10 @@ class Stopwatch:
 
 
 def _speed(transfers: Sequence[tuple[int, float]], probed: float) -> float:
-    """Bytes per second at which half of the bytes went as fast or faster: one transfer may have waited for a busy core."""
+    """Median bytes per second over the bytes transferred; a median, because one transfer may have waited for a busy core.
+
+    Returns ``probed`` for less than :data:`LEAST_BYTES`.
+    """
     total = sum(size for size, _ in transfers)
     if total < LEAST_BYTES:
         return probed

@@ -1,1 +1,1 @@
-"""What is noted of operators and saved tensors while they run."""
+"""Records operators and saved tensors while a script runs."""

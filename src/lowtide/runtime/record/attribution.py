@@ -1,4 +1,4 @@
-"""Whose an operator is: its name, the module and the source line that run it, or whose gradient it makes."""
+"""Attributes operators to modules and source lines; in backward, to those of the operator whose gradient they make."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from lowtide.runtime.record.recording_state import RecordingState
 from lowtide.runtime.record.roles import RoleBook
 
 COMPILED_NODE: Final = "CompiledFunctionBackward"
-"""The type of the node that ``torch.compile`` puts into a graph for a region (``torch/_functorch/_aot_autograd``)."""
+"""Type name of the autograd node that ``torch.compile`` creates for a region (``torch/_functorch/_aot_autograd``)."""
 MOST_NODES: Final = 64
-"""Nodes at most that one operator makes: the gradients of what counts as one are several."""
+"""Maximum number of autograd nodes created for one operator; what is recorded as one operator may create several."""
 _TO_ZERO: Final = {torch.ops.aten.mul_.Tensor, torch.ops.aten.fill_.Scalar, torch.ops.aten._foreach_mul_.Scalar}
-"""What zeroes a gradient by hand, given a zero."""
+"""Operators by which scripts zero gradients by hand, if their argument is the number 0."""
 
 
 @final
 class Attribution:
-    """One per recorder."""
+    """Finds the origin (name, module, source line) of operators; one per recorder."""
 
     def __init__(self, state: RecordingState, clock: PhaseTracker, roles: RoleBook) -> None:
-        """No operator was seen."""
+        """Start with no operator seen."""
         self._state, self._clock, self._roles = state, clock, roles
         self._names: dict[Any, int] = {}
         self._lines: dict[tuple[CodeType, int], int] = {}
@@ -39,15 +39,19 @@ class Attribution:
         self._compiled = False
 
     def step_begins(self) -> None:
-        """Autograd's nodes of the step before are of no interest any more."""
+        """Forget the autograd nodes of the previous step."""
         self._origin.clear()
 
     def compiled_region_seen(self) -> None:
-        """From here on a backward may call operators that are parts of a compiled region's."""
+        """Note that from here on, operators in a backward may belong to a compiled region."""
         self._compiled = True
 
     def name_of(self, func: Any, args: Any) -> int:
-        """An operator's name; one that the backward of a compiled region calls is a part of it."""
+        """Name id of an operator.
+
+        An operator called by the backward of a compiled region has ``COMPILED`` as its prefix; one that zeroes by a factor or
+        fill of 0 has ``BY_ZERO`` as its suffix.
+        """
         key = (BY_ZERO, func) if func in _TO_ZERO and type(args[1]) in (int, float) and not args[1] else func
         if self._compiled and self._state.phase is Phase.BACKWARD:
             node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
@@ -60,7 +64,14 @@ class Attribution:
         return op
 
     def where(self, node: Any = None) -> tuple[int, int]:
-        """Module and source line of the operator that is about to run: in backward, of the one whose gradient it makes."""
+        """Name ids of the module and source line of the operator that is about to run.
+
+        In backward they are those of the forward operator whose gradient it computes; for the node that accumulates a
+        parameter's gradient, the parameter's module.
+
+        Args:
+            node: the autograd node that runs; by default, in backward outside any module, the engine's current one.
+        """
         path = self._clock.path()
         if node is None and self._state.phase is Phase.BACKWARD and not path:
             node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
@@ -78,7 +89,7 @@ class Attribution:
         return module, source
 
     def note_origin(self, module: int, source: int) -> None:
-        """Nodes that autograd has made since this was last called are of the operator that is about to run."""
+        """Attribute the autograd nodes created since the last call to the operator that is about to run."""
         sequence = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         if sequence != self._sequence:
             for number in range(max(self._sequence, sequence - MOST_NODES), sequence):
@@ -98,7 +109,7 @@ class Attribution:
 
 
 def _short(filename: str) -> str:
-    """A path as the user would write it."""
+    """A path relative to the longest entry of ``sys.path`` that contains it; if none does, an absolute path's file name."""
     for root in sorted((p for p in sys.path if p), key=len, reverse=True):
         if filename.startswith(root + os.sep):
             return filename[len(root) + 1 :]

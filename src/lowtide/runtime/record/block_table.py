@@ -1,4 +1,4 @@
-"""The storages that live: which block each is, when it appeared, died and was used last, and what a library keeps."""
+"""Table of live storages: the block of each, when it appeared, died and was last used; and what libraries keep."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from lowtide.runtime.record.tensor_parts import parts_of
 from lowtide.runtime.storage.views import StorageRef
 
 MOST_LABELS: Final = 50_000
-"""Shapes that are told apart by name: lengths that change at every step must not fill the memory."""
+"""Maximum number of types and shapes with a label of their own (further ones share ``[...]`` per type): lengths that change at
+every step must not fill memory."""
 MOST_LATER: Final = 10_000
-"""Limit on the number of blocks whose last use is noted."""
+"""Maximum number of blocks whose last use is recorded."""
 
 
 @final
 class BlockTable:
-    """One per recorder.
+    """The live storages of a recorder, by address, each with its block; one per recorder.
 
     Attributes:
-        seen_bytes: of all storages that live.
-        later: blocks that were used again after the step in which they appeared: number, and the last steps in which it was
-            read, and written.
+        seen_bytes: bytes of all live storages that were seen.
+        later: large blocks that were live in a kept step and used after it, as (number, last step in which it was read, last
+            step in which it was written or, if never, that in which it appeared).
     """
 
     def __init__(self, state: RecordingState, kept_steps: Callable[[], Iterator[int]]) -> None:
-        """None was met; ``kept_steps`` tells the steps whose entries are kept."""
+        """Start empty; ``kept_steps`` returns the steps whose entries are kept."""
         self._state, self._kept_steps = state, kept_steps
         self.seen_bytes = 0
         self.later: list[tuple[int, int, int]] = []
@@ -47,12 +48,12 @@ class BlockTable:
         self._library_bytes = 0
 
     def find(self, storage: torch.UntypedStorage) -> LiveBlock | None:
-        """The block that a storage is; None for one that was not met."""
+        """The block of a storage; None if the storage was not seen before."""
         ref = self._blocks.get(storage._cdata)
         return None if ref is None or ref() is None else ref.value
 
     def of(self, part: torch.Tensor) -> LiveBlock:
-        """The block that a strided tensor lies on; one that was not met was there before."""
+        """The block of a strided tensor's storage, which is entered as already existing if it was not seen before."""
         storage = part.untyped_storage()
         return self.find(storage) or self.enter(storage, part, NOWHERE, met=True)
 
@@ -61,13 +62,13 @@ class BlockTable:
         return [self.of(part) for part in parts_of(tensor)]
 
     def enter(self, storage: torch.UntypedStorage, tensor: torch.Tensor, origin: Origin, *, met: bool) -> LiveBlock:
-        """A storage is seen for the first time.
+        """Enter a storage that is seen for the first time, and return its block.
 
         Args:
-            storage: that is seen.
+            storage: the storage.
             tensor: a strided tensor on it.
-            origin: of the operator that made it.
-            met: whether it was there before.
+            origin: origin of the operator that made it.
+            met: whether it existed before it was seen, so that no observed operator made it.
         """
         state = self._state
         size, counted = storage.nbytes(), state.meter.counts(storage)
@@ -105,14 +106,14 @@ class BlockTable:
             self._state.write(EntryKind.DIED, block.number)
 
     def _note_last_use(self, block: LiveBlock) -> None:
-        """Note the last step that used a large block, if the block was live in a kept step and used after it."""
+        """Record the last step that used a large block, if the block was live in a kept step and used after it."""
         if block.bytes < HELD_BYTES or block.role in (Role.GRADIENT, Role.OPTIMIZER_STATE) or len(self.later) >= MOST_LATER:
             return
         if any(block.made <= step < block.read for step in self._kept_steps()):
             self.later.append((block.number, block.read, block.written))
 
     def close(self) -> None:
-        """Watch none of them any more."""
+        """Record the last uses, and stop watching all storages."""
         for ref in list(self._blocks.values()):
             if ref.value is not None:
                 self._note_last_use(ref.value)
@@ -122,11 +123,11 @@ class BlockTable:
 
     @property
     def knows_all_uses(self) -> bool:
-        """Whether not too many blocks were used again."""
+        """Whether :attr:`later` is complete, not cut off at :data:`MOST_LATER`."""
         return len(self.later) < MOST_LATER
 
     def rows(self) -> Any:
-        """All that live, as a step that begins has them."""
+        """All live blocks, and those kept by libraries, as rows of :data:`CARRIED` for a step that begins."""
         live = (ref.value for ref in list(self._blocks.values()) if ref() is not None)
         rows = [
             (block.number, block.role, block.counted, block.phase, block.name, block.op, block.module, block.source,
@@ -138,11 +139,11 @@ class BlockTable:
     # --- what a library keeps ----------------------------------------------------------------------------------------
 
     def library_begins(self) -> None:
-        """What libraries keep by now is nobody's."""
+        """Take what libraries keep already as the baseline, which belongs to no operator."""
         self._library_bytes = self._state.meter.library_live()
 
     def note_library(self, origin: Origin) -> None:
-        """What a library keeps more, or less, than before an operator (oneDNN its primitives, one per shape)."""
+        """Record how much more or less libraries keep than before an operator (oneDNN keeps a primitive per shape)."""
         state = self._state
         live_bytes = state.meter.library_live()
         while self._library and live_bytes < self._library_bytes:
@@ -164,7 +165,14 @@ class BlockTable:
     # --- what variables hold -----------------------------------------------------------------------------------------
 
     def look_for_holders(self, frame: FrameType, *, called: bool = False) -> None:
-        """Which variables of the script refer to large blocks now; when a model is ``called``, to those of the call before."""
+        """Record which variables of the script refer to large blocks without a role.
+
+        Args:
+            frame: the innermost frame to search.
+            called: whether a model is being called. Then only blocks count that no earlier call has looked up and that
+                autograd has not saved: what is left of the previous call. Otherwise all count but those at which a backward
+                started.
+        """
         sizes: dict[int, LiveBlock] = {}
         for ref in list(self._blocks.values()):
             block = ref.value
@@ -174,7 +182,7 @@ class BlockTable:
                 if block.looked or block.saves:
                     continue
                 block.looked = True
-            elif block.root:  # it is needed for the very backward, and its variable often after it
+            elif block.root:  # this backward needs it, and the script often uses its variable afterwards
                 continue
             sizes[ref.cdata] = block
         if not sizes:

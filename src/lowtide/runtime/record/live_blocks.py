@@ -1,6 +1,6 @@
-"""Storages while they live in a recording: who saved them for backward, what else holds them, which node uses them.
+"""Tracks live storages in a recording: autograd's saved tensors of them, other references, nodes that use them.
 
-Nothing but counts and weak references is kept, apart from the saved tensors themselves, which autograd would keep.
+Only counts and weak references are kept, apart from the saved tensors themselves, which autograd would keep alive anyway.
 """
 
 from __future__ import annotations
@@ -25,23 +25,28 @@ _HELD_FOR_GOOD: Final = frozenset({Role.PARAMETER, Role.BUFFER, Role.OPTIMIZER_S
 
 @final
 class LiveBlock:
-    """One storage while it lives.
+    """One live storage.
 
-    Its many fields are what a recording says of one storage.
+    Its many fields are everything that a recording says about one storage.
 
     Attributes:
         number: its id in the recording.
-        role: what it was recognised as; -1 so far.
-        storage: leads to the storage; None once it is gone.
-        saves: saved tensors of it that autograd has.
-        aliases: how many of them are aliases of our own; ``leaves``: the others, which are the script's very tensors.
-        watched: whether references of others than autograd are polled for, or were.
-        unheld: whether the last poll found none.
-        made, read, written: the steps in which it appeared, was read and was written in place last.
-        root: whether a backward began at it.
-        node: the number of autograd's node that ran when it appeared; -1 for none.
-        looked: whether it was looked up among the script's variables when a model was called.
-        op, module, source, label, name: ids of names.
+        bytes: size of the storage.
+        counted: whether the meter counts its bytes.
+        role: the role that was recognised; -1 for none so far.
+        storage: weak reference to the storage; None once it has died.
+        saves: number of saved tensors of it that autograd holds.
+        aliases: how many of these are held by detached aliases that Lowtide made; ``leaves`` are the others, held as the
+            script's own tensor objects (except parameters, which their modules keep alive).
+        watched: whether it is, or was, polled for references other than autograd's.
+        unheld: whether a poll has found that there are none.
+        made, read, written: the step in which it appeared, and the last steps in which it was read and written in place.
+        root: whether a backward started at a tensor on it.
+        node: sequence number of the autograd node that ran when it appeared; -1 for none.
+        looked: whether it was looked up among the script's variables at a model call.
+        op, module, source, label, name: ids of names; ``op``, ``module`` and ``source`` are those of the operator that made
+            it, ``label`` is its type and shape, ``name`` belongs to its role.
+        phase: code of the phase in which it appeared.
     """
 
     __slots__ = (
@@ -50,7 +55,7 @@ class LiveBlock:
     )
 
     def __init__(self, number: int, size: int, step: int, *, counted: bool) -> None:
-        """A block that nothing is known of."""
+        """Start with no role, no saved tensors and no known origin; ``step`` is the one in which the block appears."""
         self.number, self.bytes, self.counted = number, size, counted
         self.role, self.saves, self.node = -1, 0, -1
         self.made = self.read = self.written = step
@@ -61,7 +66,7 @@ class LiveBlock:
         self.name = self.op = self.module = self.source = self.label = self.phase = 0
 
     def is_held(self) -> bool:
-        """Whether anything but autograd's saved tensors refers to its storage."""
+        """Whether anything besides autograd's saved tensors refers to its storage."""
         storage = None if self.storage is None else self.storage()
         if storage is None:
             return False
@@ -78,7 +83,7 @@ class LiveBlock:
 
 
 def _bases_of(kept: list[Kept]) -> tuple[Counter[int], dict[int, torch.Tensor]]:
-    """The tensors whose views are kept as the very views, by identity, and how many of their views are."""
+    """Bases of kept leaves that are views: per base (by ``id``) the number of such views, and the base itself."""
     views: Counter[int] = Counter()
     bases: dict[int, torch.Tensor] = {}
     for tensor in {id(k.tensor): k.tensor for k in kept}.values():
@@ -91,7 +96,7 @@ def _bases_of(kept: list[Kept]) -> tuple[Counter[int], dict[int, torch.Tensor]]:
 
 
 def _base_references() -> int:
-    """Python's references to a base that only its view holds, as :func:`_is_shared_base` counts them."""
+    """Python reference count of a base that only its view holds, as :func:`_is_shared_base` measures it."""
     view = torch.empty(2)[:1]
     assert view._base is not None
     bases = {0: view._base}
@@ -102,69 +107,69 @@ _OF_A_BASE: Final = _base_references()
 
 
 def _is_shared_base(bases: dict[int, torch.Tensor], key: int, views: int) -> bool:
-    """Whether a base has other references than its views that are kept."""
+    """Whether anything besides its kept views refers to a base; ``views`` is their number."""
     return sys.getrefcount(bases[key]) > _OF_A_BASE or bases[key]._use_count() > views + 1  # type: ignore[attr-defined]
 
 
 def _is_shared(kept: Kept, own: int) -> bool:
-    """Whether a leaf, which is kept as the very tensor, has other references than ``own`` of ours."""
+    """Whether a leaf, kept as the script's own tensor object, has references besides Lowtide's ``own``."""
     assert kept.tensor is not None
     return kept.tensor.requires_grad or sys.getrefcount(kept.tensor) > own + 1 or kept.tensor._use_count() > 1  # type: ignore[attr-defined]
 
 
 @final
 class RecordedSave:
-    """A saved tensor, kept as it is."""
+    """A saved tensor that is kept unchanged; records when it is saved, unpacked and released."""
 
     __slots__ = ("blocks", "kept", "watch")
 
     def __init__(self, watch: SavedWatch, blocks: list[LiveBlock], kept: Kept) -> None:
-        """Note that autograd saved it."""
+        """Record that autograd saved it."""
         self.watch, self.blocks, self.kept = watch, blocks, kept
         for block in blocks:
             watch.saved(block, kept)
 
     def unpack(self) -> torch.Tensor:
-        """The tensor."""
+        """Record that backward asks for the tensor, and return it."""
         for block in self.blocks:
             self.watch.asked(block)
         return self.kept.unpack()
 
     def __del__(self) -> None:
-        """Autograd let go."""
+        """Record that autograd released the tensor."""
         for block in self.blocks:
             self.watch.released(block, self.kept)
 
 
 @dataclass(slots=True, eq=False)
 class _OpenNeed:
-    """A saved tensor that a node of autograd has asked for; the node's number, and the graph task in which it runs."""
+    """A saved tensor that an autograd node has unpacked, with the node's sequence number and its graph task."""
 
     block: LiveBlock
     node: int
     task: int
 
     def is_over(self, node: int, task: int) -> bool:
-        """Whether its node has ended, now that ``node`` runs, and has not passed the tensor on."""
+        """Whether its node has ended without passing the tensor on, given that ``node`` runs in ``task`` now."""
         ended = self.task >= task and (self.node, self.task) != (node, task)
         return ended and not (self.block.unheld and self.block.is_held())
 
 
 class SavedWatch:
-    """Saved tensors of a recording: when autograd saves them, asks for them and lets go, and when nothing else holds them."""
+    """Records when autograd saves, unpacks and releases tensors, and from when on nothing else holds them."""
 
     def __init__(self, write: Callable[..., Any]) -> None:
-        """Entries go to ``write``: a kind, and ``a``, a block's number."""
+        """Send entries to ``write``, called with the entry's kind and ``a``, a block's number."""
         self._write = write
         self._pending: Polled[LiveBlock] = Polled()
         self._needs: list[_OpenNeed] = []
 
     def saved(self, block: LiveBlock, kept: Kept) -> None:
-        """Autograd saved a tensor of a block."""
+        """Record that autograd saved a tensor of a block."""
         block.saves += 1
         if not kept.leaf:
             block.aliases += 1
-        elif kept.held is not None:  # else a parameter, which its module holds
+        elif kept.held is not None:  # otherwise a parameter, which its module keeps alive
             block.leaves.append(weakref.ref(kept))
         if not block.watched and block.counted and kept.held is not None:
             block.watched = True
@@ -172,13 +177,13 @@ class SavedWatch:
         self._write(EntryKind.SAVED, a=block.number)
 
     def asked(self, block: LiveBlock) -> None:
-        """Backward asks for a saved tensor of a block."""
+        """Record that backward asks for a saved tensor of a block."""
         self.look()
         self._needs.append(_OpenNeed(block, running(), graph_task()))
         self._write(EntryKind.NEED, a=block.number)
 
     def released(self, block: LiveBlock, kept: Kept) -> None:
-        """Autograd let go of a saved tensor of a block."""
+        """Record that autograd released a saved tensor of a block."""
         block.saves -= 1
         block.aliases -= not kept.leaf
         if not block.saves:
@@ -187,13 +192,13 @@ class SavedWatch:
         self._write(EntryKind.RELEASED, a=block.number)
 
     def look(self) -> None:
-        """An operator is about to run: note what only autograd holds now, and what the node that asked for it has left."""
+        """Before an operator: record blocks that only autograd holds now, and unpacked ones whose node has ended."""
         if self._needs:
             self._look_at_needs()
         self._pending.look(self._is_settled)
 
     def _is_settled(self, block: LiveBlock) -> bool:
-        """Whether a saved block need not be looked at any more: it was released, is held for good, or by autograd alone."""
+        """Whether a block needs no more polling: autograd released it, its role keeps it alive, or only autograd holds it."""
         if not block.saves:
             block.watched = False
         elif block.role not in _HELD_FOR_GOOD:

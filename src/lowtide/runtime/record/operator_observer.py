@@ -1,4 +1,4 @@
-"""One operator as it runs: what stood before, inside and after it, and what it read, wrote and made."""
+"""Runs an operator and records it: bytes before, inside and after it, and the blocks it read, wrote and made."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from lowtide.runtime.tensors import on_storage, tensors_in
 
 UNSEEN: Final = OpInfo(name="", writes_at=frozenset(), secret_at=frozenset(), seeded=True, replayable=False,
                        uninitialised=False, overwrites_fully=False)
-"""What counts as one operator, and what runs in it is not seen."""
+"""Schema of what is recorded as one operator because the operators inside it are not seen."""
 REGION: Final = replace(UNSEEN, name=COMPILED)
-"""What ``torch.compile`` made."""
+"""The same for a region compiled by ``torch.compile``."""
 _ADD: Final = torch.ops.aten.add.Tensor
 _CLONE: Final = torch.ops.aten.clone.default
 
 
 @final
 class OperatorObserver:
-    """One per recorder."""
+    """Runs operators for a recorder and records each; one per recorder."""
 
     def __init__(
         self, state: RecordingState, clock: PhaseTracker, blocks: BlockTable, saved: SavedWatch, attribution: Attribution,
         heap: Counters | None,
     ) -> None:
-        """No operator was seen; ``heap`` is where a cap may stand."""
+        """Start with no operator seen; ``heap`` is the heap counter, whose cap may be set, or None."""
         self._state, self._clock, self._blocks, self._saved = state, clock, blocks, saved
         self._attribution, self._heap = attribution, heap
         self._engine = InPlaceAccumulation()
@@ -51,7 +51,7 @@ class OperatorObserver:
         self._summed = False
 
     def end_phase(self, live: int) -> int:
-        """Another phase begins, with so many bytes; the highest point of the one that ends."""
+        """Begin another phase at ``live`` bytes; returns the peak bytes of the phase that ends."""
         meter = self._state.meter
         peak = max(self._phase_peak, live if self._summed else meter.op_peak(), live)
         self._summed = False
@@ -60,11 +60,11 @@ class OperatorObserver:
         return peak
 
     def peak_so_far(self) -> int:
-        """The highest point of the phase that runs, whoever took it."""
+        """Peak bytes of the current phase, inside and outside operators."""
         return max(self._phase_peak, self._state.meter.op_peak())
 
     def observe(self, func: Any, args: Any, kwargs: Any, info: OpInfo | None = None) -> Any:
-        """Run one operator, or what counts as one, and note what it did."""
+        """Run one operator, or with ``info`` something that is recorded as one; record what it did and return its result."""
         meter = self._state.meter
         self._begins()
         before, denied = meter.live(), meter.denied()
@@ -94,7 +94,7 @@ class OperatorObserver:
 
     @contextlib.contextmanager
     def observe_unseen(self, what: Unseen) -> Iterator[None]:
-        """A derivative runs that is not seen: it counts as one operator."""
+        """Record as one operator a derivative whose own operators are not seen."""
         meter = self._state.meter
         self._begins()
         before, denied = meter.live(), meter.denied()
@@ -118,7 +118,10 @@ class OperatorObserver:
         self._ends()
 
     def observe_region(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a compiled region: it counts as one operator, and what it saved for its backward no hook is told of."""
+        """Run a compiled region and record it as one operator, with what it saved for its backward.
+
+        No saved-tensor hook is called for that, so it is read from the region's nodes.
+        """
         out = self.observe(run, args, kwargs, REGION)
         nodes: set[Any] = {t.grad_fn for t in tensors_in(out) if t.grad_fn is not None}
         for node in nodes:
@@ -133,8 +136,8 @@ class OperatorObserver:
         return out
 
     def _begins(self) -> None:
-        """An operator is about to run: up to here memory was the phase's."""
-        if not self._summed:  # after such a sum the window begins with bytes that the plain run would not have
+        """Before an operator: the rise of memory up to here belongs to the phase."""
+        if not self._summed:  # after such a sum, the window starts with bytes that the plain run does not have
             self._phase_peak = max(self._phase_peak, self._state.meter.op_peak())
         self._saved.look()
 
@@ -149,7 +152,7 @@ class OperatorObserver:
         block = self._blocks.find(args[0].untyped_storage())
         fresh = block is not None and block.node == running()
         if args[1].layout is torch.sparse_coo:
-            return fresh  # a dense gradient takes up a sparse one that has waited, and not the other way round
+            return fresh  # the engine adds a waiting sparse gradient to a fresh dense one, never the reverse
         return not fresh or reaches_twice()
 
     def _move_cap(self, by: int) -> None:
@@ -158,7 +161,7 @@ class OperatorObserver:
             self._heap.cap += by
 
     def _note_run(self, info: OpInfo, took: float, before: int, *, sums: bool) -> None:
-        """The latest operator ran."""
+        """Record the latest operator's run; a sum that the plain run makes in place counts as taking no memory."""
         meter = self._state.meter
         peak, after = (before, before) if sums else (meter.op_peak(), meter.live())
         self._summed = sums
@@ -167,14 +170,14 @@ class OperatorObserver:
         self._state.write(EntryKind.OP, *self._latest, flags=run, size=before, live=after, peak=peak)
 
     def _ends(self) -> None:
-        """What the latest operator left in a library; from here on, it is the next one's."""
+        """Record what libraries keep of the latest operator, and start a new window for peaks."""
         self._blocks.note_library(self._latest)
         self._state.meter.reset_op_peak()
 
     def _note_denial(
         self, error: BaseException, denied: int, origin: Origin, info: OpInfo, args: Any, kwargs: Any
     ) -> None:
-        """Whether an operator failed for memory, and what there was of it."""
+        """If an operator ran out of memory, record that, what it read, and variables that hold large blocks."""
         meter = self._state.meter
         if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and meter.denied() <= denied:
             return

@@ -1,4 +1,4 @@
-"""Things that are looked at a few at a time, in turn, until something has happened to them."""
+"""Polls a list of items in turn, a few at a time, until a condition holds for each."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Final, Generic, TypeVar, final
 
 MOST: Final = 64
-"""Things looked at per operator."""
+"""Maximum number of items polled per call, which is per operator."""
 
 T = TypeVar("T")
 
 
 @final
 class Polled(Generic[T]):
-    """Things that are waited for.
+    """Items that are polled in turn.
 
     Example:
         >>> waiting = Polled([1, 2, 3])
@@ -23,12 +23,12 @@ class Polled(Generic[T]):
     """
 
     def __init__(self, items: list[T] | None = None) -> None:
-        """Wait for these."""
+        """Poll these items; the list is used as it is, not copied."""
         self.items: list[T] = [] if items is None else items
         self._at = 0
 
     def look(self, happened: Callable[[T], bool]) -> None:
-        """Look at the next few of them, and wait no longer for those to which it has ``happened``."""
+        """Poll the next items, at most :data:`MOST`, and remove those for which ``happened`` is true."""
         items = self.items
         for _ in range(min(MOST, len(items))):
             self._at = self._at - 1 if 0 < self._at <= len(items) else len(items)

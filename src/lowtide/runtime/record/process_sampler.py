@@ -1,6 +1,6 @@
-"""What a process takes, in any framework: resident and unique set size, the heap, child processes; step by step.
+"""Samples a process's memory step by step, in any framework: resident and unique set size, heap, child processes.
 
-Steps are marked by the script or by Keras (``probe/marks``), or, where neither comes, by time.
+Steps are marked by the script or by Keras (``probe/marks``), or, if neither marks any, by time.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from lowtide.recording.writer import Writer
 from lowtide.runtime.device.heap_counters import preloaded
 
 INTERVAL_SECONDS: Final = 0.02
-"""Between two looks at the resident size (one read of ``/proc``)."""
+"""Seconds between two samples of the resident set size (each is one read of ``/proc``)."""
 STEP_SECONDS: Final = 1.0
-"""A step, where the script marks none."""
+"""Length of a step in seconds, if the script marks none."""
 _PAGE: Final = resource.getpagesize()
 
 
 @final
 class ProcessSampler:
-    """Watches the process from a thread of its own."""
+    """Samples the process's memory from a thread of its own, and writes one row per step."""
 
     def __init__(self, writer: Writer) -> None:
-        """Nothing is watched yet."""
+        """Prepare to sample; the rows go to ``writer``."""
         self._writer = writer
         self._process = psutil.Process()
         self._heap = preloaded()
@@ -44,20 +44,20 @@ class ProcessSampler:
         self._marked = False
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start sampling."""
         marks.listeners.append(self.step)
         self._reset_heap()
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no more; the time since the last step is no step."""
+        """Stop sampling; the time since the last step becomes a row that is not marked as a step."""
         marks.listeners.remove(self.step)
         self._stop.set()
         self._thread.join()
         self._close(None, marked=False)
 
     def step(self, _: MarkSource, loss: float | None) -> None:
-        """A step is over."""
+        """Write the row of a step that the script marked."""
         self._marked = True
         self._close(loss, marked=True)
 
@@ -101,7 +101,10 @@ class ProcessSampler:
         return 0
 
     def _children(self) -> int:
-        """Proportional set size of all child processes (loader workers): pages that they share are counted once."""
+        """Proportional set size in bytes of all child processes (loader workers), which counts shared pages once.
+
+        If the system does not report it, the unique set size.
+        """
         total = 0
         with contextlib.suppress(psutil.Error):
             for child in self._process.children(recursive=True):

@@ -1,4 +1,4 @@
-"""Recorders that note no events: of a unit that is not recorded, and of no unit."""
+"""Recorders that record no events: for units that need no trace, and for the time between units."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ class OwnershipTracker(TraceRecorder):
         """An operator begins."""
 
     def begin_window(self) -> None:
-        """What rises is nobody's business."""
+        """Ignored: no peaks are recorded."""
 
     def forget_last_look(self) -> None:
-        """There was none."""
+        """Nothing was recorded that had to be undone."""
 
 
 @final
 class NullRecorder(TraceRecorder):
-    """Between units: whatever it is told, it notes nothing."""
+    """The recorder between units; ignores everything that it is told."""
 
     notes = False
     active = False
 
     def __init__(self) -> None:
-        """It has no unit."""
+        """Belong to no unit."""
 
     def born(self, value: Value, slot: int) -> None:
         """A value was made."""
@@ -50,16 +50,16 @@ class NullRecorder(TraceRecorder):
         """A value's storage died."""
 
     def unheld(self, value: Value) -> None:
-        """Nothing but autograd holds a value."""
+        """Only autograd holds a value."""
 
     def saved(self, value: Value) -> None:
         """Autograd saves a tensor of a value."""
 
     def anchored(self, value: Value) -> None:
-        """We hold a value for replays."""
+        """Lowtide holds a value for replays."""
 
     def released(self, value: Value) -> None:
-        """Autograd lets go of a saved tensor."""
+        """Autograd releases a saved tensor of a value."""
 
     def taint(self, value: Value) -> None:
         """Foreign code has a pointer to a value's bytes."""
@@ -71,13 +71,13 @@ class NullRecorder(TraceRecorder):
         """An operator begins."""
 
     def forget_last_look(self) -> None:
-        """There was none."""
+        """Nothing was recorded that had to be undone."""
 
     def begin_window(self) -> None:
-        """What rises is nobody's business."""
+        """Ignored: no peaks are recorded."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Nothing has to be closed."""
 
 
 NO_UNIT: Final = NullRecorder()

@@ -1,4 +1,4 @@
-"""What the parts of a recorder share: where entries go, which step and phase run, and where memory is counted."""
+"""State shared by the parts of a recorder: the writer, the meter, and the current step and phase."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lowtide.recording.writer import Writer
 from lowtide.runtime.device.memory_meter import Meter
 
 CODE: Final = {phase: code for code, phase in enumerate(PHASES)}
-"""Of each phase, as entries have it."""
+"""Code of each phase in journal entries."""
 
 Origin = tuple[int, int, int]
-"""Names (their ids) of an operator, its module and its source line."""
+"""Name ids of an operator, its module and its source line."""
 
 NOWHERE: Final[Origin] = (0, 0, 0)
 
@@ -23,12 +23,13 @@ NOWHERE: Final[Origin] = (0, 0, 0)
 @final
 @dataclass(slots=True)
 class RecordingState:
-    """One per recorder.
+    """State shared by the parts of one recorder.
 
     Attributes:
-        operators: whether operators are recorded, or phases alone.
-        active: whether anything is written.
-        step: the number of the step that runs; -1 before the first one.
+        operators: whether operators are recorded, or only phases.
+        active: whether entries are written.
+        step: number of the current step; -1 before the first one.
+        began: when the recording began, by ``time.perf_counter`` (seconds).
     """
 
     writer: Writer
@@ -47,6 +48,6 @@ class RecordingState:
         self, kind: EntryKind, a: int = 0, b: int = 0, c: int = 0,
         *, flags: int = 0, size: int = 0, live: int = 0, peak: int = 0,
     ) -> None:
-        """One entry."""
+        """Write one entry to the journal, if the recorder is active."""
         if self.active:
             self.writer.journal.add(self.now(), kind, CODE[self.phase], flags, a, b, c, size, live, peak)

@@ -1,4 +1,4 @@
-"""What blocks are for: parameters, buffers, gradients, optimizer states and inputs, as modules and optimizers run."""
+"""Recognises blocks as parameters, buffers, gradients, optimizer states or inputs, as modules and optimizers run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lowtide.runtime.tensors import grad_of, tensors_in
 
 @final
 class _Names:
-    """Names of parameters, by identity: tensors compare element by element."""
+    """Names of parameters, looked up by identity because ``==`` on tensors compares elements."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
@@ -37,22 +37,22 @@ class _Names:
 
 @final
 class RoleBook:
-    """One per recorder.
+    """Recognises the roles of a recorder's blocks; one per recorder.
 
     Attributes:
         roots: modules that were called from outside any module.
-        optimizers: those that were there when the first of them was called, or have stepped since.
+        optimizers: optimizers that existed when the first root was called, or have stepped since.
     """
 
     def __init__(self, state: RecordingState, blocks: BlockTable) -> None:
-        """Nothing is recognised."""
+        """Start with no role recognised."""
         self._state, self._blocks = state, blocks
         self.roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._parameters = _Names()
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """Of a parameter of a model that was called; empty for others."""
+        """Name of a parameter of a model that was called, or of an optimizer that stepped; empty for any other tensor."""
         return self._parameters.get(parameter)
 
     def trains(self, optimizer: Any) -> bool:
@@ -60,7 +60,10 @@ class RoleBook:
         return any(self._parameters.get(p) for group in optimizer.param_groups for p in group["params"])
 
     def recognise(self, tensor: torch.Tensor, role: Role, name: str) -> None:
-        """A tensor's blocks are for this, unless they are known for something stronger."""
+        """Give a tensor's blocks a role, unless they have one that ranks higher (a lower number).
+
+        Only blocks that appeared in the data phase can become inputs.
+        """
         for block in self._blocks.all_of(tensor):
             if role is Role.INPUT and PHASES[block.phase] is not Phase.DATA:
                 continue
@@ -73,9 +76,9 @@ class RoleBook:
             self.recognise(grad, Role.GRADIENT, f"{name}.grad")
 
     def meet(self, root: torch.nn.Module) -> None:
-        """A module is called from outside any module for the first time."""
+        """Recognise the tensors of a module that is called from outside any module for the first time."""
         if not any(isinstance(t, UninitializedTensorMixin) for t in (*root.parameters(), *root.buffers())):
-            self.roots.add(root)  # else it is met again, once they have bytes
+            self.roots.add(root)  # otherwise it is met again, once they are initialized
         kind = type(root).__name__
         for name, parameter in root.named_parameters():
             self._parameters.put(parameter, f"{kind}.{name}")
@@ -85,37 +88,37 @@ class RoleBook:
                 self._recognise_gradient(parameter, f"{kind}.{name}")
             for name, buffer in root.named_buffers():
                 self.recognise(buffer, Role.BUFFER, f"{kind}.{name}")
-            for optimizer in self.optimizers:  # where training began before the recording
+            for optimizer in self.optimizers:  # if training began before the recording
                 self.recognise_states(optimizer)
 
     def recognise_all(self) -> None:
-        """The script failed before its hooks could tell: what its modules and optimizers hold is looked up now."""
+        """Look up what the script's modules and optimizers hold, after it failed before hooks could report that."""
         found = [o for o in gc.get_objects() if issubclass(type(o), (torch.nn.Module, torch.optim.Optimizer))]
-        modules = [m for m in found if isinstance(m, torch.nn.Module) and "_modules" in vars(m)]  # some are half made
+        modules = [m for m in found if isinstance(m, torch.nn.Module) and "_modules" in vars(m)]  # some are half constructed
         inner = {id(child) for m in modules for child in m.children()}
         seen: set[Any] = {_shapes_of(m) for m in self.roots}
         for module in modules:
             if id(module) not in inner and module not in self.roots and _shapes_of(module) not in seen:
-                seen.add(_shapes_of(module))  # a second one of the same shapes is a copy, and is shown as what it is
+                seen.add(_shapes_of(module))  # a second one with the same shapes is a copy; without roles it shows as one
                 self.meet(module)
         for optimizer in found:
             if isinstance(optimizer, torch.optim.Optimizer):
                 self.recognise_states(optimizer)
 
     def recognise_gradients(self) -> None:
-        """A backward ended."""
+        """Recognise the gradients of known parameters, after a backward."""
         for parameter, name in self._parameters.items():
             self._recognise_gradient(parameter, name)
 
     def recognise_updated(self, optimizer: Any) -> None:
-        """An optimizer is about to step."""
+        """Recognise the parameters and gradients of an optimizer that is about to step."""
         for i, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             name = self._parameters.get(parameter) or self._parameters.put(parameter, f"parameter {i}")
             self.recognise(parameter, Role.PARAMETER, name)
             self._recognise_gradient(parameter, name)
 
     def recognise_states(self, optimizer: Any) -> None:
-        """An optimizer has stepped, or had before the recording."""
+        """Recognise the states of an optimizer that has stepped, perhaps before the recording."""
         kind = type(optimizer).__name__
         for parameter, state in optimizer.state.items():
             name = self._parameters.get(parameter) if isinstance(parameter, torch.Tensor) else ""

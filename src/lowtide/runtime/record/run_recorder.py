@@ -1,7 +1,7 @@
-"""Recording a script as it is: what appears, is saved, is let go, and how high memory stands, into a recording.
+"""Records a plain run of a script: which blocks appear, are saved and are freed, and how many bytes are live.
 
-Nothing is held that the plain run would not hold, and nothing is decided: names, roles and causes are worked out by the
-reader (:mod:`lowtide.recording.recorded_step`) from what is written here.
+The recorder keeps nothing alive that the plain run would free, and draws no conclusions: the reader
+(:mod:`lowtide.recording.recorded_step`) derives names, roles and causes from the entries written here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _unpack(packed: Kept | RecordedSave) -> torch.Tensor:
 
 @final
 class _WatchMode(Mode):
-    """Sees every operator below autograd."""
+    """Dispatch mode that observes every operator below autograd."""
 
     def __init__(self, observer: OperatorObserver, bypass: Bypass) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class _WatchMode(Mode):
         self.passive = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """One operator."""
+        """Observe one operator."""
         if not PLAIN_TYPES.issuperset(types):
             return make_way(func, types, args, kwargs)
         kwargs = kwargs or {}
@@ -69,7 +69,7 @@ class _WatchMode(Mode):
             return func(*args, **kwargs)
         self.passive = True
         try:
-            if not self._bypass.transforming:  # plain transforms run derivatives out of place themselves
+            if not self._bypass.transforming:  # under a function transform, the plain run is out of place, too
                 func = in_place(func, args)
             return self._observer.observe(func, args, kwargs)
         finally:
@@ -79,12 +79,15 @@ class _WatchMode(Mode):
 @final
 @dataclass(slots=True)
 class _RunningStep:
-    """The step that runs.
+    """The current step.
 
     Attributes:
-        high: highest point of the run when it began.
-        carried: what lived then.
-        stepped: optimizers that have stepped in it; ``rounds`` counts the rounds of all that are over.
+        start: seconds from the recording's beginning to the step's.
+        start_bytes: live bytes when it began.
+        high: peak bytes of the run up to its beginning.
+        carried: the blocks that were live when it began, an array of :data:`CARRIED`.
+        stepped: ids of the optimizers that have stepped in it; ``rounds`` counts the rounds of all optimizers that are over.
+        forwards, backwards: how many have run in it; forwards without gradients do not count.
     """
 
     start: float = 0.0
@@ -99,10 +102,10 @@ class _RunningStep:
 
 @final
 class RunRecorder:
-    """One per process while a recording is made; listens to the clock."""
+    """Records the process's torch operators, or only its phases; one per process. Listens to its :class:`PhaseTracker`."""
 
     def __init__(self, writer: Writer, *, operators: bool, steps: int = 0) -> None:
-        """Watch phases, and with ``operators`` all that happens in them; end the script after ``steps``."""
+        """Prepare to record phases and, with ``operators``, each operator; end the script after ``steps`` steps (0: never)."""
         self._most = steps
         self._heap = counters()
         self.state = state = RecordingState(writer, find_meter(lambda: self.blocks.seen_bytes), operators)
@@ -127,7 +130,7 @@ class RunRecorder:
     # --- on and off --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start recording."""
         state = self.state
         state.active = True
         tell_of_forks(self)
@@ -143,9 +146,10 @@ class RunRecorder:
             self.clock.settle()
 
     def _meet_what_is_there(self) -> None:
-        """Tensors that the script made before: in a notebook, all that it has; a plain script has none yet.
+        """Enter tensors that existed before the recording: all of a notebook's; a plain script has none yet.
 
-        The collector lists them in an order of its own; two recordings of one script are to number them alike.
+        They are sorted because the garbage collector lists them in an arbitrary order, and two recordings of one script must
+        number them alike.
         """
         plain = (t for t in tensors_so_far() if type(t) in PLAIN_TYPES)
         parts = sorted((p for t in plain for p in parts_of(t)), key=lambda p: (p.nbytes, str(p.dtype), tuple(p.shape)))
@@ -155,13 +159,13 @@ class RunRecorder:
                 self.blocks.enter(storage, part, NOWHERE, met=True)
 
     def stop(self, *, complete: bool = True) -> None:
-        """Watch no more; the step that runs is closed."""
+        """Stop recording and close the current step; ``complete`` says that it ran to its end."""
         state = self.state
         if not state.active:
             return
         self._mode.passive = True
         if state.operators and not complete:
-            with contextlib.suppress(AttributeError, RuntimeError):  # the script's objects are as the failure left them
+            with contextlib.suppress(AttributeError, RuntimeError):  # a failure may have left the script's objects half made
                 self._roles.recognise_all()
         peak = self._observer.peak_so_far()
         state.write(EntryKind.PHASE, live=state.meter.live(), peak=peak, size=self._outside())
@@ -176,11 +180,11 @@ class RunRecorder:
 
     @property
     def knows_all_uses(self) -> bool:
-        """Whether the script was not ended early, and not too many blocks were used again."""
+        """Whether the last use of every block is known: the script was not ended early, and the table of uses is not full."""
         return not (self._most and self.state.step >= self._most) and self.blocks.knows_all_uses
 
     def forked(self) -> None:
-        """A child (a loader's worker) inherits the interpreter: it is not to be watched."""
+        """Stop recording in a forked child (a data loader's worker), which inherits the interpreter."""
         if self.state.active:
             self.state.active = False
             self._mode.passive = True
@@ -193,7 +197,7 @@ class RunRecorder:
         state.writer.journal.begin(state.step, running.start, live, running.high, running.carried)
 
     def _outside(self) -> int:
-        """The most that the heap held outside torch's allocator since this was last asked."""
+        """Peak heap bytes outside torch's allocator since the last call; 0 without the heap counter."""
         heap = self._heap
         if heap is None:
             return 0
@@ -204,7 +208,11 @@ class RunRecorder:
     # --- steps and phases --------------------------------------------------------------------------------------------
 
     def phase_begins(self, phase: Phase) -> None:
-        """The clock says that the script does something else."""
+        """Enter another phase, and first another step if the current one is over.
+
+        Raises:
+            StepLimitReached: if the recorder's limit of steps is reached.
+        """
         state = self.state
         live = state.meter.live()
         peak = self._observer.end_phase(live)
@@ -223,7 +231,10 @@ class RunRecorder:
         state.write(EntryKind.PHASE, live=live, peak=peak, size=self._outside())
 
     def _step_is_over(self) -> bool:
-        """Whether what begins now belongs to the next step: a round of the optimizers (`probe.marks.Rounds`) is over."""
+        """Whether the phase that begins belongs to the next step: a round of the optimizers (`probe.marks.Rounds`) is over.
+
+        Without any optimizer, a step is over after a backward. The setup (step -1) is over at once.
+        """
         running = self._running
         if self.state.step < 0:
             return True
@@ -270,10 +281,10 @@ class RunRecorder:
         self._roles.meet(root)
 
     def called_elsewhere(self, module: torch.nn.Module) -> None:
-        """Not followed."""
+        """Ignore a module called in another thread."""
 
     def root_ends(self, result: Any) -> None:
-        """That call returned."""
+        """The outermost module call returned."""
 
     def backward_begins(self) -> None:
         """Autograd's engine is about to run."""
@@ -292,7 +303,7 @@ class RunRecorder:
     def optimizer_begins(self, optimizer: Any) -> None:
         """An optimizer is about to step."""
         self._roles.optimizers.add(optimizer)
-        for other in list(self._idle):  # of what trains no model that was called nobody knows whether it will step
+        for other in list(self._idle):  # one that trains no called model may never step
             if other is optimizer or self._roles.trains(other):
                 self._idle.discard(other)
                 self._rounds.made(other)
@@ -320,7 +331,7 @@ class RunRecorder:
         return RecordedSave(self._saved, blocks, kept) if blocks else kept
 
     def _run_region(self, region: Any, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a compiled region, whose operators are not seen: it counts as one; a model that is compiled is called."""
+        """Run a compiled region as one operator, since its own are not seen; a compiled model counts as a module call."""
         model = getattr(region, "_orig_mod", None)
         if not (self.state.active and self.clock.ours):
             return run(*args, **kwargs)
@@ -328,7 +339,7 @@ class RunRecorder:
         def observed(*args: Any, **kwargs: Any) -> Any:
             if not self.state.operators or self._mode.passive:
                 return run(*args, **kwargs)
-            self._mode.passive = True  # a region within it is a part of it
+            self._mode.passive = True  # a region nested in this one is part of it
             try:
                 return self._observer.observe_region(run, args, kwargs)
             finally:
@@ -340,7 +351,7 @@ class RunRecorder:
 
     @contextlib.contextmanager
     def unseen(self, what: Unseen) -> Iterator[None]:
-        """A derivative runs that is not seen: it counts as one operator."""
+        """Record as one operator a derivative whose own operators are not seen."""
         if not self.state.operators or self._mode.passive:
             yield
             return
@@ -349,17 +360,17 @@ class RunRecorder:
 
 
 def _place(optimizer: Any) -> int:
-    """An optimizer's groups, which one that wraps it (accelerate's) shares: it is the same."""
+    """Identity of an optimizer: its ``param_groups``, which a wrapper (accelerate's) shares with the one that it wraps."""
     return id(getattr(optimizer, "param_groups", optimizer))
 
 
 def _steps_itself(optimizer: Any) -> bool:
-    """Whether torch's hooks tell when it steps: not of one that wraps another and was never made as one (accelerate's)."""
+    """Whether torch's step hooks fire for an optimizer: not for a wrapper that skips ``Optimizer.__init__`` (accelerate's)."""
     return "_optimizer_step_post_hooks" in vars(optimizer)
 
 
 def begin(writer: Writer, *, operators: bool, steps: int = 0) -> RunRecorder:
-    """Start to record torch; after so many steps (0: never) the script is ended."""
+    """Start recording torch; end the script after ``steps`` steps (0: never)."""
     found = counters()
     writer.put_meta({"torch": torch.__version__, "level": "ops" if operators else "phases", "exact": found is not None})
     recorder = RunRecorder(writer, operators=operators, steps=steps)
@@ -368,7 +379,13 @@ def begin(writer: Writer, *, operators: bool, steps: int = 0) -> RunRecorder:
 
 
 def end(recorder: RunRecorder, *, complete: bool, whole: bool = False) -> None:
-    """Record torch no more; ``whole``: the script is over, nothing is used later."""
+    """Stop recording torch.
+
+    Args:
+        recorder: the recorder to stop.
+        complete: whether the current step ran to its end, without an error.
+        whole: whether the script is over, so that no block is used later.
+    """
     recorder.stop(complete=complete)
     writer, meter = recorder.state.writer, recorder.state.meter
     writer.put_meta({"later": recorder.blocks.later, "whole": whole and complete and recorder.knows_all_uses})

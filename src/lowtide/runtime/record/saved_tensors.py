@@ -1,4 +1,4 @@
-"""What autograd keeps in place of the tensors it saves, and what it gets back."""
+"""Saved-tensor hooks: what autograd keeps in place of the tensors that it saves, and how they are unpacked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from lowtide.runtime.tensors import beneath_autograd, node_of, on_storage
 
 
 def modified_in_place(meta: Meta, found: int, expected: int) -> RuntimeError:
-    """The error that autograd raises where a saved tensor was changed in place (hooks turn its own check off)."""
+    """The error that autograd raises if a saved tensor was changed in place; saved-tensor hooks disable its own check.
+
+    Args:
+        meta: view metadata of the saved tensor.
+        found: its version now.
+        expected: its version when it was saved.
+    """
     size, _, _, dtype, *_ = meta
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -29,12 +35,12 @@ def modified_in_place(meta: Meta, found: int, expected: int) -> RuntimeError:
 
 @final
 class Kept:
-    """A saved tensor that is simply kept."""
+    """A saved tensor that Lowtide keeps: in memory or, after :meth:`leave`, on the offload tier."""
 
     __slots__ = ("__weakref__", "leaf", "meta", "origin", "tensor", "ticket", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """Hold a tensor, detached so that autograd's graph does not hold itself."""
+        """Hold a tensor: a leaf itself, any other detached, so that autograd's graph does not keep itself alive."""
         self.leaf = node_of(tensor) is None
         self.tensor: torch.Tensor | None = None
         self._show(tensor)
@@ -45,12 +51,12 @@ class Kept:
 
     @property
     def held(self) -> torch.Tensor | None:
-        """The tensor that is held, where it may leave: a leaf that wants gradients must stay itself."""
+        """The tensor, if it may be offloaded; None for a leaf that requires grad, which must stay the same object."""
         stays = self.tensor is not None and self.leaf and self.tensor.requires_grad
         return None if stays else self.tensor
 
     def leave(self, ticket: Ticket) -> None:
-        """The bytes are on the second board: let go of them."""
+        """Drop the tensor; ``ticket`` is the place of its bytes on the offload tier."""
         assert self.tensor is not None
         if self.origin is None:
             self.origin = Origin.of(self.tensor, self)
@@ -59,7 +65,7 @@ class Kept:
         self.tensor = None
 
     def exchanged(self, tensor: torch.Tensor) -> None:
-        """The tensor shows other data from now on."""
+        """Keep the new data after an assignment to the saved tensor's ``.data``."""
         self.ticket = None
         self._show(tensor)
 
@@ -67,7 +73,7 @@ class Kept:
         self.tensor = tensor if self.leaf else detached(tensor)
 
     def unpack(self) -> torch.Tensor:
-        """The tensor.
+        """The tensor, fetched if it was offloaded.
 
         Raises:
             RuntimeError: if it was changed in place since it was saved.
@@ -85,12 +91,12 @@ class Kept:
 
 @final
 class Handle:
-    """A saved tensor whose value may be let go."""
+    """A saved tensor whose value may be evicted."""
 
     __slots__ = ("__weakref__", "asked", "instead", "meta", "origin", "saver", "value", "version", "watched")
 
     def __init__(self, saver: SavedTensors, value: Value, tensor: torch.Tensor) -> None:
-        """Refer to the value; the tensor itself is watched, not held."""
+        """Refer to the value; of the tensor itself, only the version counter is watched, and no bytes are held."""
         self.saver = saver
         self.value = value
         self.meta: Meta = meta_of(tensor)
@@ -101,25 +107,25 @@ class Handle:
         self.asked = False
 
     def __del__(self) -> None:
-        """Autograd let go."""
+        """Release the value: autograd has released the saved tensor."""
         self._met()
         if self.instead is None:
             self.saver.released(self.value.latest())
 
     def exchanged(self, tensor: torch.Tensor) -> None:
-        """The tensor shows other data from now on: nobody asks for the former any more."""
+        """Keep the new data after an assignment to the tensor's ``.data``: backward no longer needs the old value here."""
         if self.instead is None:
             self.saver.released(self.value.latest())
         self.instead = detached(tensor)
 
     def _met(self) -> None:
-        """A backward came by, or never will."""
+        """Count the handle as no longer awaited: a backward has asked for it, or none can any more."""
         if not self.asked:
             self.asked = True
             self.saver.awaited -= 1
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, made again if its value was let go.
+        """The tensor, recomputed or fetched if its value was evicted.
 
         Raises:
             RuntimeError: if it was changed in place since it was saved.
@@ -138,12 +144,13 @@ class SavedTensors:
     """Saved-tensor hooks of the full interception.
 
     Attributes:
-        outstanding: handles that autograd has.
-        awaited: those of them that no backward has asked for.
+        keep_only: whether every tensor is packed as a :class:`Kept`, so that its value cannot be evicted.
+        outstanding: number of handles that autograd holds.
+        awaited: number of these that no backward has asked for yet.
     """
 
     def __init__(self, ledger: Ledger, evictor: Evictor) -> None:
-        """Share the runtime's parts."""
+        """Share the runtime's ledger and evictor."""
         self.ledger = ledger
         self.evictor = evictor
         self.keep_only = False
@@ -152,14 +159,14 @@ class SavedTensors:
         self.on_first: Callable[[], Callable[[torch.Tensor], Any] | None] | None = None
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """What autograd keeps."""
+        """The object that autograd keeps in the tensor's place (pack hook)."""
         if self.keep_only:
             return Kept(tensor)
         if not self.evictor.recorder.active and self.on_first is not None:
             instead = self.on_first()
             if instead is not None:
                 return instead(tensor)
-        followed = _followed(tensor) and tensor.device == self.evictor.meter.device  # others' bytes are not what is limited
+        followed = _followed(tensor) and tensor.device == self.evictor.meter.device  # the budget limits no other device
         value = self.ledger.find(tensor.untyped_storage()) if followed else None
         if value is None or not self._ours(value):
             if self.evictor.recorder.active:
@@ -168,7 +175,7 @@ class SavedTensors:
         return self._handle(value, tensor, tensor.untyped_storage())
 
     def _ours(self, value: Value) -> bool:
-        """Whether a value may be let go: it can be made again, or was made within this unit and can be moved."""
+        """Whether a value may be evicted: it can be recomputed, or was made within this unit and can be offloaded."""
         if value.record is not None and not value.tainted:
             return True
         recorder = self.evictor.recorder
@@ -183,25 +190,28 @@ class SavedTensors:
         return handle
 
     def unpack(self, packed: Kept | Handle) -> torch.Tensor:
-        """What autograd gets back."""
+        """The tensor that autograd gets back (unpack hook)."""
         return packed.unpack()
 
     def ask(self, value: Value) -> torch.UntypedStorage:
-        """Backward asks for a value."""
+        """Record that backward asks for a value; return its storage, recomputed or fetched if the value was evicted."""
         self.evictor.recorder.need(value)
         storage = self.evictor.resident(value)
-        self.evictor.recorder.begin_window()  # what the replay took is not the plain run's
+        self.evictor.recorder.begin_window()  # the plain run has no replays
         return storage
 
     def released(self, value: Value) -> None:
-        """Autograd let go of one saved tensor of a value."""
+        """Record that autograd released one saved tensor of a value."""
         self.outstanding -= 1
         self.evictor.released(value)
         self.evictor.recorder.released(value)
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias with the same version counter, made unseen by dispatch modes; of what dispatches itself, by itself."""
+    """A detached alias that shares the tensor's version counter, made without dispatch modes seeing it.
+
+    A tensor subclass with its own ``__torch_dispatch__`` makes the alias itself.
+    """
     if type(tensor).__torch_dispatch__ is not NO_DISPATCH:
         with torch._C.DisableTorchFunctionSubclass():
             return tensor.detach()

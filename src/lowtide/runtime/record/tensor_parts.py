@@ -1,4 +1,4 @@
-"""The strided tensors that hold a tensor's bytes: a sparse or nested tensor has several, a wrapper none."""
+"""Finds the strided tensors that hold a tensor's bytes: a sparse tensor has several, a wrapper none."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ _SPARSE: Final = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: _ROWS, torch.sparse_bsr: _ROWS, torch.sparse_csc: _COLUMNS, torch.sparse_bsc: _COLUMNS,
 }
-"""What the parts of sparse tensors are called, by layout."""
+"""Names of the parts of sparse tensors, by layout."""
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Strided tensors that hold a tensor's bytes; none for what has no storage of its own."""
+    """Strided tensors that hold a tensor's bytes: itself, the parts of a sparse tensor, or the values of a nested one.
+
+    Returns:
+        No tensors for one without a storage of its own: a subclass with its own ``__torch_dispatch__``, an uninitialized
+        parameter, a tensor on the meta device, a wrapper of a function transform, a lazy zero.
+    """
     if type(tensor).__torch_dispatch__ is not NO_DISPATCH or isinstance(tensor, UninitializedTensorMixin):
         return []
     if tensor.device.type == "meta":

@@ -1,7 +1,8 @@
-"""A live unit -> Trace.
+"""Records the trace of a unit while it runs.
 
-The dispatch mode tells the recorder of operators, packs and unpacks; the ledger tells it of the births and deaths of
-storages. What is noted are the lifetimes that the plain run would have had, whatever the policy dropped meanwhile.
+The dispatch mode reports operators and the values that they make or overwrite, the saved-tensor hooks report packs and
+unpacks, and the ledger reports the deaths of storages. The trace has the lifetimes that values would have in the plain run,
+whatever the eviction policy dropped in the meantime.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lowtide.runtime.storage.value import Value
 from lowtide.runtime.storage.views import sole_owner
 
 _BACKEND_THREADS = 2
-"""Threads of a collective backend (gloo's default): each may be late to let go of what one collective took."""
+"""Threads of a collective backend (gloo's default): each may be late in freeing the buffers of one collective."""
 
 
 @dataclass(slots=True)
@@ -43,7 +44,7 @@ class _Life:
     """Autograd has released it for the last time, and at most Lowtide's own references keep its storage alive."""
 
     def is_held(self) -> bool:
-        """Whether anybody but autograd and us holds its bytes, now that autograd was their only holder once."""
+        """Whether something besides autograd and Lowtide holds the storage again, after autograd had been its only owner."""
         value = self.value()
         storage = None if value is None or value.superseded or self.held_until is None else value.storage()
         return value is not None and storage is not None and not sole_owner(storage, value.own_aliases())
@@ -51,7 +52,15 @@ class _Life:
 
 @dataclass(slots=True)
 class _OpenNeed:
-    """A need while its node still runs, in one of autograd's graph tasks; a backward within a node is a task of its own."""
+    """A need whose autograd node may still be running.
+
+    Attributes:
+        event: the event that the need is.
+        value: number of the value asked for.
+        node: the autograd node that asked; None once it has ended.
+        task: the graph task in which the node runs; a backward within a node runs in a task of its own, with a higher number.
+        pinned_until: last event at whose end the node, or whatever it passed the tensor to, holds it; None while it does.
+    """
 
     event: int
     value: int
@@ -62,12 +71,12 @@ class _OpenNeed:
 
 @dataclass(slots=True)
 class _InFlightCollective:
-    """What a collective took, which a thread of its backend lets go of after it has told that it is done.
+    """The buffers of a collective, which a thread of its backend frees some time after it has reported completion.
 
     Attributes:
-        values: that it read or wrote.
-        inside_bytes: that it may have made, and that are nobody's value.
-        late: those of the values that are gone; in another step they may be there for longer.
+        values: numbers of the values that it read or wrote.
+        inside_bytes: bytes that it may have allocated inside, and that belong to no value.
+        late: those of the values whose storage has died; in another step they may live longer.
     """
 
     values: frozenset[int]
@@ -77,15 +86,15 @@ class _InFlightCollective:
 
 @dataclass(eq=False)
 class TraceRecorder:
-    """One unit while it runs; :meth:`finish` gives the trace.
+    """Records one unit while it runs; :meth:`finish` returns the trace.
 
-    Its many fields are the trace's columns while they grow, and what is open in them.
+    Its many fields are the trace's growing columns, and the entries in them that are still open.
     """
 
     notes: ClassVar[bool] = True
     """Whether events are recorded; if False, only each value's owning unit is tracked."""
     active: ClassVar[bool] = True
-    """Whether there is a unit at all."""
+    """Whether there is a unit; False only for the recorder between units."""
 
     meter: Meter
     base_bytes: int
@@ -101,7 +110,7 @@ class TraceRecorder:
     kept: set[int] = field(default_factory=set)
     pending: Polled[Value] = field(default_factory=Polled)
     leaving: list[_Life] = field(default_factory=list)
-    """Released by autograd, while something else, such as a node that is still running, holds the storage."""
+    """Values that autograd has released while something else, such as a node that is still running, holds the storage."""
     asked: list[_OpenNeed] = field(default_factory=list)
     away: set[Value] = field(default_factory=set)
     backward_event: int | None = None
@@ -111,7 +120,7 @@ class TraceRecorder:
     _window_bytes: int = 0
 
     def number(self, value: Value) -> int:
-        """The id of a value in this unit; one that is met for the first time was there before it."""
+        """The number of a value in this unit; a value that is seen for the first time existed before the unit."""
         if value.unit is not self:
             self._add(value, born=-1, slot=0, counted=False)
             if value.tainted:
@@ -125,11 +134,11 @@ class TraceRecorder:
             self.tracked += value.bytes
 
     def born(self, value: Value, slot: int) -> None:
-        """An operator that is about to be noted made a value."""
+        """Record a value made by the operator about to be recorded; ``slot`` is its place among that operator's values."""
         self._add(value, born=len(self.events), slot=slot, counted=True)
 
     def version(self, old: Value, new: Value, slot: int) -> None:
-        """An operator that is about to be noted overwrites a value in place."""
+        """Record that the operator about to be recorded overwrote a value in place; ``new`` is its next version."""
         life = self.lives[self.number(old)]
         self._add(new, born=len(self.events), slot=slot, counted=life.counted)
         if life.counted:
@@ -137,14 +146,15 @@ class TraceRecorder:
         if life.saves:
             heir = self.lives[new.number]
             heir.saves, life.saves = life.saves, 0
-            # What autograd let go of before is not the last that it has of them. Where it alone had them, it did until now.
+            # The saved tensors pass to the new version, so an earlier release was not the last one. If only autograd held the
+            # old version, it held it until now.
             life.released = -1 if life.held_until is None else len(self.events)
             self.pending.items = [v for v in self.pending.items if v is not old] + [new]
         if life.held_until is None:
             life.held_until = len(self.events)
 
     def back(self, value: Value) -> None:
-        """A dropped value's bytes are resident again."""
+        """Count a dropped value's bytes, which are resident again."""
         if value.unit is self and self.lives[value.number].counted:
             self.tracked += value.bytes
         self._no_more_away(value)
@@ -159,15 +169,15 @@ class TraceRecorder:
             self.tracked += value.bytes
 
     def gone(self, value: Value) -> None:
-        """A value's storage died."""
+        """Record that a value's storage died."""
         if self.closed:
             return
         if value.unit is not self:
-            if value.saves:  # a graph that is left over has it still: the plain run's bytes are there
+            if value.saves:  # a retained graph has it saved: in the plain run its bytes would be there
                 self._away(value)
             return
         life = self.lives[value.number]
-        if value.saves and not life.counted and not life.gone_from_base:  # it was let go: the plain run's base has it still
+        if value.saves and not life.counted and not life.gone_from_base:  # evicted: still in the plain run's base
             self._away(value)
         elif life.counted or life.gone_from_base:
             self.tracked -= value.bytes
@@ -179,12 +189,12 @@ class TraceRecorder:
             self._leaves(life)
 
     def unheld(self, value: Value) -> None:
-        """Nothing but autograd holds a value any more."""
+        """Record that only autograd holds a value from here on."""
         if value.unit is self and self.lives[value.number].held_until is None:
             self.lives[value.number].held_until = len(self.events) - 1
 
     def saved(self, value: Value) -> None:
-        """Autograd saves a tensor of a value."""
+        """Record that autograd saves a tensor of a value."""
         number = self.number(value)
         self.packs.append(number)
         self.saves.append(Save(value=number, event=len(self.events) - 1))
@@ -195,7 +205,7 @@ class TraceRecorder:
             self._watch(value, life)
 
     def anchored(self, value: Value) -> None:
-        """We hold a value for replays; the plain run may let go of it meanwhile."""
+        """Watch a value that Lowtide holds for replays: the plain run may free it in the meantime."""
         number = self.number(value)
         self._watch(value, self.lives[number])
 
@@ -205,7 +215,7 @@ class TraceRecorder:
             self.pending.items.append(value)
 
     def released(self, value: Value) -> None:
-        """Autograd lets go of a saved tensor of a value."""
+        """Record that autograd releases a saved tensor of a value."""
         if self.closed:
             return
         if value.unit is not self:
@@ -224,32 +234,33 @@ class TraceRecorder:
                 life.left = True
 
     def _leaves(self, life: _Life) -> None:
-        """The plain run would have freed a released value at the last event."""
+        """Record that the plain run would have freed a released value at the last event."""
         life.released, life.left = len(self.events) - 1, True
 
     def taint(self, value: Value) -> None:
-        """Foreign code has a pointer to a value's bytes."""
+        """Record that foreign code has a pointer to a value's bytes."""
         self.tainted.add(self.number(value))
 
     def need(self, value: Value) -> None:
-        """Backward asks for a value."""
+        """Record that backward asks for a value."""
         self._look()
         asked = _OpenNeed(len(self.events), self.number(value), _node(), graph_task())
         self.asked.append(asked)
         self.events.append(asked)
 
     def before_op(self) -> None:
-        """An operator begins."""
+        """Measure memory before an operator, and close the needs of nodes that have ended."""
         self._look()
         if self.asked:
             node, task = _node(), graph_task()
             self._let_go([a for a in self.asked if a.node is not node and a.task >= task])
 
     def collective(self, values: Iterable[int], inside_bytes: int) -> None:
-        """An operator that is about to be noted is a collective: what it took counts until as many others have begun as
-        its backend has threads, though it was seen to go before.
+        """Record that the operator about to be recorded is a collective.
 
-        So does a copy of the largest of it, as gloo makes one. What is seen of that differs from rank to rank; plans must not.
+        Its buffers count as live until N later collectives have started (N = backend threads), even if they were seen to die
+        earlier, and so does a copy of the largest one, as gloo makes it. When a buffer dies differs from rank to rank; plans
+        must not.
         """
         if len(self.flights) == _BACKEND_THREADS:
             for life in self.flights.popleft().late:
@@ -257,7 +268,7 @@ class TraceRecorder:
         self.flights.append(_InFlightCollective(frozenset(values), inside_bytes))
 
     def after_op(self, func: Any, op: Op, *, scripted: bool) -> None:
-        """An operator ended; a plan is to follow it, if it is scripted."""
+        """Record an operator that ended; if it is ``scripted``, a plan compares later units with it."""
         if scripted:
             self.funcs.append((len(self.events), func))
         self.events.append(op)
@@ -272,12 +283,15 @@ class TraceRecorder:
         self.begin_window()
 
     def begin_window(self) -> None:
-        """What rises from here on is outside the event before; what is there now was counted in it, and may still go."""
+        """Start a new window: a rise from here on lies outside the previous event.
+
+        The bytes that are live now were counted in that event, and may still be freed.
+        """
         self.meter.reset_op_peak()
         self._window_bytes = self.meter.live()
 
     def forget_last_look(self) -> None:
-        """The operator that was about to be noted failed."""
+        """Discard the measurements made before an operator that failed."""
         self.other.pop()
         self.late_bytes.pop()
         self.spikes.pop()
@@ -291,7 +305,7 @@ class TraceRecorder:
         self.pending.look(self._is_unheld)
 
     def _is_unheld(self, value: Value) -> bool:
-        """Whether nothing but autograd or Lowtide references a saved value's storage any more, which is noted."""
+        """Whether only autograd and Lowtide still refer to a value's storage; if so, record since when."""
         life = self.lives[value.number]
         if life.held_until is None:
             storage, aliases = value.storage(), value.own_aliases()
@@ -301,12 +315,12 @@ class TraceRecorder:
                 return False
             life.held_until = len(self.events) - 1
             if not life.counted and self.meter.counts(storage):
-                life.gone_from_base = True  # without us its bytes would have left the base by now
+                life.gone_from_base = True  # without Lowtide, its bytes would have left the base by now
                 self.tracked += value.bytes
         return True
 
     def _let_go(self, asked: list[_OpenNeed]) -> None:
-        """Unpin values that finished nodes unpacked; one that a node passed on stays pinned while that reference lives."""
+        """Unpin values unpacked by nodes that have ended; a value that a node passed on stays pinned while it is held."""
         for a in asked:
             a.node = None
             if not self.lives[a.value].is_held():
@@ -314,18 +328,18 @@ class TraceRecorder:
         self.asked = [a for a in self.asked if a.pinned_until is None]
 
     def begin_backward(self, *, followed: bool) -> None:
-        """A backward begins, in which a plan is followed or not, and not within another one's node."""
+        """Begin a backward that is not nested in a node; ``followed``: plans follow its operators (``create_graph``)."""
         self._let_go(self.asked)
         if self.backward_event is None and not followed:
             self.backward_event = len(self.events)
 
     @property
     def leaving_bytes(self) -> int:
-        """How much of what was there before the unit went within it."""
+        """Bytes that existed before the unit and were freed within it."""
         return max(0, -min(self.other, default=0))
 
     def close(self) -> None:
-        """Note nothing more, and hold nothing: values refer to their recorder."""
+        """Stop recording, and drop all references, because values refer to their recorder."""
         self.closed = True
         self.pending.items, self.leaving = [], []
         self.away = set()
@@ -333,7 +347,7 @@ class TraceRecorder:
             asked.node = None
 
     def finish(self, resident_bytes: int, *, movable: bool) -> Trace:
-        """The trace of what was noted."""
+        """Close the recorder and return the trace; ``movable``: whether values made in the unit may be offloaded."""
         self.close()
         end = len(self.events)
         ongoing = {a.event for a in self.asked}
@@ -368,7 +382,10 @@ class TraceRecorder:
 
 
 def _held_until(life: _Life, end: int, *, kept: bool) -> int:
-    """Until when something other than autograd holds a buffer; one that is kept is held as long as autograd has it."""
+    """Last event at whose end something besides autograd holds a buffer.
+
+    A ``kept`` buffer (``--keep``) counts as held while autograd has it saved; ``end`` is the number of the unit's events.
+    """
     held = end if life.held_until is None else life.held_until
     if not kept:
         return held

@@ -1,1 +1,1 @@
-"""Making a dropped value again, bit for bit."""
+"""Rematerializes dropped values, bit for bit."""

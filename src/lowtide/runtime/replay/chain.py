@@ -1,6 +1,6 @@
-"""Making a value resident again: which operators run, in which order, and what of theirs stays.
+"""Makes a value resident again: which operators run, in which order, and which of their outputs stay.
 
-The rules are those of ``planning/unit/simulate.py``, so that a plan's predicted peak is the measured one.
+It follows the rules of ``planning/unit/simulate.py``, so that a plan's predicted peak is the measured one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from lowtide.runtime.tensors import beneath_autograd
 
 
 def chain_of(value: Value) -> tuple[list[Record], list[Value]]:
-    """Records to run again, in recorded order, and values to fetch, so that a value is resident.
+    """The records to run again, in recorded order, and the values to fetch, that make a value resident.
 
     Raises:
-        ReplayError: if it cannot be made again.
+        ReplayError: if the value cannot be rematerialized.
     """
     records: dict[int, Record] = {}
     fetched: list[Value] = []
@@ -47,10 +47,10 @@ def chain_of(value: Value) -> tuple[list[Record], list[Value]]:
 
 
 def remake(value: Value, how: Replayer) -> torch.UntypedStorage:
-    """Make a value resident again by the rules of ``planning/unit/simulate.py``; it is not resident now.
+    """Bring back a value that is not resident, by the rules of ``planning/unit/simulate.py``.
 
     Raises:
-        ReplayError: if it cannot be made again.
+        ReplayError: if the value cannot be rematerialized.
     """
     chain = _Chain(value, how)
     try:
@@ -62,7 +62,7 @@ def remake(value: Value, how: Replayer) -> torch.UntypedStorage:
 
 @final
 class _Chain:
-    """Operators that run again, one after the other, and what is resident because of them."""
+    """A chain: the operators that run again, one after the other, and the storages that are resident because of them."""
 
     def __init__(self, target: Value, how: Replayer) -> None:
         self.target = target
@@ -100,7 +100,7 @@ class _Chain:
             v.busy -= 1
 
     def _replay(self, record: Record) -> None:
-        """Run one operator; nothing of it outlives this frame but what is kept."""
+        """Run one operator again; only the outputs that :meth:`_keep` keeps outlive this frame."""
 
         def steal(old: Value) -> bool:
             return old in self.fresh and old.tensor is None and old is not self.target and self.readers[old] <= record.order

@@ -1,1 +1,1 @@
-"""Storages, their versions, and what an operator's schema says of them."""
+"""Storages, their versions, and what an operator's schema says about them."""

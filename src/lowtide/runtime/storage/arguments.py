@@ -1,4 +1,4 @@
-"""Tensors among the arguments of a call: found, replaced, and told by what the operator does to them."""
+"""Finds and replaces the tensors among an operator's arguments, and says which of them it writes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from lowtide.runtime.storage.op_schema import OpInfo
 from lowtide.runtime.tensors import on_storage
 
 PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-"""Types of tensors whose operators a mode may take as they are; others have a say of their own."""
+"""Tensor types whose operators a mode handles directly; other types may intercept operators themselves."""
 NO_DISPATCH: Final = torch.Tensor.__torch_dispatch__
-"""What types have that do not see operators themselves, subclasses made by ``as_subclass`` among them."""
+"""``__torch_dispatch__`` of types that do not intercept operators, including subclasses made by ``as_subclass``."""
 
 
 def map_tensors(item: Any, at: int | str | None, visit: Callable[[torch.Tensor, int | str | None], Any]) -> Any:
-    """An argument with ``visit`` applied to each tensor in it.
+    """An argument with each tensor in it replaced by the result of ``visit``; lists and tuples are searched.
 
-    Not a closure that calls itself: that would be a reference cycle, and would hold tensors until the collector runs.
+    This is no recursive closure: a closure that calls itself is a reference cycle and holds tensors until the collector runs.
 
     Args:
         item: the argument.
-        at: its position or name; None for what lies inside a list.
-        visit: told each tensor and ``at``.
+        at: its position or name; None for an element of a list or tuple.
+        visit: called with each tensor and its ``at``.
     """
     if isinstance(item, torch.Tensor):
         return visit(item, at)
@@ -35,7 +35,7 @@ def map_tensors(item: Any, at: int | str | None, visit: Callable[[torch.Tensor, 
 
 
 def flatten(out: Any) -> list[Any]:
-    """An operator's result as a flat list."""
+    """An operator's result, with nested lists and tuples, as one flat list."""
     if isinstance(out, torch.Tensor):
         return [out]
     if isinstance(out, (list, tuple)):
@@ -44,7 +44,7 @@ def flatten(out: Any) -> list[Any]:
 
 
 def written_by(info: OpInfo, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, bool]]:
-    """Tensors that an operator writes, in the order of its arguments, and whether it does so secretly."""
+    """Tensors that an operator writes, in argument order, each with whether the write is secret (missing in the schema)."""
     found = [
         (t, i in info.secret_at)
         for i, a in enumerate(args) if i in info.writes_at or i in info.secret_at
@@ -55,7 +55,10 @@ def written_by(info: OpInfo, args: Any, kwargs: Any) -> list[tuple[torch.Tensor,
 
 
 def overwritten_by(info: OpInfo, args: Any, kwargs: Any) -> list[tuple[int, torch.Tensor, bool]]:
-    """The same with their places, of each storage the first alone: it has one next version, however many views are written."""
+    """Like `written_by`, with each tensor's position in that list, and only the first tensor of each storage.
+
+    A storage gets one new version, however many views of it the operator writes.
+    """
     seen: set[int] = set()
     found = []
     for place, (tensor, secret) in enumerate(written_by(info, args, kwargs)):

@@ -1,4 +1,4 @@
-"""What is known of an ATen operator from its schema: what it writes to, whether it may be run again."""
+"""Facts about an operator from its schema: which arguments it writes, and whether it may be replayed."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any, Final
 import torch
 
 _REPLAYABLE_NAMESPACES: Final = frozenset({"aten", "prims"})
-"""Operators of other namespaces (collectives, extensions) are never run twice: their effects are not known."""
+"""Operators of other namespaces (collectives, extensions) are never run twice: their side effects are unknown."""
 
 _COLLECTIVE_NAMESPACES: Final = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
-"""Operators that other ranks take part in."""
+"""Namespaces of the operators in which other ranks take part."""
 
 _UNINITIALISED: Final = frozenset(
     {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
      "aten::empty_permuted", "aten::empty_quantized"}
 )
-"""Their contents are whatever a later writer, perhaps one that bypasses the dispatcher, puts there."""
+"""Operators whose outputs hold whatever a later writer, possibly one that bypasses the dispatcher, puts there."""
 
 _NEVER: Final = frozenset(
     {"aten::resize_", "aten::set_", "aten::_local_scalar_dense", "aten::item", "aten::record_stream",
      "aten::_cudnn_init_dropout_state", "aten::from_file", "aten::lift_fresh", "aten::lift"}
 )
-"""Operators that are never replayed: they change storages, leave torch, or return their input though their schema says that
-the result is new."""
+"""Operators that are never replayed: they change storages, reach outside torch, or return their input although the schema
+declares a new result."""
 
 _OVERWRITE_FULLY: Final = frozenset(
     {"aten::copy_", "aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_", "aten::bernoulli_",
      "aten::exponential_", "aten::random_", "aten::log_normal_", "aten::cauchy_", "aten::geometric_"}
 )
-"""What these write does not depend on what was there."""
+"""Operators that write their first argument independently of its old contents."""
 
 _DRAWS: Final = frozenset(
     {"aten::native_dropout", "aten::rrelu_with_noise", "aten::_fused_dropout", "aten::_cudnn_rnn", "aten::miopen_rnn",
@@ -39,28 +39,28 @@ _DRAWS: Final = frozenset(
      "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
      "aten::_flash_attention_forward", "aten::_efficient_attention_forward"}
 )
-"""Operators that may draw random numbers without the tag that says so."""
+"""Operators that may draw random numbers although they lack the tag ``nondeterministic_seeded``."""
 
 _LIBRARIES: Final = ("mkldnn", "cudnn", "miopen", "rnn")
-"""Operators (parts of their names) that libraries run."""
+"""Parts of the names of operators that libraries run."""
 
 _SECRET_WRITES: Final = ("running_mean", "running_var")
-"""Arguments that operators update in place although their schema does not say it."""
+"""Names of arguments that operators update in place although their schema does not say so."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpInfo:
-    """Facts of one operator overload.
+    """Facts about one operator overload.
 
     Attributes:
-        name: ``aten.add.Tensor``.
-        writes_at: positions of positional arguments, and names of keyword arguments, that the schema says it writes.
-        secret_at: positions of arguments that it writes without saying so.
+        name: its name, such as ``aten.add.Tensor``.
+        writes_at: positions and names of the arguments that it writes according to its schema.
+        secret_at: positions of the arguments that it writes although its schema does not say so.
         seeded: whether it may draw from a random generator.
         replayable: whether it may be run again at all.
-        uninitialised: whether its fresh outputs have no defined contents.
-        overwrites_fully: whether what it writes into its first argument does not depend on what was there.
-        collective: whether other ranks take part: tried again on one rank alone, it would leave the others waiting.
+        uninitialised: whether its new outputs have undefined contents.
+        overwrites_fully: whether it writes its first argument independently of the old contents.
+        collective: whether other ranks take part: a retry on one rank alone would leave the others waiting.
     """
 
     name: str
@@ -74,18 +74,18 @@ class OpInfo:
 
     @cached_property
     def mutates(self) -> bool:
-        """Whether it changes an argument in place, openly or not."""
+        """Whether it writes an argument in place, declared in its schema or not."""
         return bool(self.writes_at or self.secret_at)
 
     @cached_property
     def opaque(self) -> bool:
-        """Whether a library runs it that returns its workspace (as bytes): of unknown size, and written in parts only."""
+        """Whether a library runs it and returns its workspace (a uint8 tensor), of unknown size and only partly written."""
         return any(part in self.name for part in _LIBRARIES)
 
 
 @cache
 def info_of(func: Any) -> OpInfo:
-    """Facts of an operator; higher-order operators are opaque."""
+    """Facts about an operator. Higher-order operators, which have no schema, count as seeded and not replayable."""
     schema = getattr(func, "_schema", None)
     if schema is None:
         return OpInfo(name=str(func), writes_at=frozenset(), secret_at=frozenset(), seeded=True, replayable=False,

@@ -1,9 +1,9 @@
-"""Values at run time, resident, dropped or offloaded; what holds their bytes; the operators that make them again.
+"""Run-time values (resident, dropped or offloaded), what holds their bytes, and the records that rematerialize them.
 
-A :class:`Value` is one version of one storage. References point one way: a record refers to the values that it read, a value
-to the record that made it, a handle (what autograd keeps) to its value. So memory is freed by reference counts alone.
+A :class:`Value` is one version of one storage. References point one way: from a record to the values that it read, from a
+value to the record that made it, from a handle (which autograd keeps) to its value. So reference counting alone frees memory.
 
-One module: values, records, arguments and anchors refer to each other, and who holds whom is the point.
+One module: values, records, arguments and anchors refer to each other, and which of them holds which is the point.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ class Value:
     """One version of one storage.
 
     Attributes:
-        bytes: size of the storage.
-        weak: the storage that has (or last had) its bytes.
-        anchor: what holds its bytes for replays that read it, where it cannot be made again.
-        tensor: our own reference that keeps the bytes resident; None where we do not.
-        record: the operator that makes it; None if that is not known or must not be run again.
-        ticket: its place on the second board.
-        saves: handles of autograd that are alive.
-        superseded: whether the storage it was made in holds a later version now.
-        heir: the later version that keeps the bits of its saved tensors: the writes between went to other parts of the
-            storage (autograd's version counters, which know views apart, are the judge of that).
-        elders: the versions whose heir it is, at last.
+        bytes: bytes of the storage.
+        weak: weak reference to the storage that holds (or last held) its bytes.
+        anchor: weak reference to the anchor that holds its bytes for replays, if it cannot be rematerialized.
+        tensor: Lowtide's own reference, which keeps the bytes resident; None if Lowtide does not hold them.
+        record: the operator that makes it; None if that operator is unknown or must not be run again.
+        ticket: its place on the offload tier.
+        saves: number of live handles that autograd has to it.
+        superseded: whether the storage in which it was made now holds a later version.
+        heir: the later version that keeps the bits of its saved tensors. The writes in between touched other parts of the
+            storage: autograd's version counters, which distinguish such views, check this.
+        elders: weak references to the earlier versions whose saved tensors it keeps now.
         tainted: whether foreign code may have written to its storage.
-        number: its id in a trace or a plan; -1 outside.
+        number: its id in a trace or a plan; -1 outside of them.
         unit: the recording that ``number`` belongs to.
-        checksum: of its bytes when it was dropped, where that is to be checked.
-        touched: when it was last made or asked for (full), or how many needs it has served (lean).
-        busy: chains under way that read it: it must not be let go.
-        scratch: whether it is a kernel's workspace, parts of which nobody writes: its bytes differ from run to run.
+        checksum: checksum of its bytes when it was dropped, if they are to be checked after a replay.
+        touched: in the full interception the time (by the evictor's clock) when it was last made or asked for; in the lean
+            interception the number of needs that it has served.
+        busy: number of running chains that still read it: it must not be evicted while there are any.
+        scratch: whether it is a kernel's workspace. Parts of it are never written, so its bytes differ from run to run.
     """
 
     __slots__ = (
@@ -55,7 +56,7 @@ class Value:
     )
 
     def __init__(self, size: int, record: Record | None) -> None:
-        """A value that nothing holds yet."""
+        """Create a value of ``size`` bytes that nothing holds yet."""
         self.bytes = size
         self.record = record
         self.weak: StorageRef | None = None
@@ -75,45 +76,55 @@ class Value:
         self.scratch = False
 
     def inherit(self, old: Value) -> None:
-        """Keep the bits of an older version's saved tensors from now on."""
+        """Take over the saved tensors of an older version."""
         old.heir, self.saves, old.saves = self, old.saves, 0
         self.elders = (*old.elders, weakref.ref(old))
 
     def is_doubtful(self) -> bool:
-        """Whether foreign code may write to it, or to what it would be made from."""
+        """Whether foreign code may write to it, or to anything it would be rematerialized from."""
         return self.tainted or (self.record is not None and self.record.doubtful)
 
     def disown(self) -> None:
-        """No saved tensor is left of it or of its elders: a version and what made its heir would hold each other."""
+        """Unlink its elders once no saved tensor of it or of them is left.
+
+        An elder refers to its heir, and the heir's record to what it overwrote: that would remain as a reference cycle.
+        """
         for ref in self.elders:
             if (elder := ref()) is not None:
                 elder.heir = None
         self.elders = ()
 
     def latest(self) -> Value:
-        """The version that keeps the bits of its saved tensors now."""
+        """The version that keeps the bits of its saved tensors now: the last heir, or the value itself."""
         value = self
         while value.heir is not None:
             value = value.heir
         return value
 
     def anchored(self) -> Anchor | None:
-        """What holds its bytes for replays, if any is left that reads it."""
+        """The anchor that holds its bytes for replays; None if no record that reads it is left."""
         return None if self.anchor is None else self.anchor()
 
     def own_aliases(self) -> int:
-        """How many tensors of ours refer to its storage."""
+        """Number of tensors of Lowtide's own that refer to its storage."""
         anchor = self.anchored()
         return (self.tensor is not None) + (anchor is not None and anchor.held is not None)
 
     def storage(self) -> torch.UntypedStorage | None:
-        """Its storage, where its bytes are resident."""
+        """Its storage; None if its bytes are not resident."""
         if self.tensor is not None:
             return self.tensor.untyped_storage()
         return None if self.weak is None else self.weak()
 
     def move(self, board: OffloadTier) -> bool:
-        """Put it on the second board and let go of it; whether bytes were written."""
+        """Put its bytes on the offload tier and release them here.
+
+        Returns:
+            Whether bytes were written; False if the tier had them already.
+
+        Raises:
+            OSError: if the tier has no room.
+        """
         wrote = self.ticket is None
         if wrote:
             storage = self.storage()
@@ -130,28 +141,28 @@ class Value:
 
 @final
 class Anchor:
-    """Bytes that replays read and that cannot be made again: held, or on the second board.
+    """Bytes that replays read and that cannot be rematerialized: held in memory, or on the offload tier.
 
     Attributes:
-        held: the tensor that holds them; None once they are on the second board.
-        ticket: their place there.
-        stale: whether they were written, perhaps, so that no replay may read them any more.
+        held: the tensor that holds them; None once they are on the offload tier.
+        ticket: their place on the offload tier.
+        stale: whether they may have been overwritten, so that no replay may read them any more.
     """
 
     __slots__ = ("__weakref__", "held", "stale", "ticket")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """Hold a tensor."""
+        """Hold the bytes by a tensor."""
         self.held: torch.Tensor | None = tensor
         self.ticket: Ticket | None = None
         self.stale = False
 
     def leave(self, ticket: Ticket) -> None:
-        """The bytes are on the second board, and nobody else can change them: let go of them."""
+        """Release the bytes here: they are on the offload tier, where nothing else can change them."""
         self.ticket, self.held = ticket, None
 
     def storage(self) -> torch.UntypedStorage:
-        """The bytes, fetched if they were moved."""
+        """The storage with the bytes, fetched if they were offloaded."""
         if self.held is not None:
             return self.held.untyped_storage()
         assert self.ticket is not None
@@ -159,7 +170,7 @@ class Anchor:
 
 
 def _anchor(value: Value | None, tensor: torch.Tensor) -> Anchor:
-    """What holds a tensor's bytes, whatever it shows later: one for all arguments that read the same value."""
+    """The anchor of a tensor's bytes, whatever data the tensor shows later; arguments that read the same value share one."""
     if not on_storage(tensor):
         return Anchor(tensor if node_of(tensor) is None else tensor.detach())
     found = None if value is None else value.anchored()
@@ -172,19 +183,19 @@ def _anchor(value: Value | None, tensor: torch.Tensor) -> Anchor:
 
 @final
 class Argument:
-    """A tensor that an operator read: a value and view metadata, or a tensor held as it is.
+    """A tensor that an operator read: as a value and view metadata, or as the tensor itself.
 
     Attributes:
-        anchor: holds the bytes of what cannot be made again.
-        watched: the leaf it is a view of, whose version must not have moved since. (A detached tensor made beneath
-            autograd has a version counter of its own; writes to other tensors are seen by the ledger.)
-        witness: of its elements, where somebody whom torch does not see may write them.
+        anchor: holds the bytes of a tensor that cannot be rematerialized.
+        watched: weak reference to the leaf that it is, or is a view of; the leaf's version counter must not have moved since.
+            (A tensor detached below autograd has a version counter of its own. The ledger sees writes to other tensors.)
+        witness: digest of its elements, if code that torch does not see may write them.
     """
 
     __slots__ = ("anchor", "bytes", "device", "meta", "value", "version", "watched", "witness")
 
     def __init__(self, value: Value | None, tensor: torch.Tensor, *, anchored: bool, anchor: Anchor | None = None) -> None:
-        """Refer to a tensor by its value, or hold it, by an anchor that its storage has already."""
+        """Refer to a tensor by its value or, if ``anchored``, hold its bytes: by ``anchor`` if its storage has one already."""
         self.value = value
         self.device = tensor.device
         self.meta: Meta | None = meta_of(tensor) if on_storage(tensor) else None
@@ -196,7 +207,7 @@ class Argument:
         self.witness: int | None = None
 
     def hold(self) -> Anchor:
-        """Hold the value, which is there and will not be made again, for the operator's replays."""
+        """Anchor the value, which is resident and will not be rematerialized any more, for the operator's replays."""
         assert self.value is not None
         storage = self.value.storage()
         assert storage is not None
@@ -208,7 +219,7 @@ class Argument:
         return found
 
     def tensor(self) -> torch.Tensor:
-        """The tensor, with the bits that the operator saw.
+        """The tensor, with the bits that the operator read; its value must be resident.
 
         Raises:
             ReplayError: if the tensor was changed in place since.
@@ -244,12 +255,12 @@ class Argument:
 
 
 def covers(info: OpInfo, tensor: torch.Tensor) -> bool:
-    """Whether what an operator writes into a tensor covers its whole storage and does not depend on what was there."""
+    """Whether an operator overwrites the whole storage of a tensor, independently of its old contents."""
     return info.overwrites_fully and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
 def covers_blindly(info: OpInfo, argument: Argument) -> bool:
-    """The same of a noted argument."""
+    """Like `covers`, for an argument of a record."""
     if not info.overwrites_fully or argument.value is None or argument.meta is None:
         return False
     size, _, _, dtype, *_ = argument.meta
@@ -267,17 +278,19 @@ class Record:
 
     Attributes:
         func: the operator.
-        args: its positional arguments, tensors replaced by :class:`Argument`.
+        info: facts about the operator.
+        args: its positional arguments, with tensors replaced by :class:`Argument`.
         kwargs: its keyword arguments, likewise.
-        inputs: the arguments among them.
-        grad: whether gradients were on: some kernels keep a workspace for backward only then.
-        settings: what was in force of what decides bits.
-        state: (generator, its state) where it may draw.
-        outs: (position in the flattened outputs, weak reference to the value).
-        overs: (argument that is written, weak reference to the version it makes, whether the old bits matter).
-        seconds: how long it took.
-        order: position among all records, rising with time.
-        doubtful: whether what it reads, at whatever remove, may be written by foreign code before it runs again.
+        inputs: every :class:`Argument` among them.
+        grad: whether grad mode was on: some kernels keep a workspace for backward only then.
+        settings: the numeric settings, which decide bits, when it ran.
+        state: (generator, its state) if it may draw random numbers.
+        outs: (position in the flattened outputs, weak reference to the value) of each value that it made.
+        overs: (argument that it writes, weak reference to the version that it makes, whether the old bits matter).
+        seconds: seconds that it took.
+        order: position among all records, increasing with time.
+        doubtful: whether foreign code may write something that it reads, directly or through other records, before it runs
+            again.
     """
 
     __slots__ = (
@@ -286,7 +299,7 @@ class Record:
     )
 
     def __init__(self, func: Any, info: OpInfo, args: Any, kwargs: Any, inputs: list[Argument], order: int) -> None:
-        """Note an operator and what it reads; outputs are added once they are known."""
+        """Record an operator and its arguments; outputs are added once they are known."""
         self.func = func
         self.grad = torch.is_grad_enabled()
         self.settings: Numerics = current()
@@ -302,16 +315,22 @@ class Record:
         self.overs: list[tuple[Argument, weakref.ref[Value], bool]] = []
 
     def sources(self) -> list[Value]:
-        """Values that must be present before it can run again."""
+        """Values that must be resident before it can run again."""
         blind = {id(a) for a, _, matters in self.overs if not matters}
         return [a.value for a in self.inputs if a.anchor is None and a.value is not None and id(a) not in blind]
 
     def run(self, steal: Callable[[Value], bool], how: Replayer) -> tuple[list[Any], dict[int, torch.Tensor]]:
-        """Run again: flattened outputs, and the tensors it wrote into, by position in :attr:`overs`.
+        """Run the operator again.
 
         Args:
-            steal: whether an overwritten value's own storage may be used up.
+            steal: whether the operator may overwrite a value's own storage instead of a copy.
             how: calls the operator, and makes room.
+
+        Returns:
+            Its flattened outputs, and the tensors that it wrote into by their position in :attr:`overs`.
+
+        Raises:
+            ReplayError: if an anchored argument was changed since.
         """
         written: dict[int, torch.Tensor] = {}
         stand_ins: dict[int, torch.Tensor] = {}
@@ -342,7 +361,7 @@ class Record:
     def _target(
         self, argument: Argument, *, matters: bool, steal: Callable[[Value], bool], how: Replayer
     ) -> torch.Tensor:
-        """What the operator may write into in place of the argument it wrote into the first time."""
+        """The tensor to write into instead of the argument that the operator wrote in its first run."""
         if argument.anchor is not None:
             return argument.tensor().clone()
         assert argument.value is not None
@@ -361,7 +380,7 @@ class Record:
 
 
 def _filled(item: Any, stand_ins: dict[int, torch.Tensor]) -> Any:
-    """Arguments with their tensors put back."""
+    """Arguments with every :class:`Argument` replaced by its stand-in or its tensor."""
     if type(item) is Argument:
         found = stand_ins.get(id(item))
         return item.tensor() if found is None else found
@@ -377,9 +396,10 @@ def _state_tensor(state: bytes) -> torch.Tensor:
 
 
 def generator_of(args: Any, kwargs: Any, devices: Iterable[torch.device]) -> Any:
-    """The generator that an operator draws from: the one it is given, by name or in its place, or its device's own.
+    """The generator that an operator draws from: one of its arguments (positional or keyword), or its device's default.
 
-    None where the device does not show its generators (MPS): what draws there cannot be run again with the same bits.
+    None if torch does not expose the device's generators (MPS): an operator that draws there cannot be run again with the same
+    bits.
     """
     given = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)), None)
     if given is not None:
@@ -391,12 +411,12 @@ def generator_of(args: Any, kwargs: Any, devices: Iterable[torch.device]) -> Any
 
 
 def state_bytes(generator: Any) -> bytes:
-    """A generator's state."""
+    """A generator's state, as bytes."""
     return bytes(torch._C.TensorBase.numpy(generator.get_state()).data)
 
 
 def records_behind(value: Value, through: Callable[[Argument], bool]) -> Iterator[Record]:
-    """The operators that made a value, at whatever remove, through those of their arguments that are to be followed."""
+    """The records that made a value, directly or indirectly, following the arguments for which ``through`` is true."""
     seen: set[int] = set()
     stack = [value]
     while stack:
@@ -409,25 +429,25 @@ def records_behind(value: Value, through: Callable[[Argument], bool]) -> Iterato
 
 
 class Replayer(Protocol):
-    """How values come back: the online policy's way, or the plan's."""
+    """What a chain calls while it brings values back; the online policy and the plan each implement it."""
 
     def attach(self, value: Value, storage: torch.UntypedStorage) -> None:
-        """A value's bytes are in a new storage."""
+        """Note that a value's bytes are in a new storage."""
 
     def hold(self, value: Value) -> bool:
-        """Whether a value that was made on the way is held for its own later need."""
+        """Decide whether an intermediate value of the chain is held for its own later need."""
 
     def call(self, record: Record, args: Any, kwargs: Any) -> Any:
-        """Call an operator again."""
+        """Call a record's operator again."""
 
     def room(self, size: int) -> None:
-        """So many bytes are about to be taken outside any operator."""
+        """Make room for ``size`` bytes that are about to be allocated outside any operator."""
 
     def ran(self, record: Record, seconds: float) -> None:
-        """An operator ran again, and took so long."""
+        """Note that a replay took this many seconds."""
 
     def fetched(self, value: Value, seconds: float) -> None:
-        """A value came from the second board, and took so long."""
+        """Note that fetching a value from the offload tier took this many seconds."""
 
     def taken(self, value: Value) -> None:
-        """An in-place operator used up a remade value's storage."""
+        """Note that a replayed in-place operator consumed the storage of a remade value."""

@@ -1,4 +1,4 @@
-"""Storages and the views on them: who owns a storage, what a tensor is on it, and whether it was written."""
+"""Tensors as views of storages: their metadata, how to rebuild them, who owns the storage, and version counters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowtide.runtime.tensors import beneath_autograd
 
 
 def _references_beside_tensors() -> int:
-    """References to a storage that are not tensors while it is counted (its Python object, the count's own)."""
+    """References to a storage, during a count, that are not tensors: its Python object's and the count's own."""
     storage = torch.empty(1).untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
 
@@ -22,17 +22,17 @@ _NO_GUARDS: Final = nullcontext()
 
 
 def sole_owner(storage: torch.UntypedStorage, own: int) -> bool:
-    """Whether no tensor but ``own`` aliases of ours refers to a storage."""
+    """Whether no tensors refer to a storage except ``own`` aliases that Lowtide holds."""
     return int(torch._C._storage_Use_Count(storage._cdata)) <= own + _BESIDE  # type: ignore[attr-defined]
 
 
 def _beneath() -> AbstractContextManager[None]:
-    """For a new view: it wants no gradient, and autocast has no rule for it, so only modes are to be kept out, if any."""
+    """Context for creating a view: it needs no gradient and autocast has no rule for it, so only modes must be kept out."""
     return beneath_autograd() if torch._C._len_torch_dispatch_stack() else _NO_GUARDS  # type: ignore[attr-defined]
 
 
 def view_on(storage: torch.UntypedStorage, meta: Meta) -> torch.Tensor:
-    """A tensor on a storage."""
+    """A tensor with the given view metadata on a storage."""
     size, stride, offset, dtype, conjugated, negated = meta
     with _beneath():
         view = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)  # type: ignore[call-overload]
@@ -44,7 +44,7 @@ def view_on(storage: torch.UntypedStorage, meta: Meta) -> torch.Tensor:
 
 
 Meta = tuple[torch.Size, tuple[int, ...], int, torch.dtype, bool, bool]
-"""Size, stride, offset (in elements) and type of a view on a storage; whether it is conjugated or negated when it is read."""
+"""Size, stride, offset (in elements) and dtype of a view of a storage; whether it is lazily conjugated, lazily negated."""
 
 
 def meta_of(tensor: torch.Tensor) -> Meta:
@@ -57,7 +57,7 @@ _DATA: Any = torch._C.TensorBase.data
 
 
 def version_probe(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without bytes that shares another's version counter."""
+    """An empty tensor that shares another tensor's version counter."""
     with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
         alias = tensor.detach()
         nothing = _NOTHING.get(tensor.device)
@@ -68,7 +68,7 @@ def version_probe(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements; of a sparse one, of the tensors that it is made of."""
+    """Bytes of a tensor's elements; for a sparse tensor, of its indices and values."""
     if tensor.layout is torch.strided:
         return tensor.nbytes
     with beneath_autograd():
@@ -82,7 +82,7 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
 
 class StorageRef(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference to a storage that knows its value and address."""
+    """A weak reference to a storage that also knows the storage's value and address."""
 
     __slots__ = ("cdata", "value")
 
@@ -91,6 +91,6 @@ class StorageRef(weakref.ref):  # type: ignore[type-arg]
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A tensor over all bytes of a storage: our way to hold it."""
+    """A tensor over all bytes of a storage, which keeps it alive."""
     with _beneath():
         return flat(storage)

@@ -1,1 +1,1 @@
-"""Units of training as the runtime sees them: how one runs, what was recorded of it, what is known of its kind."""
+"""Units of training at run time: their modes, their recordings, and what is known about each kind of unit."""

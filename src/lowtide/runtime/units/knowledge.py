@@ -1,4 +1,4 @@
-"""What a run has learnt of its units: their recordings, how high they rise, and what outlives steps."""
+"""What a run has learnt about its units: recordings, rises above the base, and state that outlives steps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lowtide.runtime.units.unit import Unit
 @final
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """One per runtime; whoever chooses how a unit runs reads it, whoever reviews one that ended writes it.
+    """One per runtime; :mod:`.plan_choice` reads it to choose how a unit runs, :mod:`.unit_review` updates it afterwards.
 
     Attributes:
-        recordings: of each kind of unit.
-        peaks: how high units rise, by the sizes of their calls.
+        recordings: the recordings of each kind of unit.
+        peaks: how far units rise above their base, by the sizes of their calls.
         persistent: the script's models and optimizers.
     """
 
@@ -28,11 +28,14 @@ class Knowledge:
     persistent: PersistentState = field(default_factory=PersistentState)
 
     def certain_shift(self, entry: RecordedUnit, unit: Unit) -> int:
-        """How much higher than the recorded unit another one lies for certain: by what became optimizer state since."""
+        """Bytes by which a unit certainly lies higher than the recorded one: optimizer state allocated since then.
+
+        What graphs of earlier units held at the recording is subtracted. The result is at most the difference of the bases.
+        """
         grown = sum(size for state, size in self.persistent.states().items() if state not in entry.states)
         return min(unit.base_bytes - entry.trace.base_bytes, grown - entry.left.bytes)
 
     def likely_shift(self, entry: RecordedUnit, unit: Unit) -> int:
-        """How much higher than the recorded unit's the peak of another one lies: what may go within it is not counted."""
+        """Bytes by which a unit's peak probably exceeds the recorded one's, without what the unit may free before its peak."""
         made_anew = max(0, entry.gradient_bytes - unit.gradient_bytes)
         return min(entry.shift(unit), self.certain_shift(entry, unit) + made_anew)

@@ -1,8 +1,9 @@
-"""How far units rise above their base when nothing is let go, by the sizes that they are given.
+"""Predicts how far a unit rises above its base when nothing is evicted, from the sizes of its inputs.
 
-Where lengths change from step to step no two units are alike, and none would ever be run by a plan. But a unit whose sizes are
-at most those of a known one rises no higher, and one that is a little larger not by more than the square of what its sizes
-have grown by; what was seen to go beyond that is added. Where that much fits into the budget, nothing needs to be intercepted.
+Where sequence lengths change from step to step, no two units are alike, and none would ever follow a plan. But a unit whose
+sizes are at most those of a known unit rises no higher, and the rise of a slightly larger one grows at most with the square
+of the growth of its sizes. If a unit is seen to exceed this limit, later limits for its like are raised by the same factor.
+Where the limit fits into the budget, nothing needs to be intercepted.
 """
 
 from __future__ import annotations
@@ -13,32 +14,34 @@ from typing import Any, NamedTuple, final
 from lowtide.runtime.units.unit_signature import UnitSignature, sizes_of
 
 CONFIRMED = 4
-"""Units that must have been compared with others before there is a rule."""
+"""Units that must have been compared with known ones before anything is predicted."""
 UNSTEADY = 2.0
-"""Units of the same sizes that do not always run the same operators: the next may rise so many times as high as any did."""
+"""Safety factor for units that run different operators although their sizes are equal: the next may rise to this multiple of
+the highest rise seen."""
 TOLERANCE_SHARE = 0.05
-"""A smaller unit may rise higher by this share, ..."""
+"""A smaller unit may rise higher than a known one by this share of the known rise, ..."""
 TOLERANCE_BYTES = 64 << 10
-"""... or by so much; where one was seen to rise higher still, all may."""
+"""... or by this many bytes, whichever is larger. If one was seen to rise higher still, all others may, too."""
 STRANGERS = 8
-"""Units in a row of kinds never met before after which one is recorded at its second sight, or if it is larger than others."""
+"""After this many units in a row without a recording, a unit is recorded only if its kind was met before, or if no known unit
+is at least as large."""
 GROWTH = 2.0
-"""Sizes that have grown by more than this, multiplied up, say nothing."""
+"""Two units are not comparable if sizes grew by more than this from one to the other, as a product over all dimensions."""
 REMEMBERED = 4096
-"""Kinds that are known again."""
+"""Kinds of units that are remembered as met before."""
 STRAYED = 2
-"""Units that left the plan of a larger one, or rose above it, after which none of their like follows such a plan."""
+"""Units that left the plan of a larger one, or rose above it, after which no similar unit follows such a plan."""
 PROFILES = 64
-"""Profiles that are kept."""
+"""Size profiles that are kept for each kind of first call."""
 CALLS = 64
-"""Units of more root calls than this are not told apart."""
+"""Units with more root calls than this are neither recorded here nor predicted."""
 
 Calls = tuple[tuple[Any, tuple[int, ...]], ...]
-"""Per root call of a unit what it is apart from sizes, and all sizes of the tensors that it is given."""
+"""For each root call of a unit: its kind without sizes, and all sizes of the tensors passed to it."""
 
 
 class _Rise(NamedTuple):
-    """How far a unit rose, and the gradients that were there when it began."""
+    """How far a unit rose, and the bytes of the gradients that existed when it began."""
 
     bytes: int
     gradient_bytes: int
@@ -46,10 +49,10 @@ class _Rise(NamedTuple):
 
 @final
 class PeakModel:
-    """What is known of the units of one run."""
+    """The rises seen in one run, and the limits that follow from them."""
 
     def __init__(self) -> None:
-        """Nothing is known."""
+        """Start without observations."""
         self._known: dict[Any, dict[Calls, _Rise]] = {}
         self._confirmed: dict[Any, int] = {}
         self._again: dict[Any, int] = {}
@@ -60,7 +63,13 @@ class PeakModel:
         self._strangers = 0
 
     def note(self, kinds: Sequence[UnitSignature], rise_bytes: int, gradient_bytes: int) -> None:
-        """A unit of these root calls, which found such gradients, rose so far, or would have, had nothing been let go."""
+        """Add how far a unit rose above its base, or would have risen had nothing been evicted.
+
+        Args:
+            kinds: its root calls.
+            rise_bytes: how far it rose.
+            gradient_bytes: gradients that existed when it began.
+        """
         calls = _calls(kinds)
         if calls is None:
             return
@@ -80,14 +89,15 @@ class PeakModel:
             known.pop(next(iter(known)))
 
     def most(self, kinds: Sequence[UnitSignature], gradient_bytes: int, *, unsteady: bool = False) -> int | None:
-        """Bytes that a unit which begins with these root calls rises by at most; None where no rule says.
+        """Upper bound, in bytes, on the rise of a unit that begins with these root calls; None if too little is known.
 
-        Gradients that are not there, though they were when another unit began, are made within it.
+        Gradients that existed when a known unit began, and do not exist now, are allocated within this one and are added.
 
         Args:
             kinds: the root calls.
-            gradient_bytes: what gradients hold when it begins.
-            unsteady: whether such units differ though their sizes do not: what they are given decides (packed sequences).
+            gradient_bytes: gradients that exist when it begins.
+            unsteady: whether such units differ although their sizes do not, because they depend on the values of their inputs
+                (packed sequences).
         """
         calls = _calls(kinds)
         key = None if calls is None else calls[0][0]
@@ -103,7 +113,7 @@ class PeakModel:
         return min(limits, default=None)
 
     def worth_recording(self, kind: UnitSignature) -> bool:
-        """Whether a unit of a kind that has no recording is to get one, which takes time."""
+        """Whether to record a unit of a kind that has no recording: recording takes time."""
         again = kind in self._met
         self._met[kind] = None
         if len(self._met) > REMEMBERED:
@@ -115,20 +125,20 @@ class PeakModel:
         return again or self._strangers <= STRANGERS or not larger
 
     def familiar(self) -> None:
-        """A unit of a kind that was recorded came again."""
+        """A unit of a recorded kind came again: start counting strangers anew."""
         self._strangers = 0
 
     def strayed(self, kind: UnitSignature) -> None:
-        """A unit did not follow the plan of a larger one to its end, or rose above it."""
+        """A unit left the plan of a larger one before its end, or rose above it."""
         alike, _ = sizes_of(kind)
         self._strayed[alike] = self._strayed.get(alike, 0) + 1
 
     def may_follow(self, kind: UnitSignature) -> bool:
-        """Whether units like this one run the operators of larger ones."""
+        """Whether units like this one may follow the plans of larger ones, because they run the same operators."""
         return bool(kind.call) and self._strayed.get(sizes_of(kind)[0], 0) < STRAYED
 
     def broke(self, kinds: Sequence[UnitSignature]) -> None:
-        """A unit that was expected to fit did not."""
+        """A unit that was predicted to fit did not: predict nothing for its like any more."""
         calls = _calls(kinds)
         if calls is not None:
             self._broken.add(calls[0][0])
@@ -143,16 +153,19 @@ def _limit(rise_bytes: int, calls: Calls, other: Calls) -> int | None:
 
 
 def _calls(kinds: Sequence[UnitSignature]) -> Calls | None:
-    """The root calls of a unit; None where there is none, too many, or one whose sizes are no numbers."""
+    """A unit's root calls, split into kind and sizes; None if there are none or too many, or if a size is not a number."""
     if not 0 < len(kinds) <= CALLS or not all(kind.call for kind in kinds):
         return None
     calls = tuple(sizes_of(kind) for kind in kinds)
-    numbers = all(type(size) is int for _, sizes in calls for size in sizes)  # a nested tensor's are not
+    numbers = all(type(size) is int for _, sizes in calls for size in sizes)  # a nested tensor's sizes are not
     return calls if numbers else None
 
 
 def _growth(calls: Calls, other: Calls) -> float | None:
-    """By how much the sizes of one unit exceed those of another, multiplied up; None where the calls are not alike."""
+    """Growth of a unit's sizes over another's, as a product over all dimensions; None where the calls differ otherwise.
+
+    The unit may have made fewer calls than the other; then only these are compared.
+    """
     if len(calls) > len(other) or any(a != b for (a, _), (b, _) in zip(calls, other, strict=False)):
         return None
     growth = 1.0

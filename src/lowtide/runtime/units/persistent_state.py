@@ -1,4 +1,4 @@
-"""What outlives steps: the script's models and optimizers, their parameters, gradients and states."""
+"""State that outlives steps: the script's models and optimizers, with their parameters, gradients and states."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from lowtide.runtime.tensors import grad_of, modules_of, own_tensors, storages_o
 
 @final
 class PersistentState:
-    """What was seen of them.
+    """The models and optimizers seen so far.
 
     Attributes:
         roots: modules that were called from outside any module.
-        optimizers: those that have stepped.
+        optimizers: optimizers that have stepped, or updated a parameter within the backward.
     """
 
     def __init__(self) -> None:
-        """Nothing was seen."""
+        """Start with no models and no optimizers."""
         self.roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def tensors(self) -> list[torch.Tensor]:
-        """Parameters, buffers and optimizer states."""
+        """All parameters, buffers and optimizer states; a tensor may occur several times."""
         found: list[torch.Tensor] = []
         for root in self.roots:
             found += own_tensors(modules_of(root))
@@ -36,23 +36,23 @@ class PersistentState:
         return found
 
     def bytes(self, counts: Callable[[torch.UntypedStorage], bool] | None = None) -> int:
-        """Bytes of their storages; of those that count, if that is asked."""
+        """Bytes of the storages of :meth:`tensors`; where ``counts`` is given, only of those for which it is true."""
         storages = storages_of(self.tensors()).values()
         return sum(s.nbytes() for s in storages if counts is None or counts(s))
 
     def gradient_bytes(self) -> int:
-        """Gradients that are there."""
+        """Bytes of the gradients that exist: of the optimizers' parameters, or of the models' if there are no optimizers."""
         optimized = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         parameters = {id(p): p for p in optimized or own_tensors(m for root in self.roots for m in modules_of(root))}
         return sum(bytes_of(g) for p in parameters.values() if (g := grad_of(p)) is not None)
 
     def states(self) -> dict[int, int]:
-        """Storages of optimizer states: bytes of each."""
+        """Storages of the optimizer states, by address, with the bytes of each."""
         states = (t for optimizer in self.optimizers for t in tensors_in(list(optimizer.state.values())))
         return {where: storage.nbytes() for where, storage in storages_of(states).items()}
 
     def has_hooks(self, is_ours: Callable[[Any], bool]) -> bool:
-        """Whether a parameter or module has a hook that runs in backward, other than ours."""
+        """Whether a parameter or module has a hook that runs in backward, apart from Lowtide's own (``is_ours``)."""
         return any(
             m._backward_hooks or m._backward_pre_hooks
             or any(p is not None and _is_hooked(p, is_ours) for p in m._parameters.values())

@@ -1,4 +1,4 @@
-"""What is kept of a recorded unit: its operators, what was solved for it, and how far it fits another unit."""
+"""A recorded unit: its operators, the plans solved for it, and how much higher or lower another unit lies."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     from lowtide.runtime.units.unit import Unit
 
 TOLERANCE_BYTES = 64 << 10
-"""Two bases, or a prediction and a measurement, agree within so much ..."""
+"""Two bases, or a prediction and a measurement, agree if they differ by at most this many bytes, ..."""
 TOLERANCE_SHARE = 0.005
-"""... or within this share of the peak."""
+"""... or by at most this share of the peak."""
 
 
 def near(a: int, b: int, peak: int) -> bool:
-    """Whether two numbers of bytes agree, at such a peak."""
+    """Whether two byte counts agree within the tolerance for this peak."""
     return abs(a - b) <= max(TOLERANCE_BYTES, TOLERANCE_SHARE * peak)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class RetainedBytes:
-    """What graphs of former units hold when a unit begins.
+    """What graphs of earlier units hold when a unit begins.
 
     Attributes:
-        there_bytes: what is there.
-        away_bytes: what was let go.
-        dropped: whether some of it was dropped: dropped values are recomputed before any phase in which writes are not
-            observed, such as a planned unit.
+        there_bytes: resident bytes.
+        away_bytes: bytes that were dropped or offloaded.
+        dropped: whether some were dropped, not offloaded: dropped values are recomputed before any phase in which writes are
+            not observed, such as a planned unit.
     """
 
     there_bytes: int
@@ -44,29 +44,39 @@ class RetainedBytes:
 
     @property
     def bytes(self) -> int:
-        """What they would hold if nothing had been let go."""
+        """Bytes that they would hold if nothing had been evicted."""
         return self.there_bytes + self.away_bytes
 
     @property
     def followed_bytes(self) -> int:
-        """What they may hold while a plan is followed: what was moved comes back with what is made from it."""
+        """Bytes that they may hold while a plan is followed.
+
+        If values were dropped, these are recomputed, and offloaded values that they are made from are fetched for that.
+        """
         return self.bytes if self.dropped else self.there_bytes
 
 
 @dataclass(eq=False)
 class RecordedUnit:
-    """One recording of a kind of unit, and what was made of it.
+    """One recording of a kind of unit, and the plans made from it.
 
     Attributes:
-        left: what graphs of former units held when it began.
-        gradient_bytes: gradients that were there when it began.
-        states: optimizer states' storages at its end.
+        funcs: operators that a plan follows, each with its event.
+        packs: for each tensor that autograd saved, the number of its value, or -1.
+        backward_starts: the event at which each backward began.
+        front: the problem and its solutions.
+        left: what graphs of earlier units held when it began.
+        gradient_bytes: gradients that existed when it began.
+        states: storages of the optimizer states at its end, by address.
         calls: its root calls.
-        retains: per backward, whether the graph stayed after it.
-        leaving_bytes: how much of what was there before it went within it.
-        collective: whether other ranks took part: what their collectives took may go earlier than it is counted.
-        compiled: the plan for it that was followed last, and what it is compiled to.
-        for_smaller: the plan that smaller units follow: bases differ a little from one to the next, and solving takes time.
+        retains: for each backward, whether it retained the graph.
+        leaving_bytes: how many of the bytes that existed before it were freed within it.
+        collective: whether it ran collectives with other ranks: their buffers may be freed earlier than is counted.
+        compiled: the plan that was followed last, and its compiled form.
+        agreed: the plan on which all ranks agreed.
+        for_smaller: the plan that smaller units follow. It is kept because bases differ a little from one to the next, and
+            solving takes time.
+        followed: how many units have followed a plan of it and reached the predicted peak.
     """
 
     funcs: list[tuple[int, Any]]
@@ -87,7 +97,7 @@ class RecordedUnit:
 
     @property
     def problem(self) -> Problem:
-        """What was solved."""
+        """The problem that was solved."""
         return self.front.problem
 
     @property
@@ -96,26 +106,26 @@ class RecordedUnit:
         return self.front.problem.trace
 
     def shift(self, unit: Unit) -> int:
-        """How much higher than the recorded unit another of its kind lies, at most.
+        """Upper bound on how many bytes higher than the recorded unit another of its kind lies.
 
-        Gradients that only the recorded one found there are made anew within the other. Any other bytes missing from this base
-        may be bytes that the recorded unit freed before its peak, up to the amount that it freed. Graphs of earlier units are
-        as they were when the unit was recorded; the plan knows nothing of what had been evicted from them.
+        Gradients that existed only when the recorded unit began are allocated within the other. Any other bytes missing from
+        this base may be bytes that the recorded unit freed before its peak, up to the amount that it freed. The plan takes
+        graphs of earlier units to be as they were at the recording; it knows nothing of what had been evicted from them.
         """
         higher = unit.base_bytes - self.trace.base_bytes + max(0, self.gradient_bytes - unit.gradient_bytes)
         low = higher if higher >= 0 else min(0, higher + self.leaving_bytes)
         return low + self.left_besides(unit)
 
     def lower_shifts(self, unit: Unit) -> tuple[int, int]:
-        """Two lower estimates of how much higher another unit lies: if the recorded one freed none of the bytes that are
-        missing now; and if, besides, gradients that exist are freed before the peak.
+        """Two lower estimates of how many bytes higher another unit lies.
 
-        Gradients that only the other one finds there are let go within it, and made anew as in the recorded one; by `shift`
-        they count twice.
+        The first assumes that the recorded unit freed none of the bytes that are missing now. The second also assumes that
+        gradients which exist only when the other unit begins are freed before its peak, and allocated anew as in the recorded
+        unit; `shift` counts these twice.
         """
         exactly = unit.base_bytes - self.trace.base_bytes
         return exactly, exactly - max(0, unit.gradient_bytes - self.gradient_bytes)
 
     def left_besides(self, unit: Unit) -> int:
-        """How much more than in the recorded unit graphs of former units may hold while its plan is followed."""
+        """How many bytes more than at the recording graphs of earlier units may hold while its plan is followed."""
         return max(0, unit.left.followed_bytes - self.left.there_bytes)

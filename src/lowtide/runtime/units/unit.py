@@ -1,4 +1,4 @@
-"""The unit that runs now, from its beginning to its end."""
+"""The unit that is running, from its beginning to its end."""
 
 from __future__ import annotations
 
@@ -28,19 +28,24 @@ _BEGINNING: Final = Beginning()
 
 @dataclass(eq=False)
 class Unit:
-    """The unit that runs now.
+    """The unit that is running.
 
     Attributes:
-        left: what graphs of former units hold when it begins.
-        gradient_bytes: gradients that were there when it began.
+        kind: its signature.
+        base_bytes: live bytes when it began, without what graphs of earlier units hold.
+        left: what graphs of earlier units hold when it begins.
+        gradient_bytes: gradients that existed when it began.
         number: counted from 1.
-        times: how often something had been let go before it began.
+        times: the evictor's count of evictions when it began.
         mode: how it runs.
         calls: its root calls so far.
-        backwards: how many have begun; ``consumed`` counts those that build no graph of their own.
+        backwards: how many have begun.
+        consumed: how many of these consume its graph: they build no graph of their own, and do not run within a custom
+            function's forward.
         stepped: whether an optimizer has stepped.
-        starts: per backward, at which event of its recording it began; ``retains`` tells whether the graph stayed after it.
-        outputs: what its root calls returned.
+        starts: for each backward, the event of its recording at which it began.
+        retains: for each backward, whether it retains the graph.
+        outputs: tensors with a graph that its root calls returned.
     """
 
     kind: UnitSignature
@@ -59,10 +64,10 @@ class Unit:
     outputs: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
 
     def become(self, mode: UnitMode) -> None:
-        """Run in another way.
+        """Switch to another mode.
 
         Raises:
-            ValueError: if there is no such transition.
+            ValueError: if this transition is not allowed.
         """
         if (type(self.mode), type(mode)) not in TRANSITIONS:
             raise ValueError(f"a unit cannot pass from {type(self.mode).__name__} to {type(mode).__name__}")
@@ -70,30 +75,33 @@ class Unit:
 
     @property
     def _chosen(self) -> UnitMode:
-        """The mode that the unit has, or had until it left its plan."""
+        """The unit's mode, or the one it had before it left its plan."""
         return self.mode.left if isinstance(self.mode, Diverged) else self.mode
 
     @property
     def following(self) -> PlannedMode | None:
-        """The plan that is followed."""
+        """The plan that the unit follows, or None."""
         return self.mode.plan if isinstance(self.mode, Following) else None
 
     @property
     def plan(self) -> PlannedMode | None:
-        """The plan that is followed, or was until the unit left it."""
+        """The plan that the unit follows, or followed until it left it; None if it never did."""
         return self._chosen.plan if isinstance(self._chosen, Following) else None
 
     @property
     def recorder(self) -> TraceRecorder | None:
-        """The recorder that was installed when the unit was first intercepted; None while it follows a plan or has left it."""
+        """The recorder of a unit that has been fully intercepted from its beginning or since ``Unmonitored``, else None.
+
+        A unit that left its plan has one, too, but of only half a unit: None is returned.
+        """
         return self.mode.recorder if isinstance(self.mode, (Recording, Online)) else None
 
     @property
     def expected(self) -> Expectation | None:
-        """The prediction that its peak is compared with."""
+        """The prediction that its peak is compared with, if there is one."""
         return self._chosen.expected if isinstance(self._chosen, (Following, Unmonitored)) else None
 
     @property
     def is_roomy(self) -> bool:
-        """Whether nothing is intercepted because it is smaller than a unit that fits."""
+        """Whether nothing is intercepted because the unit is smaller than one that fits."""
         return isinstance(self.mode, Unmonitored) and self.mode.expected is None

@@ -1,4 +1,4 @@
-"""How a unit may run, and from which way to which it may pass."""
+"""The modes in which a unit may run, and the transitions between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowtide.runtime.units.recorded_unit import RecordedUnit
 
 
 class OnlineReason(StrEnum):
-    """Why a unit is held on line and is not recorded."""
+    """Why a unit is held online and not recorded."""
 
     NO_LIMIT = "there is no budget, only rescue from out-of-memory"
     SIZE_OF_ITS_OWN = "a unit of this size is not worth a recording"
@@ -25,12 +25,13 @@ class OnlineReason(StrEnum):
 @final
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What a unit that follows a plan is held against when it ends.
+    """What a unit that follows a plan is compared with when it ends.
 
     Attributes:
         entry: the recording that the plan was made from.
         state: the plan.
-        predicted_bytes: what the unit's peak is to be; at most that, where it is not ``certain``.
+        predicted_bytes: the unit's predicted peak.
+        certain: whether the peak should be exactly that; otherwise it is an upper bound.
         larger: whether it is the plan of a larger unit.
     """
 
@@ -44,13 +45,13 @@ class Expectation:
 @final
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """Nothing is chosen yet."""
+    """No mode has been chosen yet."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The budget is held on line, and the unit is recorded for a plan."""
+    """The budget is held online, and the unit is recorded for a plan."""
 
     recorder: TraceRecorder
 
@@ -58,7 +59,7 @@ class Recording:
 @final
 @dataclass(frozen=True, slots=True)
 class Online:
-    """The budget is held on line; the recorder only tells which values are the unit's."""
+    """The budget is held online; the recorder only tracks which values belong to the unit."""
 
     recorder: TraceRecorder
     reason: OnlineReason
@@ -67,7 +68,7 @@ class Online:
 @final
 @dataclass(frozen=True, slots=True)
 class Following:
-    """The unit follows a plan; ``plan`` is the mode that does."""
+    """The unit follows a plan; ``plan`` is the dispatch mode that does so."""
 
     plan: PlannedMode
     expected: Expectation
@@ -76,7 +77,7 @@ class Following:
 @final
 @dataclass(frozen=True, slots=True)
 class Diverged:
-    """The unit left the plan that it followed; for the rest of it the budget is held on line."""
+    """The unit left the plan that it followed; the budget is held online for the rest of the unit."""
 
     left: Following
 
@@ -87,7 +88,8 @@ class Unmonitored:
     """Nothing is intercepted.
 
     Attributes:
-        expected: where a plan drops nothing, or could not be put on; None where the unit is smaller than one that fits.
+        expected: set if a plan drops nothing, or if its mode could not be installed; None if the unit is smaller than one
+            that fits.
     """
 
     expected: Expectation | None
@@ -97,10 +99,10 @@ UnitMode = Beginning | Recording | Online | Following | Diverged | Unmonitored
 
 TRANSITIONS: Final[frozenset[tuple[type[UnitMode], type[UnitMode]]]] = frozenset({
     (Beginning, Recording),  # no recording of its kind, or one that does not fit
-    (Beginning, Online),  # the same, where another recording would be of no use
+    (Beginning, Online),  # the same, but another recording would be of no use
     (Beginning, Following),  # a plan fits
     (Beginning, Unmonitored),  # nothing has to be dropped
     (Following, Diverged),  # another operator, another size, or no room
-    (Unmonitored, Online),  # a backward that builds a graph, or a call too many
+    (Unmonitored, Online),  # a backward that builds a graph, or another root call for which there is too little room
 })
-"""From which way to which a unit passes; it ends from each of them. (tests/torch/test_unit_modes.py walks them all.)"""
+"""The allowed transitions; a unit may end in any mode. (tests/torch/test_unit_modes.py walks them all.)"""

@@ -1,4 +1,4 @@
-"""What kind of unit a call begins: two of a kind are expected to run the same operators."""
+"""The signature of a unit, taken when it begins: two units of one kind are expected to run the same operators."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from lowtide.runtime.tensors import grad_of, modules_of
 
 @dataclass(frozen=True, slots=True)
 class UnitSignature:
-    """What is known of a unit when it begins.
+    """What is known about a unit when it begins.
 
     Attributes:
-        call: the module, what of it trains, and the shapes that it is given; nothing for a unit of plain functions.
-        accumulates: whether gradients are there already.
-        engaged: whether gradients are consumed within the backward.
-        after: of several optimizers the one that stepped last: where the script is in its round.
+        call: the module, its training flags and trainable parameters, autocast, and the shapes of its inputs; empty for a
+            unit of plain functions.
+        accumulates: whether gradients exist already.
+        engaged: whether a lever takes gradients away within the backward.
+        after: where there are several optimizers, the one that stepped last (its ``id``), which says where the script is in
+            its round; else 0.
     """
 
     call: tuple[Any, ...]
@@ -27,16 +29,24 @@ class UnitSignature:
     after: int = 0
 
     def siblings(self) -> tuple[UnitSignature, ...]:
-        """Kinds that run nearly the same, nearest first."""
+        """Kinds that run nearly the same operators, nearest first."""
         other = replace(self, accumulates=not self.accumulates)
         return (other, replace(self, after=0), replace(other, after=0)) if self.after else (other,)
 
 
 def kind_of(module: torch.nn.Module, args: Any, kwargs: Any, *, engaged: bool, after: int, turn: int) -> UnitSignature:
-    """What kind of unit a root call begins.
+    """The kind of unit that a root call begins.
 
-    Where a module is called with tensors that take its parameters' places (the inner steps of meta-learning) and are others
-    each time, it is told by itself, and by its turn: how many units came before in the step.
+    A module is identified by its first parameter. Where other tensors stand in for its parameters (the inner steps of
+    meta-learning), they differ each time: the module is then identified by itself and by its turn.
+
+    Args:
+        module: the root module.
+        args: the call's positional arguments.
+        kwargs: the call's keyword arguments.
+        engaged: whether a lever takes gradients away within the backward.
+        after: the ``id`` of the optimizer that stepped last, where there are several; else 0.
+        turn: how many units came before in the step.
     """
     shapes: list[Any] = []
     _shapes((args, kwargs), shapes, 0)
@@ -52,13 +62,13 @@ def kind_of(module: torch.nn.Module, args: Any, kwargs: Any, *, engaged: bool, a
 
 
 def _autocast(device: str) -> tuple[Any, ...]:
-    """What autocast does on the CPU and on a model's own device."""
+    """Autocast's data types on the CPU and on a model's own device; None where it is off."""
     types = dict.fromkeys(("cpu", device))
     return tuple(torch.get_autocast_dtype(t) if t != "meta" and torch.is_autocast_enabled(t) else None for t in types)
 
 
 def sizes_of(kind: UnitSignature) -> tuple[Any, tuple[int, ...]]:
-    """A kind without the sizes of its tensors, and these sizes in a row."""
+    """Split a kind into what is left without its tensors' sizes, and all these sizes in one tuple."""
     *rest, shapes = kind.call
     alike = tuple((len(shape), dtype, grad) for shape, dtype, grad in shapes)
     skeleton = (*rest, alike, kind.accumulates, kind.engaged, kind.after)
@@ -66,11 +76,11 @@ def sizes_of(kind: UnitSignature) -> tuple[Any, tuple[int, ...]]:
 
 
 def is_smaller(kind: UnitSignature, other: UnitSignature) -> bool:
-    """Whether a kind is another one but for sizes of its tensors, none of which is larger."""
+    """Whether a kind differs from another only in the sizes of its tensors, none of which is larger."""
     if kind == other or not (kind.call and other.call):
         return False
     (alike, sizes), (others, limits) = sizes_of(kind), sizes_of(other)
-    numbers = all(type(size) is int for size in (*sizes, *limits))  # a nested tensor's are not
+    numbers = all(type(size) is int for size in (*sizes, *limits))  # a nested tensor's sizes are not
     return numbers and alike == others and all(map(operator.le, sizes, limits))
 
 

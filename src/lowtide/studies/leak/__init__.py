@@ -1,1 +1,1 @@
-"""The leak laboratory: programs watched in fresh processes, and what their growth says."""
+"""The leak laboratory: watches programs in fresh processes and judges their growth."""

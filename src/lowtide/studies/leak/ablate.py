@@ -1,9 +1,9 @@
-"""Which part of a program grows, by experiment: arms with parts switched off, in fresh processes, and contrasts between them.
+"""Finds by experiment which part of a program grows: "arms" with parts switched off run in fresh processes.
 
-Arms are cumulative: the loop alone, then with the forward, the backward, the optimizer, checkpointing, logging; what an
-arm grows more than the one before it is that part's. Where the forward or the backward grows, layers are looked at: by
-type, with none, one and two of the work of each (dose and response), and one by one, by bisection; where no layer does,
-the modules that hold them are, from the innermost outwards.
+Arms are cumulative: the loop alone, then with the forward, the backward, the optimizer, checkpointing and logging. What an
+arm grows more than the previous one is attributed to the part that it adds: this is a contrast. If the forward or the
+backward grows, layers are examined by type, with none, one and two times the work of each (dose and response), and then one
+by one, by bisection. If no layer grows, the modules that contain layers are examined, from the innermost outwards.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from lowtide.studies.leak.trend import Series, finite, trend
 from lowtide.studies.leak.watch import Module, Progress, Run, Watch, Watched
 
 RISK: Final = 0.01
-"""Of a wrong accusation, over all contrasts."""
+"""Probability of a wrong accusation, over all contrasts together."""
 REPEATS: Final = 2
 """Processes per arm."""
 KINDS: Final = 10
-"""Types of layers looked at; the most frequent."""
+"""Number of layer types that are examined: the most frequent ones."""
 HOLDERS: Final = 16
-"""Types of modules that hold others looked at, each at its depth."""
+"""Number of types of containing modules that are examined; a type counts once for each depth."""
 MOST: Final = 0.6
-"""A group of layers that takes away this share of the growth has it; one that takes away less than the rest of it has none."""
+"""A group of layers causes the growth if more than this share disappears without it, and does not if less than the remaining
+share does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +42,10 @@ class ArmGrowth:
     """One arm's growth.
 
     Attributes:
-        name: ``loop``, ``forward``, ...: the last part that it has; or what is done to layers.
-        rate: bytes per step.
-        error: standard error, over processes and within each.
-        curve: bytes per step of the first process, from its first value.
+        name: the last part that it has (``loop``, ``forward``, ...), or what is done to layers.
+        rate: growth in bytes per step.
+        error: standard error of the rate, over processes and within each.
+        curve: bytes after each step of the first process, less its first value.
     """
 
     name: str
@@ -59,9 +60,9 @@ class Contrast:
 
     Attributes:
         component: a part, or a type of module.
-        kind: ``part``, ``layers``, or ``modules`` for those that hold others.
+        kind: ``part``, ``layers``, or ``modules`` for modules that contain others.
         change: bytes per step.
-        low, high: bounds that hold for all contrasts together.
+        low, high: bounds on the change, which hold for all contrasts together.
     """
 
     component: str
@@ -73,15 +74,15 @@ class Contrast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ablation:
-    """What the arms say.
+    """The result of an ablation.
 
     Attributes:
-        arms: in the order in which they ran.
-        contrasts: of parts, then of layers.
-        culprit: the component that grows (a layer by its path; ``interaction``); empty for none, or where none explains
-            the growth alone.
-        text: in a sentence.
-        counter: what was measured (``verdict.Counter``): all that is held, or the counter that a leak was found in.
+        arms: the arms in the order in which they ran.
+        contrasts: contrasts of parts, then of layers and modules.
+        culprit: the component that grows: a part, a type of module, a layer or module by its path, or ``interaction`` for
+            several types that grow only together. Empty if no part certainly grows.
+        text: the result in a sentence.
+        counter: the counter that was measured (``verdict.Counter``): all that is held, or the counter that leaks.
     """
 
     arms: tuple[ArmGrowth, ...]
@@ -110,7 +111,7 @@ class Ablation:
 
 
 class Failed(Exception):
-    """An arm did not run."""
+    """An arm did not run, or not for long enough."""
 
 
 def ablate(
@@ -123,22 +124,22 @@ def ablate(
     environment: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> Ablation:
-    """Run the arms of a script of torch, or of Keras on TensorFlow.
+    """Run the arms of a script that uses torch, or Keras on TensorFlow.
 
-    What grows elsewhere than in what is held (on a CUDA device, in child processes) is looked for there: arms in which nothing
-    held grows would acquit every part.
+    Growth outside of what is held (on a CUDA device, in child processes) is measured by its own counter: measured by what is
+    held, the arms would acquit every part.
 
     Args:
-        command: the script.
+        command: the script's command.
         watch: how each process is watched.
-        tolerance: bytes per step that are no growth.
-        counter: what the growth is of, as a verdict names it.
+        tolerance: bytes per step that do not count as growth.
+        counter: the counter that grows, as a verdict names it.
         repeats: processes per arm.
-        environment: of the processes.
-        progress: told of steps.
+        environment: the environment of the processes; None for this process's own.
+        progress: receives arms and steps.
 
     Raises:
-        Failed: if the script does not run with its parts switched off, not for long enough, or calls no module.
+        Failed: if the script does not run with parts switched off, ends too early, or calls no module.
     """
     counter = "held" if counter in ("heap", "python") else counter
     bench = _Bench(command, watch, tolerance, counter, repeats, environment, progress or Progress())
@@ -175,7 +176,10 @@ def _kinds(modules: Sequence[Module]) -> list[str]:
 def _layers(
     bench: _Bench, whole: ArmGrowth, kinds: Sequence[str], worst: Contrast, count: int, arms: list[ArmGrowth]
 ) -> tuple[list[Contrast], tuple[str, str]]:
-    """Which layers the growth of a forward or backward is of, by type, then one by one: contrasts, culprit and sentence."""
+    """Find the layers that make a forward or backward grow, by type, then one by one.
+
+    Returns contrasts, and the culprit with its sentence.
+    """
     found, guilty = [], []
     for kind in kinds:
         paths = [m.path for m in bench.modules if m.type == kind and not m.holds]
@@ -183,7 +187,7 @@ def _layers(
         double = bench.arm(f"{kind} twice", twice=[kind])
         arms += [none, double]
         found.append(_dose(kind, none, double, count))
-        responds = double.rate - whole.rate > found[-1].change / 2  # or others keep what it makes, once
+        responds = double.rate - whole.rate > found[-1].change / 2  # otherwise other code keeps its output, once per step
         if responds and _has(found[-1], worst, bench.tolerance):
             guilty.append(found[-1])
     if not guilty:
@@ -198,21 +202,23 @@ def _layers(
 
 
 def _open(contrast: Contrast, worst: Contrast, tolerance: float) -> bool:
-    """Whether modules of a type may have that growth as well as none."""
+    """Whether it is open if modules of a type cause the growth: the bounds allow both."""
     return contrast.low <= tolerance / 2 and contrast.high > worst.change * (1 - MOST)
 
 
 def _has(contrast: Contrast, worst: Contrast, tolerance: float) -> bool:
-    """Whether modules of a type have the growth of the part that is looked into."""
+    """Whether modules of a type cause the growth of the part under examination."""
     return contrast.low > tolerance / 2 and contrast.change > worst.change * (1 - MOST)
 
 
 def _holders(
     bench: _Bench, whole: ArmGrowth, worst: Contrast, count: int, arms: list[ArmGrowth], layers: Sequence[Contrast]
 ) -> tuple[list[Contrast], tuple[str, str]]:
-    """Where no layer grows: which module that holds others does, in its own code. Types are looked at depth by depth, from the
-    innermost: what takes the growth away with what lies within it does so after that. That none does is only said where all
-    were looked at, and no noise leaves it open.
+    """If no layer grows, find the containing module that grows in its own code.
+
+    Types are examined depth by depth, from the innermost outwards. Switching a module off also switches off the modules inside
+    it, but these were examined before. The answer that no module grows is only given if all were examined and noise leaves
+    none of them open. Returns contrasts, and the culprit with its sentence.
     """
     groups: dict[tuple[int, str], list[str]] = {}
     for m in sorted((m for m in bench.modules if m.holds and m.name), key=lambda m: -m.depth):
@@ -237,7 +243,7 @@ def _holders(
 def _one_of(
     bench: _Bench, whole: ArmGrowth, best: Contrast, paths: Sequence[str], arms: list[ArmGrowth], what: str
 ) -> tuple[str, str]:
-    """Which of the modules of a type has its growth, by bisection; those within others come before these."""
+    """Find the one module of a type that grows, by bisection; returns the culprit and its sentence."""
     while len(paths) > 1:
         half = paths[: len(paths) // 2]
         arm = bench.arm(f"without {half[0]} .. {half[-1]}" if len(half) > 1 else f"without {half[0]}", stub=half, repeats=1)
@@ -259,19 +265,19 @@ def _contrast(component: str, kind: str, before: ArmGrowth | None, after: ArmGro
 
 
 def _dose(kind: str, none: ArmGrowth, double: ArmGrowth, count: int) -> Contrast:
-    """Growth per unit of a layer type's work: the slope over none and two of it."""
+    """Growth per unit of a layer type's work: half the difference between twice its work and none of it."""
     change, error = (double.rate - none.rate) / 2, math.hypot(none.error, double.error) / 2
     return _bounded(kind, "layers", change, error, count)
 
 
 def _bounded(component: str, kind: str, change: float, error: float, count: int) -> Contrast:
-    """A contrast whose bounds hold for so many of them together."""
+    """A contrast whose bounds hold for ``count`` contrasts together."""
     reach = float(stats.norm.ppf(1 - RISK / count)) * error
     return Contrast(component=component, kind=kind, change=change, low=change - reach, high=change + reach)
 
 
 class _Bench:
-    """Runs arms."""
+    """Runs the arms."""
 
     def __init__(
         self,
@@ -291,7 +297,18 @@ class _Bench:
     def arm(
         self, name: str, *, parts: Sequence[str] = PARTS, stub: Sequence[str] = (), twice: Sequence[str] = (), repeats: int = 0
     ) -> ArmGrowth:
-        """One arm."""
+        """Run one arm and measure its growth.
+
+        Args:
+            name: what it is called in messages.
+            parts: the parts that stay on.
+            stub: paths of modules that are switched off.
+            twice: types of layers whose work is doubled.
+            repeats: number of processes; 0 for the bench's default.
+
+        Raises:
+            Failed: if a process fails or ends too early.
+        """
         task: dict[str, Any] = {"parts": list(parts), "stub": list(stub), "twice": list(twice)}
         runs = []
         self._progress.arm(name)
@@ -306,10 +323,11 @@ class _Bench:
 
 
 def _measured(name: str, runs: Sequence[Run], tolerance: float, counter: str, collected_every: int) -> ArmGrowth:
-    """An arm from its processes, by the steps after which garbage was collected.
+    """The growth of an arm over its processes, from the steps after which garbage was collected.
 
     Raises:
-        Failed: if one was over too early to tell: a part that is not seen to grow would be taken for one that does not.
+        Failed: if a process ended too early to tell. Otherwise a part whose growth is not seen would count as one that does
+            not grow.
     """
     held = [_series(run, counter, collected_every) for run in runs]
     trends = [trend(values, tolerance) for values in held]
@@ -325,12 +343,12 @@ def _measured(name: str, runs: Sequence[Run], tolerance: float, counter: str, co
 
 
 def _series(run: Run, counter: str, collected_every: int) -> Series:
-    """A counter of a process; an arm that starts no child process, or makes nothing on the device, has none that grows."""
+    """A counter of a process; zeros if an arm lacks it because it starts no child process, or uses no device."""
     found = series_of(run, collected_every=collected_every)
     return found.get(counter, np.zeros(run.steps)) if counter in ABLE_TO_LACK else found[counter]
 
 
 ABLE_TO_LACK: Final = ("workers", "cuda_allocated", "cuda_reserved")
-"""Counters that a process need not have."""
+"""Counters that a process may lack."""
 FLOOR: Final = 16.0
-"""Bytes per step that no arm's rate is known better than: runs of one program differ by as much."""
+"""Minimum standard error of an arm's rate, in bytes per step: runs of one program differ by as much."""

@@ -1,4 +1,4 @@
-"""The books: where growth of resident memory lies, in buckets that are measured one by one, and what is left unexplained."""
+"""Breaks down growth of resident memory into buckets that are measured one by one, and an unexplained residual."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class Books:
     """Growth of resident memory between two audits of one process.
 
     Attributes:
-        first, last: steps.
-        resident_bytes: growth.
-        buckets: growth by name, bytes, in the order in which they are shown: Python's arenas; malloc's blocks in use;
-            what malloc holds free; other anonymous maps; files; shared memory; stacks.
-        residual_bytes: what none of them explains: negative where what is in use was never touched.
-        trimmed_bytes: what malloc gave back at the end when asked to.
-        files: growth by file that is mapped, largest first.
+        first, last: steps of the audits.
+        resident_bytes: growth of resident memory.
+        buckets: growth in bytes by name, in the order in which it is shown: Python's arenas; malloc's blocks in use; memory
+            that malloc holds free; other anonymous mappings; files; shared memory; stacks.
+        residual_bytes: growth that no bucket explains; negative if memory in use was never touched.
+        trimmed_bytes: bytes that malloc returned to the system at the end, when asked to.
+        files: the mapped files that grew most, with their growth in bytes, largest first.
     """
 
     first: int
@@ -37,11 +37,12 @@ class Books:
 
 
 def close(run: Run) -> Books | None:
-    """Books of a process between its first audit and its last; None where there are not two.
+    """The books of a process between its first audit and its last; None if there are fewer than two audits.
 
-    Malloc's blocks come from the preloaded counter where it is there, what malloc has from the system from the pages of
-    its own maps, Python's arenas from CPython's account, files and shared memory from the kernel's. Anonymous maps are
-    what is left of the kernel's anonymous pages, as far as address space was mapped for them: beyond that it is residual.
+    Malloc's blocks in use come from the preloaded counter if it is loaded, else from malloc; the memory that malloc has from
+    the system comes from the pages of its own mappings. Python's arenas come from CPython's account, files and shared memory
+    from the kernel's. Anonymous mappings are the remainder of the kernel's anonymous pages, up to the address space that was
+    mapped for them; what exceeds that is residual.
     """
     if len(run.audits) < 2:
         return None

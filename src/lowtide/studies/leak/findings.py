@@ -1,4 +1,4 @@
-"""What a study of leaks found, as one frozen value: every report of it renders this value."""
+"""The findings of a leak study as one frozen value, which every report renders."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lowtide.studies.leak.trend import finite
 from lowtide.studies.leak.watch import Run
 
 SUSPECTS: Final = 12
-"""Suspects told."""
+"""Maximum number of suspects reported."""
 LEAST: Final = 0.03
-"""Share of the growth, or of the largest suspect, below which others are not told."""
+"""Suspects below this share of the growth, or of the largest suspect, are not reported."""
 MEANING: Final = {
     "held": "all that is held",
     "heap": "malloc's blocks in use: native memory, or large buffers that Python objects own",
@@ -36,12 +36,12 @@ MEANING: Final = {
     "resident": "pages that are kept: nothing held grows",
 }
 SINGULAR: Final = ("held", "shared", "cuda_allocated", "cuda_reserved")
-"""Of these, what is one thing."""
+"""Counters whose text in :data:`MEANING` is singular."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Growth of resident memory from step to step, over all steps but the first; bytes."""
+    """Distribution of resident memory's growth from step to step, in bytes per step, over all steps but the first."""
 
     minimum: float
     q1: float
@@ -50,7 +50,7 @@ class Spread:
     maximum: float
 
     def to_json(self) -> dict[str, float]:
-        """Its figures."""
+        """The figures as JSON."""
         return {"min": self.minimum, "q1": self.q1, "median": self.median, "q3": self.q3, "max": self.maximum}
 
 
@@ -59,12 +59,12 @@ class Suspect:
     """Something that grows with the steps.
 
     Attributes:
-        kind: ``tensor``, ``graph``, ``line``, ``container``, ``type``, ``native``.
+        kind: ``tensor``, ``graph``, ``line``, ``container``, ``type`` or ``native``.
         name: what it is.
-        source: the user's line, where one is known.
-        holder: a way to it from a name, where one was found.
-        bytes_per_step: None where it was counted only.
-        count_per_step: how many more per step.
+        source: the user's source line, if known; else empty.
+        holder: a path to it from a name, if one was found; else empty.
+        bytes_per_step: growth in bytes per step; None if objects were only counted.
+        count_per_step: growth in objects, nodes or allocations per step.
     """
 
     kind: str
@@ -76,7 +76,7 @@ class Suspect:
 
 
 def spread_of(run: Run) -> Spread | None:
-    """Growth from reading to reading, per step; None where there are too few."""
+    """Growth of resident memory between readings, per step; None if there are too few readings."""
     resident = run.column("resident_bytes")
     at = np.flatnonzero(np.isfinite(resident))
     at = at[at >= 1]
@@ -88,11 +88,11 @@ def spread_of(run: Run) -> Spread | None:
 
 
 def suspects_of(run: Run, rate: float = 0.0) -> tuple[Suspect, ...]:
-    """What the census of a process found, what weighs most first.
+    """The suspects that a process's census found, the heaviest first.
 
     Args:
         run: a process with a census.
-        rate: growth that is to be explained, bytes per step; what is a small part of it is not told.
+        rate: the growth to be explained, in bytes per step; suspects that are a small share of it are left out.
     """
     found: list[Suspect] = []
     for census in run.census:
@@ -162,7 +162,7 @@ def _counted(kind: str, entry: dict[str, Any], steps: int) -> Suspect:
 
 
 def short(place: str) -> str:
-    """A file and its line, from the working directory where it lies there, else from the packages' folder."""
+    """A file and its line: relative to ``site-packages`` or to the working directory if it lies there, else its name only."""
     name, _, line = place.rpartition(":")
     path = Path(name)
     parts = path.parts
@@ -175,17 +175,17 @@ def short(place: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeakFindings:
-    """What a study of one program found.
+    """The findings of a leak study of one program.
 
     Attributes:
-        command: the program.
-        study: its processes, and what they say together.
-        suspects: what grows with the steps; empty where nothing was looked for.
-        ablation: which part grows, by experiment; None where that was not asked.
-        samples_per_step: for the rate.
-        books: where resident memory grew in the process that was watched longest; None where it has too few readings.
-        spread: growth of resident memory from step to step there.
-        curves: of each process, its counters step by step.
+        command: the program and its arguments.
+        study: its processes, and their joint verdict.
+        suspects: what grows with the steps; empty if no census was taken.
+        ablation: which part grows, by experiment; None if no ablation was run.
+        samples_per_step: number of samples in a step, for the throughput.
+        books: where resident memory grew in the process that was watched longest; None if it has fewer than two audits.
+        spread: growth of resident memory from step to step in that process; None if it has too few readings.
+        curves: for each process, its counters step by step.
     """
 
     command: tuple[str, ...]
@@ -199,7 +199,7 @@ class LeakFindings:
 
     @property
     def samples_per_second(self) -> float | None:
-        """The median rate of the process that was watched longest; None where its steps were not timed."""
+        """Median throughput of the process that was watched longest; None if its steps were not timed."""
         seconds = self.study.run.step_seconds
         return self.samples_per_step / seconds if seconds else None
 
@@ -208,7 +208,7 @@ def explain_study(
     command: Sequence[str], study: Study, suspects: tuple[Suspect, ...] = (), ablation: Ablation | None = None, *,
     samples_per_step: float = 1.0,
 ) -> LeakFindings:
-    """What a study found; see :class:`LeakFindings`."""
+    """Derive the findings of a study; see :class:`LeakFindings`."""
     return LeakFindings(
         command=tuple(command), study=study, suspects=suspects, ablation=ablation, samples_per_step=samples_per_step,
         books=close(study.run), spread=spread_of(study.run), curves=tuple(series_of(run) for run in study.runs),
@@ -216,7 +216,7 @@ def explain_study(
 
 
 def to_json(found: LeakFindings) -> dict[str, Any]:
-    """Every figure of a study; bytes and seconds."""
+    """Every figure of a study as JSON, in bytes and seconds."""
     study, books, spread = found.study, found.books, found.spread
     verdict, run = study.verdict, study.run
     culprit = verdict.culprit

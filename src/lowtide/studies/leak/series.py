@@ -1,4 +1,4 @@
-"""The series that are judged: a run's counters, step by step."""
+"""The counters of a watched run as series, one value per step, as they are judged."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from lowtide.studies.leak.trend import FEWEST, Series, like_sized
 from lowtide.studies.leak.watch import Run
 
 BLOCK: Final = 64
-"""Bytes of a block of Python's small-object allocator where CPython does not tell."""
+"""Assumed bytes of a block of Python's small-object allocator, if CPython does not report bytes."""
 
 
 
 def series_of(run: Run, *, collected_every: int = 0) -> dict[str, Series]:
-    """The counters that are judged, bytes per step of a process; those that it does not have are left out.
+    """The counters that are judged: bytes after each step of a process. Counters that it lacks are left out.
 
     Args:
         run: the process.
-        collected_every: steps after which garbage in cycles was collected: what is held is not looked at between.
+        collected_every: steps after which garbage in cycles was collected; between collections, what is held reads NaN.
     """
     heap = like_sized(run.column("heap_bytes"), run.column("peak_bytes"))
     if not np.isfinite(heap).any():
@@ -53,15 +53,16 @@ def series_of(run: Run, *, collected_every: int = 0) -> dict[str, Series]:
 
 
 def garbage_rate(run: Run) -> float:
-    """Bytes per step of garbage in reference cycles, as the audits after the first found it waiting; 0 without audits."""
+    """Garbage in reference cycles that audits after the first found waiting, in bytes per step; 0 without two audits."""
     audits = run.audits
     steps = audits[-1]["step"] - audits[0]["step"] if len(audits) > 1 else 0
     return sum(a["cycles_bytes"] for a in audits[1:]) / steps if steps else 0.0
 
 
 def _filled(values: Series) -> Series:
-    """Between two readings, on the line between them; before the first and after the last, as these. A few readings stay few:
-    a line through them would look like as many as there are steps.
+    """Fill the steps between readings by linear interpolation, and those before the first and after the last with these.
+
+    A series with few readings stays as it is: interpolated, it would look like one with a reading for each step.
     """
     known = np.flatnonzero(np.isfinite(values))
     if len(known) < FEWEST:
@@ -70,6 +71,6 @@ def _filled(values: Series) -> Series:
 
 
 def _workers(run: Run) -> Series:
-    """Bytes that the program's other processes took for themselves; NaN where it never had any."""
+    """Bytes that the program's other processes took, not counting what they share; NaN if it never had any."""
     values = run.column("children_bytes")
     return values if (values > 0).any() else np.full(run.steps, np.nan)

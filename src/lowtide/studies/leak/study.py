@@ -1,4 +1,4 @@
-"""Several fresh processes of one program, watched until the answer is clear."""
+"""Runs a program in several fresh processes and watches them until the answer is clear."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from lowtide.studies.leak.verdict import TOLERANCE, Judgement, Verdict, judge, t
 from lowtide.studies.leak.watch import Look, Progress, Run, Watch, Watched
 
 STEPS: Final = 300
-"""Steps of a process where nothing else is asked."""
+"""Steps of a process by default."""
 PROCESSES: Final = 2
-"""Processes that must agree; one more is started where they do not."""
+"""Processes that must agree; one more is started if they do not."""
 LEVELS: Final = 30
-"""How often the garbage of a process is collected where what waits for the collector would be taken for growth."""
+"""How often garbage is collected in a process in which waiting garbage would be taken for growth."""
 GARBAGE: Final = 0.5
-"""Share of the growth that is let pass from which on garbage in cycles is in the way of an answer."""
+"""Garbage in cycles that grows by more than this share of the tolerance prevents a clear answer."""
 FIRST_AUDIT: Final = 0.2
-"""Share of the steps after which books are closed first."""
+"""Share of the steps after which the first audit is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """What was found of a program.
+    """The processes of one program, and their verdicts.
 
     Attributes:
         runs: the processes, in order.
-        judgements: what each says.
-        verdict: what they say together.
-        tolerance_bytes: growth per step that was let pass.
+        judgements: the judgement of each process that ran to a verdict.
+        verdict: their joint judgement.
+        tolerance_bytes: growth in bytes per step that was tolerated.
     """
 
     runs: tuple[Run, ...]
@@ -49,12 +49,12 @@ class Study:
 
 
 def audits_of(steps: int) -> tuple[int, ...]:
-    """Steps at which books are closed: after warm-up, half-way (where a clear answer ends the process), and at the end."""
+    """Steps at which audits are taken: after warm-up, half-way (where a clear answer ends the process), and at the end."""
     return tuple(sorted({max(1, round(steps * FIRST_AUDIT)), max(1, steps // 2), steps}))
 
 
 def collecting(watch: Watch) -> Watch:
-    """Watched with its garbage in cycles collected now and then, and looked at just after."""
+    """The same watch, with garbage in cycles collected now and then, and what is held read just after."""
     return replace(watch, collect_every=max(1, watch.steps // LEVELS))
 
 
@@ -70,18 +70,18 @@ def study(
 ) -> Study:
     """Run a program in fresh processes until they agree.
 
-    The first may end half-way, where the answer is clear by then; those after it run through, and they decide. Where garbage
-    in reference cycles makes up what grows, or hides it (Python's collector comes ever more rarely as more objects live), the
-    processes that decide have it collected.
+    The first process may end half-way if the answer is clear by then; later ones run through, and they decide. If garbage in
+    reference cycles makes up the growth or hides it (Python's collector runs ever more rarely as more objects live), the study
+    begins anew with processes whose garbage is collected.
 
     Args:
         command: the program and its arguments.
         watch: how each process is watched.
-        environment: of the processes; this process's own where none is given.
-        progress: told of steps.
-        tolerance: bytes per step that are let pass.
-        processes: how many must agree; one more is started where they do not.
-        quiet: whether the first process's output is kept back (that of later ones always is).
+        tolerance: growth in bytes per step that is tolerated.
+        processes: how many must agree; one more is started if they do not.
+        environment: the environment of the processes; None for this process's own.
+        progress: receives processes and steps.
+        quiet: whether the first process's output is captured (that of later ones always is).
     """
     told = progress or Progress()
     watch = replace(watch, audits=watch.audits or audits_of(watch.steps))
@@ -112,7 +112,7 @@ def study(
 
 
 def _told(found: Judgement, waiting: float, every: int) -> Judgement:
-    """With a word on garbage that was collected for the answer's sake."""
+    """Add a note on garbage that was collected to reach the answer."""
     if not waiting:
         return found
     word = (
@@ -128,7 +128,7 @@ def _open(judgements: Sequence[Judgement], steps: int) -> bool:
 
 
 def _half_way(watch: Watch, tolerance: float) -> Look:
-    """A look half-way: a clear answer is enough."""
+    """A look half-way, which ends the process if the answer is clear by then."""
 
     def enough(rows: NDArray[np.int64]) -> bool:
         run = Run(rows=rows, kind=None, audits=(), census=(), code=0, ended="", seconds=0.0)

@@ -1,9 +1,9 @@
-"""How a counter grows per step: where it has settled, the rate from there on, and how certain that is.
+"""Estimates a counter's growth per step: where it has settled, the rate from there on, and how certain that is.
 
-Growth is not tested against zero: on clean programs such tests find drifts of some bytes per step nearly always. The
-question is whether it is above a tolerance, and the rate comes with an interval that both answers are read from (a
-minimum-effect test; Machida et al., ISSREW 2013, on what Mann-Kendall does instead). Levels are taken per block of
-steps, low in each block, because what a step still holds (a larger batch) lies above what stays.
+Growth is not tested against zero: on clean programs, such tests nearly always find drifts of a few bytes per step. The
+question is whether growth is above a tolerance, and both answers are read from the interval that comes with the rate (a
+minimum-effect test; see Machida et al., ISSREW 2013, on what Mann-Kendall does instead). Levels are taken per block of steps,
+near the bottom of each block, because what a step still holds (a larger batch) lies above what stays.
 """
 
 from __future__ import annotations
@@ -21,43 +21,44 @@ from scipy import stats
 Series = NDArray[np.float64]
 
 FIRST: Final = 0.1
-"""Share of the steps that is always taken for warm-up."""
+"""Share of the steps that always counts as warm-up."""
 LATEST: Final = 0.7
 """Share of the steps by which a counter must have settled."""
 ALONE: Final = 0.6
-"""Share of the steps by which a counter must have settled for a jump after it to be taken out as one that stands alone: in a
-shorter rest, jumps that come again are seen once."""
+"""A lone jump is removed only if the counter has settled by this share of the steps: in a shorter rest, jumps that recur would
+be seen only once."""
 BLOCKS: Final = (24, 16, 12, 8)
-"""Into how many blocks the settled part is cut: what comes and goes within a block does not count, so longer ones see through
-a collector's saw, shorter ones have more levels; the narrowest interval is taken."""
+"""Numbers of blocks into which the settled part is cut. What comes and goes within a block does not count: longer blocks see
+through a garbage collector's sawtooth, shorter ones give more levels. The fit with the narrowest interval is taken."""
 FEWEST: Final = 8
-"""Blocks without which nothing is said."""
+"""Minimum number of blocks for any statement."""
 SHORTEST: Final = 5
-"""Steps of a block, at least."""
+"""Minimum number of steps in a block."""
 LOW: Final = 0.1
-"""Quantile of a block that is its level."""
+"""Quantile of a block that is taken as its level."""
 SETTLING: Final = 40
-"""Blocks in which change-points are looked for."""
+"""Maximum number of blocks in which change-points are searched."""
 PENALTY: Final = 4.0
-"""Of a change-point, in units of the noise's variance times the logarithm of the blocks."""
+"""Penalty for a change-point, in units of the noise's variance times the logarithm of the number of blocks."""
 OUTLIER: Final = 8.0
-"""An increment so many deviations off the others is a jump."""
+"""An increment that lies this many standard deviations off the median is a jump."""
 ALIKE: Final = 0.6
-"""A jump of this share of another is one like it."""
+"""A jump of more than this share of another one counts as its recurrence."""
 DROPS: Final = 5
-"""Drops that make a series one that rises and falls."""
+"""Minimum number of drops in a series that counts as one that rises and falls."""
 WANDERS: Final = 0.5
-"""Correlation of residuals from which on levels are taken to wander."""
+"""Autocorrelation of the residuals above which levels count as wandering."""
 LEFT: Final = 0.7
-"""Share of the noise that may remain for steps' sizes to count as its cause."""
+"""Share of the noise that may remain at most for the steps' sizes to count as its cause."""
 SMALL: Final = 256.0
 """Bytes per step below which increments count as equal."""
 CHANCE: Final = 0.9
-"""Of a clear answer after as many steps as are asked for, where what steps hold does not depend on the steps before."""
+"""Probability of a clear answer after the suggested number of steps, if what steps hold does not depend on earlier steps."""
 SPARE: Final = 1.1
-"""So many times what noise asks for is asked for."""
+"""The suggested number of settled steps is this multiple of what the noise calls for."""
 LONGER: Final = 1.5
-"""So many times the steps are asked for at least: what is not clear for another reason than noise needs a longer look."""
+"""The suggested number of steps is at least this multiple of those seen: if something other than noise makes the answer
+unclear, a longer look is needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,19 +66,19 @@ class Trend:
     """Growth of one counter in one process.
 
     Attributes:
-        start: step from which on it has settled.
-        steps: steps seen.
-        rate: bytes per step from there on.
-        error: standard error of the rate; infinite where too little was seen.
-        freedom: its degrees of freedom.
-        steady_rate: the rate without the two largest and the two smallest increments: near ``rate`` where growth goes on,
-            far below it where it came in jumps.
-        late_rate: the rate of the last third; below ``rate`` where growth slows down.
-        jump_bytes: a single jump that was taken out; 0 for none.
-        jump_step: where.
-        before_bytes: growth from the end of the first tenth until it settled.
-        noise_bytes: standard deviation of a level about the line.
-        block_steps: steps of a block.
+        start: the step from which on the counter has settled.
+        steps: number of steps seen.
+        rate: growth in bytes per step from ``start`` on.
+        error: standard error of the rate; infinite if too little was seen.
+        freedom: degrees of freedom of the error.
+        steady_rate: the rate without the two largest and the two smallest increments: near ``rate`` if growth is steady, far
+            below it if growth came in jumps.
+        late_rate: the rate of the last third; below ``rate`` if growth slows down.
+        jump_bytes: size of a lone jump that was removed; 0 for none.
+        jump_step: the step of that jump.
+        before_bytes: growth from the end of the first tenth of the steps until the counter settled.
+        noise_bytes: standard deviation of the levels about the fitted line.
+        block_steps: number of steps in a block.
     """
 
     start: int
@@ -94,22 +95,22 @@ class Trend:
     block_steps: int = 1
 
     def interval(self, risk: float) -> tuple[float, float]:
-        """Bounds that the rate crosses, on either side, with at most this probability."""
+        """Lower and upper bound; the true rate lies beyond either one with at most the probability ``risk``."""
         if not math.isfinite(self.error):
             return -math.inf, math.inf
         margin = float(stats.t.ppf(1 - risk, self.freedom)) * self.error
         return self.rate - margin, self.rate + margin
 
     def steps_to_tell(self, threshold: float, risk: float, doubt: float) -> int:
-        """How many steps in all would tell, if growth and noise stay what they are.
+        """Total number of steps that would give a clear answer, if growth and noise stay as they are.
 
-        The variance of a slope over n levels falls with n cubed. The rate itself is uncertain, so it is not trusted to be
-        far from the threshold, nor near to it, and memory does not shrink for ever, so a rate below zero is taken for none.
+        The variance of a slope over n levels falls with n cubed. The rate itself is uncertain: neither a large nor a small
+        distance from the threshold is taken at face value. Memory does not shrink forever, so a negative rate counts as zero.
 
         Args:
             threshold: bytes per step that the rate must be known to lie above, or below.
-            risk: of wrongly saying that it lies above.
-            doubt: of wrongly saying that it lies below.
+            risk: probability of wrongly saying that it lies above.
+            doubt: probability of wrongly saying that it lies below.
         """
         if not math.isfinite(self.error):
             return 2 * max(self.steps, FEWEST * SHORTEST * 2)
@@ -123,16 +124,20 @@ class Trend:
 
 
 def finite(value: float) -> float | None:
-    """A bound as JSON can hold it."""
+    """A bound as JSON can represent it: None if it is infinite."""
     return value if math.isfinite(value) else None
 
 
 def like_sized(values: Series, peaks: Series) -> Series:
-    """What steps would hold at their end if all were of one size.
+    """What steps would hold at their end if all were of the same size.
 
-    The last batch is still held when a step ends, and where batches differ in size that is most of the noise. What a step took
-    besides (its peak, less what it holds at its end) tells its size, and does not grow with a leak. Its share is fitted on
-    differences between neighbouring steps and taken off, where that leaves much less noise.
+    The last batch is still held when a step ends; if batches differ in size, that is most of the noise. The peak of a step,
+    less what it holds at its end, shows the step's size and does not grow with a leak. The share of it that is still held is
+    fitted on differences between neighbouring steps, and subtracted if that leaves much less noise.
+
+    Args:
+        values: bytes held at the end of each step.
+        peaks: highest bytes held within each step.
     """
     taken = peaks - values
     known = np.isfinite(values) & np.isfinite(taken)
@@ -151,9 +156,10 @@ def like_sized(values: Series, peaks: Series) -> Series:
 
 
 def valleys(values: Series, tolerance: float) -> Series:
-    """What is left after each of the drops of a series that rises and falls (a garbage collector's, a cache's): its floor.
+    """The floor of a series that rises and falls (because of a garbage collector or a cache): what is left after each drop.
 
-    Between drops the floor lies on the line between them; after the last it is not known. Other series come back as they are.
+    Between drops, the floor is interpolated linearly; before the first and after the last, it is NaN. Other series are
+    returned unchanged.
     """
     known = np.flatnonzero(np.isfinite(values))
     changes = np.diff(values[known])
@@ -170,7 +176,10 @@ def valleys(values: Series, tolerance: float) -> Series:
 
 
 def levels_of(values: Series, blocks: int) -> tuple[Series, Series]:
-    """Middle step and low level of each block that has values; growth within a block is taken off before, and put back."""
+    """Middle step and low level of each block that has values.
+
+    Before the quantile is taken, growth within a block is removed relative to the block's middle.
+    """
     edges = np.linspace(0, len(values), blocks + 1).astype(int)
     parts = [a + np.flatnonzero(np.isfinite(values[a:b])) for a, b in itertools.pairwise(edges)]
     parts = [part for part in parts if len(part)]
@@ -184,8 +193,8 @@ def levels_of(values: Series, blocks: int) -> tuple[Series, Series]:
 def settled(values: Series, tolerance: float) -> int:
     """Step from which on a counter grows as it does at the end: the last change-point after which it grows less than before.
 
-    PELT (Killick et al. 2012) on the increments of block levels. What changes after :data:`LATEST` of the steps is not
-    warm-up any more.
+    Runs PELT (Killick et al. 2012) on the increments of block levels. A change after :data:`LATEST` of the steps does not
+    count as the end of warm-up.
     """
     first = max(1, round(len(values) * FIRST))
     steps, levels = levels_of(values, min(SETTLING, max(2, len(values) // SHORTEST)))
@@ -209,12 +218,12 @@ def trend(values: Series, tolerance: float, start: int | None = None) -> Trend:
     """Growth of a counter over the steps of a process.
 
     Args:
-        values: bytes after each step; NaN where it was not read.
-        tolerance: bytes per step that are let pass; the scale on which changes matter.
-        start: step from which on it is looked at; None to find it.
+        values: bytes after each step; NaN where the counter was not read.
+        tolerance: bytes per step that are tolerated; the scale on which changes matter.
+        start: step from which on growth is measured; None to find where the counter has settled.
     """
     begin, found = 0, list[Trend]()
-    for series in (valleys(values, tolerance), values):  # the floor, where there is enough of it
+    for series in (valleys(values, tolerance), values):  # the floor, if it has enough values
         begin = settled(series, tolerance) if start is None else start
         fits = [_trend(series, tolerance, begin, blocks) for blocks in BLOCKS]
         found = [fit for fit in fits if fit is not None]
@@ -226,7 +235,7 @@ def trend(values: Series, tolerance: float, start: int | None = None) -> Trend:
 
 
 def _trend(values: Series, tolerance: float, begin: int, blocks: int) -> Trend | None:
-    """Growth from a step on, by so many blocks; None where there are too few steps for them."""
+    """Growth from a step on, measured with this number of blocks; None if there are too few steps for them."""
     rest = values[begin : int(np.flatnonzero(np.isfinite(values)).max(initial=0)) + 1]
     if len(rest) < blocks * SHORTEST:
         return None
@@ -260,13 +269,13 @@ def _trend(values: Series, tolerance: float, begin: int, blocks: int) -> Trend |
 
 
 def _without_jump(increments: Series, gaps: Series, tolerance: float) -> tuple[Series, float, int]:
-    """Increments with a lone jump upwards replaced by the middle one, how high it was, and where."""
+    """The increments with a lone upward jump replaced by the median; the size of the jump in bytes, and its position."""
     middle = float(np.median(increments))
     spread = 1.4826 * float(np.median(np.abs(increments - middle)))
     far = OUTLIER * max(spread, tolerance / 4, SMALL / 4)
     up = np.flatnonzero(increments - middle > far)
     down = np.flatnonzero(middle - increments > far)
-    # A jump may fall across the border of two blocks.
+    # A jump may straddle the border between two blocks.
     if len(down) or not len(up) or len(up) > 2 or (len(up) == 2 and up[1] - up[0] != 1):
         return increments, 0.0, 0
     plain = increments.copy()
@@ -275,7 +284,7 @@ def _without_jump(increments: Series, gaps: Series, tolerance: float) -> tuple[S
 
 
 def _comes_again(values: Series, jump_bytes: float) -> bool:
-    """Whether a counter jumped by about as much before, or after, what is looked at: something kept once per epoch, say."""
+    """Whether a counter jumps by about as much more than once after the first tenth: something kept once per epoch, say."""
     if not jump_bytes:
         return False
     rest = values[max(1, round(len(values) * FIRST)) :]
@@ -285,7 +294,9 @@ def _comes_again(values: Series, jump_bytes: float) -> bool:
 
 
 def _fit(steps: Series, levels: Series, *, lost: int) -> tuple[float, float, float, float]:
-    """Slope, its standard error widened for residuals that follow one another, the residuals' deviation, degrees of
+    """Fit a line to levels.
+
+    Returns the slope, its standard error (widened for autocorrelated residuals), the residuals' deviation, and the degrees of
     freedom.
     """
     n = len(levels)
@@ -301,13 +312,13 @@ def _fit(steps: Series, levels: Series, *, lost: int) -> tuple[float, float, flo
     follows = min(max(follows, 0.0), 0.9)
     wider = math.sqrt((1 + follows) / (1 - follows))
     error = noise / math.sqrt(spread) * wider
-    if follows > WANDERS:  # levels that wander: then increments are what is independent
+    if follows > WANDERS:  # in wandering levels, the increments are independent
         error = max(error, float(np.std(np.diff(levels) / np.diff(steps), ddof=1)) / math.sqrt(n - 1))
     return slope, error, noise, max(3.0, freedom / wider)
 
 
 def _grown_before(values: Series, begin: int) -> float:
-    """Growth between the end of the first tenth and the step where the counter settled."""
+    """Growth in bytes between the end of the first tenth of the steps and the step where the counter settled."""
     first = max(1, round(len(values) * FIRST))
     early = values[first : first + SHORTEST]
     late = values[max(first, begin - SHORTEST) : begin + SHORTEST]

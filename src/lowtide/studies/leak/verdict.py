@@ -1,10 +1,11 @@
-"""Whether a program leaks: each counter's trend against a tolerance, in one process, and in several together.
+"""Decides whether a program leaks: compares each counter's trend with a tolerance, in one process and in several.
 
-What a program holds is counted exactly (malloc's blocks, Python's, maps); what is resident is not, because pages that
-were taken once stay. So a leak is a counter of what is held whose growth is above the tolerance for certain, or resident
-memory that grows for certain although nothing held does; clean is when all counters of what is held stay below for certain.
-Of child processes only pages are known, so that more is let pass there, and only growth that goes on is a leak. A counter that
-was read too seldom to say anything is a doubt, whichever it is: nothing is clean for want of a look at it.
+What a program holds is counted exactly (malloc's blocks, Python's blocks, mappings); resident memory is not, because pages
+stay once they were touched. So a program leaks if a counter of what it holds certainly grows above the tolerance, or if
+resident memory certainly grows although nothing held does. It is clean if all counters of what it holds certainly stay below
+the tolerance. For child processes only pages are known, so more growth is tolerated there, and only growth that continues is
+a leak. A counter that was read too rarely to say anything leaves doubt, whichever counter it is: a program is never called
+clean because something was not measured.
 """
 
 from __future__ import annotations
@@ -22,37 +23,39 @@ from lowtide.studies.leak.trend import Series, Trend, trend
 from lowtide.studies.leak.watch import Run
 
 TOLERANCE: Final = 1 * KIB
-"""Bytes per step that are let pass where nothing else is asked."""
+"""Bytes per step that are tolerated by default."""
 RISK: Final = 0.01
-"""Of a false leak, over all counters and looks of one process."""
+"""Probability of a false leak, over all counters and looks of one process."""
 DOUBT: Final = 0.02
-"""Of calling a counter clean that grows at the tolerance."""
+"""Probability of calling a counter clean that grows at the tolerance."""
 LOOKS: Final = 2
-"""A process is judged half-way, and at its end."""
+"""Number of times a process is judged: half-way, and at its end."""
 FAST: Final = 2.0
-"""Half-way, a leak is clear only at so many times the tolerance."""
+"""Half-way, a leak is clear only if growth is certainly above this multiple of the tolerance."""
 SLOWING: Final = 0.6
-"""Growth whose last third is below this share of the whole slows down."""
+"""Growth slows down if the rate of its last third is below this share of the whole rate."""
 MOST: Final = 0.75
-"""A part that grows by this share of the sum is what the sum grows by."""
+"""If a part makes up more than this share of the sum's growth, the growth is named after the part."""
 RETAINED: Final = 4.0
-"""Resident growth that nothing held explains is a leak from so many times the tolerance on."""
+"""Resident growth that nothing held explains is a leak above this multiple of the tolerance."""
 RETAINED_EACH: Final = 2.0
-"""So many times the tolerance for each child process, if that is more: clean ones were seen to take 0.2 to 0.7 KiB a step."""
+"""For child processes, this multiple of the tolerance for each of them, if that is more: clean ones were seen to take 0.2 to
+0.7 KiB a step."""
 SETTLED_STEPS: Final = 150
-"""What an allocator holds free grows in clean programs, too, for some hundred steps: it is no leak in a shorter run."""
+"""Minimum steps for a leak that is only retained memory: free memory in an allocator grows in clean programs, too, for some
+hundred steps."""
 STARTING_SECONDS: Final = 0.25
-"""An interpreter takes about as long to start, and grows meanwhile; steps of a fifth of a millisecond do not wait for it."""
+"""About the time that an interpreter takes to start; it grows meanwhile. Short steps (0.2 ms) do not wait for that to end."""
 _KEPT: Final = ("resident", "cuda_reserved")
-"""Counters of what an allocator keeps, whether it is held or not."""
+"""Counters of what an allocator keeps, whether it is in use or not."""
 _PAGED: Final = (*_KEPT, "workers")
-"""Counters of pages, which stay once they were taken."""
+"""Counters of pages, which stay once they were touched."""
 _OTHERS: Final = ("file_pages", "segments")
-"""Counters of what the program does not hold: pages that the kernel takes back, files of all programs."""
+"""Counters of what the program does not hold: pages that the kernel reclaims, and ``/dev/shm`` files of all programs."""
 
 
 class Verdict(enum.Enum):
-    """What is known of a program."""
+    """The answer for a program."""
 
     LEAK = "leak"
     CLEAN = "clean"
@@ -66,8 +69,9 @@ class Counter:
     Attributes:
         name: ``held`` (heap, Python and maps together), ``heap``, ``python``, ``maps``, ``files``, ``file_pages``,
             ``shared``, ``segments``, ``workers``, ``cuda_allocated``, ``cuda_reserved``, ``resident``.
-        low, high: bounds of bytes per step.
-        verdict: by itself.
+        trend: its growth.
+        low, high: bounds on its rate, in bytes per step.
+        verdict: the verdict on this counter alone.
     """
 
     name: str
@@ -79,17 +83,18 @@ class Counter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What one process, or several together, say.
+    """The judgement on one process, or on several together.
 
     Attributes:
         verdict: leak, clean or inconclusive.
         counters: every counter that could be read.
-        culprit: the counter that the verdict is about: the one that grows most for certain; of a clean program, what it holds.
-        steps: steps seen.
-        notes: sentences a user should read.
-        bounded: whether growth was seen that has flattened, or is flattening.
-        more_steps: how many steps in all would tell; 0 where the verdict is clear, or where more would not help.
-        disagree: whether it is open because processes of the program, each clear by itself, disagree.
+        culprit: the counter that the verdict is about: the one that certainly grows most; for a clean program, ``held``.
+        steps: number of steps seen.
+        notes: sentences that the user should read.
+        bounded: whether there was growth that has flattened or is flattening.
+        more_steps: total number of steps that would give a clear answer; 0 if the verdict is clear, or if more steps would not
+            help.
+        disagree: whether the verdict is inconclusive because processes of the program, each of them clear, disagree.
     """
 
     verdict: Verdict
@@ -102,20 +107,20 @@ class Judgement:
     disagree: bool = False
 
     def counter(self, name: str) -> Counter | None:
-        """A counter by name."""
+        """The counter of this name; None if it could not be read."""
         return next((c for c in self.counters if c.name == name), None)
 
 
 
 
 def judge(run: Run, tolerance: float, *, half: bool = False, collected_every: int = 0) -> Judgement:
-    """What one process says.
+    """Judge one process.
 
     Args:
         run: the process.
-        tolerance: bytes per step that are let pass.
-        half: whether the process goes on, so that only what is clear already counts.
-        collected_every: steps after which its garbage in cycles was collected; 0 where that was left to Python.
+        tolerance: growth in bytes per step that is tolerated.
+        half: whether the process is only half-way, so that a leak must be clear already.
+        collected_every: steps after which its garbage in cycles was collected; 0 if that was left to Python.
     """
     series = series_of(run, collected_every=collected_every)
     least = {name: threshold_of(name, tolerance, run.children) for name in series}
@@ -174,14 +179,14 @@ def judge(run: Run, tolerance: float, *, half: bool = False, collected_every: in
 
 
 def threshold_of(name: str, tolerance: float, children: int) -> float:
-    """Bytes per step from which on a counter's growth is a leak, in a program with so many child processes."""
+    """Bytes per step above which a counter's growth is a leak, in a program with this number of child processes."""
     if name == "workers":
         return max(RETAINED, RETAINED_EACH * children) * tolerance
     return RETAINED * tolerance if name in _KEPT else tolerance
 
 
 def _starting(counter: Counter, run: Run) -> int:
-    """Steps in all without which growth of child processes may be their start; 0 where they were seen for long enough."""
+    """Total steps needed to tell growth of child processes from their start-up; 0 if they were watched for long enough."""
     times = run.column("time_ns")[counter.trend.start :] / 1e9
     share = STARTING_SECONDS / max(float(times[-1] - times[0]), 1e-6)
     steps = max(SETTLED_STEPS, math.ceil(run.steps * share) if share > 1 else 0)
@@ -189,7 +194,7 @@ def _starting(counter: Counter, run: Run) -> int:
 
 
 def _members(run: Run) -> list[str]:
-    """Which child processes grow, and how to see what they keep."""
+    """Notes on which child processes grow, and on how to see what they keep."""
     grown = {}
     if len(run.audits) > 1:
         then = {m["pid"]: m["bytes"] for m in run.audits[0]["children"]}
@@ -204,11 +209,11 @@ def _members(run: Run) -> list[str]:
 
 
 MEMBERS: Final = 4
-"""Child processes named; those that grew most."""
+"""Number of child processes that are named: those that grew most."""
 
 
 def _unseen(doubtful: Sequence[Counter], by: dict[str, Counter]) -> list[str]:
-    """What was read too seldom, where it is not that there are too few steps for anything."""
+    """A note on counters that were read too rarely, unless there are too few steps for any counter."""
     names = [c.name for c in doubtful if not math.isfinite(c.trend.error)]
     if not names or "held" in names or "held" not in by:
         return []
@@ -227,7 +232,7 @@ _NAMES: Final = {
 
 def _judged(name: str, values: Series, tolerance: float, threshold: float, counters: int) -> Counter:
     found = trend(values, tolerance)
-    limit = tolerance if name in _KEPT else threshold  # the former are looked at again where nothing that is held grows
+    limit = tolerance if name in _KEPT else threshold  # `_counts` compares the kept ones with their threshold
     low, _ = found.interval(RISK / LOOKS / counters)
     _, high = found.interval(DOUBT)
     verdict = Verdict.INCONCLUSIVE
@@ -239,7 +244,7 @@ def _judged(name: str, values: Series, tolerance: float, threshold: float, count
 
 
 def part_of(culprit: Counter, by: dict[str, Counter]) -> Counter:
-    """Where the sum alone grows for certain: that growth, by the name of the part that makes up most of it."""
+    """Rename the growth of the sum ``held`` after the part that makes up most of it, if there is one."""
     if culprit.name == "held":
         for name in ("heap", "python"):
             part = by.get(name)
@@ -249,11 +254,14 @@ def part_of(culprit: Counter, by: dict[str, Counter]) -> Counter:
 
 
 _PAGES: Final = {"maps": "resident", "files": "file_pages"}
-"""Address space, and the counter of its pages: what is never touched takes no memory."""
+"""Counters of address space, and the counters of their pages: address space that is never touched takes no memory."""
 
 
 def _counts(counter: Counter, by: dict[str, Counter], tolerance: float, threshold: float) -> bool:
-    """Whether a counter's growth is a leak: address space and pages need what bears them out."""
+    """Whether a counter's growth is a leak.
+
+    Growth of address space must be confirmed by its pages. Growth of pages must exceed the threshold and must not slow down.
+    """
     if counter.name in _PAGES:
         pages = by.get(_PAGES[counter.name])
         return pages is None or pages.trend.rate > max(tolerance / 2, counter.trend.rate / 4)
@@ -265,7 +273,7 @@ def _counts(counter: Counter, by: dict[str, Counter], tolerance: float, threshol
 
 
 def _decides(counter: Counter, by: dict[str, Counter], tolerance: float, threshold: float) -> bool:
-    """Whether doubt about a counter is doubt about the program."""
+    """Whether doubt about a counter makes the verdict on the program doubtful."""
     if not math.isfinite(counter.trend.error) and counter.name not in _OTHERS:
         return True
     if counter.name in _PAGES:
@@ -281,7 +289,7 @@ def _decides(counter: Counter, by: dict[str, Counter], tolerance: float, thresho
 
 
 def _notes(run: Run, by: dict[str, Counter], tolerance: float) -> tuple[list[str], bool]:
-    """What else a user should know: bounds reached, jumps, garbage in cycles, clocked steps."""
+    """Further notes for the user (growth that ended, jumps, garbage in cycles, clocked steps), and whether growth ended."""
     notes, bounded = [], False
     held = by.get("held")
     if held is not None and held.verdict is Verdict.CLEAN and held.trend.before_bytes > tolerance * held.trend.steps / 2:
@@ -312,7 +320,7 @@ def _notes(run: Run, by: dict[str, Counter], tolerance: float) -> tuple[list[str
 
 
 def _copies(run: Run, tolerance: float) -> float:
-    """Bytes per step of pages that child processes shared when they were forked, and do no more; 0 where that is little."""
+    """Bytes per step of pages that child processes shared when they were forked and no longer share; 0 if that is little."""
     if len(run.audits) < 2:
         return 0.0
     then, now = ({m["pid"]: m["unique_bytes"] - m["bytes"] for m in a["children"]} for a in (run.audits[0], run.audits[-1]))
@@ -322,7 +330,7 @@ def _copies(run: Run, tolerance: float) -> float:
 
 
 CYCLES: Final = 1024 * KIB
-"""Garbage in cycles that is worth a note."""
+"""Bytes of garbage in cycles above which there is a note on it."""
 
 
 def _per(rate: float) -> str:
@@ -330,7 +338,7 @@ def _per(rate: float) -> str:
 
 
 def together(judgements: Sequence[Judgement], full_steps: int) -> Judgement:
-    """What several processes of one program say: those that were watched to the end decide, and must agree."""
+    """The joint judgement on several processes of one program: those watched to the end decide, and must agree."""
     whole = [j for j in judgements if j.steps >= full_steps] or list(judgements)
     clear = {j.verdict for j in whole if j.verdict is not Verdict.INCONCLUSIVE}
     best = max(whole, key=lambda j: (j.verdict is not Verdict.INCONCLUSIVE, j.steps))

@@ -1,4 +1,4 @@
-"""A command in a fresh process, watched step by step from inside (``probe``)."""
+"""Runs a command in a fresh process and watches it step by step from inside (``probe``)."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from lowtide.probe.sampler import ENOUGH, TASK
 from lowtide.runtime.device.heap_counters import library_path
 
 LOOK_SECONDS: Final = 0.1
-"""Between two looks at a running process."""
+"""Seconds between two looks at a running process."""
 PATIENCE_SECONDS: Final = 10.0
-"""What a process gets to end by itself before it is killed."""
+"""Seconds that a process gets to end on its own before it is killed."""
 LOOKING_SECONDS: Final = 600.0
-"""And where it looks for what grows in it before: at some millions of objects that takes minutes."""
+"""The same if it takes a census before: with several million objects, that takes minutes."""
 STACKS, FRAMES, REPEATED = 8, 24, 8
-"""Native stacks told, frames of each, and allocations from which on one is told."""
+"""Number of native stacks reported, frames of each, and minimum number of allocations of a stack that is reported."""
 TAIL: Final = 12
-"""Last lines of output kept of a process that failed."""
+"""Number of last lines of a process's output that are kept, to explain a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +47,18 @@ class Watch:
     """How a process is watched.
 
     Attributes:
-        steps: after how many it is ended; 0: it runs to its own end.
-        audits: steps at which books are closed.
-        lines: regular expression of lines of standard output that mark steps; empty for none.
-        every_seconds: a step, where nothing marks any; 0 for none.
-        least_seconds: unmarked processes are not ended before.
+        steps: number of steps after which it is ended; 0 lets it run to its own end.
+        audits: steps at which audits are taken.
+        lines: regular expression for lines of standard output that mark steps; empty for none.
+        every_seconds: length of a step in seconds, if nothing else marks steps; 0 for no such steps.
+        least_seconds: a process whose steps only the clock marks is not ended before this time.
         census: whether the process also looks for what grows in it (costs time and memory).
-        census_kind: who marks the steps between which it looks; None for whoever does.
-        deep: whether native stacks are noted too, where memray is installed.
-        collect_every: steps after which garbage in cycles is collected; 0 to leave it to Python.
-        arm: of an ablation (``probe.arms.Arm``); None for the program as it is.
-        timeout_seconds: after which the process is killed; 0 for never.
-        cap_bytes: address space the process may have (``RLIMIT_AS``); 0 for no cap.
+        census_kind: the source of the marks between which the census is taken; None for any.
+        deep: whether native stacks are noted, too, if memray is installed.
+        collect_every: steps after which garbage in cycles is collected; 0 to leave that to Python.
+        arm: the arm of an ablation (``probe.arms.Arm``); None for the program as it is.
+        timeout_seconds: seconds after which the process is killed; 0 for never.
+        cap_bytes: address space that the process may have (``RLIMIT_AS``); 0 for no cap.
     """
 
     steps: int = 300
@@ -80,9 +80,9 @@ class Module:
     """A module of the watched model.
 
     Attributes:
-        path: its name within the model; the second model's begin with ``1:``. The model itself has none.
-        type: its class.
-        holds: whether it holds other modules.
+        path: its name within the model; names in the second model begin with ``1:``. The model itself has no name.
+        type: the name of its class.
+        holds: whether it contains other modules.
     """
 
     path: str
@@ -96,7 +96,7 @@ class Module:
 
     @property
     def depth(self) -> int:
-        """In how many modules it lies."""
+        """Depth of its path: the number of separators in it."""
         return self.path.count(".") + self.path.count("/")
 
 
@@ -106,13 +106,13 @@ class Run:
 
     Attributes:
         rows: int64 [step, column] (``probe.counters.COLUMNS``); ``ABSENT`` where a counter was not read.
-        kind: who marked the steps; None where no sample came.
-        audits: closed books, in order of their steps.
-        census: what grew, as ``probe.census`` wrote it; empty where it was not asked for.
-        modules: those of the model, where an arm was run.
-        native: stacks that memray found, largest first; empty where it was not asked for.
-        code: exit code, negative for a signal; 0 where it was ended because enough was seen.
-        ended: why: ``enough`` (it was ended), ``itself``, ``timeout``.
+        kind: what marked the steps; None if there was no sample.
+        audits: the audits, in order of their steps.
+        census: what grew, as ``probe.census`` wrote it; empty if no census was taken.
+        native: native stacks that memray found, largest first; empty if they were not asked for.
+        modules: the modules of the model, if an arm was run.
+        code: exit code, negative for a signal; 0 if the process was ended because enough was seen.
+        ended: why it ended: ``enough`` (it was ended), ``itself`` or ``timeout``.
         seconds: from start to end.
         tail: the last lines of its output.
     """
@@ -129,24 +129,24 @@ class Run:
     tail: str = field(default="", repr=False)
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """A counter per step; NaN where it was not read."""
+        """A counter after each step; NaN where it was not read."""
         values = self.rows[:, INDEX[name]].astype(np.float64)
         values[self.rows[:, INDEX[name]] == ABSENT] = np.nan
         return values
 
     @property
     def steps(self) -> int:
-        """Steps seen."""
+        """Number of steps seen."""
         return len(self.rows)
 
     @property
     def children(self) -> int:
-        """The most other processes that the program had at once, where they were looked at."""
+        """Maximum number of other processes that the program had at once, as far as they were counted."""
         return int(self.rows[:, INDEX["children"]].max(initial=0))
 
     @property
     def step_seconds(self) -> float:
-        """Median time of a step."""
+        """Median seconds of a step; 0 if there are fewer than two."""
         times = self.rows[:, INDEX["time_ns"]]
         return float(np.median(np.diff(times))) / 1e9 if len(times) > 1 else 0.0
 
@@ -156,8 +156,8 @@ class Look:
     """A look at a process before it has ended.
 
     Attributes:
-        steps: after how many.
-        enough: whether these rows say enough, so that the process may end.
+        steps: number of steps after which the look is taken.
+        enough: decides from the rows of these steps whether the process may end.
     """
 
     steps: int
@@ -165,7 +165,7 @@ class Look:
 
 
 class Progress:
-    """Told of steps while a process runs; this one does nothing."""
+    """Receives the progress of running processes; this class ignores it."""
 
     def process(self) -> None:
         """A process of a study begins."""
@@ -174,11 +174,11 @@ class Progress:
         """An arm of an ablation begins."""
 
     def stepped(self, steps: int) -> None:
-        """So many steps have been seen."""
+        """This many steps have been seen so far."""
 
 
 def environment_of(given: Mapping[str, str], task: Mapping[str, Any]) -> dict[str, str]:
-    """The environment of a watched process: the probe on its path, the heap counter preloaded where it was built."""
+    """The environment of a watched process: the probe on its path, and the heap counter preloaded if it was built."""
     made = dict(given)
     made[TASK] = json.dumps(task)
     lend(made)
@@ -189,10 +189,10 @@ def environment_of(given: Mapping[str, str], task: Mapping[str, Any]) -> dict[st
 
 
 def check_command(command: Sequence[str]) -> None:
-    """Refuse a command that is not there.
+    """Check that a command exists.
 
     Raises:
-        UsageError: naming it.
+        UsageError: if it does not, or if none is given.
     """
     if not command:
         raise UsageError("no command was given: write it after `--`, as in `lowtide leak -- python train.py`")
@@ -207,30 +207,30 @@ def python(script: str, *, module: bool, arguments: Sequence[str]) -> list[str]:
 
 
 def end_on_sigterm() -> None:
-    """Have SIGTERM end this process as an error would, so that leaving its ``with`` blocks ends what it started."""
+    """Make SIGTERM end this process as an error would: its ``with`` blocks are left, which ends what it started."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 @final
 class Watched:
-    """A process that runs and is watched; leave the ``with`` block and it, and what it started, is gone."""
+    """A running process that is watched; leaving the ``with`` block ends it and everything that it started."""
 
     def __init__(
         self, command: Sequence[str], watch: Watch, *, environment: Mapping[str, str] | None = None, quiet: bool = True
     ) -> None:
-        """Nothing runs yet.
+        """Start nothing yet.
 
         Args:
             command: the program and its arguments.
             watch: how it is watched.
-            environment: the process's, before the probe is added; this process's own where none is given.
-            quiet: whether the command's standard output is kept back too; what it says of errors always is, for `Run.tail`.
+            environment: the process's environment, before the probe is added; None for this process's own.
+            quiet: whether standard output is captured, too; standard error always is, for `Run.tail`.
         """
         self._command, self._watch, self._quiet = list(command), watch, quiet
         self._given = os.environ if environment is None else environment
 
     def __enter__(self) -> Watched:
-        """Start it."""
+        """Start the process."""
         self._scratch = Scratch()
         self._folder = self._scratch.path
         w = self._watch
@@ -265,27 +265,28 @@ class Watched:
         return self
 
     def _limit(self) -> None:
-        """In the new process: it goes when this one goes, however that ends, and gets no more address space than it may
-        have.
-        """
+        """In the new process: have it end when its parent ends, in whatever way, and cap its address space."""
         end_with_parent()
         if self._watch.cap_bytes:
             resource.setrlimit(resource.RLIMIT_AS, (self._watch.cap_bytes, self._watch.cap_bytes))
 
     def __exit__(self, *_: object) -> None:
-        """End it."""
+        """End the process."""
         self._kill()
         self._output.close()
         self._scratch.remove()
 
     def _kill(self) -> None:
-        """End the process and whatever is left of its session."""
+        """Kill the process and whatever is left of its session."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def rows(self) -> tuple[NDArray[np.int64], MarkSource | None, int]:
-        """Samples so far, who marked them, and the process they are of."""
+        """The samples so far, what marked them, and the id of the process that they come from.
+
+        Of several processes that wrote samples, it is the one with the best source of marks, and then with the most samples.
+        """
         best: tuple[NDArray[np.int64], MarkSource | None, int] = (np.empty((0, len(COLUMNS)), dtype=np.int64), None, 0)
         for path in sorted(self._folder.glob("rows-*")):
             raw = path.read_bytes()
@@ -299,16 +300,16 @@ class Watched:
         return best
 
     def _seen(self) -> int:
-        """Rows on the disk, of whoever marked them; reads none."""
+        """Number of rows on disk, whatever marked them; their contents are not read."""
         sizes = [path.stat().st_size for path in self._folder.glob("rows-*")]
         return max(sizes, default=0) // (8 * len(COLUMNS))
 
     def wait(self, progress: Progress, look: Look | None = None) -> Run:
-        """Watch until it ends, or has been seen for long enough.
+        """Watch the process until it ends, or has been watched for long enough.
 
         Args:
-            progress: told of steps.
-            look: taken once, after its number of steps; it may end the process.
+            progress: receives the number of steps seen.
+            look: a look that is taken once, after its number of steps; it may end the process.
         """
         asked = 0.0
         ended = ""
@@ -331,7 +332,7 @@ class Watched:
                     look = None
             elif self._watch.steps and seen >= self._watch.steps:
                 rows, kind, _ = self.rows()
-                if kind is not MarkSource.CLOCK and len(rows) >= self._watch.steps:  # it should end by itself now
+                if kind is not MarkSource.CLOCK and len(rows) >= self._watch.steps:  # it should end on its own now
                     asked = seconds
         seconds = time.perf_counter() - self._began
         rows, kind, pid = self.rows()
@@ -360,10 +361,9 @@ class Watched:
 
 
 def native_stacks(path: Path) -> tuple[dict[str, Any], ...]:
-    """What memray found to be allocated and not freed, again and again, by stack, largest first; nothing where it left
-    no file.
+    """Repeated allocations that memray found not freed, by stack, largest first; empty if it left no file.
 
-    It sees calls that go through the dynamic linker: not those of a function that was looked up by hand (``ctypes``).
+    memray sees calls that go through the dynamic linker, not calls of a function that was looked up by hand (``ctypes``).
     """
     if not path.exists():
         return ()

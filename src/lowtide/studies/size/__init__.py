@@ -1,1 +1,1 @@
-"""How much memory a script needs: the least that works, the batch that fits, and what larger sizes would take."""
+"""Studies of how much memory a script needs: the minimum, the batch that fits, and predictions for larger sizes."""

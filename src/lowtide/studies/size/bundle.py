@@ -1,4 +1,4 @@
-"""Recordings at several sizes in one file (a zip archive), for ``lowtide predict``."""
+"""Bundles recordings at several sizes in one file (a zip archive), for ``lowtide predict``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowtide.recording.reader import Recording, read
 
 
 def save(files: Sequence[Path], bundle: Path) -> None:
-    """Put recordings into one file.
+    """Write recordings into one bundle.
 
     Raises:
         RecordingError: if it cannot be written.
@@ -26,10 +26,10 @@ def save(files: Sequence[Path], bundle: Path) -> None:
 
 
 def load(file: Path) -> list[Recording]:
-    """The recordings of a file: of a bundle, or the one that it is itself.
+    """Read the recordings in a file, which is a bundle or a single recording.
 
     Raises:
-        RecordingError: if it is neither.
+        RecordingError: if it is neither, or is damaged.
     """
     if not zipfile.is_zipfile(file):
         return [read(file)]

@@ -1,7 +1,7 @@
-"""The smallest budget that works, shown by runs that are capped for real.
+"""Finds the smallest budget that works, shown by real runs with a capped allocator.
 
-The search starts from the lowest peak that a plan reaches on a recording of the script, not from bisection in the dark: most
-often that budget passes, and one per cent less fails, so that two runs are enough.
+The search does not bisect blindly, but starts from the lowest peak that a plan reaches on a recording of the script. Mostly
+that budget passes and one that is 1 % smaller fails, so that two runs are enough.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from lowtide.base.lever_catalogue import LEVERS
 from lowtide.studies.size.trial import TrialRequest, TrialResult
 
 CLOSE: Final = 0.01
-"""A budget that fails is within this share of the one that passes."""
+"""The search ends when a budget fails that is within this share of one that passes."""
 MOST_RUNS: Final = 10
-"""Of one search, the recording included."""
+"""Maximum number of runs of one search, including the run that is recorded."""
 PROBE: Final = 0.92
-"""Of the plain peak: the budget under which the recording is made. Below the plain peak, so that a plan is looked for."""
+"""Budget of the run that is recorded, as a share of the plain peak. It is below the plain peak so that a plan is made."""
 STEPS: Final = 6
-"""Of one run: two that are recorded, the others by the plan."""
+"""Steps of one run: two that are recorded, the others by the plan."""
 SURVIVES: Final = 50
 """Steps of the last run, at the minimum."""
 AS_HIGH: Final = 0.995
-"""A step that reaches this share of the highest peak of all is one of those that decide."""
+"""A step that reaches this share of the highest peak is one of those that decide whether a budget works."""
 WIDENINGS: Final = (0.01, 0.03, 0.08, 0.2, 0.5)
-"""How far a try lies beyond the last, until one passes and one fails."""
+"""How far each try goes beyond the last one, as a share of it, until one budget has passed and one has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MinimumSearch:
-    """What a search found.
+    """The result of a search with one set of levers.
 
     Attributes:
-        name: of the set of levers.
-        allow, without: that set.
-        minimum_bytes: the smallest budget that passed; None where none did.
-        fails_at_bytes: the largest that failed; None where none did.
-        floor_bytes: what no plan of recompute and offload goes below, as proven on the recording.
-        runs: all of them, in order.
-        survived: the long run at the minimum.
-        reason: why there is no minimum, where there is none.
+        name: name of the set of levers.
+        allow, without: the levers that may and must not be used.
+        minimum_bytes: the smallest budget that passed; None if none did.
+        fails_at_bytes: the largest budget that failed; None if none did.
+        floor_bytes: peak that no plan of recompute and offload goes below, as proven on the recording; None without a plan.
+        runs: all runs of the search, in order.
+        survived: the long run at the minimum; None if there was none.
+        reason: why there is no minimum; empty if there is one.
     """
 
     name: str
@@ -62,12 +62,12 @@ class MinimumSearch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MinimumStudy:
-    """What ``lowtide min`` found of one script.
+    """The findings of ``lowtide min`` for one script.
 
     Attributes:
-        script: its path.
+        script: path of the script.
         plain: the run without a budget.
-        sets: what the search found with each set of levers, in the order in which they were tried.
+        sets: the result of the search with each set of levers, in the order in which the sets were tried.
         declined: levers that cannot be used on this script, and why.
     """
 
@@ -78,15 +78,15 @@ class MinimumStudy:
 
     @property
     def least(self) -> MinimumSearch | None:
-        """The set of levers that needs least, of two that need the same the one with fewer levers; None where none works."""
+        """The set with the smallest minimum, and of equal ones the one with the fewest levers; None if none works."""
         found = (f for f in self.sets if f.minimum_bytes is not None)
         return min(found, key=lambda f: f.minimum_bytes or 0, default=None)
 
     @property
     def curve(self) -> list[tuple[str, list[tuple[int, float]]]]:
-        """Points of the curve for each set of levers: (budget, seconds of a step).
+        """Points (budget in bytes, seconds of a step) of a curve for the plain run and for each set of levers.
 
-        A run without a cap at its budget may have crossed it, so only runs that stayed within are points.
+        A run whose allocator was not capped at its budget may have crossed it, so only runs that stayed within are points.
         """
         lines = []
         if self.plain.step_seconds:
@@ -105,8 +105,8 @@ class LeverTrials:
 
     Attributes:
         plain: the run without a budget.
-        without: the run under a budget without levers, which savings are told against.
-        runs: the run with each lever, by its name.
+        without: the run under a budget without levers, against which savings are computed.
+        runs: the run with each lever, by name.
     """
 
     plain: TrialResult
@@ -115,20 +115,20 @@ class LeverTrials:
 
     @property
     def lowest_plan_bytes(self) -> int | None:
-        """The lowest plan without levers; None where there is none."""
+        """Peak of the lowest plan without levers; None if there is none."""
         return _planned(self.without, "lowest_peak_bytes")
 
     def is_used(self, name: str) -> bool:
-        """Whether the lever did something."""
+        """Whether the lever changed how anything ran."""
         ran = self.runs[name]
         return ran.passes and any(x["name"] == name and x["used"] for x in ran.levers)
 
     def saving_bytes(self, name: str) -> int | None:
-        """By how much the plain peak is lower with a lever."""
+        """Bytes by which a lever lowers the plain peak; None if it was not used or there is no plan."""
         return self._saving(name, "baseline_peak_bytes")
 
     def floor_saving_bytes(self, name: str) -> int | None:
-        """By how much the lowest plan is lower with a lever."""
+        """Bytes by which a lever lowers the peak of the lowest plan; None if it was not used or there is no plan."""
         return self._saving(name, "lowest_peak_bytes")
 
     def _saving(self, name: str, key: str) -> int | None:
@@ -139,7 +139,7 @@ class LeverTrials:
         """What the lever did, or why it did nothing."""
         ran = self.runs[name]
         told = next((str(x["text"]) for x in ran.levers if x["name"] == name), "there was nothing for it to do")
-        if ran.passes or ran.ended == "refused":  # that the budget of the trial cannot be held says nothing of the lever
+        if ran.passes or ran.ended == "refused":  # a trial budget that cannot be held says nothing about the lever
             return told
         return ran.message.removeprefix(f"LeverError: {name}: ")
 
@@ -149,19 +149,19 @@ def _planned(ran: TrialResult, key: str) -> int | None:
 
 
 def covering(plain: TrialResult, steps: int) -> int:
-    """Steps that a run must have so that it meets the highest of all: an evaluation comes once in many steps.
+    """Number of steps that a run needs to reach the highest one: an evaluation may come only once in many steps.
 
     Args:
         plain: the plain run, as long as the run that shows the minimum.
-        steps: that a run has at least.
+        steps: minimum number of steps of a run.
     """
     highest = AS_HIGH * plain.peak_bytes
     first = next((i for i, step in enumerate(plain.steps) if step["peak_bytes"] >= highest), 0)
-    return max(steps, first + 2)  # what follows a step's update (an evaluation) is over when the next one begins
+    return max(steps, first + 2)  # what follows a step's update (an evaluation) is only over when the next step begins
 
 
 def lever_sets(allowed: frozenset[str], excluded: frozenset[str]) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
-    """(allow, without) by name: no lever, the exact ones, all that the user allows."""
+    """The sets of levers to try, as (allow, without) by name: none, the automatic (exact) ones, all that the user allows."""
     exact = frozenset(x.name for x in LEVERS.values() if x.automatic) - excluded
     sets = {"no levers": (frozenset[str](), frozenset(LEVERS))}
     if exact:
@@ -172,11 +172,13 @@ def lever_sets(allowed: frozenset[str], excluded: frozenset[str]) -> dict[str, t
 
 
 def probed(peak: int, at: Callable[[int], TrialResult]) -> TrialResult:
-    """A run whose plan says how low plans get: under a budget below its own plain peak, which levers may have lowered.
+    """Run the script with a plan, which shows how low plans get.
+
+    The budget must lie below the run's own plain peak. If levers lowered that peak too far, a second run has a lower budget.
 
     Args:
-        peak: of the plain run.
-        at: runs the script under a budget, not capped.
+        peak: peak of the plain run, in bytes.
+        at: runs the script under a budget, without a cap.
     """
     found = at(int(PROBE * peak))
     if found.plan is not None and found.plan["lowest_peak_bytes"] >= found.plan["baseline_peak_bytes"]:
@@ -188,17 +190,17 @@ def search(
     name: str, allow: frozenset[str], without: frozenset[str], plain: TrialResult,
     run: Callable[[TrialRequest], TrialResult], *, offload: bool, steps: int = STEPS, survives: int = SURVIVES,
 ) -> MinimumSearch:
-    """The smallest budget, with one set of levers.
+    """Search for the smallest budget with one set of levers.
 
     Args:
-        name: of the set.
-        allow: levers that are used.
-        without: levers that are not.
+        name: name of the set.
+        allow: levers that may be used.
+        without: levers that must not be used.
         plain: the script's plain run.
         run: runs the script once.
-        offload: whether values may be moved.
-        steps: of one run.
-        survives: steps of the last one.
+        offload: whether values may be offloaded.
+        steps: number of steps of one run.
+        survives: number of steps of the last run, at the minimum; 0 for no such run.
     """
     runs: list[TrialResult] = []
 
@@ -245,7 +247,17 @@ def search(
 def _bracket(
     start: int, most: int, at: Callable[[int], TrialResult], runs: list[TrialResult]
 ) -> tuple[int | None, int | None]:
-    """The nearest budgets (fails, passes) around a first guess."""
+    """Bracket the minimum, starting from a first guess.
+
+    Args:
+        start: the first budget to try.
+        most: the plain peak.
+        at: runs the script under a budget.
+        runs: all runs so far; there are at most :data:`MOST_RUNS`.
+
+    Returns:
+        The largest budget that failed and the smallest that passed; None for one that was not found.
+    """
     low: int | None = None
     high: int | None = None
     budget = start
@@ -255,7 +267,7 @@ def _bracket(
         if further:
             budget = int(high * (1 - further)) if high is not None else int(budget * (1 + further))
         if further == WIDENINGS[-1] and high is None:
-            budget = max(budget, most)  # the plain peak is enough, however far off the first guess was
+            budget = max(budget, most)  # the plain peak suffices, however far off the first guess was
         if at(budget).passes:
             if low is not None:
                 return low, budget

@@ -1,13 +1,13 @@
-"""The peak at sizes that were never run, from recordings at small ones.
+"""Predicts the peak at sizes that were never run, from recordings at small sizes.
 
-Training steps of one script at several sizes run the same operators one by one. At each operator, the highest bytes inside it
-are a sum of tensors whose sizes are polynomials in what is varied (a batch: degree 1; a sequence: 2, where attention keeps its
-scores; a side of an image: 2), so the height of *every instant* is fitted apart, and the highest of them is the peak. Which
-instant is highest at the large size need not be the one that is highest in the recordings: that is what a straight line
-through the recorded peaks gets wrong.
+Training steps of one script at several sizes run the same operators in the same order. The highest bytes inside each operator
+are a sum of tensors whose sizes are polynomials in what is varied (a batch: degree 1; a sequence: 2, if attention keeps its
+scores; the side of an image: 2). So the height of *every instant* (operator) is fitted on its own, and the highest fitted
+value is the peak. The instant that is highest at a large size need not be the one that is highest in the recordings: a
+straight line through the recorded peaks misses that.
 
-Degrees are found, not assumed: the lowest is taken that predicts what was held out. Where recordings do not run the same
-operators (a loop over the sequence), the step's peak itself is fitted, and the doubt is larger.
+Degrees are found, not assumed: the lowest degree that predicts a held-out recording is taken. If the recordings do not run the
+same operators (a loop over the sequence), the step's peak itself is fitted, and the doubt is larger.
 """
 
 from __future__ import annotations
@@ -33,47 +33,50 @@ from lowtide.studies.size.prediction import Prediction, Predictions, Sizes
 DEGREES: Final = 4
 """Highest degree that is tried: attention over the patches of an image grows with the fourth power of its side."""
 HELD_OUT: Final = 0.0005
-"""A degree is taken if it predicts every instant of a recording that was held out within this share of what varies."""
+"""A degree is accepted if it predicts every instant of a held-out recording within this share of the range of heights."""
 NEARLY: Final = 0.05
-"""Within this share it is preferred to a higher one that nothing could check: sizes that are floored are no polynomials."""
+"""Within this share, a degree is preferred to a higher one that could not be checked: sizes that are rounded down are no
+polynomials."""
 DRIFT: Final = 0.5
-"""Share of a prediction that it may be off where recordings run other operators, or sizes of tensors follow no law."""
+"""Relative doubt of a prediction if some recordings run other operators, or if sizes of tensors follow no law."""
 LIBRARY_OPS: Final = ("convolution", "mkldnn", "cudnn", "miopen")
 """Operators (parts of their names) whose library chooses its algorithm, and with it its workspace, by the size: ..."""
 LIBRARY_DOUBT: Final = 0.15
-"""... share that a peak beyond the recorded sizes may be off for that (12 % were seen: a ResNet between batches 12 and 16)."""
+"""... relative doubt of a peak beyond the recorded sizes for that reason (12 % was seen: a ResNet between batches of 12 and
+16)."""
 FAR: Final = 8.0
-"""Times the largest recorded size (all sizes multiplied) beyond which a step's time is a guess."""
+"""Beyond this multiple of the largest recorded size (as a product of all sizes), a step's time is a guess."""
 LEAST_DOUBT: Final = 0.003
-"""Share of a prediction that it may be off, at the least: rounding of blocks, workspaces of libraries."""
+"""Minimum relative doubt of a prediction: rounding of blocks, workspaces of libraries."""
 NOISE_BYTES: Final = 1.0
-"""Bytes below which a fit is exact."""
+"""Error in bytes below which a fit counts as exact."""
 BLIND_DOUBT: Final = 0.05
-"""The same, where no recording was left to check a degree with, or operators do not correspond."""
+"""Minimum relative doubt if no recording was left to check a degree with, or if operators do not correspond."""
 COMPLETE: Final = 2
-"""Steps that a recording has at least: a cold one and a warm one."""
+"""Minimum number of complete steps in a recording: a cold one and a warm one."""
 
 
 @final
 class Model:
-    """What recordings at several sizes say of all sizes.
+    """A model of a script's step at any size, fitted to recordings at several sizes.
 
     Attributes:
-        names: of the sizes.
+        names: names of the sizes.
         aligned: whether recordings run the same operators, so that every instant is fitted.
-        left_out: recordings that do not, among others that do.
-        degrees: found for each size.
-        checked: whether a recording was left to check them with.
+        left_out: number of recordings that run other operators than the ones that are used.
+        degrees: the degree found for each size.
+        checked: whether a recording was left to check the degrees with.
     """
 
     def __init__(self, recordings: Sequence[tuple[Sizes, Recording]]) -> None:
-        """Fit.
+        """Fit the model.
 
         Args:
-            recordings: each with its sizes, of the same names.
+            recordings: recordings, each with its sizes; the sizes have the same names in all of them.
 
         Raises:
-            UsageError: if there are fewer than two, or one has no two complete steps with operators.
+            UsageError: if there are fewer than two recordings, if a size is the same in all of them, or if one has fewer than
+                two complete steps with operators.
         """
         if len(recordings) < 2:
             raise UsageError("one recording shows one size: give two or more, made at different sizes")
@@ -104,9 +107,10 @@ class Model:
         self.degrees, self.checked = self._choose()
 
     def _corresponding(self, at: NDArray[np.float64], columns: Sequence[Sequence[RecordedStep]]) -> list[int]:
-        """Recordings that run the same operators as the largest does, itself included; none if they do not vary enough.
+        """Indices of the recordings that run the same operators as the largest one, which is among them.
 
-        A size of one is often left out so: torch copies less where a dimension has one element.
+        Empty if a size does not vary over these. A recording with a size of one is often left out: torch copies less if a
+        dimension has one element.
         """
         last = int(np.argmax(np.prod(at, axis=1)))
         found = [i for i, steps in enumerate(columns)
@@ -117,15 +121,15 @@ class Model:
 
     @cached_property
     def _graphs(self) -> list[Graph]:
-        """The warm step's graph in each recording; none where recordings do not run the same operators on the same values."""
+        """The warm step's graph in each recording; empty if recordings do not run the same operators on the same values."""
         graphs = [graph_of(steps[self._count - 1]) for steps in self._columns] if self.aligned else []
         return graphs if all([n.id for n in g.nodes] == [n.id for n in graphs[0].nodes] for g in graphs) else []
 
     def _growth(self) -> tuple[int, ...]:
-        """Per size the highest degree in which the bytes of any tensor grow, as the recordings show it.
+        """For each size, the highest degree with which the bytes of any tensor grow in the recordings.
 
-        Bytes of one tensor are one product of sizes, or linear; where some are neither (sizes that are floored, or depend on
-        data) recordings are not regular.
+        The bytes of one tensor are a product of sizes, or linear in one. If some are neither (sizes that are rounded down, or
+        depend on data), the recordings are not regular.
         """
         graphs = self._graphs
         self._regular = bool(graphs)
@@ -154,13 +158,13 @@ class Model:
         return fastest
 
     def _heights(self, k: int) -> NDArray[np.float64]:
-        """(recordings, instants) of step k: the highest bytes inside each operator; of the whole step where they differ."""
+        """(recordings, instants) of step k: highest bytes inside each operator, or of the whole step if operators differ."""
         if self.aligned:
             return np.array([np.asarray(steps[k].peaks, dtype=float) for steps in self._columns])
         return np.array([[float(np.max(steps[k].peaks))] for steps in self._columns])
 
     def _terms(self, degrees: Sequence[int], at: NDArray[np.float64]) -> NDArray[np.float64]:
-        """(points, monomials), scaled to the largest recorded size."""
+        """The monomials at some points, (points, monomials); sizes are scaled to the largest recorded ones."""
         scaled = at / self._at.max(axis=0)
         powers = itertools.product(*(range(d + 1) for d in degrees))
         return np.stack([np.prod(scaled ** np.array(p), axis=1) for p in powers], axis=1)
@@ -168,14 +172,21 @@ class Model:
     def _fitted(
         self, degrees: Sequence[int], known: NDArray[np.float64], rows: Sequence[int], at: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """Values at some sizes, fitted to some of the recordings: (points, columns)."""
+        """Values at some sizes, (points, columns), fitted to some of the recordings.
+
+        Args:
+            degrees: the degree for each size.
+            known: values in the recordings, (recordings, columns).
+            rows: the recordings to fit to.
+            at: the sizes, (points, sizes).
+        """
         terms = self._terms(degrees, self._at[rows])
         found, *_ = np.linalg.lstsq(terms, known[rows], rcond=None)
         result: NDArray[np.float64] = self._terms(degrees, at) @ found
         return result
 
     def _choose(self) -> tuple[tuple[int, ...], bool]:
-        """The lowest degrees that predict what was held out; whether anything was."""
+        """The lowest degrees that predict held-out recordings, and whether the degrees could be checked."""
         most = [min(len(set(self._at[:, axis])) - 1, DEGREES) for axis in range(len(self.names))]
         heights = [self._heights(k) for k in range(self._count)]
         order = np.argsort(np.prod(self._at, axis=1))
@@ -195,7 +206,7 @@ class Model:
         if best is None:
             return highest, False
         grown = tuple(min(g, m) for g, m in zip(self._fastest, most, strict=True))
-        if self._regular and grown == self._fastest and grown in needed:  # every tensor's bytes say so
+        if self._regular and grown == self._fastest and grown in needed:  # the bytes of every tensor grow so
             return grown, True
         if self.aligned and not self._regular and best[0] > NEARLY and grown in needed:
             self._lower, self._drifts = best[1], True
@@ -208,9 +219,9 @@ class Model:
         return best[1], True
 
     def _held_out(self, degrees: tuple[int, ...], heights: NDArray[np.float64], order: NDArray[np.intp]) -> float | None:
-        """How far off the instants of a held-out recording are (the largest, the smallest), as a share of what varies at all.
+        """The largest error of any instant when a recording is held out (the largest, then the smallest).
 
-        None where too few are left.
+        It is a share of the range of heights over the recordings; None if too few recordings are left.
         """
         worst, scale = 0.0, max(float(np.ptp(heights, axis=0).max()), 1.0)
         for out in (int(order[-1]), int(order[0])):
@@ -221,7 +232,7 @@ class Model:
         return worst
 
     def _off(self, degrees: tuple[int, ...], heights: NDArray[np.float64], out: int) -> NDArray[np.float64] | None:
-        """How far off each instant of one recording is, fitted to the others; None where these are too few."""
+        """Error in bytes of each instant of one recording when fitted to the others; None if these are too few."""
         rows = [i for i in range(len(self._at)) if i != out]
         terms = self._terms(degrees, self._at[rows])
         if np.linalg.matrix_rank(terms) < terms.shape[1]:
@@ -232,10 +243,10 @@ class Model:
     # --- answers -----------------------------------------------------------------------------------------------------
 
     def predictions(self, sizes: Iterable[Sizes], memory_bytes: int, steps: int) -> Predictions:
-        """The step at several sizes; see :class:`Predictions`.
+        """Predict the step at several sizes; see :class:`Predictions`.
 
         Raises:
-            UsageError: if one lacks a size.
+            UsageError: if one of them lacks a size.
         """
         return Predictions(
             degrees=dict(zip(self.names, self.degrees, strict=True)), aligned=self.aligned, checked=self.checked,
@@ -243,10 +254,10 @@ class Model:
         )
 
     def at(self, sizes: Sizes) -> Prediction:
-        """The step at some sizes.
+        """Predict the step at one combination of sizes.
 
         Raises:
-            UsageError: if a size is not given.
+            UsageError: if a size is missing.
         """
         missing = [n for n in self.names if n not in sizes]
         if missing:
@@ -259,13 +270,13 @@ class Model:
         reach = float(np.prod(at / self._at.max(axis=0)))
         blind = not self.checked or not self.aligned
         doubt = max(BLIND_DOUBT if blind else LEAST_DOUBT, self._unseen(at[0], tops) / peaks[where] - 1)
-        if self._constant and reach > 1:  # what is rounded up to a multiple may grow at the next one
+        if self._constant and reach > 1:  # sizes that are rounded up to a multiple may grow at the next one
             doubt = max(doubt, reach - 1)
         if self._drifts:
             doubt = max(doubt, DRIFT)
         if self._calls_libraries and (at > self._at.max(axis=0)).any():
             doubt = max(doubt, LIBRARY_DOUBT)
-        if self._lower is not None:  # between two degrees that nothing could be checked against
+        if self._lower is not None:  # the truth lies between two degrees, neither of which could be checked
             lower = max(float(self._fitted(self._lower, self._heights(k), every, at)[0].max()) for k in range(self._count))
             doubt = max(doubt, abs(lower - peaks[where]) / peaks[where])
         step = self._columns[0][where]
@@ -282,9 +293,9 @@ class Model:
         )
 
     def _seconds(self, at: NDArray[np.float64]) -> float:
-        """Of a warm step: no part of which takes less as a size grows, however noisy the recordings were.
+        """Seconds of a warm step; no part of it takes less time as a size grows, however noisy the recordings were.
 
-        Of a few steps' seconds no more can be told of a batch than what each sample takes: a higher power would be noise.
+        From the seconds of a few steps, only the time per sample of a batch can be estimated: a higher power would be noise.
         """
         degrees = [min(d, 1) if _is_batch(n) else d for n, d in zip(self.names, self.degrees, strict=True)]
         seconds = np.array([[_seconds_of(s) for s in steps[1:]] for steps in self._columns]).min(axis=1)
@@ -292,9 +303,9 @@ class Model:
         return float((self._terms(degrees, at) @ parts)[0])
 
     def _unseen(self, at: NDArray[np.float64], tops: Sequence[NDArray[np.float64]]) -> float:
-        """The peak if what a held-out recording was off by grows as fast as any tensor does.
+        """The peak if the error at the held-out recording grows as fast as the fastest-growing tensor.
 
-        Where no tensor grows faster than what was fitted it is workspace, which grows with the size at most.
+        If no tensor grows faster than the fitted degree, the error is workspace, which grows at most as fast as the tensors.
         """
         ratio = 1.0
         for axis, degree in enumerate(self.degrees):
@@ -315,7 +326,7 @@ class Model:
         return highest
 
     def graph_at(self, sizes: Sizes) -> Graph | None:
-        """The warm step's graph at some sizes, to be planned; None where recordings do not run the same operators."""
+        """The warm step's graph at some sizes, for planning; None if the recordings do not run the same operators."""
         graphs = self._graphs
         if not graphs:
             return None
@@ -336,12 +347,12 @@ class Model:
 
 
 def _seconds_of(step: RecordedStep) -> float:
-    """What a step's operators took, without what recording adds to each of them; the whole step where they were not timed."""
+    """Seconds of a step's operators, without the overhead of recording them; of the whole step if they were not timed."""
     return sum(decode_run(int(f))[0] for f in step.entries["flags"][step.ops]) or float(step.row.seconds)
 
 
 def _is_batch(name: str) -> bool:
-    """Whether a size is a number of samples: steps are linear in it, so that a higher degree must be shown, not assumed."""
+    """Whether a size is a number of samples: steps are linear in it, so a higher degree must be shown, not assumed."""
     return "batch" in name.lower() or name.lower() in ("b", "bs", "n")
 
 

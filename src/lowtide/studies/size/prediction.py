@@ -1,4 +1,4 @@
-"""What a step is predicted to take at other sizes."""
+"""Predictions of a step's peak and time at sizes that were not run, as frozen values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowtide.recording.reader import Recording
 from lowtide.studies.size.vary import option_of
 
 HOPELESS: Final = 1.0
-"""A doubt from which on nothing is said to fit."""
+"""Relative doubt from which on no step is said to fit, or not to fit."""
 
 
 Sizes = Mapping[str, float]
@@ -19,17 +19,17 @@ Sizes = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A step at a size that was not run.
+    """The prediction for a step at sizes that were not run.
 
     Attributes:
-        sizes: what was asked.
-        cold_peak_bytes: of the first step.
-        peak_bytes: of all.
-        doubt: share of these that they may be off.
-        step_seconds: of a warm step, roughly.
-        far: whether the sizes lie so far beyond the recorded ones that its time is little more than a guess.
-        op: where the peak is: operator and module.
-        checked: whether recordings were left over to check the degree with.
+        sizes: the sizes.
+        cold_peak_bytes: peak of the first step.
+        peak_bytes: peak of all steps.
+        doubt: relative error that these peaks may have.
+        step_seconds: seconds of a warm step, roughly.
+        far: whether the sizes lie so far beyond the recorded ones that the time is little more than a guess.
+        op: operator and module at the peak; empty if unknown.
+        checked: whether recordings were left to check the degrees with.
     """
 
     sizes: Sizes
@@ -43,11 +43,11 @@ class Prediction:
 
     @property
     def at_most_bytes(self) -> int:
-        """The peak with its doubt."""
+        """Upper end of the peak's range of doubt."""
         return int(self.peak_bytes * (1 + self.doubt))
 
     def fits(self, memory_bytes: int) -> bool | None:
-        """Whether the step fits; None where that is within the doubt."""
+        """Whether the step fits into this memory; None if that is within the doubt."""
         if self.doubt >= HOPELESS:
             return None
         if self.at_most_bytes <= memory_bytes:
@@ -57,16 +57,16 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predictions:
-    """What ``lowtide batch --predict`` says of sizes that were not run.
+    """The predictions of ``lowtide batch --predict`` and ``lowtide predict`` for sizes that were not run.
 
     Attributes:
-        degrees: by the name of each size, the degree in which the peak grows with it.
+        degrees: for each size, by name, the degree with which the peak grows with it.
         aligned: whether recordings run the same operators, so that every instant was fitted.
         checked: whether a recording was left to check the degrees with.
-        left_out: recordings that run other operators than the largest does.
-        points: one for each size that was asked.
-        memory_bytes: what there is; 0 where that was not said.
-        steps: so many first steps are predicted.
+        left_out: number of recordings that run other operators than the largest one.
+        points: one prediction for each combination of sizes.
+        memory_bytes: the memory available; 0 if it was not given.
+        steps: number of first steps that are predicted.
     """
 
     degrees: Mapping[str, int]
@@ -79,10 +79,10 @@ class Predictions:
 
 
 def sizes_of(recording: Recording, names: Sequence[str]) -> dict[str, float]:
-    """What was varied, in one recording: as it says itself, or by the script's arguments.
+    """The sizes of one recording, as it states them or as the script's arguments show.
 
     Raises:
-        UsageError: if it does not say.
+        UsageError: if neither gives one of the sizes.
     """
     told: dict[str, Any] = recording.meta.get("sizes") or {}
     arguments = recording.meta.get("arguments") or []

@@ -1,4 +1,4 @@
-"""Throughput and peak at each value of what is varied, each in a process of its own; results outlive a killed run."""
+"""Measures throughput and peak at each size, each in its own process; results survive a killed run."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from lowtide.studies.size.trial import TrialRequest, TrialResult
 from lowtide.studies.size.vary import ScriptSetting, Vary
 
 WARM: Final = 2
-"""Steps that are not timed: the first allocates, the second is the first with the optimizer's states."""
+"""Number of steps that are not timed: the first allocates, the second is the first with the optimizer's states."""
 TIMED: Final = 8
-"""Steps that are, where the user says nothing."""
+"""Number of timed steps by default."""
 KNEE: Final = 0.95
-"""The knee is the smallest value with this share of the highest throughput."""
+"""The knee is the smallest value that reaches this share of the highest throughput."""
 FALLS: Final = 2
-"""Values in a row whose throughput lies below the highest for certain, after which no larger one is tried."""
+"""Number of values in a row whose throughput is certainly below the highest, after which no larger value is tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """How fast a run was.
+    """Throughput of a run.
 
     Attributes:
-        low, median, high: samples per second: quartiles over the timed steps.
+        low, median, high: quartiles, over the timed steps, of samples per second.
     """
 
     low: float
@@ -44,15 +44,16 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One combination of values.
+    """The measurement of one combination of values.
 
     Attributes:
-        values: as the user wrote them, one for each axis.
-        how: ``plain``, or ``budget``: under the budget, where the plain run does not fit.
+        values: the values as the user wrote them, one for each axis.
+        how: ``plain``, or ``budget`` for a run under the budget, which is made if the plain run does not fit.
         ended: as in :class:`lowtide.studies.size.trial.TrialResult`.
-        rate: None where it did not run.
-        cold_peak_bytes: of the first step.
-        peak_bytes: of all steps; None where it did not run.
+        message: the error's message, if it ended in one.
+        rate: throughput; None if it did not run.
+        cold_peak_bytes: peak of the first step; None if it did not run.
+        peak_bytes: peak of all steps; None if it did not run.
     """
 
     values: tuple[str, ...]
@@ -65,12 +66,19 @@ class Point:
 
     @property
     def fits(self) -> bool:
-        """Whether it ran."""
+        """Whether the run succeeded, and so fits."""
         return self.rate is not None
 
 
 def point_of(values: tuple[str, ...], how: str, ran: TrialResult, samples: float) -> Point:
-    """What a run says."""
+    """The measurement that a run gives.
+
+    Args:
+        values: the values of the run.
+        how: ``plain`` or ``budget``.
+        ran: the run.
+        samples: number of samples in a step.
+    """
     timed = [float(s["seconds"]) for s in ran.steps[WARM:] if s.get("policy") != "online"]
     timed = timed or [float(s["seconds"]) for s in ran.steps[WARM:]]
     rate = None
@@ -93,13 +101,18 @@ def point_of(values: tuple[str, ...], how: str, ran: TrialResult, samples: float
 
 @final
 class SizeResults:
-    """Points in a file, one JSON object a line; the first says what was asked."""
+    """Points in a file, one JSON object per line; the first line says what they are measurements of."""
 
     def __init__(self, path: Path, about: dict[str, Any], *, fresh: bool) -> None:
-        """Open or make it.
+        """Open or create the file.
+
+        Args:
+            path: the file.
+            about: what is measured; a file about something else is refused.
+            fresh: whether to discard the results that the file has.
 
         Raises:
-            UsageError: if it has results of something else.
+            UsageError: if it is no results file, or has results of something else.
         """
         self.path = path
         digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
@@ -125,15 +138,19 @@ class SizeResults:
 
     @property
     def known(self) -> int:
-        """How many points there are."""
+        """Number of points in the file."""
         return len(self._found)
 
     def get(self, values: tuple[str, ...], how: str) -> Point | None:
-        """A point that was measured before."""
+        """A point that was measured before; None if it was not."""
         return self._found.get((values, how))
 
     def add(self, point: Point) -> None:
-        """On the disk when this returns; but for what another try may mend, and where there is no room, which is said once."""
+        """Store a point; it is on disk when this returns.
+
+        Errors and timeouts are not stored, since another try may succeed. If the disk is full, this is reported once, and
+        nothing more is stored.
+        """
         if point.ended in ("error", "timeout"):
             return
         self._found[point.values, point.how] = point
@@ -150,12 +167,12 @@ class SizeResults:
             tell(f"lowtide: results are kept no more: {why(error)} at {self.path}: make room there; measuring goes on")
 
     def close(self) -> None:
-        """Nothing is added any more."""
+        """Close the file; no more points can be added."""
         self._file.close()
 
 
 def to_json(point: Point) -> dict[str, Any]:
-    """A point for a file."""
+    """A point as JSON, for a file."""
     rate = point.rate
     return {
         "value": point.values[0] if len(point.values) == 1 else list(point.values),
@@ -192,15 +209,15 @@ def measure(
     samples: Callable[[tuple[str, ...]], float],
     plain: TrialRequest, budget: TrialRequest | None,
 ) -> Iterator[Point]:
-    """Measure the values in order, until throughput falls or memory ends; those that are known are not run again.
+    """Measure the values in order until throughput falls or memory runs out; points that are known are not run again.
 
     Args:
         vary: what is varied.
         run: runs the script once.
-        results: where points are kept.
-        samples: of a step, given the values.
-        plain: how a plain run is asked for.
-        budget: how a run under the budget is, where plain runs do not fit any more; None for none.
+        results: where points are stored.
+        samples: returns the number of samples in a step, given the values.
+        plain: the request for a plain run.
+        budget: the request for a run under the budget, which is made if the plain run does not fit; None for no such runs.
     """
     best: Rate | None = None
     falling = 0
@@ -225,27 +242,27 @@ def measure(
 
 
 def knee(points: Iterable[Point]) -> Point | None:
-    """The smallest value that has nearly the highest throughput; None where none ran."""
+    """The smallest value that reaches nearly the highest throughput; None if none ran."""
     ran = sorted((p for p in points if p.rate is not None), key=lambda p: [float(v) for v in p.values])
     best = max((p.rate.median for p in ran if p.rate is not None), default=math.nan)
     return next((p for p in ran if p.rate is not None and p.rate.median >= KNEE * best), None)
 
 
 def largest(points: Iterable[Point], how: str) -> Point | None:
-    """The last value that fits plainly, or under the budget as well."""
+    """The last value that fits plainly, or for ``budget`` also under the budget; None if none does."""
     return next((p for p in reversed(list(points)) if p.fits and (how == "budget" or p.how == "plain")), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeStudy:
-    """What ``lowtide batch`` found of one script.
+    """The findings of ``lowtide batch`` for one script.
 
     Attributes:
-        script: its path.
+        script: path of the script.
         vary: what was varied.
-        points: in the order in which they ran.
-        per_sample: whether rates are of samples, not of steps.
-        whole: whether all sizes were run; before, no size is said to be the best.
+        points: the measurements, in the order in which they were made.
+        per_sample: whether rates count samples, not steps.
+        whole: whether all sizes were run; until then, no size is called the best.
     """
 
     script: str
@@ -256,15 +273,15 @@ class SizeStudy:
 
     @property
     def knee(self) -> Point | None:
-        """The smallest with nearly the highest throughput."""
+        """The smallest size with nearly the highest throughput; None until all sizes were run."""
         return knee(self.points) if self.whole else None
 
     @property
     def largest(self) -> Point | None:
-        """The largest that fits without a budget."""
+        """The largest size that fits without a budget; None until all sizes were run."""
         return largest(self.points, "plain") if self.whole else None
 
     @property
     def largest_under_budget(self) -> Point | None:
-        """The largest that fits under the budget."""
+        """The largest size that fits, with or without the budget; None until all sizes were run."""
         return largest(self.points, "budget") if self.whole else None

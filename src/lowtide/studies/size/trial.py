@@ -1,4 +1,4 @@
-"""One short run of a script in a process of its own: what it took, and how it ended."""
+"""Runs a script once, for a few steps, in its own process: what it took, and how it ended."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from lowtide.runtime.agent.task import PRELOAD, RecordOptions, Task, TrialOption
 from lowtide.studies.size.vary import ScriptSetting
 
 MOST_SECONDS: Final = 3600.0
-"""Of one run, where the user says nothing."""
+"""Time limit of one run by default, in seconds."""
 LOOK_SECONDS: Final = 1.0
-"""How often a running process is looked at."""
+"""Seconds between two looks at a running process."""
 LINGER_SECONDS: Final = 5.0
-"""What a process may take to end once its result is there."""
+"""Seconds that a process may take to end once it has written its result."""
 TAIL_BYTES: Final = 2000
-"""Of what a script printed last, kept where it failed."""
+"""Bytes at the end of a failed script's output in which its last line is searched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A script to be run.
+    """A script to run.
 
     Attributes:
         script: path or module name.
         module: whether it is a module name.
-        seconds: after which a run is ended.
+        seconds: time limit of a run, in seconds.
     """
 
     script: str
@@ -49,14 +49,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRequest:
-    """How a script is run for once.
+    """How a script is run once.
 
     Attributes:
-        steps: after which it is ended.
-        budget_bytes: held as by ``lowtide run``; 0 for the plain run.
-        cap_bytes: torch's allocator refuses what goes beyond; 0 for no cap.
-        allow, without: levers.
-        offload: whether values may be moved.
+        steps: number of steps after which it is ended.
+        budget_bytes: budget to hold, as by ``lowtide run``; 0 for the plain run.
+        cap_bytes: bytes beyond which torch's allocator refuses requests; 0 for no cap.
+        allow, without: levers that may and must not be used.
+        offload: whether values may be offloaded.
     """
 
     steps: int
@@ -69,14 +69,15 @@ class TrialRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialResult:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
-        ended: ``ok``; ``memory`` (an error of the allocator, or the kernel's killer); ``refused`` (the budget cannot be held);
-            ``timeout``; ``error``.
-        message: of the error.
-        steps: seconds and peak of each.
-        resident_bytes: parameters, buffers and, under a budget, optimizer states.
+        asked: how it was run.
+        ended: ``ok``; ``memory`` (an error of the allocator, or the kernel's out-of-memory killer); ``refused`` (the budget
+            cannot be held); ``timeout``; ``error``.
+        message: the error's message.
+        steps: figures of each step, among them its seconds and its peak.
+        resident_bytes: bytes of parameters, buffers and, under a budget, optimizer states.
         plan, levers: as in the JSON of ``lowtide run``.
     """
 
@@ -90,44 +91,44 @@ class TrialResult:
 
     @property
     def cold_peak_bytes(self) -> int:
-        """Of the first step."""
+        """Peak of the first step; 0 if there were no steps."""
         return int(self.steps[0]["peak_bytes"]) if self.steps else 0
 
     @property
     def warm_peak_bytes(self) -> int:
-        """Of the steps after the first."""
+        """Peak of the steps after the first; of the first if there are no others."""
         return max((int(s["peak_bytes"]) for s in self.steps[1:]), default=self.cold_peak_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        """Of all steps."""
+        """Peak of all steps."""
         return max(self.cold_peak_bytes, self.warm_peak_bytes)
 
     @property
     def step_seconds(self) -> float | None:
-        """Median of the steps that are neither cold nor recorded."""
+        """Median seconds of the steps that are neither cold nor recorded; None if only the first step was run."""
         warm = [float(s["seconds"]) for s in self.steps[1:] if s.get("policy") != "online"]
         warm = warm or [float(s["seconds"]) for s in self.steps[1:]]
         return statistics.median(warm) if warm else None
 
     @property
     def over_bytes(self) -> int:
-        """By how much a budget was exceeded."""
+        """Bytes by which the budget was exceeded; 0 without a budget."""
         return max(0, self.peak_bytes - self.asked.budget_bytes) if self.asked.budget_bytes else 0
 
     @property
     def lacks_memory(self) -> bool:
-        """Whether it is memory that it failed for, and more of it might help."""
+        """Whether it failed for lack of memory, so that more memory might help."""
         return self.ended in ("memory", "refused")
 
     @property
     def passes(self) -> bool:
-        """Whether the script did its steps."""
+        """Whether the script ran its steps."""
         return self.ended == "ok" and bool(self.steps)
 
 
 def run(target: Target, setting: ScriptSetting, asked: TrialRequest) -> TrialResult:
-    """Run a script; its whole session is gone when this returns."""
+    """Run a script once; every process of its session has ended when this returns."""
     with Scratch() as folder:
         result, log = folder / "result.json", folder / "log"
         options = TrialOptions(
@@ -164,8 +165,14 @@ def run(target: Target, setting: ScriptSetting, asked: TrialRequest) -> TrialRes
 def record(target: Target, setting: ScriptSetting, steps: int, file: Path) -> None:
     """Record the first steps of a script.
 
+    Args:
+        target: the script.
+        setting: the values to set.
+        steps: number of steps.
+        file: where the recording is written.
+
     Raises:
-        RecordingError: if it fails before they are over, or there is no room for all of it.
+        RecordingError: if the script fails before these steps are over, or if there is no room for the whole recording.
     """
     options = RecordOptions(
         output=str(file), operators=True, cap_bytes=0, steps=steps, sizes=dict(setting.sizes), json=None, quiet=True
@@ -184,9 +191,9 @@ def record(target: Target, setting: ScriptSetting, steps: int, file: Path) -> No
 def _process(
     target: Target, setting: ScriptSetting, options: TrialOptions | RecordOptions, log: Path, result: Path | None
 ) -> int | None:
-    """The exit code of the agent's process; None if it was not over in time. Its whole session has ended.
+    """Run the agent's process; returns its exit code, or None if it did not end in time. Its whole session has ended then.
 
-    A process that has left its result and does not end (a thread of the script's) is not waited for.
+    A process that has written its result but does not end (because of a thread of the script) is not waited for.
     """
     task = Task(
         target=target.script,
@@ -225,7 +232,7 @@ def _ended(process: subprocess.Popen[bytes], seconds: float, result: Path | None
 
 
 def _why(code: int | None, steps: int, log: Path) -> str:
-    """Why a run failed that left no error: how it ended, and what it printed last."""
+    """Why a run failed that reported no error: how it ended, and the last line that it printed."""
     how = ""
     if code is not None and code < 0:
         how = f"killed by {signal.Signals(-code).name}: "

@@ -1,4 +1,4 @@
-"""What is varied about a script, and how a value is set: a command-line option, an environment variable, or a constant."""
+"""The axes along which a script is varied, and how a value is set: by an option, environment variable or constant."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowtide.base.errors import UsageError
 
 ENVIRONMENT: Final = "env:"
 LARGEST: Final = 1e12
-"""No size is as large."""
+"""Sizes must be below this."""
 _MORE: Final = ("...", "…")
 
 
@@ -21,10 +21,10 @@ class Axis:
     """One thing that is varied.
 
     Attributes:
-        name: of the option (with dashes where the user wrote them), variable or constant.
+        name: name of the option (with dashes if the user wrote them), environment variable or constant.
         kind: ``option``, ``environment`` or ``constant``.
-        values: as the user wrote them, in order.
-        open: whether they go on from there, each by the ratio of the last two.
+        values: the values as the user wrote them, in rising order.
+        open: whether the values continue, each larger by the ratio of the last two.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Axis:
     open: bool = False
 
     def each(self) -> Iterator[str]:
-        """The values; without end where the axis is open."""
+        """The values; if the axis is open, they continue up to :data:`LARGEST`."""
         yield from self.values
         if self.open:
             before, last = (_number(self.name, v) for v in self.values[-2:])
@@ -49,10 +49,10 @@ class ScriptSetting:
     """A script with some values set.
 
     Attributes:
-        arguments: of the script.
-        environment: variables to add.
-        constants: names at the top of the script.
-        sizes: what was varied, as numbers.
+        arguments: the script's arguments.
+        environment: environment variables to add.
+        constants: values of names assigned at the top level of the script.
+        sizes: the varied values as numbers, by axis name.
     """
 
     arguments: tuple[str, ...]
@@ -66,12 +66,17 @@ class Vary:
     """All axes of a script."""
 
     def __init__(self, axes: Sequence[Axis], arguments: Sequence[str]) -> None:
-        """Remember the script's own arguments."""
+        """Vary a script.
+
+        Args:
+            axes: what is varied.
+            arguments: the script's own arguments.
+        """
         self.axes = tuple(axes)
         self._arguments = tuple(arguments)
 
     def points(self) -> Iterator[tuple[str, ...]]:
-        """Combinations of values, the first axis slowest; an open axis must be the only one."""
+        """Combinations of values; the first axis changes slowest. An open axis must be the only one."""
         if len(self.axes) == 1:
             yield from ((v,) for v in self.axes[0].each())
             return
@@ -79,7 +84,7 @@ class Vary:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the axes, for people."""
+        """Names of the axes, without dashes in front."""
         return tuple(a.name.lstrip("-") for a in self.axes)
 
     def set(self, values: Sequence[str]) -> ScriptSetting:
@@ -98,14 +103,14 @@ class Vary:
 
 
 def parse_axis(text: str, script: str) -> Axis:
-    """An axis meant by ``batch-size=1,2,4``, ``env:BATCH=1,2,4,...`` or ``train.py:BATCH=8,16``.
+    """Parse an axis such as ``batch-size=1,2,4``, ``env:BATCH=1,2,4,...`` or ``train.py:BATCH=8,16``.
 
     Args:
-        text: as above; ``...`` at the end: on from there, each by the ratio of the last two.
-        script: that is run; only its own constants can be set.
+        text: the axis; with ``...`` at the end, values continue, each larger by the ratio of the last two.
+        script: the script that is run; only its own constants can be set.
 
     Raises:
-        UsageError: if it is none of these.
+        UsageError: if the text has none of these forms, or a value is not a size.
     """
     name, equals, list_ = text.partition("=")
     values = tuple(v.strip() for v in list_.split(",") if v.strip())
@@ -131,7 +136,7 @@ def parse_axis(text: str, script: str) -> Axis:
 
 
 def with_option(arguments: Sequence[str], name: str, value: str) -> tuple[str, ...]:
-    """Arguments with ``--name value``, in place of what is there; a name with dashes is taken as it is written."""
+    """Arguments with ``--name value``, which replaces a value that is given already; a name with dashes is used as written."""
     bare = name.lstrip("-")
     given = {f"--{bare}", f"--{bare.replace('-', '_')}", f"--{bare.replace('_', '-')}", f"-{bare}", name}
     found = list(arguments)
@@ -147,7 +152,7 @@ def with_option(arguments: Sequence[str], name: str, value: str) -> tuple[str, .
 
 
 def option_of(arguments: Sequence[str], name: str) -> float | None:
-    """The number that arguments give an option; None where they do not."""
+    """The number that the arguments give for an option; None if they give none."""
     wanted = name.replace("_", "-")
     for i, word in enumerate(arguments):
         option, equals, value = word.partition("=")

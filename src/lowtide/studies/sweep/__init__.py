@@ -1,1 +1,1 @@
-"""Sweeps: a matrix of configurations of one command, each in fresh processes."""
+"""Sweeps: a matrix of configurations of one command, each run in fresh processes."""

@@ -1,4 +1,4 @@
-"""Axes of a sweep: what one value of one axis changes about a command, and the lines that would set it for good."""
+"""Axes of a sweep: what each value changes about a command, and the lines that would set it permanently."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowtide.probe.sampler import SETTINGS
 Value = str | int | float | bool
 
 DEFAULT: Final = "default"
-"""The value of any axis that changes nothing."""
+"""The value that changes nothing, on any axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +23,11 @@ class Setting:
     """What one value changes.
 
     Attributes:
-        environment: variables, set before the process starts; flags of one variable (``XLA_FLAGS``) are joined.
-        arguments: appended to the command.
+        environment: environment variables, set before the process starts; flags in one variable (``XLA_FLAGS``) are joined.
+        arguments: arguments appended to the command.
         options: ``-X`` options of a Python command.
         preload: a library for ``LD_PRELOAD``.
-        calls: per module, calls to make once it has been imported.
+        calls: for each module, the calls (dotted path, arguments) to make once it has been imported.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Setting:
 
 
 _JOINED: Final = ("XLA_FLAGS", "TF_XLA_FLAGS")
-"""Variables that hold several flags."""
+"""Variables that hold several flags, separated by spaces."""
 
 
 def _on(axis: str, value: Value) -> bool:
@@ -141,10 +141,10 @@ FRAMEWORKS["keras"] = FRAMEWORKS["tensorflow"]
 
 
 def setting_of(axis: str, value: Value, framework: str) -> Setting:
-    """What a built-in axis changes.
+    """What a value of a built-in axis changes.
 
     Raises:
-        UsageError: if there is no such axis, or the value is none of its.
+        UsageError: if there is no such axis, or it has no such value.
     """
     makers = {**COMMON, **FRAMEWORKS.get(framework, {})}
     if axis not in makers:
@@ -159,7 +159,7 @@ def setting_of(axis: str, value: Value, framework: str) -> Setting:
 def applied(
     settings: Sequence[Setting], command: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
-    """A command and its environment under some settings."""
+    """Apply settings to a command and its environment; returns both."""
     made, words = dict(environment), list(command)
     calls: dict[str, list[Any]] = {}
     options: list[str] = []
@@ -179,7 +179,7 @@ def applied(
 
 
 def pasted(settings: Sequence[Setting]) -> list[str]:
-    """Lines that set the same for good: shell first, then Python."""
+    """Lines that make the same settings permanent: shell first, then Python."""
     shell: list[str] = []
     python: list[str] = []
     for setting in settings:

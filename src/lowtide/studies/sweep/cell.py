@@ -1,7 +1,8 @@
-"""One cell: a fresh process of the command, watched; ``python -m lowtide.studies.sweep.cell TASK`` runs one beside the sweep.
+"""Runs one cell of a sweep: a fresh process of the command, watched (``python -m lowtide.studies.sweep.cell TASK``).
 
-It is a process of its own so that a sweep that is killed loses nothing: the cell goes on, leaves its result, and the
-next sweep takes it. The result is written under another name and then renamed, so that a result that is there is whole.
+The cell's runner is a process beside the sweep, so that a killed sweep loses nothing: the cell goes on and leaves its result,
+which the next sweep picks up. The result is written under another name and then renamed, so that a result that exists is
+complete.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from lowtide.studies.leak.watch import Progress, Run, Watch, Watched, end_on_sig
 
 CLAIM_SECONDS: Final = 2.0
 NO_ROOM: Final = 74
-"""Exit code of a cell's process that can write no result, nor its samples (``EX_IOERR`` of ``sysexits.h``)."""
+"""Exit code of a cell's process that cannot write its result or its samples (``EX_IOERR`` of ``sysexits.h``)."""
 _RESULT_BYTES: Final = 1 << 14
 MOST_SAID: Final = 200
-"""Characters of a last line that are shown."""
+"""Maximum number of characters of a last line that are shown."""
 LEAST: Final = 3
-"""Steps without which nothing is measured."""
+"""Minimum number of steps for a measurement."""
 
 
 NOTHING: Final[dict[str, Any]] = {
@@ -48,11 +49,17 @@ NOTHING: Final[dict[str, Any]] = {
     "peak_bytes": None,
     "tail": "",
 }
-"""What is known of a cell that did not run."""
+"""The result of a cell that did not run."""
 
 
 def measure(command: Sequence[str], environment: Mapping[str, str], watch: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a command once and say what it did; a process that fails is a result too."""
+    """Run a command once and return its figures; a process that fails is a result, too.
+
+    Args:
+        command: the command.
+        environment: the environment of its process.
+        watch: ``steps``, ``step_line``, ``timeout_seconds``, ``cap_bytes`` and ``samples_per_step`` of the sweep.
+    """
     wanted = Watch(
         steps=watch["steps"],
         audits=audits_of(watch["steps"]),
@@ -66,7 +73,7 @@ def measure(command: Sequence[str], environment: Mapping[str, str], watch: Mappi
 
 
 def figures(run: Run, *, samples_per_step: float) -> dict[str, Any]:
-    """What a run says, as JSON: growth per step of resident memory and of child processes, rate, verdict, how it ended."""
+    """The figures of a run as JSON: growth per step of resident memory and child processes, throughput, verdict, ending."""
     ended = "ok"
     if run.ended == "timeout":
         ended = "timeout"
@@ -103,14 +110,14 @@ def figures(run: Run, *, samples_per_step: float) -> dict[str, Any]:
 
 
 def _per_step(values: NDArray[np.float64]) -> float:
-    """Growth from the second step, or the first reading after it, to the last reading; 0 where there are not two."""
+    """Growth per step from the second step, or the first reading after it, to the last reading; 0 without two readings."""
     at = np.flatnonzero(np.isfinite(values))
     at = at[at >= 1]
     return float((values[at[-1]] - values[at[0]]) / (at[-1] - at[0])) if len(at) > 1 else 0.0
 
 
 def last_words(result: Mapping[str, Any]) -> str:
-    """How a cell that failed ended, with the last line that it printed; empty for one that did not fail."""
+    """How a failed cell ended, with the last line that it printed; empty for a cell that did not fail."""
     if result["ended"] == "ok":
         return ""
     lines = [line.strip() for line in str(result.get("tail") or "").splitlines() if line.strip()]
@@ -118,9 +125,13 @@ def last_words(result: Mapping[str, Any]) -> str:
 
 
 def claimed(lock: Path) -> int | None:
-    """Claim a cell: the open file that holds the claim for as long as this process lives; None if another process has it.
+    """Claim a cell for as long as this process lives.
 
-    Its text is the process's id. Tried for a while: who only looks whether a cell is claimed holds it for a moment.
+    The lock file then contains this process's id. The lock is retried for a while, because a process that merely checks for a
+    claim holds it for a moment, too.
+
+    Returns:
+        The file descriptor that holds the claim; None if another process has claimed the cell.
     """
     file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     end = time.monotonic() + CLAIM_SECONDS
@@ -139,7 +150,7 @@ def claimed(lock: Path) -> int | None:
 
 
 def main() -> None:
-    """Run the cell of a task file, unless another process does or has."""
+    """Run the cell of a task file, unless another process is running it or has run it."""
     end_on_sigterm()
     try:
         _run(Path(sys.argv[1]))
@@ -156,7 +167,7 @@ def _run(task: Path) -> None:
     asked = json.loads(task.read_text())
     partial = task.with_suffix(".partial")
     with partial.open("wb", buffering=0) as file:
-        reserve(file.fileno(), _RESULT_BYTES)  # before it runs, which may take hours
+        reserve(file.fileno(), _RESULT_BYTES)  # before the run, which may take hours
         data = json.dumps(measure(asked["command"], asked["environment"], asked["watch"])).encode()
         write(file.fileno(), data)
         file.truncate(len(data))

@@ -1,4 +1,4 @@
-"""A sweep as its TOML file defines it: command, axes, cells."""
+"""The definition of a sweep, read from its TOML file and checked: command, axes, cells."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from lowtide.studies.leak.watch import check_command
 from lowtide.studies.sweep.axes import DEFAULT, Setting, Value, setting_of
 
 MOST_CELLS: Final = 10_000
-"""More would never end."""
+"""Maximum number of cells: more would never end."""
 
 
 class OwnAxis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An axis of the user's: exactly one of ``env``, ``argument`` and ``option`` says what its values are for.
+    """A user-defined axis: exactly one of ``env``, ``argument`` and ``option`` says where its values go.
 
     Attributes:
-        values: in order; the first is what others are held against. ``"default"`` leaves things as they are.
-        env: a variable.
-        argument: an argument of the command, as in ``--batch-size``; with ``""`` the value is the argument itself.
-        option: an option of ``python -X``, as in ``importtime``; values are ``on`` and ``off``, or what follows ``=``.
+        values: the values in order; the others are compared with the first. ``"default"`` leaves things as they are.
+        env: an environment variable.
+        argument: an argument of the command, such as ``--batch-size``; with ``""`` the value itself is the argument.
+        option: an option of ``python -X``, such as ``importtime``; values are ``on`` and ``off``, or what follows ``=``.
     """
 
     values: list[Value]
@@ -47,17 +47,18 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The file's keys.
 
     Attributes:
-        command: what is run; ``python`` is the interpreter that runs Lowtide.
-        axes: values by name of a built-in axis, or an axis of the user's.
-        framework: whose built-in axes are meant.
-        steps, repeats: of each cell.
-        timeout_seconds, memory: what a cell may take; 0 and empty for no limit (``memory`` caps its address space).
-        samples_per_step: for the rate.
-        include, exclude: cells besides the product, and those that are left out (by the axes that they name).
-        confirm: a second, larger command on which the recommended configuration must hold.
-        step_line: regular expression of lines that end a step.
-        environment: variables of all cells.
-        seed: of the order in which cells run.
+        command: the command to run; ``python`` is the interpreter that runs Lowtide.
+        axes: by name, the values of a built-in axis, or a user-defined axis.
+        framework: the framework whose built-in axes are available.
+        steps: number of steps of each cell.
+        repeats: number of cells for each configuration.
+        timeout_seconds, memory: limits of a cell; 0 and empty for no limit (``memory`` caps its address space).
+        samples_per_step: number of samples in a step, for the throughput.
+        include, exclude: cells in addition to the product of the axes, and cells to leave out (by the axes that they name).
+        confirm: a second, larger command on which the recommended configuration must hold up.
+        step_line: regular expression for output lines that end a step.
+        environment: environment variables of all cells.
+        seed: seed of the order in which cells run.
     """
 
     command: str | list[str]
@@ -82,15 +83,15 @@ Config = tuple[tuple[str, Value], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Definition:
-    """A sweep, checked.
+    """The definition of a sweep after it was checked.
 
     Attributes:
-        file: as it was written.
-        command, confirm: words; ``confirm`` empty where none is given.
-        values: per axis, in order.
-        configs: what is run, each ``repeats`` times.
-        cap_bytes: of a cell's address space; 0 for none.
-        digest: of all that decides what a cell measures.
+        file: the file's keys as written.
+        command, confirm: the commands, as words; ``confirm`` is empty if none is given.
+        values: the values of each axis, in order.
+        configs: the configurations, each of which is run ``repeats`` times.
+        cap_bytes: cap on a cell's address space; 0 for none.
+        digest: hash of everything that decides what a cell measures.
     """
 
     file: File
@@ -107,12 +108,13 @@ class Definition:
         return tuple((axis, values[0]) for axis, values in self.values.items())
 
     def settings(self, config: Config) -> list[Setting]:
-        """What a configuration changes."""
+        """The settings of a configuration, one for each axis."""
         return [_setting(self.file, axis, value) for axis, value in config]
 
     def order(self) -> list[tuple[Config, int]]:
-        """All cells (configuration, repeat), in the random order in which they run: drift of the machine falls on all
-        alike.
+        """All cells (configuration, repeat), in the random order in which they run.
+
+        Random order spreads drift of the machine evenly over all configurations.
         """
         cells = [(config, repeat) for config in self.configs for repeat in range(self.file.repeats)]
         random.Random(self.file.seed).shuffle(cells)  # noqa: S311
@@ -123,7 +125,7 @@ def load(path: Path) -> Definition:
     """Read and check a file.
 
     Raises:
-        UsageError: naming what is wrong in it.
+        UsageError: if something is wrong with it; the message says what.
     """
     try:
         file = msgspec.toml.decode(path.read_bytes(), type=File)
@@ -138,10 +140,10 @@ def load(path: Path) -> Definition:
 
 
 def define(file: File) -> Definition:
-    """Check what a file says.
+    """Check the contents of a file.
 
     Raises:
-        UsageError: naming what is wrong.
+        UsageError: if something is wrong; the message says what.
     """
     for name, least in (("steps", 2), ("repeats", 1)):
         if getattr(file, name) < least:
@@ -193,7 +195,7 @@ def define(file: File) -> Definition:
 
 
 def _check_environment(variables: Mapping[str, str | None]) -> None:
-    """Refuse what no process can be given."""
+    """Refuse environment variables that no process can be given."""
     for name, value in variables.items():
         if not name or "=" in name or "\0" in f"{name}{value}":
             raise UsageError(f"environment variable {name!r} = {value!r}: a name without =, and no null bytes")
@@ -205,7 +207,7 @@ def _check_words(words: Sequence[str]) -> None:
 
 
 def _check_script(words: Sequence[str]) -> None:
-    """Refuse a script of Python's that is not there: every cell would end so."""
+    """Refuse a Python script that does not exist: every cell would fail."""
     script = words[1] if len(words) > 1 and Path(words[0]).name.startswith("python") else ""
     if script.endswith(".py") and not Path(script).is_file():
         raise UsageError(f"no such file: {script}")
@@ -218,7 +220,7 @@ def _words(command: str | Sequence[str]) -> tuple[str, ...]:
         raise UsageError(f"the command {command!r} cannot be read: {error}") from None
     active = Path(os.environ.get("VIRTUAL_ENV", sys.prefix)).resolve()
     if words and words[0] in ("python", "python3") and active == Path(sys.prefix).resolve():
-        words[0] = sys.executable  # where another environment is active, its own is meant
+        words[0] = sys.executable  # if another virtual environment is active, its interpreter is meant
     if not words:
         raise UsageError('the command is empty: give one, as in command = "python train.py"')
     _check_words(words)
@@ -251,7 +253,7 @@ def _values(file: File) -> dict[str, tuple[Value, ...]]:
 
 
 def _given(value: Value) -> str:
-    """As a command is given a value."""
+    """A value as it is passed to a command."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -272,7 +274,7 @@ def _setting(file: File, name: str, value: Value) -> Setting:
 
 
 def named(config: Config) -> str:
-    """A configuration for people."""
+    """A configuration as text for people."""
     return ", ".join(f"{axis}={_told(value)}" for axis, value in config)
 
 

@@ -1,4 +1,4 @@
-"""Results of a sweep in one SQLite file, which a killed sweep goes on from."""
+"""Stores the results of a sweep in one SQLite file, from which a killed sweep resumes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ class Cell:
     """One run of one configuration.
 
     Attributes:
+        id: row number in the file; cells run in this order.
         part: ``sweep`` or ``confirm``.
-        result: what :mod:`lowtide.studies.sweep.cell` found; None where it has not run to its end.
+        config: the configuration.
+        repeat: which repeat of the configuration this is, from 0.
+        result: the figures from :mod:`lowtide.studies.sweep.cell`; None if the cell has not run to its end.
     """
 
     id: int
@@ -45,13 +48,13 @@ class Cell:
 
 @final
 class SweepResults:
-    """The file. One sweep at a time has it."""
+    """The results file; only one sweep at a time may have it open."""
 
     def __init__(self, path: Path, definition: Definition) -> None:
-        """Open or make it.
+        """Open or create the file.
 
         Raises:
-            UsageError: if another sweep has it, or it is of another definition, or no such file at all.
+            UsageError: if another sweep has it open, if it belongs to another definition, or if it is not a results file.
             LowtideError: if it cannot be written.
         """
         self.path = path
@@ -82,13 +85,13 @@ class SweepResults:
             raise
 
     def close(self) -> None:
-        """Let the next sweep have it."""
+        """Close the file, so that another sweep may open it."""
         self._base.close()
         Path(f"{self.path}.lock").unlink(missing_ok=True)
         os.close(self._lock)
 
     def add(self, part: str, cells: Iterable[tuple[Config, int]]) -> None:
-        """Enter cells that are not there yet, in their order.
+        """Add the cells that are not in the file yet, in their order.
 
         Raises:
             LowtideError: if they cannot be written.
@@ -97,7 +100,7 @@ class SweepResults:
         self._change([("INSERT OR IGNORE INTO cells (part, config, repeat) VALUES (?, ?, ?)", rows)])
 
     def _change(self, statements: Iterable[tuple[str, list[tuple[Any, ...]]]]) -> None:
-        """All of it, or nothing."""
+        """Run statements in one transaction: all of them, or none."""
         try:
             self._base.execute("BEGIN IMMEDIATE")
             for text, rows in statements:
@@ -128,9 +131,9 @@ class SweepResults:
         ]
 
     def finish(self, cell: int, result: dict[str, Any]) -> None:
-        """A cell has run: its result is on the disk when this returns.
+        """Store the result of a cell that has run; it is on disk when this returns.
 
         Raises:
-            LowtideError: if it is not.
+            LowtideError: if it cannot be written.
         """
         self._change([("UPDATE cells SET result = ? WHERE id = ?", [(json.dumps(result), cell)])])

@@ -1,4 +1,4 @@
-"""Running the cells of a sweep: one after the other, some side by side, or on the workers of a dask cluster."""
+"""Runs the cells of a sweep: one after the other, several in parallel, or on the workers of a dask cluster."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from lowtide.studies.sweep.results import CONFIRM, Cell, SweepResults
 
 LOOK_SECONDS: Final = 0.05
 LOST: Final = 3
-"""How often a cell whose runner died without a result is run again."""
+"""How often a cell is run again if its runner dies without a result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellTask:
-    """What one cell runs."""
+    """What one cell runs: the command and environment of its configuration, and how the process is watched."""
 
     cell: int
     command: list[str]
@@ -56,14 +56,22 @@ def task_of(definition: Definition, cell: Cell, environment: Mapping[str, str]) 
 
 
 class Executor(Protocol):
-    """Who runs tasks."""
+    """Runs the tasks of cells."""
 
     def run(self, tasks: Sequence[CellTask]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Results by cell, as they come."""
+        """Run the tasks; yields (cell id, result) as results arrive."""
 
 
 def go(definition: Definition, results: SweepResults, part: str, executor: Executor, told: Any) -> None:
-    """Run the cells of a part that have no result yet; each result is on the disk before the next is waited for."""
+    """Run the cells of a part that have no result yet; each result is on disk before the next one is awaited.
+
+    Args:
+        definition: the sweep.
+        results: where results are read and stored.
+        part: ``sweep`` or ``confirm``.
+        executor: what runs the tasks.
+        told: receives the progress, by ``begins(part, cells, done)`` and ``finished(result)``.
+    """
     cells = results.cells(part)
     waiting = [cell for cell in cells if cell.result is None]
     told.begins(part, len(cells), len(cells) - len(waiting))
@@ -74,19 +82,28 @@ def go(definition: Definition, results: SweepResults, part: str, executor: Execu
 
 @final
 class Local:
-    """This machine: a process per cell, ``jobs`` side by side.
+    """Runs cells on this machine: one process per cell, ``jobs`` of them in parallel.
 
-    A cell is claimed by the process that runs it, through a lock that the kernel lets go with that process, and its result is
-    renamed into place. So a sweep that is killed at any moment loses no cell and runs none twice: the cell that was
-    running goes on, and the next sweep finds its claim, or its result.
+    The process that runs a cell claims it with a lock, which the kernel releases when that process ends, and renames its
+    result into place. So a sweep may be killed at any moment without losing a cell or running one twice: the cell that was
+    running goes on, and the next sweep finds its claim or its result.
     """
 
     def __init__(self, folder: Path, jobs: int = 1) -> None:
-        """Cells' tasks and results lie in a folder beside the file of results until they are taken."""
+        """Use a folder, beside the results file, in which cells' tasks and results lie until they are stored.
+
+        Args:
+            folder: the folder; it is created when needed, and removed after the last cell.
+            jobs: number of cells that run in parallel.
+        """
         self._folder, self._jobs = folder, jobs
 
     def run(self, tasks: Sequence[CellTask]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Results by cell, as they come; those first that a killed sweep has left behind."""
+        """Run the tasks; yields (cell id, result) as results arrive, those that a killed sweep left behind first.
+
+        Raises:
+            LowtideError: if a cell has no disk space for its result or its samples.
+        """
         self._folder.mkdir(exist_ok=True)
         waiting = {task.cell: task for task in tasks}
         running: dict[int, CellTask] = {}
@@ -143,7 +160,7 @@ class Local:
         )
 
     def _claimed(self, cell: int) -> bool:
-        """Whether a process has claimed a cell and lives."""
+        """Whether a live process has claimed a cell."""
         try:
             with self._file(cell, "lock").open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -160,7 +177,7 @@ class Local:
             return None
 
     def _end(self, cell: int, process: subprocess.Popen[bytes] | None) -> None:
-        """End what runs a cell, and with it the cell's process."""
+        """End the runner of a cell, and with it the cell's process."""
         with contextlib.suppress(OSError, ValueError):
             pid = process.pid if process is not None else int(self._file(cell, "lock").read_text())
             if process is not None or self._claimed(cell):
@@ -172,21 +189,23 @@ class Local:
 
 @final
 class Dask:
-    """Workers of a dask cluster: one process per cell on each, results as they come; a lost worker's cells run again
-    elsewhere.
-    """
+    """Runs cells on the workers of a dask cluster, one process per cell; a lost worker's cells run again elsewhere."""
 
     def __init__(self, address: str | None, workers: int) -> None:
-        """Nothing is connected yet.
+        """Connect to nothing yet.
 
         Args:
-            address: of a scheduler; None for a cluster on this machine.
-            workers: of a cluster on this machine.
+            address: address of a scheduler; None for a cluster on this machine.
+            workers: number of workers of a cluster on this machine.
         """
         self._address, self._workers = address, workers
 
     def run(self, tasks: Sequence[CellTask]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Results by cell, as they come."""
+        """Run the tasks; yields (cell id, result) as results arrive.
+
+        Raises:
+            UsageError: if dask is not installed, or no scheduler answers at the address.
+        """
         try:
             import dask
             import distributed

@@ -1,4 +1,4 @@
-"""What a sweep found, as one frozen value: every report of it renders this value."""
+"""The findings of a sweep as one frozen value, which every report renders."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from lowtide.studies.sweep.trends import LEAK, OPEN, Effect, Row, confirmed, eff
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSummary:
-    """All that is shown of a sweep.
+    """Everything that reports show of a sweep.
 
     Attributes:
+        definition: the sweep.
+        cells: its cells.
+        rows: figures of each configuration that has run.
+        effects: effects of the axes.
         complete: whether every cell has a result.
-        recommended: a configuration, where one ran well and holds; None otherwise.
-        reason: in a sentence, why it is recommended, or why none is.
-        paste: lines that apply it.
-        front: configurations that no other beats in growth and in rate at once.
+        recommended: the recommended configuration; None if none ran well, or if it did not hold up on the second command.
+        reason: one sentence on why it is recommended, or why none is.
+        paste: lines that apply the recommended configuration.
+        front: configurations that no other beats in both growth and throughput.
     """
 
     definition: Definition
@@ -35,12 +39,12 @@ class SweepSummary:
 
 
 def summary_of(definition: Definition, cells: Sequence[Cell], second: Sequence[Cell]) -> SweepSummary:
-    """What the results say.
+    """Derive the summary from the results.
 
     Args:
         definition: the sweep.
-        cells: of the sweep.
-        second: of the command that confirms; empty where none is given, or it has not run yet.
+        cells: the cells of the sweep.
+        second: the cells of the confirming command; empty if none is given, or if it has not run yet.
     """
     rows = rows_of(definition, cells)
     complete = all(cell.result is not None for cell in cells)

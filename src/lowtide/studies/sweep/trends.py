@@ -1,4 +1,4 @@
-"""What a sweep says: figures per configuration, effects of its axes with intervals, and a configuration to recommend."""
+"""Statistics of a sweep: figures per configuration, effects of its axes with intervals, and a recommendation."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from lowtide.studies.sweep.results import Cell
 LEAK: Final = Verdict.LEAK.value
 OPEN: Final = Verdict.INCONCLUSIVE.value
 CONFIDENCE: Final = 0.95
-"""Of intervals; effects are tested together (Bonferroni)."""
+"""Confidence level of the intervals; effects are tested together (Bonferroni)."""
 NEAR: Final = 0.98
-"""A rate that is this share of another is not below it."""
+"""A throughput of at least this share of another one does not count as lower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +31,15 @@ class Row:
     """One configuration: means over its repeats.
 
     Attributes:
-        change_bytes: min, Q1, median, Q3, max of growth per step; NaN where nothing was measured.
-        change_errors: their standard errors over the repeats; NaN for one repeat.
-        growth_bytes: mean growth per step of resident memory and of what child processes took, over repeats.
-        growth_error: its standard error; NaN for one repeat.
-        samples_per_second: mean rate.
-        rate_error: its standard error; NaN for one repeat.
-        verdicts: of its repeats.
-        ended: how its repeats ended, where not well.
+        config: the configuration.
+        change_bytes: min, Q1, median, Q3 and max of the growth per step; NaN if nothing was measured.
+        change_errors: their standard errors over the repeats; NaN for a single repeat.
+        growth_bytes: mean growth per step, over the repeats, of resident memory and of what child processes took.
+        growth_error: its standard error; NaN for a single repeat.
+        samples_per_second: mean throughput.
+        rate_error: its standard error; NaN for a single repeat.
+        verdicts: the leak verdicts of the repeats that were measured.
+        ended: how repeats ended that did not end well.
     """
 
     config: Config
@@ -52,7 +53,7 @@ class Row:
     ended: tuple[str, ...]
 
     def margin(self, error: float) -> float:
-        """Half the interval of a mean over the repeats with this standard error; NaN where nothing was repeated."""
+        """Half-width of the interval of a mean over the repeats with this standard error; NaN for a single repeat."""
         repeats = len(self.verdicts)
         return float(stats.t.ppf((1 + CONFIDENCE) / 2, repeats - 1)) * error if repeats > 1 else math.nan
 
@@ -64,16 +65,16 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """What a value of an axis changes against the axis's first value, on average over the others; or two of them beyond
-    their sum.
+    """The effect of one value of an axis, compared with the axis's first value and averaged over the other axes; or the
+    interaction of two values: their joint effect beyond the sum of the two.
 
     Attributes:
-        axes: one axis, or two.
-        values: of these axes.
+        axes: one axis, or two for an interaction.
+        values: the values of these axes.
         response: ``growth_bytes`` or ``samples_per_second``.
-        change: of the response.
-        low, high: its interval; NaN where there is nothing to tell noise by.
-        text: in a sentence.
+        change: change of the response.
+        low, high: interval of the change; NaN if the noise cannot be estimated.
+        text: the effect in one sentence.
     """
 
     axes: tuple[str, ...]
@@ -86,12 +87,12 @@ class Effect:
 
     @property
     def certain(self) -> bool:
-        """Whether the interval leaves zero out."""
+        """Whether the interval excludes zero."""
         return self.low > 0 or self.high < 0
 
 
 def rows_of(definition: Definition, cells: Sequence[Cell]) -> list[Row]:
-    """Figures per configuration that has run, in the definition's order."""
+    """Figures of each configuration that has run, in the definition's order."""
     by: dict[Config, list[dict[str, Any]]] = {config: [] for config in (*definition.configs, definition.baseline)}
     for cell in cells:
         if cell.result is not None:
@@ -123,14 +124,14 @@ def _mean(values: NDArray[np.float64]) -> float:
 
 
 def _error(values: NDArray[np.float64]) -> float:
-    """Standard error of a mean; NaN where nothing was repeated."""
+    """Standard error of a mean; NaN for fewer than two values."""
     return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
 def effects_of(definition: Definition, cells: Sequence[Cell]) -> list[Effect]:
     """Main effects and pairwise interactions, by least squares on all cells that ran well.
 
-    A model with interactions where the cells carry one with something left over, else one of main effects.
+    The model includes interactions if the cells determine it; otherwise it has main effects only.
     """
     good = [c for c in cells if c.result is not None and c.result["ended"] == "ok" and c.result["growth_bytes"] is not None]
     found: list[Effect] = []
@@ -158,13 +159,16 @@ def _fitted(definition: Definition, cells: Sequence[Cell], response: str) -> lis
 
 
 def _seen(definition: Definition, cells: Sequence[Cell]) -> Values:
-    """Values of axes with which something was measured: what always failed has no effect, and hides no other's."""
+    """For each axis, the values with which something was measured.
+
+    A value with which every cell failed has no effect, and must not prevent the effects of others from being estimated.
+    """
     configs = [dict(cell.config) for cell in cells]
     return {axis: tuple(v for v in values if any(c[axis] == v for c in configs)) for axis, values in definition.values.items()}
 
 
 def _design(values: Values, cells: Sequence[Cell], terms: Sequence[Term]) -> NDArray[np.float64]:
-    """One column per term, centred so that a main effect is the mean over the other axes."""
+    """The design matrix: one column per term, centred so that a main effect is the mean over the other axes."""
     columns = [np.ones(len(cells))]
     for term in terms:
         column = np.ones(len(cells))
@@ -194,7 +198,7 @@ def _effects(
 
 
 def _effect(values: Values, term: Term, response: str, change: float, low: float, high: float) -> Effect:
-    """An effect, in a sentence that says no more than its interval allows."""
+    """An effect with its sentence, which claims no more than the interval allows."""
 
     def size(value: float) -> str:
         return format_bytes(value) if response == "growth_bytes" else f"{value:,.3g}/s"
@@ -225,7 +229,7 @@ def _effect(values: Values, term: Term, response: str, change: float, low: float
 
 
 def front_of(rows: Sequence[Row]) -> list[Row]:
-    """Configurations that no other beats in both growth and rate, least growth first."""
+    """Configurations that no other beats in both growth and throughput, the one with the least growth first."""
     good = sorted((r for r in rows if r.good), key=lambda r: (r.growth_bytes, -r.samples_per_second))
     front: list[Row] = []
     for row in good:
@@ -235,8 +239,11 @@ def front_of(rows: Sequence[Row]) -> list[Row]:
 
 
 def recommended(definition: Definition, rows: Sequence[Row]) -> Row | None:
-    """Of those that do not leak, where there are any, the fastest whose growth is not above the least for certain, nor by what
-    a leak is let pass; of those that are not slower for certain, the one on the front that changes the fewest axes.
+    """The configuration to recommend; None if none ran well.
+
+    Configurations that leak are only considered if all do. Of the rest, those are kept whose growth exceeds the least by no
+    more than the noise or the tolerance of a leak. Of these, those are kept that are not certainly slower than the fastest. Of
+    these, the one on the front that changes the fewest axes is recommended.
     """
     good = [row for row in rows if row.good]
     good = [row for row in good if LEAK not in row.verdicts] or good
@@ -258,7 +265,7 @@ def recommended(definition: Definition, rows: Sequence[Row]) -> Row | None:
 
 
 def _reach(*errors: float) -> float:
-    """What two means may differ by without being different."""
+    """Difference up to which two means with these standard errors do not count as different."""
     return 2 * math.hypot(*(e if math.isfinite(e) else 0.0 for e in errors))
 
 
@@ -267,7 +274,12 @@ def _changes(definition: Definition, config: Config) -> int:
 
 
 def confirmed(chosen: Row | None, baseline: Row | None) -> tuple[bool, str]:
-    """Whether a configuration holds on the second command too, and the sentence that says why."""
+    """Whether a configuration holds up on the second command, and a sentence that says why.
+
+    Args:
+        chosen: its figures on the second command; None if it did not run there.
+        baseline: figures of the first values of all axes on the second command; None if they did not run.
+    """
     if chosen is None or not chosen.good:
         return False, "it did not run well on the second command"
     if baseline is None or not baseline.good:
