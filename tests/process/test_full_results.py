@@ -1,4 +1,6 @@
-"""Law: results that find no room are an error of one line, or kept no more; those that were kept stay, and a sweep goes on from there."""
+"""Law: results that find no room end with one error line or are no longer kept; those kept stay, and a sweep resumes from
+them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def _definition(values: list[int] | None = None) -> Definition:
 
 
 class _Unwilling:
-    """A connection that fails at a statement."""
+    """A connection that fails at every statement that begins with a text."""
 
     def __init__(self, base: sqlite3.Connection, what: str) -> None:
         self._base, self._what = base, what
@@ -56,14 +58,15 @@ class _Unwilling:
 
 
 @pytest.mark.parametrize("what", ["BEGIN", "UPDATE", "COMMIT"])
-def test_a_result_that_cannot_be_written_is_one_error_and_leaves_no_transaction(tmp_path: Path, what: str) -> None:
+def test_a_result_that_cannot_be_written_is_one_error(tmp_path: Path, what: str) -> None:
+    """No transaction is left open, and finished cells are kept."""
     path = tmp_path / "r.results"
     results = SweepResults(path, _definition())
     first, second = results.cells(MAIN)
     results.finish(first.id, {"ended": "ok"})
     base = results._base
     results._base = _Unwilling(base, what)  # type: ignore[assignment]
-    with pytest.raises(LowtideError, match="no space left on device at .*make room there and start the same sweep again: what has run is kept"):
+    with pytest.raises(LowtideError, match="no space left on device at .*make room there and start the same sweep again; finished cells are kept"):
         results.finish(second.id, {"ended": "ok"})
     assert not base.in_transaction
     results._base = base
@@ -73,7 +76,7 @@ def test_a_result_that_cannot_be_written_is_one_error_and_leaves_no_transaction(
     results.close()
 
 
-def test_a_sweep_on_a_full_disk_says_so_and_can_be_started_again(tmp_path: Path) -> None:
+def test_a_sweep_on_a_full_disk_says_so_and_can_be_resumed(tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text('command = "python -c 0"\nsteps = 60\n[axes]\na = {env = "A", values = [1, 2]}\n')
     command = [sys.executable, "-m", "lowtide", "sweep", "s.toml", "--quiet", "--results"]
     with small_disk(tmp_path / "disk", "8k") as disk:
@@ -102,7 +105,8 @@ def test_a_cell_without_room_for_its_result_does_not_run(tmp_path: Path, monkeyp
     assert not (tmp_path / "1.result").exists()
 
 
-def test_a_result_is_as_long_as_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_file_is_as_long_as_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The space reserved for it is cut off."""
     task = tmp_path / "1.task"
     task.write_text('{"command": [], "environment": {}, "watch": {}}')
     monkeypatch.setattr(runner, "measure", lambda *_: {"ended": "ok"})
@@ -110,7 +114,8 @@ def test_a_result_is_as_long_as_what_it_says(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "1.result").read_text() == '{"ended": "ok"}'
 
 
-def test_a_sweep_whose_cells_find_no_room_ends_with_an_error_and_enters_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_whose_cells_find_no_room_enters_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends with an error that says how to go on."""
     definition = _definition()
     results = SweepResults(tmp_path / "r.results", definition)
 
@@ -123,7 +128,7 @@ def test_a_sweep_whose_cells_find_no_room_ends_with_an_error_and_enters_no_resul
         def begins(self, *_: Any) -> None: ...
         def finished(self, *_: Any) -> None: ...
 
-    with pytest.raises(LowtideError, match="a cell finds no room .* start the same sweep again"):
+    with pytest.raises(LowtideError, match="no room for the result of a cell .* start the same sweep again"):
         sweep_run.go(definition, results, MAIN, sweep_run.Local(tmp_path / "cells"), Told())
     assert all(c.result is None for c in results.cells(MAIN))
     results.close()
@@ -136,8 +141,8 @@ def _point(value: str) -> Point:
     return Point(values=(value,), how="plain", ended="ok", message="", rate=Rate(low=1, median=1, high=1), cold_peak_bytes=1, peak_bytes=1)
 
 
-def test_points_without_room_are_said_once_and_known_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    results = throughput.SweepResults(tmp_path / "r", {}, fresh=False)
+def test_points_without_room_are_reported_once_and_still_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    results = throughput.SizeResults(tmp_path / "r", {}, fresh=False)
     results.add(_point("1"))
     with monkeypatch.context() as patch:
         patch.setattr(throughput, "write", _full)
@@ -146,31 +151,32 @@ def test_points_without_room_are_said_once_and_known_all_the_same(tmp_path: Path
     results.close()
     assert results.known == 3
     (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("lowtide: results are kept no more: no space left on device at ")
+    assert said.startswith("lowtide: results are no longer kept: no space left on device at ")
     assert said.endswith("make room there; measuring goes on")
-    again = throughput.SweepResults(tmp_path / "r", {}, fresh=False)
+    again = throughput.SizeResults(tmp_path / "r", {}, fresh=False)
     assert again.known == 1
     again.close()
 
 
-def test_points_that_were_kept_stay_when_a_full_disk_is_begun_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = throughput.SweepResults(tmp_path / "r", {}, fresh=False)
+def test_kept_points_survive_a_start_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A half-written line at the end of the file is dropped."""
+    results = throughput.SizeResults(tmp_path / "r", {}, fresh=False)
     results.add(_point("1"))
     results.close()
     with (tmp_path / "r").open("ab") as file:
         file.write(b'{"half')
     monkeypatch.setattr(throughput, "write", _full)
-    throughput.SweepResults(tmp_path / "r", {}, fresh=False).close()
+    throughput.SizeResults(tmp_path / "r", {}, fresh=False).close()
     monkeypatch.undo()
-    again = throughput.SweepResults(tmp_path / "r", {}, fresh=False)
+    again = throughput.SizeResults(tmp_path / "r", {}, fresh=False)
     assert again.known == 1
     again.add(_point("2"))
     again.close()
-    assert throughput.SweepResults(tmp_path / "r", {}, fresh=False).known == 2
+    assert throughput.SizeResults(tmp_path / "r", {}, fresh=False).known == 2
 
 
 @pytest.mark.parametrize("left", [[], ["a.lowtide", "a.lowtide-tail", "a.lowtide-names"]])
-def test_nothing_is_predicted_from_a_recording_that_found_no_room(tmp_path: Path, left: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_prediction_is_made_from_a_recording_without_room(tmp_path: Path, left: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def recorded(*_: Any) -> int:
         for name in left:
             (tmp_path / name).touch()
@@ -178,5 +184,5 @@ def test_nothing_is_predicted_from_a_recording_that_found_no_room(tmp_path: Path
 
     monkeypatch.setattr(trial, "_process", recorded)
     target = trial.Target(script="t.py", module=False, seconds=1)
-    with pytest.raises(RecordingError, match="there is no room for the recording in .*: make room there"):
+    with pytest.raises(RecordingError, match="no room for the recording in .*: make room there"):
         trial.record(target, ScriptSetting(arguments=(), environment={}, constants={}, sizes={}), 3, tmp_path / "a.lowtide")

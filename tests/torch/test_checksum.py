@@ -1,16 +1,17 @@
-"""Laws: the checksum that a replay is held to notices every byte, the last ones too, and blocks that change places."""
+"""Laws: the checksum of a replay detects a change in any byte, the last ones included, and blocks that change places."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from harness import heap
 from lowtide.runtime.storage.checksum import checksum
 
 BLOCK = 8 * 4096
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 1001, BLOCK, BLOCK + 3, 3 * BLOCK + 777])
-def test_every_byte_counts(size: int) -> None:
+def test_a_changed_byte_changes_the_checksum(size: int) -> None:
     data = torch.randint(0, 256, (size,), dtype=torch.uint8)
     before = checksum(data)
     assert checksum(data.clone()) == before
@@ -20,8 +21,18 @@ def test_every_byte_counts(size: int) -> None:
         assert checksum(changed) != before, at
 
 
-def test_blocks_that_change_places_are_noticed() -> None:
-    """A plain sum of words is the same for two pieces that were concatenated the other way round."""
+def test_blocks_that_change_places_change_the_checksum() -> None:
+    """A plain sum of words would be the same for two blocks concatenated the other way round."""
     first, second = torch.randint(0, 256, (2, BLOCK), dtype=torch.uint8)
     assert checksum(torch.cat([first, second])) != checksum(torch.cat([second, first]))
     assert checksum(torch.tensor([1, 2], dtype=torch.uint8)) != checksum(torch.tensor([2, 1], dtype=torch.uint8))
+
+
+def test_a_checksum_takes_no_memory() -> None:
+    """It is computed before a value is dropped, when an operator lacks room: what it took crossed budgets."""
+    data = torch.zeros(10 << 20, dtype=torch.uint8)
+    checksum(data)
+    counter = heap()
+    counter.tensor_peak = before = counter.tensor_live
+    checksum(data)
+    assert counter.tensor_peak - before <= 2048

@@ -1,4 +1,4 @@
-"""What is moved is out of memory: not in a file that is memory itself, and not resident in the process."""
+"""Offloaded values are out of memory: not in a file system that is memory itself, and not resident in the process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _resident_of_files() -> int:
     return sum(int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) << 10 for name in ("RssFile", "RssShmem"))
 
 
-def test_moved_bytes_are_not_resident_and_come_back():
+def test_offloaded_bytes_are_not_resident_and_come_back():
     moved = file_tier.FileTier()
     source = torch.randn(16 * MIB)
     expected = source.clone()
@@ -39,7 +39,7 @@ def test_moved_bytes_are_not_resident_and_come_back():
     assert torch.equal(torch.empty(0).set_(other.fetch()), torch.ones(16 * MIB))
 
 
-def test_no_more_than_a_piece_of_a_value_is_resident_while_it_is_moved(monkeypatch):
+def test_only_a_piece_of_a_value_is_resident_while_it_is_offloaded(monkeypatch):
     seen, leave = [], file_tier.FileTier.leave
 
     def leaving(moved, place, read=None):
@@ -54,20 +54,20 @@ def test_no_more_than_a_piece_of_a_value_is_resident_while_it_is_moved(monkeypat
     assert max(seen) - before < 24 * MIB
 
 
-def test_files_in_memory_are_known():
+def test_file_systems_in_memory_are_recognized():
     assert is_in_memory("/dev/shm")
     assert not is_in_memory("/proc/self")
 
 
-def test_another_folder_is_taken_where_the_temporary_one_is_in_memory(monkeypatch, capsys, tmp_path):
+def test_another_folder_is_used_if_the_temporary_one_is_in_memory(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(tempfile, "gettempdir", lambda: "/dev/shm")
     monkeypatch.setattr(file_tier, "is_in_memory", lambda folder: str(folder) in ("/dev/shm", "/var/tmp"))
     monkeypatch.setenv("HOME", str(tmp_path))
     assert file_tier._folder() == str(tmp_path)
-    assert f"values are moved to {tmp_path} instead" in capsys.readouterr().err
+    assert f"activations are offloaded to {tmp_path} instead" in capsys.readouterr().err
 
 
-def test_nothing_is_moved_where_no_folder_is_on_a_disk(monkeypatch, capsys):
+def test_nothing_is_offloaded_if_no_folder_is_on_disk(monkeypatch, capsys):
     import lowtide
 
     monkeypatch.setattr(file_tier, "is_in_memory", lambda _: True)
@@ -78,10 +78,10 @@ def test_nothing_is_moved_where_no_folder_is_on_a_disk(monkeypatch, capsys):
             model.zero_grad()
     assert not any(s.offloaded_bytes for s in run.outcome.steps)
     assert any(s.recomputed_ops for s in run.outcome.steps)
-    assert "is in memory itself" in capsys.readouterr().err
+    assert "is a file system in memory" in capsys.readouterr().err
 
 
-def test_what_is_there_is_less_than_the_machine_has():
+def test_available_memory_is_less_than_the_machine_has():
     assert 0 < available_bytes(torch.device("cpu")) < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -108,7 +108,8 @@ print(told, (before - resident()) >> 20)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="what malloc keeps is glibc's own")
-def test_freed_memory_is_returned_where_a_limit_leaves_little_more_than_the_budget():
+def test_freed_memory_is_returned_under_a_limit_close_to_the_budget():
+    """glibc's malloc keeps freed memory otherwise. A process whose limit leaves far more than the budget is left alone."""
     def ran(budget_mib: int) -> tuple[str, int]:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
         done = subprocess.run(
@@ -123,7 +124,7 @@ def test_freed_memory_is_returned_where_a_limit_leaves_little_more_than_the_budg
     assert returned >= 120
 
 
-def test_a_budget_that_may_be_of_a_device_changes_nothing_of_malloc(monkeypatch):
+def test_malloc_is_unchanged_where_the_budget_may_be_a_devices(monkeypatch):
     monkeypatch.setattr(available_memory, "_left_of_limits", lambda: 0.0)
     monkeypatch.setattr(accelerator, "is_there", lambda: True)
     assert not available_memory.return_freed_memory(1 << 30)

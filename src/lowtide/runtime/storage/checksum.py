@@ -10,34 +10,31 @@ from lowtide.runtime.tensors import beneath_autograd, on_storage
 _DIRECT_BYTES = 1 << 20
 """Up to this many bytes, the CRC covers every byte; above, it covers the sums of blocks."""
 _BLOCK_WORDS = 4096
-_MIXER = 0x1E3779B97F4A7C15
-"""An odd number whose multiples differ in their upper bits too."""
+_PARTS = 64
+_MIXER = 0x9E3779B97F4A7C15
+"""An odd number whose multiples differ in their upper bits, too."""
 
 
 def checksum(tensor: torch.Tensor | None) -> int:
     """A sum over all bytes of a value, on any device, to check that a replay gave the same bits.
 
-    Blocks of `_BLOCK_WORDS` words are summed as 64-bit integers and weighted by their positions, so that the sum changes
-    where two blocks change places; it ignores the order of words within a block. Bytes that fill no block are weighted one by
-    one.
+    The bytes are summed as 64-bit words in `_PARTS` consecutive parts, and the sums are weighted by their positions: the
+    result changes where two parts change places, but ignores the order of words within a part. Memory is short when it is
+    computed, so it takes no more than one word a part.
 
     Args:
         tensor: the bytes of one storage: one dimension, ``torch.uint8``.
     """
     assert tensor is not None
     with beneath_autograd():
-        whole = tensor.numel() // (8 * _BLOCK_WORDS)
-        end = whole * 8 * _BLOCK_WORDS
-        found = _weighted(tensor[end:])
-        if whole:
-            found += _weighted(tensor[:end].view(torch.int64).view(whole, _BLOCK_WORDS).sum(1))
-        return found
-
-
-def _weighted(values: torch.Tensor) -> int:
-    """The sum of integers, each times an odd number that its position gives; modulo 2 to the power of 64."""
-    odd = 2 * torch.arange(values.numel(), device=values.device) + 1
-    return int((values.to(torch.int64) * (odd * _MIXER)).sum())
+        words = tensor[: tensor.numel() // 8 * 8].view(torch.int64)
+        width = words.numel() // _PARTS
+        sums = words[: _PARTS * width].view(_PARTS, width).sum(1).tolist() if width else []
+        rest = words[_PARTS * width :].tolist() + tensor[words.numel() * 8 :].tolist()
+    found = 0
+    for position, value in enumerate((*sums, *rest)):
+        found += (2 * position + 1) * _MIXER * value
+    return found % (1 << 64)
 
 
 def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
