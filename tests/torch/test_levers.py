@@ -1,12 +1,16 @@
-"""Laws: an exact lever gives the plain run's bits and takes its bytes off the peak; one that a budget pulls by itself never ends
-a run, whatever the script reads; and where one was asked for by name that cannot give back what a script reads, that script is
-stopped before anything wrong is computed."""
+"""Laws of the levers on gradients and updates.
+
+An exact lever gives the baseline's bits and takes its bytes off the peak. A lever that a budget uses automatically never ends
+a run, whatever the script reads. One that was asked for by name and cannot give back what a script reads stops that script
+before anything wrong is computed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,7 +49,7 @@ def _net(width: int = 256, depth: int = 8) -> nn.Module:
 def _train(
     make: Callable[[], nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer], loss_of: Any, steps: int = 6
 ) -> tuple[list[bytes], list[int]]:
-    """Losses, weights and optimizer states, bit by bit; and the heap's peak in each step."""
+    """Losses, weights and optimizer states as bits, and the heap's peak in each step."""
     zoo.seed(0)
     model = make()
     opt = optimizer(model.parameters())
@@ -69,7 +73,9 @@ def _train(
 def _both(
     make: Callable[[], nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer], loss_of: Any, **how: Any
 ) -> tuple[RunOutcome, list[int], list[int]]:
-    """Plain and with levers: equal bits; the outcome, and the peaks above the base in each step of both."""
+    """Assert equal bits of a baseline run and one with levers; return the outcome and each step's peak above the base, for
+    both.
+    """
     torch.use_deterministic_algorithms(mode=True)
     _train(make, optimizer, loss_of, 1)
     gc.collect()
@@ -88,15 +94,18 @@ def _loss(model: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("lever", ["update-in-backward", "move-gradients"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_lever_on_gradients_gives_the_same_bits_and_takes_the_gradients_off_the_peak(name: str, lever: str) -> None:
+def test_levers_on_gradients_keep_bits_and_take_gradients_off_the_peak(name: str, lever: str) -> None:
+    """More than 70 % of the gradient bytes are gone from the last step's peak, for every optimizer."""
     outcome, before, after = _both(_net, OPTIMIZERS[name], _loss, budget=None, allow=(lever,))
     assert outcome.levers[0].used
     gradients = sum(4 * p.numel() for p in _net().parameters())
     assert before[-1] - after[-1] > 0.7 * gradients
 
 
-def test_what_is_made_from_a_weight_is_made_again_as_long_as_the_weight_is_not_updated() -> None:
-    """Without a second board, the lever takes the gradients off the least peak and adds nothing to it."""
+def test_values_made_from_a_weight_are_recomputed_before_its_update() -> None:
+    """With update-in-backward and without offload, values can still be recomputed: the lever takes the gradients off the
+    lowest peak, and a budget below that of the run without it is held.
+    """
     torch.use_deterministic_algorithms(mode=True)
 
     def loss(model: nn.Module) -> torch.Tensor:
@@ -120,8 +129,10 @@ def test_what_is_made_from_a_weight_is_made_again_as_long_as_the_weight_is_not_u
     assert max(after) <= 7 << 20
 
 
-def test_states_that_are_born_within_the_backward_are_not_counted_twice_in_the_floor() -> None:
-    """The budget that the lever's own steps take is held: it was refused, with a proven floor above what was reached."""
+def test_optimizer_states_created_in_backward_count_once_in_the_minimum() -> None:
+    """The budget that the steps with the lever take is held; it used to be refused, with a proven bound above the peak that
+    was reached.
+    """
     allow = ("update-in-backward",)
     _, _, after = _both(_net, OPTIMIZERS["adamw"], _loss, allow=allow)
     budget = live_now() + max(after) + (64 << 10)
@@ -163,8 +174,10 @@ CASES = {"gpt2": (gpt2, _language), "resnet": (resnet, _image)}
 
 @pytest.mark.long("resnet")
 @pytest.mark.parametrize("job", CASES)
-def test_update_in_backward_on_transformers_models_also_under_a_budget(job: str) -> None:
-    """Nearly all gradient bytes go; and where no plan holds the budget without, the lever is pulled without being named."""
+def test_transformers_models_train_without_most_gradient_bytes(job: str) -> None:
+    """With update-in-backward more than 70 % of the gradient bytes go; under a budget that no plan holds otherwise,
+    move-gradients is used automatically.
+    """
     make, loss_of = CASES[job]
     gradients = sum(4 * p.numel() for p in make().parameters())
     outcome, before, after = _both(make, OPTIMIZERS["adamw"], loss_of, allow=("update-in-backward",))
@@ -488,8 +501,8 @@ MORE = [
 
 @pytest.mark.parametrize("how", ["needed", "by name"])
 @pytest.mark.parametrize("body", [*BODIES, *MORE], ids=lambda b: b.__name__)
-def test_moved_gradients_change_nothing_for_a_script_that(body: Callable[..., None], how: str) -> None:
-    """Whatever it reads, or begins to read after some steps, it gets the plain run's bits, and is never ended."""
+def test_moved_gradients_keep_the_bits_of_any_script(body: Callable[..., None], how: str) -> None:
+    """Whatever a script reads, or begins to read after some steps, it gets the baseline's bits and is never stopped."""
     plain, _ = _loop(body, steps=6)
     given: dict[str, Any] = {"size": None, "allow": ("move-gradients",)}
     if how == "needed":
@@ -508,8 +521,8 @@ def test_moved_gradients_change_nothing_for_a_script_that(body: Callable[..., No
     assert bits == plain
 
 
-def test_gradients_that_are_read_one_by_one_leave_again_and_the_budget_holds() -> None:
-    """A norm that is logged now and then takes one gradient at a time."""
+def test_gradients_read_one_by_one_are_offloaded_again() -> None:
+    """A norm that is logged every third step fetches one gradient at a time, and the budget holds."""
     def train() -> tuple[list[bytes], list[int]]:
         zoo.seed(0)
         model, found, peaks = _net(), [], []
@@ -537,22 +550,24 @@ def test_gradients_that_are_read_one_by_one_leave_again_and_the_budget_holds() -
 
 
 @pytest.mark.parametrize("body", [*BODIES[:-2], steps_on_a_former_gradient], ids=lambda b: b.__name__)
-def test_update_in_backward_stops_a_script_that_later(body: Callable[..., None]) -> None:
-    """The first two steps are plain; then the script does what the lever cannot follow: never a wrong weight."""
+def test_update_in_backward_stops_a_script_that_it_cannot_follow(body: Callable[..., None]) -> None:
+    """The first two steps are plain; then the script does what the lever cannot follow, and LeverError is raised. Without the
+    lever the same script has the baseline's bits.
+    """
     plain: list[bytes] = []
 
     def changes(i: int, model: nn.Module, opt: Any, average: Any) -> None:
         (body if i >= 2 else _plainly)(i, model, opt, average)
 
-    with pytest.raises(LeverError, match="cannot be given back"):
+    with pytest.raises(LeverError, match="cannot be restored"):
         _loop(changes, steps=6, size=None, allow=("update-in-backward",))
     plain, _ = _loop(changes, steps=6)
     again, _ = _loop(changes, steps=6, size=None)
     assert again == plain
 
 
-def test_an_evaluation_that_crosses_the_budget_beside_gradients_is_known_after_the_steps_that_are_watched() -> None:
-    """The highest point between two units that are looked at counts, too: one step more went over the budget before."""
+def test_an_evaluation_beside_gradients_counts_after_two_excused_steps() -> None:
+    """The highest point between two observed units counts, too; one more step used to cross the budget."""
     torch.use_deterministic_algorithms(mode=True)
 
     def train() -> list[torch.Tensor]:
@@ -580,8 +595,10 @@ def test_an_evaluation_that_crosses_the_budget_beside_gradients_is_known_after_t
 
 
 @pytest.mark.parametrize("what", ["reads", "writes"])
-def test_between_the_steps_of_two_optimizers_nobody_looks_at_what_the_second_is_still_to_update(what: str) -> None:
-    """Their gradients come of one backward: the second's parameters are not touched before its own step, or the run stops."""
+def test_touching_a_parameter_before_its_optimizers_step_stops_the_run(what: str) -> None:
+    """One backward makes the gradients of two optimizers, and both update in it. A script that reads or writes the second
+    one's parameters between the two steps is stopped; one that does not gets the baseline's bits.
+    """
 
     def train(*, looks: bool) -> list[bytes]:
         zoo.seed(0)
@@ -600,7 +617,7 @@ def test_between_the_steps_of_two_optimizers_nobody_looks_at_what_the_second_is_
             second.step()
         return [zoo.bits(p) for p in [*model.parameters(), average]]
 
-    with pytest.raises(LeverError, match="cannot be given back"), lowtide.budget(None, allow=("update-in-backward",)):
+    with pytest.raises(LeverError, match="cannot be restored"), lowtide.budget(None, allow=("update-in-backward",)):
         train(looks=True)
     plain = train(looks=False)
     with lowtide.budget(None, allow=("update-in-backward",)) as run:
@@ -614,8 +631,8 @@ class _Onlooker(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_mode_of_the_script_around_its_step_leaves_none_of_ours_behind() -> None:
-    """One more stayed beneath it in every step, for ever."""
+def test_a_dispatch_mode_around_the_step_leaves_none_of_lowtides_behind() -> None:
+    """One more used to stay beneath it in every step."""
     def body(i: int, model: nn.Module, opt: Any, average: Any) -> None:
         assert len(_get_current_dispatch_mode_stack()) <= 2
         opt.zero_grad()
@@ -644,10 +661,12 @@ class _ReadsLate(nn.Module):
         return result
 
 
-def test_a_planned_backward_that_nobody_looks_at_updates_no_weight_that_another_tensor_shows(
+def test_an_aliased_weight_is_never_updated_in_a_planned_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From step 8 on the same operators read the last layer's weight by ``.data``, long after its gradient is whole."""
+    """From step 8 on the same operators read the last layer's weight through ``.data``, long after its gradient is whole. In
+    that step, which is planned and not observed, the bits are the baseline's; the run is stopped afterwards.
+    """
     torch.use_deterministic_algorithms(mode=True)
     seen, per_step = [0], []
     true = optimizer_in_backward.OptimizerInBackward.look_at
@@ -682,14 +701,14 @@ def test_a_planned_backward_that_nobody_looks_at_updates_no_weight_that_another_
     few = min(per_step)
     assert per_step[-1] == few, "in step 8 nobody looked at the operators of the backward"
     assert per_step[0] > 5 * few
-    with pytest.raises(LeverError, match="used after their gradients are whole"):
+    with pytest.raises(LeverError, match="used after their gradients are complete"):
         with lowtide.budget(live_now() + (14 << 20), allow=("update-in-backward",)):
             train(10)
 
 
 @pytest.mark.parametrize("lever", ["update-in-backward", "sliced-update"])
-def test_a_foreach_momentum_in_low_precision_has_the_same_bits_where_some_parameters_are_new(lever: str) -> None:
-    """torch updates all of a group one by one if one has no buffer yet, and that rounds differently."""
+def test_foreach_momentum_in_bfloat16_keeps_bits_with_new_parameters(lever: str) -> None:
+    """torch updates all parameters of a group one by one if one has no buffer yet, and that rounds differently."""
     def train() -> list[bytes]:
         zoo.seed(0)
         layers = [nn.Linear(64, 64).bfloat16() for _ in range(4)]
@@ -708,7 +727,7 @@ def test_a_foreach_momentum_in_low_precision_has_the_same_bits_where_some_parame
         assert train() == plain
 
 
-def test_update_in_backward_with_checkpointed_layers_has_the_same_bits() -> None:
+def test_update_in_backward_keeps_bits_with_checkpointed_layers() -> None:
     """The forward that runs again in the backward reads parameters whose gradients are not whole yet."""
     from torch.utils.checkpoint import checkpoint
 
@@ -728,8 +747,10 @@ def test_update_in_backward_with_checkpointed_layers_has_the_same_bits() -> None
 
 
 @pytest.mark.parametrize("kind", ["momentum", "adam", "adamw foreach", "rmsprop", "adagrad", "nadam", "radam", "adamax"])
-def test_foreach_update_in_slices_gives_the_same_bits_within_the_room(kind: str) -> None:
-    """Room for an eighth of the temporaries: the update is cut, and its peak falls."""
+def test_a_sliced_foreach_update_keeps_bits_and_fits_the_budget(kind: str) -> None:
+    """The budget leaves no room for half of the gradients' bytes in temporaries: the update is sliced, and its peak falls by
+    as much.
+    """
     def made(p: Any) -> torch.optim.Optimizer:
         opt = OPTIMIZERS[kind](p)
         for group in opt.param_groups:
@@ -746,7 +767,10 @@ def test_foreach_update_in_slices_gives_the_same_bits_within_the_room(kind: str)
     assert after[-1] <= before[-1] - gradients // 2 + (64 << 10)
 
 
-def test_a_swallowed_error_and_an_early_end_of_the_block_are_not_passed_over() -> None:
+def test_a_swallowed_lever_error_is_raised_again() -> None:
+    """By the optimizer's step, if the script caught the error. A block that ends between a backward and the optimizer's step
+    raises, too.
+    """
     torch.manual_seed(0)
     model = _net(32, 2)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -763,7 +787,10 @@ def test_a_swallowed_error_and_an_early_end_of_the_block_are_not_passed_over() -
         _back(model)
 
 
-def test_one_model_after_another_and_nothing_of_it_is_left() -> None:
+def test_models_trained_one_after_another_leave_nothing_behind() -> None:
+    """Three models in one block have the baseline's bits; afterwards no dispatch mode and no patch of ``Parameter.grad`` is
+    left.
+    """
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     def train(n: int) -> list[bytes]:
@@ -805,7 +832,10 @@ class _Turning(nn.Module):
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_update_in_backward_stops_a_script_that_reads_a_weight_conjugated_before_the_step(reads: bool) -> None:
+def test_reading_a_conjugated_weight_before_the_step_stops_the_run(reads: bool) -> None:
+    """A lazily conjugated view, taken before the backward, is an alias of the weight. A script that only makes the view has
+    the baseline's bits.
+    """
     def train(**how: Any) -> list[bytes]:
         zoo.seed(0)
         model = _Turning()
@@ -823,7 +853,31 @@ def test_update_in_backward_stops_a_script_that_reads_a_weight_conjugated_before
         return [*found, zoo.bits(torch.view_as_real(model.weight))]
 
     if reads:
-        with pytest.raises(LeverError, match="are used after their gradients are whole"):
+        with pytest.raises(LeverError, match="are used after their gradients are complete"):
             train(allow="update-in-backward")
     else:
         assert train(allow="update-in-backward") == train()
+
+
+def test_gradients_stay_in_a_process_group(tmp_path: Path) -> None:
+    """Asked for by name it was engaged all the same, where reducers read gradients in C++."""
+
+    def train() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(256, 256)
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(3):
+            model(torch.randn(8, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    plain = train()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        with lowtide.budget("1GiB", allow=("move-gradients",)) as run:
+            found = train()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert all(map(torch.equal, plain, found))
+    assert [(x.name, x.used) for x in run.outcome.levers if x.name == "move-gradients"] == [("move-gradients", False)]

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from harness import heap
+import zoo
+from harness import above_of, budgeted, heap, kept, plain_of
 from lowtide.runtime.control.runtime import Runtime
 from lowtide.runtime.units import unit as unit_module
 from lowtide.runtime.units.unit import Unit
@@ -66,7 +67,7 @@ def ordinary(net: Net, optimizer: torch.optim.Optimizer, number: int) -> None:
 
 
 def detouring(net: Net, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """The last step takes another way."""
+    """The last step runs another operator."""
     net.detour = number == 5
     ordinary(net, optimizer, number)
 
@@ -94,7 +95,7 @@ def peak_of(step: Callable[[Net, torch.optim.Optimizer, int], None], steps: int)
 
 @contextmanager
 def watched(monkeypatch: pytest.MonkeyPatch, modes: list[tuple[UnitMode, UnitMode]]) -> Iterator[None]:
-    """Note every passage of a unit."""
+    """Note every transition of a unit."""
     true = Unit.become
 
     def become(unit: Unit, mode: UnitMode) -> None:
@@ -119,7 +120,8 @@ WALKS: dict[str, tuple[Callable[[Net, torch.optim.Optimizer, int], None], int, f
 
 
 @pytest.mark.parametrize("walk", WALKS)
-def test_a_unit_passes_only_as_the_table_says(monkeypatch: pytest.MonkeyPatch, walk: str) -> None:
+def test_a_unit_changes_mode_only_as_the_table_says(monkeypatch: pytest.MonkeyPatch, walk: str) -> None:
+    """Each training takes exactly the expected transitions and keeps the baseline's bits."""
     step, steps, share, expected = WALKS[walk]
     plain = training(step, steps)
     budget = None if share is None else heap().tensor_live + int(share * peak_of(step, steps))
@@ -131,18 +133,19 @@ def test_a_unit_passes_only_as_the_table_says(monkeypatch: pytest.MonkeyPatch, w
     assert all(torch.equal(a, b) for a, b in zip(plain, budgeted, strict=True))
 
 
-def test_every_row_of_the_table_is_walked() -> None:
+def test_every_transition_of_the_table_is_taken() -> None:
     assert set().union(*(expected for *_, expected in WALKS.values())) == TRANSITIONS
 
 
 def test_a_unit_says_why_it_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a limit the reason is NO_LIMIT."""
     modes: list[tuple[UnitMode, UnitMode]] = []
     with watched(monkeypatch, modes), lowtide.budget(None):
         training(ordinary, 2)
     assert {mode.reason for _, mode in modes if isinstance(mode, Online)} == {OnlineReason.NO_LIMIT}
 
 
-def test_no_other_passage_is_allowed() -> None:
+def test_a_transition_not_in_the_table_is_refused() -> None:
     unit = Unit((), 0, None, 0, 1, 0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="from Beginning to Diverged"):
         unit.become(Diverged(None))  # type: ignore[arg-type]
@@ -150,8 +153,8 @@ def test_no_other_passage_is_allowed() -> None:
     assert unit_module.TRANSITIONS is TRANSITIONS
 
 
-def test_a_backward_that_could_not_begin_leaves_the_next_ones_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is prepared for a backward may fail for want of memory; a script that catches that goes on with its next batch."""
+def test_a_backward_that_failed_to_begin_does_not_affect_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preparing a backward may run out of memory; a script that catches the error goes on with its next batch."""
     failing = [3]
 
     def step(net: Net, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -182,3 +185,28 @@ def test_a_backward_that_could_not_begin_leaves_the_next_ones_as_they_are(monkey
         budgeted = training(caught, 6)
     assert all(torch.equal(a, b) for a, b in zip(plain, budgeted, strict=True))
     assert len(modes) >= 6, "units begin after it, too"
+
+
+class Lazy(nn.Module):
+    """A model whose call only returns what is to be computed, as flows and distributions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(96, 96), nn.GELU()) for _ in range(5)))
+
+    def forward(self, scale: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: self.net(x * scale)
+
+
+def test_a_call_that_saves_nothing_does_not_make_a_step_online() -> None:
+    """Such a call was a unit of its own, held online in every step, though all that trains followed a plan."""
+
+    def make() -> zoo.Job:
+        return zoo.simple(Lazy(), lambda m, i: m(torch.ones(96))(torch.randn(2000, 96)).square().mean())
+
+    reference = plain_of(make, 8)
+    run = budgeted(make, above_of(reference, 0.6), 8)
+    assert run.bits == reference.bits
+    assert kept(run), run.over
+    assert [s.policy for s in run.outcome.steps[3:]] == ["planned"] * 5
+    assert run.outcome.units == 1

@@ -137,13 +137,13 @@ class Runtime:
             SizeError: if the budget is to be read off a device and there is none.
         """
         if isinstance(self.settings.budget, Auto) and not accelerator.is_there():
-            raise SizeError("auto reads the budget off a CUDA device, and there is none: give a size, as 6GiB or 50%")
+            raise SizeError("a budget of auto needs a CUDA device, and there is none: give a size or share, as 6GiB or 50%")
         self._active = True
         self.interception.measure_tier()
         if not self.interception.meter.exact:
             tell(
-                "lowtide: the heap counter is not loaded (no compiler at installation, or not Linux): what operators take "
-                "inside is known only from recorded steps, by torch's profiler; a first step may cross the budget"
+                "lowtide: the heap counter is not loaded (no compiler at installation, or not Linux): operators' workspace "
+                "is known only from recorded steps, by torch's profiler; a first step may exceed the budget"
             )
         tell_of_forks(self)
         optimizers = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
@@ -498,7 +498,7 @@ class Runtime:
             self.audit.open()
             if self.settings.steps and len(self.audit.steps) >= self.settings.steps:
                 raise StepLimitReached
-        self.audit.running.units += 1
+        self.audit.unit_begins()
         former = self._former
         former.units += 1
         interception = self.interception
@@ -561,6 +561,7 @@ class Runtime:
         unit, self.unit = self.unit, None
         if unit is not None and unit.plan is not None:
             self.interception.end_plan(unit.plan)
+        self.audit.unit_abandoned()
         self._clean_up()
 
     def _clean_up(self) -> None:

@@ -33,18 +33,22 @@ class RunningStep:
     Attributes:
         started: when it began (``time.perf_counter``).
         units: how many units have begun in it.
+        abandoned: how many of them were forwards that no backward followed.
         done: whether a round of the optimizers is over.
         trains: whether a backward has begun in it.
-        policy: of the policies of its units so far, the one that comes last in :data:`POLICIES`.
+        policy: of the policies of its units so far, abandoned ones aside, the one that comes last in :data:`POLICIES`.
+        policy_before: what ``policy`` was before the running unit began.
         peak_bytes: highest point of its finished spans.
         unseen_peak_bytes: highest predicted peak of its planned units, if the meter does not see inside planned operators.
     """
 
     started: float = field(default_factory=time.perf_counter)
     units: int = 0
+    abandoned: int = 0
     done: bool = False
     trains: bool = False
     policy: str = POLICIES[0]
+    policy_before: str = POLICIES[0]
     peak_bytes: int = 0
     unseen_peak_bytes: int = 0
 
@@ -86,6 +90,16 @@ class StepAudit:
         meter.begin_span()
         return peak
 
+    def unit_begins(self) -> None:
+        """A unit of the step begins."""
+        self.running.units += 1
+        self.running.policy_before = self.running.policy
+
+    def unit_abandoned(self) -> None:
+        """The running unit was a forward that no backward follows: how it ran says nothing about how the step trains."""
+        self.running.abandoned += 1
+        self.running.policy = self.running.policy_before
+
     def note_policy(self, policy: str) -> None:
         """A unit of the step runs under this policy."""
         self.running.policy = max(self.running.policy, policy, key=POLICIES.index)
@@ -99,7 +113,7 @@ class StepAudit:
             unreached: what the script does that the interception does not reach.
         """
         running, tally, budget = self.running, self._interception.evictor.tally, self._budget.bytes
-        self.units_a_step = max(1, running.units)
+        self.units_a_step = max(1, running.units - running.abandoned)
         peak = max(self._interception.meter.span_peak(), running.peak_bytes, running.unseen_peak_bytes)
         crossed = bool(budget) and peak > budget
         self.crossings.step_ends(crossed=bool(self.steps) and crossed)
@@ -136,12 +150,12 @@ class StepAudit:
         elif figures is not None and figures.lowest_peak_bytes > budget:
             why = f"the lowest plan found for its sizes needs {format_bytes(figures.lowest_peak_bytes)}"
         elif unreached:
-            why = f"what Lowtide does not reach in this script: {'; '.join(unreached)}"
+            why = f"out of Lowtide's reach in this script: {'; '.join(unreached)}"
         elif self.running.policy == "online":
-            why = "it followed no plan (other operators or sizes than before)"
+            why = "it ran without a plan (its operators or sizes were new)"
         else:
-            why = "what ran beside its plan (an evaluation, the script's own code) needs more than was recorded"
+            why = "code outside its plan (an evaluation, the script's own code) needs more than was recorded"
         tell(
             f"lowtide: step {len(self.steps)} peaked at {format_bytes(peak)}, {format_bytes(peak - budget)} over "
-            f"the budget: {why}; training goes on, and the exit code will say so"
+            f"the budget: {why}; training goes on, and the exit code will report it"
         )

@@ -38,6 +38,14 @@ _NAMES: Final = ("grad", "_grad")
 """The properties of ``torch.Tensor`` that return a gradient."""
 
 
+_REDUCED = "gradients stay where several processes train together: their reducers read gradients in C++"
+
+
+def _in_process_group() -> bool:
+    """Whether this process trains with others: their reducers read gradients in C++."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 @final
 class _Moved:
     """One offloaded gradient."""
@@ -67,6 +75,7 @@ class OffloadedGradients:
             put: offloads a storage's bytes; returns None if they stay, for example because the offload tier has no room.
         """
         self.engaged = False
+        self._declined = False
         self.moved = 0
         self.updating = False
         self._put = put
@@ -83,9 +92,7 @@ class OffloadedGradients:
     @staticmethod
     def can_engage(optimizers: Iterable[optim.Optimizer]) -> bool:
         """Whether this can lower the peak: some optimizer can step one parameter at a time, and there is only one process."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return False  # reducers read gradients in C++
-        return any(not unfit(optimizer) for optimizer in optimizers)
+        return not _in_process_group() and any(not unfit(optimizer) for optimizer in optimizers)
 
     def engage(self, optimizers: Iterable[optim.Optimizer]) -> None:
         """Offload the existing gradients, and those of later backwards as they are completed."""
@@ -136,9 +143,9 @@ class OffloadedGradients:
         return getattr(hook, "__self__", None) is self
 
     def figures(self) -> list[LeverFigures]:
-        """Figures of this memory optimization, for the summary; empty if nothing was offloaded."""
+        """Figures of this memory optimization, for the summary; empty if there was nothing to do."""
         if not self.moved:
-            return []
+            return [LeverFigures(name=GRADIENTS, used=False, text=_REDUCED)] if self._declined else []
         return [LeverFigures(name=GRADIENTS, used=True, text=f"{self.moved} gradients were offloaded until they were needed")]
 
     # --- gradients ---------------------------------------------------------------------------------------------------
@@ -146,6 +153,9 @@ class OffloadedGradients:
     def gradient_is_whole(self, parameter: torch.Tensor) -> None:
         """Hook: autograd has accumulated a parameter's gradient."""
         if not self.engaged:
+            return
+        if _in_process_group():
+            self._declined = True
             return
         grad: torch.Tensor | None = _GRAD.__get__(parameter)
         if grad is None:
