@@ -399,7 +399,7 @@ class Evictor:
                     self._bring_back(v)
             return
         dropped = self._dropped()
-        if not dropped and not self.kept:
+        if not dropped and not self.kept and value.anchored() is None:  # then no record of anything reads it
             return
         last = made_from(value, dict.fromkeys((*dropped, *self.kept, *self.ledger.values())))
         for v in last.difference(dropped):
