@@ -87,7 +87,7 @@ def budget(
         budget=asked, keep=kept, plan=plan, offload=offload, allow=allowed, without=excluded, keep_going=keep_going
     ))
     if runs_here():
-        tell("lowtide: the script's own lowtide.budget is not used: the command that runs it decides")
+        tell("lowtide: lowtide.budget in the script is ignored: the lowtide command that runs it takes precedence")
         yield Budgeted(Runtime.of_command or runtime)
         return
     runtime.start()
@@ -108,9 +108,9 @@ def _check_free() -> None:
         UsageError: if so.
     """
     if _running:
-        raise UsageError("a budget is in force already (or a recording is made): leave it before another begins")
+        raise UsageError("a budget or a recording is already active: leave it before starting another")
     if within_transform():
-        raise UsageError("a budget or a recording cannot begin within a transform of torch.func: begin it around the call")
+        raise UsageError("a budget or a recording cannot start inside a torch.func transform: start it around the call")
 
 
 class Recorded:
@@ -131,7 +131,7 @@ class Recorded:
 
     def __repr__(self) -> str:
         """The path of the recording, and the command that shows it."""
-        return f"<recording {self.path}: `lowtide report {self.path}` shows it>"
+        return f"<recording {self.path}: view it with `lowtide report {self.path}`>"
 
     def _repr_html_(self) -> str:
         """The HTML page of the recording, for a notebook."""
@@ -158,11 +158,11 @@ def record(path: str | Path = "recording.lowtide", *, level: Literal["ops", "pha
         RecordingError: if the file cannot be written, or exists and is not a recording.
     """
     if level not in ("ops", "phases"):
-        raise UsageError(f"no level {level!r}: there are ops and phases")
+        raise UsageError(f"unknown level {level!r}: use 'ops' or 'phases'")
     _check_free()
     file = Path(path)
     if runs_here():
-        tell(f"lowtide: the script's own lowtide.record writes no {file}: the command that runs it decides")
+        tell(f"lowtide: lowtide.record in the script is ignored ({file} is not written): the lowtide command takes precedence")
         yield Recorded(file)
         return
     writer = Writer(file, {"script": sys.argv[0], "arguments": sys.argv[1:]})

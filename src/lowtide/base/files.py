@@ -7,7 +7,7 @@ import os
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _SQLITE_IO, _SQLITE_FULL = 10, 13
-ROOM_FOR_TEMPORARY_FILES = "make room there, or set TMPDIR to a folder that has it"
+ROOM_FOR_TEMPORARY_FILES = "make room there, or set TMPDIR to a folder with free space"
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _ZEROS = bytes(1 << 16)
 

@@ -68,33 +68,33 @@ LEVERS: Final[dict[str, Lever]] = {
             name=GRADIENTS,
             exact=True,
             automatic=True,
-            text="each gradient offloaded as soon as it is complete, and fetched for its own parameter's update",
+            text="offloads each gradient as soon as it is complete, and fetches it for its parameter's update",
             bits="the same",
         ),
         Lever(
             name=UPDATE,
             exact=True,
-            text="each parameter updated in the backward, as soon as its gradient is complete, and the gradient freed",
+            text="updates each parameter in the backward, as soon as its gradient is complete, and frees the gradient",
             bits="the same",
         ),
         Lever(
             name=SLICES,
             exact=True,
             automatic=True,
-            text="a foreach optimizer's update in slices whose temporaries fit",
+            text="runs a foreach optimizer's update in slices whose temporaries fit the budget",
             bits="the same",
         ),
         Lever(
             name=LOSS,
             exact=False,
-            text="a wide linear layer and the cross entropy after it run piece by piece; the logits are never whole",
-            bits="the sums of the loss are rounded in another order",
+            text="runs a wide linear layer and the cross entropy after it in chunks; the full logits never exist",
+            bits="sums in the loss are rounded in another order",
         ),
         Lever(
             name=SPLIT_OPS,
             exact=False,
-            text="recurrent layers over pieces of the sequence, attention and convolutions' backwards over samples",
-            bits="the sums of weights' gradients are rounded in another order",
+            text="splits recurrent layers along the sequence, and attention and convolutions' backwards along the batch",
+            bits="sums in the gradients of weights are rounded in another order",
         ),
     )
 }
@@ -115,7 +115,7 @@ def parse_levers(texts: str | Iterable[str]) -> frozenset[str]:
         elif name in LEVERS:
             found.add(name)
         else:
-            raise UsageError(f"no memory optimization is called {name!r}: there are {', '.join(LEVERS)} (and `exact`, `all`)")
+            raise UsageError(f"unknown memory optimization {name!r}: choose from {', '.join(LEVERS)}, `exact` and `all`")
     return frozenset(found)
 
 
@@ -127,5 +127,5 @@ def check_levers(allow: str | Iterable[str], without: str | Iterable[str]) -> tu
     """
     allowed, excluded = parse_levers(allow), parse_levers(without)
     if allowed & excluded:
-        raise UsageError(f"{', '.join(sorted(allowed & excluded))}: both allowed and excluded")
+        raise UsageError(f"{', '.join(sorted(allowed & excluded))}: both allowed and excluded; choose one")
     return allowed, excluded

@@ -47,7 +47,7 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text)
     factor = _FACTORS.get(match[2].upper()) if match else None
     if match is None or factor is None:
-        raise SizeError(f"cannot read the size {text!r}: write bytes, or a unit as in 900MiB, 6GiB, 2GB")
+        raise SizeError(f"cannot read the size {text!r}: give bytes, or a number with a unit, such as 900MiB, 6GiB or 2GB")
     size = int(Decimal(match[1]) * factor)
     if size <= 0:
         raise SizeError(f"the size {text!r} is not above zero")
@@ -69,7 +69,7 @@ def parse_budget(text: str) -> Size:
         return parse_bytes(text)
     fraction = float(match[1]) / 100
     if not 0 < fraction <= 10:
-        raise SizeError(f"the share {text!r} is outside 0-1000 %: 50% is half of what training adds to the resident bytes")
+        raise SizeError(f"the share {text!r} is outside 0-1000 %: 50% means half of what training adds to the resident bytes")
     return BudgetShare(fraction)
 
 
@@ -84,7 +84,7 @@ def as_budget(size: object) -> Size | None:
     if isinstance(size, str):
         return parse_budget(size)
     if isinstance(size, float) and 0 < size <= 1:
-        raise SizeError(f"a budget of {size!r} bytes: a share is written '{100 * size:g}%'")
+        raise SizeError(f"a budget of {size!r} bytes is too small: to give a share, write '{100 * size:g}%'")
     if isinstance(size, (int, float, SupportsIndex)) and not isinstance(size, bool):
         try:
             whole = int(size)
@@ -92,7 +92,7 @@ def as_budget(size: object) -> Size | None:
             whole = 0
         if 0 < whole < LARGEST:
             return whole
-    raise SizeError(f"a budget of {size!r}: give bytes above zero, '6 GiB', '50%', 'auto' or None (only rescue, no limit)")
+    raise SizeError(f"{size!r} is not a budget: give bytes above zero, '6 GiB', '50%', 'auto' or None (no limit, only rescue)")
 
 
 def format_bytes(size: float) -> str:

@@ -40,8 +40,8 @@ class Batches:
         self._turn = 0
         if getattr(loader, "persistent_workers", False):
             warnings.warn(
-                "persistent_workers carry their random numbers from epoch to epoch: an epoch that goes on after a restart is "
-                "exact only if workers draw none",
+                "persistent_workers carry their random state from epoch to epoch: an epoch that is resumed after a restart is "
+                "exact only if the workers draw no random numbers",
                 stacklevel=2,
             )
 
@@ -148,7 +148,7 @@ def _skip(batches: Iterator[Any], count: int) -> bool:
     else:
         found = sum(1 for _ in itertools.islice(batches, count))
     if found != count:
-        warnings.warn(f"the loader gave {found} batches where {count} were passed over: its data have changed", stacklevel=3)
+        warnings.warn(f"the loader has only {found} of the {count} batches to skip: its data have changed", stacklevel=3)
     return not indices
 
 

@@ -68,8 +68,8 @@ def state_of(part: Any, name: str) -> Any:
     if isinstance(part, list):
         return [state_of(value, f"{name}[{i}]") if _held(value) else value for i, value in enumerate(part)]
     raise StateError(
-        f"{name} is of type {type(part).__module__}.{type(part).__qualname__}, which has no state that could be put back: "
-        "give it state_dict() and load_state_dict(), or pass what must be remembered as values"
+        f"{name} is of type {type(part).__module__}.{type(part).__qualname__}, which has no state to restore: "
+        "give it state_dict() and load_state_dict(), or pass the values to be saved instead"
     )
 
 
@@ -84,7 +84,7 @@ def put_back(part: Any, state: Any, name: str) -> None:
     except StateError:
         raise
     except Exception as error:
-        raise StateError(f"the state that was saved does not fit {name}: {error}") from error
+        raise StateError(f"the saved state does not fit {name}: {error}") from error
 
 
 def _put_back(part: Any, state: Any, name: str) -> None:
@@ -92,7 +92,7 @@ def _put_back(part: Any, state: Any, name: str) -> None:
     if _keras(part):
         variables = _variables(part)
         if len(variables) != len(state):
-            raise StateError(f"{name} has {len(variables)} variables, {len(state)} were saved: build the same model first")
+            raise StateError(f"{name} has {len(variables)} variables, but {len(state)} were saved: build the same model first")
         for variable, value in zip(variables, state, strict=True):
             variable.assign(value)
     elif hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
@@ -107,11 +107,11 @@ def _put_back(part: Any, state: Any, name: str) -> None:
         part.set_state(state)
     elif isinstance(part, np.ndarray):
         if part.shape != state.shape or part.dtype != state.dtype:
-            raise StateError(f"{name} is {part.dtype}{part.shape}, what was saved is {state.dtype}{state.shape}")
+            raise StateError(f"{name} is {part.dtype}{part.shape}, but {state.dtype}{state.shape} was saved")
         part[...] = state
     elif t is not None and isinstance(part, t.Tensor):
         if part.shape != state.shape or part.dtype != state.dtype:
-            raise StateError(f"{name} is {part.dtype} {tuple(part.shape)}, saved is {state.dtype} {tuple(state.shape)}")
+            raise StateError(f"{name} is {part.dtype} {tuple(part.shape)}, but {state.dtype} {tuple(state.shape)} was saved")
         with t.no_grad():
             part.copy_(state)
     elif isinstance(part, dict):
@@ -125,7 +125,7 @@ def _put_back(part: Any, state: Any, name: str) -> None:
     else:
         held = [i for i, value in enumerate(part) if _held(value)]
         if held and len(part) != len(state):
-            raise StateError(f"{name} has {len(part)} entries, {len(state)} were saved")
+            raise StateError(f"{name} has {len(part)} entries, but {len(state)} were saved: give as many")
         for i in held:
             _put_back(part[i], state[i], f"{name}[{i}]")
         part[:] = [part[i] if i in held else value for i, value in enumerate(state)]

@@ -63,8 +63,8 @@ def resume(place: Place, parts: Mapping[str, Any]) -> dict[str, Any]:
     missing, extra = found["parts"].keys() - parts.keys(), parts.keys() - found["parts"].keys()
     if missing or extra:
         raise StateError(
-            f"parts do not fit what was saved: {sorted(missing) or 'none'} missing, {sorted(extra) or 'none'} new; "
-            "give the same names, or begin in another folder"
+            f"the parts do not match the checkpoint: {sorted(missing) or 'none'} missing, {sorted(extra) or 'none'} new; "
+            "give the same names, or start in another folder"
         )
     for name, part in parts.items():
         put_back(part, found["parts"][name], name)

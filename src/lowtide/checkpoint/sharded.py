@@ -44,7 +44,7 @@ def _words(placement: Any, where: str) -> list[Any]:
             return ["partial", placement.reduce_op]
         case name:
             raise StateError(
-                f"{where} is laid out over its ranks as {name}, which cannot be saved here: save it through "
+                f"{where} has the placement {name}, which cannot be saved here: save it with "
                 "torch.distributed.checkpoint"
             )
 
@@ -57,7 +57,7 @@ def assembled(layout: dict[str, Any], local: Any) -> Any:
     """
     dist, tensor = _torch("distributed"), _torch("distributed.tensor")
     if not dist.is_available() or not dist.is_initialized():
-        raise StateError("the checkpoint has tensors that lie on several ranks: set up the process group before it is loaded")
+        raise StateError("the checkpoint has sharded tensors: initialize the process group before loading it")
     kinds: dict[str, Any] = {"shard": tensor.Shard, "replicate": tensor.Replicate, "partial": tensor.Partial}
     return tensor.DTensor.from_local(
         local,

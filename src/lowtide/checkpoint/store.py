@@ -129,9 +129,9 @@ class Store:
             ValueError: if `keep_last` is below 1, `keep_best` is below 0, or `best` is neither of the two.
         """
         if operator.index(keep_last) < 1 or operator.index(keep_best) < 0:
-            raise ValueError("keep_last is at least 1, keep_best at least 0")
+            raise ValueError("keep_last must be at least 1, and keep_best at least 0")
         if best not in ("min", "max"):
-            raise ValueError(f"best={best!r}: it is 'min' or 'max'")
+            raise ValueError(f"best={best!r}: it must be 'min' or 'max'")
         self.folder = Path(folder)
         self._last, self._best, self._sign = keep_last, keep_best, 1 if best == "min" else -1
         self._asynchronous = asynchronous
@@ -213,8 +213,8 @@ class Store:
         free = shutil.disk_usage(self.folder).free
         if needed > free:
             raise CheckpointError(
-                f"the disk is full: a checkpoint takes {format_bytes(needed)}, {self.folder} has {format_bytes(free)} free"
-                f"{self._what_is_left()}: make room, or keep fewer (keep_last, keep_best)"
+                f"the disk is full: a checkpoint takes {format_bytes(needed)}, but {self.folder} has {format_bytes(free)} free"
+                f"{self._what_is_left()}: make room, or keep fewer checkpoints (keep_last, keep_best)"
             )
 
     def _write(self, number: int, tree: Any, arrays: Arrays, metric: float | None) -> int:
@@ -276,7 +276,7 @@ class Store:
         with contextlib.suppress(OSError):
             saved = self.saved()
             if saved:
-                return f"; checkpoint {saved[-1].number} is as it was"
+                return f"; checkpoint {saved[-1].number} is unchanged"
         return ""
 
     # --- loading ------------------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ class Store:
             if not any(ranks.gather(trouble)):
                 return next(s for s in self.saved() if s.path.name == folder.name)
             if trouble:
-                warnings.warn(f"checkpoint {folder} is damaged ({trouble}); an older one is used", stacklevel=2)
+                warnings.warn(f"checkpoint {folder} is damaged ({trouble}); using an older one", stacklevel=2)
         return None
 
     def _trouble(self, folder: Path) -> str:
@@ -316,18 +316,21 @@ class Store:
         """
         body = read_manifest(folder / MANIFEST)
         if body is None:
-            return "its manifest does not hold"
+            return "its manifest is missing or invalid"
         if body["format"] != FORMAT:
-            raise CheckpointError(f"{folder} was written by another version of Lowtide (format {body['format']})")
+            raise CheckpointError(
+                f"{folder} was written by another version of Lowtide (format {body['format']}): load it with that version"
+            )
         if len(body["parts"]) != ranks.world():
             raise CheckpointError(
-                f"{folder} was saved by {len(body['parts'])} ranks, and {ranks.world()} would load it: start as many"
+                f"{folder} was saved by {len(body['parts'])} ranks, but {ranks.world()} are loading it: "
+                "start as many ranks as saved it"
             )
         for name, entry in body["parts"][ranks.rank()]["files"].items():
             file = folder / f"rank-{ranks.rank()}" / name
             try:
                 if file.stat().st_size != entry["bytes"] or digest(file) != entry["sha256"]:
-                    return f"{name} is not what was written"
+                    return f"{name} differs from what was written"
             except OSError as error:
                 return f"{name}: {error.strerror}"
         return ""
@@ -342,7 +345,7 @@ class Store:
         chosen = self.newest() if saved is None else saved
         if chosen is None and any(ranks.gather(bool(self._folders()))):
             raise CheckpointError(
-                f"every checkpoint in {self.folder} is damaged: put a whole one back, or move the folder away to begin anew"
+                f"every checkpoint in {self.folder} is damaged: restore an intact one, or move the folder away to start over"
             )
         if chosen is None:
             return None
@@ -376,7 +379,7 @@ def _explained(what: str, store: Store) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 free = f" ({format_bytes(shutil.disk_usage(store.folder).free)} free)"
             left = store._what_is_left()
-            raise CheckpointError(f"{what}: the disk is full{free}{left}: make room, or keep fewer") from error
+            raise CheckpointError(f"{what}: the disk is full{free}{left}: make room, or keep fewer checkpoints") from error
         raise CheckpointError(f"{what}: {_reason(error)}{store._what_is_left()}") from error
 
 

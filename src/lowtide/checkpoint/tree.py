@@ -86,7 +86,7 @@ def pack(value: Any) -> tuple[Any, Arrays]:
     try:
         return walk(value, "state"), arrays
     except RecursionError:
-        raise StateError("state contains itself, or goes too deep: make it a tree") from None
+        raise StateError("state contains itself, or is nested too deeply: make it a tree") from None
 
 
 _MAPPINGS: Final[Mapping[str, type]] = {
@@ -107,13 +107,13 @@ def _tensor(value: Any, where: str, named: Callable[[str, Any, Any], str], walk:
             return {TAG: "sharded", "value": walk(value.to_local(), where), "layout": layout_of(value, where)}
         if value.layout is not t.strided or value.is_quantized or value.is_meta:
             raise StateError(
-                f"{where} is a {value.layout} tensor on {value.device}, {type(value).__name__}: only dense tensors are "
-                "saved here; make it dense"
+                f"{where} is a {value.layout} tensor on {value.device}, {type(value).__name__}: only dense tensors can "
+                "be saved; make it dense"
             )
         if type(value) not in {t.Tensor, t.nn.Parameter, t.nn.Buffer}:
             raise StateError(
-                f"{where} is a {type(value).__module__}.{type(value).__qualname__}: what it is besides its numbers "
-                "would be lost; save what it is made of"
+                f"{where} is a {type(value).__module__}.{type(value).__qualname__}: everything but its values "
+                "would be lost; save its parts instead"
             )
         plain = value.detach().resolve_conj().resolve_neg()
         if plain.dtype == t.complex128:  # safetensors lacks it
@@ -136,16 +136,16 @@ def _array(value: Any, where: str, named: Callable[[str, Any, Any], str], walk: 
         return None
     if isinstance(value, np.ndarray) and type(value) is not np.ndarray:
         raise StateError(
-            f"{where} is a {type(value).__qualname__}: what it is besides its numbers would be lost; save its parts"
+            f"{where} is a {type(value).__qualname__}: everything but its values would be lost; save its parts instead"
         )
     plain = np.asarray(value)
     if not plain.dtype.isnative:
-        raise StateError(f"{where} is an array of {plain.dtype}, in another machine's order of bytes: convert it first")
+        raise StateError(f"{where} is an array of {plain.dtype}, not in native byte order: convert it first")
     if plain.dtype == np.complex128:  # safetensors lacks it
         pairs = walk(np.stack([plain.real, plain.imag], axis=-1), where)
         return {TAG: "complex128", "value": pairs, "scalar": isinstance(value, np.generic)}
     if plain.dtype.kind not in "biufc" or plain.dtype.itemsize > 8:
-        raise StateError(f"{where} is an array of {plain.dtype}, which cannot be saved: only numbers and booleans are")
+        raise StateError(f"{where} is an array of {plain.dtype}, which cannot be saved: use numbers or booleans")
     key = (plain.__array_interface__["data"][0] if plain.size else id(value), plain.dtype.str, plain.shape, plain.strides)
     kind = "scalar" if isinstance(value, np.generic) else "array"
     order = "F" if plain.flags.f_contiguous and not plain.flags.c_contiguous else "C"

@@ -53,8 +53,8 @@ def written(path: Path) -> Iterator[None]:
         if not isinstance(error, OSError) and "PytorchStreamWriter" not in str(error) and "enforce fail" not in str(error):
             raise
         former = newest(path.parent)
-        kept = "" if former is None else f"; {former} is as it was"
-        remedy = "check that its folder is there and may be written" if _other(error) else "make room, or keep fewer"
+        kept = "" if former is None else f"; {former} is unchanged"
+        remedy = "check that its folder exists and is writable" if _other(error) else "make room, or keep fewer checkpoints"
         raise CheckpointError(f"cannot write the checkpoint {path}: {why(error)}{kept}: {remedy}") from error
 
 

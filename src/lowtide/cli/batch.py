@@ -37,22 +37,23 @@ RECORDED_STEPS = 3
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option("--vary", "axes", multiple=True, required=True, metavar="NAME=1,2,4,...",
-              help="An option of the script; env:NAME, a variable; SCRIPT.py:NAME, a constant. `...`: until memory ends.")
-@click.option("--budget", metavar="SIZE", help="Run sizes that do not fit as they are under this budget.")
-@click.option("--memory", metavar="SIZE", help="What a run may take; 90 % of what is available by default (CUDA: all).")
-@click.option("--allow", multiple=True, metavar="NAME,...", help="Memory optimizations that may be used under the budget.")
+              help="NAME: an option of SCRIPT; env:NAME: an environment variable; SCRIPT.py:NAME: a constant. `...`: larger "
+                   "sizes until memory runs out.")
+@click.option("--budget", metavar="SIZE", help="Budget for sizes that do not fit without one.")
+@click.option("--memory", metavar="SIZE", help="Memory that a run may use.  [default: 90 % of what is available; CUDA: all]")
+@click.option("--allow", multiple=True, metavar="NAME,...", help="Memory optimizations that the budget may use.")
 @click.option(
     "--samples", type=Finite(min=0, min_open=True),
-    help="Of one step; by default the value of the axis whose name has `batch` in it.",
+    help="Samples per step.  [default: the value of the axis whose name contains `batch`]",
 )
-@click.option("--steps", type=click.IntRange(min=3), help="Of one run.  [default: 10, two to warm up; 3 with --predict]")
+@click.option("--steps", type=click.IntRange(min=3), help="Steps per run.  [default: 10, two to warm up; 3 with --predict]")
 @click.option("--predict", is_flag=True, help="Record the three smallest values above 1, and predict the others.")
-@click.option("-o", "--output", metavar="FILE", help="With --predict: keep the recordings, for `lowtide predict`.")
-@click.option("--results", metavar="FILE", help="Where points are kept, and gone on from.  [default: SCRIPT.batch]")
-@click.option("--fresh", is_flag=True, help="Discard earlier points.")
-@click.option("--timeout", type=Finite(min=1), default=MOST_SECONDS, show_default=True, help="Seconds of a run.")
-@click.option("--json", "json_file", metavar="FILE", help="Write everything.")
-@click.option("--html", "html_file", metavar="FILE", help="Write a page with pictures.")
+@click.option("-o", "--output", metavar="FILE", help="With --predict: keep the recordings in FILE, for `lowtide predict`.")
+@click.option("--results", metavar="FILE", help="File of measured points, from which to continue.  [default: SCRIPT.batch]")
+@click.option("--fresh", is_flag=True, help="Discard earlier points, and measure them again.")
+@click.option("--timeout", type=Finite(min=1), default=MOST_SECONDS, show_default=True, help="Time limit per run, in seconds.")
+@click.option("--json", "json_file", metavar="FILE", help="Write all results as JSON.")
+@click.option("--html", "html_file", metavar="FILE", help="Write an HTML page with plots.")
 @takes_script
 def batch(
     *,
@@ -89,9 +90,9 @@ def batch(
         check_folder(file)
     vary = Vary([parse_axis(a, script) for a in axes], arguments)
     if module and any(a.kind == "constant" for a in vary.axes):
-        raise UsageError("constants can be set in a script, not in a module of -m")
+        raise UsageError("constants can be set in a script, but not in a module that is run with -m")
     if len(vary.axes) > 1 and any(a.open for a in vary.axes):
-        raise UsageError("`...` is for one axis alone")
+        raise UsageError("`...` works only with a single axis: give one --vary, or list the values")
     for axis in vary.axes:
         if axis.kind == "constant":
             for value in axis.values:
@@ -103,14 +104,14 @@ def batch(
         unused = {"--budget": budget, "--allow": allow, "--samples": samples, "--results": results, "--fresh": fresh,
                   "--html": html_file}
         if any(unused.values()):
-            raise UsageError(f"{', '.join(n for n, v in unused.items() if v)}: for measured points, not with --predict")
+            raise UsageError(f"{', '.join(n for n, v in unused.items() if v)} cannot be used with --predict")
         return _predict_by_recording(vary, target, limit, steps or RECORDED_STEPS, output, json_file)
     if output is not None:
-        raise UsageError("-o goes with --predict")
+        raise UsageError("-o needs --predict")
     levers = parse_levers(allow)
     held = 0 if budget is None else parse_bytes(budget)
     if levers and not held:
-        raise UsageError("--allow goes with --budget")
+        raise UsageError("--allow needs --budget")
     return _measure(
         vary, target, arguments, held, limit, sorted(levers), samples, steps or WARM + TIMED, results, json_file, html_file,
         fresh=fresh,
@@ -140,7 +141,7 @@ def _measure(
     place = Path(results) if results else Path(f"{Path(target.script).stem}.batch")
     store = SizeResults(place, about, fresh=fresh)
     if store.known:
-        tell(f"lowtide: {store.known} points are taken from {place} (--fresh runs them again)")
+        tell(f"lowtide: using {store.known} points from {place} (--fresh measures them again)")
     which = next((i for i, a in enumerate(vary.axes) if "batch" in a.name.lower()), None)
 
     def count(values: Sequence[str]) -> float:
@@ -165,7 +166,7 @@ def _measure(
         if points:
             show_batch(study)
         if points and not whole:
-            tell(f"lowtide: not all sizes were run: the same command goes on from {place}")
+            tell(f"lowtide: not all sizes were measured: run the same command again to continue from {place}")
     if json_file is not None:
         write_json(json_file, batch_json(study))
     if html_file is not None:
@@ -186,10 +187,10 @@ def _predict_by_recording(
     from lowtide.studies.size.trial import record
 
     if any(a.open for a in vary.axes):
-        raise UsageError("--predict needs to know which sizes: leave the `...` out")
+        raise UsageError("--predict needs explicit sizes: leave out the `...`")
     for axis in vary.axes:
         if len(axis.values) < 2:
-            raise UsageError(f"--vary {axis.name}: one size shows nothing: give two or more, and larger ones to predict")
+            raise UsageError(f"--vary {axis.name}: --predict needs two or more sizes to record, and larger ones to predict")
     small = [_smallest(a.values) for a in vary.axes]
     recorded = list(itertools.product(*small))
     with Scratch() as folder, console().status("recording") as status:
@@ -205,7 +206,7 @@ def _predict_by_recording(
         if not model.checked and len(vary.axes) == 1:
             more = _next(vary.axes[0].values, small[0])
             setting = vary.set((more,))
-            status.update(f"recording {vary.axes[0].name}={more} as well: three do not show how memory grows")
+            status.update(f"recording {vary.axes[0].name}={more} as well: three recordings do not show how memory grows")
             files.append(Path(folder, "more.lowtide"))
             record(target, setting, steps, files[-1])
             found.append((setting.sizes, read(files[-1])))
@@ -240,10 +241,10 @@ def _next(values: Sequence[str], recorded: Sequence[str]) -> str:
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="F.lowtide ...")
-@click.option("--set", "wanted", multiple=True, required=True, metavar="NAME=VALUE", help="A size (repeatable).")
-@click.option("--memory", metavar="SIZE", help="What there is: does the step fit, or by which plan?")
-@click.option("--plan", "plan_file", metavar="FILE", help="Write the plan by which it fits (as `lowtide plan --json` does).")
-@click.option("--json", "json_file", metavar="FILE", help="Write the answer.")
+@click.option("--set", "wanted", multiple=True, required=True, metavar="NAME=VALUE", help="A size to predict (repeatable).")
+@click.option("--memory", metavar="SIZE", help="Available memory: tell whether the step fits, and which plan makes it fit.")
+@click.option("--plan", "plan_file", metavar="FILE", help="Write the plan that makes it fit, as `lowtide plan --json` does.")
+@click.option("--json", "json_file", metavar="FILE", help="Write the prediction as JSON.")
 def predict(
     *, files: tuple[Path, ...], wanted: tuple[str, ...], memory: str | None, plan_file: str | None, json_file: str | None
 ) -> int:
@@ -264,13 +265,13 @@ def predict(
     sizes: dict[str, float] = {}
     for name, value in _assignments(wanted):
         if name in sizes:
-            raise UsageError(f"--set {name} is given twice: one prediction is for one size")
+            raise UsageError(f"--set {name} is given twice: give one size per prediction")
         sizes[name] = value
     recordings = [r for file in files for r in bundle.load(file)]
     found = [(sizes_of(r, list(sizes)), r) for r in recordings]
     for name, value in sizes.items():
         if value != int(value) and all(s[name] == int(s[name]) for s, _ in found):
-            raise UsageError(f"--set {name}={value:g}: it was recorded at whole numbers only, so give one")
+            raise UsageError(f"--set {name}={value:g}: only whole numbers were recorded; give a whole number")
     model: Model = Model(found)
     limit = None if memory is None else parse_bytes(memory)
     answer = fit(model, sizes, limit)
@@ -292,5 +293,5 @@ def _assignments(texts: Iterable[str]) -> Iterable[tuple[str, Any]]:
         except ValueError:
             number = -1.0
         if not equals or not name or not 0 < number < LARGEST:
-            raise UsageError(f"--set {text}: write NAME=VALUE, a number above zero")
+            raise UsageError(f"--set {text}: write NAME=VALUE, where VALUE is a number above zero")
         yield name.removeprefix(ENVIRONMENT).lstrip("-"), number

@@ -18,13 +18,13 @@ from lowtide.cli.script import Finite, ScriptOrCommand, command_of, takes_script
 
 
 @click.command(cls=ScriptOrCommand, context_settings={"allow_interspersed_args": False})
-@click.option("--memory", metavar="SIZE", help="What the command and all that it starts may hold.")
+@click.option("--memory", metavar="SIZE", help="Memory cap of the command and all its child processes.")
 @click.option(
     "--recycle",
     default="watermark",
     show_default=True,
     metavar="RULE",
-    help="Stop and start again in a fresh process: epoch, every=N safe points, watermark[=90%], exit (the command ends by "
+    help="When to restart in a fresh process: epoch, every=N safe points, watermark[=90%], exit (the command exits by "
     "itself again and again), never.",
 )
 @click.option(
@@ -32,7 +32,7 @@ from lowtide.cli.script import Finite, ScriptOrCommand, command_of, takes_script
     type=click.Choice(["auto", "cgroup", "rlimit", "watch"]),
     default="auto",
     show_default=True,
-    help="What holds it to --memory: a cgroup where one can be made, else this process watches and kills.",
+    help="What enforces --memory; auto: a cgroup if one can be created, else this process watches and kills.",
 )
 @click.option(
     "--patience",
@@ -40,22 +40,22 @@ from lowtide.cli.script import Finite, ScriptOrCommand, command_of, takes_script
     default=60.0,
     show_default=True,
     metavar="SECONDS",
-    help="What it gets to stop after Ctrl-C or SIGTERM.",
+    help="How long the command may take to stop after Ctrl-C or SIGTERM.",
 )
 @click.option(
     "--restarts",
     type=click.IntRange(min=0),
     default=3,
     show_default=True,
-    help="Failures for want of memory in a row, without a new checkpoint, before it is given up.",
+    help="Out-of-memory failures in a row, without a new checkpoint, before giving up.",
 )
-@click.option("--done", "done_file", metavar="FILE", help="With --recycle exit: all is done once this file is there.")
-@click.option("--done-code", type=click.IntRange(1, 255), help="With --recycle exit: the exit code that says so.")
-@click.option("-o", "--record", "recording", metavar="FILE", help="Record memory, a row a second, for `lowtide report`.")
-@click.option("--prometheus", metavar="PORT", type=click.IntRange(1, 65535), help="Serve figures on 127.0.0.1.")
-@click.option("--tensorboard", metavar="FOLDER", help="Write scalars.")
-@click.option("--json", "json_file", metavar="FILE", help="Write every figure.")
-@click.option("--quiet", is_flag=True, help="No panel, no summary.")
+@click.option("--done", "done_file", metavar="FILE", help="With --recycle exit: the run is done once FILE exists.")
+@click.option("--done-code", type=click.IntRange(1, 255), help="With --recycle exit: the exit code that means done.")
+@click.option("-o", "--record", "recording", metavar="FILE", help="Record memory once a second, for `lowtide report`.")
+@click.option("--prometheus", metavar="PORT", type=click.IntRange(1, 65535), help="Serve metrics on 127.0.0.1.")
+@click.option("--tensorboard", metavar="FOLDER", help="Write scalars for TensorBoard.")
+@click.option("--json", "json_file", metavar="FILE", help="Write all results as JSON.")
+@click.option("--quiet", is_flag=True, help="Show no panel and no summary.")
 @takes_script
 def guard(
     *,
@@ -89,9 +89,9 @@ def guard(
     rule = parse(recycle)
     exits = rule.kind is RecycleWhen.EXIT
     if exits and done_file is None and done_code is None:
-        raise UsageError("--recycle exit needs --done FILE or --done-code N: what says that all is done")
+        raise UsageError("--recycle exit needs --done FILE or --done-code N, to know when the run is done")
     if not exits and (done_file is not None or done_code is not None):
-        raise UsageError("--done and --done-code go with --recycle exit")
+        raise UsageError("--done and --done-code need --recycle exit")
     command = command_of(script, arguments, module=module)
     for file in (json_file, recording, done_file):
         check_folder(file)
@@ -147,7 +147,7 @@ def _exported(stack: contextlib.ExitStack, prometheus: int | None, tensorboard: 
         except ImportError:
             raise UsageError("--prometheus needs prometheus-client: pip install prometheus-client") from None
         except OSError as error:
-            raise UsageError(f"cannot serve on 127.0.0.1:{prometheus}: {error.strerror}; take another port") from None
+            raise UsageError(f"cannot serve on 127.0.0.1:{prometheus}: {error.strerror}; give another port") from None
         stack.callback(served.close)
         found.append(served)
     if tensorboard is not None:

@@ -40,7 +40,7 @@ def check_alone() -> None:
         UsageError: if it is.
     """
     if runs_here():
-        raise UsageError("this process is run by Lowtide already (`lowtide run` or `record`): use one of them only")
+        raise UsageError("Lowtide already runs this process (`lowtide run` or `lowtide record`): use only one of them")
 
 
 def check_folder(file: str | None, remedy: str = "give another file") -> None:
@@ -56,7 +56,7 @@ def check_folder(file: str | None, remedy: str = "give another file") -> None:
     if file is None:
         return
     if not Path(file).resolve().parent.is_dir():
-        raise UsageError(f"the folder of {file} does not exist: make it first")
+        raise UsageError(f"the folder of {file} does not exist: create it first")
     if Path(file).is_dir():
         raise UsageError(f"{file} is a folder: give a file")
     if not os.access(file if Path(file).exists() else Path(file).resolve().parent, os.W_OK):

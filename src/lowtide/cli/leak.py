@@ -37,7 +37,7 @@ def tolerance_of(tolerance: str | None, memory_left: str | None, planned_steps: 
     from lowtide.studies.leak.verdict import TOLERANCE
 
     if (memory_left is None) != (planned_steps is None):
-        raise UsageError("--memory-left and --planned-steps go together: what is let pass is the one divided by the other")
+        raise UsageError("give --memory-left and --planned-steps together: the tolerance is the one divided by the other")
     if memory_left is not None and planned_steps is not None:
         if tolerance is not None:
             raise UsageError("give --tolerance, or --memory-left with --planned-steps, not both")
@@ -46,45 +46,45 @@ def tolerance_of(tolerance: str | None, memory_left: str | None, planned_steps: 
 
 
 @click.command(cls=ScriptOrCommand, context_settings={"allow_interspersed_args": False})
-@click.option("--steps", type=click.IntRange(min=LEAST_STEPS), default=300, show_default=True, help="Steps of each process.")
+@click.option("--steps", type=click.IntRange(min=LEAST_STEPS), default=300, show_default=True, help="Steps per process.")
 @click.option(
     "--processes",
     type=click.IntRange(min=1, max=20),
     default=2,
     show_default=True,
-    help="Fresh processes that must agree; one more where they do not.",
+    help="Fresh processes that must agree; one more runs if they do not.",
 )
-@click.option("--tolerance", metavar="SIZE", help="Growth per step that is let pass; 1KiB by default.")
-@click.option("--memory-left", metavar="SIZE", help="With --planned-steps: what may be filled until the end.")
+@click.option("--tolerance", metavar="SIZE", help="Growth per step that is not a leak.  [default: 1KiB]")
+@click.option("--memory-left", metavar="SIZE", help="With --planned-steps: memory that the whole job may fill.")
 @click.option("--planned-steps", type=click.IntRange(min=1), help="With --memory-left: steps of the whole job.")
-@click.option("--step-line", metavar="REGEX", help="A line of standard output that matches ends a step.")
+@click.option("--step-line", metavar="REGEX", help="A step ends at each line of standard output that matches.")
 @click.option(
     "--every",
     type=Finite(min=0.001),
     default=0.1,
     show_default=True,
     metavar="SECONDS",
-    help="A step, where nothing else marks any.",
+    help="Length of a step if nothing else marks steps.",
 )
 @click.option(
-    "--samples-per-step", type=Finite(min=0, min_open=True), default=1.0, help="For the rate: the batch size."
+    "--samples-per-step", type=Finite(min=0, min_open=True), default=1.0, help="Batch size, for the rate."
 )
 @click.option(
-    "--who/--no-who", default=True, help="Whether a leak's lines, types and tensors are looked for, in a process more."
+    "--who/--no-who", default=True, help="Find the lines, types and tensors of a leak, in one more process."
 )
-@click.option("--deep", is_flag=True, help="Native stacks too, through memray.")
+@click.option("--deep", is_flag=True, help="Find native stacks too, with memray.")
 @click.option(
     "--ablate",
     is_flag=True,
-    help="Which part grows, by experiment: a torch script with parts and layers switched off, in some twenty processes more.",
+    help="Find the part that grows, by experiment: switch off parts and layers of the model, in about twenty more processes.",
 )
 @click.option(
     "--timeout", type=Finite(min=0, min_open=True), metavar="SECONDS", help="Kill a process that runs longer."
 )
-@click.option("--fail", is_flag=True, help="Exit with 1 if it leaks.")
-@click.option("--json", "json_file", metavar="FILE", help="Write every figure.")
-@click.option("--html", "html_file", metavar="FILE", help="Write a page with the curves.")
-@click.option("--quiet", is_flag=True, help="No summary, no progress, and not the program's own output.")
+@click.option("--fail", is_flag=True, help="Exit with code 1 if the program leaks.")
+@click.option("--json", "json_file", metavar="FILE", help="Write all results as JSON.")
+@click.option("--html", "html_file", metavar="FILE", help="Write an HTML page with plots.")
+@click.option("--quiet", is_flag=True, help="Show no summary, no progress, and none of the program's output.")
 @takes_script
 def leak(
     *,
@@ -125,7 +125,7 @@ def leak(
         try:
             re.compile(step_line)
         except re.error as error:
-            raise UsageError(f"--step-line {step_line!r} is no regular expression: {error}") from None
+            raise UsageError(f"--step-line {step_line!r} is not a regular expression: {error}") from None
     if deep:
         _check_memray()
     from lowtide.report.leak import page, show
@@ -197,12 +197,12 @@ def _failed(run: Any, command: list[str]) -> int:
     if not run.steps and shutil.disk_usage(folder).free < _LEAST_ROOM:
         raise UsageError(f"no verdict: there is no room for samples in {folder}: {ROOM_FOR_TEMPORARY_FILES}")
     if run.ended == "timeout":
-        raise UsageError(f"`{name}` was killed after --timeout, with {run.steps} steps seen")
+        raise UsageError(f"`{name}` was killed by --timeout after {run.steps} steps: give a longer --timeout")
     if run.code:
         tell(f"lowtide: error: `{name}` ended with {_ending(run.code)} after {run.steps} steps: no verdict")
         return int(run.code) if run.code > 0 else 128 - int(run.code)
     raise UsageError(
-        f"`{name}` ended before any step was seen: it needs to be a Python program that trains, or to run for longer"
+        f"`{name}` ended before any step was seen: it must be a Python program that trains, or run longer"
     )
 
 
@@ -232,7 +232,7 @@ class LeakProgress(Progress):
 
     def arm(self, name: str) -> None:
         """An arm of an ablation begins."""
-        self.began(f"arm: {name}")
+        self.began(f"run: {name}")
 
     def stepped(self, steps: int) -> None:
         """The running process has made this many steps."""

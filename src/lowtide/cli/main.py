@@ -54,9 +54,9 @@ def _trouble(error: OSError) -> str:
     if error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if error.errno in (errno.EAGAIN, errno.ENOMEM):
-        return f"a process cannot be started ({why(error)}): end others, or raise the limit (`ulimit -u`, a container's pids)"
+        return f"cannot start a process ({why(error)}): end others, or raise the limit (`ulimit -u`, or a container's pids)"
     if error.errno != errno.EIO and (is_full(error) or error.errno == errno.ENOENT):  # ENOENT: tempfile found no folder
-        return f"{why(error)}: make room, or set TMPDIR to a folder that has it"
+        return f"{why(error)}: make room, or set TMPDIR to a folder with free space"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{why(error)} (in {frame.name}, {frame.filename}:{frame.lineno})"
 

@@ -18,17 +18,17 @@ from lowtide.studies.size.trial import MOST_SECONDS, Target, TrialRequest, Trial
 @click.command("min", context_settings={"allow_interspersed_args": False})
 @click.option(
     "--allow", multiple=True, metavar="NAME,...",
-    help="Memory optimizations that change bits and may be used too; `all` for all.",
+    help="Additional memory optimizations, which may change bits; `all` for all of them.",
 )
 @click.option("--without", multiple=True, metavar="NAME,...", help="Memory optimizations that must not be used.")
-@click.option("--steps", type=click.IntRange(min=4), default=STEPS, show_default=True, help="Steps of one run, at least.")
+@click.option("--steps", type=click.IntRange(min=4), default=STEPS, show_default=True, help="Minimum steps per run.")
 @click.option("--survive", type=click.IntRange(min=0), default=SURVIVES, show_default=True, help="Steps at the minimum.")
 @click.option(
-    "--offload/--no-offload", default=True, help="Whether activations may be offloaded to a file (CUDA: to host memory)."
+    "--offload/--no-offload", default=True, help="Allow activations to be offloaded to a file (CUDA: to host memory)."
 )
-@click.option("--timeout", type=Finite(min=1), default=MOST_SECONDS, show_default=True, help="Seconds of a run.")
-@click.option("--json", "json_file", metavar="FILE", help="Write everything.")
-@click.option("--html", "html_file", metavar="FILE", help="Write a page with the curve of memory against time.")
+@click.option("--timeout", type=Finite(min=1), default=MOST_SECONDS, show_default=True, help="Time limit per run, in seconds.")
+@click.option("--json", "json_file", metavar="FILE", help="Write all results as JSON.")
+@click.option("--html", "html_file", metavar="FILE", help="Write an HTML page that plots step time against memory.")
 @takes_script
 def minimum(
     *,
@@ -79,7 +79,7 @@ def minimum(
         plain = run(target, setting, TrialRequest(steps=max(steps, survive)))
         if not plain.passes or len(plain.steps) < 2:
             why = plain.message or f"only {len(plain.steps)} steps were seen"
-            raise LowtideError(f"the script does not train as it is: {why}")
+            raise LowtideError(f"the script fails without Lowtide: {why}")
         steps = covering(plain, steps)
         look = TrialRequest(
             steps=4, budget_bytes=int(PROBE * plain.peak_bytes), allow=allowed, without=excluded, offload=offload

@@ -41,39 +41,40 @@ _LARGEST_BLOCK = 1 << 30
 @click.argument("graph", metavar="GRAPH.json|F.lowtide", type=click.Path(path_type=Path))
 @click.option("--budget", metavar="SIZE", help="Bytes, a size such as 6GiB, or a share such as 50%.")
 @click.option(
-    "--order", type=click.Choice(["fixed", "free"]), default="fixed", show_default=True, help="Keep the given order, or not."
+    "--order", type=click.Choice(["fixed", "free"]), default="fixed", show_default=True,
+    help="Keep the given order of operators, or choose one.",
 )
-@click.option("--curve", is_flag=True, help="Plans for budgets from the peak down to the minimum.")
+@click.option("--curve", is_flag=True, help="Plan for budgets from the peak down to the minimum, too.")
 @click.option(
     "--strategy",
     metavar="NAME",
     default="search",
     show_default=True,
-    help="search, or a classic: keep-all, keep-none, sqrt-n, revolve, greedy, best-order, worst-order.",
+    help="search, or a classic strategy: keep-all, keep-none, sqrt-n, revolve, greedy, best-order, worst-order.",
 )
 @click.option(
     "--seconds", type=Finite(min=0.05), default=None,
-    help="How long may be searched.  [default: 8]",
+    help="Time limit of the search.  [default: 8]",
 )
-@click.option("--offload", "speed", metavar="SIZE", help="Allow offloading, at so many bytes a second each way.")
-@click.option("--host", metavar="SIZE", help="How much can be offloaded at a time.")
-@click.option("--overlap/--no-overlap", default=None, help="Whether transfers run beside computing.")
+@click.option("--offload", "speed", metavar="SIZE", help="Allow offloading, at SIZE bytes per second each way.")
+@click.option("--host", metavar="SIZE", help="Most bytes that may be offloaded at a time.")
+@click.option("--overlap/--no-overlap", default=None, help="Whether transfers overlap with computation.")
 @click.option(
     "--rounding", metavar="BYTES", type=click.IntRange(min=1, max=_LARGEST_BLOCK), default=1,
-    help="Blocks of the allocator: 512 for CUDA.",
+    help="Block size of the allocator; 512 for CUDA.",
 )
 @click.option(
     "--allocator", type=click.Choice(["cuda"]), default=None,
-    help="Hold the budget for what torch's allocator reserves on a device: blocks, and the segments they are cut from.",
+    help="Apply the budget to what torch's allocator reserves on a device: blocks, and the segments they are cut from.",
 )
 @click.option(
     "--allow", multiple=True, metavar="NAME,...", help="Memory optimizations that a recording's plan may use (`all`, `exact`)."
 )
 @click.option("--step", type=int, default=None,
-              help="Which recorded step, by its number in `lowtide report`.  [default: the one of the highest point]")
+              help="Number of the recorded step, as in `lowtide report`.  [default: the step with the highest peak]")
 @click.option("--check", "solution", metavar="SOLUTION.json", help="Verify a solution written by --json instead.")
-@click.option("--json", "json_file", metavar="FILE", help="Write the plan.")
-@click.option("--html", "html_file", metavar="FILE", help="Write a page to look at, which needs no network.")
+@click.option("--json", "json_file", metavar="FILE", help="Write the plan as JSON.")
+@click.option("--html", "html_file", metavar="FILE", help="Write an HTML page, which needs no network.")
 def plan(
     *,
     graph: Path,
@@ -102,17 +103,17 @@ def plan(
     for file in (json_file, html_file):
         check_folder(file)
     if json_file is not None and html_file is not None and Path(json_file).resolve() == Path(html_file).resolve():
-        raise UsageError("--json and --html name the same file")
+        raise UsageError("--json and --html name the same file: give two files")
     source = _load(graph, step)
     if solution is not None:
         return _check(source, lambda g: _with_offload(g, speed, host, overlap), Path(solution))
     if allocator is not None:
         if curve or rounding > 1:
-            raise UsageError("--allocator has blocks of its own, and is for one budget: leave out --rounding and --curve")
+            raise UsageError("--allocator sets the block size and plans for one budget: leave out --rounding and --curve")
         rounding = caching_allocator.BLOCK_BYTES
     allowed = parse_levers(allow)
     if allowed and (source.step is None or budget is None or strategy != "search" or allocator is not None):
-        raise UsageError("--allow is for a recording and a --budget, without --strategy and --allocator")
+        raise UsageError("--allow needs a recording and --budget, and excludes --strategy and --allocator")
 
     def prepared(g: Graph) -> Graph:
         g = _with_offload(g, speed, host, overlap)
@@ -174,7 +175,7 @@ def _load(path: Path, step: int | None) -> _Source:
         raise GraphError(f"cannot read {path}: {error.strerror}") from None
     if not recorded:
         if step is not None:
-            raise UsageError("--step is for recordings: a graph has none")
+            raise UsageError("--step needs a recording: a graph has no steps")
         return _Source(graph=load(path))
     from lowtide.recording.graph import graph_of
     from lowtide.recording.peak_report import peak_report
@@ -186,8 +187,8 @@ def _load(path: Path, step: int | None) -> _Source:
     if found is None:
         known = ", ".join(str(s.row.step) for s in steps if s.row.step >= 0)
         if not known:
-            raise UsageError(f"{path} has no complete step whose operators were kept: record without --level phases")
-        raise UsageError(f"the operators of step {step} were not kept in {path} (those of the first and highest are): {known}")
+            raise UsageError(f"{path} has no complete step with operators: record again without --level phases")
+        raise UsageError(f"{path} has no operators of step {step}, only of steps {known} (the first ones and the highest)")
     report = peak_report(found)
     roles = report.by_role if report is not None else {}
     resident = sum(roles.get(r, 0) for r in ("parameter", "buffer", "optimizer_state"))
@@ -234,7 +235,7 @@ def _with_offload(graph: Graph, speed: str | None, host: str | None, overlap: bo
         board2 = Offload(write_bytes_per_second=rate, read_bytes_per_second=rate)
     if board2 is None:
         if host is not None or overlap is not None:
-            raise UsageError("--host and --overlap are about the second board: allow one with --offload")
+            raise UsageError("--host and --overlap need --offload")
         return graph
     if host is not None:
         board2 = replace(board2, host_bytes=parse_bytes(host))
@@ -249,7 +250,7 @@ def _budget(text: str | None, solver: Solver, resident: int) -> int | None:
         return None
     asked = parse_budget(text)
     if isinstance(asked, Auto):
-        raise UsageError("--budget auto is for running: a plan needs a size or a share")
+        raise UsageError("--budget auto works only with `lowtide run`: give a size or a share")
     if isinstance(asked, BudgetShare):
         return resident + int(asked.fraction * (solver.given.peak_bytes - resident))
     return asked
@@ -264,7 +265,7 @@ def _check(source: _Source, prepared: Callable[[Graph], Graph], path: Path) -> i
 
     found = read_json(path, "solution")
     if not is_solution(found):
-        raise UsageError(f"{path} is no solution: give a file that `lowtide plan --json` wrote")
+        raise UsageError(f"{path} is not a solution: give a file that `lowtide plan --json` wrote")
     graph, names = source.graph, found.get("with_levers", [])
     if names:
         graph = _with_levers(source, names, path)
@@ -285,9 +286,9 @@ def _with_levers(source: _Source, names: object, path: Path) -> Graph:
     from lowtide.recording.rewrites.levers import with_levers
 
     if source.step is None:
-        raise UsageError(f"{path} is a plan with memory optimizations: give the recording that it was made for")
+        raise UsageError(f"{path} is a plan with memory optimizations: give the recording it was made for")
     if not isinstance(names, list) or not all(isinstance(name, str) and name in LEVERS for name in names):
-        raise UsageError(f"{path} names memory optimizations that do not exist: there are {', '.join(LEVERS)}")
+        raise UsageError(f"{path} names unknown memory optimizations (known: {', '.join(LEVERS)})")
     return with_levers(source.step, names)
 
 
@@ -318,7 +319,7 @@ def _answer(solver: Solver, budget: int | None, strategy: str, seconds: float, p
     if strategy != "search":
         if strategy not in classics.STRATEGIES:
             known = ", ".join(["search", *classics.STRATEGIES, *_ORDERS])
-            raise UsageError(f"no strategy {strategy!r}: there are {known}")
+            raise UsageError(f"unknown strategy {strategy!r}: choose from {known}")
         if not game.plain:
             return solver.follow(solver.row, budget)
         return solver.follow(game.row(classics.STRATEGIES[strategy](game, budget or 0)), budget)
@@ -327,7 +328,7 @@ def _answer(solver: Solver, budget: int | None, strategy: str, seconds: float, p
         def tell(found: AnnealedRow) -> None:
             if not found.over_bytes:
                 extra = max(0.0, found.seconds - game.base_seconds)
-                status.update(f"searching: {format_seconds(extra)} extra so far")
+                status.update(f"searching: {format_seconds(extra)} of extra time so far")
 
         if budget is None:
             return solver.lowest(seconds=seconds)

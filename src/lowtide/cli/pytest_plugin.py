@@ -28,8 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the marker."""
     config.addinivalue_line(
         "markers",
-        f"{MARK}(size, phase=None): fail if torch's allocator takes more than size above where the test began, in any phase "
-        "or in forward, loss, backward, optimizer, zero_grad, evaluation or data",
+        f"{MARK}(size, phase=None): fail if torch's allocator grows by more than size since the test began, in any phase "
+        "or in the given one: forward, loss, backward, optimizer, zero_grad, evaluation or data",
     )
 
 
@@ -71,10 +71,10 @@ def _asked(size: str | int, phase: str | None = None) -> tuple[int, str | None]:
     from lowtide.base.units import parse_bytes
 
     if phase is not None and phase not in set(Phase):
-        raise UsageError(f"no phase {phase!r}; there are {', '.join(Phase)}")
+        raise UsageError(f"unknown phase {phase!r}: choose from {', '.join(Phase)}")
     limit = parse_bytes(size) if isinstance(size, str) else size
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
-        raise UsageError(f"{size!r} is no size: give bytes, or a text such as '512 MiB'")
+        raise UsageError(f"{size!r} is not a size: give bytes, or a string such as '512 MiB'")
     return limit, phase
 
 
@@ -96,7 +96,7 @@ def _told(recording: Recording, peak: int, base: int, limit: int, phase: str | N
     from lowtide.recording.file_format import PHASES
     from lowtide.recording.recorded_step import ROLES
 
-    lines = [f"{MARK}: {format_bytes(peak)} ({peak:,} bytes) in {phase or 'the test'}, {format_bytes(limit)} were allowed"]
+    lines = [f"{MARK}: {format_bytes(peak)} ({peak:,} bytes) in {phase or 'the test'}; the limit is {format_bytes(limit)}"]
     found = explain(recording)
     for step in found.steps:
         for k in range(len(step.ops)):

@@ -19,12 +19,12 @@ _LEAST_CAP = 4096
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("-o", "--output", metavar="FILE", help="The recording; SCRIPT's name with .lowtide by default.")
+@click.option("-o", "--output", metavar="FILE", help="The recording.  [default: SCRIPT's name with .lowtide]")
 @click.option("--level", type=click.Choice(("phases", "ops")), default="ops", show_default=True,
-              help="Every operator, or only where phases begin and end.")
-@click.option("--cap", metavar="SIZE", help="Let torch's CPU allocator fail beyond this size, as a small GPU would.")
-@click.option("--json", "json_file", metavar="FILE", help="Write what `lowtide report --json` would.")
-@click.option("--quiet", is_flag=True, help="No summary at the end.")
+              help="Record every operator, or only where phases begin and end.")
+@click.option("--cap", metavar="SIZE", help="Make torch's CPU allocator fail above this size, as a small GPU would.")
+@click.option("--json", "json_file", metavar="FILE", help="Write what `lowtide report --json` writes.")
+@click.option("--quiet", is_flag=True, help="Show no summary at the end.")
 @takes_script
 def record(
     *,
@@ -45,7 +45,7 @@ def record(
     check_alone()
     cap_bytes = 0 if cap is None else parse_bytes(cap)
     if 0 < cap_bytes < _LEAST_CAP:
-        raise UsageError(f"--cap {cap} leaves room for nothing: write a unit, as in --cap {cap}MiB")
+        raise UsageError(f"--cap {cap} is too small to run anything: give a unit, as in --cap {cap}MiB")
     check_target(script, module=module)
     name = output or f"{script.rpartition('.')[2] if module else Path(script).stem}.lowtide"
     check_folder(name, "give another file with -o FILE")

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("recording", type=click.Path(path_type=Path))
-@click.option("--json", "json_file", metavar="FILE", help="Write phases, peak and findings.")
-@click.option("--html", "html_file", metavar="FILE", help="Write a page to look at, which needs no network.")
+@click.option("--json", "json_file", metavar="FILE", help="Write phases, peak and findings as JSON.")
+@click.option("--html", "html_file", metavar="FILE", help="Write an HTML page, which needs no network.")
 @click.option("--snapshot", metavar="FILE", help="Write a snapshot.pickle for PyTorch's memory_viz.")
 @click.option("--perfetto", metavar="FILE", help="Write a trace for Perfetto or chrome://tracing.")
 @click.option("--speedscope", metavar="FILE", help="Write the high-water marks for speedscope.")
@@ -57,8 +57,8 @@ def _export(found: Explanation, *, snapshot: str | None, perfetto: str | None, s
 @click.command()
 @click.argument("before", type=click.Path(path_type=Path))
 @click.argument("after", type=click.Path(path_type=Path))
-@click.option("--json", "json_file", metavar="FILE", help="Write the difference.")
-@click.option("--html", "html_file", metavar="FILE", help="Write a page that shows AFTER, with BEFORE beside it.")
+@click.option("--json", "json_file", metavar="FILE", help="Write the differences as JSON.")
+@click.option("--html", "html_file", metavar="FILE", help="Write an HTML page that shows AFTER beside BEFORE.")
 def diff(*, before: Path, after: Path, json_file: str | None, html_file: str | None) -> None:
     """Show what changed from recording BEFORE to recording AFTER."""
     from lowtide.recording.explanation.difference import difference

@@ -17,24 +17,24 @@ from lowtide.runtime.agent.task import PRELOAD, RunOptions, Task
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("--budget", metavar="SIZE", help="900MiB, 6GiB, 2GB, bytes, 50%, or auto (CUDA).")
+@click.option("--budget", metavar="SIZE", help="The budget: 900MiB, 6GiB, 2GB, bytes, 50%, or auto (CUDA).")
 @click.option("--optimizations", "levers", type=click.Choice(["list"]),
               help="Try each memory optimization on SCRIPT and show what it saves.")
 @click.option("--levers", "levers_as_before", type=click.Choice(["list"]), hidden=True,
               help="The former name of --optimizations.")
 @click.option("--keep", multiple=True, metavar="MODULE", help="Never drop what this module saves (repeatable).")
 @click.option(
-    "--offload/--no-offload", default=True, help="Whether activations may be offloaded to a file (CUDA: to host memory)."
+    "--offload/--no-offload", default=True, help="Allow activations to be offloaded to a file (CUDA: to host memory)."
 )
 @click.option("--allow", multiple=True, metavar="NAME,...",
-              help="Memory optimizations that may be used; `--optimizations list` tries them.")
+              help="Additional memory optimizations; `--optimizations list` tries them.")
 @click.option("--without", multiple=True, metavar="NAME,...",
-              help="Memory optimizations that must not be used, though they are exact.")
-@click.option("--plan", metavar="FILE", help="Begin with a plan written by --save-plan.")
-@click.option("--save-plan", metavar="FILE", help="Write the plan in force at the end.")
-@click.option("--json", "json_file", metavar="FILE", help="Write the figures of the run.")
-@click.option("--quiet", is_flag=True, help="No summary at the end.")
-@click.option("--keep-going", is_flag=True, help="Go on, with SCRIPT's own exit code, although the budget is not held.")
+              help="Exact memory optimizations that must not be used.")
+@click.option("--plan", metavar="FILE", help="Start with a plan written by --save-plan.")
+@click.option("--save-plan", metavar="FILE", help="Write the plan that is in force at the end.")
+@click.option("--json", "json_file", metavar="FILE", help="Write the figures of the run as JSON.")
+@click.option("--quiet", is_flag=True, help="Show no summary at the end.")
+@click.option("--keep-going", is_flag=True, help="Continue if the budget is not held, and exit with SCRIPT's own code.")
 @takes_script
 def run(
     *,
@@ -64,7 +64,7 @@ def run(
     if levers is not None or levers_as_before is not None:
         return _list_levers(script, arguments, module=module, json_file=json_file)
     if budget is None:
-        raise UsageError("say how much memory there is: --budget 6GiB (or --budget 50%); --optimizations list needs none")
+        raise UsageError("give a budget, as in --budget 6GiB or --budget 50% (--optimizations list needs none)")
     parse_budget(budget)
     allowed, excluded = check_levers(allow, without)
     check_target(script, module=module)
@@ -113,7 +113,7 @@ def _list_levers(script: str, arguments: tuple[str, ...], *, module: bool, json_
     with console().status("the baseline run") as status:
         plain = run(target, setting, TrialRequest(steps=STEPS))
         if not plain.passes:
-            raise LowtideError(f"the script does not train as it is: {plain.message}")
+            raise LowtideError(f"the script fails without Lowtide: {plain.message}")
         found = {}
         for name in ("", *LEVERS):
             status.update(f"with {name}" if name else "without memory optimizations")

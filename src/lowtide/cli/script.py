@@ -31,7 +31,7 @@ class Finite(click.FloatRange):
         """Convert the value to a number, and reject it if it is not finite."""
         found = float(super().convert(value, param, ctx))
         if not math.isfinite(found):
-            self.fail(f"{value!r} is no finite number", param, ctx)
+            self.fail(f"{value!r} is not a finite number", param, ctx)
         return found
 
 
@@ -56,7 +56,7 @@ def command_of(script: str, arguments: tuple[str, ...], *, module: bool) -> list
     """
     if click.get_current_context().meta["command"]:
         if module:
-            raise UsageError("-m goes with a module name, not with a command after `--`")
+            raise UsageError("-m needs a module name, not a command after `--`")
         command = [script, *arguments]
         check_command(command)
         return command

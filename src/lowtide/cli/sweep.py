@@ -19,23 +19,23 @@ from lowtide.studies.leak.watch import end_on_sigterm
 @click.command()
 @click.argument("file", metavar="SWEEP.toml")
 @click.option(
-    "--results", metavar="FILE", help="Where results lie (SQLite); SWEEP.results by default. A killed sweep goes on from it."
+    "--results", metavar="FILE", help="Results (SQLite), from which a killed sweep continues.  [default: SWEEP.results]"
 )
-@click.option("--fresh", is_flag=True, help="Discard earlier results.")
+@click.option("--fresh", is_flag=True, help="Discard earlier results, and run all cells again.")
 @click.option(
     "--jobs",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Cells side by side: they disturb each other's rates.",
+    help="Cells to run in parallel, which disturb each other's rates.",
 )
 @click.option("--executor", type=click.Choice(("local", "dask")), default="local", show_default=True)
-@click.option("--address", metavar="HOST:PORT", help="Of a dask scheduler; a cluster on this machine without it.")
-@click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Of dask's cluster on this machine.")
-@click.option("--csv", "csv_file", metavar="FILE", help="One line per cell.")
-@click.option("--json", "json_file", metavar="FILE", help="Everything.")
-@click.option("--html", "html_file", metavar="FILE", help="A page with pictures.")
-@click.option("--quiet", is_flag=True, help="No table, no progress.")
+@click.option("--address", metavar="HOST:PORT", help="Address of a dask scheduler.  [default: a cluster on this machine]")
+@click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Workers of that cluster.")
+@click.option("--csv", "csv_file", metavar="FILE", help="Write one line per cell.")
+@click.option("--json", "json_file", metavar="FILE", help="Write all results as JSON.")
+@click.option("--html", "html_file", metavar="FILE", help="Write an HTML page with plots.")
+@click.option("--quiet", is_flag=True, help="Show no table and no progress.")
 def sweep(
     *,
     file: str,
@@ -68,15 +68,15 @@ def sweep(
     for wanted in (csv_file, json_file, html_file, results):
         check_folder(wanted)
     if address is not None and executor != "dask":
-        raise UsageError("--address goes with --executor dask")
+        raise UsageError("--address needs --executor dask")
     if jobs > 1 and executor == "dask":
-        raise UsageError("--jobs is for --executor local; dask has --workers")
+        raise UsageError("--jobs needs --executor local: with dask, use --workers")
     place = Path(results) if results else path.with_suffix(".results")
     if fresh:
         place.unlink(missing_ok=True)
     store = SweepResults(place, definition)
     if jobs > 1:
-        tell(f"lowtide: {jobs} cells run side by side: they disturb each other's rates")
+        tell(f"lowtide: {jobs} cells run in parallel, which disturbs their rates")
     runner: Executor = Dask(address, workers) if executor == "dask" else Local(Path(f"{place}.cells"), jobs)
     try:
         with _progress(quiet=quiet) as told:
@@ -125,7 +125,7 @@ class _SweepProgress:
             why = last_words(result)
             if why and why not in self._said:  # print it once: cells often fail for the same reason
                 self._said.add(why)
-                self._bar.console.print(f"a cell ended with: {why}", markup=False)
+                self._bar.console.print(f"a cell failed: {why}", markup=False)
             self._bar.advance(self._task)
 
 

@@ -61,7 +61,7 @@ class Blocks:
             ReaderError: if ``batch_size`` is below 1, or if the buffer of a shuffle does not hold four blocks.
         """
         if batch_size < 1:
-            raise ReaderError("batch_size is at least 1")
+            raise ReaderError("batch_size must be at least 1")
         self._source, self._batch, self._shuffle, self._seed, self._drop = source, batch_size, shuffle, seed, drop_last
         size = max(1, source.sample_bytes)
         self.buffer_bytes = parse_bytes(buffer) if isinstance(buffer, str) else buffer
@@ -99,7 +99,9 @@ class Blocks:
         try:
             for number, batch in enumerate(self._batches(start), start=start):
                 if mine != self._iteration:
-                    raise ReaderError("these blocks are iterated a second time before the first was over: make two of them")
+                    raise ReaderError(
+                        "these blocks are iterated again before the first iteration is over: create a Blocks for each"
+                    )
                 self._given = number + 1
                 yield batch
         finally:

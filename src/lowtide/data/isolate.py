@@ -48,7 +48,7 @@ class Isolated:
         if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "read") or self._positioned):
             raise ReaderError(
                 f"{type(dataset).__name__} can only be iterated, and its position cannot be saved (no state_dict"
-                "): another process could not go on where one stopped; use lowtide.data.Blocks, or a map-style data set"
+                "), so that a fresh process could not resume it: use lowtide.data.Blocks, or a map-style data set"
             )
         self._dataset, self.memory_bytes = dataset, memory_bytes
         self._state: Mapping[str, Any] | None = None
@@ -145,7 +145,7 @@ class Isolated:
         try:
             while True:
                 if mine != self._iteration:
-                    raise ReaderError("this data set is iterated a second time before the first was over: isolate it twice")
+                    raise ReaderError("this data set is iterated again before the first iteration is over: isolate it twice")
                 with self._lock:
                     ahead.go_on()
                 if not ahead.read:
@@ -182,7 +182,9 @@ class _Ahead:
                 if not self._line.died():
                     raise
                 if self._died >= TRIES:
-                    raise ReaderError(f"the process that reads died {TRIES} times of the same item") from None
+                    raise ReaderError(
+                        f"the reading process died {TRIES} times at the same item: check that there is memory for it"
+                    ) from None
                 self._begun = False
             if self.read:
                 return

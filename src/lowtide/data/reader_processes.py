@@ -101,7 +101,7 @@ class _Process:
         error, text = value
         if error is None:
             raise ReaderError(f"the data set failed:\n{text}")
-        error.add_note(f"In the process that reads:\n{text}")
+        error.add_note(f"In the reading process:\n{text}")
         raise error
 
     def drop(self) -> None:
@@ -174,7 +174,7 @@ class Readers:
                 fresh.close()
             else:
                 return fresh
-        raise ReaderError(f"{TRIES} processes that were to read died before they had the data: is there memory for them?")
+        raise ReaderError(f"{TRIES} reading processes died before they received the data: check that there is memory for it")
 
     def ask_once(self, name: str, *arguments: Any) -> Any:
         """Send a request and wait for the answer; if the process dies before it answers, ask the next one.
@@ -196,7 +196,9 @@ class Readers:
             if self.grown():
                 self.replace()
             return value
-        raise ReaderError(f"the process that reads died {TRIES} times of {name}{arguments}: is there memory for one read?")
+        raise ReaderError(
+            f"the reading process died {TRIES} times in {name}{arguments}: check that there is memory for one read"
+        )
 
     def died(self) -> bool:
         """Switch to another process if this one has exited; if not, the EOFError or OSError is the data set's own."""
@@ -226,16 +228,16 @@ class Readers:
         before, self.now = self.now, self._next(state)
         if self._soon == AGAIN and self.now.unique <= self._bound:
             warnings.warn(
-                f"the process that reads is replaced after every {before.items} items or so: from "
-                f"{format_bytes(self.now.unique)} it grows past the {format_bytes(self._bound)} it may take: "
-                "give isolate more memory",
+                f"the reading process is replaced about every {before.items} items: it grows from "
+                f"{format_bytes(self.now.unique)} past its limit of {format_bytes(self._bound)}: "
+                "raise isolate(..., memory=...)",
                 RuntimeWarning,
                 stacklevel=2,
             )
         if self.now.unique > self._bound:
             raise ReaderError(
-                f"a process that has read nothing yet takes {format_bytes(self.now.unique)}, more than the "
-                f"{format_bytes(self._bound)} it may: give isolate(..., memory=...) more"
+                f"a reading process takes {format_bytes(self.now.unique)} before it reads anything, more than its limit of "
+                f"{format_bytes(self._bound)}: raise isolate(..., memory=...)"
             )
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ def within(start: int, stop: int, length: int) -> None:
         IndexError: if it does not; names the slice.
     """
     if not 0 <= start <= stop <= length:
-        raise IndexError(f"samples {start} to {stop} of {length}")
+        raise IndexError(f"samples {start} to {stop} are out of range: there are {length}")
 
 
 def fill(room: Any, samples: Any) -> None:

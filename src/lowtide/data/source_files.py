@@ -133,7 +133,7 @@ class Npy(_File):
         while view:
             got = os.preadv(opened.file, (view,), offset)
             if not got:
-                raise ReaderError(f"{self._path}: ends at byte {offset}, before its last sample")
+                raise ReaderError(f"{self._path}: truncated at byte {offset}, before its last sample")
             view, offset = view[got:], offset + got
 
 
@@ -243,7 +243,7 @@ class Parquet(_File):
                 arrays = [a.astype(self._dtype) for a in arrays]
             if len({a.dtype for a in arrays}) > 1:
                 raise ReaderError(
-                    f"{self._path}: columns of several types ({', '.join(str(a.dtype) for a in arrays)}): give dtype="
+                    f"{self._path}: the columns have different types ({', '.join(str(a.dtype) for a in arrays)}): give dtype="
                 )
             self._kept = kept = number, arrays[0] if self._flat else np.stack(arrays, axis=1)
         return kept[1]
@@ -285,15 +285,15 @@ def _column(column: Any, where: str) -> Array:
     if isinstance(column, pa.ChunkedArray):
         column = pa.concat_arrays(column.chunks) if column.num_chunks != 1 else column.chunk(0)
     if column.null_count:
-        raise ReaderError(f"{where}: {column.null_count} values of a row group are missing (null): fill them in first")
+        raise ReaderError(f"{where}: {column.null_count} values of a row group are missing (null); fill them in first")
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type) or pa.types.is_fixed_size_list(column.type):
         lengths = pc.unique(pc.list_value_length(column)).to_pylist()
         if len(lengths) > 1:
-            raise ReaderError(f"{where}: lists of several lengths ({min(lengths)} to {max(lengths)}): one is needed")
+            raise ReaderError(f"{where}: the lists differ in length ({min(lengths)} to {max(lengths)}): pad or cut them")
         return _column(column.flatten(), where).reshape(len(column), -1)
     made = np.asarray(column.to_numpy(zero_copy_only=False))
     if made.dtype.kind not in "biuf":
-        raise ReaderError(f"{where} holds {column.type}, no numbers")
+        raise ReaderError(f"{where} holds {column.type}, not numbers")
     return made
 
 

@@ -36,20 +36,22 @@ def open_source(path: str | os.PathLike[str], name: str | Sequence[str] | None =
     }  # fmt: skip
     kind = kinds.get(file.suffix.lower()) or (Zarr if file.is_dir() else None)
     if kind is None:
-        raise ReaderError(f"{file}: the format cannot be told from its name: .npy, .h5, .hdf5, .zarr, .parquet are known")
+        raise ReaderError(f"{file}: unknown file format: the name must end in .npy, .h5, .hdf5, .zarr, .parquet or .pq")
     if kind is Npy and name is not None:
-        raise ReaderError(f"{file}: a .npy file holds one array, without a name")
+        raise ReaderError(f"{file}: a .npy file holds one array, without a name: leave out the name")
     if kind in {Hdf5, Parquet} and name is None:
-        raise ReaderError(f"{file}: say which {'data set' if kind is Hdf5 else 'column'}: {', '.join(names(file, kind))}")
+        raise ReaderError(
+            f"{file}: name the {'data set' if kind is Hdf5 else 'column'} to read: {', '.join(names(file, kind))}"
+        )
     try:
         wanted = None if dtype is None else np.dtype(dtype)
     except TypeError:
-        raise ReaderError(f"dtype {dtype!r} is none that NumPy knows: float32, for example") from None
+        raise ReaderError(f"unknown dtype {dtype!r}: give one that NumPy knows, such as float32") from None
     found = kind(file, name, wanted)
     try:
         len(found)  # opens the file, so that an error is raised here and not by the first read
     except (AttributeError, IndexError):
-        raise ReaderError(f"{file}: what {name or 'it'} names is no array with samples along its first dimension") from None
+        raise ReaderError(f"{file}: {name or 'it'} is not an array with samples along its first dimension") from None
     return found  # type: ignore[no-any-return]
 
 
@@ -67,7 +69,7 @@ class Arrays:
         """
         lengths = {len(s) for s in sources}
         if len(lengths) != 1:
-            raise ReaderError(f"sources have {sorted(lengths)} samples: one and the same number is needed")
+            raise ReaderError(f"the sources have {sorted(lengths)} samples: all must have the same number")
         self._sources = sources
 
     def __len__(self) -> int:

@@ -79,7 +79,7 @@ def fence_of(settings: GuardSettings, generation: int) -> Fence:
         if found is not None:
             return found
         if settings.enforce == "cgroup":
-            raise UsageError("--enforce cgroup: this machine lets us make no cgroup; use --enforce watch or rlimit")
+            raise UsageError("--enforce cgroup: cannot create a cgroup on this machine; use --enforce watch or rlimit")
     return Watching()
 
 
@@ -103,13 +103,13 @@ class RunKeeper:
             UsageError: if the cap cannot be enforced as asked.
         """
         if self._settings.done_file is not None and self._settings.done_file.exists():
-            return self._outcome(0, f"all done before: {self._settings.done_file} is there")
+            return self._outcome(0, f"already done: {self._settings.done_file} exists")
         with adopting(), self._listening():
             failures, idle = 0, 0
             while True:
                 wait = 0.0 if not failures else min(BACK_OFF_SECONDS[0] * 2 ** (failures - 1), BACK_OFF_SECONDS[1])
                 if wait:
-                    self._say(f"starting again in {wait:.0f} s")
+                    self._say(f"restarting in {wait:.0f} s")
                     self._sleep(wait)
                     if self._signals:
                         return self._outcome(128 + self._signals[0], "stopped between two processes")
@@ -128,7 +128,7 @@ class RunKeeper:
                     told = f"{found.cause.value}, {failures} times in a row without a new checkpoint: {_remedy(found)}"
                     return self._outcome(1, told)
                 if idle > self._settings.restarts:
-                    return self._outcome(1, "a fresh process is near the cap at its first safe point: give it more memory")
+                    return self._outcome(1, "a fresh process is near the cap at its first safe point: raise --memory")
 
     def _after(self, found: Generation) -> tuple[int, str] | None:
         """The exit code and the reason if the run is over; None if it continues."""
@@ -206,7 +206,7 @@ class RunKeeper:
                     watched.asked = reason
                     self._say(f"asked to stop at its next safe point: {reason}")
             if self._settings.cap_bytes is not None and watched.crossed():
-                self._say("over the cap: ended")
+                self._say("over the cap: killed")
             if len(self._signals) > handled:
                 self._passed(watched, self._signals[handled], times=handled + 1)
                 asked_at = asked_at or time.monotonic()
@@ -224,17 +224,17 @@ class RunKeeper:
         name = signal.Signals(number).name
         if times > 2:
             watched.ours = Cause.PATIENCE
-            self._say(f"{name} a third time: ended")
+            self._say(f"{name} a third time: killed")
             watched.process.kill()
         elif times > 1:
             watched.process.pass_on(signal.SIGTERM)
-            self._say(f"{name} again: SIGTERM (a third time ends it at once)")
+            self._say(f"{name} again: sent SIGTERM (a third signal kills it)")
         elif watched.process.ask():
             watched.asked = watched.asked or name
-            self._say(f"{name}: it saves at its next safe point and stops (once more: SIGTERM)")
+            self._say(f"{name}: it saves and stops at its next safe point (a second signal sends SIGTERM)")
         else:
             watched.process.pass_on(number)
-            self._say(f"{name} passed on")
+            self._say(f"{name} forwarded")
 
     # --- signals ------------------------------------------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ class RunKeeper:
                 getattr(listener, what)(value)
             except Exception as error:
                 self._listeners.remove(listener)
-                self._say(f"{type(listener).__name__.lower()} is told no more: {type(error).__name__}: {error}")
+                self._say(f"{type(listener).__name__.lower()} failed and is dropped: {type(error).__name__}: {error}")
 
 
 @final
@@ -391,8 +391,8 @@ def _risen(now: int | None, before: int | None) -> int | None:
 def _remedy(found: Generation) -> str:
     """Advice for a failure that a fresh process did not fix."""
     if not (found.steps or found.points):
-        return "it needs more than the cap to begin: give it more --memory"
-    return "give it more --memory, or have it save more often"
+        return "it needs more than the cap to start: raise --memory"
+    return "raise --memory, or save more often"
 
 
 def _shell(code: int) -> int:

@@ -36,14 +36,14 @@ def read_json(path: Path, what: str) -> Any:
     try:
         text = path.read_bytes()
         if not text.strip():
-            raise GraphError(f"{path} is empty: it is no {what}")
+            raise GraphError(f"{path} is empty, and not a {what}")
         return msgspec.json.decode(text)
     except OSError as error:
         raise GraphError(f"cannot read the {what} {path}: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise GraphError(f"{path} is not JSON: {error}") from None
     except RecursionError:
-        raise GraphError(f"{path} is no {what}: its JSON is nested too deeply") from None
+        raise GraphError(f"{path} is not a {what}: its JSON is nested too deeply") from None
 
 
 def from_json(data: object, *, source: str = "graph") -> Graph:
@@ -66,13 +66,13 @@ class _Reader:
 
     def graph(self, data: object) -> Graph:
         if not isinstance(data, Mapping) or not isinstance(data.get("nodes"), list):
-            raise self.fail('no node-link graph: it needs {"nodes": [...], "links": [...]}')
+            raise self.fail('not a node-link graph: it needs {"nodes": [...], "links": [...]}')
         raw: list[Any] = data["nodes"]
         links = data.get("links", data.get("edges", []))
         if not isinstance(links, list):
             raise self.fail('"links" must be a list')
         if not raw:
-            raise self.fail("it has no nodes: there is nothing to plan")
+            raise self.fail("the graph has no nodes: there is nothing to plan")
         index = self._index(raw)
         parents = self._parents(links, index)
         nodes = [self._node(entry, index, parents) for entry in raw]
@@ -92,7 +92,7 @@ class _Reader:
                 raise self.fail(f'node number {i} has no "id"')
             name = entry["id"]
             if isinstance(name, bool) or not isinstance(name, int | str):
-                raise self.fail(f"the id of node number {i} must be a number or a text")
+                raise self.fail(f"the id of node number {i} must be a number or a string")
             if name in index:
                 raise self.fail(f"two nodes have the id {name!r}")
             index[name] = i
@@ -130,7 +130,7 @@ class _Reader:
             if value < 0:
                 raise self.fail(f'node {name!r}: "{key}" is below zero')
             if value >= LARGEST_BYTES:
-                told = value if isinstance(value, float) or value.bit_length() < TOLD_BITS else "a number of many digits"
+                told = value if isinstance(value, float) or value.bit_length() < TOLD_BITS else "a number with many digits"
                 raise self.fail(f'node {name!r}: "{key}" is {told}, more than any machine has')
             return int(value)
 
@@ -177,28 +177,28 @@ class _Reader:
             if node.made_with is not None:
                 leader = nodes[node.made_with]
                 if leader.made_with is not None or leader.resident:
-                    raise self.fail(f'node {node.id!r}: "made_with" must name an operator, {leader.id!r} is none')
+                    raise self.fail(f'node {node.id!r}: "made_with" must name an operator, but {leader.id!r} is not one')
                 if node.parents or node.seconds or node.resident or node.workspace_bytes or node.state_bytes:
                     raise self.fail(
-                        f"node {node.id!r} is made with {leader.id!r}: parents, seconds and workspace belong there"
+                        f"node {node.id!r} is made with {leader.id!r}: give parents, seconds and workspace there"
                     )
             if node.view_of is not None and node.bytes:
                 raise self.fail(f"node {node.id!r} is a view: it has no bytes of its own")
             if node.resident and node.parents:
                 raise self.fail(f"node {node.id!r} is resident: it is never computed, so it has no parents")
             if node.held_until is not None and nodes[node.held_until].resident:
-                raise self.fail(f'node {node.id!r}: "held_until" must name what runs, and that is resident')
+                raise self.fail(f'node {node.id!r}: "held_until" must name an operator, not a resident node')
             if node.held_until is not None and node.resident:
-                raise self.fail(f'node {node.id!r} is resident: it is always there, so "held_until" says nothing')
+                raise self.fail(f'node {node.id!r} is resident and never freed: leave out "held_until"')
             if node.overwrites is not None:
                 old = nodes[node.overwrites]
                 other = over.setdefault(node.overwrites, node)
                 if other is not node:
-                    raise self.fail(f"nodes {other.id!r} and {node.id!r} both overwrite {old.id!r}: only one can")
+                    raise self.fail(f"nodes {other.id!r} and {node.id!r} both overwrite {old.id!r}: only one may")
                 if old.bytes != node.bytes or old.view_of is not None or old.resident:
                     raise self.fail(
-                        f"node {node.id!r} cannot overwrite {old.id!r}: that takes one storage of the same bytes, "
-                        "neither a view nor resident"
+                        f"node {node.id!r} cannot overwrite {old.id!r}: both must be storages of the same size, "
+                        "neither views nor resident"
                     )
         if sum(n.bytes + n.workspace_bytes + n.state_bytes for n in nodes) >= LARGEST_BYTES:
             raise self.fail("all nodes together are more bytes than any machine has")
@@ -247,7 +247,7 @@ class _Reader:
                     heapq.heappush(ready, (place[c], c))
         stuck = [n.id for v, n in enumerate(nodes) if waiting[v]]
         if stuck:
-            raise self.fail(f"it has a cycle, through node {stuck[0]!r}")
+            raise self.fail(f"the graph has a cycle, through node {stuck[0]!r}")
         return _together(found + [v for v, n in enumerate(nodes) if n.made_with is not None], nodes)
 
     def _offload(self, data: object) -> Offload | None:
@@ -259,7 +259,7 @@ class _Reader:
             raise self.fail(f'"graph.offload": {error}') from None
         speeds = (found.write_bytes_per_second, found.read_bytes_per_second)
         if not all(math.isfinite(s) and s >= 1 for s in speeds) or (found.host_bytes or 0) < 0:
-            raise self.fail('"graph.offload": speeds must be a byte a second or more, and "host_bytes" not below zero')
+            raise self.fail('"graph.offload": speeds must be at least one byte per second, and "host_bytes" not below zero')
         return Offload(
             write_bytes_per_second=speeds[0],
             read_bytes_per_second=speeds[1],

@@ -126,11 +126,11 @@ class _Game:
             raise self.wrong(t, move, "it may not run again")
         for p in self.graph.reads[v]:
             if p not in self.board and not self.graph.nodes[p].resident:
-                raise self.wrong(t, move, f"{self.graph.nodes[p].id!r} is not on the board")
+                raise self.wrong(t, move, f"{self.graph.nodes[p].id!r} is not in memory")
             self.clock = max(self.clock, self.ready.get(p, 0.0))
         made = (v, *self.graph.members[v])
         if any(u in self.board for u in made):
-            raise self.wrong(t, move, "its value is on the board already: free it first")
+            raise self.wrong(t, move, "its value is already in memory: free it first")
         if move.act is Act.UPDATE:
             if not self.graph.olds[v]:
                 raise self.wrong(t, move, "it overwrites nothing")
@@ -150,7 +150,7 @@ class _Game:
     def leave(self, t: int, move: Move, v: int) -> None:
         node = self.graph.nodes[v]
         if v not in self.board:
-            raise self.wrong(t, move, f"{node.id!r} is not on the board")
+            raise self.wrong(t, move, f"{node.id!r} is not in memory")
         until = node.held_until
         if until is not None and not self.runs[self.graph.leader(until)] and self.graph.leader(until) != move.node:
             raise self.wrong(t, move, f"{node.id!r} is held until {self.graph.nodes[until].id!r} has run")
@@ -165,15 +165,15 @@ class _Game:
 
     def board2(self, t: int, move: Move) -> Offload:
         if self.graph.offload is None or not self.graph.nodes[move.node].move or self.graph.nodes[move.node].resident:
-            raise self.wrong(t, move, "it may not go to the second board")
+            raise self.wrong(t, move, "it may not be offloaded")
         return self.graph.offload
 
     def offload(self, t: int, move: Move) -> None:
         board2, v = self.board2(t, move), move.node
         if v not in self.board:
-            raise self.wrong(t, move, "it is not on the board")
+            raise self.wrong(t, move, "it is not in memory")
         if v in self.written:
-            raise self.wrong(t, move, "it is on the second board already")
+            raise self.wrong(t, move, "it is already offloaded")
         size = self.graph.nodes[v].bytes
         start = max(self.clock, self.out_free, self.ready.get(v, 0.0))
         self.written[v] = self.out_free = start + size / board2.write_bytes_per_second
@@ -182,15 +182,15 @@ class _Game:
         self.moved += size
         self.host_live += size
         if board2.host_bytes is not None and self.host_live > board2.host_bytes:
-            raise self.wrong(t, move, f"the second board would hold {self.host_live} bytes, above its {board2.host_bytes}")
+            raise self.wrong(t, move, f"{self.host_live} bytes would be offloaded, above the limit of {board2.host_bytes}")
         self.bytes_at[t] = self.live
 
     def fetch(self, t: int, move: Move) -> None:
         board2, v = self.board2(t, move), move.node
         if v not in self.written:
-            raise self.wrong(t, move, "it is not on the second board")
+            raise self.wrong(t, move, "it is not offloaded")
         if v in self.board:
-            raise self.wrong(t, move, "it is on the board already")
+            raise self.wrong(t, move, "it is already in memory")
         size = self.graph.nodes[v].bytes
         start = max(self.clock, self.in_free, self.written[v])
         self.ready[v] = self.in_free = start + size / board2.read_bytes_per_second
@@ -205,7 +205,7 @@ class _Game:
             if not node.resident and node.made_with is None and not self.runs[v]:
                 raise StructureError(f"{node.id!r} is never computed")
             if node.keep and not node.resident and v not in self.board:
-                raise StructureError(f"{node.id!r} must be on the board at the end")
+                raise StructureError(f"{node.id!r} must be in memory at the end")
         self.clock = max(self.clock, *(self.ready.get(v, 0.0) for v in self.board), 0.0)
         return Timeline(
             bytes_at=self.bytes_at,

@@ -140,7 +140,7 @@ def from_json(graph: Graph, data: object) -> Schedule:
         GraphError: names the first entry that is not a move of this graph.
     """
     if not isinstance(data, list):
-        raise GraphError("a schedule is a list of [action, node]")
+        raise GraphError("a schedule must be a list of [action, node] pairs")
     index = {n.id: v for v, n in enumerate(graph.nodes)}
     known = {a.value for a in Act}
     moves = []
@@ -149,5 +149,5 @@ def from_json(graph: Graph, data: object) -> Schedule:
             case [str(act), int() | str() as name] if act in known and name in index:
                 moves.append(Move(Act(act), index[name]))
             case _:
-                raise GraphError(f"entry {i} of the schedule, {entry!r}, is no [action, node] of this graph")
+                raise GraphError(f"entry {i} of the schedule, {entry!r}, is not an [action, node] pair of this graph")
     return tuple(moves)

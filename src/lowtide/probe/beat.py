@@ -122,7 +122,7 @@ class Teller:
             except OSError as error:
                 self._mute = True
                 trouble = f"{why(error)} at {path}: {ROOM_FOR_TEMPORARY_FILES}"
-                say(f"lowtide: the guard sees no steps of this process: {trouble}; training goes on")
+                say(f"lowtide: the guard cannot see the steps of this process: {trouble}; training goes on")
         if self._map is not None:
             _LAYOUT.pack_into(self._map, 0, *self.beat)
         elif changed.get("stopped"):  # an empty file needs no disk space

@@ -184,7 +184,7 @@ class Sampler:
                     with contextlib.suppress(OSError):
                         os.ftruncate(self._file, 0)
                 trouble = f"{why(error)} in {self._task['folder']}: {ROOM_FOR_TEMPORARY_FILES}"
-                tell(f"lowtide: memory is sampled no more: {trouble}; training goes on")
+                tell(f"lowtide: memory sampling stops: {trouble}; training goes on")
 
     def _row(self, kind: MarkSource) -> None:
         if self._silent:

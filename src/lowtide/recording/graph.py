@@ -58,7 +58,7 @@ def graph_of(step: RecordedStep, *, offload: Offload | None = None, let_go: Coll
         RecordingError: if the recording's format does not say when backward asks for saved tensors.
     """
     if step.file_format < FIRST_WITH_NEEDS:
-        raise RecordingError("the recording is of an older version, which did not note all that a plan needs: record anew")
+        raise RecordingError("the recording was made by an older version and lacks what a plan needs: record again")
     return _Builder(step, let_go).graph(offload)
 
 

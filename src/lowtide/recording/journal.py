@@ -125,7 +125,7 @@ class Journal:
         """Whether the file still has its full size, so that the whole mapping may be touched; stops the journal if not."""
         if os.fstat(self._file).st_size >= self._size:
             return True
-        self._stop(OSError(errno.EIO, "somebody has cut the file short"))
+        self._stop(OSError(errno.EIO, "another process truncated the file"))
         return False
 
     def _stop(self, error: OSError) -> None:

@@ -65,18 +65,20 @@ def read(file: str | os.PathLike[str]) -> Recording:
     if not path.is_file():
         raise RecordingError(f"no such recording: {path}")
     if path.stat().st_size == 0:
-        raise RecordingError(f"{path} is empty: record anew with `lowtide record -o {path} SCRIPT`")
+        raise RecordingError(f"{path} is empty: record again with `lowtide record -o {path} SCRIPT`")
     if zipfile.is_zipfile(path):
-        raise RecordingError(f"{path} holds recordings at several sizes: ask `lowtide predict {path} --set NAME=VALUE`")
+        raise RecordingError(f"{path} holds recordings at several sizes: use `lowtide predict {path} --set NAME=VALUE`")
     try:
         base = sqlite3.connect(f"file:{path.resolve()}?mode=ro", uri=True)
         try:
             (application,) = base.execute("PRAGMA application_id").fetchone()
             if application != APPLICATION:
-                raise RecordingError(f"{path} is not a recording of Lowtide")
+                raise RecordingError(f"{path} is not a Lowtide recording")
             meta = {key: json.loads(value) for key, value in base.execute("SELECT key, value FROM meta")}
             if meta.get("format", 0) > FORMAT:
-                raise RecordingError(f"{path} has format {meta['format']}, this Lowtide reads up to {FORMAT}: update Lowtide")
+                raise RecordingError(
+                    f"{path} has format {meta['format']}, but this Lowtide reads up to format {FORMAT}: update Lowtide"
+                )
             names = [text for (text,) in base.execute("SELECT text FROM names ORDER BY id")]
             steps = _steps(base)
             process = tuple(_process(base))
@@ -87,7 +89,7 @@ def read(file: str | os.PathLike[str]) -> Recording:
         _check_meta(meta)
         _check(names, steps)
     except (sqlite3.Error, zlib.error, ValueError, TypeError, OverflowError) as error:
-        raise RecordingError(f"{path} is damaged or no recording of Lowtide: {' '.join(str(error).split())}") from None
+        raise RecordingError(f"{path} is damaged or not a Lowtide recording: {' '.join(str(error).split())}") from None
     if tail_path(path).is_file() and names_path(path).is_file():
         last = _tail(tail_path(path), len(names))
         if last is not None:
@@ -121,12 +123,12 @@ def _check(names: Sequence[str], steps: Iterable[StepRow]) -> None:
         ValueError: if not.
     """
     if not all(isinstance(name, str) for name in names):
-        raise ValueError("a name is no text")
+        raise ValueError("a name is not a string")
     for row in steps:
         if row.entries is not None and _valid_prefix(row.entries, len(names)) < len(row.entries):
-            raise ValueError(f"entries of step {row.step} say what they cannot")
+            raise ValueError(f"step {row.step} has invalid entries")
         if row.carried is not None and not _carried_soundly(row.carried, len(names)):
-            raise ValueError(f"blocks of step {row.step} are what they cannot be")
+            raise ValueError(f"step {row.step} has invalid blocks")
 
 
 def _valid_prefix(entries: NDArray[np.void], names: int) -> int:

@@ -57,7 +57,7 @@ def _check_place(path: Path) -> None:
         RecordingError: if the path is a folder, cannot be read, or holds something else.
     """
     if path.is_dir() or not path.name:
-        raise RecordingError(f"cannot write {path}: it is a folder; name a file in it")
+        raise RecordingError(f"cannot write {path}: it is a folder; give a file in it")
     try:
         with path.open("rb") as file:
             head = file.read(HEADER_BYTES)
@@ -66,7 +66,7 @@ def _check_place(path: Path) -> None:
     except OSError as error:
         raise RecordingError(f"cannot write {path}: {error.strerror}") from None
     if head and int.from_bytes(head[APPLICATION_AT:HEADER_BYTES]) != APPLICATION:
-        raise RecordingError(f"cannot write {path}: it is there already and is no recording; name another file, or remove it")
+        raise RecordingError(f"cannot write {path}: it exists and is not a recording; give another file, or remove it")
 
 
 def _tell_of_set_aside(path: Path) -> None:
@@ -74,7 +74,7 @@ def _tell_of_set_aside(path: Path) -> None:
     for found in path.parent.glob(f".{glob.escape(path.name)}.*"):
         owner = found.name.rpartition(".")[2]
         if owner.isdecimal() and not psutil.pid_exists(int(owner)):
-            tell(f"lowtide: {found} is what was at {path.name} before a recording that was killed: rename it, or remove it")
+            tell(f"lowtide: {found} is the previous {path.name}, set aside by a killed recording: rename it, or remove it")
 
 
 FEW_LOOKS: Final = 30
@@ -176,7 +176,7 @@ class Writer:
             return
         self.stopped = files.why(error)
         self.journal.silent = True
-        remedy = "make room there, or record to another disk" if files.is_full(error) else "record anew"
+        remedy = "make room there, or record to another disk" if files.is_full(error) else "record again"
         tell(f"lowtide: the recording stops: {self.stopped} at {self.path}: {remedy}; training goes on")
 
     def _is_there(self) -> bool:
@@ -277,7 +277,7 @@ class Writer:
         if self._base is None:
             return False
         if self.stopped is None and not self._is_there():
-            self._stop(FileNotFoundError(errno.ENOENT, "It was removed or replaced meanwhile"))
+            self._stop(FileNotFoundError(errno.ENOENT, "the file was removed or replaced"))
         stopped = self.stopped
         said = None if error is None else f"{type(error).__name__}: {error}"[:500]
         self.put_meta({"exit_code": code, "error": said}, last=True)

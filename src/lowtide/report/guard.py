@@ -59,11 +59,11 @@ def panel(live: Live) -> Panel:
     if live.whole_seconds is not None:
         spent = sum(g.overhead_seconds for g in live.done)
         restarts = f", {format_seconds(spent / live.beat.fraction)} of it for restarts" if spent else ""
-        table.add_row("whole run", f"{live.beat.fraction:.0%} done, about {clock(live.whole_seconds)} in all{restarts}")
+        table.add_row("whole run", f"{live.beat.fraction:.0%} done, about {clock(live.whole_seconds)} in total{restarts}")
     if live.reading.device_bytes:
         table.add_row("CUDA", format_bytes(live.reading.device_bytes))
     if live.reading.pressure >= 1:
-        table.add_row("pressure", f"waited for memory {live.reading.pressure:.0f} % of the last 10 s")
+        table.add_row("pressure", f"waited for memory during {live.reading.pressure:.0f} % of the last 10 s")
     return Panel(table, title="lowtide guard", title_align="left", expand=False)
 
 
@@ -172,7 +172,7 @@ def show(outcome: GuardOutcome) -> None:
         "load": lambda g: format_seconds(g.load_seconds) if g.load_seconds else "",
         "steps": lambda g: str(g.steps or g.points or ""),
         "peak": lambda g: format_bytes(g.peak_bytes) if g.peak_bytes else "",
-        "a second": lambda g: "" if g.growth_bytes_per_second is None else f"+{format_bytes(g.growth_bytes_per_second)}",
+        "growth/s": lambda g: "" if g.growth_bytes_per_second is None else f"+{format_bytes(g.growth_bytes_per_second)}",
     }
     done = outcome.generations
     shown = [*done] if len(done) <= 2 * SHOWN else [*done[:SHOWN], None, *done[-SHOWN:]]
@@ -186,15 +186,15 @@ def show(outcome: GuardOutcome) -> None:
     out = console()
     out.print(table)
     fences = {
-        "cgroup": "held by a cgroup",
-        "watch": "held by watching",
-        "rlimit": "held by RLIMIT_DATA, each process",
+        "cgroup": "enforced by a cgroup",
+        "watch": "enforced by watching",
+        "rlimit": "enforced by RLIMIT_DATA, per process",
     }
     share = outcome.overhead_seconds / max(outcome.seconds, 1e-9)
     cap = "no cap" if outcome.fence == "none" else f"cap {format_bytes(outcome.cap_bytes)}, {fences[outcome.fence]}"
     out.print(
-        f"{outcome.text}; {cap}; {clock(outcome.seconds)} in all, "
-        f"{clock(outcome.overhead_seconds)} of it ({share:.0%}) for saving and starting again",
+        f"{outcome.text}; {cap}; {clock(outcome.seconds)} in total, "
+        f"{clock(outcome.overhead_seconds)} of it ({share:.0%}) for saving and restarting",
         soft_wrap=True,
         markup=False,
     )

@@ -113,16 +113,16 @@ class PrometheusTracker(Sparse):
         def gauge(name: str, text: str) -> Any:
             return Gauge(f"lowtide_{name}", text, registry=registry)
 
-        self._memory = gauge("memory_bytes", "What counts against the cap.")
+        self._memory = gauge("memory_bytes", "Memory that counts against the cap.")
         self._unique = gauge("unique_bytes", "Unique set size of all processes.")
-        self._device = gauge("device_bytes", "Taken on CUDA devices.")
+        self._device = gauge("device_bytes", "Memory in use on CUDA devices.")
         self._cap = gauge("cap_bytes", "The cap.")
-        self._growth = gauge("growth_bytes_per_second", "Growth of memory now; NaN where it is too early.")
-        self._left = gauge("seconds_to_cap", "Forecast; NaN where no growth is certain.")
+        self._growth = gauge("growth_bytes_per_second", "Current growth of memory; NaN if it is too early to say.")
+        self._left = gauge("seconds_to_cap", "Forecast of the time to the cap; NaN if no growth is certain.")
         self._generation = gauge("generation", "Processes before this one.")
-        self._steps = gauge("steps", "Of this process.")
-        self._points = gauge("safe_points", "Passed by this process.")
-        self._rate = gauge("steps_per_second", "Of this process; safe points where it marks no steps.")
+        self._steps = gauge("steps", "Steps of this process.")
+        self._points = gauge("safe_points", "Safe points passed by this process.")
+        self._rate = gauge("steps_per_second", "Steps of this process per second; safe points if it marks no steps.")
         self._saves = gauge("saves", "Checkpoints of this process.")
         self._pressure = gauge("pressure_percent", "Share of the last 10 s in which some process waited for memory.")
         self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=registry)
@@ -192,4 +192,4 @@ class TensorBoardTracker(Sparse):
             write()
         except OSError as error:
             self._full = True
-            tell(f"lowtide: TensorBoard's figures stop: {why(error)} in {self._folder}: make room there; training goes on")
+            tell(f"lowtide: TensorBoard output stops: {why(error)} in {self._folder}: make room there; training goes on")

@@ -27,7 +27,7 @@ _WIDTH: Final = 40
 BUCKETS: Final = {
     "python": "Python's arenas",
     "heap_in_use": "heap in use",
-    "heap_free": "heap held free",
+    "heap_free": "free heap",
     "anonymous_maps": "anonymous maps",
     "files": "files",
     "shared": "shared memory",
@@ -38,7 +38,7 @@ BUCKETS: Final = {
 def _longer(run: Run, steps: int) -> str:
     """Advice on how to get more steps out of a process."""
     if run.ended != "itself":
-        return f"give it --steps {steps}"
+        return f"use --steps {steps}"
     what = f"the program ended by itself after {run.steps}"
     return f"{what}: let it run longer{', or shorten a tick (--every)' if run.kind is MarkSource.CLOCK else ''}"
 
@@ -57,21 +57,21 @@ def sentence(study: Study) -> str:
     grows = "grows" if culprit.name in SINGULAR else "grow"
     rate = f"{format_bytes(culprit.trend.rate)} a step ({low} to {high})"
     if verdict.verdict is Verdict.LEAK:
-        return f"leak: {what} {grows} by {rate}, above the {limit} let pass"
+        return f"leak: {what} {grows} by {rate}, above the tolerance of {limit}"
     if verdict.verdict is Verdict.CLEAN:
-        return f"clean: {what} {grows} by {rate}, below the {limit} let pass"
+        return f"clean: {what} {grows} by {rate}, below the tolerance of {limit}"
     if not np.isfinite(culprit.low):
         return f"inconclusive: {verdict.steps} steps are too few to tell; {_longer(study.run, verdict.more_steps)}"
     threshold = threshold_of(culprit.name, study.tolerance_bytes, study.run.children)
-    least = limit if threshold == study.tolerance_bytes else f"{format_bytes(threshold)} a step, from which on that is a leak,"
+    least = limit if threshold == study.tolerance_bytes else f"{format_bytes(threshold)} a step, which would be a leak,"
     if verdict.disagree:
-        why = "but processes of the program disagree"
+        why = "but the processes disagree"
     elif culprit.name == "segments":
-        why = "but they are of all programs on this machine"
+        why = "but all programs on this machine share them"
     elif culprit.low <= threshold:
-        why = f"and {least} lies within"
+        why = f"and {least} lies within that range"
     elif culprit.verdict is Verdict.LEAK and culprit.name in ("maps", "files"):
-        why = "but it is address space, of which far less is touched"
+        why = "but this is address space, most of which is not touched"
     else:
         why = f"above {least.rstrip(',')}, but not steadily"
     if not verdict.more_steps:
@@ -107,7 +107,7 @@ def show(found: LeakFindings) -> None:
         table = Table()
         table.add_column("")
         table.add_column("growth", justify="right")
-        table.add_column("a step", justify="right")
+        table.add_column("per step", justify="right")
         steps = books.last - books.first
         for name, size in books.buckets.items():
             if size or name == "heap_in_use":
@@ -118,7 +118,7 @@ def show(found: LeakFindings) -> None:
         table.add_row("resident", format_bytes(books.resident_bytes), format_bytes(books.resident_bytes / steps), style="bold")
         out.print(table)
         if books.trimmed_bytes > books.resident_bytes / 4 and books.buckets["heap_free"] > books.buckets["heap_in_use"]:
-            out.print(f"  malloc_trim(0) gave {format_bytes(books.trimmed_bytes)} back at the end")
+            out.print(f"  malloc_trim(0) returned {format_bytes(books.trimmed_bytes)} at the end")
     if suspects:
         out.print("what grows with the steps")
         table = Table()
@@ -142,7 +142,7 @@ def _show_parts(parts: Ablation) -> None:
     out.print(f"[bold]by experiment{what}[/]: {escape(parts.text)}")
     table = Table()
     table.add_column("component")
-    for column in ("adds a step", "at least", "at most"):
+    for column in ("added per step", "at least", "at most"):
         table.add_column(column, justify="right")
     for c in parts.contrasts:
         style = "bold red" if c.component == parts.culprit else ""

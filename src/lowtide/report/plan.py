@@ -29,8 +29,8 @@ _POINTS: Final = 4000
 _SAID: Final = {
     Status.OPTIMAL: "[green]optimal[/]: no plan is faster",
     Status.FEASIBLE: "feasible",
-    Status.INFEASIBLE: "[red]infeasible[/]: no plan holds this budget",
-    Status.UNKNOWN: "[red]no plan found[/], and none ruled out",
+    Status.INFEASIBLE: "[red]infeasible[/]: no plan fits this budget",
+    Status.UNKNOWN: "[red]no plan found[/], but none is ruled out",
 }
 
 
@@ -111,35 +111,35 @@ def show_plan(found: PlanReport) -> None:
         table.add_row("budget", format_bytes(answer.budget_bytes), f"{answer.budget_bytes:,} bytes")
     shown = answer.status.has_plan
     if chosen is not None and chosen.names:
-        own = f"they take {format_seconds(chosen.own_seconds)} themselves, not counted below" if chosen.own_seconds > 0 else ""
+        own = f"their own {format_seconds(chosen.own_seconds)} are not counted below" if chosen.own_seconds > 0 else ""
         table.add_row("with optimizations", "\n".join(chosen.names), own)
     if shown:
         table.add_row("peak", format_bytes(timeline.peak_bytes), f"without a plan {format_bytes(answer.given_peak_bytes)}")
         if reserved is not None:
             idle = max(0, reserved - timeline.peak_bytes)
-            table.add_row("reserved", format_bytes(reserved), f"its segments on a device, {format_bytes(idle)} of them idle")
+            table.add_row("reserved", format_bytes(reserved), f"the allocator's segments, {format_bytes(idle)} of them idle")
     else:
         table.add_row("peak without a plan", format_bytes(answer.given_peak_bytes), "")
         if answer.status is Status.UNKNOWN:
             allows = "; --offload SPEED allows offloading, which `lowtide run` does by default"
             moving = "" if graph.offload is not None else allows
             table.add_row("lowest peak found", format_bytes(timeline.peak_bytes), f"--seconds searches longer{moving}")
-    means = "recomputing" if graph.offload is None else "recomputing or offloading"
+    means = "recomputing" if graph.offload is None else "recomputing and offloading"
     meaning = {
-        "stuck": f"no {means} goes below",
-        "instant": f"no {means} goes below: what comes back needs what it is made from",
-        "forced": "no order goes below in which every operator runs once",
-        "cut": "no order goes below in which every operator runs once (minimum cut)",
+        "stuck": f"{means} cannot go below this",
+        "instant": f"{means} cannot go below this: a recomputed value needs its inputs",
+        "forced": "no order that runs every operator once goes below this",
+        "cut": "no order that runs every operator once goes below this (minimum cut)",
     }
     table.add_row(
         "minimum",
         format_bytes(answer.peak_bound.bytes),
-        f"{meaning[answer.peak_bound.method]}, at {escape(name_of(graph, answer.peak_bound.node))}",
+        f"{meaning[answer.peak_bound.method]} (at {escape(name_of(graph, answer.peak_bound.node))})",
     )
     if found.floor_with_moving_bytes is not None:
         table.add_row(
             "minimum with offloading", format_bytes(found.floor_with_moving_bytes),
-            "as `lowtide run` offloads activations, and --offload SPEED here",
+            "with activations offloaded, as by `lowtide run` or --offload SPEED",
         )
     if shown:
         extra, least, base = answer.extra_seconds, answer.time_bound.seconds, graph.base_seconds or 1.0
@@ -173,14 +173,14 @@ def _show_decides(answer: Answer, found: Decides) -> None:
         out.print(f"{format_bytes(found.more_bytes)} more would save about {format_seconds(found.saves_seconds)}")
     if found.dear:
         listed = ", ".join(f"{name_of(graph, v)} ({format_seconds(s)} for {format_bytes(b)})" for v, b, s in found.dear[:3])
-        out.print(f"dearest to bring back: {listed}", markup=False)
+        out.print(f"costliest to restore: {listed}", markup=False)
 
 
 def _show_modules(shares: Sequence[ModuleFigures]) -> None:
     if len(shares) < 2:
         return
     table = Table(title="by module, costliest first", title_justify="left")
-    for head in ("module", "kept", "recomputed", "moved", "extra time"):
+    for head in ("module", "kept", "recomputed", "offloaded", "extra time"):
         table.add_column(head, justify="left" if head == "module" else "right")
     for s in shares[:_ROWS]:
         table.add_row(
@@ -227,8 +227,8 @@ def _show_sets(sets: Sequence[Planned], chosen: Planned | None) -> None:
     """Print what levers would gain: each set's peak and floor, and its extra time within the budget."""
     asked = any(s.answer is not None for s in sets[1:])
     table = Table(title="with memory optimizations (`lowtide run --optimizations list` tries them)", title_justify="left")
-    for head in ("levers", "baseline peak", "floor", *(("extra time",) if asked else ()), "bits"):
-        table.add_column(head, justify="left" if head in ("levers", "bits") else "right")
+    for head in ("optimizations", "baseline peak", "minimum", *(("extra time",) if asked else ()), "bits"):
+        table.add_column(head, justify="left" if head in ("optimizations", "bits") else "right")
     for s in sets:
         name = " +\n".join(s.names) or "none"
         told = (_within(s),) if asked else ()
@@ -238,7 +238,7 @@ def _show_sets(sets: Sequence[Planned], chosen: Planned | None) -> None:
         )
     if asked:
         table.caption = (
-            "extra time is relative to the step without memory optimizations; of their own cost it contains only the second "
+            "extra time is relative to the step without memory optimizations; of their own cost it includes only the second "
             "forward of the loss"
         )
     console().print(table)

@@ -79,7 +79,7 @@ def show_recording(found: Explanation, out: Console | None = None) -> None:
         out.print(
             f"[dim]outside torch's allocator (Python, autograd's graph, LAPACK, MKL): highest "
             f"{format_bytes(found.outside.highest_bytes)} in {found.outside.phase} of step {found.outside.step}, "
-            f"{format_bytes(found.outside.rise_bytes)} above its lowest phase[/]"
+            f"{format_bytes(found.outside.rise_bytes)} above the lowest phase[/]"
         )
     if found.process is not None:
         out.print(_process_line(found.process) if found.rows else _process_table(found.process, found.meta.get("guard")))
@@ -94,7 +94,7 @@ def show_recording(found: Explanation, out: Console | None = None) -> None:
     if found.findings:
         out.print(_findings_block(found))
     if found.meta.get("level") == "phases":
-        out.print("[dim]recorded at --level phases: what the bytes are is recorded at --level ops[/]")
+        out.print("[dim]recorded at --level phases: record at --level ops to see what the bytes are[/]")
 
 
 def _phase_table(steps: Sequence[StepRow], width: int) -> Table:
@@ -104,8 +104,8 @@ def _phase_table(steps: Sequence[StepRow], width: int) -> Table:
     names = [n for n in _ORDER if n in present]
     rows = dict.fromkeys(row.step for row in shown)
     both = width >= _STEP_WIDTH + _PHASE_WIDTH * len(names)
-    what = "end of phase / highest in it" if both else "highest in each"
-    of_all = f", {len(rows)} of {len(steps)} steps: the first ones and the highest" if len(rows) < len(steps) else ""
+    what = "end of phase / highest in phase" if both else "highest in phase"
+    of_all = f", {len(rows)} of {len(steps)} steps: the first and the highest" if len(rows) < len(steps) else ""
     small = max((row.peak_bytes for row in shown), default=0) < MIB
     factor, unit = (KIB, "KiB") if small else (MIB, "MiB")
     table = Table(title=f"phases: {what} ({unit}){of_all}", title_justify="left", header_style="bold", box=SIMPLE_HEAD,
@@ -157,11 +157,11 @@ def _process_table(process: ProcessMemory, guard: Mapping[str, Any] | None) -> G
         table.add_row(*(["..."] if row is None else [cell(row) for cell in told_of.values()]))
     told = Text(f"highest resident {format_bytes(process.highest_bytes)}")
     if process.median_change_bytes is not None:
-        told.append(f"; median change of a {'second' if by_time else 'step'} {format_bytes(process.median_change_bytes)}")
+        told.append(f"; median change per {'second' if by_time else 'step'} {format_bytes(process.median_change_bytes)}")
     if guard is not None:
         many = len(guard["generations"])
         processes = f"{many} process{'es' if many != 1 else ''}"
-        told.append(f"\nguarded: {guard['text']}; {processes}, {format_seconds(guard['seconds'])} in all")
+        told.append(f"\nguarded: {guard['text']}; {processes}, {format_seconds(guard['seconds'])} in total")
     return Group(table, told)
 
 
@@ -184,7 +184,7 @@ def _where(at: PeakReport) -> str:
 
 def _ended_block(ended: PeakReport) -> Group:
     head = Text.from_markup(
-        f"[bold red]ended from outside[/] (killed: no end was written), with {format_bytes(ended.bytes)} live "
+        f"[bold red]killed[/] (the recording has no end), with {format_bytes(ended.bytes)} live "
         f"({escape(_where(ended))})"
     )
     roles = dict(sorted(ended.by_role.items(), key=lambda x: -x[1]))
@@ -197,14 +197,14 @@ def _peak_block(found: Explanation, peak: PeakReport) -> Group:
     if peak.asked_bytes:
         limit = f" of {format_bytes(found.cap_bytes)}" if found.cap_bytes else ""
         head = Text.from_markup(
-            f"[bold red]out of memory[/]: {format_bytes(peak.asked_bytes)} were asked for while {format_bytes(peak.bytes)}"
+            f"[bold red]out of memory[/]: {format_bytes(peak.asked_bytes)} were requested while {format_bytes(peak.bytes)}"
             f"{limit} were live ({escape(where)})"
         )
     else:
         head = Text.from_markup(f"[bold]high-water mark {format_bytes(peak.bytes)}[/] ({escape(where)})")
         if found.higher is not None:
             peaked = format_bytes(found.higher.peak_bytes)
-            head.append(f"\nstep {found.higher.step} peaked at {peaked}; its operators were not kept")
+            head.append(f"\nstep {found.higher.step} peaked at {peaked}; its operators were not recorded")
     roles = dict(sorted(peak.by_role.items(), key=lambda x: -x[1]))
     legend = Table.grid(padding=(0, 2))
     for role, size in roles.items():
@@ -225,12 +225,12 @@ def _peak_block(found: Explanation, peak: PeakReport) -> Group:
 def _findings_block(explained: Explanation) -> Table:
     found, fits = explained.findings, {id(f) for f in explained.fitting}
     saving = next((f.step for f in found if f.saving_bytes), None)
-    of_step = "" if saving is None else f" (savings are of the peak of step {saving})"
+    of_step = "" if saving is None else f" (savings at the peak of step {saving})"
     table = Table(title=f"findings{of_step}", title_justify="left", header_style="bold", show_lines=False)
     table.add_column("saves", justify="right")
     table.add_column("what", overflow="fold")
     for f in found:
-        note = " [green](alone lets it fit)[/]" if id(f) in fits else ""
+        note = " [green](enough on its own)[/]" if id(f) in fits else ""
         table.add_row(format_bytes(f.saving_bytes) if f.saving_bytes else "", escape(f.text) + note)
     return table
 

@@ -97,12 +97,12 @@ def _minimum_rows(study: MinimumStudy) -> list[list[str]]:
     return rows
 
 
-_MINIMUM_HEADS: Final = ("", "peak or budget", "of baseline", "fails at", "a step", "x baseline", "runs")
+_MINIMUM_HEADS: Final = ("", "peak or budget", "of baseline", "fails at", "step time", "x baseline", "runs")
 
 
 def show_minimum(study: MinimumStudy) -> None:
     """Print the smallest budgets, and what they cost in time."""
-    table = new_table("the least memory that works", *_MINIMUM_HEADS)
+    table = new_table("smallest budget that works", *_MINIMUM_HEADS)
     for row in _minimum_rows(study):
         table.add_row(*row)
     out = console()
@@ -125,7 +125,7 @@ def _show_curve(study: MinimumStudy) -> None:
     if not points:
         return
     longest = max(seconds for _, _, seconds in points)
-    table = new_table("time of a step by memory", "", "memory", "a step", "")
+    table = new_table("step time by memory", "", "memory", "step time", "")
     table.columns[-1].justify = "left"
     for name, memory, seconds in points:
         table.add_row(name, format_bytes(memory), time_text(seconds), "█" * round(_BAR * seconds / longest))
@@ -138,15 +138,15 @@ def minimum_page(study: MinimumStudy) -> str:
     least = None if best is None else best.minimum_bytes
     summary = f"baseline peak {format_bytes(plain.peak_bytes)}"
     if least is not None:
-        summary += f"; the least that works is {format_bytes(least)}, {100 * least / plain.peak_bytes:.0f} % of it"
+        summary += f"; the smallest budget that works is {format_bytes(least)}, {100 * least / plain.peak_bytes:.0f} % of it"
     plot = {
-        "title": "Time of a step by memory",
+        "title": "Step time by memory",
         "text": "every run that stayed within its budget, and the baseline run",
         "x": {"kind": "bytes", "label": "memory"},
-        "y": {"kind": "seconds", "label": "a step"},
+        "y": {"kind": "seconds", "label": "step time"},
         "series": [{"name": _title(name), "points": points} for name, points in study.curve],
     }
-    return render("size", [plot], title=f"The least memory for {Path(study.script).name}", summary=summary, plots=[plot],
+    return render("size", [plot], title=f"The smallest budget for {Path(study.script).name}", summary=summary, plots=[plot],
                   head=_MINIMUM_HEADS, rows=_minimum_rows(study))
 
 
@@ -176,7 +176,7 @@ def show_levers(trials: LeverTrials) -> None:
     out, lowest = console(), trials.lowest_plan_bytes
     title = f"memory optimizations, each alone: baseline peak {format_bytes(trials.plain.warm_peak_bytes)}"
     title += "" if lowest is None else f", lowest plan {format_bytes(lowest)}"
-    table = new_table(title, "optimization", "off the baseline peak", "off the lowest plan", "bits")
+    table = new_table(title, "optimization", "lowers the baseline peak by", "lowers the lowest plan by", "bits")
     table.columns[3].justify = "left"
     table.columns[0].no_wrap = True
     for name in trials.runs:
@@ -186,7 +186,7 @@ def show_levers(trials: LeverTrials) -> None:
     for name in trials.runs:
         out.print(f"{name}: {trials.text(name)}", markup=False)
     automatic = " and ".join(x.name for x in LEVERS.values() if x.automatic)
-    out.print(f"{automatic} are used by default where a budget needs them; the others only with --allow NAME", markup=False)
+    out.print(f"{automatic} are used by default if a budget needs them; the others only with --allow NAME", markup=False)
 
 
 def number(x: float) -> str:

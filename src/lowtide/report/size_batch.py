@@ -79,13 +79,13 @@ def batch_page(study: SizeStudy) -> str:
         return [{"name": name, "points": sorted(found), "dash": name.startswith("budget")} for name, found in groups.items()]
 
     plots = [
-        {"title": "Throughput", "text": "median over the steps that are neither cold nor warming up", "x": x, "log": log,
-         "y": {"kind": "number", "label": "samples a second" if per_sample else "steps a second"},
+        {"title": "Throughput", "text": "median over the steps after the warm-up", "x": x, "log": log,
+         "y": {"kind": "number", "label": "samples per second" if per_sample else "steps per second"},
          "series": lines(lambda p: p.rate.median)},
         {"title": "Peak", "text": "of torch's allocator, over all steps", "x": x, "log": log,
          "y": {"kind": "bytes", "label": "peak"}, "series": lines(lambda p: p.peak_bytes)},
     ]
-    summary = "each size in a process of its own"
+    summary = "each size ran in its own process"
     if best is not None and per_sample:
         what = "the smallest with at least 95 % of the highest throughput"
         summary += f"; the knee is at {', '.join(best.values)}, {what}"

@@ -39,7 +39,7 @@ def prediction_json(found: Predictions) -> dict[str, Any]:
 def show_predictions(found: Predictions) -> None:
     """Print what sizes that were not run would take."""
     memory = found.memory_bytes
-    heads = ("peak", "at most", "a step, about", *(["fits"] if memory else []), "where the peak is")
+    heads = ("peak", "at most", "step time (about)", *(["fits"] if memory else []), "operator at the peak")
     table = new_table("predicted, not run", ", ".join(found.degrees), *heads)
     table.columns[-1].justify = "left"
     for p in found.points:
@@ -49,17 +49,19 @@ def show_predictions(found: Predictions) -> None:
     out = console()
     if found.points:
         out.print(table)
-        told = f"of the first {found.steps} steps, if the script runs the same operators at that size"
-        out.print(f"{told}; `lowtide batch` without --predict runs it", markup=False)
+        told = f"for the first {found.steps} steps, if the script runs the same operators at that size"
+        out.print(f"{told}; `lowtide batch` without --predict measures it", markup=False)
     else:
-        out.print("all sizes that were given were recorded: give larger ones to be predicted", markup=False)
+        out.print("all given sizes were recorded: give larger ones to predict", markup=False)
     degrees = ", ".join(f"{name}: degree {degree}" for name, degree in found.degrees.items())
     if not found.aligned:
         out.print("the recordings do not run the same operators: only their peaks could be fitted", markup=False)
     elif found.left_out:
-        out.print(f"{found.left_out} recordings run other operators than the largest (as a size of one does): left out")
+        out.print(
+            f"{found.left_out} recordings were left out: they run other operators than the largest one (as size 1 does)"
+        )
     if found.aligned and not found.checked:
-        out.print(f"{degrees}; no recording was left to check that with: give one more size", markup=False)
+        out.print(f"{degrees}; no recording was left to check that: give one more size", markup=False)
 
 
 def fit_json(answer: Fit) -> dict[str, Any]:
@@ -88,11 +90,11 @@ def show_fit(answer: Fit) -> None:
         out.print(f"fits in {memory}", markup=False)
     elif answer.plan is not None:
         close = "" if answer.plain is False else " (without one it is too close to tell)"
-        out.print(f"fits in {memory} by a plan that takes {answer.plan.extra_fraction:.1%} more time{close}: "
+        out.print(f"fits in {memory} with a plan that takes {answer.plan.extra_fraction:.1%} more time{close}: "
                   f"lowtide run --budget {answer.memory_bytes} ...", markup=False)
     elif answer.plain is None:
-        out.print(f"too close to {memory} to tell: {answer.why_no_plan or 'no plan was found that makes sure'}", markup=False)
+        out.print(f"too close to {memory} to tell: {answer.why_no_plan or 'no plan certainly fits'}", markup=False)
     else:
-        floor = "" if answer.floor_bytes is None else f": no recomputing goes below {format_bytes(answer.floor_bytes)}"
-        moving = " (offloading, which `lowtide run` does too, is not counted)" if floor else ""
+        floor = "" if answer.floor_bytes is None else f": recomputing cannot go below {format_bytes(answer.floor_bytes)}"
+        moving = " (without offloading, which `lowtide run` does too)" if floor else ""
         out.print(f"does not fit in {memory}{floor}{moving}{answer.why_no_plan and f': {answer.why_no_plan}'}", markup=False)

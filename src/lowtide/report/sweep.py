@@ -112,7 +112,7 @@ def show(found: SweepSummary) -> None:
     """Print the summary: which effects are certain, and what is recommended. The table itself goes to standard output."""
     out = console()
     if found.definition.file.repeats > 1:
-        out.print("[dim]means over the repeats; ± is half of their 95 % interval[/]")
+        out.print("[dim]means over the repeats; ± is half of the 95 % confidence interval[/]")
     if found.effects:
         certain = [e for e in found.effects if e.certain]
         out.print("[bold]trends[/]" if certain else "[bold]trends[/]: none is certain")

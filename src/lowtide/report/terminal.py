@@ -51,19 +51,19 @@ def show_outcome(outcome: RunOutcome) -> None:
         told = "with the memory optimizations, without a plan" if engaged else "without Lowtide, as recorded"
         table.add_row("baseline peak", format_bytes(plan.baseline_peak_bytes), told)
         table.add_row("resident", format_bytes(plan.resident_bytes), "parameters, buffers, optimizer states")
-        table.add_row("minimum", format_bytes(plan.bound_peak_bytes), "no recomputing or offloading goes below")
+        table.add_row("minimum", format_bytes(plan.bound_peak_bytes), "recomputing and offloading cannot go below this")
     steps = [s for s in outcome.steps if s.policy != "online"] or list(outcome.steps)
     kinds = {p: sum(1 for s in outcome.steps if s.policy == p) for p in ("online", "planned", "plain")}
     told = ", ".join(f"{n} {p}" for p, n in kinds.items() if n)
     table.add_row("steps", str(len(outcome.steps)), told)
     seconds = statistics.median(s.seconds for s in steps)
-    table.add_row("a step", format_seconds(seconds), "median")
+    table.add_row("step time", format_seconds(seconds), "median")
     recomputed = statistics.median(s.recomputed_ops for s in steps)
     took = statistics.median(s.recompute_seconds for s in steps)
     table.add_row("recomputed", f"{recomputed:.0f} ops", f"{format_seconds(took)} a step")
     waited = statistics.median(s.offload_seconds for s in steps)
     moved = format_bytes(statistics.median(s.offloaded_bytes for s in steps))
-    table.add_row("offloaded", moved, f"{format_seconds(waited)} a step, there and back")
+    table.add_row("offloaded", moved, f"{format_seconds(waited)} a step, both ways")
     if plan is not None and plan.predicted_peak_bytes is not None and plan.extra_seconds is not None:
         planned = [s for s in outcome.steps if s.policy == "planned"]
         measured = planned[-1].peak_bytes if planned else outcome.steps[-1].peak_bytes
@@ -91,9 +91,9 @@ def _add_peaks(table: Table, outcome: RunOutcome) -> None:
         verdict = "[red]over the budget[/]" if outcome.over else "[green]within the budget[/]"
     unset = "none" if outcome.in_force else "[red]not in force[/]"
     share = outcome.share and outcome.budget_bytes
-    of = f"{outcome.share:.0%} of what step {outcome.share_step} adds to what is resident" if share else ""
+    of = f"{outcome.share:.0%} of what step {outcome.share_step} adds to the resident bytes" if share else ""
     table.add_row("budget", format_bytes(outcome.budget_bytes) if outcome.budget_bytes else unset, of)
-    seen = "" if outcome.exact else " (tensors seen only)"
+    seen = "" if outcome.exact else " (only the tensors that Lowtide saw)"
     table.add_row("peak", format_bytes(max(s.peak_bytes for s in outcome.bound or outcome.steps)), verdict + seen)
     if outcome.of_first and outcome.budget_bytes:
         first = format_bytes(outcome.steps[0].peak_bytes)
@@ -113,21 +113,21 @@ def _remark(out: Console, outcome: RunOutcome, reasons: str) -> None:
         highest = max(s.peak_bytes for s in early)
         out.print(
             f"lowtide: the first {outcome.excused} steps, which showed that the budget needs a memory optimization, peaked at "
-            f"{format_bytes(highest)}; from then on it was used"
+            f"{format_bytes(highest)}; the later steps use it"
         )
     if outcome.in_force and over:
         out.print(f"[red]lowtide: the budget was not held in {len(over)} of {len(outcome.bound)} steps[/]")
     for name in outcome.unmet:
-        out.print(f"[red]lowtide: --keep {escape(name)}: no module of that path was called; paths are like blocks.0[/]")
+        out.print(f"[red]lowtide: --keep {escape(name)}: no module with that path was called; paths look like blocks.0[/]")
     if not outcome.in_force:
-        why = reasons or "no backward asked for anything that a forward had saved"
+        why = reasons or "no backward used anything that a forward saved"
         out.print(f"[red]lowtide: the budget was never in force: {why}[/]")
     elif reasons and any(s.index >= SETTLED for s in over):
-        out.print(f"[red]lowtide: what Lowtide does not reach in this script: {reasons}[/]")
+        out.print(f"[red]lowtide: out of Lowtide's reach in this script: {reasons}[/]")
     settled = outcome.steps[SETTLED:]
     online = sum(1 for s in settled if s.policy == "online")
     if outcome.plan is not None and 2 * online > len(settled):
         out.print(
-            f"lowtide: {online} of {len(settled)} later steps followed no plan (other operators or sizes than before): every "
-            "operator of theirs was looked at, which takes time"
+            f"lowtide: {online} of {len(settled)} later steps ran without a plan (their operators or sizes were new): every "
+            "operator in them was inspected, which takes time"
         )

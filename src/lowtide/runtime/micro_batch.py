@@ -100,9 +100,9 @@ class MicroBatched:
             ValueError: if ``reduction`` or ``batch_norm`` is not one of its choices.
         """
         if reduction not in get_args(Reduction):
-            raise ValueError(f"reduction={reduction!r}: the loss is a 'mean' over the samples, or their 'sum'")
+            raise ValueError(f"reduction={reduction!r}: it must be 'mean' or 'sum' (over the samples)")
         if batch_norm not in ("refuse", "warn", "allow"):
-            raise ValueError(f"batch_norm={batch_norm!r}: it is 'refuse', 'warn' or 'allow'")
+            raise ValueError(f"batch_norm={batch_norm!r}: it must be 'refuse', 'warn' or 'allow'")
         self._function, self._modules, self._reduction, self._count = function, modules, reduction, count
         self._batch_norm, self._dim = batch_norm, dim
         self.size: int | None = None
@@ -153,7 +153,7 @@ class MicroBatched:
             del loss  # outside of any `except` block: no frame holds the attempt's tensors any more
             self._undo(before)
             if worst == _OTHERS:
-                raise error or MicroBatchError("another rank failed in its step, and not for want of memory")
+                raise error or MicroBatchError("another rank failed in its step, and not for lack of memory")
             self.failures += 1
             _empty()
             longest = ranks.highest(total)
@@ -241,7 +241,7 @@ class MicroBatched:
             return
         text = (
             f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''} normalise over the batch, or change with each "
-            "forward: in micro-batches gradients differ from the whole batch's"
+            "forward: micro-batches give other gradients than the whole batch"
         )
         if self._batch_norm == "refuse":
             raise MicroBatchError(f"{text}; use group normalisation, eval mode, or batch_norm='warn'")
@@ -328,13 +328,13 @@ def _length(arguments: Sequence[Any], dim: int) -> int:
     lengths = lengths.union(*map(_others, arguments))
     if len(lengths) != 1:
         raise MicroBatchError(
-            f"the batch has {sorted(lengths) or 'no'} lengths along dimension {dim} (-1: what is no tensor, or has no such "
-            "dimension): tensors of one and the same length are needed; "
-            "leave what is not per sample out of the arguments (a closure can hold it)"
+            f"the batch has {sorted(lengths) or 'no'} lengths along dimension {dim} (-1: not a tensor, or no such "
+            "dimension): all tensors must have the same length; "
+            "pass anything that is not per sample by a closure, not as an argument"
         )
     found = int(lengths.pop())
     if found < 1:
-        raise MicroBatchError("the batch is empty, or its tensors have no dimension along which it could be cut")
+        raise MicroBatchError("the batch is empty, or its tensors have no dimension along which to split it")
     return found
 
 

@@ -39,18 +39,18 @@ def check(graph: Graph, solution: object, *, progress: Callable[[int, int], obje
         What is wrong, one sentence per error; empty if everything holds.
     """
     if not is_solution(solution):
-        return ["it is no solution written by `lowtide plan --json`"]
+        return ["it is not a solution written by `lowtide plan --json`"]
     assert isinstance(solution, Mapping)
     curve = solution.get("curve", [])
     if not isinstance(curve, list) or not all(is_solution(p) and type(p.get("budget_bytes")) is int for p in curve):
-        return ["its curve is no list of solutions for budgets"]
+        return ["its curve is not a list of solutions for budgets"]
     wrong = _wrong(graph, solution)
     for done, point in enumerate(curve, 1):
         if progress is not None:
             progress(done, len(curve) + 1)
         whole = {k: v for k, v in solution.items() if k not in _OF_THE_PLAN} | {"strategy": "search"} | point
         foreign = sorted(set(point) - _OF_A_POINT)
-        texts = [f"it says {', '.join(foreign)} of its own"] if foreign else _wrong(graph, whole)
+        texts = [f"a point of a curve may not have {', '.join(foreign)}"] if foreign else _wrong(graph, whole)
         wrong += [f"curve at {point.get('budget_bytes')}: {text}" for text in texts]
     return wrong or _rises(curve)
 
@@ -78,7 +78,7 @@ def _wrong(graph: Graph, solution: Mapping[str, Any]) -> list[str]:
         strange = _strange(solution)
         return strange or Claims(graph, solution).run()
     except UnknownNode as unknown:
-        return [f"it names a node that the graph does not have: {unknown.args[0]!r}"]
+        return [f"it names an unknown node: {unknown.args[0]!r}"]
     except (KeyError, TypeError, ValueError, IndexError, ArithmeticError) as error:
         return [f"it is damaged: {type(error).__name__}: {error}"]
 
@@ -90,14 +90,14 @@ def _strange(solution: Mapping[str, Any]) -> list[str]:
         ("status", solution["status"], [s.value for s in Status]), ("order", solution.get("order"), ["fixed", "free"]),
         ("bound.method", bound.get("method"), _PEAK_METHODS), ("bound.extra_method", bound.get("extra_method"), _TIME_METHODS),
     )
-    wrong = [f"{name} is {found!r}: it is one of {', '.join(known)}" for name, found, known in words if found not in known]
+    wrong = [f"{name} is {found!r}, not one of {', '.join(known)}" for name, found, known in words if found not in known]
     unit, budget = solution.get("rounding_bytes"), solution.get("budget_bytes")
     if type(unit) is not int or unit < 1:
-        wrong.append(f"rounding_bytes is {unit!r}: it is a number of bytes, 1 or more")
+        wrong.append(f"rounding_bytes is {unit!r}, but must be a number of bytes, 1 or more")
     if budget is not None and (type(budget) is not int or budget < 0):
-        wrong.append(f"budget_bytes is {budget!r}: it is a number of bytes, or null")
+        wrong.append(f"budget_bytes is {budget!r}, but must be a number of bytes or null")
     if budget is None and solution["status"] in (Status.INFEASIBLE, Status.UNKNOWN):
-        wrong.append(f"{solution['status']} is claimed, but for no budget")
+        wrong.append(f"{solution['status']} is claimed, but there is no budget")
     if type(bound.get("extra_seconds")) not in (int, float) or bound["extra_seconds"] < 0:
-        wrong.append(f"bound.extra_seconds is {bound.get('extra_seconds')!r}: it is a number of seconds, 0 or more")
+        wrong.append(f"bound.extra_seconds is {bound.get('extra_seconds')!r}, but must be a number of seconds, 0 or more")
     return wrong

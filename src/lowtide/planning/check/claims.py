@@ -51,16 +51,16 @@ class Claims:
         base = math.fsum(n.seconds for n in self.points.graph.nodes if not n.resident)
         self.claim(
             math.isclose(s["base_seconds"], base, rel_tol=SECONDS),
-            f"base_seconds is {s['base_seconds']}, every node once takes {base}",
+            f"base_seconds is {s['base_seconds']}, but running every node once takes {base}",
         )
         self.claim(
             s["given_peak_bytes"] == (given := self.points.given_peak()),
-            f"given_peak_bytes is {s['given_peak_bytes']}, the given order reaches {given}",
+            f"given_peak_bytes is {s['given_peak_bytes']}, but the given order reaches {given}",
         )
         self.peak_bound(s["bound"]["node"], s["bound"]["method"], s["bound"]["peak_bytes"])
         if status in (Status.INFEASIBLE, Status.UNKNOWN):
             told = [key for key in _NONE_WITHOUT_A_PLAN if s.get(key) is not None]
-            self.claim(not told and s["schedule"] == [], f"{status} is claimed, but it says {', '.join(told) or 'a schedule'}")
+            self.claim(not told and s["schedule"] == [], f"{status} is claimed, but it has {', '.join(told) or 'a schedule'}")
         if budget is None:
             self.replay(base)
             if s.get("allocator") is not None:
@@ -91,13 +91,13 @@ class Claims:
         """Check a plan without a budget: the order of the lowest peak, with every operator run once and nothing moved."""
         s = self.solution
         acts = [act for act, _ in s["schedule"]]
-        self.claim(not s["bound"]["extra_seconds"], "a bound on extra seconds is claimed, but for no budget")
+        self.claim(not s["bound"]["extra_seconds"], "a bound on extra seconds is claimed, but there is no budget")
         if s["strategy"] != "search":
-            self.claim(s["status"] != Status.OPTIMAL, "optimal is claimed for a plan that was not searched for")
+            self.claim(s["status"] != Status.OPTIMAL, "optimal is claimed, but the plan was not searched for")
             return
         runs = sum(act in RUNS for act in acts)
-        self.claim(runs == len(self.points.ops), "an operator runs again, but no budget asks for it")
-        self.claim("offload" not in acts, "a value is moved, but no budget asks for it")
+        self.claim(runs == len(self.points.ops), "an operator runs again, but there is no budget")
+        self.claim("offload" not in acts, "a value is offloaded, but there is no budget")
         if s["status"] == Status.OPTIMAL:
             proved = self.points.given_peak() if self.points.fixed else s["bound"]["peak_bytes"]
             self.claim(s["peak_bytes"] <= proved, f"optimal is claimed at {s['peak_bytes']} bytes, but the bound is {proved}")
@@ -105,7 +105,7 @@ class Claims:
     def searched(self, budget: int) -> float | None:
         """Seconds of the cheapest schedule within a budget, by exhaustive search; None if there is none."""
         if sum(1 for n in self.points.graph.nodes if not n.resident) > _MOST_SEARCHED:
-            self.claim(False, "all schedules are said to have been looked at, but the graph is too large for that")
+            self.claim(False, "an exhaustive search is claimed, but the graph is too large for it")
             return None
         return Search(self.points, budget).seconds()
 
@@ -118,9 +118,9 @@ class Claims:
             proved = 0 if node is None else closed(self.points, self.points.index[node])
         else:
             single = self.solution["budget_bytes"] is None
-            self.claim(single, f"bound.method is {method}: that is about running every operator once, but there is a budget")
+            self.claim(single, f"bound.method is {method}, which holds for running every operator once, but there is a budget")
             proved = cut(self.points, node)
-        self.claim(claimed <= proved, f"bound.peak_bytes is {claimed}, its node proves {proved}")
+        self.claim(claimed <= proved, f"bound.peak_bytes is {claimed}, but its node proves {proved}")
 
     def segments(self, budget: int | None) -> None:
         """Play the schedule under torch's caching allocator, on a device that has ``budget`` bytes (None: unlimited)."""
@@ -130,7 +130,7 @@ class Claims:
             self.claim(False, f"the segments of the {self.solution['allocator']} allocator exceed the budget at move {denied}")
             return
         told = self.solution.get("reserved_bytes")
-        self.claim(told == device.peak, f"reserved_bytes is {told}, the schedule reserves {device.peak}")
+        self.claim(told == device.peak, f"reserved_bytes is {told}, but the schedule reserves {device.peak}")
 
     def denied(self, device: Device) -> int | None:
         """Index of the first move at which the device runs out of memory (0 if resident values do not fit); None if none."""
@@ -173,9 +173,9 @@ class Claims:
         board.end()
         firsts = list(dict.fromkeys(v for act, v in moves if act in RUNS))
         self.claim(not self.points.fixed or firsts == self.points.ops, "first runs do not keep the given order")
-        self.claim(board.peak == s["peak_bytes"], f"peak_bytes is {s['peak_bytes']}, the schedule reaches {board.peak}")
+        self.claim(board.peak == s["peak_bytes"], f"peak_bytes is {s['peak_bytes']}, but the schedule reaches {board.peak}")
         close = math.isclose(board.clock, s["seconds"], rel_tol=SECONDS, abs_tol=1e-12)
-        self.claim(close, f"seconds is {s['seconds']}, the schedule takes {board.clock}")
+        self.claim(close, f"seconds is {s['seconds']}, but the schedule takes {board.clock}")
         extra = max(0.0, board.clock / base - 1) if base else 0.0
         waits = board.clock - math.fsum(self.points.graph.nodes[v].seconds * n for v, n in board.runs.items())
         least = SECONDS * (base or 1.0)
@@ -186,12 +186,12 @@ class Claims:
         )
         for key, found, tolerated in figures:
             close = key not in s or math.isclose(found, s[key], rel_tol=TOLERANCE, abs_tol=tolerated)
-            self.claim(close, f"{key} is {s.get(key)}, the schedule's is {found}")
+            self.claim(close, f"{key} is {s.get(key)}, but the schedule's is {found}")
         written = sum(self.points.graph.nodes[v].bytes for act, v in moves if act == "offload")
         for key, bytes_ in (
             ("lowest_peak_bytes", board.peak), ("host_peak_bytes", board.host_peak), ("moved_bytes", written)
         ):
-            self.claim(s[key] == bytes_, f"{key} is {s[key]}, the schedule's is {bytes_}")
+            self.claim(s[key] == bytes_, f"{key} is {s[key]}, but the schedule's is {bytes_}")
         if "decides" in s:
             self.decides(board, s["decides"])
         if "modules" in s:
@@ -200,12 +200,12 @@ class Claims:
     def decides(self, board: Board, told: Mapping[str, Any]) -> None:
         """Check ``decides``: a node at which the peak is reached, and the operators that run again."""
         tight = self.points.index[told["tight_node"]]
-        self.claim(tight in board.highest, f"{told['tight_node']!r} is said to run at the peak, which is not reached there")
+        self.claim(tight in board.highest, f"{told['tight_node']!r} is claimed to run at the peak, but the peak is elsewhere")
         for row in told["dear"]:
             v = self.points.index[row["node"]]
             again = self.points.graph.nodes[v].seconds * (board.runs[v] - 1)
-            self.claim(board.runs[v] > 1, f"{row['node']!r} is said to run again, and does not")
-            self.claim(math.isclose(row["seconds"], again, rel_tol=SECONDS), f"running {row['node']!r} again takes {again} s")
+            self.claim(board.runs[v] > 1, f"{row['node']!r} is claimed to run again, but does not")
+            self.claim(math.isclose(row["seconds"], again, rel_tol=SECONDS), f"rerunning {row['node']!r} takes {again} s")
             made = sum(self.points.graph.nodes[u].bytes for u in self.points.made[v])
             self.claim(row["bytes"] == made, f"{row['node']!r} makes {made} bytes, not {row['bytes']}")
 
@@ -222,11 +222,11 @@ class Claims:
             row["moved_bytes" if v in fetched else "recomputed_bytes" if again else "kept_bytes"] += node.bytes
             row["seconds"] += node.seconds * max(0, board.runs[v] - 1)
         told = {row["module"]: row for row in self.solution["modules"]}
-        self.claim(told.keys() == sums.keys(), "its modules are not those of the graph")
+        self.claim(told.keys() == sums.keys(), "its modules are not the modules of the graph")
         for module in told.keys() & sums.keys():
             for key, value in sums[module].items():
                 close = math.isclose(told[module][key], value, rel_tol=SECONDS, abs_tol=1e-12)
-                self.claim(close, f"{key} of module {module!r} is {told[module][key]}, the schedule's is {value}")
+                self.claim(close, f"{key} of module {module!r} is {told[module][key]}, but the schedule's is {value}")
 
     def extra_bound(self, budget: int, base: float) -> None:
         """Check the bound on extra seconds."""
@@ -235,7 +235,7 @@ class Claims:
         if claimed <= 0:
             return
         if method == "search" and self.points.graph.offload is not None and self.points.graph.offload.overlap:
-            self.claim(False, "all schedules are said to have been looked at, which nobody does where transfers overlap")
+            self.claim(False, "an exhaustive search is claimed, but there is none for transfers that overlap")
             return
         if method == "search":
             found = self.searched(budget)
@@ -245,7 +245,7 @@ class Claims:
         else:
             proved = self.program(budget, base or 1.0, claimed)
         self.claim(
-            claimed <= proved * (1 + TOLERANCE) + 1e-9 * base, f"bound.extra_seconds is {claimed}, by {method} it is {proved}"
+            claimed <= proved * (1 + TOLERANCE) + 1e-9 * base, f"bound.extra_seconds is {claimed}, {method} proves {proved}"
         )
 
     def extra_time(self, budget: int, base: float) -> None:
@@ -272,7 +272,7 @@ class Claims:
             at = [self.points.index[x] for x in told["instants"]]
             follow = all(v in self.points.place for v in at)
             follow = follow and all(a in self.points.around(b)[0] for a, b in itertools.pairwise(at))
-            self.claim(follow, "the bound's instants are no operators that first run one after the other in every schedule")
+            self.claim(follow, "the bound's instants are not operators that first run one after the other in every schedule")
             if not follow:
                 return 0.0
             found.several(at)

@@ -57,7 +57,7 @@ class Board:
         elif act in ("offload", "fetch"):
             self.transfer(t, act, v)
         else:
-            self.claim(False, t, f"{act!r} is no action")
+            self.claim(False, t, f"{act!r} is not an action")
         during = before if act == "free" else self.bytes_now(t, v, act) + inside
         if during > self.peak:
             self.peak, self.highest = during, set()
@@ -77,17 +77,17 @@ class Board:
     def compute(self, t: int, act: str, v: int) -> None:
         """Run an operator."""
         node, made = self.nodes[v], self.points.made[v]
-        self.claim(not node.resident and node.made_with is None, t, f"{node.id!r} is no operator")
+        self.claim(not node.resident and node.made_with is None, t, f"{node.id!r} is not an operator")
         self.claim(node.recompute or not self.runs[v], t, f"{node.id!r} may not run again")
         for p in self.points.needed[v]:
-            self.claim(p in self.board or p in self.resident, t, f"{self.nodes[p].id!r} is not there for {node.id!r}")
+            self.claim(p in self.board or p in self.resident, t, f"{self.nodes[p].id!r} is not in memory for {node.id!r}")
             self.clock = max(self.clock, self.ready.get(p, 0.0))
-        self.claim(not self.board.intersection(made), t, f"{node.id!r} is on the board already")
+        self.claim(not self.board.intersection(made), t, f"{node.id!r} is already in memory")
         if act == "update":
             olds = self.points.overwritten(v)
             self.claim(bool(olds), t, f"{node.id!r} overwrites nothing")
             for old in olds:
-                self.claim(old in self.board, t, f"what {node.id!r} overwrites is not there")
+                self.claim(old in self.board, t, f"the value that {node.id!r} overwrites is not in memory")
                 self.let_go(t, old, by=v)
         self.board.update(made)
         self.runs[v] += 1
@@ -105,13 +105,13 @@ class Board:
     def free(self, t: int, v: int) -> None:
         """Free a value."""
         node = self.nodes[v]
-        self.claim(v in self.board, t, f"{node.id!r} is not on the board")
+        self.claim(v in self.board, t, f"{node.id!r} is not in memory")
         self.let_go(t, v)
 
     def transfer(self, t: int, act: str, v: int) -> None:
         """Offload or fetch a value."""
         node, offload = self.nodes[v], self.points.graph.offload
-        self.claim(offload is not None and node.move and not node.resident, t, f"{node.id!r} may not be moved")
+        self.claim(offload is not None and node.move and not node.resident, t, f"{node.id!r} may not be offloaded")
         if offload is None:
             return
         if act == "offload":
@@ -127,11 +127,11 @@ class Board:
         self.clock = self.clock if offload.overlap else end
         held = sum(self.nodes[u].bytes for u in self.host)
         self.host_peak = max(self.host_peak, held)
-        self.claim(offload.host_bytes is None or held <= offload.host_bytes, t, f"the second board holds {held} bytes")
+        self.claim(offload.host_bytes is None or held <= offload.host_bytes, t, f"{held} offloaded bytes exceed the limit")
 
     def end(self) -> None:
         """Check what must hold after the last move."""
         self.clock = max([self.clock, *(self.ready.get(v, 0.0) for v in self.board)])
         for v, n in enumerate(self.nodes):
             self._claim(n.resident or n.made_with is not None or self.runs[v] > 0, f"{n.id!r} is never computed")
-            self._claim(not n.keep or n.resident or v in self.board, f"{n.id!r} is not there at the end")
+            self._claim(not n.keep or n.resident or v in self.board, f"{n.id!r} is not in memory at the end")

@@ -102,7 +102,7 @@ def revolve(game: Game, slots: int | None = None) -> tuple[int, ...]:
     chain = chain and all(set(game.parents[o]) == ({o - 1} if o else set()) for o in range(n + 1))
     chain = chain and all(set(game.parents[o]) == {o - 1, 2 * n - o} for o in range(n + 1, game.plain))
     if not chain:
-        raise GraphError("revolve plans a chain and its backward, which this graph is not: try --strategy sqrt-n")
+        raise GraphError("revolve plans only a chain and its backward, and this graph is not one: try --strategy sqrt-n")
     row: list[int] = [0]
 
     def forward(first: int, last: int) -> None:

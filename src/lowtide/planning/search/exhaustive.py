@@ -40,7 +40,7 @@ def extreme_order(graph: Graph, *, worst: bool = False) -> tuple[int, ...]:
     """
     ops = [v for v in graph.order if graph.nodes[v].made_with is None and not graph.nodes[v].resident]
     if len(ops) > MOST_FOR_ORDERS:
-        raise GraphError(f"all orders are looked at up to {MOST_FOR_ORDERS} operators, this graph has {len(ops)}")
+        raise GraphError(f"all orders are tried up to {MOST_FOR_ORDERS} operators, but this graph has {len(ops)}")
     leader = {u: v for v in ops for u in (v, *graph.members[v])}
     needs = {v: {leader[p] for p in graph.reads[v] if not graph.nodes[p].resident} for v in ops}
     best: dict[frozenset[int], tuple[int, tuple[int, ...]]] = {frozenset(): (0, ())}
@@ -105,7 +105,7 @@ def search(graph: Graph, budget_bytes: int, *, fixed: bool, deadline: float = ma
         if seconds > best[state]:
             continue
         if time.monotonic() > deadline:
-            raise TimeoutError("not all schedules could be looked at in time")
+            raise TimeoutError("the time limit was reached before all schedules were tried")
         if rules.finished(state):
             return _walk_back(came, state)
         for move, after, cost in rules.moves(state):

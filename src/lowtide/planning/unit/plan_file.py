@@ -105,5 +105,5 @@ def load_plan(path: Path) -> Plan:
     except msgspec.DecodeError as error:
         raise PlanFileError(f"{path} is not a plan written by --save-plan: {error}") from None
     if plan.format != FORMAT:
-        raise PlanFileError(f"{path} has plan format {plan.format}, not {FORMAT}: make it anew with --save-plan")
+        raise PlanFileError(f"{path} has plan format {plan.format}, not {FORMAT}: write a new one with --save-plan")
     return plan

@@ -105,17 +105,17 @@ def check(problem: Problem, decisions: Decisions) -> None:
     for (v, gap), away in decisions.items():
         buffer = problem.trace.buffers[v]
         if buffer.released < 0:
-            raise StructureError(f"value {v} was never saved by autograd: it cannot be away")
+            raise StructureError(f"value {v} was never saved by autograd: it cannot be dropped or offloaded")
         if gap < problem.gap_starts[v]:
             raise StructureError(f"value {v} is held by the script in gap {gap}")
         if away.action is Action.RECOMPUTE and not problem.remakeable[v]:
             raise StructureError(f"value {v} cannot be recomputed: its maker or an ancestor cannot be replayed")
         if away.action is Action.MOVE and not problem.can_move(v):
-            raise StructureError(f"value {v} cannot be moved: no second board, or held until the backward began")
+            raise StructureError(f"value {v} cannot be offloaded: no offload tier, or held until the backward begins")
         if away.action is Action.MOVE and gap > problem.gap_starts[v]:
             first = decisions.get((v, problem.gap_starts[v]))
             if first is None or first.action is not Action.MOVE:
-                raise StructureError(f"value {v} is to be moved in gap {gap}, but was not written in its first one")
+                raise StructureError(f"value {v} cannot be offloaded in gap {gap}: it was not written in its first gap")
 
 
 def closure(problem: Problem, decisions: Decisions) -> tuple[tuple[int, ...], set[int]]:
@@ -254,7 +254,7 @@ class _Play:
                 continue
             born = self.buffers[u].born
             if born < 0 or born not in self.recorded:
-                raise StructureError(f"value {u} is needed again at event {e}, but cannot be made")
+                raise StructureError(f"value {u} is needed again at event {e}, but cannot be recomputed")
             if born in ops:
                 continue
             ops.add(born)

@@ -46,7 +46,7 @@ def evaluation_graph(case: Case) -> Iterator[Finding]:
         return
     yield case.found(
         "evaluation-graph",
-        f"{format_bytes(total)} were saved for a backward that never came "
+        f"{format_bytes(total)} were saved for a backward that never ran "
         f"(first: {unused[0][1].title}{place_of(unused[0][1])}): "
         "evaluate under torch.no_grad()",
         Change(until={i: step.op_at(b.last_read) for i, b in unused} | until_the_next(inputs, step)),
@@ -75,7 +75,7 @@ def _evaluation_that_failed(case: Case) -> Iterator[Finding]:
         return
     yield case.found(
         "evaluation-graph",
-        f"{format_bytes(total)} are saved for a backward by a model that evaluates (first: {unused[0][1].title}"
+        f"a model in eval mode saves {format_bytes(total)} for a backward (first: {unused[0][1].title}"
         f"{place_of(unused[0][1])}): evaluate under torch.no_grad()",
         Change(until={i: step.op_at(b.reads[-1]) for i, b in unused} | until_the_next(inputs, step)),
     )

@@ -42,7 +42,7 @@ def zeroed_gradients(case: Case) -> Iterator[Finding]:
             change.add(b.bytes, step.op_at(added), end)
     yield case.found(
         "zeroed-gradients",
-        f"{format_bytes(total)} of gradients are zeroed and kept through the forward: free them with "
+        f"{format_bytes(total)} of zeroed gradients stay allocated through the forward: free them with "
         "zero_grad(set_to_none=True), torch's default",
         change,
     )
@@ -80,7 +80,7 @@ def held_results(case: Case) -> Iterator[Finding]:
         yield case.found(
             "held-result",
             f"{format_bytes(total)} ({members[0][1].label}{many}) are held by the variable {alone} ({place} after their last "
-            f"use: {way} once it is used",
+            f"use: {way} after that",
             Change(until={i: case.step.op_at(last_use(case.step.blocks[i]))
                           for i in {*(i for i, _ in members), *others.get((root, place), ())}}),
         )
@@ -96,13 +96,13 @@ def double_precision(case: Case) -> Iterator[Finding]:
     unknown = has_lstms(case)
     besides = ""
     if unknown:
-        besides = " (what that saves is not known: LSTMs run by one kernel then, whose workspace may be larger)"
+        besides = " (the saving is unknown: LSTMs then run as one kernel, whose workspace may be larger)"
     elif has_convolutions(case):
-        besides = " (it may save more: convolutions run by other kernels then, which take less)"
+        besides = " (it may save more: convolutions then run other kernels, which take less)"
     yield case.found(
         "float64",
-        f"{format_bytes(total)} at the peak are float64 (first: {first.title}{place_of(first)}): convert to float32 where "
-        f"it enters{besides}",
+        f"{format_bytes(total)} at the peak are float64 (first: {first.title}{place_of(first)}): convert to float32 at "
+        f"the input{besides}",
         None if unknown else in_float32(case),
     )
 
@@ -116,8 +116,8 @@ def graph_kept(case: Case) -> Iterator[Finding]:
         return
     yield case.found(
         "graph-kept",
-        f"{format_bytes(total)} of activations of earlier steps are still held, because something computed from them is "
-        "(a loss that is summed up with its graph, an output in a variable?): keep loss.item(), or what is detached",
+        f"{format_bytes(total)} of activations of earlier steps are still held by something computed from them "
+        "(a loss that is summed with its graph, or an output in a variable?): keep loss.item(), or detached tensors",
         Change(until={i: -1 for i, _ in kept}),
     )
 
@@ -130,8 +130,8 @@ def model_copies(case: Case) -> Iterator[Finding]:
         return
     yield case.found(
         "model-copies",
-        f"{format_bytes(total)} are {copies} more {'copy' if copies == 1 else 'copies'} of the parameters (deepcopy of best "
-        f"models{'' if case.whole else ', or an average of them'}?): keep one state_dict, on disk, or the best values only",
+        f"{copies} more {'copy' if copies == 1 else 'copies'} of the parameters: {format_bytes(total)} (deepcopy of the best "
+        f"model{'' if case.whole else ', average of the weights'}?): keep one state_dict, on disk, or the best values only",
         Change(bytes=dict.fromkeys(members, 0)),
     )
 

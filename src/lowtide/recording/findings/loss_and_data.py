@@ -54,7 +54,7 @@ def loss_block(case: Case) -> Iterator[Finding]:
     yield case.found(
         "loss-block",
         f"the loss holds {format_bytes(total)} at the peak ({parts}): computed in {CHUNKS} chunks, each with its backward, it "
-        "would hold one of them at a time",
+        "would hold one chunk at a time",
         change,
     )
 
@@ -67,7 +67,7 @@ def resident_data(case: Case) -> Iterator[Finding]:
         if step.row.step < 0 and PHASES[step.entries[step.ops[k]]["phase"]] is Phase.DATA and asked > LARGE * case.peak:
             yield case.found(
                 "resident-data",
-                f"{format_bytes(asked)} were asked for in one piece before the first step "
+                f"{format_bytes(asked)} were requested in one allocation before the first step "
                 f"({step.names[step.entries[step.ops[k]]['c']]}): if that is data, load it in slices",
                 Change(inside={int(k): 0}),
             )
@@ -79,8 +79,8 @@ def resident_data(case: Case) -> Iterator[Finding]:
             continue
         yield case.found(
             "resident-data",
-            f"{format_bytes(b.bytes)} ({b.label}) of data lie in memory whole and are read in slices: map the file "
-            "(numpy.memmap, h5py) or load the slices",
+            f"{format_bytes(b.bytes)} of data ({b.label}) are in memory as a whole and read in slices: map the file "
+            "(numpy.memmap, h5py), or load the slices",
             Change(bytes={i: part}),
         )
 
@@ -113,7 +113,7 @@ def smaller_batch(case: Case) -> Iterator[Finding]:
         change = Change(
             bytes={i: step.blocks[i].bytes // part for i in scaled}, inside={k: case.inside(k) // part for k in ops}
         )
-        found = case.found("smaller-batch", f"a batch of 1/{part} would have come past this point", change)
+        found = case.found("smaller-batch", f"a batch of 1/{part} would have fit", change)
         if found.changed_peak_bytes <= case.cap_bytes:
             yield found
             return

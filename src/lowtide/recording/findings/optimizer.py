@@ -46,11 +46,11 @@ def foreach_extra(case: Case) -> Iterator[Finding]:
     if total < NOTABLE * case.peak:
         return
     kinds = {b.name.split(" ")[0] for b in step.blocks if b.role is Role.OPTIMIZER_STATE} or {"SGD"}
-    fused = ", fused=True none" if kinds <= _FUSED else ""
+    fused = ", fused=True takes none" if kinds <= _FUSED else ""
     yield case.found(
         "foreach",
         f"the optimizer's foreach kernels take {format_bytes(total)} of temporaries for all parameters at once: "
-        f"foreach=False takes those of one parameter at a time{fused} (`lowtide run` cuts the update by itself where it must)",
+        f"foreach=False takes them for one parameter at a time{fused} (`lowtide run` slices the update by itself if needed)",
         change,
     )
 

@@ -28,7 +28,7 @@ def second_step(case: Case) -> Iterator[Finding]:
     roles = second.at_peak[second.peak_op] - first.at_peak[op_to_compare(first, second)]
     grown = [f"{Role(r).name.lower()} {format_bytes(int(roles[r]))}" for r in np.argsort(-roles) if roles[r] > NOTABLE * rise]
     yield case.found(
-        "second-step", f"step 1 peaks {format_bytes(rise)} above step 0; more there: {', '.join(grown)}", None
+        "second-step", f"step 1 peaks {format_bytes(rise)} above step 0; what grew: {', '.join(grown)}", None
     )
 
 
@@ -45,8 +45,8 @@ def cold_step(case: Case) -> Iterator[Finding]:
     op = cold.names[cold.entries[cold.ops[cold.peak_op]]["a"]]
     yield case.found(
         "cold-step",
-        f"step 0 peaks {format_bytes(rise)} above step 1, {format_bytes(workspace)} of it workspace of {op}: a first call "
-        "tries algorithms out (on CUDA: torch.backends.cudnn.benchmark = False)",
+        f"step 0 peaks {format_bytes(rise)} above step 1, {format_bytes(workspace)} of it workspace of {op}: the first call "
+        "tries out algorithms (on CUDA, set torch.backends.cudnn.benchmark = False)",
         None,
     )
 
@@ -90,7 +90,7 @@ def backward_extra(case: Case) -> Iterator[Finding]:
     parts = [f"{Role(r).name.lower()} {format_bytes(int(roles[r]))}" for r in np.argsort(-roles) if roles[r] > NOTABLE * extra]
     yield case.found(
         "backward-extra",
-        f"the backward rises {format_bytes(extra)} above where the forward ended; at its highest point it has gained "
+        f"the backward peaks {format_bytes(extra)} above the end of the forward; what grew: "
         f"{', '.join(parts)}",
         None,
     )
@@ -116,10 +116,10 @@ def memory_floor(case: Case) -> Iterator[Finding]:
             f", at {step.names[row['a']].removeprefix('aten.').removesuffix('.default')}{f' ({place})' if place else ''}"
             f" with {' and '.join(f'{b.title} {format_bytes(b.bytes)}' for b in largest)}"
         )
-    batch = f"; within today's peak no plan fits a batch more than {floor.batch_factor:.1f} times as large"
+    batch = f"; within the current peak no plan fits a batch more than {floor.batch_factor:.1f} times as large"
     yield case.found(
         "memory-floor",
-        f"no recomputing or offloading goes below {format_bytes(floor.bytes)}, {floor.bytes / case.peak:.0%} of the peak"
+        f"recomputing and offloading cannot go below {format_bytes(floor.bytes)}, {floor.bytes / case.peak:.0%} of the peak"
         f"{where}{batch if np.isfinite(floor.batch_factor) else ''}",
         None,
     )

@@ -24,7 +24,7 @@
     const held = data.processes.length ? data.processes[data.processes.length - 1].held : null;
     const from = held ? (held[data.start] ?? 0) - (held.find((v) => v != null) ?? 0) : 0;
     columns.push(x.map((s) => s < data.start ? null : from + data.tolerance * (s - data.start)));
-    series.push({label: "let pass", stroke: "#b42318", width: 1.2, dash: [7, 5], spanGaps: true, points: {show: false}, value: (u, v) => v == null ? "" : size(v)});
+    series.push({label: "tolerance", stroke: "#b42318", width: 1.2, dash: [7, 5], spanGaps: true, points: {show: false}, value: (u, v) => v == null ? "" : size(v)});
     new uPlot({width, height: 380, scales: {x: {time: false}}, axes: [{}, {values: (u, ticks) => ticks.map(size), incrs: binary, size: 80}], series}, columns, place);
   };
   const which = document.getElementById("which");

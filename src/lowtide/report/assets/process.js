@@ -9,7 +9,7 @@
     series.push({label, points: {show: values.length < 60}, value: (u, v) => v == null ? "" : size(v), ...options});
   };
   add("highest", data.highest, {stroke: "#1f6fb2", width: 1.8, fill: "rgba(31,111,178,0.10)"});
-  add("at its end", data.resident, {stroke: "#7b8794", width: 1.2});
+  add("at the end", data.resident, {stroke: "#7b8794", width: 1.2});
   add("unique", data.unique, {stroke: "#7a3fb2", width: 1.2});
   add("child processes", data.children, {stroke: "#b26a1f", width: 1.2});
   add("heap, highest", data.heap, {stroke: "#0a7a3c", width: 1.2});

@@ -24,7 +24,7 @@
       make("text", {x: x(a), y: h - bottom + 17, "text-anchor": "middle", class: "soft"}, svg, size(a));
       make("text", {x: left - 6, y: y(b) + 4, "text-anchor": "end", class: "soft"}, svg, b.toPrecision(3));
     }
-    make("text", {x: (w + left) / 2, y: h - 6, "text-anchor": "middle"}, svg, "growth a step");
+    make("text", {x: (w + left) / 2, y: h - 6, "text-anchor": "middle"}, svg, "growth per step");
     make("text", {x: 12, y: h / 2, transform: `rotate(-90 12 ${h / 2})`, "text-anchor": "middle"}, svg, "rate (/s)");
     for (const p of points) {
       const dot = make("circle", {cx: x(p.growth), cy: y(p.rate), r: p.best ? 7 : 5, stroke: p.best ? "#0a7a3c" : "#1f6fb2", "stroke-width": 1.6,
@@ -34,7 +34,7 @@
   }
   const place = document.getElementById("effects");
   if (!place) return;
-  for (const [response, title] of [["growth_bytes", "growth a step"], ["samples_per_second", "rate (/s)"]]) {
+  for (const [response, title] of [["growth_bytes", "growth per step"], ["samples_per_second", "rate (/s)"]]) {
     const effects = data.effects.filter((e) => e.response === response);
     if (!effects.length) continue;
     const row = 22, left = 300, w = Math.min(860, place.clientWidth || 860), h = row * effects.length + 50;

@@ -249,8 +249,8 @@ class _Budget:
         written.say()
         if outcome.share and not outcome.budget_bytes and error is not None and out_of_memory(error) is not None:
             tell(
-                f"lowtide: the first step ran out of memory: what {outcome.share:.0%} is of is learned in it, so it has no "
-                "budget yet; give a size that is there, such as --budget 6GiB, and the first step is held to it"
+                f"lowtide: the first step ran out of memory: it has no budget, because a share of {outcome.share:.0%} is "
+                "computed from its peak; give a size, such as --budget 6GiB, which holds from the first step on"
             )
 
 
@@ -270,7 +270,7 @@ class _Record:
         if options.cap_bytes:
             found = preloaded()
             if found is None:
-                raise UsageError("--cap needs the heap counter, which was not built: install Lowtide where a C compiler is")
+                raise UsageError("--cap needs the heap counter, which was not built: reinstall Lowtide with a C compiler")
             found.cap = options.cap_bytes
         about = {"script": task.target, "arguments": list(task.arguments), "cap_bytes": options.cap_bytes}
         if options.sizes:
@@ -299,7 +299,7 @@ class _Record:
         short = error is not None and out_of_memory(error) is not None
         if not self._writer.close(code=code, error=error, always=short):
             if self._writer.stopped is None:  # otherwise it was reported
-                tell(f"lowtide: no step was recorded: {self._path} is as it was before")
+                tell(f"lowtide: no step was recorded: {self._path} is unchanged")
             return
         from lowtide.recording.explanation.explanation import explain
         from lowtide.recording.reader import read

@@ -183,7 +183,7 @@ class Plain:
 def _meter() -> Meter:
     found = find_meter(lambda: 0)
     if not found.exact:
-        raise UsageError("peaks need the heap counter, which was not built: install Lowtide where a C compiler is")
+        raise UsageError("peaks need the heap counter, which was not built: reinstall Lowtide with a C compiler")
     return found
 
 
@@ -198,7 +198,7 @@ def _cap(size: int) -> None:
     """
     found = preloaded()
     if size and found is None and not accelerator.is_there():
-        raise UsageError("a cap needs the heap counter, which was not built: install Lowtide where a C compiler is")
+        raise UsageError("a cap needs the heap counter, which was not built: reinstall Lowtide with a C compiler")
     if found is not None:
         found.cap = size or int(MACHINE_SHARE * psutil.virtual_memory().available)
     if size and accelerator.is_there():

@@ -23,7 +23,7 @@ def with_constants(source: bytes, constants: Mapping[str, str], name: str) -> as
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
-        raise UsageError(f"{name} is not Python: {error.msg} (line {error.lineno})") from None
+        raise UsageError(f"{name} is not valid Python: {error.msg} (line {error.lineno})") from None
     for constant, value in constants.items():
         found = [node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign)) and _assigns(node, constant)]
         if not found:
@@ -32,7 +32,7 @@ def with_constants(source: bytes, constants: Mapping[str, str], name: str) -> as
             try:
                 parsed = ast.parse(value, mode="eval").body
             except SyntaxError:
-                raise UsageError(f"{constant}: {value} is not written as Python writes it") from None
+                raise UsageError(f"{constant}: {value} is not a valid Python expression") from None
             node.value = ast.copy_location(parsed, node.value or node)
             ast.fix_missing_locations(node)
     return tree

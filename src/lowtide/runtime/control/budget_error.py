@@ -109,7 +109,7 @@ def refusal(
     """
     bound, lowest, plain = figures.bound_peak_bytes, figures.lowest_peak_bytes, figures.baseline_peak_bytes
     if figures.resident_bytes >= bound:
-        what = "what is resident (parameters, buffers and optimizer states)"
+        what = "resident memory (parameters, buffers and optimizer states)"
         advice = "a stateless optimizer, smaller parameters, or bfloat16"
     elif evaluation_bytes >= bound:
         what = "an evaluation without gradients"
@@ -118,7 +118,7 @@ def refusal(
         what = "the optimizer's update"
         advice = "a stateless optimizer, or smaller parameters"
     else:
-        what = "one operator and what it works on"
+        what = "one operator with its inputs and outputs"
         advice = (
             "a smaller batch or sequence, bfloat16, or a memory optimization (`lowtide run --optimizations list` tries them)"
         )
@@ -127,15 +127,15 @@ def refusal(
         else f"the lowest plan found needs {format_bytes(lowest)} ({lowest} bytes; the proven minimum is {bound})"
     )
     if lowest > figures.resident_bytes and ROOM * lowest < plain:
-        advice += f"; {format_bytes(ROOM * lowest)} leave some room above the lowest plan found"
+        advice += f"; a budget of {format_bytes(ROOM * lowest)}, somewhat above the lowest plan found"
     elif lowest > figures.resident_bytes:
         advice += f"; without Lowtide it takes {format_bytes(plain)}"
     if declined:
-        advice += f"; gradients could not be consumed as they come: {declined}"
+        advice += f"; gradients could not be consumed in the backward: {declined}"
     if unreached:
-        advice += f"; what Lowtide does not reach in this script: {'; '.join(unreached)}"
+        advice += f"; out of Lowtide's reach in this script: {'; '.join(unreached)}"
     return BudgetError(
-        f"the budget of {format_bytes(budget_bytes)} cannot be held: {why}; what would lower it: {advice}",
+        f"the budget of {format_bytes(budget_bytes)} cannot be held: {why}; try {advice}",
         budget_bytes=budget_bytes,
         bound_bytes=bound,
         lowest_bytes=lowest,

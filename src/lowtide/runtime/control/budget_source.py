@@ -85,11 +85,11 @@ class BudgetSource:
         return_freed_memory(self._budget.bytes)
         share = f"{self._asked.fraction:.0%}"
         if asked > there:
-            tell(f"lowtide: {share} is {format_bytes(asked)}, but no more than {format_bytes(there)} is there")
+            tell(f"lowtide: {share} is {format_bytes(asked)}, but only {format_bytes(there)} are available")
         if larger and steps > 1:
             self.share_step = steps
             now, plain = format_bytes(self._budget.bytes), format_bytes(self._peak_bytes)
-            tell(f"lowtide: {share} is {now} from step {steps} on, which takes {plain} plain")
+            tell(f"lowtide: {share} is {now} from step {steps} on, whose baseline peak is {plain}")
 
 
 def _free_on_device() -> int:

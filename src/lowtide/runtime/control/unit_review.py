@@ -60,7 +60,7 @@ class UnitReview:
             knowledge.peaks.note(unit.calls, problem.plain_peak - problem.base_bytes, unit.gradient_bytes)
         elif evictor.exempt.unmet:
             names = ", ".join(evictor.exempt.unmet)
-            tell(f"lowtide: --keep: no module of the first step has the path {names}; paths are like blocks.0")
+            tell(f"lowtide: --keep: no module of the first step has the path {names}; paths look like blocks.0")
         states = frozenset(knowledge.persistent.states())
         entry = RecordedUnit(
             recorder.funcs, recorder.packs, unit.starts, Front(problem), unit.left, unit.gradient_bytes, states,

@@ -112,7 +112,7 @@ class FileTier:
                 self._told = True
                 where = "" if tempfile.tempdir is None else f" in {tempfile.tempdir}"  # else the error names the folders
                 trouble = f"{why(error)}{where}: {ROOM_FOR_TEMPORARY_FILES}"
-                tell(f"lowtide: nothing more is offloaded: {trouble}; training goes on")
+                tell(f"lowtide: offloading stops: {trouble}; training goes on")
             raise
 
     def _map(self, size: int) -> torch.Tensor:
@@ -176,9 +176,12 @@ def _folder() -> str | None:
         return None
     for folder in (f"{os.sep}var{os.sep}tmp", os.path.expanduser("~"), os.getcwd()):  # noqa: PTH109, PTH111
         if os.access(folder, os.W_OK) and not is_in_memory(folder):
-            tell(f"lowtide: {default} is in memory itself: activations are offloaded to {folder} instead (TMPDIR says where)")
+            tell(
+                f"lowtide: {default} is a file system in memory: activations are offloaded to {folder} instead "
+                "(set TMPDIR to choose another folder)"
+            )
             return folder
-    raise OSError(errno.ENOSPC, f"{default} is in memory itself: set TMPDIR to a folder on a disk")
+    raise OSError(errno.ENOSPC, f"{default} is a file system in memory: set TMPDIR to a folder on a disk")
 
 
 @final

@@ -9,11 +9,11 @@ from lowtide.runtime.intercept.mode_stack import ModeStack
 from lowtide.runtime.storage.arguments import PLAIN_TYPES
 from lowtide.runtime.tensors import tensors_in
 
-THREAD: Final = "a model is called in another thread than the one in which Lowtide was started"
-TRANSFORM: Final = "a model is called under a transform of torch.func, or in a level of dual numbers"
-HOOKS: Final = "the script's own saved-tensor hooks take what autograd saves"
-COMPILED: Final = "a compiled region runs as one operator: what it saves for backward is neither recomputed nor offloaded"
-MODE: Final = "a dispatch mode of the script's own sees the operators first"
+THREAD: Final = "a model runs in a thread other than the one that started Lowtide"
+TRANSFORM: Final = "a model runs inside a torch.func transform or a dual level of forward-mode autograd"
+HOOKS: Final = "saved-tensor hooks of the script take what autograd saves"
+COMPILED: Final = "a compiled region runs as one operator: its saved tensors are neither recomputed nor offloaded"
+MODE: Final = "a dispatch mode of the script sees the operators before Lowtide does"
 
 
 @final
@@ -47,4 +47,4 @@ class Coverage:
             self.note(MODE)
         for tensor in tensors_in((args, kwargs)):
             if type(tensor) not in PLAIN_TYPES:
-                self.note(f"a model is given tensors of a class of their own ({type(tensor).__name__})")
+                self.note(f"a model is given tensor subclasses ({type(tensor).__name__})")

@@ -114,7 +114,7 @@ class ChunkedLoss(torch.autograd.Function):
         """
         if torch.is_grad_enabled():
             raise LeverError(
-                f"{LOSS}: gradients with a graph of their own (create_graph) go through the loss: run again without --allow "
+                f"{LOSS}: a backward with create_graph=True goes through the loss: run again without --allow "
                 f"{LOSS}"
             )
         with torch.autocast(grad.device.type, enabled=False):
@@ -126,8 +126,8 @@ class ChunkedLoss(torch.autograd.Function):
         asked: LossArguments = ctx.asked
         if not torch.equal(ctx.marks, _marks(x, weight)):
             raise LeverError(
-                f"{LOSS}: the weights or inputs of the loss are written (by .data) between forward and backward, which makes "
-                f"them again from these: run again without --allow {LOSS}"
+                f"{LOSS}: the weights or inputs of the loss are written (by .data) between forward and backward, which "
+                f"recomputes the logits from them: run again without --allow {LOSS}"
             )
         valid = target != asked.ignore
         scale = (grad.double() if share is None else grad.double() / share).to(top.dtype)

@@ -59,7 +59,7 @@ _SCALES: Final = frozenset((
 ))
 _CURVES: Final = frozenset((torch.tanh, torch.Tensor.tanh))
 TOO_LATE: Final = (
-    f"{LOSS}: the gradient of the logits is asked for after their loss was computed in pieces: run again without --allow "
+    f"{LOSS}: the gradient of the logits is requested after their loss was computed in chunks: run again without --allow "
     f"{LOSS}"
 )
 _GRADIENTS: Final = ("register_hook", "retain_grad", "grad", "backward")
@@ -168,7 +168,7 @@ class Deferred(torch.Tensor):
             LeverError: always.
         """
         raise LeverError(
-            f"{LOSS}: {func} is called on logits that were deferred, from code that hides it from torch's Python interface: "
+            f"{LOSS}: {func} is called on deferred logits by code that bypasses torch's Python interface: "
             f"run again without --allow {LOSS}"
         )
 
@@ -226,7 +226,7 @@ def _make_all(product: _DeferredMatmul) -> None:
     if product.real is None:
         if product.parent is None and _versions(product) != product.versions:
             raise LeverError(
-                f"{LOSS}: the logits are read after the weights or inputs that they were computed from changed: read them "
+                f"{LOSS}: the logits are read after the weights or inputs they come from have changed: read them "
                 f"before the optimizer's step, or run again without --allow {LOSS}"
             )
         _made(product)
@@ -489,9 +489,9 @@ class DeferredLogits:
 
     def figures(self) -> list[LeverFigures]:
         """Figures of this memory optimization, for the summary."""
-        told = f"{self.losses} losses were computed in pieces"
+        told = f"{self.losses} losses were computed in chunks"
         if not self.losses:
-            told = "no wide linear layer led to a cross entropy"
+            told = "no wide linear layer feeds a cross entropy"
         return [LeverFigures(name=LOSS, used=bool(self.losses), text=told)]
 
     def _linear(self, original: Any) -> Any:

@@ -41,7 +41,7 @@ from lowtide.runtime.storage.arguments import flatten
 from lowtide.runtime.storage.views import sole_owner
 from lowtide.runtime.tensors import grad_of, is_plain, on_storage, storages_of
 
-SHARED: Final = "something else (a NumPy array, a view) refers to a parameter's memory when the optimizer is made"
+SHARED: Final = "something else (a NumPy array, a view) shares a parameter's memory when the optimizer is created"
 
 _GRAD: Any = torch._C.TensorBase.grad
 _TORCH: Final = str(Path(torch.__file__).parent)
@@ -133,13 +133,13 @@ class OptimizerInBackward:
         """
         if self._unpaired and sys.exc_info()[0] is not None:
             tell(
-                f"lowtide: {UPDATE}: the budget is left by an error between a backward and the optimizer's step: parameters "
-                "whose gradients were whole by then are updated already, the others are not"
+                f"lowtide: {UPDATE}: an error ended the budget between a backward and the optimizer's step: parameters "
+                "whose gradients were complete by then are already updated, the others are not"
             )
         elif self._unpaired:
             raise LeverError(
-                f"{UPDATE}: the budget is left between a backward and the optimizer's step, with the gradients consumed: "
-                f"leave it after the step, or use it with --without {UPDATE}"
+                f"{UPDATE}: the budget ends between a backward and the optimizer's step, with the gradients consumed: "
+                f"end it after the step, or use --without {UPDATE}"
             )
 
     def is_ours(self, hook: Any) -> bool:
@@ -179,9 +179,9 @@ class OptimizerInBackward:
         self._whole.clear()
         self._had = {}
         if any(not isinstance(mode, Mode) for mode in _get_current_dispatch_mode_stack()):
-            self._against("a dispatch mode of its own is on in the backward")
+            self._against("a dispatch mode of the script is on in the backward")
         elif own_code:
-            self._against("code of its own (hooks or custom functions) runs in the backward")
+            self._against("the script's own code (hooks or custom functions) runs in the backward")
         elif self._stepping:
             self._against("the optimizer is given a closure that runs the backward")
         elif torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -189,7 +189,7 @@ class OptimizerInBackward:
         elif self._due:
             self._against("a backward is not followed by the optimizer's step")
         elif any(array() is not None for array in self._shown):
-            self._against("a NumPy array refers to a parameter's memory")
+            self._against("a NumPy array shares a parameter's memory")
         else:
             self._had = {id(p): weakref.ref(p) for o in self._optimizers for p in parameters_of(o) if grad_of(p) is not None}
             self._adopt()
@@ -231,7 +231,7 @@ class OptimizerInBackward:
         marks = self._marks.get(id(optimizer), {})
         before = self._due.get(id(optimizer))
         if closure:
-            self._against("the optimizer is given a closure, which may look at parameters and gradients before the update")
+            self._against("the optimizer is given a closure, which may read parameters and gradients before the update")
         elif before is not None and not _same(before, _settings(optimizer)):
             self._against("the optimizer's settings (such as the learning rate) change between the backward and its step")
         elif any(_mark(_with_state(optimizer, p)) != marks[id(p)] for p in parameters_of(optimizer) if id(p) in marks):
@@ -239,7 +239,7 @@ class OptimizerInBackward:
         elif any(
             id(p) not in marks and _known(self._gone, p) for p in parameters_of(optimizer)
         ):
-            self._against("the optimizer steps on a gradient of a former backward")
+            self._against("the optimizer steps on a gradient of an earlier backward")
 
     def optimizer_ends(self, optimizer: optim.Optimizer) -> None:
         """The optimizer's step returned."""
@@ -336,7 +336,7 @@ class OptimizerInBackward:
         if self._phase() is Phase.ZERO_GRAD:
             self._dropped(parameter, found)
         elif _known(self._gone, parameter) and not _moves_modules():
-            self._against("a gradient is read that was consumed")
+            self._against("a consumed gradient is read")
         return found
 
     def _set(self, parameter: torch.Tensor, value: torch.Tensor | None) -> None:
@@ -344,7 +344,7 @@ class OptimizerInBackward:
             if not (self.updating or self._stepping):
                 self._dropped(parameter, grad_of(parameter))
         else:
-            self._against("gradients are set")
+            self._against("gradients are assigned")
         _GRAD.__set__(parameter, value)
 
     def _delete(self, parameter: torch.Tensor) -> None:
@@ -378,7 +378,7 @@ class OptimizerInBackward:
             return
         address = tensor.untyped_storage()._cdata
         if (self._due or self._running) and address in self._whole:
-            self._against("parameters or states are read after their gradients are whole, before the optimizer's step")
+            self._against("parameters or states are read after their gradients are complete, before the optimizer's step")
         elif any(on_storage(p) and p.untyped_storage()._cdata == address for o in self._optimizers for p in parameters_of(o)):
             self._shown = [ref for ref in self._shown if ref() is not None]
             with suppress(TypeError):  # a DLPack capsule does not say how long it is used
@@ -439,7 +439,7 @@ class OptimizerInBackward:
         for item in flatten((*args, *kwargs.values())):
             if isinstance(item, torch.Tensor) and on_storage(item) and item.untyped_storage()._cdata in self._whole:
                 self._against(
-                    f"parameters or states are used after their gradients are whole, before the optimizer's step ({func})"
+                    f"parameters or states are used after their gradients are complete, before the optimizer's step ({func})"
                 )
 
     def _settle(self) -> None:
@@ -456,8 +456,8 @@ class OptimizerInBackward:
         if not self.engaged:
             return
         self._broken = (
-            f"{UPDATE}: {reason}{_where()}; a gradient that was consumed cannot be given back: leave {UPDATE} out of --allow "
-            "(a budget offloads gradients where it has to, and keeps them readable)"
+            f"{UPDATE}: {reason}{_where()}; a consumed gradient cannot be restored: leave {UPDATE} out of --allow "
+            "(a budget offloads gradients if it needs to, and keeps them readable)"
         )
         raise LeverError(self._broken)
 

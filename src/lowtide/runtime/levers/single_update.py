@@ -62,7 +62,7 @@ def parameters_of(optimizer: Any) -> Iterator[torch.Tensor]:
 def unfit(optimizer: Any) -> str:
     """Why an optimizer's parameters cannot be updated one by one; empty if they can."""
     if type(optimizer) not in KNOWN:
-        return f"{type(optimizer).__name__} is not an optimizer known to treat each parameter by itself"
+        return f"{type(optimizer).__name__} is not known to update each parameter independently"
     if bare(type(optimizer).step) is not _STEPS[type(optimizer)]:
         return "the optimizer's step was replaced"
     own = vars(optimizer).get("step")
@@ -77,7 +77,7 @@ def unfit(optimizer: Any) -> str:
     if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
         return "the optimizer is differentiable or capturable"
     if type(optimizer) in MIXED and any(_is_rounded(group) for group in optimizer.param_groups):
-        return f"{type(optimizer).__name__}(foreach=None or True) rounds low precision by what else is in the group"
+        return f"{type(optimizer).__name__}(foreach=None or True) rounds low precision depending on the rest of the group"
     return ""
 
 

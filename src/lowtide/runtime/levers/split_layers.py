@@ -75,7 +75,7 @@ class SplitLayers:
             (self.convolutions, "backwards of convolutions"), (self.norms, "backwards of batch norms"),
         )
         told = [f"{n} {what} ran in pieces" for n, what in counts if n]
-        return [LeverFigures(name=SPLIT_OPS, used=bool(told), text=", ".join(told) or "nothing was found to cut into pieces")]
+        return [LeverFigures(name=SPLIT_OPS, used=bool(told), text=", ".join(told) or "nothing was found to split")]
 
     # --- recurrent layers --------------------------------------------------------------------------------------------
 

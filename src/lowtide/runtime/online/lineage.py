@@ -38,7 +38,7 @@ def verify(value: Value, storage: torch.UntypedStorage) -> None:
     if found != value.checksum:
         name = value.record.info.name if value.record is not None else "an operator"
         raise ReplayError(
-            f"{name} did not give the same bits when it was recomputed ({value.bytes} bytes): something outside torch wrote "
+            f"{name} gave other bits when it was recomputed ({value.bytes} bytes): something outside torch wrote "
             "to its output, or it is not deterministic; keep its module's values with --keep MODULE"
         )
 

@@ -58,7 +58,7 @@ class Refusals:
             return
         if self._onednn and not torch._C._get_mkldnn_enabled():
             torch._C._set_mkldnn_enabled(True)
-        raise torch.OutOfMemoryError("a library had no room, and torch went on without it")
+        raise torch.OutOfMemoryError("a library ran out of memory, and torch continued without it")
 
 
 @final

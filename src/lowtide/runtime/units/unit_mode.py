@@ -17,9 +17,9 @@ class OnlineReason(StrEnum):
 
     NO_LIMIT = "there is no budget, only rescue from out-of-memory"
     SIZE_OF_ITS_OWN = "a unit of this size is not worth a recording"
-    WORN = "its kind was recorded often enough, and no plan holds the budget or units of its kind do not follow one"
-    DIFFERENTIABLE = "nobody watched it, and its backward builds a graph"
-    OUTGREW = "nobody watched it, and another call of a model leaves too little room"
+    WORN = "its kind was recorded often enough, but no plan holds the budget or units of its kind diverge from their plan"
+    DIFFERENTIABLE = "it was not observed, and its backward builds a graph"
+    OUTGREW = "it was not observed, and another call of a model leaves too little room"
 
 
 @final

@@ -145,7 +145,7 @@ def ablate(
     bench = _Bench(command, watch, tolerance, counter, repeats, environment, progress or Progress())
     arms = [bench.arm(PARTS[k], parts=PARTS[: k + 1]) for k in range(len(PARTS))]
     if not bench.modules:
-        raise Failed("the script calls no module of torch, no model of Keras on TensorFlow: there are no parts to switch off")
+        raise Failed("the script calls no torch module and no Keras model on TensorFlow: there are no parts to switch off")
     whole, kinds = arms[-1], _kinds([m for m in bench.modules if not m.holds])
     count = len(PARTS) + 2 * len(kinds)
     contrasts = [_contrast(arms[0].name, "part", None, arms[0], count)]
@@ -153,7 +153,7 @@ def ablate(
     guilty = [c for c in contrasts if c.low > tolerance]
     if not guilty:
         doubt = whole.rate + 3 * whole.error > tolerance
-        text = "no culprit: no part grows above the tolerance for certain" if doubt else "no culprit: nothing grows"
+        text = "no culprit: no part certainly grows above the tolerance" if doubt else "no culprit: nothing grows"
         return Ablation(arms=tuple(arms), contrasts=tuple(contrasts), culprit="", text=text, counter=counter)
     worst = max(guilty, key=lambda c: c.change)
     named = {"loop": "the loop itself (data, loss, the script's own code)"}.get(worst.component, worst.component)
@@ -164,7 +164,7 @@ def ablate(
         contrasts += found
     others = [c.component for c in guilty if c is not worst]
     if others:
-        text += f"; {', '.join(others)} grow{'s' if len(others) == 1 else ''} too"
+        text += f"; {', '.join(others)} also grow{'s' if len(others) == 1 else ''}"
     return Ablation(arms=tuple(arms), contrasts=tuple(contrasts), culprit=culprit, text=text, counter=counter)
 
 
@@ -196,7 +196,7 @@ def _layers(
     best = max(guilty, key=lambda c: c.change)
     if len(guilty) > 1 and sorted(c.change for c in guilty)[-2] > MOST * best.change:
         names = " and ".join(c.component for c in sorted(guilty, key=lambda c: -c.change)[:3])
-        return found, ("interaction", f"the {worst.component} grows with {names} together: what they make is kept elsewhere")
+        return found, ("interaction", f"the {worst.component} grows with {names} together: something else keeps their outputs")
     paths = [m.path for m in bench.modules if m.type == best.component and not m.holds]
     return found, _one_of(bench, whole, best, paths, arms, "layer")
 
@@ -233,11 +233,11 @@ def _holders(
     left = sorted({m.type for m in bench.modules if m.name or not m.holds} - {c.component for c in (*layers, *found)})
     unsure = [c.component for c in (*layers, *found) if _open(c, worst, bench.tolerance)]
     if left or unsure:
-        why = f"{', '.join(unsure)} may be it or not" if unsure else f"not all were looked at ({', '.join(left[:3])})"
-        return found, (worst.component, f"the {worst.component} grows; whether a module within the model does is open: {why}")
+        why = f"{', '.join(unsure)} may be the cause or not" if unsure else f"not all were tested ({', '.join(left[:3])})"
+        return found, (worst.component, f"the {worst.component} grows; whether a module of the model causes it is open: {why}")
     models = " or ".join(dict.fromkeys(m.type for m in bench.modules if m.holds and not m.name))
-    where = f"the forward of {models} itself" if models and worst.component == "forward" else "code around them"
-    return found, (worst.component, f"the {worst.component} grows, and no module within the model does: it is in {where}")
+    where = f"the forward of {models} itself" if models and worst.component == "forward" else "code around the modules"
+    return found, (worst.component, f"the {worst.component} grows, but no module of the model does: the cause is {where}")
 
 
 def _one_of(
@@ -254,7 +254,7 @@ def _one_of(
         elif gone < (1 - MOST) * best.change:
             paths = paths[len(half) :]
         else:
-            return best.component, f"{best.component} {what}s grow by {best.change / 1024:.1f} KiB a step, several of them"
+            return best.component, f"{best.component} {what}s grow by {best.change / 1024:.1f} KiB a step: several of them"
     return paths[0], f"{what} {paths[0]} ({best.component}) grows by {best.change / 1024:.1f} KiB a step"
 
 
@@ -316,7 +316,7 @@ class _Bench:
             with Watched(self._command, replace(self._watch, arm=task), environment=self._environment) as process:
                 run = process.wait(self._progress)
             if run.code or not run.steps:
-                raise Failed(f"the arm {name!r} ended with exit code {run.code} after {run.steps} steps:\n{run.tail}")
+                raise Failed(f"the run {name!r} ended with exit code {run.code} after {run.steps} steps:\n{run.tail}")
             self.modules = self.modules or run.modules
             runs.append(run)
         return _measured(name, runs, self.tolerance, self._counter, self._watch.collect_every)
@@ -333,7 +333,7 @@ def _measured(name: str, runs: Sequence[Run], tolerance: float, counter: str, co
     trends = [trend(values, tolerance) for values in held]
     if not all(math.isfinite(t.error) for t in trends):
         steps = min(run.steps for run in runs)
-        raise Failed(f"the arm {name!r} ended after {steps} steps: too few to say whether it grows")
+        raise Failed(f"the run {name!r} ended after {steps} steps: too few to say whether it grows")
     rates = np.array([t.rate for t in trends])
     within = max(t.error for t in trends)
     between = float(rates.std(ddof=1)) if len(rates) > 1 else 0.0

@@ -22,18 +22,18 @@ SUSPECTS: Final = 12
 LEAST: Final = 0.03
 """Suspects below this share of the growth, or of the largest suspect, are not reported."""
 MEANING: Final = {
-    "held": "all that is held",
+    "held": "held memory",
     "heap": "malloc's blocks in use: native memory, or large buffers that Python objects own",
     "python": "small Python objects",
-    "maps": "anonymous maps made beside malloc and Python",
+    "maps": "anonymous maps outside malloc and Python",
     "files": "mapped files",
-    "file_pages": "pages of mapped files, which the kernel takes back",
+    "file_pages": "pages of mapped files, which the kernel can reclaim",
     "shared": "shared memory of the process",
     "segments": "files in /dev/shm",
     "workers": "child processes",
     "cuda_allocated": "CUDA memory in use",
     "cuda_reserved": "CUDA memory kept by torch's allocator",
-    "resident": "pages that are kept: nothing held grows",
+    "resident": "pages kept resident: nothing held grows",
 }
 SINGULAR: Final = ("held", "shared", "cuda_allocated", "cuda_reserved")
 """Counters whose text in :data:`MEANING` is singular."""
@@ -105,7 +105,7 @@ def suspects_of(run: Run, rate: float = 0.0) -> tuple[Suspect, ...]:
             found.append(
                 Suspect(
                     kind="graph",
-                    name="an autograd graph that grows: nodes",
+                    name="nodes of a growing autograd graph",
                     source="",
                     holder=census["graph"]["holder"],
                     bytes_per_step=None,

@@ -116,8 +116,8 @@ def _told(found: Judgement, waiting: float, every: int) -> Judgement:
     if not waiting:
         return found
     word = (
-        f"garbage in reference cycles, {format_bytes(waiting)} a step, was collected every {every} steps for this answer: "
-        "left to Python it waits, the longer the more objects live (gc.collect() now and then gives it back)"
+        f"{format_bytes(waiting)} a step of garbage in reference cycles were collected every {every} steps for this verdict: "
+        "by itself, Python collects less often the more objects live (call gc.collect() now and then)"
     )
     return replace(found, notes=(*found.notes, word))
 

@@ -143,7 +143,7 @@ def judge(run: Run, tolerance: float, *, half: bool = False, collected_every: in
         if culprit.trend.late_rate < SLOWING * culprit.trend.rate:
             bounded = True
             notes.append(
-                f"growth slows down: {_per(culprit.trend.late_rate)} in the last third, {_per(culprit.trend.rate)} over all"
+                f"growth slows down: {_per(culprit.trend.late_rate)} in the last third, {_per(culprit.trend.rate)} overall"
             )
         if half and (culprit.low < FAST * tolerance or bounded):
             verdict = Verdict.INCONCLUSIVE
@@ -153,14 +153,14 @@ def judge(run: Run, tolerance: float, *, half: bool = False, collected_every: in
         culprit, verdict = max(doubtful, key=lambda c: c.high), Verdict.INCONCLUSIVE
         notes += _unseen(doubtful, by)
         if culprit in early:
-            notes.append("child processes grow, but they may only be starting: it takes more steps to tell")
+            notes.append("child processes grow, but they may only be starting: more steps are needed to tell")
             more = _starting(culprit, run)
         if culprit.name == "segments":
-            notes.append("files in /dev/shm grow, but they are of all programs on this machine: look when no other runs")
+            notes.append("files in /dev/shm grow, but all programs on this machine share them: test again when no other runs")
     elif retained:
         culprit, more = max(retained, key=lambda c: c.trend.rate), SETTLED_STEPS if run.steps < SETTLED_STEPS else 0
         verdict = Verdict.INCONCLUSIVE if more else Verdict.LEAK
-        notes.append("nothing that the program holds grows: what it frees is not given back (retention by the allocator)"
+        notes.append("nothing that the program holds grows: the allocator retains freed memory"
                      + (", as in the first steps of clean programs" if more else ""))
     else:
         culprit, verdict = by.get("held"), Verdict.CLEAN
@@ -204,7 +204,7 @@ def _members(run: Run) -> list[str]:
     since = f" (from step {run.audits[0]['step']} on: {told})" if told else ""
     return [
         f"the growth is in child processes{since}",
-        "lines and types are not looked for in them: have the program do their work itself (num_workers=0 of a loader)",
+        "their lines and types are not searched: have the main process do their work (num_workers=0 of a loader)",
     ]
 
 
@@ -217,11 +217,11 @@ def _unseen(doubtful: Sequence[Counter], by: dict[str, Counter]) -> list[str]:
     names = [c.name for c in doubtful if not math.isfinite(c.trend.error)]
     if not names or "held" in names or "held" not in by:
         return []
-    return [f"looked at too few times to say whether it grows: {', '.join(_NAMES.get(name, name) for name in names)}"]
+    return [f"measured too rarely to say whether it grows: {', '.join(_NAMES.get(name, name) for name in names)}"]
 
 
 _NAMES: Final = {
-    "workers": "what child processes hold",
+    "workers": "memory of child processes",
     "python": "small Python objects",
     "maps": "anonymous maps",
     "resident": "resident memory",
@@ -295,7 +295,7 @@ def _notes(run: Run, by: dict[str, Counter], tolerance: float) -> tuple[list[str
     if held is not None and held.verdict is Verdict.CLEAN and held.trend.before_bytes > tolerance * held.trend.steps / 2:
         bounded = True
         notes.append(
-            f"bounded: grew by {format_bytes(held.trend.before_bytes)} until step {held.trend.start}, and no more since"
+            f"bounded: grew by {format_bytes(held.trend.before_bytes)} until step {held.trend.start}, and not since"
         )
     for counter in by.values():
         if counter.name in ("held", "heap", "python") and counter.trend.jump_bytes > tolerance * counter.trend.steps / 4:
@@ -306,8 +306,8 @@ def _notes(run: Run, by: dict[str, Counter], tolerance: float) -> tuple[list[str
     copies = _copies(run, tolerance)
     if copies:
         notes.append(
-            f"child processes come to have copies of what they shared when they were forked, {_per(copies)} (copy on write): "
-            "at most as much in all as they were forked with, each"
+            f"child processes get copies of pages that they shared when they were forked, {_per(copies)} (copy on write): "
+            "in total at most what it was forked with, per process"
         )
     cycles = max((a["cycles_bytes"] for a in run.audits[1:]), default=0)
     if cycles > CYCLES:

@@ -36,8 +36,8 @@ def load(file: Path) -> list[Recording]:
     with zipfile.ZipFile(file) as archive, Scratch() as folder:
         names = sorted(n for n in archive.namelist() if n.endswith(".lowtide") and "/" not in n)
         if not names:
-            raise RecordingError(f"{file} is an archive without recordings")
+            raise RecordingError(f"{file} is an archive without recordings: give one that `lowtide batch --predict -o` wrote")
         try:
             return [read(Path(archive.extract(name, folder))) for name in names]
         except zipfile.BadZipFile:
-            raise RecordingError(f"{file} is damaged: make the recordings again") from None
+            raise RecordingError(f"{file} is damaged: record again") from None

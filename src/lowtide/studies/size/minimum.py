@@ -138,7 +138,7 @@ class LeverTrials:
     def text(self, name: str) -> str:
         """What the lever did, or why it did nothing."""
         ran = self.runs[name]
-        told = next((str(x["text"]) for x in ran.levers if x["name"] == name), "there was nothing for it to do")
+        told = next((str(x["text"]) for x in ran.levers if x["name"] == name), "it had nothing to do")
         if ran.passes or ran.ended == "refused":  # a trial budget that cannot be held says nothing about the lever
             return told
         return ran.message.removeprefix(f"LeverError: {name}: ")
@@ -240,7 +240,7 @@ def search(
         floor_bytes=int(plan["bound"]["peak_bytes"]),
         runs=tuple(runs),
         survived=survived,
-        reason="" if high is not None else "no budget that was tried passed",
+        reason="" if high is not None else "none of the budgets tried passed",
     )
 
 

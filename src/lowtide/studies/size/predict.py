@@ -79,15 +79,15 @@ class Model:
                 two complete steps with operators.
         """
         if len(recordings) < 2:
-            raise UsageError("one recording shows one size: give two or more, made at different sizes")
+            raise UsageError("one recording covers one size: give two or more, made at different sizes")
         self.names = tuple(recordings[0][0])
         at = np.array([[sizes[n] for n in self.names] for sizes, _ in recordings])
         for axis, name in enumerate(self.names):
             if len(set(at[:, axis])) < 2:
-                raise UsageError(f"all recordings have the same {name}: vary it")
+                raise UsageError(f"all recordings have the same {name}: give recordings that differ in it")
         steps = [[s for s in laid_out(r) if s.row.complete and s.row.step >= 0] for _, r in recordings]
         if min(len(found) for found in steps) < COMPLETE:
-            raise UsageError("a recording has fewer than two complete steps with operators (--level ops)")
+            raise UsageError("a recording has fewer than two complete steps with operators: record more steps at --level ops")
         self._count = min(len(found) for found in steps)
         columns = [found[: self._count] for found in steps]
         chosen = self._corresponding(at, columns)
@@ -261,7 +261,7 @@ class Model:
         """
         missing = [n for n in self.names if n not in sizes]
         if missing:
-            raise UsageError(f"say what {', '.join(missing)} shall be: --set {missing[0]}=VALUE")
+            raise UsageError(f"no value for {', '.join(missing)}: give --set {missing[0]}=VALUE")
         at = np.array([[sizes[n] for n in self.names]])
         every = range(len(self._at))
         tops = [self._fitted(self.degrees, self._heights(k), every, at)[0] for k in range(self._count)]

@@ -90,9 +90,9 @@ def sizes_of(recording: Recording, names: Sequence[str]) -> dict[str, float]:
     for name in names:
         value = told.get(name, option_of(arguments, name))
         if value is None:
-            known = f" (it says: {', '.join(sorted(told))})" if told else ""
+            known = f" (it has: {', '.join(sorted(told))})" if told else ""
             raise UsageError(
-                f"a recording does not say what {name} was{known}: make recordings by "
+                f"a recording has no value for {name}{known}: record with "
                 f"`lowtide batch --predict --vary {name}=...`"
             )
         found[name] = float(value)

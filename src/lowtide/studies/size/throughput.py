@@ -87,7 +87,7 @@ def point_of(values: tuple[str, ...], how: str, ran: TrialResult, samples: float
         rate = Rate(low=low, median=median, high=high)
     ended, message = ran.ended, ran.message
     if ran.passes and not timed:
-        ended, message = "error", f"it ended after {len(ran.steps)} steps: more than {WARM} are needed"
+        ended, message = "error", f"it ended after {len(ran.steps)} steps, but more than {WARM} are needed"
     return Point(
         values=values,
         how=how,
@@ -127,9 +127,11 @@ class SizeResults:
                     point = _decode(row)
                     self._found[point.values, point.how] = point
             except (ValueError, KeyError, TypeError):
-                raise UsageError(f"{path} is no file of results: give --results for another, or --fresh") from None
+                raise UsageError(f"{path} is not a results file: give another with --results, or --fresh") from None
             if not mine:
-                raise UsageError(f"{path} has results of another script or other options: give --results, or --fresh")
+                raise UsageError(
+                    f"{path} has results of another script or other options: give another file with --results, or --fresh"
+                )
         self._file = path.open("ab", buffering=0)
         self._full = False
         self._file.truncate(sum(map(len, whole)))
@@ -164,7 +166,7 @@ class SizeResults:
             os.fsync(self._file.fileno())
         except OSError as error:
             self._full = True
-            tell(f"lowtide: results are kept no more: {why(error)} at {self.path}: make room there; measuring goes on")
+            tell(f"lowtide: results are no longer kept: {why(error)} at {self.path}: make room there; measuring goes on")
 
     def close(self) -> None:
         """Close the file; no more points can be added."""

@@ -144,9 +144,9 @@ def run(target: Target, setting: ScriptSetting, asked: TrialRequest) -> TrialRes
         found = msgspec.json.decode(result.read_bytes()) if result.exists() else {}
         ended, message = found.get("ended", "error"), found.get("message", "")
         if code is None and not found:
-            ended, message = "timeout", f"not over after {target.seconds:.0f} s"
+            ended, message = "timeout", f"still running after {target.seconds:.0f} s"
         elif not found and code == -signal.SIGKILL:
-            ended, message = "memory", "killed, as the kernel's out-of-memory killer does"
+            ended, message = "memory", "killed, probably by the kernel's out-of-memory killer"
         elif ended == "ok" and not found.get("steps"):
             ended, message = "error", "no training step was seen"
         if ended == "error" and not message:
@@ -182,10 +182,10 @@ def record(target: Target, setting: ScriptSetting, steps: int, file: Path) -> No
         code = _process(target, setting, options, log, None)
         if code != 0:
             sizes = ", ".join(f"{k}={v:g}" for k, v in setting.sizes.items())
-            why = f"not over after {target.seconds:.0f} s" if code is None else _why(code, 0, log)
+            why = f"still running after {target.seconds:.0f} s" if code is None else _why(code, 0, log)
             raise RecordingError(f"the script fails with {sizes}: {why}")
         if not file.is_file() or tail_path(file).exists():
-            raise RecordingError(f"there is no room for the recording in {file.parent}: {ROOM_FOR_TEMPORARY_FILES}")
+            raise RecordingError(f"no room for the recording in {file.parent}: {ROOM_FOR_TEMPORARY_FILES}")
 
 
 def _process(

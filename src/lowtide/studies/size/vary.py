@@ -119,9 +119,9 @@ def parse_axis(text: str, script: str) -> Axis:
     if not equals or not name or not values:
         raise UsageError(f"--vary {text}: write NAME=1,2,4 (an option), env:NAME=1,2,4 or {script}:NAME=1,2,4 (a constant)")
     if goes_on and (len(values) < 2 or _number(name, values[-1]) <= _number(name, values[-2])):
-        raise UsageError(f"--vary {text}: `...` goes on from two rising values")
+        raise UsageError(f"--vary {text}: `...` needs two rising values before it")
     if len({_number(name, v) for v in values}) < len(values):
-        raise UsageError(f"--vary {text}: a value stands there twice")
+        raise UsageError(f"--vary {text}: a value is given twice")
     values = tuple(sorted(values, key=float))
     if name == ENVIRONMENT:
         raise UsageError(f"--vary {text}: name the variable, as in env:BATCH=1,2")
@@ -131,7 +131,7 @@ def parse_axis(text: str, script: str) -> Axis:
     if not colon:
         return Axis(name=name, kind="option", values=values, open=goes_on)
     if Path(file).name != Path(script).name or not constant.isidentifier():
-        raise UsageError(f"--vary {text}: only constants of the script itself can be set, as {Path(script).name}:NAME")
+        raise UsageError(f"--vary {text}: only constants of the script can be set: write {Path(script).name}:NAME")
     return Axis(name=constant, kind="constant", values=values, open=goes_on)
 
 

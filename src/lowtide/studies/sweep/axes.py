@@ -45,13 +45,13 @@ def _on(axis: str, value: Value) -> bool:
     if isinstance(value, str):
         value = {"on": True, "off": False, "true": True, "false": False}.get(value.lower(), value)
     if not isinstance(value, bool):
-        raise UsageError(f'axis {axis}: {value!r} is neither "on" nor "off" (nor "{DEFAULT}")')
+        raise UsageError(f'axis {axis}: {value!r} is not "on", "off" or "{DEFAULT}"')
     return value
 
 
 def _count(axis: str, value: Value) -> str:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f'axis {axis}: {value!r} is not a number above zero (nor "{DEFAULT}")')
+        raise UsageError(f'axis {axis}: {value!r} is not a number above zero or "{DEFAULT}"')
     return str(value)
 
 
@@ -95,7 +95,7 @@ def _jax_jit(axis: str, value: Value) -> Setting:
 
 def _jax_threads(axis: str, value: Value) -> Setting:
     if _count(axis, value) != "1":
-        raise UsageError(f'axis {axis}: JAX on a CPU takes 1 or "{DEFAULT}"')
+        raise UsageError(f'axis {axis}: JAX on a CPU allows only 1 and "{DEFAULT}"')
     return Setting(environment={"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"})
 
 
@@ -103,7 +103,7 @@ def _allocator(axis: str, value: Value) -> Setting:
     if value == "glibc":
         return Setting()
     if value not in ("jemalloc", "tcmalloc"):
-        raise UsageError(f"axis {axis}: {value!r} is none of glibc, jemalloc, tcmalloc")
+        raise UsageError(f"axis {axis}: {value!r} is not glibc, jemalloc or tcmalloc")
     name = ctypes.util.find_library(str(value)) or ctypes.util.find_library(f"{value}_minimal")
     if name is None:
         raise UsageError(f"axis {axis}: {value} is not installed on this machine (Debian: libjemalloc2, libtcmalloc-minimal4)")
@@ -148,10 +148,10 @@ def setting_of(axis: str, value: Value, framework: str) -> Setting:
     """
     makers = {**COMMON, **FRAMEWORKS.get(framework, {})}
     if axis not in makers:
-        hint = "" if framework else ', or say framework = "torch", "tensorflow" or "jax" for its axes'
+        hint = "" if framework else '; framework = "torch", "tensorflow" or "jax" adds its axes'
         raise UsageError(
-            f"no built-in axis is called {axis!r}: there are {', '.join(sorted(makers))}; your own says `env`, `argument` or "
-            f"`option` beside `values`{hint}"
+            f"unknown axis {axis!r}: there are {', '.join(sorted(makers))}; your own axis needs `env`, `argument` or "
+            f"`option` besides `values`{hint}"
         )
     return Setting() if value == DEFAULT else makers[axis](axis, value)
 

@@ -147,25 +147,25 @@ def define(file: File) -> Definition:
     """
     for name, least in (("steps", 2), ("repeats", 1)):
         if getattr(file, name) < least:
-            raise UsageError(f"{name} = {getattr(file, name)}: at least {least} is needed")
+            raise UsageError(f"{name} = {getattr(file, name)}: it must be at least {least}")
     if not (0 < file.samples_per_step < math.inf and 0 <= file.timeout_seconds < math.inf):
-        raise UsageError("samples_per_step must be a number above zero, and timeout_seconds not below it")
+        raise UsageError("samples_per_step must be a number above zero, and timeout_seconds not below zero")
     _check_environment(file.environment)
     try:
         re.compile(file.step_line)
     except re.error as error:
-        raise UsageError(f"step_line {file.step_line!r} is no regular expression: {error}") from None
+        raise UsageError(f"step_line {file.step_line!r} is not a regular expression: {error}") from None
     command, confirm = _words(file.command), _words(file.confirm) if file.confirm else ()
     values = _values(file)
     product = 1
     for found in values.values():
         product *= len(found)
     if product * file.repeats > MOST_CELLS:
-        raise UsageError(f"{product * file.repeats:,} cells are more than would ever end: {MOST_CELLS:,} at most")
+        raise UsageError(f"{product * file.repeats:,} cells are too many: at most {MOST_CELLS:,} are allowed")
     for rule in (*file.include, *file.exclude):
         unknown = set(rule) - set(values)
         if unknown:
-            raise UsageError(f"include and exclude name axes that there are: {', '.join(sorted(unknown))} is none")
+            raise UsageError(f"include or exclude names an unknown axis: {', '.join(sorted(unknown))}")
     configs = [
         config
         for config in (tuple(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values()))
@@ -176,7 +176,7 @@ def define(file: File) -> Definition:
         if config not in configs:
             configs.append(config)
     if not configs:
-        raise UsageError("no cell is left: exclude leaves out all that the axes make")
+        raise UsageError("no cell is left: exclude rules out all combinations")
     for config in configs:
         for axis, value in config:
             setting = _setting(file, axis, value)
@@ -198,12 +198,14 @@ def _check_environment(variables: Mapping[str, str | None]) -> None:
     """Refuse environment variables that no process can be given."""
     for name, value in variables.items():
         if not name or "=" in name or "\0" in f"{name}{value}":
-            raise UsageError(f"environment variable {name!r} = {value!r}: a name without =, and no null bytes")
+            raise UsageError(
+                f"environment variable {name!r} = {value!r}: names must have no =, and names and values no null bytes"
+            )
 
 
 def _check_words(words: Sequence[str]) -> None:
     if any("\0" in word for word in words):
-        raise UsageError(f"{' '.join(words)!r}: no process can be given null bytes")
+        raise UsageError(f"{' '.join(words)!r}: arguments must have no null bytes")
 
 
 def _check_script(words: Sequence[str]) -> None:
@@ -217,7 +219,7 @@ def _words(command: str | Sequence[str]) -> tuple[str, ...]:
     try:
         words = [named_here(word) for word in (shlex.split(command) if isinstance(command, str) else command)]
     except ValueError as error:
-        raise UsageError(f"the command {command!r} cannot be read: {error}") from None
+        raise UsageError(f"cannot parse the command {command!r}: {error}") from None
     active = Path(os.environ.get("VIRTUAL_ENV", sys.prefix)).resolve()
     if words and words[0] in ("python", "python3") and active == Path(sys.prefix).resolve():
         words[0] = sys.executable  # if another virtual environment is active, its interpreter is meant
@@ -236,17 +238,17 @@ def _values(file: File) -> dict[str, tuple[Value, ...]]:
     for name, axis in file.axes.items():
         values = axis.values if isinstance(axis, OwnAxis) else axis
         if not values:
-            raise UsageError(f"axis {name} has no values, so that there are no cells")
+            raise UsageError(f"axis {name} has no values: give at least one")
         if any(isinstance(v, float) and not math.isfinite(v) for v in values):
-            raise UsageError(f"axis {name} has a value that is no finite number")
+            raise UsageError(f"axis {name} has a value that is not a finite number")
         if len(set(values)) < len(values) or len({_given(v) for v in values}) < len(values):
-            raise UsageError(f"axis {name} has a value twice, as the command is given it")
+            raise UsageError(f"axis {name} has two values that are the same to the command")
         if isinstance(axis, OwnAxis) and (bool(axis.env) + (axis.argument is not None) + bool(axis.option)) != 1:
             raise UsageError(f"axis {name} needs exactly one of env, argument and option")
         if isinstance(axis, OwnAxis) and axis.option.startswith("-"):
             raise UsageError(
-                f"axis {name}: option is for Python itself, as importtime of `python -X importtime`; the command is given "
-                f"{axis.option} by argument = {axis.option!r}"
+                f"axis {name}: option is for `python -X`, as in importtime; to pass "
+                f"{axis.option} to the command, write argument = {axis.option!r}"
             )
         found[name] = tuple(values)
     return found

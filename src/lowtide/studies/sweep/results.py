@@ -63,7 +63,7 @@ class SweepResults:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
-            raise UsageError(f"another sweep is writing to {path}: wait for it, or give --results") from None
+            raise UsageError(f"another sweep is writing to {path}: wait for it, or give another file with --results") from None
         try:
             self._base = sqlite3.connect(path, isolation_level=None)
             self._base.executescript(_SCHEMA)
@@ -73,10 +73,10 @@ class SweepResults:
             os.close(self._lock)
             if is_full(error):
                 raise self._trouble(error) from None
-            raise UsageError(f"{path} is no file of results: {error}") from None
+            raise UsageError(f"{path} is not a results file: {error}") from None
         if digest is not None and digest[0] != definition.digest:
             self.close()
-            raise UsageError(f"{path} has results of another definition: give --results for a new file, or --fresh")
+            raise UsageError(f"{path} has results of another definition: give another file with --results, or --fresh")
         try:
             self._change([("INSERT OR IGNORE INTO about VALUES ('digest', ?)", [(definition.digest,)])])
             self.add(MAIN, definition.order())
@@ -114,7 +114,7 @@ class SweepResults:
 
     def _trouble(self, error: sqlite3.Error) -> LowtideError:
         remedy = "make room there and start the same sweep again" if is_full(error) else "start the same sweep again"
-        return LowtideError(f"results cannot be written: {why(error)} at {self.path}: {remedy}: what has run is kept")
+        return LowtideError(f"results cannot be written: {why(error)} at {self.path}: {remedy}; finished cells are kept")
 
     def cells(self, part: str) -> list[Cell]:
         """All cells of a part, in the order in which they run."""

@@ -126,7 +126,7 @@ class Local:
                     if not alive and not self._claimed(cell) and self._result(cell) is None:
                         del running[cell]
                         if cell in started and started[cell].returncode == NO_ROOM:
-                            raise LowtideError(f"a cell finds no room for its result in {self._folder}, or for its samples in "
+                            raise LowtideError(f"no room for the result of a cell in {self._folder}, or for its samples in "
                                                f"{tempfile.gettempdir()}: make room, and start the same sweep again")
                         if tries[cell] <= LOST:
                             waiting = {cell: task, **waiting}

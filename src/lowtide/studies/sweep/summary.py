@@ -51,11 +51,11 @@ def summary_of(definition: Definition, cells: Sequence[Cell], second: Sequence[C
     chosen = recommended(definition, rows) if complete else None
     reason = "no configuration ran well" if complete else "the sweep is not complete"
     if chosen is not None:
-        reason = "none grows less for certain, and of those that grow as little none is faster for certain"
+        reason = "no other certainly grows less, and none that grows as little is certainly faster"
         if LEAK in chosen.verdicts:
-            reason = f"every configuration that ran well leaks; of these {reason}"
+            reason = f"every configuration that ran well leaks; of these, {reason}"
         elif OPEN in chosen.verdicts:
-            reason += "; whether it leaks is open: its steps were too few to tell"
+            reason += "; whether it leaks is open: it ran too few steps to tell"
     if chosen is not None and definition.confirm:
         again = {row.config: row for row in rows_of(definition, second)}
         holds, why = confirmed(again.get(chosen.config), again.get(definition.baseline))

@@ -210,7 +210,7 @@ def _effect(values: Values, term: Term, response: str, change: float, low: float
     interval = f"{size(low)} to {size(high)}" if math.isfinite(low) else "no interval: nothing was repeated"
     certain = low > 0 or high < 0
     if len(term) == 1 and certain:
-        text = f"{name} {'raises' if change > 0 else 'lowers'} {what} by {size(abs(change))} against {against} ({interval})"
+        text = f"{name} {'raises' if change > 0 else 'lowers'} {what} by {size(abs(change))} versus {against} ({interval})"
     elif len(term) == 1:
         text = f"{name}: no effect on {what} is certain ({size(change)}; {interval})"
     elif certain:
@@ -283,16 +283,16 @@ def confirmed(chosen: Row | None, baseline: Row | None) -> tuple[bool, str]:
     if chosen is None or not chosen.good:
         return False, "it did not run well on the second command"
     if baseline is None or not baseline.good:
-        return True, "on the second command it ran well, and the first values of all axes did not"
+        return True, "on the second command it ran well, and the baseline (the first value of every axis) did not"
     error = _reach(chosen.growth_error, baseline.growth_error)
     figures = (
-        f"growth {format_bytes(chosen.growth_bytes)} a step against {format_bytes(baseline.growth_bytes)}, "
-        f"{chosen.samples_per_second:,.4g}/s against {baseline.samples_per_second:,.4g}/s"
+        f"growth {format_bytes(chosen.growth_bytes)} a step versus {format_bytes(baseline.growth_bytes)}, "
+        f"{chosen.samples_per_second:,.4g}/s versus {baseline.samples_per_second:,.4g}/s"
     )
     if not math.isfinite(chosen.growth_error) or not math.isfinite(baseline.growth_error):
-        figures += " (one run of each, so that noise is not known: give repeats)"
+        figures += " (one run of each, so the noise is unknown: give repeats)"
     if chosen.growth_bytes > baseline.growth_bytes + error:
-        return False, f"on the second command it grows more than the first values of all axes: {figures}"
+        return False, f"on the second command it grows more than the baseline (the first value of every axis): {figures}"
     faster = chosen.samples_per_second >= NEAR * baseline.samples_per_second
     if not faster and chosen.growth_bytes >= baseline.growth_bytes - error:
         return False, f"on the second command it is slower and grows no less: {figures}"
