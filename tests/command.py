@@ -45,7 +45,9 @@ def script_in(folder: Path, text: str, name: str = "script.py") -> str:
 
 
 def hears_interrupts() -> None:
-    """Shells start background jobs deaf to SIGINT, and nohup to SIGHUP, and so would everything be that a test starts there."""
+    """Restore default signal handling: shells start background jobs ignoring SIGINT, nohup ignores SIGHUP, and children
+    inherit that.
+    """
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
 

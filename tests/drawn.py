@@ -1,6 +1,6 @@
-"""Random training scripts: small models and loops, drawn by Hypothesis, so that what fails is shrunk to what makes it fail.
+"""Random training scripts: small models and loops, drawn by Hypothesis, so that a failing script is shrunk to its cause.
 
-A `Program` is a description that prints itself whole; `job_of` makes a job of it that is the same each time.
+A `Program` is a description that prints itself completely; `job_of` makes the same job from it each time.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Program:
 
     Attributes:
         layers: names out of `KINDS`, in order.
-        width, rows: of what layers work on: (rows, width).
-        accumulate: backwards of one step.
+        width, rows: shape of the layers' inputs: (rows, width).
+        accumulate: number of backwards per step.
         zero: when gradients are zeroed: before the forward, before the backward, after the step; in place or not, or by hand.
         evaluate: whether the model evaluates without gradients in every second step, on more rows.
         clip: whether gradients are clipped.
         read: in which step gradients are read by the script; -1 for none.
-        keep: what the script holds of the step before: nothing, its output, or its loss with its graph.
+        keep: what the script keeps from the step before: nothing, its output, or its loss with its graph.
         varying: whether every third batch has half the rows.
         schedule: whether the learning rate changes.
         autocast: whether the forward runs under autocast.
@@ -96,7 +96,7 @@ class Layer(nn.Module):
     """One layer of a kind, from (rows, width) to the same."""
 
     def __init__(self, kind: str, width: int, shared: nn.Linear) -> None:
-        """With what it needs of parameters."""
+        """Create the parameters that the layer needs."""
         super().__init__()
         self.kind, self.step = kind, 0
         if kind in ("linear", "residual", "checkpointed", "by_step", "hooked", "complex"):

@@ -1,4 +1,4 @@
-"""A verb in a fork of the test's own process: what is refused before anything runs need not wait for an interpreter to start."""
+"""A verb in a fork of the test's own process: a command that is refused at once need not wait for an interpreter to start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from subprocess import CompletedProcess
 
 
 def forked(*words: str | Path, cwd: Path, columns: int | None = None) -> CompletedProcess[str]:
-    """``lowtide WORDS`` in a folder, on a terminal of so many columns: its exit code, and what it wrote."""
+    """Run ``lowtide WORDS`` in a folder, on a terminal of `columns` columns: exit code and output."""
     from lowtide.cli.main import main
 
     def body() -> None:
@@ -25,7 +25,7 @@ def forked(*words: str | Path, cwd: Path, columns: int | None = None) -> Complet
 
 
 def forked_call(body: Callable[[], None]) -> CompletedProcess[str]:
-    """A function in a fork: its exit code, and what it wrote."""
+    """Run a function in a fork: exit code and output."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         child = os.fork()
         if child == 0:  # nothing of the test's may run in here, whatever happens

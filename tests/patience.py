@@ -1,4 +1,4 @@
-"""How fast this machine is decides how long a test takes, and not what comes of it."""
+"""The speed of the machine decides how long a test takes, and not its result."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import psutil
 
 Answer = TypeVar("Answer")
 PATIENCE = 900
-"""Seconds that anything may take which takes a few on an idle machine."""
+"""Time limit in seconds for anything that takes a few on an idle machine."""
 
 
 def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
-    """Wait for something that comes of itself."""
+    """Wait for a condition to become true."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -22,7 +22,7 @@ def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended; who is to reap it may take its time."""
+    """Whether a process has ended, even if its parent has not reaped it yet."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -30,7 +30,7 @@ def gone(pid: int) -> bool:
 
 
 def in_time(ask: Callable[[float], Answer], holds: Callable[[Answer], object], *, first: float) -> Answer:
-    """The first answer that holds, each time with twice the limit; the last one, if none does."""
+    """The first answer that holds, asked with twice the time limit each time; the last one if none does."""
     seconds = first
     while not holds(answer := ask(seconds)) and seconds < PATIENCE / 4:
         seconds *= 2

@@ -149,14 +149,14 @@ OWN: dict[str, Callable[[], Job]] = {
     )
 }
 _UNSTEADY = {"failed_backward", "loader_workers", "loader_pinned", "random_branch"}
-"""What raises, forks or draws lots from elsewhere: two runs in one process are not alike."""
+"""Jobs that raise, fork or draw random numbers from elsewhere: two runs in one process differ."""
 JOBS: dict[str, Callable[[], Job]] = {
     **zoo.MODELS, **{n: f for n, f in situations.SITUATIONS.items() if n not in _UNSTEADY}, **OWN
 }
 
 
 class _Doubled(torch.autograd.Function):
-    """Its backward adds up what it made."""
+    """Its backward sums two tensors that it made."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -169,7 +169,7 @@ class _Doubled(torch.autograd.Function):
 
 
 class _Unnamed(_Doubled):
-    """No variable refers to what is added up."""
+    """No variable refers to the summands."""
 
     @staticmethod
     def backward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ class _Unnamed(_Doubled):
 
 
 class _Given(_Doubled):
-    """It adds to the gradient that it was given."""
+    """It adds to the gradient that it receives."""
 
     @staticmethod
     def backward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
@@ -191,7 +191,7 @@ def _hooked(y: torch.Tensor) -> torch.Tensor:
 
 
 def _kept(*which: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Three gradients are summed up; the script has some of them until the last is made."""
+    """Three gradients are summed; the script holds some of them until the last is made."""
 
     def run(y: torch.Tensor) -> torch.Tensor:
         z = y * 1
@@ -272,4 +272,4 @@ SUMS: dict[str, Callable[[], Job]] = {
     "sparse_waits": _tied(sparse_waits=True),
     "dense_waits": _tied(sparse_waits=False),
 }
-"""Where two gradients are summed at the highest point: by the engine, in place or not, or by somebody else."""
+"""Jobs that sum two gradients at the highest point: by the engine, in place or not, or in their own code."""

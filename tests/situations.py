@@ -166,7 +166,7 @@ def retained_heads() -> Job:
 
 
 def generator_twice() -> Job:
-    """A GAN that generates anew for the generator's step: the judge's fakes leave a graph that no backward ever asks for."""
+    """A GAN that generates again for the generator's step: the discriminator's fakes leave a graph without a backward."""
     generator, judge = _net(depth=2), _net(depth=1)
     generator = nn.Sequential(generator, nn.Linear(10, 128))
     first, second = torch.optim.Adam(judge.parameters()), torch.optim.Adam(generator.parameters())
@@ -662,7 +662,7 @@ def frozen_part() -> Job:
 
 
 class _Centred(nn.Module):
-    """Subtracts a mean that it moves in every forward, before the next layer saves what was made from it."""
+    """Subtracts a mean that every forward updates, before the next layer saves a value computed from it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -693,7 +693,7 @@ def lazy_layers() -> Job:
 
 
 class _Spectral(nn.Module):
-    """Products with conjugates, and parts with the other sign, that torch leaves to whoever reads them."""
+    """Products with conjugates and negated parts, which torch leaves to be resolved by the operators that read them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

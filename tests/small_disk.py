@@ -1,4 +1,4 @@
-"""A disk of a few KiB: a file system in memory, where this machine lets us mount one."""
+"""A disk of a few KiB: a file system in memory, where this machine allows mounting one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A folder with so much room (as ``mount -o size=``); the test is skipped where nothing can be mounted."""
+    """A folder of a given size (as in ``mount -o size=``); the test is skipped where nothing can be mounted."""
     folder.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, text=True, check=False)
     if made.returncode:

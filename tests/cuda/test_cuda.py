@@ -49,7 +49,7 @@ class Noise(nn.Module):
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
-def test_bits_and_budget_hold_on_cuda(share: float, offload: bool) -> None:
+def test_training_on_cuda_keeps_bits_and_budget(share: float, offload: bool) -> None:
     reference, peak = _plain()
     gc.collect()
     with lowtide.budget(int(share * peak), offload=offload) as run:
@@ -59,21 +59,23 @@ def test_bits_and_budget_hold_on_cuda(share: float, offload: bool) -> None:
     assert [o for o in over if o[2] > 0] == []
 
 
-def test_failing_operator_is_tried_again_after_cuda_ran_out_of_memory() -> None:
+def test_a_failing_operator_is_retried_after_cuda_ran_out_of_memory() -> None:
+    """Without a budget, under a limit of 85 % of the baseline's peak, the run ends with the baseline's bits."""
     reference, peak = _plain()
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(0.85 * peak / total)
     try:
-        with lowtide.budget(None):
+        with lowtide.budget(None) as run:
             found = _train(6)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
+    assert any(s.rescued_ops for s in run.outcome.steps)
 
 
-def test_moved_values_come_back_bit_for_bit_from_pinned_memory() -> None:
+def test_offloaded_values_come_back_from_pinned_memory_with_equal_bits() -> None:
     from lowtide.runtime.device.pinned_tier import PinnedTier
 
     board = PinnedTier(torch.device("cuda", 0))
@@ -87,8 +89,9 @@ def test_moved_values_come_back_bit_for_bit_from_pinned_memory() -> None:
         assert torch.equal(back, expected)
 
 
-def test_fetches_that_begin_early_wait_for_their_copies_on_any_stream() -> None:
-    """What is fetched is whole although the copying stream is busy, on the stream that began the fetch and on another."""
+def test_prefetches_wait_for_their_copies_on_any_stream() -> None:
+    """The fetched bytes are complete although the copying stream is busy, on the stream that began the fetch and on another.
+    """
     from lowtide.runtime.device.pinned_tier import PinnedTier
 
     board = PinnedTier(torch.device("cuda", 0))
@@ -109,7 +112,8 @@ def test_fetches_that_begin_early_wait_for_their_copies_on_any_stream() -> None:
         del busy
 
 
-def test_planned_fetches_begin_early_on_cuda_and_change_no_bit() -> None:
+def test_planned_prefetches_on_cuda_change_no_bit() -> None:
+    """If values are offloaded, some fetches begin early."""
     from lowtide.runtime.device import pinned_tier
 
     begun = []
@@ -130,7 +134,7 @@ def test_planned_fetches_begin_early_on_cuda_and_change_no_bit() -> None:
     assert any(s.offloaded_bytes for s in run.outcome.steps[2:]) <= bool(begun)
 
 
-def test_auto_is_what_is_free() -> None:
+def test_an_auto_budget_is_the_free_memory_less_a_margin() -> None:
     _train(1)
     free, total = torch.cuda.mem_get_info()
     expected = int(free * (1 - AUTO_MARGIN)) + torch.cuda.memory_allocated()
@@ -139,8 +143,8 @@ def test_auto_is_what_is_free() -> None:
     assert abs(run.outcome.budget_bytes - expected) <= 0.01 * total
 
 
-def test_the_scripts_own_peak_statistics_are_what_they_would_be() -> None:
-    """Lowtide resets the allocator's peaks for its own windows; the script reads its own."""
+def test_the_scripts_own_peak_statistics_are_unchanged() -> None:
+    """Lowtide resets the allocator's peaks for its own windows, and the script still reads its own."""
 
     def read() -> list[int]:
         torch.manual_seed(0)
@@ -167,8 +171,8 @@ def test_the_scripts_own_peak_statistics_are_what_they_would_be() -> None:
     assert ours == plain
 
 
-def test_tensors_of_the_host_stay_there_under_a_devices_budget() -> None:
-    """An embedding on the host feeds a model on the device: only what lies on the device is dropped or moved."""
+def test_host_tensors_keep_their_bits_under_a_devices_budget() -> None:
+    """An embedding on the host feeds a model on the device: only tensors on the device are dropped or moved."""
 
     def train() -> list[torch.Tensor]:
         torch.manual_seed(0)

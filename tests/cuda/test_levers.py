@@ -1,5 +1,6 @@
-"""Laws on a CUDA device: exact levers keep the bits and take their bytes off the peak; a loss in pieces agrees with the plain one;
-a trial's cap holds."""
+"""Laws on a CUDA device: exact levers keep the bits and take their bytes off the peak; a chunked loss agrees; a trial's cap
+holds.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def _small_loss(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_update_in_backward_keeps_the_bits_and_takes_the_gradients_off(foreach: bool) -> None:  # noqa: FBT001
+def test_update_in_backward_keeps_bits_and_takes_gradients_off_the_peak(foreach: bool) -> None:  # noqa: FBT001
     torch.use_deterministic_algorithms(mode=True)
 
     def adamw(p: Any) -> torch.optim.Optimizer:
@@ -61,7 +62,8 @@ def test_update_in_backward_keeps_the_bits_and_takes_the_gradients_off(foreach: 
     assert before - after > 0.7 * 6 * 1024 * 1024 * 4
 
 
-def test_a_loss_in_pieces_agrees_and_its_logits_are_never_whole() -> None:
+def test_a_chunked_loss_agrees_and_never_holds_all_logits() -> None:
+    """The peak falls by more than the size of the logits."""
     def head() -> nn.Module:
         return nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 50_000, bias=False))
 
@@ -75,7 +77,7 @@ def test_a_loss_in_pieces_agrees_and_its_logits_are_never_whole() -> None:
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(ours, plain, strict=True))
 
 
-def test_a_capped_trial_ends_for_want_of_memory(tmp_path: Path) -> None:
+def test_a_capped_trial_ends_out_of_memory(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import torch\n"

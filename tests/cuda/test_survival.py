@@ -1,4 +1,4 @@
-"""On a device: checkpoints hold no second copy there, generators come back, a real shortage is survived."""
+"""On a device: saving a checkpoint holds no second copy there, generators are restored, and a real shortage is survived."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ GIB = 1 << 30
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_save_takes_nothing_on_the_device(tmp_path, asynchronous):
+def test_a_save_takes_no_memory_on_the_device(tmp_path, asynchronous):
+    """The state is saved as it was when the save was asked for, also asynchronously."""
     gc.collect()  # the case before has as much
     state = {"x": [torch.full((1 << 26,), float(i), device="cuda") for i in range(4)]}  # 256 MiB each
     store = Store(tmp_path, asynchronous=asynchronous)
@@ -30,7 +31,7 @@ def test_a_save_takes_nothing_on_the_device(tmp_path, asynchronous):
     assert all((x == i).all() for i, x in enumerate(found))
 
 
-def test_generators_of_the_device_come_back(tmp_path):
+def test_the_devices_generators_are_restored(tmp_path):
     model = torch.nn.Linear(4, 4, device="cuda")
     torch.rand(3, device="cuda")
     lowtide.checkpoint(tmp_path, {"model": model}, save=True)
@@ -39,7 +40,7 @@ def test_generators_of_the_device_come_back(tmp_path):
     assert torch.equal(torch.rand(100, device="cuda"), expected)
 
 
-def test_a_real_shortage_is_survived_in_pieces():
+def test_a_real_shortage_on_a_device_is_survived_in_micro_batches():
     model = torch.nn.Sequential(torch.nn.Linear(64, 1 << 14), torch.nn.Tanh(), torch.nn.Linear(1 << 14, 1)).cuda()
     x = torch.randn(1 << 15, 64, device="cuda")
     limit = torch.cuda.memory_allocated() + 2 * GIB

@@ -1,4 +1,4 @@
-"""Lets one call of the system fail at a time, under whole commands (SQLite's way: sqlite.org/testing.html).
+"""Makes one system call fail at a time, under whole commands (as SQLite is tested: sqlite.org/testing.html).
 
 A command is run once with nothing failing, which counts the calls of each class; then once for each of them.
 """
@@ -30,7 +30,7 @@ FAILURES: Final = {
     "reserve": errno.ENOSPC,
     "folder": errno.ENOSPC,
     "process": errno.EAGAIN,
-    "pipe": 0,  # whoever wrote has ended
+    "pipe": 0,  # the writer has ended
     "denied": errno.ENOMEM,
     "memory": errno.ENOMEM,
 }
@@ -42,7 +42,7 @@ TRAINED: Final = Path(__file__).parent / "scripts" / "trained.py"
 
 
 def built(folder: Path) -> Path:
-    """The library that lets calls fail, compiled into a folder."""
+    """Compile the library that makes calls fail into a folder; returns its path."""
     made = folder / LIBRARY
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", made, Path(__file__).parent / "inject.c", "-ldl"], check=True)
     return made
@@ -71,11 +71,11 @@ class Case:
     """A command.
 
     Attributes:
-        name: of it.
-        words: after ``python``. ``{made}`` is the folder in which it makes its files, ``{ready}`` one with files to read.
-        files: that it makes there.
-        rest: files beside them, kept where one could not be finished, for what is in them.
-        code: with which it ends.
+        name: its name.
+        words: its arguments after ``python``. ``{made}`` is the folder for its files, ``{ready}`` one with files to read.
+        files: the files that it makes there.
+        rest: further files that are kept, for their content, if one could not be finished.
+        code: its exit code.
         trains: whether the command's output and exit code are the script's own.
         slow: whether it is many processes: at most so many calls of each class are made to fail.
     """
@@ -128,7 +128,7 @@ def ran(case: Case, library: Path, folder: Path, ready: Path, fault: Fault | Non
         "FAULTS_COUNTS": str(counts),
         "FAULTS_LOG": str(log),
         "TMPDIR": str(temporary),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),  # torch makes it in TMPDIR by itself
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),  # torch itself makes it in TMPDIR
         "OMP_NUM_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
@@ -172,7 +172,7 @@ def _left_of(log: Path) -> Iterator[str]:
 
 
 def wrong_with(case: Case, ended: Ended, plain: Ended) -> list[str]:
-    """What is not as it should be with a command one of whose calls failed, beside the same one with none failing."""
+    """What is wrong with a command one of whose calls failed, compared with the same command with none failing."""
     found = []
     if "Traceback" in ended.err or "Traceback" in ended.out:
         found.append("a traceback is shown")

@@ -1,8 +1,7 @@
-"""Law: whichever call of the system fails, a training ends as it would without Lowtide, or one line says why not; the bits
-are the same, and nothing is left behind.
+"""Law: whichever system call fails, a training ends as it would without Lowtide, or one line says why not.
 
-Under LOWTIDE_FULL every call is made to fail, and of the studies, which run many processes, MOST_OF_A_STUDY of each class; else
-some of each class, evenly spread, and no study.
+The bits are the same, and nothing is left behind. With LOWTIDE_FULL every call is made to fail, and of the studies, which run
+many processes, MOST_OF_A_STUDY of each class; without it some of each class, evenly spread, and no study.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def _unharmed(case: Case, library: Path, ready: Path, folder: Path) -> Ended:
 
 
 def _spread(count: int, most: int | None) -> Iterator[int]:
-    """Numbers from 1 to `count`: all, or so many."""
+    """Numbers from 1 to `count`: all, or `most` of them."""
     if most is None or count <= most:
         yield from range(1, count + 1)
     elif most == 1:
@@ -108,7 +107,7 @@ def _faults(case: Case, kind: str, count: int) -> Iterator[Fault]:
 )
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("case", [case for case in CASES if FULL or not case.slow], ids=str)
-def test_a_call_that_fails_ends_nothing(
+def test_a_failing_system_call_ends_no_training_and_leaves_nothing(
     case: Case, kind: str, library: Path, ready: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     if case.slow and kind in ALLOCATIONS:

@@ -1,4 +1,4 @@
-"""Arms of an ablation: what is switched off is off, the rest goes on, and the steps are still marked."""
+"""Arms of an ablation: what is switched off does not run, the rest goes on, and steps are still marked."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ def seen(tmp_path, monkeypatch, **task):
     (4, {"calls": 30, "moved": True, "graded": 30, "saved": False, "printed": False}),
     (6, {"calls": 30, "moved": True, "graded": 30, "saved": True, "printed": True}),
 ])
-def test_each_arm_has_its_parts_and_no_others(tmp_path, monkeypatch, parts, expected):
+def test_each_arm_runs_exactly_its_parts(tmp_path, monkeypatch, parts, expected):
     assert seen(tmp_path, monkeypatch, parts=PARTS[:parts]) == expected
 
 
 def test_a_layer_can_be_switched_off(tmp_path, monkeypatch):
-    """It runs once, for its template; what lies before it gets no gradient."""
+    """It runs once, to learn what its output looks like."""
     assert seen(tmp_path, monkeypatch, stub=["1"])["calls"] == 1
 
 
 @pytest.mark.long
-def test_a_layers_work_can_be_doubled(tmp_path, monkeypatch):
+def test_a_layer_can_be_run_twice(tmp_path, monkeypatch):
     found = seen(tmp_path, monkeypatch, twice=["Counting"])
     assert found["calls"] == 60
     assert found["moved"]

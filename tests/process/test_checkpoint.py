@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, whatever kills, fills or locks; states that come back bit for bit; ranks that agree."""
+"""Checkpoints: whole or absent, whatever kills, fills or locks; states that come back bit for bit; ranks that agree."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def run(path, *arguments, code=0, **options):
 
 
 class Tagged(torch.Tensor):
-    """A tensor with something besides."""
+    """A tensor subclass."""
 
 
-# --- what comes back ------------------------------------------------------------------------------------------------------
+# --- saving and loading ---------------------------------------------------------------------------------------------------
 
 
 def same(a, b):
@@ -57,7 +57,7 @@ def same(a, b):
     if isinstance(a, torch.Tensor):
         assert a.dtype == b.dtype and a.shape == b.shape
         assert torch.equal(a, b)
-        assert a.dim() < 2 or a.stride() == b.stride()  # memory formats come back; gaps between elements do not
+        assert a.dim() < 2 or a.stride() == b.stride()  # memory formats are restored; gaps between elements are not
     elif isinstance(a, np.ndarray):
         assert a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     elif isinstance(a, dict):
@@ -72,7 +72,7 @@ def same(a, b):
         assert a == b or (math.isnan(a) and math.isnan(b))
 
 
-def test_every_kind_of_value_comes_back_as_it_was(tmp_path):
+def test_every_kind_of_value_is_loaded_as_it_was_saved(tmp_path):
     state = {
         "plain": [None, True, 3, -(1 << 200), 2.5, math.inf, -math.inf, math.nan, "text", (1, (2,)), {1: "int", (2, 3): "tuple"}, {4, 5}],
         "bytes": [b"\0\xff", bytearray(b"x"), complex(1, math.inf), collections.deque([1, 2], maxlen=5)],
@@ -87,7 +87,7 @@ def test_every_kind_of_value_comes_back_as_it_was(tmp_path):
     same(store.load(), state)
 
 
-def test_tensors_that_are_one_are_saved_once_and_stay_one(tmp_path):
+def test_a_shared_tensor_is_saved_once_and_stays_shared(tmp_path):
     shared = torch.randn(1000, 100)
     Store(tmp_path).save({"a": shared, "b": shared, "c": shared.view(100, 1000)})
     size = sum(f.stat().st_size for f in tmp_path.rglob("*.safetensors"))
@@ -97,7 +97,7 @@ def test_tensors_that_are_one_are_saved_once_and_stay_one(tmp_path):
     same(found["c"], shared.view(100, 1000))
 
 
-def test_overlapping_tensors_come_back_each_right(tmp_path):
+def test_overlapping_tensors_are_loaded_with_their_own_values(tmp_path):
     whole = torch.arange(100.0)
     Store(tmp_path).save([whole, whole[10:20], whole[:50]])
     same(Store(tmp_path).load(), [whole, whole[10:20], whole[:50]])
@@ -107,14 +107,14 @@ def test_overlapping_tensors_come_back_each_right(tmp_path):
     object(), lambda: 0, collections.defaultdict(lambda: 3), torch.sparse_coo_tensor([[0], [1]], [1.0], (2, 2)), torch.empty(2, device="meta"), np.array(["text"]), np.array([object()]),
     np.ma.masked_array([1.0, 2.0], [True, False]), np.array([1.0], dtype=">f8"), Tagged(torch.ones(2)),
 ])
-def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path, value):
+def test_a_value_that_cannot_be_saved_is_named_and_nothing_is_written(tmp_path, value):
     store = Store(tmp_path)
     with pytest.raises(StateError, match=r"state\['deep'\]\[0\]"):
         store.save({"deep": [value]})
     assert store.saved() == []
 
 
-def test_a_class_of_the_users_own_is_not_silently_made_a_dict(tmp_path):
+def test_a_users_dict_subclass_is_refused(tmp_path):
     class Mine(dict):
         pass
 
@@ -122,7 +122,8 @@ def test_a_class_of_the_users_own_is_not_silently_made_a_dict(tmp_path):
         Store(tmp_path).save({"x": Mine(a=1)})
 
 
-def test_parts_of_every_kind_are_put_back_in_place(tmp_path):
+def test_parts_of_every_kind_are_restored_in_place(tmp_path):
+    """Models, optimizers, arrays, containers and every random number generator, global ones included."""
     model, parts = torch.nn.Linear(3, 2), {}
     parts = {
         "model": model, "optimizer": torch.optim.Adam(model.parameters()), "array": np.arange(3.0), "tensor": torch.ones(2),
@@ -152,7 +153,7 @@ def test_parts_of_every_kind_are_put_back_in_place(tmp_path):
     assert again == before["draw"]
 
 
-def test_what_does_not_fit_is_said(tmp_path):
+def test_a_state_that_does_not_fit_is_an_error_with_its_name(tmp_path):
     lowtide.checkpoint(tmp_path, {"model": torch.nn.Linear(3, 2), "a": np.zeros(3)}, save=True)
     with pytest.raises(StateError, match="model"):
         resume(tmp_path, {"model": torch.nn.Linear(4, 2), "a": np.zeros(3)})
@@ -160,14 +161,15 @@ def test_what_does_not_fit_is_said(tmp_path):
         resume(tmp_path, {"model": torch.nn.Linear(3, 2), "a": np.zeros(4)})
     with pytest.raises(StateError, match="missing"):
         resume(tmp_path, {"model": torch.nn.Linear(3, 2)})
-    with pytest.raises(StateError, match="no state that could be put back"):
+    with pytest.raises(StateError, match="no state to restore"):
         lowtide.checkpoint(tmp_path, {"f": lambda: 0}, save=True)
 
 
 # --- which are kept -------------------------------------------------------------------------------------------------------
 
 
-def test_the_last_and_the_best_stay(tmp_path):
+def test_the_last_and_the_best_checkpoints_are_kept(tmp_path):
+    """NaN is never the best."""
     store = Store(tmp_path, keep_last=2, keep_best=2)
     for metric in (5.0, 1.0, 4.0, math.nan, 2.0, 3.0, 9.0):
         store.save({"x": metric}, metric=metric)
@@ -177,7 +179,7 @@ def test_the_last_and_the_best_stay(tmp_path):
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".undone")] == []
 
 
-def test_higher_can_be_better(tmp_path):
+def test_a_higher_metric_can_be_the_better_one(tmp_path):
     store = Store(tmp_path, keep_last=1, keep_best=1, best="max")
     for metric in (1.0, 5.0, 2.0):
         store.save({}, metric=metric)
@@ -188,7 +190,8 @@ def test_higher_can_be_better(tmp_path):
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "delete", "manifest", "state"])
-def test_a_damaged_one_is_passed_over_with_a_warning(tmp_path, harm):
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, harm):
+    """It is not removed; loading it by number raises."""
     store = Store(tmp_path, keep_last=3)
     for i in range(3):
         store.save({"x": torch.full((100,), float(i))})
@@ -228,8 +231,10 @@ SAVING = """
 """
 
 
-def test_where_all_are_damaged_the_run_does_not_begin_anew(tmp_path):
-    """It would be as if nothing had been saved, and the next saves would remove what can perhaps be mended."""
+def test_a_run_does_not_start_over_if_all_checkpoints_are_damaged(tmp_path):
+    """Otherwise the run would start as if nothing had been saved, and its next saves would remove what can perhaps be
+    repaired.
+    """
     store = Store(tmp_path / "c")
     for k in range(2):
         store.save({"w": np.full(1000, k)})
@@ -242,7 +247,7 @@ def test_where_all_are_damaged_the_run_does_not_begin_anew(tmp_path):
 
 @pytest.mark.long
 def test_kills_at_random_moments_never_leave_a_corrupt_or_an_old_state(tmp_path):
-    """What was reported as saved is there; what is loaded is of one step."""
+    """Every state that was reported as saved can be loaded, and a loaded state is that of one step."""
     chance = random.Random(1)
     store = tmp_path / "store"
     path = script(tmp_path, SAVING)
@@ -287,8 +292,8 @@ def test_kills_at_random_moments_never_leave_a_corrupt_or_an_old_state(tmp_path)
 
 
 @pytest.mark.parametrize("full", ["limit", "disk"])
-def test_a_full_disk_is_a_clear_error_and_the_last_one_stays(tmp_path, full):
-    """On a file system of 8 MiB where one can be mounted; by a limit on the size of files everywhere."""
+def test_a_full_disk_is_a_clear_error_and_keeps_the_last_checkpoint(tmp_path, full):
+    """On a file system of 6 MiB where one can be mounted; by a limit on the size of files everywhere."""
     path = script(tmp_path, """
         import resource, signal, sys
         import numpy as np
@@ -311,12 +316,12 @@ def test_a_full_disk_is_a_clear_error_and_the_last_one_stays(tmp_path, full):
     """)
     with contextlib.nullcontext(tmp_path / "limited") if full == "limit" else small_disk(tmp_path / "small", "6m") as folder:
         said = run(path, folder, full).splitlines()
-    assert all("the disk is full" in line and "checkpoint 1 is as it was" in line and "make room" in line for line in said[:2])
+    assert all("the disk is full" in line and "checkpoint 1 is unchanged" in line and "make room" in line for line in said[:2])
     assert said[2] == "['.lock', '0000000001']"
 
 
 def test_a_read_only_folder_is_a_clear_error(tmp_path):
-    """One that holds checkpoints can still be loaded from; saving there, and beginning in an empty one, is refused."""
+    """A folder that holds checkpoints can still be loaded from; saving into it, and starting in an empty one, is refused."""
     path = script(tmp_path, """
         import os, sys
         import numpy as np
@@ -351,7 +356,7 @@ def test_a_read_only_folder_is_a_clear_error(tmp_path):
     assert Store(full).load() == {"x": 1}
 
 
-def test_a_failure_while_writing_leaves_nothing_half(tmp_path, monkeypatch):
+def test_a_failure_while_writing_leaves_no_partial_checkpoint(tmp_path, monkeypatch):
     store = Store(tmp_path)
     store.save({"x": np.ones(3)})
 
@@ -359,7 +364,7 @@ def test_a_failure_while_writing_leaves_nothing_half(tmp_path, monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr("lowtide.checkpoint.part_files.sync", fails)
-    with pytest.raises(CheckpointError, match="Input/output error; checkpoint 1 is as it was"):
+    with pytest.raises(CheckpointError, match="Input/output error; checkpoint 1 is unchanged"):
         store.save({"x": np.zeros(3)})
     monkeypatch.undo()
     assert [p.name for p in sorted(tmp_path.iterdir())] == [".lock", "0000000001"]
@@ -369,7 +374,7 @@ def test_a_failure_while_writing_leaves_nothing_half(tmp_path, monkeypatch):
 # --- asynchronous saves ---------------------------------------------------------------------------------------------------
 
 
-def test_an_asynchronous_save_is_of_the_moment_it_was_asked_for(tmp_path):
+def test_an_asynchronous_save_holds_the_state_when_it_was_asked_for(tmp_path):
     store = Store(tmp_path, asynchronous=True)
     x, y = torch.zeros(1_000_000), np.zeros(1_000_000)
     for i in range(5):
@@ -415,7 +420,8 @@ def test_a_second_asynchronous_save_waits_for_the_first(tmp_path, monkeypatch):
     assert [store.load(saved) for saved in store.saved()] == [{"x": 1}, {"x": 2}]
 
 
-def test_what_killed_saves_left_goes_with_the_next_and_what_is_written_stays(tmp_path):
+def test_leftovers_of_killed_saves_are_removed_by_the_next_save(tmp_path):
+    """Folders of a live process, which may still be writing, stay."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     left = {owner: tmp_path / f".undone-0000000007-{owner}" for owner in (gone.pid, os.getpid(), os.getppid())}
@@ -428,7 +434,8 @@ def test_what_killed_saves_left_goes_with_the_next_and_what_is_written_stays(tmp
     assert left[os.getppid()].exists(), "another process of this machine may be at work on it"
 
 
-def test_an_asynchronous_failure_is_raised_at_the_next_call(tmp_path, monkeypatch):
+def test_an_asynchronous_failure_is_raised_by_wait(tmp_path, monkeypatch):
+    """The next save works again."""
     store = Store(tmp_path, asynchronous=True)
 
     def fails(*_):
@@ -453,7 +460,8 @@ def test_a_script_that_ends_waits_for_its_last_save(tmp_path):
     assert Store(tmp_path / "store").load()["x"].sum() == 5_000_000
 
 
-def test_a_last_save_that_fails_when_nobody_waits_any_more_is_said_and_no_success(tmp_path):
+def test_a_failed_last_save_is_reported_and_fails_the_script(tmp_path):
+    """An asynchronous save that fails after the script's end gives an error line and exit code 1."""
     path = script(tmp_path, """
         import logging, resource, signal, sys
         import numpy as np
@@ -473,7 +481,8 @@ def test_a_last_save_that_fails_when_nobody_waits_any_more_is_said_and_no_succes
     assert [s.number for s in Store(tmp_path / "c").saved()] == [1]
 
 
-def test_two_processes_that_save_in_one_folder_leave_each_other_s_saves_alone(tmp_path):
+def test_two_processes_may_save_into_one_folder(tmp_path):
+    """Each save gets a number of its own, and none removes the other's unfinished save."""
     path = script(tmp_path, """
         import sys
         import numpy as np
@@ -488,8 +497,9 @@ def test_two_processes_that_save_in_one_folder_leave_each_other_s_saves_alone(tm
     assert not list((tmp_path / "c").glob(".undone-*"))
 
 
-def test_a_child_that_was_forked_ends_at_sigterm_as_without_us(tmp_path):
-    """Readers of a pool that is shut down, and daemons at the script's end: they never ended, nor did the script."""
+def test_a_forked_child_ends_at_sigterm_as_without_lowtide(tmp_path):
+    """Readers of a pool that is shut down, and daemons at the script's end: they used to go on forever, and so did the script.
+    """
     path = script(tmp_path, """
         import multiprocessing, sys, time
         import numpy as np
@@ -507,7 +517,7 @@ def test_a_child_that_was_forked_ends_at_sigterm_as_without_us(tmp_path):
 
 
 def test_saving_holds_no_second_copy_of_the_state(tmp_path):
-    """Resident memory while 400 MiB are written: less than half more."""
+    """Resident memory grows by less than a quarter while a state of 400 MiB is written."""
     path = script(tmp_path, """
         import resource, sys, numpy as np
         from lowtide.checkpoint import Store
@@ -573,7 +583,8 @@ if os.environ.get("LOWTIDE_FULL"):
 
 @pytest.mark.long("0-plain-3 5", "2-generator-8")
 @pytest.mark.parametrize(("workers", "kind", "stops"), STOPS)
-def test_torch_stopped_anywhere_in_an_epoch_ends_with_the_same_bits(tmp_path, workers, kind, stops):
+def test_training_stopped_inside_an_epoch_ends_with_the_same_bits(tmp_path, workers, kind, stops):
+    """Stopped inside an epoch and at its end, with workers, random samplers, schedules and gradient scaling."""
     path = script(tmp_path, TORCH)
     plain = run(path, tmp_path / "a", workers, kind, "")
     for asked in stops.split():  # inside an epoch, and at its end
@@ -581,7 +592,7 @@ def test_torch_stopped_anywhere_in_an_epoch_ends_with_the_same_bits(tmp_path, wo
     assert run(path, tmp_path / "b", workers, kind, "") == plain
 
 
-def test_batches_of_anything_that_iterates_go_on(tmp_path):
+def test_batches_of_any_iterable_resume_inside_an_epoch(tmp_path):
     class Loader:
         def __len__(self):
             return 6
@@ -604,8 +615,8 @@ def test_batches_of_anything_that_iterates_go_on(tmp_path):
     assert len(list(fresh)) == 6
 
 
-def test_an_epoch_that_was_left_is_over():
-    """``break`` at the end of an epoch that is cut short: the next is a whole one, also after a restart."""
+def test_an_epoch_left_by_break_is_over():
+    """The next epoch is a whole one, also after a restart."""
     def epochs(position=None):
         torch.manual_seed(1)
         batches = Batches(torch.utils.data.DataLoader(torch.arange(20), batch_size=4, shuffle=True))
@@ -622,7 +633,7 @@ def test_an_epoch_that_was_left_is_over():
     assert len(list(epochs(position))) == 5
 
 
-def test_two_loaders_side_by_side_go_on(tmp_path):
+def test_two_loaders_side_by_side_resume_together(tmp_path):
     class Noisy(torch.utils.data.Dataset):
         def __len__(self):
             return 12
@@ -648,7 +659,7 @@ def test_two_loaders_side_by_side_go_on(tmp_path):
     assert run(position=True) == expected[2:]
 
 
-def test_samplers_with_generators_of_their_own_go_on():
+def test_samplers_with_their_own_generators_resume():
     class Sampler(torch.utils.data.Sampler):
         def __init__(self):
             self.rng = np.random.default_rng(4)
@@ -673,7 +684,7 @@ def test_samplers_with_generators_of_their_own_go_on():
     assert [begun + [b.tolist() for b in again], [b.tolist() for b in again]] == expected[1:]
 
 
-def test_lbfgs_goes_on_with_the_same_bits(tmp_path):
+def test_lbfgs_resumes_with_the_same_bits(tmp_path):
     """Its products depend on how its state lies in memory."""
     def run(folder, upto, total):
         torch.manual_seed(0)
@@ -699,7 +710,7 @@ def test_lbfgs_goes_on_with_the_same_bits(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_a_second_sigterm_ends_at_once_and_the_first_saves(tmp_path):
+def test_the_first_sigterm_saves_and_the_second_ends_at_once(tmp_path):
     path = script(tmp_path, """
         import sys, time, lowtide
         state = {"log": []}
@@ -776,6 +787,9 @@ def torchrun(path, *arguments):
 
 @pytest.mark.long
 def test_ranks_decide_together_which_checkpoint_is_whole(tmp_path):
+    """If one rank's file of the newest checkpoint is damaged, both ranks load the one before. One process cannot load what two
+    ranks saved.
+    """
     path = script(tmp_path, RANKS)
     torchrun(path, tmp_path / "c", "save")
     assert [s.world for s in Store(tmp_path / "c").saved()] == [2, 2, 2]
@@ -791,7 +805,7 @@ def test_ranks_decide_together_which_checkpoint_is_whole(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("failing", ["sync", "space"])
-def test_when_one_rank_cannot_save_none_has(tmp_path, failing):
+def test_if_one_rank_cannot_save_no_checkpoint_is_written(tmp_path, failing):
     path = script(tmp_path, RANKS)
     torchrun(path, tmp_path / "c", "save")
     said, done = torchrun(path, tmp_path / "c", "fail", failing)
@@ -818,7 +832,7 @@ LEAVING = r"""
 """
 
 
-def test_the_group_for_decisions_is_gone_before_the_interpreter_is(tmp_path):
+def test_the_process_group_for_decisions_is_destroyed_at_exit(tmp_path):
     said, done = torchrun(script(tmp_path, LEAVING), tmp_path / "c")
     assert said == ["rank 0 1", "rank 1 1"], done.stderr
 
@@ -856,7 +870,8 @@ SHARDED = r"""
 
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", ["flat", "copies"])
-def test_sharded_parameters_and_states_come_back_on_each_rank(tmp_path, mesh):
+def test_sharded_parameters_and_states_are_restored_on_each_rank(tmp_path, mesh):
+    """Training that resumes after step 2 ends with the same numbers as without a stop."""
     path = script(tmp_path, SHARDED)
     whole, done = torchrun(path, tmp_path / "whole", 6, mesh)
     assert [line.split()[:4] for line in whole] == [["rank", str(r), "None", "12"] for r in range(2)], done.stderr
@@ -873,7 +888,7 @@ def test_sharded_tensors_without_a_process_group_are_one_clear_error(tmp_path):
     folder = next((tmp_path / "c").glob("0*"))
     layout = next(v for v in _values(json.loads((folder / "rank-0" / "state.json").read_text())) if v.get("!") == "sharded")["layout"]
     assert layout["placements"] == [["shard", 0]]
-    with pytest.raises(StateError, match="set up the process group"):
+    with pytest.raises(StateError, match="initialize the process group"):
         assembled(layout, None)
 
 

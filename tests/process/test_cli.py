@@ -1,4 +1,4 @@
-"""``lowtide run`` as its user meets it: exit codes, one-line errors, what the script sees, the files it writes."""
+"""``lowtide run`` as its user meets it: exit codes, one-line errors, the script's environment, the files it writes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PLAN_KEYS = {"predicted_peak_bytes", "baseline_peak_bytes", "resident_bytes", "p
 
 
 def _one_line(done: Done, code: int) -> str:
-    """The one error line of a run that ended with a code."""
+    """The single error line of a run that ended with a code."""
     assert done.returncode == code, done.stderr
     assert done.stderr.startswith("lowtide: error: ")
     assert done.stderr.count("\n") == 1
@@ -71,7 +71,7 @@ def _one_line(done: Done, code: int) -> str:
     ],
 )
 def test_bad_usage_is_one_line_and_code_2(tmp_path: Path, arguments: tuple[str, ...], named: str) -> None:
-    """What is wrong with the call is named in one line; the script does not run."""
+    """The line names what is wrong with the call; the script does not run."""
     script_in(tmp_path, "print('ran')", "x.py")
     (tmp_path / "bad.json").write_text("{")
     assert named in _one_line(forked("run", *arguments, cwd=tmp_path), 2)
@@ -79,13 +79,13 @@ def test_bad_usage_is_one_line_and_code_2(tmp_path: Path, arguments: tuple[str, 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_auto_without_a_device_is_bad_usage(tmp_path: Path) -> None:
-    """A budget that nothing can give is not taken for none."""
+    """A budget that cannot be determined is not taken for no budget."""
     script_in(tmp_path, "print('ran')", "x.py")
     assert "CUDA" in _one_line(lowtide_in(tmp_path, "run", "--budget", "auto", "x.py"), 2)
 
 
 def test_an_unknown_verb_is_bad_usage(tmp_path: Path) -> None:
-    """A verb that is not there exits with 2."""
+    """A verb that does not exist exits with 2."""
     _one_line(lowtide_in(tmp_path, "walk"), 2)
 
 
@@ -93,21 +93,21 @@ def test_a_run_within_a_run_is_refused(tmp_path: Path) -> None:
     """A second budget in the same process exits with 2 and one line; no script runs."""
     script_in(tmp_path, "print('ran')", "x.py")
     nested = ("run", "--budget", "1GiB", "--quiet", "-m", "lowtide", "run", "--budget", "1GiB", "x.py")
-    assert "this process is run by Lowtide already" in _one_line(lowtide_in(tmp_path, *nested), 2)
+    assert "Lowtide already runs this process" in _one_line(lowtide_in(tmp_path, *nested), 2)
 
 
 # --- how it ends -----------------------------------------------------------------------------------------------------
 
 
 def test_the_exit_code_is_the_scripts(tmp_path: Path) -> None:
-    """sys.exit(3) in the script is 3 outside, and in the JSON file."""
+    """sys.exit(3) in the script is exit code 3, also in the JSON file."""
     script = script_in(tmp_path, "import sys\nsys.exit(3)")
     done = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--quiet", "--json", "f.json", script)
     assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
     assert json.loads((tmp_path / "f.json").read_text())["exit_code"] == 3
 
 
-def test_an_exit_message_is_printed_as_python_does(tmp_path: Path) -> None:
+def test_an_exit_message_is_printed_as_by_python(tmp_path: Path) -> None:
     """sys.exit("text") prints the text on standard error and exits with 1."""
     script = script_in(tmp_path, "import sys\nsys.exit('no data')")
     done = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--quiet", script)
@@ -117,8 +117,8 @@ def test_an_exit_message_is_printed_as_python_does(tmp_path: Path) -> None:
 RAISES = MLP.replace("    print(loss.item().hex())", "    if step == 1: raise ValueError('the data is bad')")
 
 
-def test_an_exception_shows_the_scripts_own_traceback(tmp_path: Path) -> None:
-    """Code 1, and the traceback that plain python prints: no frame of Lowtide in it."""
+def test_an_exception_shows_only_the_scripts_frames(tmp_path: Path) -> None:
+    """Code 1, and a traceback like plain python's: no frame of Lowtide in it."""
     script = script_in(tmp_path, RAISES)
     done = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--quiet", script)
     assert done.returncode == 1
@@ -127,7 +127,7 @@ def test_an_exception_shows_the_scripts_own_traceback(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == "ValueError: the data is bad"
 
 
-def test_a_traceback_is_the_one_of_plain_python(tmp_path: Path) -> None:
+def test_a_traceback_is_that_of_plain_python(tmp_path: Path) -> None:
     """Letter for letter, file names included."""
     script = script_in(tmp_path, RAISES)
     done = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--quiet", script)
@@ -137,7 +137,7 @@ def test_a_traceback_is_the_one_of_plain_python(tmp_path: Path) -> None:
 INSIDE = "import torch\nmodel = torch.nn.Linear(4, 4)\nmodel(torch.ones(2, 4)).sum().backward()\nmodel(torch.ones(2, 5))\n"
 
 
-def test_an_exception_inside_torch_shows_no_frame_of_ours(tmp_path: Path) -> None:
+def test_an_exception_inside_torch_shows_no_frame_of_lowtide(tmp_path: Path) -> None:
     """An error raised below a module call hides the frames that Lowtide put around it."""
     done = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--quiet", script_in(tmp_path, INSIDE))
     assert done.returncode == 1
@@ -156,7 +156,7 @@ except RuntimeError as error:
 """
 
 
-def test_the_cause_of_an_exception_shows_no_frame_of_ours(tmp_path: Path) -> None:
+def test_the_cause_of_an_exception_shows_no_frame_of_lowtide(tmp_path: Path) -> None:
     """The chained exception's traceback is as clean as the last one's."""
     done = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--quiet", script_in(tmp_path, CAUSED))
     assert done.returncode == 1
@@ -174,12 +174,12 @@ def test_a_syntax_error_is_shown_as_python_shows_it(tmp_path: Path) -> None:
 
 
 def test_an_infeasible_budget_is_code_1_with_its_proof(tmp_path: Path) -> None:
-    """Below what is forced: one error line last, code 1, and a bound above the budget in the JSON file."""
+    """The last line is the error, the code is 1, and the JSON file has a bound above the budget."""
     script = script_in(tmp_path, MLP)
     done = lowtide_in(tmp_path, "run", "--budget", "1MiB", "--quiet", "--json", "f.json", script)
     assert done.returncode == 1, done.stderr
     assert done.stderr.splitlines()[-1].startswith("lowtide: error: ")
-    assert "leave some room above the lowest plan found" in done.stderr
+    assert "somewhat above the lowest plan found" in done.stderr
     assert "Traceback" not in done.stderr
     figures = json.loads((tmp_path / "f.json").read_text())
     assert figures["exit_code"] == 1
@@ -204,8 +204,8 @@ def test_ctrl_c_interrupts_the_script(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "told.json").read_text())["exit_code"] == INTERRUPTED
 
 
-def test_os_exit_is_left_alone(tmp_path: Path) -> None:
-    """os._exit(5) is 5."""
+def test_os_exit_keeps_its_code(tmp_path: Path) -> None:
+    """os._exit(5) is exit code 5."""
     assert lowtide_in(tmp_path, "run", "--budget", "1GiB", script_in(tmp_path, "import os\nos._exit(5)")).returncode == 5
 
 
@@ -233,7 +233,7 @@ SEEN = ("argv", "path", "name", "file", "main", "globals", "spec", "package")
 
 @pytest.fixture(scope="module")
 def sights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """What a script, and a module, sees under Lowtide, and under plain python."""
+    """What a script, and a module, sees under Lowtide and under plain python."""
     home = tmp_path_factory.mktemp("sights")
     for folder in ("folder", "package"):
         (home / folder).mkdir()
@@ -248,7 +248,7 @@ def sights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str
 @pytest.mark.xdist_group("sights")
 @pytest.mark.parametrize("seen", SEEN)
 @pytest.mark.parametrize("kind", ["script", "module"])
-def test_it_sees_what_plain_python_shows_it(
+def test_a_script_sees_what_plain_python_shows_it(
     sights: dict[str, tuple[dict[str, Any], dict[str, Any]]], kind: str, seen: str
 ) -> None:
     """sys.argv, sys.path, __name__, __file__, __main__, __spec__, __package__ and the globals are python's own."""
@@ -260,14 +260,14 @@ def test_it_sees_what_plain_python_shows_it(
 
 
 @pytest.mark.xdist_group("sights")
-def test_its_folder_is_first_on_the_path(sights: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    """sys.path[0] is the script's folder; for a module the working directory."""
+def test_the_scripts_folder_is_first_on_the_path(sights: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """For a module it is the working directory."""
     for ours, plain in sights.values():
         assert ours["path"][0] == plain["path"][0]
 
 
-def test_the_preload_is_not_leaked(tmp_path: Path) -> None:
-    """The script's environment is the user's: nothing preloaded, no task; its children start clean."""
+def test_the_script_does_not_see_lowtides_preload(tmp_path: Path) -> None:
+    """The script's environment is the user's: nothing preloaded, no task; its child processes start clean."""
     leak = "import os\nprint(sorted(k for k in os.environ if k == 'LD_PRELOAD' or k == 'LOWTIDE_TASK'))"
     leak += "\nprint(os.popen('env | grep -c LD_PRELOAD').read().strip())"
     done = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--quiet", script_in(tmp_path, leak))
@@ -275,7 +275,7 @@ def test_the_preload_is_not_leaked(tmp_path: Path) -> None:
 
 
 def test_the_users_own_preload_is_kept(tmp_path: Path) -> None:
-    """LD_PRELOAD as the user set it is what the script sees, and it is loaded."""
+    """The script sees LD_PRELOAD as the user set it, and that library is loaded beside Lowtide's."""
     (tmp_path / "own.c").write_text("int own(void) { return 7; }\n")
     own = str(tmp_path / "own.so")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", own, tmp_path / "own.c"], check=True)
@@ -286,7 +286,7 @@ def test_the_users_own_preload_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_script_that_never_steps_ends_well(tmp_path: Path) -> None:
-    """No torch, no step: code 0, standard output untouched, no steps in the JSON file, a summary or none on stderr."""
+    """No torch, no step: code 0, standard output untouched, no steps in the JSON file."""
     done = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--json", "f.json", script_in(tmp_path, "print('hello')"))
     assert (done.returncode, done.stdout) == (0, "hello\n"), done.stderr
     assert "Traceback" not in done.stderr
@@ -301,8 +301,8 @@ def test_tensors_without_training_end_well(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "torch.Size([1, 4])\n"), done.stderr
 
 
-def test_standard_input_is_the_scripts(tmp_path: Path) -> None:
-    """What is piped in reaches the script."""
+def test_standard_input_goes_to_the_script(tmp_path: Path) -> None:
+    """Piped input reaches the script."""
     script = script_in(tmp_path, "print(input()[::-1])")
     done = subprocess.run(
         [sys.executable, "-m", "lowtide", "run", "--budget", "1GiB", "--quiet", script],
@@ -314,10 +314,11 @@ def test_standard_input_is_the_scripts(tmp_path: Path) -> None:
 # --- what it writes --------------------------------------------------------------------------------------------------
 
 
-def test_a_budget_is_held_and_told_and_its_plan_reused(tmp_path: Path) -> None:
-    """Bit-equal output, the keys of DESIGN.md section 6, peaks within the budget; a saved plan is in force at once.
+def test_a_budget_is_held_and_its_saved_plan_is_reused(tmp_path: Path) -> None:
+    """Bit-equal output, the documented keys in the JSON file, and peaks within the budget; a saved plan is in force from the
+    first step.
 
-    The summary is on standard error, and not there with --quiet.
+    The summary is on standard error, and absent with --quiet.
     """
     script = script_in(tmp_path, MLP)
     plain = call(tmp_path, script)
@@ -336,7 +337,7 @@ def test_a_budget_is_held_and_told_and_its_plan_reused(tmp_path: Path) -> None:
     assert (again.returncode, again.stdout, again.stderr) == (0, plain.stdout, "")
     steps = json.loads((tmp_path / "second.json").read_text())["steps"]
     choices = json.loads((tmp_path / "plan.json").read_text())["choices"]
-    recomputes = any(c["action"] == "recompute" for c in choices)  # what is only moved is moved on line
+    recomputes = any(c["action"] == "recompute" for c in choices)  # a plan that only offloads is carried out online
     assert steps[0]["policy"] == ("planned" if recomputes else "online")
     assert max(s["peak_bytes"] for s in steps) <= figures["budget_bytes"]
 
@@ -355,8 +356,8 @@ def _check_figures(figures: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
-def test_quiet_says_nothing(tmp_path: Path) -> None:
-    """With --quiet a good run leaves standard error empty; without it, the summary is there and not on stdout."""
+def test_quiet_leaves_standard_error_empty(tmp_path: Path) -> None:
+    """With --quiet a good run leaves standard error empty; without it, the summary is there and not on standard output."""
     script = script_in(tmp_path, MLP)
     quiet = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--quiet", script)
     loud = lowtide_in(tmp_path, "run", "--budget", "1GiB", script)
@@ -366,7 +367,7 @@ def test_quiet_says_nothing(tmp_path: Path) -> None:
     assert quiet.stdout == loud.stdout
 
 
-def test_help_and_version(tmp_path: Path) -> None:
+def test_help_and_version_are_printed(tmp_path: Path) -> None:
     """``--help`` and ``--version`` print on standard output and exit with 0."""
     said = {}
     for arguments in ("--help", "run --help", "-h", "--version"):

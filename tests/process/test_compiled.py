@@ -1,4 +1,4 @@
-"""Laws: a compiled script runs under any budget as without: the same losses, graphs and breaks, and no warning of Dynamo's."""
+"""Laws: a compiled script runs under any budget as without: the same losses, graphs and breaks, and no warning by Dynamo."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ FORMS = ("module", "full", "inplace", "blocks", "blocks-inplace", "function", "s
 @pytest.mark.parametrize("backwards", [1, 2])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("form", FORMS)
-def test_dynamo_sees_no_frame_of_ours(tmp_path: Path, form: str, backend: str, backwards: int) -> None:
+def test_dynamo_traces_the_same_graphs_as_without_lowtide(tmp_path: Path, form: str, backend: str, backwards: int) -> None:
+    """The script prints its losses, graphs and breaks: its output is the same, and standard error has as many lines."""
     arguments = (SCRIPT, form, backend, str(backwards))
     plain = call(tmp_path, *arguments, OMP_NUM_THREADS="1")
     assert plain.returncode == 0, plain.stderr
@@ -30,7 +31,7 @@ def test_dynamo_sees_no_frame_of_ours(tmp_path: Path, form: str, backend: str, b
 
 
 @pytest.mark.parametrize("words", [("run", "--budget", "1GiB"), ("record", "--quiet", "-o", "r.lowtide")], ids=lambda w: w[0])
-def test_a_script_that_compiles_nothing_loads_no_compiler(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_a_script_that_compiles_nothing_does_not_import_dynamo(tmp_path: Path, words: tuple[str, ...]) -> None:
     """Dynamo takes most of a second to import."""
     text = "import sys, torch; torch.nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward(); print('torch._dynamo' in sys.modules)"
     done = lowtide_in(tmp_path, *words, script_in(tmp_path, text))
@@ -63,8 +64,8 @@ for step in range(3):
 
 
 @pytest.mark.parametrize("words", [("run", "--budget", "1GiB"), ("record", "--quiet", "-o", "r.lowtide")], ids=lambda w: w[0])
-def test_a_compiled_model_is_called_by_keywords(tmp_path: Path, words: tuple[str, ...]) -> None:
-    """Under ``record`` that was a TypeError of ours, which ended the run."""
+def test_a_compiled_model_may_be_called_by_keywords(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Under ``record`` that used to be a TypeError in Lowtide, which ended the run."""
     script = script_in(tmp_path, KEYWORDS)
     plain = call(tmp_path, script, OMP_NUM_THREADS="1")
     done = lowtide_in(tmp_path, *words, script, OMP_NUM_THREADS="1")

@@ -1,5 +1,7 @@
-"""Laws of verbs around verbs: ``guard``, ``leak`` and ``sweep`` around ``run`` and ``record`` change nothing in them, and where two
-verbs (or a verb and the script's own ``lowtide.budget``) ask for one process, one decides and says so."""
+"""Laws of verbs around verbs: ``guard``, ``leak`` and ``sweep`` around ``run`` and ``record`` change nothing in them.
+
+Where two verbs, or a verb and the script's own ``lowtide.budget``, ask for one process, one decides and says so.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,8 @@ AROUND = {
 
 @pytest.mark.long("leak", "sweep")
 @pytest.mark.parametrize("outer", AROUND)
-def test_verbs_around_run_keep_its_lever_its_budget_and_the_losses(tmp_path: Path, outer: str) -> None:
-    """What they put into the process (hooks, samplers) is not taken for the script's, and switches no lever off."""
+def test_verbs_around_run_keep_its_lever_budget_and_losses(tmp_path: Path, outer: str) -> None:
+    """The hooks and samplers that they put into the process are not taken for the script's, and switch no lever off."""
     script = script_in(tmp_path, TRAINS)
     inner = [*LOWTIDE, "run", "--quiet", "--budget", "28MiB", "--json", "f.json", script]
     (tmp_path / "s.toml").write_text(SWEEP.format(command=json.dumps(inner)))
@@ -66,7 +68,7 @@ def test_verbs_around_run_keep_its_lever_its_budget_and_the_losses(tmp_path: Pat
 
 @pytest.mark.long("leak")
 @pytest.mark.parametrize("outer", ["guard", "leak"])
-def test_verbs_around_record_keep_what_it_records(tmp_path: Path, outer: str) -> None:
+def test_verbs_around_record_keep_the_recorded_peaks(tmp_path: Path, outer: str) -> None:
     script = script_in(tmp_path, TRAINS)
     alone = lowtide_in(tmp_path, "record", "--quiet", "--json", "alone.json", "-o", "alone.lowtide", script)
     assert alone.returncode == 0, alone.stderr
@@ -80,13 +82,13 @@ def test_verbs_around_record_keep_what_it_records(tmp_path: Path, outer: str) ->
 
 @pytest.mark.parametrize("outer", [("min", "--steps", "4", "--survive", "0"), ("batch", "--vary", "--rows=1,2"), ("record",), ("run", "--budget", "1GiB")])
 @pytest.mark.parametrize("inner", [("run", "--budget", "28MiB"), ("record",)])
-def test_two_verbs_for_one_process_are_one_too_many(tmp_path: Path, outer: tuple[str, ...], inner: tuple[str, ...]) -> None:
-    """Each of these decides what the process does."""
+def test_two_verbs_for_one_process_are_refused(tmp_path: Path, outer: tuple[str, ...], inner: tuple[str, ...]) -> None:
+    """Each of these verbs decides what the process does."""
     script = script_in(tmp_path, TRAINS)
     done = lowtide_in(tmp_path, *outer, "-m", "lowtide", *inner, script)
     assert done.returncode in (1, 2)
     said = " ".join((done.stdout + done.stderr).split())
-    assert "this process is run by Lowtide already" in said
+    assert "Lowtide already runs this process" in said
     assert "Traceback" not in said
 
 
@@ -95,14 +97,14 @@ def test_two_verbs_for_one_process_are_one_too_many(tmp_path: Path, outer: tuple
     ("verb", "block"),
     [("run", 'budget("24.5MiB")'), ("run", 'record("own.lowtide")'), ("record", 'budget("24.5MiB")'), ("record", 'record("own.lowtide")')],
 )
-def test_the_command_decides_over_the_scripts_own_block(tmp_path: Path, verb: str, block: str) -> None:
-    """A budget of its own that could not be held ends nothing; figures are those of the script without it."""
+def test_the_command_overrides_the_scripts_own_block(tmp_path: Path, verb: str, block: str) -> None:
+    """A budget in the script that could not be held ends nothing; the figures are those of the script without it."""
     words = ("--budget", "1GiB") if verb == "run" else ("-o", "x.lowtide")
     plain = lowtide_in(tmp_path, verb, *words, "--quiet", "--json", "plain.json", script_in(tmp_path, TRAINS))
     done = lowtide_in(tmp_path, verb, *words, "--quiet", "--json", "own.json", script_in(tmp_path, OWN.replace("BLOCK", block)))
     assert done.returncode == plain.returncode == 0, done.stderr
     assert done.stdout == plain.stdout
-    assert "the command that runs it decides" in done.stderr
+    assert "in the script is ignored" in done.stderr
     assert not (tmp_path / "own.lowtide").exists()
     one, other = (json.loads((tmp_path / name).read_text()) for name in ("plain.json", "own.json"))
     assert [s["peak_bytes"] for s in one["steps"]] == [s["peak_bytes"] for s in other["steps"]]

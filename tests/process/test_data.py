@@ -68,7 +68,8 @@ KINDS = ("npy", "fortran", "hdf5", "zarr")
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bounds", [(0, TOTAL), (0, 1), (63, 65), (990, 1000), (5, 5)])
-def test_a_slice_is_what_was_written(files, kind, bounds):
+def test_a_slice_equals_what_was_written(files, kind, bounds):
+    """Of every format; `dtype` converts it."""
     source = sources(files)[kind]
     found = source.read(*bounds)
     assert (len(source), source.sample_bytes) == (TOTAL, 48)
@@ -80,24 +81,24 @@ def test_a_slice_is_what_was_written(files, kind, bounds):
 
 
 @pytest.mark.parametrize("bounds", [(0, TOTAL), (129, 131), (0, 1), (400, 400), (999, 1000)])
-def test_columns_of_parquet(files, bounds):
+def test_columns_of_parquet_are_read_as_arrays(files, bounds):
     flat = WHOLE.reshape(TOTAL, 6)[slice(*bounds)]
     assert np.array_equal(lowtide.data.open(files / "x.parquet", "a").read(*bounds), flat[:, 0])
     assert np.array_equal(lowtide.data.open(files / "x.parquet", ["b", "a"], dtype="float32").read(*bounds), flat[:, [1, 0]])
     assert np.array_equal(lowtide.data.open(files / "x.parquet", "l").read(*bounds), flat)
 
 
-def test_a_source_goes_to_other_processes_without_its_handle(files):
+def test_a_source_is_pickled_without_its_file_handle(files):
     for source in (*sources(files).values(), lowtide.data.open(files / "x.parquet", "a")):
         source.read(0, 3)
         assert np.array_equal(pickle.loads(pickle.dumps(source)).read(5, 9), source.read(5, 9))
 
 
 @pytest.mark.parametrize(("name", "key", "text"), [
-    ("missing.npy", None, "no such data"), ("x.h5", None, "which data set: deep/d"), ("x.h5", "no", "cannot be read"),
-    ("x.parquet", "no", "there are a, b, l"), ("x.npy", "d", "without a name"), ("x.csv", None, "cannot be told"), ("bad.h5", "d", "cannot be read"),
+    ("missing.npy", None, "no such data"), ("x.h5", None, "name the data set to read: deep/d"), ("x.h5", "no", "cannot be read"),
+    ("x.parquet", "no", "there are a, b, l"), ("x.npy", "d", "without a name"), ("x.csv", None, "unknown file format"), ("bad.h5", "d", "cannot be read"),
 ])
-def test_what_cannot_be_read_is_said(files, name, key, text):
+def test_data_that_cannot_be_read_is_an_error_with_the_reason(files, name, key, text):
     (files / "x.csv").touch()
     (files / "bad.h5").write_bytes(b"no")
     with pytest.raises(ReaderError, match=text):
@@ -114,7 +115,8 @@ def order(batches):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("batch", "block"), [(7, 64), (64, 7), (1000, 10), (3000, 100), (1, 1)])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_each_sample_comes_once(files, kind, batch, block, shuffle):
+def test_each_sample_is_read_once_per_epoch(files, kind, batch, block, shuffle):
+    """Shuffled epochs differ from each other."""
     if (batch, block) == (1, 1) and kind != "npy":
         pytest.skip("slow there, and the same code")
     blocks = Blocks(sources(files)[kind], batch_size=batch, block=block, shuffle=shuffle, seed=3, buffer=block * 48 * 8)
@@ -128,14 +130,14 @@ def test_each_sample_comes_once(files, kind, batch, block, shuffle):
         assert list(order(blocks)) != list(seen), "each epoch has an order of its own"
 
 
-def test_an_incomplete_batch_may_be_left_out(files):
+def test_an_incomplete_batch_may_be_dropped(files):
     blocks = Blocks(sources(files)["npy"], batch_size=300, drop_last=True)
     assert [len(b) for b in blocks] == [300, 300, 300] and len(blocks) == 3
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("cut", [0, 1, 5, 14, 15])
-def test_an_epoch_goes_on_where_it_stood(files, shuffle, cut):
+def test_an_epoch_resumes_where_it_was_saved(files, shuffle, cut):
     def fresh():
         return Blocks(sources(files)["npy"], batch_size=70, block=30, shuffle=shuffle, seed=1, buffer=30 * 48 * 6)
 
@@ -151,13 +153,14 @@ def test_an_epoch_goes_on_where_it_stood(files, shuffle, cut):
     assert np.array_equal(order(again), expected[1])
 
 
-def test_batches_are_memory_of_their_own(files):
+def test_batches_do_not_share_memory(files):
     batches = list(Blocks(sources(files)["npy"], batch_size=10, block=100))
     batches[0][:] = -1
     assert order(batches[1:])[0] == 10
 
 
-def test_several_sources_come_together(files):
+def test_several_sources_are_read_in_step(files):
+    """Sources of different lengths are refused."""
     both = Arrays(lowtide.data.open(files / "x.npy"), lowtide.data.open(files / "x.parquet", "a"))
     for x, a in Blocks(both, batch_size=33, shuffle=True, block=20, buffer=20 * 56 * 6):
         assert np.array_equal(x[:, 0, 0], a)
@@ -173,7 +176,7 @@ class Short:
         return self.length
 
 
-def test_a_buffer_that_is_too_small_is_said(files):
+def test_a_buffer_that_is_too_small_is_refused(files):
     with pytest.raises(ReaderError, match="larger buffer"):
         Blocks(sources(files)["npy"], batch_size=10, shuffle=True, block=100, buffer=48 * 300)
 
@@ -182,8 +185,8 @@ WIDE = np.arange(700 * 5000, dtype=np.float64).reshape(700, 5000)
 
 
 @pytest.mark.parametrize("of", ["one", "converted", "two", "one of them buffered"])
-def test_large_samples_are_drawn_from_the_file_as_they_would_be_from_a_buffer(tmp_path, monkeypatch, of):
-    """The same batches in the same order, from wherever an epoch is taken up."""
+def test_large_samples_are_drawn_from_the_file_in_the_buffered_order(tmp_path, monkeypatch, of):
+    """The batches are the same, in the same order, wherever an epoch is resumed."""
     np.save(tmp_path / "x.npy", WIDE)
     np.save(tmp_path / "y.npy", np.arange(700))
     np.save(tmp_path / "f.npy", np.asfortranarray(WIDE[:, :2]))
@@ -207,21 +210,23 @@ def test_large_samples_are_drawn_from_the_file_as_they_would_be_from_a_buffer(tm
         assert [a.dtype for a in found[0]] == [a.dtype for a in buffered[0]] if found else True
 
 
-def test_a_file_that_ends_early_is_said(tmp_path):
-    """Cut off after it was opened: neither a slice nor a sample is made up."""
+def test_a_truncated_file_is_an_error(tmp_path):
+    """Truncated after it was opened: neither a slice nor a sample is invented."""
     np.save(tmp_path / "x.npy", WIDE)
     source = lowtide.data.open(tmp_path / "x.npy")
     os.truncate(tmp_path / "x.npy", 300 * 5000 * 8)
     for shuffle in (False, True):
         blocks = Blocks(source, batch_size=10, block=10, shuffle=shuffle, buffer=60 * source.sample_bytes)
-        with pytest.raises(ReaderError, match=r"x\.npy: ends at byte"):
+        with pytest.raises(ReaderError, match=r"x\.npy: truncated at byte"):
             list(blocks)
 
 
 @pytest.mark.parametrize("row", [512, 8192])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_memory_stays_within_the_buffer(tmp_path, shuffle, row):
-    """A file of 400 MiB, a buffer of 32: the highest resident size above what reading one sample takes."""
+    """A file of 400 MiB and a buffer of 32 MiB: peak resident memory grows by less than 40 MiB above that of reading one
+    sample.
+    """
     path = tmp_path / "read.py"
     path.write_text(textwrap.dedent("""
         import resource, sys
@@ -247,7 +252,7 @@ def test_memory_stays_within_the_buffer(tmp_path, shuffle, row):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_torch_reads_samples_and_streams_of_batches(files, workers):
+def test_torchs_loader_reads_samples_and_streams_of_batches(files, workers):
     source = lowtide.data.open(files / "x.h5", "deep/d", dtype="float32")
     loader = torch.utils.data.DataLoader(dataset(source), batch_size=64, shuffle=True, num_workers=workers)
     found = torch.cat(list(loader))
@@ -257,7 +262,7 @@ def test_torch_reads_samples_and_streams_of_batches(files, workers):
     assert sorted(streamed[:, 0, 0].tolist()) == (WHOLE[:, 0, 0]).tolist()
 
 
-def test_a_stream_can_be_saved_inside_an_epoch(files):
+def test_a_stream_resumes_inside_an_epoch(files):
     def fresh():
         source = lowtide.data.open(files / "x.npy")
         return stream(Blocks(source, batch_size=64, shuffle=True, block=32, buffer=32 * 48 * 8))
@@ -290,7 +295,8 @@ class Leaky:
         return np.full(3, index), random.random()
 
 
-def test_a_leaking_data_set_is_read_in_processes_that_stay_small():
+def test_a_leaking_data_set_is_read_in_processes_of_bounded_memory():
+    """They are replaced, and random numbers go on from process to process."""
     with_leak = isolate(Leaky(), memory="60MiB")
     own = psutil.Process().memory_info().rss
     random.seed(5)
@@ -304,7 +310,8 @@ def test_a_leaking_data_set_is_read_in_processes_that_stay_small():
     with_leak.close()
 
 
-def test_no_process_is_left(tmp_path):
+def test_no_reader_process_is_left_behind(tmp_path):
+    """Neither when the data set is deleted, nor when the process that reads is killed."""
     before = {c.pid for c in psutil.Process().children(recursive=True)}
     data = isolate(Leaky(), memory="80MiB")
     data[0]
@@ -328,7 +335,8 @@ def test_torchs_loader_reads_an_isolated_data_set(files):
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_an_isolated_stream_gives_each_batch_once_through_replacements_and_kills(files, shuffle):
+def test_an_isolated_stream_gives_each_batch_once_despite_kills(files, shuffle):
+    """Readers that grow are replaced, and readers that are killed are started again."""
     def fresh():
         return Blocks(LeakySource(files / "x.npy"), batch_size=20, block=10, shuffle=shuffle, seed=2, buffer=10 * 48 * 8)
 
@@ -351,14 +359,16 @@ def test_an_isolated_stream_gives_each_batch_once_through_replacements_and_kills
 
 
 def _lies_on(array):
-    """What an array's memory belongs to, at last."""
+    """The object that owns an array's memory."""
     while isinstance(array, np.ndarray):
         array = array.base
     return array.obj if isinstance(array, memoryview) else array
 
 
-def test_what_is_given_is_not_copied_and_stays_as_it_is_while_somebody_has_it(files):
-    """Batches lie in shared memory, which is written again only when nobody has them; who keeps many gets copies."""
+def test_batches_in_shared_memory_stay_valid_while_referenced(files):
+    """Batches are not copied: they lie in shared memory, which is reused only once nothing refers to them. A script that keeps
+    many gets copies.
+    """
     data = isolate(Blocks(lowtide.data.open(files / "x.npy"), batch_size=20), memory="200MiB")
     places = []
     for i, batch in enumerate(data):
@@ -381,8 +391,10 @@ def test_what_is_given_is_not_copied_and_stays_as_it_is_while_somebody_has_it(fi
 
 @pytest.mark.parametrize("size", [16, 20])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_batches_that_are_read_by_themselves_are_read_to_where_they_are_given(files, shuffle, size):
-    """One copy less; and the same batches as without, of two sources at once, from wherever an epoch is taken up."""
+def test_batches_are_read_directly_into_shared_memory(files, shuffle, size):
+    """This saves one copy where a batch is a group of its own. The batches are those read without it, also of two sources at
+    once, and wherever an epoch is resumed.
+    """
     def fresh():
         both = Arrays(lowtide.data.open(files / "x.npy"), lowtide.data.open(files / "x.h5", "deep/d", dtype="float32"))
         return Blocks(both, batch_size=size, block=size, shuffle=shuffle, seed=3, buffer=12 * size * 72)
@@ -396,7 +408,7 @@ def test_batches_that_are_read_by_themselves_are_read_to_where_they_are_given(fi
         placed += slot._used == before
         again = receive(theirs, slot)
         assert all(np.array_equal(a, b) for a, b in zip(expected, again, strict=True)), number
-    if size == 20 or not shuffle:  # 16 do not go into 1000: what is put together from two groups is copied
+    if size == 20 or not shuffle:  # 16 does not divide 1000: a batch put together from two groups is copied
         assert placed == len(plain)
     data = isolate(fresh(), memory="200MiB")
     state, kept = None, []
@@ -417,7 +429,7 @@ def test_batches_that_are_read_by_themselves_are_read_to_where_they_are_given(fi
 
 
 def _each_in(blocks, slot):
-    """Batches, each read into a slot anew."""
+    """Batches, each read into the slot from its beginning."""
     iterator = iter(blocks)
     while True:
         slot.begin()
@@ -447,6 +459,7 @@ class LeakySource:
 
 
 def test_an_isolated_stream_can_be_left_saved_and_resumed(files):
+    """The saved position is that of the batches given, not of those read ahead."""
     def fresh():
         return isolate(Blocks(lowtide.data.open(files / "x.npy"), batch_size=20, shuffle=True, block=10, buffer=10 * 48 * 8), memory="200MiB")
 
@@ -455,7 +468,7 @@ def test_an_isolated_stream_can_be_left_saved_and_resumed(files):
     data = fresh()
     reading = iter(data)
     begun = list(itertools.islice(reading, 7))
-    state = data.state_dict()  # of what was given, not of what was read ahead
+    state = data.state_dict()  # of the batches given, not of those read ahead
     again = fresh()
     again.load_state_dict(state)
     assert np.array_equal(order([*begun, *again]), expected[0])
@@ -466,7 +479,7 @@ def test_an_isolated_stream_can_be_left_saved_and_resumed(files):
         one.close()
 
 
-def test_blocks_that_were_left_begin_a_whole_epoch(files):
+def test_blocks_left_inside_an_epoch_begin_a_whole_one(files):
     def fresh():
         return Blocks(lowtide.data.open(files / "x.npy"), batch_size=70, shuffle=True, block=30, buffer=30 * 48 * 6)
 
@@ -476,7 +489,7 @@ def test_blocks_that_were_left_begin_a_whole_epoch(files):
     for _ in blocks:
         break
     assert np.array_equal(order(blocks), expected[1])
-    with pytest.raises(ReaderError, match="a second time"):
+    with pytest.raises(ReaderError, match="iterated again"):
         list(zip(blocks, blocks))
 
 
@@ -522,7 +535,7 @@ class Both:
         return self.source.read(start, stop)
 
 
-def test_closing_twice_closes_nobody_elses_files():
+def test_closing_twice_does_not_close_other_files():
     data = isolate(Leaky(), memory="200MiB")
     data[0]
     data.close()
@@ -534,7 +547,8 @@ def test_closing_twice_closes_nobody_elses_files():
         os.close(file)
 
 
-def test_what_cannot_be_sent_or_made_again_is_said_and_the_next_request_is_answered():
+def test_a_sample_that_cannot_be_pickled_is_an_error_and_reading_goes_on():
+    """Also one that cannot be unpickled; the next request is answered by the same process."""
     data = isolate(Odd(), memory="200MiB")
     with pytest.raises((TypeError, ReaderError), match="pickle"):
         data[0]
@@ -561,7 +575,7 @@ class Odd(Leaky):
         return threading.Lock() if index == 0 else Fragile() if index == 1 else index
 
 
-def test_threads_take_turns():
+def test_threads_share_one_isolated_data_set():
     from concurrent.futures import ThreadPoolExecutor
 
     data = isolate(Leaky(leak=10), memory="200MiB")
@@ -570,7 +584,7 @@ def test_threads_take_turns():
     data.close()
 
 
-def test_random_samples_of_an_isolated_data_set_are_resumed_within_an_epoch():
+def test_random_samples_of_an_isolated_data_set_resume_inside_an_epoch():
     def epoch(position=None, stop=None):
         random.seed(3)
         torch.manual_seed(3)
@@ -590,7 +604,7 @@ def test_random_samples_of_an_isolated_data_set_are_resumed_within_an_epoch():
     assert epoch(position)[0] == expected[3:]
 
 
-def test_batches_of_blocks_are_resumed_in_the_right_epoch(files):
+def test_batches_of_blocks_resume_in_the_right_epoch(files):
     def fresh():
         blocks = Blocks(lowtide.data.open(files / "x.npy"), batch_size=70, shuffle=True, block=30, buffer=30 * 48 * 6)
         return lowtide.checkpoint.Batches(torch.utils.data.DataLoader(stream(blocks), batch_size=None))
@@ -617,16 +631,16 @@ def test_a_slice_beyond_the_data_is_an_error(files, kind, bounds):
 
 
 @pytest.mark.parametrize(("column", "text"), [
-    (pa.array([1, None, 3]), "missing"), (pa.array([[1, 2], None, [3, 4]]), "missing"), (pa.array([[1, 2, 3], [4], [5, 6]]), "several lengths"),
-    (pa.array([[1, 2], [None, 3], [4, 5]]), "missing"), (pa.array(["a", "b", "c"]), "no numbers"),
+    (pa.array([1, None, 3]), "missing"), (pa.array([[1, 2], None, [3, 4]]), "missing"), (pa.array([[1, 2, 3], [4], [5, 6]]), "differ in length"),
+    (pa.array([[1, 2], [None, 3], [4, 5]]), "missing"), (pa.array(["a", "b", "c"]), "not numbers"),
 ])
-def test_columns_that_are_no_array_are_refused(tmp_path, column, text):
+def test_columns_that_are_not_arrays_are_refused(tmp_path, column, text):
     pq.write_table(pa.table({"x": column}), tmp_path / "x.parquet")
     with pytest.raises(ReaderError, match=text):
         lowtide.data.open(tmp_path / "x.parquet", "x").read(0, 3)
 
 
-def test_conversion_is_the_same_whichever_way_is_read(tmp_path):
+def test_conversion_is_the_same_for_slices_and_shuffled_reads(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["d"] = np.array([300, -1, 5, 1000] * 20, dtype=np.int16)
     source = lowtide.data.open(tmp_path / "x.h5", "d", dtype="uint8")
@@ -634,7 +648,7 @@ def test_conversion_is_the_same_whichever_way_is_read(tmp_path):
     assert sorted(shuffled) == sorted(source.read(0, 80)) == sorted(np.array([300, -1, 5, 1000] * 20, dtype=np.int16).astype(np.uint8))
 
 
-def test_a_request_that_kills_its_reader_is_said():
+def test_a_request_that_kills_its_reader_twice_is_an_error():
     with pytest.raises(ReaderError, match="died 2 times"):
         isolate(Deadly(), memory="200MiB")[3]
 
@@ -644,12 +658,13 @@ class Deadly(Leaky):
         os._exit(1)
 
 
-def test_an_error_of_the_data_set_is_raised_with_where_it_was():
+def test_an_error_of_the_data_set_is_raised_with_its_traceback():
+    """The next request is answered by the same process."""
     data = isolate(Broken(), memory="200MiB")
     with pytest.raises(KeyError, match="sample 3") as caught:
         data[3]
     assert any("in __getitem__" in note for note in caught.value.__notes__)
-    assert data[1] == 1  # and it goes on
+    assert data[1] == 1  # reading goes on
     assert data.started == 1
     data.close()
 
@@ -661,25 +676,26 @@ class Broken(Leaky):
         return index
 
 
-def test_a_bound_that_a_fresh_process_is_past_is_said():
-    with pytest.raises(ReaderError, match="more than the"):
+def test_a_memory_bound_below_a_fresh_process_is_an_error():
+    with pytest.raises(ReaderError, match="more than its limit"):
         isolate(Leaky(), memory="4MiB")[0]
 
 
-def test_a_bound_that_leaves_a_fresh_process_no_room_is_said():
-    """Replaced after a few samples again and again, it goes on, slowly, and says why."""
+def test_a_memory_bound_just_above_a_fresh_process_is_warned_about():
+    """The reader is replaced after every few samples: reading goes on, slowly, and a warning says why."""
     roomy = isolate(Leaky(), memory="200MiB")
     assert len(roomy[0]) == 2
     fresh = roomy.highest_bytes
     roomy.close()
     data = isolate(Leaky(leak=MIB), memory=fresh + 3 * MIB)
-    with pytest.warns(RuntimeWarning, match=r"replaced after every \d items or so: from") as said:
+    with pytest.warns(RuntimeWarning, match=r"replaced about every \d items: it grows from") as said:
         assert [int(data[i][0][0]) for i in range(40)] == list(range(40))
     assert len(said) == 1
     assert data.started > 4
     data.close()
 
 
-def test_what_could_not_go_on_elsewhere_is_refused():
+def test_an_iterator_without_a_position_is_refused():
+    """Another process could not continue it."""
     with pytest.raises(ReaderError, match="position cannot be saved"):
         isolate(iter([1, 2, 3]))

@@ -1,4 +1,4 @@
-"""Law: what a kernel leaves unwritten in its workspace is no reason to stop a script."""
+"""Law: unwritten parts of a kernel's workspace are no reason to stop a script."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ print("equal")
 """
 
 
-def test_workspaces_with_unwritten_parts_are_made_again_in_used_memory() -> None:
-    """With glibc told to map nothing anew, every block is full of what was there before."""
+def test_workspaces_with_unwritten_parts_are_recomputed_without_error() -> None:
+    """glibc is told to map nothing new, so that every block is full of what was there before."""
     reuse = {f"MALLOC_{name}_THRESHOLD_": str(1 << 33) for name in ("MMAP", "TRIM")}
     env = {**os.environ, "LD_PRELOAD": str(library_path()), **reuse}
     done = subprocess.run(

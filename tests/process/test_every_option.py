@@ -1,4 +1,4 @@
-"""Every option of the command line is met by a test; here are those that no other test is about."""
+"""Every option of the command line is met by a test; the options that no other test is about are tested here."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _read(folder: Path, name: str) -> Any:
 
 
 def _options() -> list[tuple[str, frozenset[str]]]:
-    """(verb, spellings) of every option that can be given; the opposites of switches apart."""
+    """(verb, spellings) of every option; the opposite of a switch counts as an option of its own."""
     group = next(v for v in vars(main).values() if isinstance(v, click.Group))
     context = click.Context(group)
     found = []
@@ -75,7 +75,7 @@ def _tests() -> tuple[str, ...]:
 
 @pytest.mark.parametrize(("verb", "spellings"), _options(), ids=lambda x: x if isinstance(x, str) else max(x, key=len))
 def test_every_option_is_given_to_its_verb_in_some_test(verb: str, spellings: frozenset[str]) -> None:
-    """In a test that calls the verb, or whose file has but one verb."""
+    """By a test that calls the verb or a helper that does."""
     given = "|".join(re.escape(name) for name in spellings)
     option, called = re.compile(rf"[\"' ({{]({given})[\"'= ,]"), re.compile(rf"[\"' ]{verb}[\"' ,(]|\b{CALLED_BY.get(verb, verb)}\(")
     assert any(option.search(text) and called.search(text) for text in _tests())
@@ -84,8 +84,8 @@ def test_every_option_is_given_to_its_verb_in_some_test(verb: str, spellings: fr
 # --- run -----------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_kept_is_not_dropped(tmp_path: Path) -> None:
-    """Where all that is saved must be kept, recomputing can lower nothing."""
+def test_a_kept_module_is_not_recomputed(tmp_path: Path) -> None:
+    """If every module must be kept, recomputation cannot lower the peak and the budget is refused."""
     script = script_in(tmp_path, NET)
     some = lowtide_in(tmp_path, "run", "--budget", "60%", "--no-offload", "--keep", "5", "--json", "f.json", script, "--short")
     assert some.returncode == 0, some.stderr
@@ -97,13 +97,15 @@ def test_what_is_kept_is_not_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["--optimizations", "--levers"])
-def test_memory_optimizations_are_listed_under_the_new_name_and_the_old_one(tmp_path: Path, option: str) -> None:
+def test_optimizations_are_listed_under_their_new_and_old_name(tmp_path: Path, option: str) -> None:
+    """The old name is not in the help."""
     done = lowtide_in(tmp_path, "run", option, "list", "missing.py")
     assert (done.returncode, done.stderr) == (2, "lowtide: error: no such script: missing.py\n")
     assert "--levers" not in lowtide_in(tmp_path, "run", "--help").stdout
 
 
-def test_a_lever_that_is_excluded_is_not_pulled(tmp_path: Path) -> None:
+def test_an_excluded_lever_is_not_used(tmp_path: Path) -> None:
+    """The budget that needed it is then refused."""
     script = script_in(tmp_path, NET)
     budget = "3300KiB"
     pulled = lowtide_in(tmp_path, "run", "--budget", budget, "--json", "f.json", script, "--short", "--batch", "64")
@@ -118,7 +120,8 @@ def test_a_lever_that_is_excluded_is_not_pulled(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_min_survives_so_many_steps_and_moves_nothing_where_that_is_excluded(tmp_path: Path) -> None:
+def test_min_survives_the_given_steps_and_respects_no_offload(tmp_path: Path) -> None:
+    """With offload the minimum is lower."""
     script = script_in(tmp_path, NET)
     words = ["--steps", "4", "--survive", "7", "--no-offload", "--without", "move-gradients,sliced-update", "--timeout", "600"]
     done = lowtide_in(tmp_path, "min", *words, "--json", "m.json", script)
@@ -132,7 +135,10 @@ def test_min_survives_so_many_steps_and_moves_nothing_where_that_is_excluded(tmp
 
 
 @pytest.mark.long
-def test_batch_counts_samples_as_told_keeps_its_points_and_begins_anew_when_asked(tmp_path: Path) -> None:
+def test_batch_keeps_its_points_and_starts_over_only_when_asked(tmp_path: Path) -> None:
+    """Known points are not measured again, `--fresh` measures all of them again, and other `--samples` than those of the file
+    are refused.
+    """
     script = script_in(tmp_path, NET)
     words = ["batch", "--vary", "batch=64,128", "--samples", "10", "--steps", "4", "--results", "points", "--timeout", "600"]
     assert lowtide_in(tmp_path, *words, "--json", "b.json", script).returncode == 0
@@ -146,7 +152,7 @@ def test_batch_counts_samples_as_told_keeps_its_points_and_begins_anew_when_aske
     assert (tmp_path / "points").read_text().splitlines()[1:] != lines[1:]
     other = lowtide_in(tmp_path, *words[:-4], "--results", "points", "--samples", "20", script)
     assert other.returncode == 2
-    assert "other options: give --results, or --fresh" in other.stderr
+    assert "other options: give another file with --results, or --fresh" in other.stderr
 
 
 WEIGHTS = """
@@ -166,12 +172,12 @@ print(loss.item().hex())
 
 
 @pytest.mark.long
-def test_batch_pulls_levers_that_are_allowed_under_its_budget(tmp_path: Path) -> None:
+def test_batch_uses_allowed_levers_under_its_budget(tmp_path: Path) -> None:
     script = script_in(tmp_path, WEIGHTS)
     words = ["batch", "--vary", "batch=4", "--steps", "4", "--fresh"]
     alone = lowtide_in(tmp_path, *words, "--allow", "update-in-backward", script)
     assert alone.returncode == 2
-    assert "--allow goes with --budget" in alone.stderr
+    assert "--allow needs --budget" in alone.stderr
     limits = ["--budget", "12MiB", "--memory", "13MiB"]
     for more, fits in (([], False), (["--allow", "update-in-backward"], True)):
         lowtide_in(tmp_path, *words, *limits, *more, "--json", "b.json", script)
@@ -179,7 +185,7 @@ def test_batch_pulls_levers_that_are_allowed_under_its_budget(tmp_path: Path) ->
         assert points == [("plain", False), ("budget", fits)]
 
 
-def test_run_uses_what_it_is_allowed_and_says_so(tmp_path: Path) -> None:
+def test_run_uses_an_allowed_lever_and_reports_it(tmp_path: Path) -> None:
     script = script_in(tmp_path, WEIGHTS)
     plain = call(tmp_path, script)
     done = lowtide_in(tmp_path, "run", "--budget", "12MiB", "--allow", "update-in-backward", "--json", "f.json", script)
@@ -187,7 +193,7 @@ def test_run_uses_what_it_is_allowed_and_says_so(tmp_path: Path) -> None:
     assert [x["name"] for x in _read(tmp_path, "f.json")["levers"] if x["used"]] == ["update-in-backward"]
 
 
-def test_run_moves_where_it_may(tmp_path: Path) -> None:
+def test_run_offloads_only_where_it_may(tmp_path: Path) -> None:
     script = script_in(tmp_path, NET)
     moved = {}
     for switch in ("--offload", "--no-offload"):
@@ -198,11 +204,12 @@ def test_run_moves_where_it_may(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_recordings_of_a_prediction_are_kept_where_told(tmp_path: Path) -> None:
+def test_batch_keeps_the_recordings_of_a_prediction(tmp_path: Path) -> None:
+    """They answer another prediction."""
     script = script_in(tmp_path, NET)
     alone = lowtide_in(tmp_path, "batch", "--vary", "batch=8,16,32,512", "-o", "kept", script)
     assert alone.returncode == 2
-    assert "-o goes with --predict" in alone.stderr
+    assert "-o needs --predict" in alone.stderr
     done = lowtide_in(tmp_path, "batch", "--predict", "--vary", "batch=8,16,32,512", "--output", "kept", script)
     assert done.returncode == 0, done.stderr
     again = lowtide_in(tmp_path, "predict", "kept", "--set", "batch=512", "--json", "p.json")
@@ -213,8 +220,8 @@ def test_recordings_of_a_prediction_are_kept_where_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_ticks_and_samples_are_as_asked(tmp_path: Path) -> None:
-    """Where nothing marks steps, one is a tick of the clock; a rate is of samples."""
+def test_leak_uses_the_given_ticks_and_samples_per_step(tmp_path: Path) -> None:
+    """If nothing marks steps, a step is a tick of the clock, and rates are of samples."""
     script = script_in(tmp_path, "while True:\n    sum(range(1000))\n")
     words = ["leak", "--processes", "1", "--steps", "50", "--every", "0.02", "--samples-per-step", "32", "--who"]
     done = lowtide_in(tmp_path, *words, "--json", "l.json", script)
@@ -226,7 +233,7 @@ def test_ticks_and_samples_are_as_asked(tmp_path: Path) -> None:
 # --- plan, sweep ---------------------------------------------------------------------------------------------------------
 
 
-def test_transfers_that_overlap_nothing_cost_what_they_take(tmp_path: Path) -> None:
+def test_transfers_without_overlap_cost_their_own_time(tmp_path: Path) -> None:
     nodes = [{"id": i, "bytes": 100 if i < 4 else 1, "seconds": 10.0} for i in range(12)]
     links = [{"source": i, "target": i + 1} for i in range(11)] + [{"source": i, "target": 11 - i} for i in range(4)]
     (tmp_path / "g.json").write_text(json.dumps({"nodes": nodes, "links": links}))
@@ -246,17 +253,17 @@ def _sweep(folder: Path, values: str) -> None:
     )
 
 
-def test_cells_run_side_by_side_where_asked(tmp_path: Path) -> None:
+def test_sweep_runs_cells_in_parallel_and_warns_about_rates(tmp_path: Path) -> None:
     _sweep(tmp_path, "[0, 1, 2]")
     done = lowtide_in(tmp_path, "sweep", "s.toml", "--jobs", "2", "--json", "s.json")
     assert done.returncode == 0, done.stderr
-    assert "2 cells run side by side: they disturb each other's rates" in done.stderr
+    assert "2 cells run in parallel, which disturbs their rates" in done.stderr
     assert [cell["ended"] for cell in _read(tmp_path, "s.json")["cells"]] == ["ok"] * 3
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["--address", "127.0.0.1:1"], "--address goes with --executor dask"),
-    (["--executor", "dask", "--jobs", "2"], "--jobs is for --executor local; dask has --workers"),
+    (["--address", "127.0.0.1:1"], "--address needs --executor dask"),
+    (["--executor", "dask", "--jobs", "2"], "--jobs needs --executor local: with dask, use --workers"),
 ])
 def test_options_of_one_executor_are_refused_by_the_other(tmp_path: Path, words: list[str], said: str) -> None:
     _sweep(tmp_path, "[0]")
@@ -266,7 +273,8 @@ def test_options_of_one_executor_are_refused_by_the_other(tmp_path: Path, words:
 
 
 @pytest.mark.long
-def test_dask_has_so_many_workers_and_a_scheduler_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
+def test_a_dask_scheduler_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
+    """A sweep with workers of its own ends complete."""
     pytest.importorskip("distributed")
     _sweep(tmp_path, "[0, 1]")
     done = lowtide_in(tmp_path, "sweep", "s.toml", "--executor", "dask", "--workers", "1", "--json", "s.json")
@@ -278,7 +286,7 @@ def test_dask_has_so_many_workers_and_a_scheduler_that_does_not_answer_is_one_li
     assert "Traceback" not in done.stderr
 
 
-# --- what is not installed -----------------------------------------------------------------------------------------------
+# --- missing packages ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("verb", "words", "missing", "said"), [
@@ -287,10 +295,10 @@ def test_dask_has_so_many_workers_and_a_scheduler_that_does_not_answer_is_one_li
     ("guard", ["--tensorboard", "events"], "tensorboard", "--tensorboard needs tensorboard: pip install tensorboard"),
     ("sweep", ["--executor", "dask"], "dask", "--executor dask needs dask: pip install 'lowtide[dask]'"),
 ])
-def test_what_is_not_installed_is_one_line_with_the_remedy(
+def test_a_missing_package_is_one_line_with_the_remedy(
     tmp_path: Path, verb: str, words: list[str], missing: str, said: str
 ) -> None:
-    """A package of that name that cannot be imported stands before the one that is there."""
+    """The package is hidden by a None in `sys.modules`."""
     _sweep(tmp_path, "[0]")
     hidden = f"import sys; sys.modules[{missing!r}] = None; from lowtide.__main__ import main; main()"
     done = call(tmp_path, "-c", hidden, verb, *words, "s.toml" if verb == "sweep" else script_in(tmp_path, "pass\n"))

@@ -1,7 +1,7 @@
 """Training frameworks under a budget: DistributedDataParallel, FSDP2, the Hugging Face Trainer, Lightning.
 
-Each script of ``scripts/`` runs in its own processes: plain, once with room to spare (to learn what it needs), and at
-``SHARE`` of what is beyond its resident bytes.
+Each script of ``scripts/`` runs in its own processes: without Lowtide, once with room to spare (to learn what it needs), and
+at ``SHARE`` of what it needs beyond its resident bytes.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _budget(figures: tuple[dict[str, Any], ...]) -> int:
 
 @pytest.fixture(scope="module")
 def trio_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trio]:
-    """The launches of a script, made once."""
+    """The launches of a script, run once."""
 
     @cache
     def launches(name: str) -> Trio:
@@ -110,7 +110,7 @@ def trio_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trio]:
 
 
 def _grouped(names: Iterable[str]) -> pytest.MarkDecorator:
-    """One worker makes the launches of a script, for all its tests (marks of a fixture's parameters do not reach xdist)."""
+    """One worker runs the launches of a script for all its tests (marks of a fixture's parameters do not reach xdist)."""
     return pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in names])
 
 
@@ -126,8 +126,8 @@ def _assert_equal(one: Ran, other: Ran, ranks: int) -> None:
 
 @pytest.mark.long
 @_grouped(RANKS)
-def test_roomy_budget_changes_nothing(name: str, trio_of: Callable[[str], Trio]) -> None:
-    """Law: with room to spare the script ends as it does plain, with the same bits, and its needs are known."""
+def test_a_roomy_budget_changes_nothing(name: str, trio_of: Callable[[str], Trio]) -> None:
+    """Law: with room to spare the script ends as the baseline does, with the same bits, and its needs are known."""
     trio = trio_of(name)
     assert trio.plain.code == 0, trio.plain.errors
     assert trio.roomy.code == 0, trio.roomy.errors
@@ -138,8 +138,8 @@ def test_roomy_budget_changes_nothing(name: str, trio_of: Callable[[str], Trio])
 
 @pytest.mark.long
 @_grouped(RANKS)
-def test_tight_budget_same_bits(name: str, trio_of: Callable[[str], Trio]) -> None:
-    """Law: under a budget the exit code is 0, and every rank's losses and weights are bit-equal to the plain run's."""
+def test_a_tight_budget_keeps_the_bits(name: str, trio_of: Callable[[str], Trio]) -> None:
+    """Law: under a tight budget the exit code is 0, and every rank's losses and weights are bit-equal to the baseline's."""
     trio = trio_of(name)
     assert trio.tight.code == 0, trio.tight.errors
     assert trio.tight is not trio.roomy, "the roomy run told no plain peak"
@@ -148,8 +148,8 @@ def test_tight_budget_same_bits(name: str, trio_of: Callable[[str], Trio]) -> No
 
 @pytest.mark.long
 @_grouped(RANKS)
-def test_tight_budget_held(name: str, trio_of: Callable[[str], Trio]) -> None:
-    """Law: no step of any rank rises above the budget, and the budget was below what the script takes plain."""
+def test_a_tight_budget_is_held(name: str, trio_of: Callable[[str], Trio]) -> None:
+    """Law: no step of any rank exceeds the budget, which is below the baseline's peak."""
     trio = trio_of(name)
     assert trio.tight.code == 0, trio.tight.errors
     assert len(trio.tight.figures) == RANKS[name]
@@ -174,10 +174,10 @@ def test_ranks_share_one_plan(name: str, trio_of: Callable[[str], Trio]) -> None
 
 
 @pytest.mark.long
-def test_sharded_parameters_are_counted_by_their_shards_when_every_length_is_new(tmp_path: Path) -> None:
-    """Law: a share of what such a script needs is met from its second step on, with the bits of the plain run.
+def test_sharded_parameters_count_by_their_shards_with_new_lengths(tmp_path: Path) -> None:
+    """Law: a percentage budget of such a script is held from its second step on, with the baseline's bits.
 
-    Steps of shapes never seen are judged by the storages that are resident; a ``DTensor``'s own has no memory at all.
+    Steps of new shapes are judged by the resident storages; a ``DTensor``'s own storage has no memory at all.
     """
     plain = _launch("fsdp2", tmp_path / "plain", arguments=("3",))
     tight = _launch("fsdp2", tmp_path / "tight", "60%", ("3",))

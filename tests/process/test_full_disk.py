@@ -1,4 +1,4 @@
-"""Law: a disk that fills up ends what Lowtide writes, with one line that says what to do, and not what is trained."""
+"""Law: a full disk ends what Lowtide writes, with one line that says what to do, and does not end the training."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def writer(tmp_path: Path) -> Iterator[Writer]:
     made.close()
 
 
-def test_a_journal_has_room_for_all_that_it_maps(tmp_path: Path) -> None:
+def test_a_journal_reserves_disk_space_for_all_that_it_maps(tmp_path: Path) -> None:
+    """The file has no holes, so that writing to the mapping cannot fail."""
     journal = Journal(tmp_path / "journal")
     journal.begin(0, 0.0, 0, 0, NOBODY)
     for _ in range(10_000):
@@ -94,7 +95,8 @@ def test_a_journal_grows_under_several_threads(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_a_journal_that_cannot_grow_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_that_cannot_grow_stops_and_keeps_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failure is reported once, and later entries are ignored."""
     failed: list[OSError] = []
     journal = Journal(tmp_path / "journal", failed.append)
     journal.begin(0, 0.0, 0, 0, NOBODY)
@@ -108,7 +110,7 @@ def test_a_journal_that_cannot_grow_keeps_what_it_has(tmp_path: Path, monkeypatc
     assert (tmp_path / "journal").exists()
 
 
-def test_a_journal_that_somebody_cuts_short_is_touched_no_more(tmp_path: Path) -> None:
+def test_a_truncated_journal_is_not_touched_again(tmp_path: Path) -> None:
     failed: list[OSError] = []
     journal = Journal(tmp_path / "journal", failed.append)
     journal.begin(0, 0.0, 0, 0, NOBODY)
@@ -121,7 +123,7 @@ def test_a_journal_that_somebody_cuts_short_is_touched_no_more(tmp_path: Path) -
     journal.close()
 
 
-def test_reserving_writes_where_the_file_system_cannot_allocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reserving_writes_zeros_where_fallocate_is_not_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "not here")
 
@@ -135,7 +137,7 @@ def test_reserving_writes_where_the_file_system_cannot_allocate(tmp_path: Path, 
     os.close(file)
 
 
-def test_a_name_of_which_a_part_fits_stops_the_recording(writer: Writer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_partly_written_name_stops_the_recording(writer: Writer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     writer.journal.begin(0, 0.0, 0, 0, NOBODY)
     known = writer.name("forward")
     real = os.write
@@ -159,7 +161,7 @@ def test_a_name_of_which_a_part_fits_stops_the_recording(writer: Writer, monkeyp
 
 
 class _Unwilling:
-    """A connection that fails at a statement from some time on."""
+    """A connection that fails at every statement that begins with a text."""
 
     def __init__(self, base: sqlite3.Connection, what: str) -> None:
         self._base, self._what = base, what
@@ -179,7 +181,10 @@ class _Unwilling:
 
 
 @pytest.mark.parametrize("what", ["BEGIN", "INSERT INTO names", "INSERT OR REPLACE INTO steps", "INSERT INTO phases", "COMMIT"])
-def test_sqlite_that_fails_anywhere_stops_the_recording_and_leaves_no_transaction(tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_sqlite_statement_stops_the_recording(tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever statement fails, one line says so, no transaction is left open, the steps before stay, and the exit code is
+    still written.
+    """
     path = tmp_path / "a.lowtide"
     writer = Writer(path, {"script": "train.py", "arguments": []})
     writer.journal.begin(0, 0.0, 0, 0, NOBODY)
@@ -209,7 +214,7 @@ def test_sqlite_that_fails_anywhere_stops_the_recording_and_leaves_no_transactio
     assert not found.meta.get("died")
 
 
-def test_it_is_said_once_though_all_threads_see_it(writer: Writer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_seen_by_all_threads_is_reported_once(writer: Writer, capsys: pytest.CaptureFixture[str]) -> None:
     assert writer._base is not None
     writer._base = _Unwilling(writer._base, "INSERT")  # type: ignore[assignment]
     threads = [threading.Thread(target=lambda: [writer.process(_row(i)) for i in range(20)]) for _ in range(8)]
@@ -220,7 +225,7 @@ def test_it_is_said_once_though_all_threads_see_it(writer: Writer, capsys: pytes
     assert len(_said(capsys)) == 1
 
 
-def test_what_interrupts_a_change_leaves_no_transaction(writer: Writer) -> None:
+def test_an_interrupted_change_leaves_no_transaction(writer: Writer) -> None:
     def interrupted(_: sqlite3.Connection) -> None:
         raise KeyboardInterrupt
 
@@ -233,7 +238,7 @@ def test_what_interrupts_a_change_leaves_no_transaction(writer: Writer) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EACCES, "Permission denied")])
-def test_a_recording_that_cannot_begin_leaves_the_former_one(tmp_path: Path, error: OSError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recording_that_cannot_begin_keeps_the_former_one(tmp_path: Path, error: OSError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.lowtide"
     Writer(path, {"script": "before.py", "arguments": []}).close()
 
@@ -256,7 +261,7 @@ def test_a_recording_that_cannot_begin_leaves_the_former_one(tmp_path: Path, err
     assert os.listdir(tmp_path) == ["a.lowtide"], "nothing is left lying about"
 
 
-def test_a_recording_that_stopped_before_any_step_gives_way_to_the_former_one(tmp_path: Path) -> None:
+def test_a_recording_stopped_before_its_first_step_keeps_the_former(tmp_path: Path) -> None:
     path = tmp_path / "a.lowtide"
     Writer(path, {"script": "before.py", "arguments": []}).close()
     writer = Writer(path, {"script": "train.py", "arguments": []})
@@ -266,7 +271,8 @@ def test_a_recording_that_stopped_before_any_step_gives_way_to_the_former_one(tm
     assert os.listdir(tmp_path) == ["a.lowtide"]
 
 
-def test_names_and_facts_that_are_no_text_are_written_as_well_as_can_be(tmp_path: Path) -> None:
+def test_names_that_are_not_valid_text_are_written_readably(tmp_path: Path) -> None:
+    """Bytes that are UTF-8 are decoded; lone surrogates do not stop the recording."""
     path = tmp_path / "a.lowtide"
     raw = os.fsdecode("trän.py".encode()) if sys.getfilesystemencoding() != "utf-8" else "tr\udcc3\udca4n.py"
     writer = Writer(path, {"script": raw, "arguments": ["\ud800", "\udcff"]})
@@ -305,7 +311,7 @@ def _one_line(done: subprocess.CompletedProcess[str]) -> None:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the script prints without us."""
+    """What the script prints without Lowtide."""
     done = _train(tmp_path_factory.mktemp("plain"), "train.py", "60", command=())
     assert done.returncode == 7
     return done.stdout
@@ -324,7 +330,7 @@ def test_training_on_a_small_disk_goes_on(tmp_path: Path, plain: str, kib: int) 
             _report(disk_ / "a.lowtide")
 
 
-def test_a_disk_that_fills_up_while_it_trains_leaves_the_steps_before(tmp_path: Path, plain: str) -> None:
+def test_a_disk_that_fills_up_keeps_the_steps_before(tmp_path: Path, plain: str) -> None:
     with small_disk(tmp_path / "disk", "4m") as disk_:
         fills = f"file = open({str(disk_ / 'filler')!r}, 'wb', buffering=0)\ntry:\n    while file.write(bytes(4096)) == 4096: pass\nexcept OSError: pass"
         done = _train(tmp_path, "-o", str(disk_ / "a.lowtide"), "train.py", "60", fills)
@@ -341,7 +347,7 @@ def test_a_disk_that_fills_up_while_it_trains_leaves_the_steps_before(tmp_path: 
 @pytest.mark.long("1", "40", "60")
 @pytest.mark.parametrize("kib", [1, 20, 40, 60])
 def test_training_under_a_quota_goes_on(tmp_path: Path, plain: str, kib: int) -> None:
-    """A limit on the size of files fails as a quota does: at whatever write comes first to it."""
+    """A limit on the size of files fails as a quota does: at whichever write first reaches it."""
     done = _train(tmp_path, "-o", "a.lowtide", "train.py", "60", before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (kib << 10, kib << 10)))
     assert done.returncode == 7, done.stderr
     assert done.stdout == plain
@@ -353,7 +359,7 @@ def test_training_under_a_quota_goes_on(tmp_path: Path, plain: str, kib: int) ->
     ("shutil.rmtree(folder)", False), ("(folder / 'a.lowtide').unlink()", False), ("os.truncate(folder / 'a.lowtide', 0)", False),
     ("os.truncate(folder / 'a.lowtide-names', 0)", True), ("os.truncate(folder / 'a.lowtide', 5000)", False),
 ])
-def test_training_goes_on_when_somebody_removes_or_cuts_the_recording(tmp_path: Path, plain: str, trouble: str, is_whole: bool) -> None:
+def test_training_goes_on_when_the_recording_is_removed_or_truncated(tmp_path: Path, plain: str, trouble: str, is_whole: bool) -> None:
     folder = tmp_path / "there"
     folder.mkdir()
     done = _train(tmp_path, "-o", "there/a.lowtide", "train.py", "60", f"import os, shutil; folder = pathlib.Path('there'); {trouble}")
@@ -366,14 +372,14 @@ def test_training_goes_on_when_somebody_removes_or_cuts_the_recording(tmp_path: 
         _one_line(done)
 
 
-def test_figures_that_cannot_be_written_leave_the_exit_code(tmp_path: Path, plain: str) -> None:
+def test_figures_that_cannot_be_written_keep_the_exit_code(tmp_path: Path, plain: str) -> None:
     done = _train(tmp_path, "-o", "a.lowtide", "--json", "/dev/full", "train.py", "60")
     assert done.returncode == 7
     assert done.stdout == plain
     assert done.stderr == "lowtide: error: /dev/full: No space left on device\n"
 
 
-def test_a_recording_that_is_gone_when_it_is_to_be_shown_leaves_the_exit_code(tmp_path: Path, plain: str) -> None:
+def test_a_recording_removed_before_its_report_keeps_the_exit_code(tmp_path: Path, plain: str) -> None:
     done = _train(tmp_path, "-o", "a.lowtide", "train.py", "60", "pathlib.Path('a.lowtide').unlink()", command=("-m", "lowtide", "record"))
     assert done.returncode == 7
     assert done.stdout == plain

@@ -1,4 +1,4 @@
-"""Law: where temporary files find no room, what is watched, guarded or moved goes on, and a line says so."""
+"""Law: where temporary files find no room, sampling, guarding and offload stop or go on without them, and one line says so."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lowtide.probe.sampler import Sampler
 from lowtide.base.temporary_folders import Scratch
 from small_disk import small_disk
 
-GOES_ON = "make room there, or set TMPDIR to a folder that has it; training goes on"
+GOES_ON = "make room there, or set TMPDIR to a folder with free space; training goes on"
 
 
 def _full(*_: Any, **__: Any) -> Any:
@@ -37,7 +37,10 @@ def _said(capsys: pytest.CaptureFixture[str]) -> list[str]:
 # --- the guard's beat -----------------------------------------------------------------------------------------------------
 
 
-def test_a_beat_without_room_is_said_once_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_beat_without_room_is_reported_once_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The guard's shared file cannot be written, so that the guard does not see the steps; a saved mark needs no room and is
+    still written.
+    """
     monkeypatch.setattr(beat, "reserve", _full)
     teller = beat.Teller(str(tmp_path))
     for _ in range(3):
@@ -45,14 +48,14 @@ def test_a_beat_without_room_is_said_once_and_ends_nothing(tmp_path: Path, monke
         teller.passed(0.5)
     assert teller.beat.steps == 3
     (said,) = _said(capsys)
-    assert said.startswith("lowtide: the guard sees no steps of this process: no space left on device")
+    assert said.startswith("lowtide: the guard cannot see the steps of this process: no space left on device")
     assert said.endswith(GOES_ON)
     assert not list(tmp_path.glob(f"{beat.SAVED}*"))
     teller.tell(stopped=1.0)
     assert [p.name for p in tmp_path.glob(f"{beat.SAVED}*")] == [f"{beat.SAVED}{os.getpid()}"], "a name takes no room"
 
 
-def test_a_beat_has_room_for_all_that_it_maps(tmp_path: Path) -> None:
+def test_a_beat_reserves_disk_space_for_all_that_it_maps(tmp_path: Path) -> None:
     teller = beat.Teller(str(tmp_path))
     teller.passed(None)
     (path,) = tmp_path.iterdir()
@@ -72,7 +75,7 @@ while at < 4:
 """
 
 
-def test_a_process_whose_beat_has_no_room_is_recycled_all_the_same(tmp_path: Path) -> None:
+def test_a_process_whose_beat_has_no_room_is_still_recycled(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINED)
     with small_disk(tmp_path / "temporary", "4k") as disk:
@@ -82,7 +85,8 @@ def test_a_process_whose_beat_has_no_room_is_recycled_all_the_same(tmp_path: Pat
         )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["from", "0", "from", "1", "from", "2", "from", "3"]
-    assert done.stderr.count("lowtide: the guard sees no steps of this process") == 4, "the room is what says where to stop"
+    said = "lowtide: the guard cannot see the steps of this process"
+    assert done.stderr.count(said) == 4, "the room is what says where to stop"
     assert "Traceback" not in done.stderr
     assert json.loads((tmp_path / "g.json").read_text())["exit_code"] == 0
 
@@ -98,7 +102,8 @@ def _sampler(folder: Path, **task: Any) -> Sampler:
 
 
 @pytest.mark.parametrize("what", ["open", "write", "both"])
-def test_samples_without_room_are_said_once_and_end_nothing(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_without_room_are_reported_once_and_end_nothing(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Steps are still counted, and the samples written before are removed, so that no verdict rests on a part."""
     sampler = _sampler(tmp_path)
     sampler.marked(MarkSource.OPTIMIZER, None)
     sampler._finish()
@@ -112,14 +117,14 @@ def test_samples_without_room_are_said_once_and_end_nothing(tmp_path: Path, what
             sampler.marked(MarkSource.OPTIMIZER, None)
         sampler._finish()
     (said,) = _said(capsys)
-    assert said.startswith(f"lowtide: memory is sampled no more: no space left on device in {tmp_path}: ")
+    assert said.startswith(f"lowtide: memory sampling stops: no space left on device in {tmp_path}: ")
     assert said.endswith(GOES_ON)
     assert sampler._count == 201, "steps are counted on"
     assert not next(tmp_path.glob("rows-*")).stat().st_size, "no verdict is founded on a part"
 
 
 @pytest.mark.parametrize("kib", [4, 16])
-def test_a_leak_is_not_judged_by_samples_that_found_no_room(tmp_path: Path, kib: int) -> None:
+def test_no_leak_verdict_is_given_from_samples_without_room(tmp_path: Path, kib: int) -> None:
     script = tmp_path / "steps.py"
     script.write_text("import lowtide\nfor _ in range(300):\n    lowtide.step()\n")
     with small_disk(tmp_path / "temporary", f"{kib}k") as disk:
@@ -133,10 +138,11 @@ def test_a_leak_is_not_judged_by_samples_that_found_no_room(tmp_path: Path, kib:
     assert verdict.startswith(f"lowtide: error: no verdict: there is no room for samples in {disk}")
 
 
-# --- what is read, and what is saved --------------------------------------------------------------------------------------
+# --- shared memory and checkpoints ----------------------------------------------------------------------------------------
 
 
-def test_shared_memory_without_room_is_an_error_that_can_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_without_room_raises_a_memory_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays allocated before stay usable."""
     slot = wire.Slot()
     kept = slot.array((4,), "f8")
     monkeypatch.setattr(wire, "reserve", _full)
@@ -146,7 +152,7 @@ def test_shared_memory_without_room_is_an_error_that_can_be_sent(monkeypatch: py
     slot.close()
 
 
-def test_shared_memory_is_there_before_it_is_written() -> None:
+def test_shared_memory_is_reserved_before_it_is_written() -> None:
     slot = wire.Slot()
     for _ in range(3):
         slot.begin()
@@ -159,32 +165,33 @@ def test_shared_memory_is_there_before_it_is_written() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("[enforce fail at inline_container.cc:778] . PytorchStreamWriter failed writing file data/0: file write failed")])
-def test_what_a_framework_cannot_write_is_a_checkpoint_error_that_names_what_is_whole(tmp_path: Path, error: Exception) -> None:
+def test_a_checkpoint_a_framework_cannot_write_names_the_last_whole_one(tmp_path: Path, error: Exception) -> None:
+    """A full disk, reported by the system or by torch's writer, becomes a CheckpointError."""
     (tmp_path / "a.ckpt").write_text("state")
     whole.mark(tmp_path / "a.ckpt")
-    with pytest.raises(CheckpointError, match="a.ckpt is as it was: make room"), whole.written(tmp_path / "b.ckpt"):
+    with pytest.raises(CheckpointError, match="a.ckpt is unchanged: make room"), whole.written(tmp_path / "b.ckpt"):
         raise error
     assert whole.newest(tmp_path) == str(tmp_path / "a.ckpt")
 
 
-def test_errors_of_other_kinds_pass(tmp_path: Path) -> None:
+def test_other_errors_pass_unchanged(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="the script's own"), whole.written(tmp_path / "b.ckpt"):
         raise RuntimeError("the script's own")
 
 
-def test_a_mark_that_cannot_be_written_leaves_the_former_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mark_that_cannot_be_written_keeps_the_former_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.ckpt").write_text("state")
     whole.mark(tmp_path / "a.ckpt")
     (tmp_path / "b.ckpt").write_text("state")
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", _full)
-        with pytest.raises(CheckpointError, match="no space left on device; .*a.ckpt is as it was: make room"):
+        with pytest.raises(CheckpointError, match="no space left on device; .*a.ckpt is unchanged: make room"):
             whole.mark(tmp_path / "b.ckpt")
     assert not list(tmp_path.glob("*.undone"))
     assert whole.newest(tmp_path) == str(tmp_path / "a.ckpt")
 
 
-def test_a_store_whose_folder_has_gone_raises_an_error_of_ours(tmp_path: Path) -> None:
+def test_a_store_whose_folder_is_gone_raises_a_checkpoint_error(tmp_path: Path) -> None:
     from lowtide.checkpoint import Store
 
     store = Store(tmp_path / "store")
@@ -195,7 +202,8 @@ def test_a_store_whose_folder_has_gone_raises_an_error_of_ours(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("fails", [1, 2, 3])
-def test_the_guard_finds_a_folder_where_it_can(tmp_path: Path, fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guard_tries_other_folders_for_its_files(tmp_path: Path, fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If none has room, the last error is raised."""
     real, left = tempfile.mkdtemp, [fails]
 
     def made(**how: Any) -> str:

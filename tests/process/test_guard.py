@@ -1,4 +1,4 @@
-"""``lowtide guard`` on real processes: recycling that changes nothing, causes, signals, workers, exit codes, what is shown."""
+"""``lowtide guard`` on real processes: recycling that changes nothing, causes, signals, workers, exit codes, output."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def script(tmp_path, text, name="train.py"):
 
 
 def started(*arguments, **options):
-    """A guard whose signals are the default ones, whatever this process ignores."""
+    """A guard with default signal handlers, whatever this process ignores."""
     return subprocess.Popen(
         [sys.executable, "-m", "lowtide", "guard", *map(str, arguments)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         preexec_fn=lambda: [signal.signal(n, signal.SIG_DFL) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)], **options,
@@ -48,7 +48,7 @@ def started(*arguments, **options):
 
 
 def guard(tmp_path, *arguments, timeout=TIMEOUT, **options):
-    """Run to its end: what it printed, and its figures."""
+    """Run a guard to its end: exit code, output, and figures."""
     process = started("--json", tmp_path / "guard.json", *arguments, **options)
     out, err = process.communicate(timeout=timeout)
     figures = json.loads((tmp_path / "guard.json").read_text()) if (tmp_path / "guard.json").exists() else None
@@ -79,7 +79,7 @@ NUMPY = """
 
 
 @pytest.mark.parametrize("rule", ["epoch", "every=70"])
-def test_numpy_recycled_is_numpy_uninterrupted(tmp_path, rule):
+def test_a_recycled_numpy_run_equals_an_uninterrupted_one(tmp_path, rule):
     path = script(tmp_path, "import numpy as np\nnp.random.seed(3)\n" + textwrap.dedent(NUMPY))
     plain = subprocess.run([sys.executable, path, tmp_path / "a", "1", "200", "0"], capture_output=True, text=True, check=True)
     code, out, err, figures = guard(tmp_path, "--recycle", rule, path, tmp_path / "b", "1", "200", "0")
@@ -92,6 +92,7 @@ def test_numpy_recycled_is_numpy_uninterrupted(tmp_path, rule):
 @pytest.mark.long("cgroup", "rlimit")
 @pytest.mark.parametrize("fence", [*FENCES, "rlimit"])
 def test_a_leaking_run_stays_under_the_cap_and_loses_nothing(tmp_path, fence):
+    """It is recycled and prints what the uninterrupted script prints."""
     path = script(tmp_path, "import numpy as np\nnp.random.seed(3)\n" + textwrap.dedent(NUMPY))
     plain = subprocess.run([sys.executable, path, tmp_path / "a", "1", "400", "0"], capture_output=True, text=True, check=True)
     code, out, err, figures = guard(
@@ -109,7 +110,8 @@ def test_a_leaking_run_stays_under_the_cap_and_loses_nothing(tmp_path, fence):
     assert 0 < figures["overhead_seconds"] < figures["seconds"]
 
 
-def test_a_script_of_one_epoch_a_call_needs_no_change(tmp_path):
+def test_a_script_that_runs_one_epoch_per_process_needs_no_change(tmp_path):
+    """`--recycle exit` starts it again until the file of `--done` exists."""
     path = script(tmp_path, """
         from pathlib import Path
         count = Path("count")
@@ -125,7 +127,7 @@ def test_a_script_of_one_epoch_a_call_needs_no_change(tmp_path):
     assert len(figures["generations"]) == 4
 
 
-def test_a_script_says_by_its_exit_code_that_all_is_done(tmp_path):
+def test_a_script_may_report_completion_by_its_exit_code(tmp_path):
     path = script(tmp_path, """
         import sys
         from pathlib import Path
@@ -138,7 +140,7 @@ def test_a_script_says_by_its_exit_code_that_all_is_done(tmp_path):
     assert (code, len(figures["generations"])) == (0, 3)
 
 
-def test_a_process_that_fails_within_the_loop_of_exits_is_not_started_again(tmp_path):
+def test_a_failing_process_is_not_restarted_by_recycle_exit(tmp_path):
     path = script(tmp_path, "raise ValueError('a bug')")
     code, _, err, figures = guard(tmp_path, "--recycle", "exit", "--done", tmp_path / "done", path)
     assert (code, len(figures["generations"])) == (1, 1)
@@ -157,17 +159,18 @@ HOG = """
 
 
 @pytest.mark.parametrize("fence", FENCES)
-def test_who_killed_at_the_cap_is_named_and_retries_end(tmp_path, fence):
+def test_a_process_that_cannot_start_below_the_cap_is_given_up(tmp_path, fence):
+    """The reason is "over the cap", the retry waits, and the message says to raise the cap."""
     code, _, err, figures = guard(
         tmp_path, "--memory", "120MiB", "--enforce", fence, "--restarts", "1", script(tmp_path, HOG)
     )
     assert code == 1
     assert [g["reason"] for g in figures["generations"]] == ["over the cap"] * 2
     assert figures["generations"][1]["waited_seconds"] >= 1
-    assert "without a new checkpoint: it needs more than the cap to begin: give it more --memory" in err
+    assert "without a new checkpoint: it needs more than the cap to start: raise --memory" in err
 
 
-def test_a_limit_on_data_makes_python_say_so(tmp_path):
+def test_a_limit_on_data_ends_in_a_memory_error(tmp_path):
     code, _, _, figures = guard(
         tmp_path, "--memory", "200MiB", "--enforce", "rlimit", "--restarts", "0", script(tmp_path, HOG)
     )
@@ -176,9 +179,9 @@ def test_a_limit_on_data_makes_python_say_so(tmp_path):
     assert "MemoryError" in figures["generations"][0]["error"]
 
 
-@pytest.mark.skipif(GROUP is None, reason="this machine lets us make no cgroup")
-def test_a_worker_that_the_killer_took_is_seen(tmp_path):
-    """The main process fails with an error of its own; the counter tells why."""
+@pytest.mark.skipif(GROUP is None, reason="this machine allows no cgroup")
+def test_a_worker_killed_by_the_oom_killer_is_the_reason(tmp_path):
+    """The main process fails with an error of its own; the cgroup's counter shows why."""
     path = script(tmp_path, """
         import subprocess, sys
         sys.exit(subprocess.run([sys.executable, "-c", "kept = [b'x' * (8 << 20) for _ in range(100)]"]).returncode and 1)
@@ -188,7 +191,7 @@ def test_a_worker_that_the_killer_took_is_seen(tmp_path):
     assert figures["generations"][0]["reason"] == "over the cap"
 
 
-def test_a_person_who_kills_is_not_taken_for_memory(tmp_path):
+def test_a_kill_from_outside_is_not_taken_for_memory(tmp_path):
     path = script(tmp_path, "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(100000)")
     process = started("--json", tmp_path / "guard.json", path, cwd=tmp_path)
     until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
@@ -202,14 +205,14 @@ def test_a_person_who_kills_is_not_taken_for_memory(tmp_path):
     ("raise ValueError('a bug')", 1, "error"), ("import sys; sys.exit(7)", 7, "error"),
     ("import os; os.abort()", 134, "crash"), ("import ctypes; ctypes.string_at(0)", 139, "crash"),
 ])
-def test_what_is_not_about_memory_is_not_hidden_by_restarting(tmp_path, text, code, reason):
+def test_failures_that_are_not_about_memory_are_not_restarted(tmp_path, text, code, reason):
     found, _, _, figures = guard(tmp_path, "--memory", "1GiB", script(tmp_path, text))
     assert (found, len(figures["generations"]), figures["generations"][0]["reason"]) == (code, 1, reason)
 
 
 @pytest.mark.parametrize("code", ["raise MemoryError('probe')", "import torch; raise torch.OutOfMemoryError('probe')"])
-def test_a_child_s_shortage_that_its_parent_survived_is_not_the_reason(tmp_path, code):
-    """A probe that is to fail: the script's own bug ended it, and would again."""
+def test_a_childs_memory_error_that_the_script_survived_is_no_reason(tmp_path, code):
+    """A probe that is meant to fail: the script's own bug ended it, and would again."""
     path = script(tmp_path, f"""
         import subprocess, sys
         subprocess.run([sys.executable, "-c", {code!r}], capture_output=True)
@@ -221,7 +224,8 @@ def test_a_child_s_shortage_that_its_parent_survived_is_not_the_reason(tmp_path,
     assert "a bug" in figures["generations"][0]["error"]
 
 
-def test_a_fresh_process_that_is_near_the_cap_is_given_up(tmp_path):
+def test_a_process_near_the_cap_at_its_first_safe_point_is_given_up(tmp_path):
+    """It would have to be recycled at its first safe point again and again."""
     path = script(tmp_path, """
         import os, sys, time, lowtide
         from lowtide.checkpoint.request import requests
@@ -237,14 +241,15 @@ def test_a_fresh_process_that_is_near_the_cap_is_given_up(tmp_path):
     code, _, err, figures = guard(tmp_path, "--memory", "130MiB", "--recycle", "watermark=70%", "--enforce", "watch", "--restarts", "1", path, tmp_path / "c")
     assert code == 1
     assert len(figures["generations"]) == 2
-    assert "give it more memory" in err
+    assert "near the cap at its first safe point: raise --memory" in err
 
 
 # --- signals and descendants ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_by_a_person_saves_first(tmp_path, number):
+def test_a_stop_requested_by_a_person_saves_first(tmp_path, number):
+    """The next run goes on from there."""
     path = script(tmp_path, NUMPY)
     process = started("--json", tmp_path / "guard.json", path, tmp_path / "c", "1", "100000", "0.01")
     until((tmp_path / "c.begun").exists)
@@ -260,7 +265,7 @@ def test_a_stop_by_a_person_saves_first(tmp_path, number):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_script_that_knows_nothing_gets_the_signal_itself(tmp_path, number, code):
+def test_a_script_without_checkpoints_gets_the_signal_itself(tmp_path, number, code):
     path = script(tmp_path, "import time\nopen('ready', 'w').close()\ntime.sleep(100000)")
     process = started(path, cwd=tmp_path)
     until(lambda: (tmp_path / "ready").exists())
@@ -270,7 +275,7 @@ def test_a_script_that_knows_nothing_gets_the_signal_itself(tmp_path, number, co
 
 
 @pytest.mark.long
-def test_patience_ends_what_does_not_stop(tmp_path):
+def test_a_process_that_does_not_stop_is_killed_after_the_patience(tmp_path):
     path = script(tmp_path, """
         import signal, time
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -322,8 +327,8 @@ def test_no_descendant_is_left_whatever_ends_the_run(tmp_path, ending):
     assert not [p for p in pids if psutil.pid_exists(p)]
 
 
-def test_no_zombies_while_it_runs(tmp_path):
-    """A child that gives up its own children leaves them to the guard."""
+def test_orphans_are_reaped_while_the_guard_runs(tmp_path):
+    """A child that abandons its own children leaves them to the guard."""
     path = script(tmp_path, """
         import subprocess, sys, time
         for _ in range(10):
@@ -350,7 +355,7 @@ def test_no_zombies_while_it_runs(tmp_path):
 
 @pytest.mark.parametrize("shell", [False, True])
 def test_when_the_guard_is_killed_the_run_saves_and_stops(tmp_path, shell):
-    """Behind a shell, too, which does not pass signals on; and nothing else of the guard's is left."""
+    """Also behind a shell, which does not forward signals. No other process of the guard's is left."""
     path = script(tmp_path, NUMPY)
     words = [sys.executable, path, tmp_path / "c", "1", "100000", "0.01"]
     process = started("--", *(["bash", "-c", f"{shlex.join(map(str, words))}; true"] if shell else words))
@@ -362,7 +367,8 @@ def test_when_the_guard_is_killed_the_run_saves_and_stops(tmp_path, shell):
     assert list((tmp_path / "c").glob("0*"))
 
 
-def test_when_the_guard_is_killed_what_does_not_listen_is_ended_after_the_patience(tmp_path):
+def test_when_the_guard_is_killed_a_deaf_process_is_killed_too(tmp_path):
+    """A process that ignores SIGTERM is killed, after the patience."""
     path = script(tmp_path, """
         import signal, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -376,7 +382,7 @@ def test_when_the_guard_is_killed_what_does_not_listen_is_ended_after_the_patien
     until(lambda: all(gone(c.pid) for c in children))
 
 
-def test_a_run_behind_a_pipe_goes_on_though_the_pipe_says_zero(tmp_path):
+def test_a_run_behind_a_pipe_is_recycled_though_the_pipe_exits_with_zero(tmp_path):
     path = script(tmp_path, NUMPY)
     code, out, err, figures = guard(
         tmp_path, "--recycle", "every=30", "--", "bash", "-c", f"{sys.executable} {path} {tmp_path / 'c'} 1 100 0 | cat"
@@ -386,7 +392,7 @@ def test_a_run_behind_a_pipe_goes_on_though_the_pipe_says_zero(tmp_path):
     assert len(out.split()) == 2
 
 
-def test_a_person_behind_a_pipe_gets_75_when_it_was_saved(tmp_path):
+def test_a_stopped_run_behind_a_pipe_that_saved_exits_with_75(tmp_path):
     path = script(tmp_path, NUMPY)
     process = started("--", "bash", "-c", f"{sys.executable} {path} {tmp_path / 'c'} 1 100000 0.01 | cat")
     until((tmp_path / "c.begun").exists)
@@ -395,7 +401,7 @@ def test_a_person_behind_a_pipe_gets_75_when_it_was_saved(tmp_path):
     assert process.returncode == 75
 
 
-def test_when_nobody_reads_what_is_shown_the_run_goes_on(tmp_path):
+def test_a_run_goes_on_when_nothing_reads_the_guards_output(tmp_path):
     path = script(tmp_path, NUMPY)
     reading, writing = os.pipe()
     process = subprocess.Popen(
@@ -408,7 +414,7 @@ def test_when_nobody_reads_what_is_shown_the_run_goes_on(tmp_path):
     assert len(out.split()) == 2
 
 
-def test_nohup_stays_what_it_is(tmp_path):
+def test_a_guard_under_nohup_ignores_sighup(tmp_path):
     path = script(tmp_path, "import os, time\nopen('ready', 'w').close()\nwhile not os.path.exists('sent'): time.sleep(0.05)\nprint('done')")
     process = subprocess.Popen(
         [sys.executable, "-m", "lowtide", "guard", "--quiet", path], stdout=subprocess.PIPE, text=True, cwd=tmp_path,
@@ -421,13 +427,13 @@ def test_nohup_stays_what_it_is(tmp_path):
     assert (process.returncode, out) == (0, "done\n")
 
 
-def test_code_75_of_a_program_that_saved_nothing_is_its_own(tmp_path):
+def test_exit_code_75_without_a_save_is_the_programs_own(tmp_path):
     code, _, _, figures = guard(tmp_path, script(tmp_path, "raise SystemExit(75)"))
     assert (code, [g["reason"] for g in figures["generations"]]) == (75, ["error"])
 
 
-def test_memory_that_forks_share_is_counted_once(tmp_path):
-    """200 MiB, and children that are forked again and again while the guard looks only now and then."""
+def test_memory_shared_by_forks_is_counted_once(tmp_path):
+    """200 MiB, and children that are forked again and again while the guard reads memory only now and then."""
     path = script(tmp_path, """
         import os, sys, time
         import numpy as np
@@ -452,7 +458,8 @@ def test_memory_that_forks_share_is_counted_once(tmp_path):
     assert figures["generations"][0]["peak_bytes"] < 400 * MIB
 
 
-def test_a_late_request_does_not_kill_what_has_finished(tmp_path):
+def test_a_late_stop_request_does_not_kill_a_finished_script(tmp_path):
+    """The script is already in its exit handlers, which run to their end."""
     path = script(tmp_path, """
         import atexit, os, sys, time
         def slowly():
@@ -469,7 +476,7 @@ def test_a_late_request_does_not_kill_what_has_finished(tmp_path):
     process = started("--json", tmp_path / "guard.json", path, tmp_path / "c", cwd=tmp_path)
     until(lambda: (tmp_path / "ending").exists())
     process.send_signal(signal.SIGTERM)
-    assert any("it saves at its next safe point" in line or "SIGTERM" in line for line in iter(process.stderr.readline, ""))
+    assert any("saves and stops at its" in line or "SIGTERM" in line for line in iter(process.stderr.readline, ""))
     (tmp_path / "asked").touch()
     process.communicate(timeout=TIMEOUT)
     (found,) = json.loads((tmp_path / "guard.json").read_text())["generations"]
@@ -477,7 +484,8 @@ def test_a_late_request_does_not_kill_what_has_finished(tmp_path):
     assert (tmp_path / "ended").exists()
 
 
-def test_a_stop_between_exits_is_obeyed(tmp_path):
+def test_a_stop_is_obeyed_although_the_script_exits_with_zero(tmp_path):
+    """It is not started again."""
     path = script(tmp_path, "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nopen('ready', 'w').close()\ntime.sleep(30)")
     process = started("--recycle", "exit", "--done", "done", "--json", tmp_path / "guard.json", path, cwd=tmp_path)
     until(lambda: (tmp_path / "ready").exists())
@@ -487,33 +495,34 @@ def test_a_stop_between_exits_is_obeyed(tmp_path):
     assert len(json.loads((tmp_path / "guard.json").read_text())["generations"]) == 1
 
 
-def test_what_was_done_before_is_not_begun(tmp_path):
+def test_a_run_that_was_already_done_is_not_started(tmp_path):
     (tmp_path / "done").touch()
     process = started("--recycle", "exit", "--done", "done", script(tmp_path, "open('ran', 'w')"), cwd=tmp_path)
     _, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 0
-    assert "all done before" in err
+    assert "already done: " in err
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_third_signal_ends_what_ignores_two(tmp_path):
+def test_a_third_signal_kills_a_process_that_ignores_two(tmp_path):
     path = script(
         tmp_path, "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen('ready', 'w').close()\ntime.sleep(100000)"
     )
     process = started(path, cwd=tmp_path)
     until(lambda: (tmp_path / "ready").exists())
-    for said in ("SIGTERM passed on", "SIGTERM again", "SIGTERM a third time: ended"):
+    for said in ("SIGTERM forwarded", "SIGTERM again", "SIGTERM a third time: killed"):
         process.terminate()
         assert any(said in line for line in iter(process.stderr.readline, ""))
     process.communicate(timeout=TIMEOUT)
     assert process.returncode == 143
 
 
-# --- what is shown --------------------------------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
 def test_the_same_figures_are_recorded_served_and_written(tmp_path):
+    """The recording, Prometheus, TensorBoard, the JSON file and the report's page."""
     path = script(tmp_path, NUMPY)
     port = 20000 + os.getpid() % 20000
     process = started(
@@ -578,14 +587,15 @@ def test_a_file_that_cannot_be_run_is_bad_usage(tmp_path):
 @pytest.mark.parametrize(("text", "told"), [
     ("raise ValueError('bad [/foo] x')", "bad [/foo] x"), ("raise ValueError('sur \\udcff')", "sur \ufffd"),
 ])
-def test_any_message_of_an_error_is_told_as_it_is(tmp_path, text, told):
+def test_any_error_message_is_shown_unchanged(tmp_path, text, told):
+    """Also one that looks like markup, or is not valid text."""
     code, _, err, figures = guard(tmp_path, script(tmp_path, text))
     assert code == 1
     assert figures["generations"][0]["error"] == f"ValueError: {told}"
     assert f"error: ValueError: {told}" in " ".join(err.split())
 
 
-def test_a_port_that_is_taken_is_bad_usage(tmp_path):
+def test_a_port_in_use_is_bad_usage(tmp_path):
     import socket
 
     with socket.socket() as taken:
@@ -594,18 +604,18 @@ def test_a_port_that_is_taken_is_bad_usage(tmp_path):
         process = started("--prometheus", taken.getsockname()[1], script(tmp_path, "pass"))
         _, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 2
-    assert "take another port" in err
+    assert "give another port" in err
 
 
-def test_the_summary_says_what_held_it(tmp_path):
+def test_the_summary_says_what_enforced_the_cap(tmp_path):
     process = started("--memory", "500MiB", "--enforce", "watch", script(tmp_path, "print('hello')"))
     out, err = process.communicate(timeout=TIMEOUT)
     assert out == "hello\n"
-    assert "held by watching" in err
+    assert "enforced by watching" in err
     assert "finished" in err
 
 
-def test_a_script_by_its_name_runs_as_a_command_does(tmp_path):
+def test_a_script_by_its_name_runs_like_a_command(tmp_path):
     path = script(tmp_path, "import sys; print(sys.argv[1:])")
     for command in ([path, "--memory", "3"], ["--", sys.executable, path, "--memory", "3"]):
         process = started("--quiet", *command)
@@ -615,8 +625,10 @@ def test_a_script_by_its_name_runs_as_a_command_does(tmp_path):
 
 
 
-def test_in_a_terminal_the_script_s_lines_stand_above_the_panel_whole(tmp_path):
-    """Every line that the script prints is there once, though the panel is drawn again and again."""
+def test_the_scripts_lines_appear_once_above_the_panel(tmp_path):
+    """In a terminal every line that the script prints appears whole and exactly once, although the panel is drawn again and
+    again.
+    """
     path = script(tmp_path, """
         import sys, time
         for i in range(20):

@@ -1,4 +1,6 @@
-"""The heap counter (probe/heap.c) in processes of its own: exact, capped, safe to fork, kind to its neighbours."""
+"""The heap counter (probe/heap.c) in separate processes: exact, capped, safe to fork, compatible with other preloaded
+libraries.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,14 @@ torch.empty(64)
 
 
 def _python(code: str, *, preload: str | None = None) -> str:
-    """Run code under the counter, in a fork where this process is under it already; its standard output."""
+    """Run code under the counter and return its output; in a fork if this process is already under it."""
     if preload is None and counters() is not None:
         return _in_a_fork(PRELUDE + textwrap.dedent(code))
     return _alone(code, preload=preload)
 
 
 def _alone(code: str, *, preload: str | None = None) -> str:
-    """Run code in a process of its own."""
+    """Run code in a new process."""
     environment = {**os.environ, "LD_PRELOAD": preload or str(LIBRARY)}
     done = subprocess.run(
         [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
@@ -67,7 +69,7 @@ def _in_a_fork(code: str) -> str:
 
 
 def test_a_tensor_counts_by_exactly_its_bytes() -> None:
-    """torch.empty(n) lifts tensor_live by n times four, one block; freeing it takes both back."""
+    """torch.empty(n) raises tensor_live by 4 n bytes and one block; freeing it takes both back."""
     _python("""
         for n in (1, 7, 1000, 1 << 18, (1 << 20) + 3):
             live, blocks = c.tensor_live, c.tensor_blocks
@@ -94,7 +96,7 @@ def test_views_cost_nothing() -> None:
 
 
 def test_the_peaks_are_the_highest_point_of_their_window() -> None:
-    """tensor_peak never falls; the operator's and the step's peaks begin anew when they are reset."""
+    """tensor_peak never falls; the operator's and the step's peaks start from the current bytes when they are reset."""
     _python("""
         m = HeapMeter(c)
         m.reset_op_peak(); m.begin_span()
@@ -112,7 +114,7 @@ def test_the_peaks_are_the_highest_point_of_their_window() -> None:
 
 
 def test_the_process_cap_refuses_and_the_process_survives() -> None:
-    """Over the cap torch raises RuntimeError, the book is unchanged, smaller tensors and a lifted cap still work."""
+    """Above the cap torch raises RuntimeError and the counts are unchanged; smaller tensors, and a lifted cap, still work."""
     _python("""
         live, denied = c.tensor_live, c.denied
         c.cap = live + 10 * MIB
@@ -132,7 +134,7 @@ def test_the_process_cap_refuses_and_the_process_survives() -> None:
 
 
 def test_the_thread_cap_holds_for_its_own_thread_only() -> None:
-    """A cap set by one thread refuses that thread; another allocates as it likes."""
+    """A cap set by one thread refuses requests of that thread; another thread allocates freely."""
     _python("""
         m = HeapMeter(c)
         m.cap(c.tensor_live + MIB)
@@ -251,7 +253,9 @@ STRESS = """
 
 
 def test_the_books_balance_after_a_stress_of_all_allocation_functions() -> None:
-    """Four threads of malloc, calloc, realloc, memalign and kin: heap_live comes back, the tensor book to the byte."""
+    """Four threads of malloc, calloc, realloc, memalign and others: heap_live returns to its value, the tensor counts to the
+    byte.
+    """
     _python(
         STRESS
         + """
@@ -263,8 +267,9 @@ def test_the_books_balance_after_a_stress_of_all_allocation_functions() -> None:
     )
 
 
-def test_a_library_block_that_is_resized_leaves_the_books() -> None:
-    """realloc of a 64-byte aligned block of a library: off the tensor book, still on the heap's; then freed from both."""
+def test_a_resized_library_block_leaves_the_tensor_count() -> None:
+    """realloc of a library's 64-byte aligned block: it leaves the tensor count and stays in the heap's; freed, it leaves both.
+    """
     _python(
         STRESS
         + """
@@ -280,8 +285,8 @@ def test_a_library_block_that_is_resized_leaves_the_books() -> None:
     )
 
 
-def test_an_aligned_block_of_no_bytes_is_harmless() -> None:
-    """posix_memalign of zero bytes and calloc whose size overflows behave as libc's own."""
+def test_an_aligned_block_of_zero_bytes_is_harmless() -> None:
+    """posix_memalign of zero bytes, and calloc whose size overflows, behave like libc's own."""
     _python(
         STRESS
         + """
@@ -298,8 +303,8 @@ def test_an_aligned_block_of_no_bytes_is_harmless() -> None:
     )
 
 
-def test_numpy_arrays_come_and_go() -> None:
-    """Threads of numpy arrays, grown and copied, leave heap_live where it was."""
+def test_numpy_arrays_leave_the_heap_count_unchanged() -> None:
+    """Threads of NumPy arrays, grown and copied, leave heap_live where it was."""
     _python("""
         import numpy as np
         def work(seed):
@@ -357,7 +362,7 @@ def test_another_preloaded_library_counts_too(tmp_path: Path, first: bool) -> No
 
 
 def test_programs_without_torch_run_under_the_counter() -> None:
-    """Plain programs, also ones that fork and exec many others, behave as ever."""
+    """Plain programs, also ones that fork and exec many others, behave as usual."""
     environment = {**os.environ, "LD_PRELOAD": str(LIBRARY)}
     done = subprocess.run(
         ["sh", "-c", "for i in 1 2 3 4 5; do echo $i | cat | sort; done"],  # noqa: S607

@@ -1,4 +1,4 @@
-"""``lowtide leak`` on programs whose leaks are known: verdicts, books, suspects, exit codes, and what goes wrong."""
+"""``lowtide leak`` on programs whose leaks are known: verdicts, books, suspects, exit codes, and failures."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def watched(path, *arguments, steps=300, **options):
     ("objects_in_a_list", "python"), ("native_blocks", "heap"), ("anonymous_maps", "maps"), ("shared_segments", "shared"),
     ("mapped_files", "files"), ("arrays_kept_beside_batches_of_many_sizes", "heap"),
 ])
-def test_a_leak_of_twice_the_tolerance_is_found_and_its_kind_named(tmp_path, name, kind):
+def test_a_leak_of_twice_the_tolerance_is_found_with_its_kind(tmp_path, name, kind):
     found = judged(tmp_path, "--no-who", PROGRAMS, name, 101)
     assert found["verdict"] == "leak"
     assert found["kind"] == kind
@@ -69,12 +69,13 @@ def test_a_leak_of_twice_the_tolerance_is_found_and_its_kind_named(tmp_path, nam
 
 @pytest.mark.long("mapped_file", "late_first")
 @pytest.mark.parametrize("name", ["arrays_of_many_sizes", "mapped_file", "cache_per_epoch", "late_first_validation"])
-def test_what_does_not_leak_is_clean(tmp_path, name):
+def test_a_program_that_does_not_leak_is_clean(tmp_path, name):
     assert judged(tmp_path, PROGRAMS, name, 101)["verdict"] == "clean"
 
 
 @pytest.mark.long
-def test_segments_that_are_closed_but_not_unlinked_are_told_though_they_may_be_anothers(tmp_path):
+def test_shared_segments_left_behind_are_reported_as_inconclusive(tmp_path):
+    """They are closed but not unlinked, and might belong to another process."""
     path = script(tmp_path, """
         import multiprocessing.shared_memory as shared, multiprocessing.resource_tracker as tracker, lowtide
         names = []
@@ -98,14 +99,15 @@ def test_segments_that_are_closed_but_not_unlinked_are_told_though_they_may_be_a
 
 
 def test_growth_that_flattens_is_bounded(tmp_path):
+    """A cache that fills up is clean, and a note says that its growth is bounded."""
     found = judged(tmp_path, PROGRAMS, "memo_that_fills", 101)
     assert found["verdict"] == "clean"
     assert found["bounded"]
     assert any("bounded" in note for note in found["notes"])
 
 
-def test_what_is_held_is_known_of_a_script_that_ends_after_its_second_collection(tmp_path):
-    """An ablation asks for it; it looks only just after collections."""
+def test_bytes_held_are_known_after_two_collections_only(tmp_path):
+    """An ablation runs the collector itself and reads what is held only right after it; two such readings are enough."""
     run = watched(script(tmp_path, "import lowtide\nfor _ in range(25):\n    lowtide.step()\n"), collect_every=10)
     held = series_of(run, collected_every=10)["held"]
     assert len(held) == 25
@@ -114,8 +116,8 @@ def test_what_is_held_is_known_of_a_script_that_ends_after_its_second_collection
 
 @pytest.mark.long("enable")
 @pytest.mark.parametrize(("switch", "verdict"), [("enable", "clean"), ("disable", "leak")])
-def test_garbage_in_cycles_that_waits_for_a_rare_collection_is_no_leak_unless_none_comes(tmp_path, switch, verdict):
-    """Many objects live, so the collector looks at old ones ever more rarely; what waits grew for hundreds of steps."""
+def test_cyclic_garbage_leaks_only_if_the_collector_never_runs(tmp_path, switch, verdict):
+    """With many live objects the collector visits old ones ever more rarely, and garbage grew for hundreds of steps."""
     path = script(tmp_path, """
         import collections, gc, sys, lowtide
         getattr(gc, sys.argv[1])()
@@ -132,10 +134,11 @@ def test_garbage_in_cycles_that_waits_for_a_rare_collection_is_no_leak_unless_no
     """)
     found = judged(tmp_path, "--no-who", path, switch)
     assert found["verdict"] == verdict
-    assert any("was collected every" in note for note in found["notes"]) == (verdict == "clean")
+    assert any("were collected every" in note for note in found["notes"]) == (verdict == "clean")
 
 
-def test_the_same_growth_is_let_pass_where_the_job_allows_it(tmp_path):
+def test_the_tolerance_follows_from_memory_left_and_planned_steps(tmp_path):
+    """A leak by default is clean in a job that has memory enough for all its steps."""
     program = (PROGRAMS, "arrays_in_a_list", 101)
     found = judged(tmp_path, "--memory-left", "4GiB", "--planned-steps", "100000", *program)
     assert found["tolerance_bytes"] == pytest.approx(42949.67)
@@ -147,13 +150,14 @@ def test_the_same_growth_is_let_pass_where_the_job_allows_it(tmp_path):
 
 @pytest.mark.parametrize("bucket", ["python", "heap_in_use", "heap_free", "anonymous_maps", "files", "shared"])
 def test_the_books_balance_and_the_planted_bucket_dominates(bucket):
+    """Buckets add up to the resident bytes within 5 %, and the planted bucket holds over 90 % of them."""
     books = close(watched(BUCKETS, bucket, "7"))
     assert books.dominant == bucket
     assert abs(books.residual_bytes) <= max(1 << 20, 0.05 * books.resident_bytes)
     assert books.buckets[bucket] > 0.9 * books.resident_bytes
 
 
-def test_memory_in_use_that_was_never_touched_is_residual_not_growth(tmp_path):
+def test_untouched_memory_is_a_residual_and_not_resident(tmp_path):
     path = script(tmp_path, """
         import ctypes, lowtide
         libc = ctypes.CDLL(None); libc.malloc.restype = ctypes.c_void_p
@@ -174,7 +178,8 @@ def line_of(path, text):
     return next(i for i, line in enumerate(path.read_text().splitlines(), 1) if text in line)
 
 
-def test_the_line_that_allocates_and_the_list_that_holds_are_named(tmp_path):
+def test_the_allocating_line_and_the_holding_list_are_named(tmp_path):
+    """A list of constant length is not named."""
     path = script(tmp_path, """
         import lowtide
         def train():
@@ -197,7 +202,7 @@ def test_the_line_that_allocates_and_the_list_that_holds_are_named(tmp_path):
 
 
 @pytest.mark.long
-def test_a_process_with_a_million_objects_has_the_time_to_look_through_them(tmp_path, monkeypatch):
+def test_a_census_of_a_million_objects_gets_the_time_it_needs(tmp_path, monkeypatch):
     path = script(tmp_path, """
         import lowtide
         many, kept = [[] for _ in range(1_000_000)], []
@@ -211,8 +216,8 @@ def test_a_process_with_a_million_objects_has_the_time_to_look_through_them(tmp_
 
 
 @pytest.mark.parametrize("known", [None, MarkSource.SCRIPT])
-def test_what_grows_while_imports_take_long_is_not_what_grows_with_the_steps(tmp_path, known):
-    """Ticks of the clock are steps only where nothing else marks any; on a slow machine imports alone take many."""
+def test_growth_during_imports_is_not_growth_by_steps(tmp_path, known):
+    """Clock ticks are steps only if nothing else marks any; on a slow machine imports alone take many ticks."""
     path = script(tmp_path, """
         import time
         import lowtide
@@ -233,7 +238,7 @@ def test_what_grows_while_imports_take_long_is_not_what_grows_with_the_steps(tmp
 
 
 @pytest.mark.long
-def test_tensors_are_named_by_line_and_module_and_a_growing_graph_by_its_holder(tmp_path):
+def test_tensors_are_named_by_line_and_a_growing_graph_by_its_holder(tmp_path):
     path = script(tmp_path, """
         import torch
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())
@@ -265,7 +270,7 @@ def test_an_unbounded_memo_is_named(tmp_path):
 
 
 @pytest.mark.skipif(__import__("importlib.util").util.find_spec("memray") is None, reason="memray is not installed")
-def test_native_stacks_are_told_where_asked_for(tmp_path):
+def test_native_stacks_are_reported_with_deep(tmp_path):
     found = judged(tmp_path, "--deep", PROGRAMS, "arrays_in_a_list", 101)
     native = [s for s in found["suspects"] if s["kind"] == "native"]
     assert any(s["source"].startswith(("benchmarks/leaks/programs.py", "programs.py")) and 1500 < s["bytes_per_step"] < 2500 for s in native)
@@ -274,7 +279,7 @@ def test_native_stacks_are_told_where_asked_for(tmp_path):
 # --- steps ----------------------------------------------------------------------------------------------------------------
 
 
-def test_steps_are_those_of_the_first_optimizer(tmp_path):
+def test_steps_are_counted_once_for_two_optimizers(tmp_path):
     path = script(tmp_path, """
         import torch
         a, b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
@@ -292,7 +297,7 @@ def test_steps_are_those_of_the_first_optimizer(tmp_path):
     assert "done" in run.tail
 
 
-def test_lines_of_output_mark_steps(tmp_path):
+def test_matching_lines_of_output_mark_steps(tmp_path):
     path = script(tmp_path, """
         for step in range(120):
             print("step", step)
@@ -302,8 +307,8 @@ def test_lines_of_output_mark_steps(tmp_path):
     assert (run.kind, run.steps) == (MarkSource.SCRIPT, 120)
 
 
-def test_without_marks_the_clock_ticks(tmp_path):
-    """As often as was asked, or more seldom where the machine is busy."""
+def test_without_marks_steps_are_ticks_of_the_clock(tmp_path):
+    """As often as was asked for, or less often on a busy machine."""
     path = script(tmp_path, "while True:\n    sum(range(1000))\n")
     run = watched(path, steps=30, every_seconds=0.05, least_seconds=0.0)
     assert (run.kind, run.ended) == (MarkSource.CLOCK, "enough")
@@ -335,6 +340,7 @@ CHILD = """
 
 
 def test_a_leak_in_a_child_process_is_found(tmp_path):
+    """It is blamed on "workers"."""
     found = judged(tmp_path, script(tmp_path, CHILD), "keep")
     assert (found["verdict"], found["kind"]) == ("leak", "workers")
     assert found["bytes_per_step"] == pytest.approx(102400, rel=0.1)
@@ -348,7 +354,8 @@ def test_a_child_process_that_keeps_nothing_is_clean(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("keeps", "kind"), [("keep", "workers"), ("nothing", "held")])
-def test_a_loaders_workers_that_keep_what_they_read(tmp_path, keeps, kind):
+def test_data_loader_workers_that_keep_samples_leak(tmp_path, keeps, kind):
+    """Workers that keep nothing are clean."""
     found = judged(tmp_path, script(tmp_path, """
         import sys
         import numpy as np
@@ -378,8 +385,8 @@ def test_a_loaders_workers_that_keep_what_they_read(tmp_path, keeps, kind):
     assert (found["verdict"], found["kind"]) == ("leak" if keeps == "keep" else "clean", kind)
 
 
-def test_a_process_beside_the_one_that_trains_counts_too(tmp_path):
-    """It is no child of that one: a shell started both."""
+def test_a_process_beside_the_training_one_counts_too(tmp_path):
+    """It is not a child of that one: a shell started both."""
     train = script(tmp_path, "import time, lowtide\nfor _ in range(400):\n    time.sleep(0.002)\n    lowtide.step()\n")
     beside = script(tmp_path, """
         import time
@@ -411,7 +418,8 @@ def test_forked_workers_take_no_samples(tmp_path):
 # --- the script is left alone -----------------------------------------------------------------------------------------------
 
 
-def test_the_script_sees_its_arguments_its_folder_and_the_machines_own_sitecustomize(tmp_path):
+def test_the_script_sees_its_arguments_and_the_machines_sitecustomize(tmp_path):
+    """Its folder is first on the path, and the probe's is not on it."""
     own = tmp_path / "own"
     own.mkdir()
     (own / "sitecustomize.py").write_text("import builtins\nbuiltins.machines_own = True\n")
@@ -426,7 +434,9 @@ def test_the_script_sees_its_arguments_its_folder_and_the_machines_own_sitecusto
 
 
 def test_a_python_without_lowtide_is_watched_too(tmp_path):
-    """Another interpreter's packages are not ours: only the probe is lent, and it needs the standard library alone."""
+    """Another interpreter's packages are not Lowtide's: only the probe is lent to it, which needs nothing but the standard
+    library.
+    """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True, timeout=TIMEOUT)
     path = script(tmp_path, """
         import importlib.util, lowtide
@@ -444,7 +454,8 @@ def test_a_python_without_lowtide_is_watched_too(tmp_path):
 
 
 @pytest.mark.long
-def test_a_script_that_holds_on_when_it_should_end_is_ended(tmp_path):
+def test_a_script_that_refuses_to_end_is_ended(tmp_path):
+    """It catches everything and sleeps."""
     path = script(tmp_path, """
         import time, lowtide
         try:
@@ -458,7 +469,7 @@ def test_a_script_that_holds_on_when_it_should_end_is_ended(tmp_path):
     assert run.steps >= 60
 
 
-def test_nothing_is_left_behind(tmp_path):
+def test_no_process_or_file_is_left_behind(tmp_path):
     """Neither the process nor its children outlive the study, nor do files of it."""
     path = script(tmp_path, """
         import pathlib, subprocess, sys, lowtide
@@ -476,7 +487,8 @@ def test_nothing_is_left_behind(tmp_path):
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_what_was_started_goes_when_lowtide_goes(tmp_path, how):
+def test_a_watched_script_ends_with_lowtide(tmp_path, how):
+    """Also when Lowtide is killed."""
     path = script(tmp_path, """
         import os, pathlib, sys, lowtide
         pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
@@ -492,7 +504,7 @@ def test_what_was_started_goes_when_lowtide_goes(tmp_path, how):
 
 
 def test_the_sampler_itself_does_not_grow(tmp_path):
-    """20,000 steps that do nothing: 0.01 KiB a step would be 200 KiB."""
+    """20,000 steps that do nothing: 10 bytes per step would be 200 KB."""
     path = script(tmp_path, """
         import lowtide
         for _ in range(20_000):
@@ -507,7 +519,7 @@ def test_the_sampler_itself_does_not_grow(tmp_path):
 # --- the command line -----------------------------------------------------------------------------------------------------------
 
 
-def test_fail_makes_a_leak_the_exit_code(tmp_path):
+def test_fail_turns_a_leak_into_exit_code_1(tmp_path):
     program = (PROGRAMS, "arrays_in_a_list", 5)
     done = leak("--fail", "--no-who", "--html", tmp_path / "page.html", "--", sys.executable, *program)
     assert done.returncode == 1
@@ -517,7 +529,7 @@ def test_fail_makes_a_leak_the_exit_code(tmp_path):
 
 
 def test_a_page_that_cannot_be_written_loses_nothing_else(tmp_path):
-    """The verdict is told all the same, and what is wrong in one line."""
+    """The verdict is shown and the JSON file written all the same; one line says what is wrong."""
     done = leak("--no-who", "--html", "/dev/full", "--json", tmp_path / "found.json", PROGRAMS, "arrays_in_a_list", 5)
     assert done.returncode == 2
     assert "leak: malloc's blocks in use" in " ".join(done.stderr.split())
@@ -525,7 +537,7 @@ def test_a_page_that_cannot_be_written_loses_nothing_else(tmp_path):
     assert json.loads((tmp_path / "found.json").read_text())["verdict"] == "leak"
 
 
-def test_what_was_asked_for_is_written_though_the_program_timed_out(tmp_path):
+def test_files_are_written_though_the_program_timed_out(tmp_path):
     path = script(tmp_path, "import time, lowtide\nlowtide.step()\nopen('stepped', 'w').close()\ntime.sleep(100000)\n")
     done = in_time(
         lambda seconds: leak("--timeout", str(seconds), "--json", tmp_path / "x.json", "--html", tmp_path / "x.html", path, cwd=tmp_path),
@@ -555,11 +567,11 @@ def test_too_few_steps_are_inconclusive_and_say_how_many_would_do(tmp_path):
     (("nothing.py",), "no such script: nothing.py"),
     (("--", "no-such-command"), "no such command: no-such-command"),
     (("--tolerance", "much", "x.py"), "cannot read the size"),
-    (("--memory-left", "1GiB", "x.py"), "go together"),
-    (("--step-line", "(", "x.py"), "no regular expression"),
+    (("--memory-left", "1GiB", "x.py"), "--planned-steps together"),
+    (("--step-line", "(", "x.py"), "not a regular expression"),
     (("--json", "/no/such/folder/x.json", "x.py"), "does not exist"),
     (("--", "sleep", "0.2"), "before any step was seen"),
-    (("--timeout", "1", "forever.py"), "killed after --timeout"),
+    (("--timeout", "1", "forever.py"), "killed by --timeout"),
 ])
 def test_bad_input_is_one_line_and_exit_2(tmp_path, arguments, said):
     script(tmp_path, "", "x.py")

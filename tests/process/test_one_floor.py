@@ -1,4 +1,5 @@
-"""Law: verbs tell one floor. What no plan of a recording goes below is the same number in `record` and in `plan`, and the run's."""
+"""Law: all verbs report one floor: the bytes that no plan of a recording can go below are equal in `record`, `plan` and `run`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ LITTLE_BYTES = 1 << 10
 """The optimizer's counters, and what either does not see."""
 
 MANY_OPERATORS = (Path(__file__).parents[2] / "examples/small_gpt.py").read_text()
-"""So many that not every one of them is looked at; the forced bytes rise over the backward while the plain run falls."""
+"""So many operators that only some are sampled; the forced bytes rise over the backward while the baseline's fall."""
 KEPT_OUTPUT = """
 import torch
 from torch import nn
@@ -102,7 +103,7 @@ for step in range(6):
     with torch.no_grad():
         net(torch.randn(4096, 64))
 """
-"""What is evaluated takes more than a step of training."""
+"""The evaluation takes more memory than a training step."""
 FRAME = """
 import torch
 from torch import nn
@@ -135,7 +136,7 @@ CHECKPOINTED = FRAME.replace("from torch import nn\n", "from torch import nn\nfr
         x = checkpoint(layer, x, use_reentrant=False)
     x.square()""",
 )
-"""What a node of autograd asks for makes others run again, while it waits."""
+"""Unpacking a node's saved tensor runs operators again while the node waits."""
 
 SCRIPTS = {"operators": MANY_OPERATORS, "output": KEPT_OUTPUT, "update": UPDATE, "rebuilt": REBUILT, "evaluation": EVALUATION, "frame": FRAME,
            "checkpointed": CHECKPOINTED}
@@ -144,7 +145,8 @@ LEVERS = "move-gradients,sliced-update,split-ops"
 
 @pytest.mark.long("operators", "update", "rebuilt", "checkpointed")
 @pytest.mark.parametrize("kind", SCRIPTS)
-def test_plan_and_run_tell_the_same_plain_peak_and_floor(tmp_path: Path, kind: str) -> None:
+def test_plan_and_run_report_the_same_baseline_peak_and_floor(tmp_path: Path, kind: str) -> None:
+    """For scripts in which an output, the update, a rebuilt model, an evaluation, a frame or a checkpoint decides."""
     script, one = script_in(tmp_path, SCRIPTS[kind]), {"OMP_NUM_THREADS": "1"}
     recorded = lowtide_in(tmp_path, "record", "-o", "r.lowtide", "--quiet", script, **one)
     assert recorded.returncode == 0, recorded.stderr
@@ -157,7 +159,8 @@ def test_plan_and_run_tell_the_same_plain_peak_and_floor(tmp_path: Path, kind: s
     assert planned["given_peak_bytes"] == pytest.approx(plain, abs=LITTLE_BYTES)
 
 
-def test_record_plan_and_run_tell_one_floor_where_a_variable_holds_a_saved_tensor(tmp_path: Path) -> None:
+def test_record_plan_and_run_report_one_floor_for_a_held_saved_tensor(tmp_path: Path) -> None:
+    """A variable of the script holds a saved tensor over the whole backward. No later step of a run is below the floor."""
     script = script_in(tmp_path, HELD)
     one = {"OMP_NUM_THREADS": "1"}
     recorded = lowtide_in(tmp_path, "record", "-o", "r.lowtide", script, COLUMNS="1000", **one)
@@ -169,16 +172,17 @@ def test_record_plan_and_run_tell_one_floor_where_a_variable_holds_a_saved_tenso
     floor = planned["floor_with_moving_bytes"]
     assert abs(run["plan"]["bound"]["peak_bytes"] - floor) <= TOLERANCE_BYTES
     assert min(s["peak_bytes"] for s in run["steps"][2:]) >= floor - TOLERANCE_BYTES
-    told = re.search(r"no recomputing or offloading goes below ([\d.]+ \w+)", recorded.stdout + recorded.stderr)
+    told = re.search(r"recomputing and offloading cannot go below ([\d.]+ \w+)", recorded.stdout + recorded.stderr)
     assert told is not None
     assert told[1] == format_bytes(floor)
 
 
-def test_a_floor_is_named_by_what_it_may_do(tmp_path: Path) -> None:
+def test_a_floor_is_named_after_the_moves_it_allows(tmp_path: Path) -> None:
+    """"recomputing cannot go below" without `--offload`, "recomputing and offloading cannot go below" with it."""
     script = script_in(tmp_path, HELD)
     lowtide_in(tmp_path, "record", "-o", "r.lowtide", "--quiet", script, OMP_NUM_THREADS="1")
     alone = lowtide_in(tmp_path, "plan", "r.lowtide", "--budget", "2MiB", COLUMNS="200")
-    assert "no recomputing goes below" in alone.stdout + alone.stderr
+    assert "recomputing cannot go below" in alone.stdout + alone.stderr
     moving = lowtide_in(tmp_path, "plan", "r.lowtide", "--budget", "2MiB", "--offload", "1GB", "--json", "m.json", COLUMNS="200")
-    assert "no recomputing or offloading goes below" in moving.stdout + moving.stderr
+    assert "recomputing and offloading cannot go below" in moving.stdout + moving.stderr
     assert "floor_with_moving_bytes" not in json.loads((tmp_path / "m.json").read_text())

@@ -1,4 +1,4 @@
-"""Law: the page of a recording opens without a network, answers hover and click, and stays quick with a million events."""
+"""Law: the page of a recording opens without a network, answers hover and click, and stays fast with a million events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LARGEST_PAGE = 300_000
 OPERATORS = 250_000
 """Four entries each: a million."""
 MOST_WORK = 500
-"""Calls of the canvas and changed nodes that one move of the mouse may cost: what it shows, and not the chart anew."""
+"""Canvas calls and changed nodes that one move of the mouse may cost: enough for what it shows, not for redrawing the chart."""
 
 PROBE = """
 <script>
@@ -68,7 +68,7 @@ addEventListener("load", () => setTimeout(async () => {
 
 
 def _opened(text: str, folder: Path, shot: str) -> dict[str, Any]:
-    """What the page says of itself once it was hovered over and clicked; a screenshot is left beside it."""
+    """The page's own report after it was hovered over and clicked; a screenshot is left beside it."""
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine (CI installs it): the page is not opened")
     file = folder / f"{shot}.html"
@@ -99,7 +99,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_page_without_data_is_small_and_asks_for_nothing_outside(recording: Path) -> None:
+def test_the_page_is_small_and_loads_nothing_from_outside(recording: Path) -> None:
     text = page(explain(read(recording)))
     data = re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)
     assert data is not None
@@ -108,7 +108,7 @@ def test_page_without_data_is_small_and_asks_for_nothing_outside(recording: Path
     assert not re.search(r"(?:src|href)\s*=|url\(|@import|https?://|fetch\(|XMLHttpRequest|importScripts", bare)
 
 
-def test_hover_and_click_show_what_is_live(recording: Path, tmp_path: Path) -> None:
+def test_hover_and_click_show_live_memory(recording: Path, tmp_path: Path) -> None:
     told = _opened(page(explain(read(recording))), tmp_path, "small")
     assert told["ready"]
     assert "aten." in told["tip"]
@@ -120,17 +120,19 @@ def test_hover_and_click_show_what_is_live(recording: Path, tmp_path: Path) -> N
     assert not told["outside"]
 
 
-def test_a_difference_shows_both(recording: Path, tmp_path: Path) -> None:
+def test_a_difference_page_opens_and_names_the_other_recording(recording: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.lowtide"
     with lowtide.record(other):
         torch.nn.Linear(64, 64)(torch.randn(8, 64)).sum().backward()
     text = page(explain(read(recording)), explain(read(other)))
-    assert "Against other.lowtide" in text
+    assert "Compared with other.lowtide" in text
     assert _opened(text, tmp_path, "difference")["ready"]
 
 
-def test_a_difference_loses_no_peak_between_the_instants_of_a_step_with_few(recording: Path, tmp_path: Path) -> None:
-    """The line of the other recording showed one of its many instants for each of ours: a short peak fell between."""
+def test_a_difference_keeps_short_peaks_of_the_other_recording(recording: Path, tmp_path: Path) -> None:
+    """The other recording's line used to show one of its many instants for each of the first recording's few, and a short peak
+    fell in between.
+    """
     few = tmp_path / "few.lowtide"
     with lowtide.record(few):
         torch.nn.Linear(64, 64)(torch.randn(8, 64)).sum().backward()
@@ -141,7 +143,7 @@ def test_a_difference_loses_no_peak_between_the_instants_of_a_step_with_few(reco
 
 
 def _million(path: Path) -> None:
-    """A recording of one step with a million entries: a forward that saves, a backward that lets go."""
+    """A recording of one step with a million entries: a forward that saves, and a backward that releases."""
     writer = Writer(path, {"script": "million.py", "torch": torch.__version__, "level": "ops", "device": "cpu"})
     for name in ("", "aten.op.default", "Net.block", "net.py:1 in forward", "float32 [256]"):
         writer.name(name)
@@ -169,7 +171,8 @@ def _million(path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_million_events_stay_fluid(tmp_path: Path) -> None:
+def test_hovering_over_a_million_events_does_little_work(tmp_path: Path) -> None:
+    """Moving the mouse redraws what it shows and not the whole chart."""
     _million(tmp_path / "million.lowtide")
     text = page(explain(read(tmp_path / "million.lowtide")))
     assert len(text) < 8_000_000

@@ -1,4 +1,6 @@
-"""Laws: a name with bytes that are no text in the locale is as good as any other, in every verb; a terminal that has letters alone gets letters."""
+"""Laws: names with bytes that are no text in the locale work in every verb; a terminal that can show only letters gets
+letters.
+"""
 
 from __future__ import annotations
 
@@ -45,16 +47,16 @@ print("trained", *map(ascii, sys.argv[1:]))
 
 
 @pytest.mark.parametrize(("text", "known"), [("plain", "plain"), ("trän", "trän"), (FOREIGN, "trän.py"), ("\udcff", "\ufffd"), ("\ud800x", "?x")])
-def test_text_is_read_as_utf_8_has_it(text: str, known: str) -> None:
+def test_bytes_of_a_name_are_read_as_utf_8(text: str, known: str) -> None:
     assert messages.readable(text) == known
 
 
 @pytest.mark.parametrize("text", ["plain", "trän", "tr\udcffn", "\ud800"])
-def test_what_a_file_of_ours_says_can_be_given_to_a_process(text: str) -> None:
+def test_a_name_from_a_file_can_be_passed_to_a_process(text: str) -> None:
     os.fsencode(messages.named_here(text))
 
 
-def test_a_task_survives_its_way_through_the_environment() -> None:
+def test_a_task_survives_the_environment_variable_unchanged() -> None:
     options = RunOptions(budget="1GiB", keep=("tür", FOREIGN), offload=True, plan=FOREIGN, save_plan=None, json=None, quiet=False)
     task = Task(target=FOREIGN, module=False, arguments=("\udcff", "ü", "\ud800"), preload=None, options=options, constants={"ü": "'ü'"})
     carried = environment_of(task)[TASK]
@@ -62,7 +64,7 @@ def test_a_task_survives_its_way_through_the_environment() -> None:
     assert read_task(carried) == task
 
 
-def test_files_for_people_have_text(tmp_path: Path) -> None:
+def test_files_for_people_contain_valid_text(tmp_path: Path) -> None:
     write_json(str(tmp_path / "a.json"), {"script": FOREIGN, "more": ["\udcff", "ü"]})
     assert json.loads((tmp_path / "a.json").read_bytes().decode()) == {"script": "trän.py", "more": ["\ufffd", "ü"]}
     write(str(tmp_path / "a.html"), f"<p>{FOREIGN}</p>")
@@ -82,7 +84,8 @@ def _written(text: str, encoding: str) -> str:
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_terminal_without_blocks_gets_as_many_letters(encoding: str) -> None:
+def test_a_terminal_without_block_characters_gets_as_many_letters(encoding: str) -> None:
+    """Bars of different heights stay different."""
     drawn = "█▒░ ▁▂▃▄▅▆▇█ a…"
     found = _written(drawn, encoding)
     assert found.isascii()
@@ -91,12 +94,12 @@ def test_a_terminal_without_blocks_gets_as_many_letters(encoding: str) -> None:
     assert len(set(found[4:12])) == 8, "heights differ"
 
 
-def test_a_terminal_that_has_them_gets_blocks() -> None:
+def test_a_terminal_with_block_characters_gets_them() -> None:
     assert _written("█▁…ü", "utf-8") == "█▁…ü"
     assert _written("ü", "latin-1") == "ü"
 
 
-def test_all_that_reports_draw_has_a_letter() -> None:
+def test_every_character_that_reports_draw_has_an_ascii_letter() -> None:
     folder = Path(lowtide.__file__).parent
     for path in sorted([*folder.glob("report/*.py"), *folder.glob("cli/*.py"), *folder.glob("guard/*.py")]):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -105,7 +108,7 @@ def test_all_that_reports_draw_has_a_letter() -> None:
                 assert not left, f"{path.name}:{node.lineno} draws {left}"
 
 
-def test_a_log_on_a_full_disk_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_error_on_a_full_disk_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from lowtide.report.terminal import console
 
     class Full(io.StringIO):
@@ -122,8 +125,9 @@ def test_a_log_on_a_full_disk_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         sys.stderr.write("the test's own")
 
 
-def test_nobody_who_reads_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A closed pipe makes the console silent, as before."""
+def test_a_broken_pipe_is_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches whoever writes, so that the console can stop."""
+
     class Gone(io.StringIO):
         def write(self, _: str) -> int:
             raise BrokenPipeError
@@ -137,7 +141,7 @@ def test_nobody_who_reads_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A folder, a script and its recording, with names that the C locale cannot read."""
+    """A folder with a script and its recording, whose names the C locale cannot read."""
     made = os.path.join(os.fsencode(tmp_path_factory.mktemp("plain")), os.fsencode("ö"))
     os.mkdir(made)
     with open(os.path.join(made, NAME), "w") as file:
@@ -157,14 +161,14 @@ def _lowtide(folder: bytes, *words: str | bytes, code: int = 0) -> subprocess.Co
     return done
 
 
-def test_a_recording_knows_its_names_as_text(folder: bytes) -> None:
+def test_a_recording_stores_names_as_text(folder: bytes) -> None:
     found = read(os.fsdecode(os.path.join(folder, "ü.lowtide".encode())))
     assert found.meta["script"] == "trän_ü.py"
     assert found.meta["arguments"] == ["ß"]
     assert any(name.startswith("trän_ü.py:") for name in found.names)
 
 
-def test_a_report_has_letters_and_files_have_text(folder: bytes) -> None:
+def test_a_report_draws_letters_and_its_files_contain_text(folder: bytes) -> None:
     done = _lowtide(folder, "report", "ü.lowtide", "--json", "ü.json", "--html", "ü.html", "--snapshot", "ü.pickle", "--perfetto", "ü.trace", "--speedscope", "ü.speed")
     assert b"####" in done.stderr
     for name in ("ü.json", "ü.html"):
@@ -173,7 +177,7 @@ def test_a_report_has_letters_and_files_have_text(folder: bytes) -> None:
 
 
 @pytest.mark.parametrize("words", [("record", "nö.py"), ("report", "nö.lowtide"), ("record", "-o", "nö/x", NAME), ("run", "--budget", "1GiB", "nö.py"), ("leak", "nö.py"), ("guard", "--", "nö"), ("plan", "nö.json")])
-def test_what_is_not_there_is_named(folder: bytes, words: tuple[str | bytes, ...]) -> None:
+def test_a_missing_file_is_named_in_the_error(folder: bytes, words: tuple[str | bytes, ...]) -> None:
     (line,) = _lowtide(folder, *words, code=2).stderr.splitlines()
     assert line.startswith(b"lowtide: error: ")
     assert b"n\\xf6" in line
@@ -189,13 +193,14 @@ def test_what_is_not_there_is_named(folder: bytes, words: tuple[str | bytes, ...
     pytest.param(("guard", "--record", "ü.guard.lowtide", "--json", "ü.guard.json", NAME), id="guard"),
     pytest.param(("sweep", "ü.toml", "--json", "ü.sweep.json", "--html", "ü.sweep.html"), id="sweep"),
 ])
-def test_verbs_take_any_name(folder: bytes, words: tuple[str | bytes, ...]) -> None:
+def test_every_verb_accepts_any_name(folder: bytes, words: tuple[str | bytes, ...]) -> None:
     with open(os.path.join(folder, "ü.toml".encode()), "w", encoding="utf-8") as file:
         file.write('command = "python trän_ü.py"\nsteps = 55\n[axes]\na = {env = "A", values = ["ö"]}\n')
     _lowtide(folder, *words)
 
 
-def test_a_process_whose_name_is_cut_within_a_character_is_known_by_what_it_catches() -> None:
+def test_a_process_name_cut_inside_a_character_is_readable() -> None:
+    """`/proc/PID/status` then is not valid UTF-8; the signals that the process catches are read from it all the same."""
     import signal
 
     from lowtide.guard.process import _catches

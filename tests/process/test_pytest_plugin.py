@@ -1,4 +1,4 @@
-"""Law: a marked test fails exactly when its tensors take more than it was allowed, and says what they were."""
+"""Law: a marked test fails exactly when its tensors take more than their limit, and says what they were."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _pytest(folder: Path, size: str, tests: str = TESTS) -> str:
 
 
 @pytest.mark.long
-def test_limits_are_kept_to_the_byte_and_repeat(tmp_path: Path) -> None:
+def test_limits_are_exact_to_the_byte_and_reproducible(tmp_path: Path) -> None:
     told = _pytest(tmp_path, '"1 KiB"')
     assert "4 failed, 1 passed" in told
     assert "there is" not in told
@@ -69,7 +69,8 @@ def test_limits_are_kept_to_the_byte_and_repeat(tmp_path: Path) -> None:
 
 @pytest.mark.long("-1", "None", "True", "backward")
 @pytest.mark.parametrize("wrong", ["'lots'", "-1", "None", "True", "'1 MiB', phase='optimizr'", "'1 MiB', 'backward', 3"])
-def test_wrong_marks_are_refused_before_anything_runs_whatever_the_test_is_expected_to_do(wrong: str, tmp_path: Path) -> None:
+def test_invalid_marks_are_refused_before_any_test_runs(wrong: str, tmp_path: Path) -> None:
+    """Also for a test that is expected to fail (xfail)."""
     (tmp_path / "test_it.py").write_text(
         f"import pytest\n@pytest.mark.peak_memory({wrong})\n@pytest.mark.xfail\ndef test_hidden(): assert False\n"
     )
@@ -107,7 +108,7 @@ def test_whole():
 """
 
 
-def test_no_test_passes_on_a_recording_that_found_no_room(tmp_path: Path) -> None:
+def test_no_test_passes_on_a_recording_without_room(tmp_path: Path) -> None:
     said = _pytest(tmp_path, "'1 GiB'", FULL)
     assert "2 failed, 1 passed" in said
     assert "peak_memory: nothing was recorded: no such recording" in said

@@ -22,6 +22,7 @@ import pytest
 from forked import forked
 from lowtide.base.errors import RecordingError
 from lowtide.runtime.device.heap_counters import library_path
+from lowtide.base.package import PACKAGE
 from lowtide.recording.explanation.explanation import explain
 from lowtide.report.export import snapshot, speedscope, trace_events
 from lowtide.report.html import page
@@ -99,7 +100,8 @@ def test_the_json_has_steps_phases_peak_and_findings(home: Path) -> None:
     assert all({"id", "text", "saving_bytes"} <= set(f) for f in found["findings"])
 
 
-def test_backward_is_attributed_to_the_forward_that_saved_it(home: Path) -> None:
+def test_backward_blocks_belong_to_the_module_of_their_forward(home: Path) -> None:
+    """At least 95 % of the bytes made in backward have the module, or the loss's line."""
     from lowtide.recording.recorded_step import laid_out
     from lowtide.recording.reader import read
 
@@ -120,7 +122,8 @@ def test_report_shows_what_record_showed(home: Path) -> None:
 
 
 @pytest.mark.long
-def test_level_phases_agrees_with_level_ops(home: Path) -> None:
+def test_level_phases_has_the_peaks_of_level_ops(home: Path) -> None:
+    """Within 64 bytes: the dispatcher wraps numbers as tensors."""
     done = _lowtide("record", "-o", "p.lowtide", "--level", "phases", "--json", "p.json", "train.py", "512", cwd=home)
     assert done.returncode == 0, done.stderr
     coarse, fine = _json(home / "p.json"), _json(home / "a.json")
@@ -144,6 +147,7 @@ def test_diff_names_what_changed(home: Path) -> None:
 
 
 def test_a_killed_run_leaves_its_last_step(home: Path) -> None:
+    """The step that was cut off has the bytes of an uninterrupted run up to there."""
     done = _lowtide("record", "-o", "k.lowtide", "train.py", "512", "SIGKILL", cwd=home)
     assert done.returncode == -signal.SIGKILL
     assert _lowtide("report", "k.lowtide", "--json", "k.json", cwd=home).returncode == 0
@@ -162,8 +166,10 @@ def test_a_killed_run_leaves_its_last_step(home: Path) -> None:
 
 
 @pytest.mark.skipif(library_path() is None, reason="the heap counter was not built")
-def test_a_killed_run_says_where_it_was(home: Path) -> None:
-    """Law: of a run that was ended from outside the last operator is told, with what was live; where an end was written, not."""
+def test_the_report_on_a_killed_run_says_where_it_was(home: Path) -> None:
+    """Law: the report on a run that was killed names the last operator and the live bytes; that on a run with a normal end
+    does not.
+    """
     _lowtide("record", "-o", "k2.lowtide", "train.py", "512", "SIGKILL", cwd=home)
     done = _lowtide("report", "k2.lowtide", "--json", "k2.json", cwd=home)
     ended = _json(home / "k2.json")["ended"]
@@ -171,18 +177,19 @@ def test_a_killed_run_says_where_it_was(home: Path) -> None:
     assert ended["phase"] in ("forward", "loss")
     assert ended["source"].startswith("train.py:")
     assert sum(ended["by_role"].values()) == ended["bytes"]
-    assert "ended from outside" in done.stdout + done.stderr
+    assert "killed (the recording has no end)" in done.stdout + done.stderr
     assert _json(home / "a.json")["ended"] is None
 
 
 @pytest.mark.skipif(library_path() is None, reason="the heap counter was not built")
-def test_a_killed_runs_page_draws_the_step_that_was_cut_short_and_blames_no_backward_that_could_not_come(home: Path) -> None:
+def test_the_page_of_a_killed_run_draws_its_last_step(home: Path) -> None:
+    """The last operator has a width in the chart. The forward without a backward is not taken for an evaluation."""
     script = home / "cut.py"
     script.write_text(TRAINING.replace("        os.kill(", "        more = torch.randn(2048, 1024)\n        os.kill("))
     _lowtide("record", "-o", "k3.lowtide", "cut.py", "512", "SIGKILL", cwd=home)
     _lowtide("report", "k3.lowtide", "--html", "k3.html", "--json", "k3.json", cwd=home)
     text = (home / "k3.html").read_text()
-    assert "Ended from outside" in text
+    assert "Killed (the recording has no end)" in text
     steps = json.loads(text.partition('type="application/json">')[2].partition("</script>")[0])["steps"]
     assert [s["step"] for s in steps] == [0, 1, 2]
     last = steps[-1]
@@ -210,7 +217,8 @@ for step in range(150):
 
 @pytest.mark.long
 def test_a_run_that_grows_slowly_keeps_its_highest_step(tmp_path: Path) -> None:
-    """Law: the step whose bytes are told peaks within 2 % of the highest, and what is held is told with it."""
+    """Law: the step whose bytes are shown peaks within 2 % of the highest, and the memory held with its graphs is found there.
+    """
     (tmp_path / "slow.py").write_text(SLOW)
     done = _lowtide("record", "-o", "slow.lowtide", "--json", "slow.json", "slow.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -223,8 +231,8 @@ def test_a_run_that_grows_slowly_keeps_its_highest_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_onednn_keeps_is_told_apart(tmp_path: Path) -> None:
-    """Law: under autocast, where it keeps some hundred kilobytes a shape, not a hundredth of the peak is unknown."""
+def test_memory_kept_by_onednn_is_not_unknown(tmp_path: Path) -> None:
+    """Law: under autocast, where oneDNN keeps some hundred kilobytes per shape, less than 1 % of the peak is unknown."""
     (tmp_path / "bf16.py").write_text("""
 import torch
 torch.manual_seed(0)
@@ -245,7 +253,7 @@ for step in range(4):
     assert sum(peak["by_role"].values()) == peak["bytes"]
 
 
-def test_out_of_memory_says_what_was_asked_and_what_would_have_let_it_fit(home: Path) -> None:
+def test_out_of_memory_names_the_request_and_a_sufficient_change(home: Path) -> None:
     (home / "held.py").write_text(TRAINING.replace("optimizer.zero_grad()", "optimizer.zero_grad(set_to_none=False)"))
     assert _lowtide("record", "-o", "h.lowtide", "--json", "h.json", "held.py", "512", cwd=home).returncode == 0
     roomy = _json(home / "h.json")
@@ -255,7 +263,7 @@ def test_out_of_memory_says_what_was_asked_and_what_would_have_let_it_fit(home: 
     assert done.returncode == 1
     assert "can't allocate memory" in done.stderr
     assert "out of memory" in done.stderr
-    assert "alone lets it fit" in done.stderr
+    assert "enough on its own" in done.stderr
     found = _json(home / "oom.json")
     assert found["peak"]["asked_bytes"] > 0
     assert found["peak"]["bytes"] <= cap < found["peak"]["bytes"] + found["peak"]["asked_bytes"]
@@ -264,8 +272,8 @@ def test_out_of_memory_says_what_was_asked_and_what_would_have_let_it_fit(home: 
 
 
 @pytest.mark.parametrize("place", [".", "notes.txt", "none/there.lowtide"])
-def test_nothing_but_a_recording_is_replaced_by_one(place: str, tmp_path: Path) -> None:
-    """A script given in the recording's place is not lost."""
+def test_only_a_recording_is_replaced_by_a_recording(place: str, tmp_path: Path) -> None:
+    """A script given in place of the output file is not lost."""
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "s.py").write_text("import torch\ntorch.ones(4)\n")
     done = _lowtide("record", "-o", place, "s.py", cwd=tmp_path)
@@ -280,13 +288,14 @@ def test_nothing_but_a_recording_is_replaced_by_one(place: str, tmp_path: Path) 
 
 
 def test_the_exit_code_and_the_traceback_are_the_scripts(home: Path) -> None:
+    """Without frames of Lowtide; a recording that ended so can be shown."""
     (home / "fails.py").write_text("import sys\nimport torch\ntorch.ones(4)\nsys.exit(3)\n")
     assert _lowtide("record", "-o", "f.lowtide", "fails.py", cwd=home).returncode == 3
     (home / "raises.py").write_text("import torch\ntorch.ones(4)\nraise KeyError('mine')\n")
     done = _lowtide("record", "-o", "f.lowtide", "raises.py", cwd=home)
     assert done.returncode == 1
     assert "KeyError: 'mine'" in done.stderr
-    assert "lowtide/live" not in done.stderr
+    assert str(PACKAGE) not in done.stderr, "a frame of Lowtide is shown"
     assert _lowtide("report", "f.lowtide", cwd=home).returncode == 0
 
 
@@ -321,10 +330,10 @@ sys.exit(3)
 @pytest.mark.long("-2", "record")
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("verb", ["record", "run"])
-def test_children_that_the_script_forks_train_unwatched_and_the_parents_steps_are_all_there(
+def test_forked_children_train_unwatched_and_no_parent_step_is_lost(
     verb: str, before: int, tmp_path: Path
 ) -> None:
-    """A child wrote into its parent's recording, which ended the parent."""
+    """A child used to write into its parent's recording, which ended the parent."""
     (tmp_path / "forks.py").write_text(FORKS)
     how = ("-o", "f.lowtide") if verb == "record" else ("--budget", "1GiB")
     done = _lowtide(verb, *how, "--json", "f.json", "forks.py", str(before), cwd=tmp_path)
@@ -337,8 +346,10 @@ def test_children_that_the_script_forks_train_unwatched_and_the_parents_steps_ar
 @pytest.mark.long("stdout")
 @pytest.mark.parametrize("closed", ["stdout", "both"])
 @pytest.mark.parametrize("verb", ["record", "run"])
-def test_the_exit_code_is_the_scripts_where_nobody_listens(verb: str, closed: str, tmp_path: Path) -> None:
-    """Streams that the shell, or the script itself, has closed; a stack that the script has made too small for a summary."""
+def test_the_exit_code_is_the_scripts_with_closed_streams(verb: str, closed: str, tmp_path: Path) -> None:
+    """Streams that the shell, or the script itself, has closed, and a recursion limit that the script has made too small for a
+    summary.
+    """
     (tmp_path / "quiet.py").write_text("""
 import sys, torch
 model = torch.nn.Linear(8, 8)
@@ -380,12 +391,12 @@ def _damaged(home: Path, kind: str) -> str:
     return path.name
 
 
-def test_a_cap_without_its_unit_is_refused_before_anything_runs(home: Path) -> None:
-    """A cap of 300 bytes ended in a traceback of the script's first import."""
+def test_a_cap_without_a_unit_is_refused_before_anything_runs(home: Path) -> None:
+    """A cap of 300 bytes used to end in a traceback of the script's first import."""
     done = _lowtide("record", "-o", "n.lowtide", "--cap", "300", "held.py", cwd=home)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "lowtide: error: --cap 300 leaves room for nothing: write a unit, as in --cap 300MiB"
+        "lowtide: error: --cap 300 is too small to run anything: give a unit, as in --cap 300MiB"
     ]
     assert not (home / "n.lowtide").exists()
 
@@ -404,8 +415,10 @@ def test_bad_recordings_are_one_line_and_exit_code_2(home: Path, kind: str, verb
 
 @pytest.mark.long("-names", "-tail")
 @pytest.mark.parametrize("part", ["", "-tail", "-names"])
-def test_bytes_that_were_changed_anywhere_are_an_error_of_one_line_or_what_is_left_is_shown(home: Path, part: str) -> None:
-    """Law: whatever becomes of a byte of a recording that was killed, of its journal or names, nothing fails with a traceback."""
+def test_a_corrupted_recording_is_refused_in_one_line_or_shown(home: Path, part: str) -> None:
+    """Law: whatever bytes of a killed run's recording, journal or names are changed or cut off, nothing fails with a
+    traceback.
+    """
     _lowtide("record", "-o", "harm.lowtide", "train.py", "512", "SIGKILL", cwd=home)
     files = [home / f"harm.lowtide{suffix}" for suffix in ("", "-tail", "-names")]
     whole = {file: file.read_bytes() for file in files}
@@ -436,7 +449,9 @@ def test_bytes_that_were_changed_anywhere_are_an_error_of_one_line_or_what_is_le
     assert part or "refused" in outcomes
 
 
-def test_exports_open_in_the_tools_they_are_for(home: Path) -> None:
+def test_exports_have_the_recorded_peak_in_their_tools_formats(home: Path) -> None:
+    """torch's memory_viz opens the snapshot; the Perfetto and speedscope files are checked for their structure and the peak.
+    """
     done = _lowtide("report", "a.lowtide", "--snapshot", "s.pickle", "--perfetto", "p.trace.json", "--speedscope",
                     "s.speedscope.json", cwd=home)
     assert done.returncode == 0, done.stderr
@@ -473,7 +488,7 @@ def _highest(events: list[dict[str, Any]]) -> int:
 
 @pytest.mark.long
 @pytest.mark.skipif(library_path() is None, reason="the heap counter was not built")
-def test_workspaces_of_lapack_stand_on_a_line_of_their_own(home: Path) -> None:
+def test_lapack_workspaces_are_reported_as_outside_the_allocator(home: Path) -> None:
     (home / "svd.py").write_text(
         "import torch\nm = torch.nn.Linear(500, 500)\no = torch.optim.SGD(m.parameters())\n"
         "for _ in range(3):\n    y = m(torch.randn(500, 500))\n    s = torch.linalg.svdvals(y).sum() + "
@@ -488,7 +503,7 @@ def test_workspaces_of_lapack_stand_on_a_line_of_their_own(home: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(library_path() is None, reason="the heap counter was not built")
-def test_the_part_of_the_batch_that_is_said_to_fit_fits(home: Path) -> None:
+def test_the_batch_fraction_said_to_fit_does_fit(home: Path) -> None:
     whole, half = (
         max(s["peak_bytes"] for s in _recorded_at(home, batch)["steps"]) for batch in ("2048", "1024")
     )
@@ -506,7 +521,7 @@ def _recorded_at(home: Path, batch: str) -> Any:
 
 
 @pytest.mark.long
-def test_a_script_that_fails_before_its_first_step_leaves_the_former_recording(tmp_path: Path) -> None:
+def test_a_script_that_fails_before_its_first_step_keeps_the_former(tmp_path: Path) -> None:
     """Law: a recording is replaced by one that has something to show, not by an empty one."""
     file = tmp_path / "kept.lowtide"
 
@@ -518,7 +533,7 @@ def test_a_script_that_fails_before_its_first_step_leaves_the_former_recording(t
     before = file.read_bytes()
     failed = recorded("import torch\nraise RuntimeError('at once')\n")
     assert failed.returncode == 1
-    assert "as it was before" in failed.stderr
+    assert "is unchanged" in failed.stderr
     assert file.read_bytes() == before
     later = recorded(TRAINING + "raise RuntimeError('after steps')\n")
     assert later.returncode == 1
@@ -527,7 +542,7 @@ def test_a_script_that_fails_before_its_first_step_leaves_the_former_recording(t
 
 
 @pytest.mark.long
-def test_what_was_set_aside_by_a_recording_that_was_killed_is_told_of_and_reads(tmp_path: Path) -> None:
+def test_a_recording_set_aside_by_a_killed_one_is_named_and_readable(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TRAINING)
     (tmp_path / "killed.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
 
@@ -548,7 +563,7 @@ def test_what_was_set_aside_by_a_recording_that_was_killed_is_told_of_and_reads(
 def test_a_recording_is_explained_once_for_all_reports(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each report used to lay out the steps, and to seek the findings, for itself."""
+    """Each report used to lay out the steps and to look for findings by itself."""
     from lowtide.cli import report
     from lowtide.recording.explanation import explanation
 

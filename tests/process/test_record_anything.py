@@ -1,4 +1,6 @@
-"""Law: a script of any framework is recorded, coarser: process, heap, children; step by step where steps can be found."""
+"""Law: a script of any framework is recorded, more coarsely: process, heap, child processes, and steps where they can be
+found.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,8 @@ def _recorded(folder: Path, script: str, *, timeout: int = TIMEOUT) -> dict[str,
     return {**found, "stderr": done.stderr, "stdout": done.stdout}
 
 
-def test_marked_steps_show_what_each_adds(tmp_path: Path) -> None:
+def test_marked_steps_show_the_bytes_that_each_adds(tmp_path: Path) -> None:
+    """Time before the first and after the last mark is no step."""
     found = _recorded(tmp_path, MARKED)
     assert found["stdout"] == "done\n"
     first = next(i for i, r in enumerate(found["process"]) if r["marked"])
@@ -101,7 +104,7 @@ def test_marked_steps_show_what_each_adds(tmp_path: Path) -> None:
     assert "highest resident" in found["stderr"]
 
 
-def test_without_marks_time_makes_the_steps(tmp_path: Path) -> None:
+def test_without_marks_rows_are_taken_by_time(tmp_path: Path) -> None:
     found = _recorded(tmp_path, UNMARKED)
     rows = found["process"]
     assert len(rows) >= 3
@@ -111,7 +114,7 @@ def test_without_marks_time_makes_the_steps(tmp_path: Path) -> None:
     assert 10 * MIB < grown < (int(found["stdout"]) + 20) * MIB
 
 
-def test_child_processes_count_by_their_share(tmp_path: Path) -> None:
+def test_child_processes_are_counted_while_they_run(tmp_path: Path) -> None:
     rows = [row for row in _recorded(tmp_path, CHILDREN)["process"] if row["marked"]]
     assert rows[0]["children_bytes"] > 60 * MIB
     assert rows[1]["children_bytes"] == 0
@@ -126,7 +129,7 @@ def test_batches_of_keras_are_steps_with_their_losses(tmp_path: Path) -> None:
     assert all(r["loss"] > 0 and r["highest_bytes"] > 100 * MIB for r in marked)
 
 
-def test_a_torch_script_is_recorded_both_ways(tmp_path: Path) -> None:
+def test_a_torch_script_gets_steps_and_process_rows(tmp_path: Path) -> None:
     found = _recorded(tmp_path, "import torch\nm = torch.nn.Linear(9, 9)\no = torch.optim.SGD(m.parameters())\n"
                                 "for _ in range(2):\n    m(torch.ones(3, 9)).sum().backward()\n    o.step()\n")
     assert len(found["steps"]) == 2

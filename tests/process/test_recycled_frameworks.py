@@ -1,4 +1,4 @@
-"""Recycling under Keras, the Hugging Face Trainer, Lightning and torchrun: the final weights are those of an uninterrupted run."""
+"""Recycling under Keras, the Hugging Face Trainer, Lightning and torchrun: final weights are those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ if os.environ.get("LOWTIDE_FULL"):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("text", "rule", "generations", "more"), CASES.values(), ids=CASES)
-def test_recycled_weights_are_the_uninterrupted_ones(tmp_path, text, rule, generations, more):
+def test_recycled_weights_equal_those_of_an_uninterrupted_run(tmp_path, text, rule, generations, more):
     path = script(tmp_path, text)
     plain = subprocess.run([sys.executable, path, tmp_path / "a", *more], capture_output=True, text=True, timeout=TIMEOUT, check=False, env=ENVIRONMENT)
     assert plain.returncode == 0, plain.stderr[-3000:]
@@ -149,7 +149,7 @@ TORCHRUN = ["--", sys.executable, "-m", "torch.distributed.run", "--standalone",
 
 
 @pytest.mark.long
-def test_one_leaking_rank_recycles_all_and_nothing_changes(tmp_path):
+def test_one_leaking_rank_recycles_all_ranks_with_equal_weights(tmp_path):
     path = script(tmp_path, RANKS)
     plain = subprocess.run([*TORCHRUN[1:], path, tmp_path / "a", "plain"], capture_output=True, text=True, timeout=TIMEOUT, check=False, env=ENVIRONMENT)
     assert plain.returncode == 0, plain.stderr[-3000:]
@@ -163,6 +163,7 @@ def test_one_leaking_rank_recycles_all_and_nothing_changes(tmp_path):
 
 @pytest.mark.long
 def test_a_rank_that_is_killed_is_noticed(tmp_path):
+    """The reason names the rank, the exit code is not 0 or 75, and no process is left."""
     process = subprocess.Popen(
         [sys.executable, "-m", "lowtide", "guard", "--json", tmp_path / "guard.json", *TORCHRUN, script(tmp_path, RANKS), tmp_path / "c", "pids"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,

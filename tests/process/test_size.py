@@ -1,5 +1,8 @@
-"""Laws: the minimum passes under a hard cap and one per cent less fails; sizes reach the script however it takes them; a killed
-`batch` goes on where it was; predictions at eight times the largest recorded size are within a per cent of real runs."""
+"""Laws of `min`, `batch` and `predict` on real runs.
+
+The minimum passes under a hard cap and 1 % less fails; sizes reach the script however it takes them; a killed `batch` goes on
+where it was; predictions at eight times the largest recorded size are within 1 % of real runs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ TARGET = Target(script=str(SCRIPT), module=False, seconds=120)
 
 
 def lowtide(*words: str, code: int = 0, cwd: Path | None = None) -> str:
-    """A verb as a user runs it; what it says on standard error."""
+    """Run a verb as a user does; returns what it prints on standard error."""
     done = subprocess.run([sys.executable, "-m", "lowtide", *words], capture_output=True, text=True, check=False, cwd=cwd)
     assert done.returncode == code, done.stderr
     return done.stderr
@@ -34,7 +37,7 @@ def lowtide(*words: str, code: int = 0, cwd: Path | None = None) -> str:
 # --- how sizes are set -----------------------------------------------------------------------------------------------
 
 
-def test_an_option_is_replaced_where_it_stands_and_added_where_it_does_not() -> None:
+def test_an_option_is_replaced_in_place_or_appended() -> None:
     assert with_option(("--lr", "1", "--batch-size", "4", "x"), "batch-size", "8") == ("--lr", "1", "--batch-size", "8", "x")
     assert with_option(("--batch_size=4",), "batch-size", "8") == ("--batch_size=8",)
     assert with_option(("data",), "batch", "8") == ("data", "--batch", "8")
@@ -44,7 +47,7 @@ def test_an_option_is_replaced_where_it_stands_and_added_where_it_does_not() -> 
     assert option_of(("batch-size", "16"), "batch-size") is None
 
 
-def test_axes_are_read_and_nonsense_is_refused() -> None:
+def test_axes_are_parsed_and_malformed_ones_refused() -> None:
     axis = parse_axis("batch-size=1,2,4,...", "train.py")
     each = axis.each()
     assert [next(each) for _ in range(6)] == ["1", "2", "4", "8", "16", "32"]
@@ -79,7 +82,8 @@ def test_sizes_reach_the_script_by_option_variable_and_constant() -> None:
 
 
 @pytest.mark.long
-def test_a_trial_ends_the_script_after_its_steps_and_a_cap_is_the_end_of_memory() -> None:
+def test_a_trial_ends_after_its_steps_or_at_its_cap() -> None:
+    """Above the cap it ends out of memory; a budget within the cap holds."""
     whole = run(TARGET, ScriptSetting(arguments=("--batch-size", "32")), TrialRequest(steps=4))
     assert whole.ended == "ok"
     assert len(whole.steps) == 4
@@ -94,6 +98,7 @@ def test_a_trial_ends_the_script_after_its_steps_and_a_cap_is_the_end_of_memory(
 
 
 def test_a_script_that_fails_says_why(tmp_path: Path) -> None:
+    """An error, no training step, or a timeout."""
     script = tmp_path / "bad.py"
     script.write_text("import torch\nraise KeyError('what')\n")
     ran = run(Target(script=str(script), module=False, seconds=60), ScriptSetting(arguments=()), TrialRequest(steps=2))
@@ -110,7 +115,7 @@ def test_a_script_that_fails_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_minimum_passes_under_a_hard_cap_and_one_per_cent_less_fails(tmp_path: Path) -> None:
+def test_the_minimum_passes_under_a_hard_cap_and_one_percent_less_fails(tmp_path: Path) -> None:
     said = lowtide("min", "--without", "all", "--json", str(tmp_path / "f.json"), "--html", str(tmp_path / "f.html"), str(SCRIPT),
                    "--batch-size", "32", "--length", "32")
     answer = json.loads((tmp_path / "f.json").read_text())
@@ -124,14 +129,15 @@ def test_minimum_passes_under_a_hard_cap_and_one_per_cent_less_fails(tmp_path: P
     assert all(r["cap_bytes"] == r["budget_bytes"] >= r["peak_bytes"] for r in capped if r["passes"])
     assert answer["plain"]["cold_peak_bytes"] < answer["plain"]["warm_peak_bytes"]
     assert "50 steps" in said
-    assert "Time of a step by memory" in (tmp_path / "f.html").read_text()
+    assert "Step time by memory" in (tmp_path / "f.html").read_text()
 
 
 # --- lowtide batch ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
-def test_batch_measures_until_memory_ends_and_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_batch_measures_until_memory_ends_and_resumes_after_a_kill(tmp_path: Path) -> None:
+    """Points that were complete are not measured again; other options are refused."""
     words = ["batch", "--vary", "batch-size=4,32,...", "--memory", "9MB", "--steps", "5", "--json", str(tmp_path / "f.json"),
              "--html", str(tmp_path / "f.html"), str(SCRIPT)]
     said = lowtide(*words, cwd=tmp_path)
@@ -154,7 +160,7 @@ def test_batch_measures_until_memory_ends_and_goes_on_where_it_was(tmp_path: Pat
 
 
 @pytest.mark.long
-def test_batch_runs_under_the_budget_what_does_not_fit_plainly(tmp_path: Path) -> None:
+def test_batch_tries_sizes_that_do_not_fit_under_the_budget(tmp_path: Path) -> None:
     lowtide("batch", "--vary", "batch-size=16,48", "--budget", "8MB", "--memory", "9MB", "--steps", "6", "--json",
             str(tmp_path / "f.json"), str(SCRIPT), cwd=tmp_path)
     found = json.loads((tmp_path / "f.json").read_text())
@@ -168,7 +174,7 @@ def _ran(seconds: float, ended: str = "ok") -> TrialResult:
     return TrialResult(asked=TrialRequest(steps=6), ended=ended, message="", steps=steps, resident_bytes=0, plan=None, levers=())
 
 
-def test_batch_stops_when_throughput_falls_for_certain_and_knows_the_knee(tmp_path: Path) -> None:
+def test_batch_stops_when_throughput_falls_and_finds_the_knee(tmp_path: Path) -> None:
     """The throughputs of a published study: 64 at 15,840/s, 128 at 22,840/s, then falling."""
     rates = {"1": 565, "2": 1089, "4": 2196, "8": 4006, "16": 8275, "32": 12664, "64": 15840, "128": 22840, "256": 22415, "512": 21000}
     vary = Vary([parse_axis("batch=1,2,4,...", "t.py")], ())
@@ -187,8 +193,8 @@ def test_batch_stops_when_throughput_falls_for_certain_and_knows_the_knee(tmp_pa
 
 
 @pytest.mark.parametrize(("slow", "last"), [(1.02, "64"), (1.3, "16")])
-def test_throughput_that_may_not_have_fallen_is_followed(tmp_path: Path, slow: float, last: str) -> None:
-    """Medians fall from 4 on; certain is what lies below the quartiles of the best."""
+def test_batch_goes_on_where_throughput_may_not_have_fallen(tmp_path: Path, slow: float, last: str) -> None:
+    """Medians fall from 4 on; only a rate below the quartiles of the best is certain to be lower."""
     vary = Vary([parse_axis("batch=4,8,16,32,64", "t.py")], ())
     results = SizeResults(tmp_path / "r", {}, fresh=False)
 
@@ -205,7 +211,7 @@ def test_throughput_that_may_not_have_fallen_is_followed(tmp_path: Path, slow: f
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_no_verdict_is_given_before_all_sizes_were_run(whole: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_verdict_is_given_before_all_sizes_have_run(whole: bool, capsys: pytest.CaptureFixture[str]) -> None:
     rate = Rate(low=1, median=1, high=1)
     points = [Point(values=("64",), how="plain", ended="ok", message="", rate=rate, cold_peak_bytes=1, peak_bytes=1)]
     vary = Vary([parse_axis("batch=64,128", "t.py")], ())
@@ -215,7 +221,7 @@ def test_no_verdict_is_given_before_all_sizes_were_run(whole: bool, capsys: pyte
     assert ("largest" in said) is whole
 
 
-def test_largest_is_the_last_that_fits() -> None:
+def test_the_largest_size_is_the_last_that_fits() -> None:
     rate = Rate(low=1, median=1, high=1)
 
     def point(value: str, how: str, *, fits: bool) -> Point:
@@ -237,7 +243,7 @@ def test_largest_is_the_last_that_fits() -> None:
     (["batch-size=2", "batch-size=3", "batch-size=4"], "batch-size=32"),
     (["length=8", "length=16", "length=24", "length=32"], "length=256"),
 ], ids=["batch", "sequence"])
-def test_prediction_at_eight_times_the_largest_recorded_is_within_a_per_cent(small: list[str], large: str, tmp_path: Path) -> None:
+def test_predictions_at_8x_the_recorded_size_are_within_one_percent(small: list[str], large: str, tmp_path: Path) -> None:
     def setting(axis: str) -> ScriptSetting:
         vary = Vary([parse_axis(axis, str(SCRIPT))], ("--batch-size", "4"))
         return vary.set(next(vary.points()))
@@ -259,7 +265,8 @@ def test_prediction_at_eight_times_the_largest_recorded_is_within_a_per_cent(sma
 
 
 @pytest.mark.long
-def test_two_sizes_at_once_are_predicted_and_the_file_answers_with_a_plan(tmp_path: Path) -> None:
+def test_two_sizes_are_predicted_together_and_a_plan_is_made(tmp_path: Path) -> None:
+    """The saved file answers whether given sizes fit, plainly or by a plan, which a real run then holds."""
     file = tmp_path / "f.lowtide"
     lowtide("batch", "--predict", "-o", str(file), "--json", str(tmp_path / "f.json"), "--vary", "batch-size=2,3,4,16",
             "--vary", "length=8,16,24,96", str(SCRIPT))
@@ -271,7 +278,7 @@ def test_two_sizes_at_once_are_predicted_and_the_file_answers_with_a_plan(tmp_pa
     sizes = ("--set", "batch-size=16", "--set", "length=96")
     assert "fits in" in lowtide("predict", str(file), *sizes, "--memory", str(int(1.02 * real.peak_bytes)))
     tight = int(0.75 * real.peak_bytes)
-    assert "by a plan" in lowtide("predict", str(file), *sizes, "--memory", str(tight), "--plan", str(tmp_path / "plan.json"))
+    assert "plan that" in lowtide("predict", str(file), *sizes, "--memory", str(tight), "--plan", str(tmp_path / "plan.json"))
     held = run(TARGET, ScriptSetting(arguments=("--batch-size", "16", "--length", "96")), TrialRequest(steps=5, budget_bytes=tight, cap_bytes=tight))
     assert held.passes
     assert json.loads((tmp_path / "plan.json").read_text())["status"] in ("optimal", "feasible")
@@ -279,14 +286,15 @@ def test_two_sizes_at_once_are_predicted_and_the_file_answers_with_a_plan(tmp_pa
 
 
 @pytest.mark.long
-def test_recordings_say_their_sizes_by_the_scripts_own_options(tmp_path: Path) -> None:
+def test_recordings_know_their_sizes_from_the_scripts_options(tmp_path: Path) -> None:
+    """Sizes that the recordings do not vary, or that are given twice, are refused."""
     files = []
     for size in ("2", "4", "6"):
         files.append(str(tmp_path / f"{size}.lowtide"))
         lowtide("record", "-o", files[-1], "--quiet", str(SCRIPT), "--batch-size", size, "--length", "8", "--steps", "4")
     assert "batch-size 64: peak" in lowtide("predict", *files, "--set", "batch-size=64")
-    assert "one recording shows one size" in lowtide("predict", files[0], "--set", "batch-size=64", code=2)
-    assert "whole numbers only" in lowtide("predict", *files, "--set", "batch-size=2.5", code=2)
+    assert "one recording covers one size" in lowtide("predict", files[0], "--set", "batch-size=64", code=2)
+    assert "only whole numbers were recorded" in lowtide("predict", *files, "--set", "batch-size=2.5", code=2)
     assert "given twice" in lowtide("predict", *files, "--set", "batch-size=64", "--set", "batch-size=32", code=2)
     assert "same length" in lowtide("predict", *files, "--set", "batch-size=64", "--set", "length=9", code=2)
-    assert "does not say what width was" in lowtide("predict", *files, "--set", "width=64", code=2)
+    assert "has no value for width" in lowtide("predict", *files, "--set", "width=64", code=2)

@@ -1,4 +1,4 @@
-"""Law: verbs that count the training steps of a script count the same ones, and all of them."""
+"""Law: all verbs that count the training steps of a script count the same ones, and every one of them."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def case(request, tmp_path):
     return path, steps
 
 
-def test_a_watched_process_takes_a_row_at_each(case):
+def test_a_watched_process_writes_one_row_per_step(case):
     path, steps = case
     with Watched(python(str(path), module=False, arguments=()), Watch(steps=0)) as process:
         run = process.wait(Progress())
     assert (run.kind, run.steps, run.code) == (MarkSource.OPTIMIZER, steps, 0)
 
 
-def test_a_recording_has_each(case):
+def test_a_recording_has_every_step(case):
     path, steps = case
     found = path.parent / "found.json"
     command = [sys.executable, "-m", "lowtide", "record", "--quiet", "--level", "phases", "-o", str(path.parent / "r.lowtide"),

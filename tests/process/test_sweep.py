@@ -1,4 +1,4 @@
-"""``lowtide sweep``: every cell once, whatever happens; figures, trends and recommendations that are true of the numbers."""
+"""``lowtide sweep``: every cell once, whatever happens; figures, trends and recommendations that follow from the numbers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PACED = """
 
 
 @pytest.mark.long
-def test_growth_rate_trends_and_recommendation_are_those_of_the_planted_cells(tmp_path):
+def test_trends_and_recommendation_are_those_of_the_planted_effects(tmp_path):
     """Two axes with known effects: bytes kept per step, and time per step."""
     write(tmp_path, """
         command = "python job.py"
@@ -89,7 +89,7 @@ def test_growth_rate_trends_and_recommendation_are_those_of_the_planted_cells(tm
 
 
 @pytest.mark.long
-def test_a_recommendation_that_does_not_hold_on_the_second_command_is_withdrawn(tmp_path):
+def test_a_recommendation_that_fails_on_the_second_command_is_withdrawn(tmp_path):
     write(tmp_path, """
         command = "python job.py"
         confirm = "python larger.py"
@@ -105,7 +105,7 @@ def test_a_recommendation_that_does_not_hold_on_the_second_command_is_withdrawn(
 
 
 @pytest.mark.long
-def test_cells_that_crash_or_are_killed_are_results(tmp_path):
+def test_cells_that_crash_or_are_killed_are_recorded_as_results(tmp_path):
     write(tmp_path, """
         command = "python job.py"
         steps = 20
@@ -129,7 +129,7 @@ def test_cells_that_crash_or_are_killed_are_results(tmp_path):
     assert found["recommended"] == {"fate": "well"}
 
 
-def test_a_cell_that_hangs_is_a_result(tmp_path):
+def test_a_cell_that_hangs_is_recorded_as_a_timeout(tmp_path):
     write(tmp_path, """
         command = "python job.py"
         steps = 20
@@ -144,7 +144,7 @@ def test_a_cell_that_hangs_is_a_result(tmp_path):
     assert found["recommended"] is None
 
 
-def test_files_are_written_though_nobody_takes_the_table(tmp_path):
+def test_files_are_written_although_standard_output_is_full(tmp_path):
     write(tmp_path, """
         command = "python job.py"
         steps = 20
@@ -163,7 +163,7 @@ def test_files_are_written_though_nobody_takes_the_table(tmp_path):
     assert (tmp_path / "s.html").exists()
 
 
-def test_a_cell_may_not_take_more_memory_than_it_was_given(tmp_path):
+def test_a_cell_is_limited_to_its_memory(tmp_path):
     write(tmp_path, """
         command = "python job.py"
         memory = "1GiB"
@@ -181,7 +181,7 @@ def test_a_cell_may_not_take_more_memory_than_it_was_given(tmp_path):
 
 @pytest.mark.long("False")
 @pytest.mark.parametrize("active", [True, False])
-def test_python_is_that_of_the_active_environment_or_else_lowtides_own(tmp_path, active):
+def test_python_means_the_active_environments_or_else_lowtides_own(tmp_path, active):
     folder = tmp_path / "env" / "bin"
     folder.mkdir(parents=True)
     (folder / "python").write_text(f'#!/bin/sh\nOTHER=1 exec {sys.executable} "$@"\n')
@@ -197,7 +197,7 @@ def test_python_is_that_of_the_active_environment_or_else_lowtides_own(tmp_path,
     assert (tmp_path / "other").read_text() == ("1" if active else "")
 
 
-def test_settings_are_there_before_the_script_imports_anything(tmp_path):
+def test_settings_are_applied_before_the_script_imports_anything(tmp_path):
     write(tmp_path, """
         command = ["python", "job.py", "--fixed"]
         framework = "torch"
@@ -227,7 +227,7 @@ def test_settings_are_there_before_the_script_imports_anything(tmp_path):
 
 
 def killed_again_and_again(folder, *, kills, seed, cells):
-    """Kill a sweep of that many cells at random moments until it has been killed so often, then let it end; the log of its cells."""
+    """Kill a sweep of `cells` cells at random moments, up to `kills` times, then let it end; returns the number of kills."""
     write(folder, f"""
         command = "python job.py"
         steps = 0x7fffffff
@@ -262,7 +262,7 @@ def killed_again_and_again(folder, *, kills, seed, cells):
 
 
 def _state_of(folder):
-    """What a sweep has written so far."""
+    """The files that a sweep has written so far, with their sizes."""
     found = []
     for path in (*folder.glob("s.results*"), *folder.glob("s.results.cells/*"), folder / "log"):
         with contextlib.suppress(OSError):
@@ -282,7 +282,7 @@ def check_once(folder, cells):
 
 
 @pytest.mark.long
-def test_a_sweep_that_is_killed_goes_on_and_no_cell_is_lost_or_run_twice(tmp_path):
+def test_a_killed_sweep_resumes_and_no_cell_is_lost_or_run_twice(tmp_path):
     assert killed_again_and_again(tmp_path, kills=8, seed=1, cells=10) >= 4
     check_once(tmp_path, 10)
 
@@ -350,12 +350,12 @@ def test_dask_runs_the_cells_of_a_lost_worker_again(tmp_path):
     ('command = "python job.py"\nstep = 3\n[axes]\narenas = [1]', "step"),
     ('command = "python job.py"\n[axes]', "no axes"),
     ('command = "no-such-command"\n[axes]\narenas = [1]', "no such command: no-such-command"),
-    ('command = "python job.py"\n[axes]\nwarp = [1]', "no built-in axis is called 'warp'"),
+    ('command = "python job.py"\n[axes]\nwarp = [1]', "unknown axis 'warp'"),
     ('command = "python job.py"\n[axes]\narenas = [-1]', "axis arenas: -1"),
     ('command = "python job.py"\n[axes]\narenas = []', "has no values"),
-    ('command = "python job.py"\n[axes]\narenas = [1, 1]', "twice"),
+    ('command = "python job.py"\n[axes]\narenas = [1, 1]', "two values that are the same"),
     ('command = "python job.py"\n[axes]\na = {values = [1]}', "exactly one of env, argument and option"),
-    ('command = "python job.py"\nexclude = [{b = 1}]\n[axes]\narenas = [1]', "b is none"),
+    ('command = "python job.py"\nexclude = [{b = 1}]\n[axes]\narenas = [1]', "unknown axis: b"),
     ('command = "python job.py"\nexclude = [{arenas = 1}]\n[axes]\narenas = [1]', "no cell is left"),
     ('command = "python job.py"\nrepeats = 0\n[axes]\narenas = [1]', "repeats = 0"),
     ('command = "python job.py"\n[axes]\n' + "\n".join(
@@ -373,7 +373,8 @@ def test_a_bad_file_is_one_line_before_anything_runs(tmp_path, toml, said):
 
 
 @pytest.mark.long
-def test_results_of_another_definition_are_not_mixed(tmp_path):
+def test_results_of_another_definition_are_refused(tmp_path):
+    """`--fresh` replaces them."""
     write(tmp_path, 'command = "python job.py"\nsteps = 3\n[axes]\narenas = [1]\n', "import lowtide\nfor _ in range(9): lowtide.step()\n")
     assert sweep("s.toml", "--quiet", cwd=tmp_path).returncode == 0
     (tmp_path / "s.toml").write_text('command = "python job.py"\nsteps = 4\n[axes]\narenas = [1]\n')

@@ -1,4 +1,4 @@
-"""Law: loops that are written as public example scripts write them print what they print without Lowtide, under any budget.
+"""Law: training loops written like public example scripts print the same under any budget as without Lowtide.
 
 The Hugging Face Trainer, Lightning, DDP and FSDP2 are in `test_frameworks`.
 """
@@ -19,7 +19,7 @@ ONE = {"OMP_NUM_THREADS": "1"}
 @pytest.mark.parametrize(("name", "share"), [
     ("word_language_model", 0.7), ("vae", 0.95), ("mnist", 0.9), ("graph_network", 0.5), ("ppo", 0.75),
 ])
-def test_a_loop_that_nobody_here_wrote_keeps_its_digest_and_its_budget(tmp_path: Path, name: str, share: float) -> None:
+def test_a_public_training_loop_keeps_its_output_and_its_budget(tmp_path: Path, name: str, share: float) -> None:
     plain = call(tmp_path, SCRIPT, name, **ONE)
     assert plain.returncode == 0, plain.stderr
     roomy = lowtide_in(tmp_path, "run", "--budget", "4GiB", "--json", "f.json", SCRIPT, name, **ONE)

@@ -1,5 +1,7 @@
-"""Laws of ``lowtide run``: it never ends a run that goes well, says truly whether the budget was held, and its figures are there
-however the run ends."""
+"""Laws of ``lowtide run``: it never ends a run that goes well, and says truly whether the budget was held.
+
+Its figures are there however the run ends.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ def _plain(folder: Path, script: str) -> Done:
     )
 
 
-def test_a_gradient_that_is_read_now_and_then_ends_no_run_and_is_the_plain_runs(tmp_path: Path) -> None:
+def test_reading_gradients_now_and_then_ends_no_run_and_keeps_the_bits(tmp_path: Path) -> None:
+    """The budget needs move-gradients, and the script reads all gradients in every seventh step."""
     script = script_in(tmp_path, READS_LATER)
     done = lowtide_in(tmp_path, "run", "--budget", "28MiB", "--json", "f.json", script, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
@@ -64,8 +67,8 @@ def test_a_gradient_that_is_read_now_and_then_ends_no_run_and_is_the_plain_runs(
     assert done.stdout == _plain(tmp_path, script).stdout
 
 
-def test_a_budget_that_later_steps_cross_is_told_at_once_and_ends_in_code_3(tmp_path: Path) -> None:
-    """Not even a size that no plan holds ends a run after its third step."""
+def test_a_late_crossing_is_reported_at_once_and_ends_in_code_3(tmp_path: Path) -> None:
+    """Even a size that no plan holds does not end a run after its third step."""
     script = script_in(tmp_path, GROWS)
     done = lowtide_in(tmp_path, "run", "--budget", "60MiB", "--no-offload", "--json", "f.json", script)
     assert done.returncode == 3, done.stderr
@@ -97,7 +100,7 @@ for i in range(6):
 
 @pytest.mark.long("307200")
 @pytest.mark.parametrize("missing", [10 << 10, 300 << 10])
-def test_a_floor_just_above_the_budget_is_refused_and_the_floor_itself_is_held(tmp_path: Path, missing: int) -> None:
+def test_a_budget_at_the_floor_is_held_and_one_just_below_refused(tmp_path: Path, missing: int) -> None:
     """The first step has no optimizer states yet, and its floor is lower: it does not cross the budget."""
     script = script_in(tmp_path, HIGHEST_IN_FORWARD)
     lowtide_in(tmp_path, "run", "--budget", "1GiB", "--json", "f.json", script)
@@ -112,7 +115,7 @@ def test_a_floor_just_above_the_budget_is_refused_and_the_floor_itself_is_held(t
     assert figures["steps"][0]["peak_bytes"] <= floor - missing
 
 
-def test_with_keep_going_the_exit_code_is_the_scripts_whatever_was_held(tmp_path: Path) -> None:
+def test_with_keep_going_the_exit_code_is_always_the_scripts(tmp_path: Path) -> None:
     script = script_in(tmp_path, NET + "\nfor i in range(5): step(i)\n")
     done = lowtide_in(tmp_path, "run", "--budget", "1MiB", "--keep-going", "--json", "f.json", script)
     assert done.returncode == 0, done.stderr
@@ -121,7 +124,7 @@ def test_with_keep_going_the_exit_code_is_the_scripts_whatever_was_held(tmp_path
 
 
 @pytest.mark.long
-def test_a_failing_script_keeps_its_own_code_although_the_budget_was_not_held(tmp_path: Path) -> None:
+def test_a_failing_script_keeps_its_code_though_the_budget_was_crossed(tmp_path: Path) -> None:
     done = lowtide_in(tmp_path, "run", "--budget", "60MiB", "--no-offload", script_in(tmp_path, GROWS + "\nsys.exit(7)\n"))
     assert done.returncode == 7, done.stderr
 
@@ -159,7 +162,8 @@ def _figures(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
-def test_a_signal_that_ends_a_job_shows_the_summary_and_passes_on(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_shows_the_summary_and_then_ends_the_run(tmp_path: Path, number: signal.Signals) -> None:
+    """The JSON file has all steps, and 128 + N as its exit code."""
     process = _started(tmp_path, WAITS)
     process.send_signal(number)
     _, errors = process.communicate(timeout=TIMEOUT)
@@ -169,7 +173,7 @@ def test_a_signal_that_ends_a_job_shows_the_summary_and_passes_on(tmp_path: Path
     assert (len(_figures(tmp_path)["steps"]), _figures(tmp_path)["exit_code"]) == (6, 128 + number)
 
 
-def test_a_handler_of_the_scripts_own_is_left_alone(tmp_path: Path) -> None:
+def test_the_scripts_own_signal_handler_is_left_alone(tmp_path: Path) -> None:
     text = NET + """
 for i in range(2): step(i)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
@@ -183,7 +187,7 @@ while True: time.sleep(0.05)
     assert _figures(tmp_path)["exit_code"] == 9
 
 
-def test_figures_are_there_after_a_kill(tmp_path: Path) -> None:
+def test_figures_exist_after_a_kill(tmp_path: Path) -> None:
     process = _started(tmp_path, WAITS)
     process.kill()
     process.communicate(timeout=TIMEOUT)
@@ -193,14 +197,14 @@ def test_figures_are_there_after_a_kill(tmp_path: Path) -> None:
     assert [f.name for f in tmp_path.glob("*.partial")] == []
 
 
-def test_figures_are_there_after_os_exit(tmp_path: Path) -> None:
+def test_figures_exist_after_os_exit(tmp_path: Path) -> None:
     done = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--json", "f.json", script_in(tmp_path, NET + "step(0)\nstep(1)\nos._exit(5)\n"))
     assert done.returncode == 5
     assert "lowtide run" in done.stderr
     assert (len(_figures(tmp_path)["steps"]), _figures(tmp_path)["exit_code"]) == (2, 5)
 
 
-def test_a_child_that_leaves_by_os_exit_writes_nothing(tmp_path: Path) -> None:
+def test_a_forked_child_that_calls_os_exit_writes_nothing(tmp_path: Path) -> None:
     text = NET + "step(0)\npid = os.fork()\nif pid == 0:\n    os._exit(4)\nprint(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\nstep(1)\n"
     done = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--json", "f.json", script_in(tmp_path, text))
     assert done.returncode == 0, done.stderr
@@ -211,7 +215,7 @@ def test_a_child_that_leaves_by_os_exit_writes_nothing(tmp_path: Path) -> None:
 @pytest.mark.long("0---json", "7---save-plan")
 @pytest.mark.parametrize("option", ["--json", "--save-plan"])
 @pytest.mark.parametrize("code", [0, 7])
-def test_a_file_that_cannot_be_written_in_the_end_takes_neither_code_nor_summary(tmp_path: Path, option: str, code: int) -> None:
+def test_a_file_that_cannot_be_written_keeps_exit_code_and_summary(tmp_path: Path, option: str, code: int) -> None:
     (tmp_path / "out").mkdir()
     text = NET + f"import shutil\nfor i in range(3): step(i)\nshutil.rmtree('out')\nsys.exit({code})\n"
     done = lowtide_in(tmp_path, "run", "--budget", "1GiB", option, "out/f", script_in(tmp_path, text))
@@ -229,8 +233,8 @@ def _maps(pid: int) -> str:
     return ""
 
 
-def test_ctrl_c_before_the_script_begins_shows_no_frame_of_ours(tmp_path: Path) -> None:
-    """Wherever it comes once Lowtide has begun: while the command line is imported, torch, or anything after it."""
+def test_ctrl_c_before_the_script_begins_shows_no_frame_of_lowtide(tmp_path: Path) -> None:
+    """Whenever it comes once Lowtide has begun: while the command line is imported, torch, or anything after it."""
     script = script_in(tmp_path, "import time, pathlib\npathlib.Path('ready').touch()\ntime.sleep(100000)\n")
     for loaded in ("msgspec", "_decimal", "libtorch_cpu", "libtorch_python", "ready"):
         (tmp_path / "ready").unlink(missing_ok=True)
@@ -247,7 +251,7 @@ def test_ctrl_c_before_the_script_begins_shows_no_frame_of_ours(tmp_path: Path) 
         assert PACKAGE not in errors, errors
 
 
-# --- what is told ----------------------------------------------------------------------------------------------------
+# --- figures ---------------------------------------------------------------------------------------------------------
 
 EVALUATES = """
 import torch
@@ -269,8 +273,8 @@ for step in range(8):
 
 @pytest.mark.long("1")
 @pytest.mark.parametrize("before_step", [1, 5])
-def test_an_evaluation_that_needs_more_than_training_counts(tmp_path: Path, before_step: int) -> None:
-    """For the plain peak, for the floor, and for the refusal while little is lost."""
+def test_an_evaluation_above_the_training_peak_counts(tmp_path: Path, before_step: int) -> None:
+    """For the baseline peak, for the floor, and for a refusal while little work is lost."""
     script = script_in(tmp_path, EVALUATES.replace("EVALUATED", str(before_step)))
     done = lowtide_in(tmp_path, "run", "--budget", "20MiB", "--json", "f.json", script)
     figures = _figures(tmp_path)
@@ -301,8 +305,10 @@ for step in range(6):
 
 @pytest.mark.long("0.65")
 @pytest.mark.parametrize("share", [0.85, 0.65])
-def test_values_of_training_are_moved_out_of_the_way_of_an_evaluation(tmp_path: Path, share: float) -> None:
-    """It runs while a graph waits for its backward: what the graph has saved, and gradients of the step before, leave."""
+def test_saved_values_are_evicted_for_an_evaluation(tmp_path: Path, share: float) -> None:
+    """It runs while a graph waits for its backward: values that the graph has saved, and gradients of the step before, are
+    evicted.
+    """
     script = script_in(tmp_path, EVALUATES_BEFORE_BACKWARD)
     plain = lowtide_in(tmp_path, "run", "--budget", "1GiB", "--json", "f.json", script)
     peak = max(s["peak_bytes"] for s in _figures(tmp_path)["steps"])
@@ -315,8 +321,8 @@ def test_values_of_training_are_moved_out_of_the_way_of_an_evaluation(tmp_path: 
     assert any(s["offloaded_bytes"] or s["recomputed_ops"] for s in figures["steps"][2:])
 
 
-def test_gradients_that_are_there_when_their_lever_is_pulled_leave_at_once(tmp_path: Path) -> None:
-    """They lie there until ``zero_grad``, which this script calls after its forward and its evaluation."""
+def test_existing_gradients_are_offloaded_as_soon_as_their_lever_is_used(tmp_path: Path) -> None:
+    """They live until ``zero_grad``, which this script calls only after its forward and its evaluation."""
     script = script_in(tmp_path, EVALUATES_BEFORE_BACKWARD.replace("256", "512").replace("2048", "512").replace("8192", "2048"))
     done = lowtide_in(tmp_path, "run", "--budget", "36MiB", "--json", "f.json", script)
     figures = _figures(tmp_path)
@@ -325,7 +331,8 @@ def test_gradients_that_are_there_when_their_lever_is_pulled_leave_at_once(tmp_p
     assert max(s["peak_bytes"] for s in figures["steps"][2:]) <= figures["budget_bytes"]
 
 
-def test_an_output_of_the_step_before_is_in_no_figure_that_is_told(tmp_path: Path) -> None:
+def test_an_output_of_the_former_step_does_not_raise_reported_figures(tmp_path: Path) -> None:
+    """Bound, lowest plan and baseline peak are not above the baseline run's real peak, and are in this order."""
     text = """
 import torch
 from torch import nn
@@ -365,8 +372,10 @@ for step in range(6):
 
 
 @pytest.mark.long
-def test_the_plain_first_step_of_a_percentage_takes_no_more_than_there_is(tmp_path: Path) -> None:
-    """Under `ulimit -d` the plain step does not fit; what it saves makes way, and the share is of what it would have taken."""
+def test_the_first_step_of_a_percentage_fits_into_the_machines_memory(tmp_path: Path) -> None:
+    """Under `ulimit -d` the plain step does not fit. Values it saved are evicted, and the percentage is of what it would have
+    taken.
+    """
     text = LAYERS.replace("GROWS", "99").replace("range(12)", "range(6)").replace("16384", "40000").replace("range(6):", "range(4):")
     script = script_in(tmp_path, text)  # blocks so large that the heap gives them back to the system
     plain = _plain(tmp_path, script).stdout
@@ -382,7 +391,7 @@ def test_the_plain_first_step_of_a_percentage_takes_no_more_than_there_is(tmp_pa
 
 @pytest.mark.long
 def test_a_percentage_is_of_the_largest_step_seen(tmp_path: Path) -> None:
-    """Later steps take twice as much: the budget is set anew, and its line says of which step."""
+    """Later steps take twice as much: the budget is raised, and its line names the step."""
     script = script_in(tmp_path, LAYERS.replace("GROWS", "2").replace("range(6)", "range(9)"))
     done = lowtide_in(tmp_path, "run", "--budget", "50%", "--json", "f.json", script)
     found = _figures(tmp_path)

@@ -1,4 +1,4 @@
-"""Law: the wheel that users get holds all that is needed, the heap counter included, and is used without the sources."""
+"""Law: the wheel that users get contains all that is needed, the heap counter included, and works without the sources."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _run(*command: str, cwd: Path, **extra: str) -> str:
     return done.stdout
 
 
-def test_built_wheel_runs_in_a_clean_environment(tmp_path: Path) -> None:
+def test_the_built_wheel_runs_in_a_clean_environment(tmp_path: Path) -> None:
     """The environment sees the dependencies of this one, but not this package's sources."""
     _run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT), cwd=tmp_path)
     wheel = next(tmp_path.glob("lowtide-*.whl"))

@@ -25,14 +25,14 @@ def plain_graphs(draw: st.DrawFn, *, most: int = 7) -> Graph:
 def full_graphs(
     draw: st.DrawFn, *, most: int = 6, states: bool = False, overlap: bool = False, once: int = 1, held: bool = False
 ) -> Graph:
-    """With views, in-place operators, several outputs, workspaces, resident values, and a second board.
+    """Graphs with views, in-place operators, several outputs, workspaces, resident values, and a second board.
 
     Args:
-        draw: of Hypothesis.
-        most: nodes.
+        draw: Hypothesis's function.
+        most: maximum number of nodes.
         states: whether random states are held.
         overlap: whether transfers overlap with computing.
-        once: so many of six operators may run once only.
+        once: number of operators out of six that may run only once.
         held: whether a script holds values.
     """
     n = draw(st.integers(2, most))
@@ -86,7 +86,8 @@ def full_graphs(
 
 
 def cheapest(graph: Graph, budget: int, *, fixed: bool) -> float | None:
-    """Seconds of the cheapest schedule, all of them looked at; states of the board are sets, one move at a time."""
+    """Seconds of the cheapest of all schedules, found by trying every one; states of the board are sets, one move at a time.
+    """
     nodes = graph.nodes
     ops = [v for v in graph.order if nodes[v].made_with is None and not nodes[v].resident]
     resident = {v for v, n in enumerate(nodes) if n.resident}

@@ -1,4 +1,4 @@
-"""The referee's rules once more, event by event with sets, for decisions to recompute only: slow and plain.
+"""The referee's rules again, event by event with sets, for decisions to recompute only: slow and simple.
 
 Written from the docstrings of ``planning/referee.py`` and ``planning/unit/problem.py``; it shares no code with ``_Play``.
 """
@@ -24,7 +24,7 @@ class Naive:
     leaving: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """What must be remembered follows from what is made again."""
+        """Derive what must be remembered from the values that are recomputed."""
         self.buffers = self.problem.trace.buffers
         self.events = self.problem.trace.events
         self.away = {v for v, _ in self.decisions}
@@ -34,7 +34,7 @@ class Naive:
             self.remember(v)
 
     def remember(self, v: int) -> None:
-        """The maker of a value is remembered; what it reads is captured, or remembered in turn."""
+        """Remember the operator that makes a value; its inputs are captured, or remembered in turn."""
         if self.buffers[v].born in self.replayed:
             return
         self.replayed.add(self.buffers[v].born)
@@ -48,7 +48,7 @@ class Naive:
                 self.captured.add(r)
 
     def last(self, v: int) -> int:
-        """Last event at whose end a value, or anything that is made from it again, can be asked for."""
+        """Last event at whose end a value, or anything recomputed from it, can be asked for."""
         if v not in self._lasting:
             made = [self.made(e) for e in self.replayed if v in self.op(e).reads]
             heirs = [self.last(u) for us in made for u in us if u != v]
@@ -125,7 +125,7 @@ class Naive:
             self.plan_leave(v, gap)
 
     def wanted(self, v: int, e: int) -> list[int]:
-        """Events of the operators that make a value again from what is there."""
+        """Events of the operators that recompute a value from those in memory."""
         ops: set[int] = set()
 
         @cache

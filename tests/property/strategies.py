@@ -196,7 +196,7 @@ def problems(draw: st.DrawFn, *, moving: bool = True) -> Problem:
 
 
 def _choices(problem: Problem) -> list[Key]:
-    """Every (value, gap) in which a value may be away to be made again."""
+    """Every (value, gap) in which a value may be away and recomputed later."""
     return [
         (v, gap)
         for v, buffer in enumerate(problem.trace.buffers)

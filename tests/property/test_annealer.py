@@ -1,4 +1,4 @@
-"""What the compiled search counts move by move against fresh counts of the rows that it comes to."""
+"""The counts that the compiled search updates move by move, against fresh counts of the rows that it reaches."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from property.graphs import full_graphs
     st.booleans().flatmap(lambda held: full_graphs(most=60, states=True, held=held)),
     st.booleans(), st.booleans(), st.integers(1, 1000), st.data(),
 )
-def test_bytes_above_the_budget_and_seconds_are_those_of_the_row(
+def test_incremental_counts_equal_fresh_counts_of_the_row(
     graph: Graph, fixed: bool, copies: bool, seed: int, data: st.DataObject
 ) -> None:
-    """After thousands of moves taken and taken back: over_bytes and seconds are what fresh counts of the row say."""
+    """After thousands of moves made and undone, over_bytes and seconds are those of a fresh count of the row. Where the row is
+    a schedule without a limit on the offload tier, over_bytes is also that of the profile.
+    """
     game = game_of(graph)
     peak = int(profile(game, game.given).max())
     budget = data.draw(st.integers(peak // 3, peak))
@@ -36,7 +38,7 @@ def test_bytes_above_the_budget_and_seconds_are_those_of_the_row(
     )
     anew = annealer.count(found.ops)
     assert (found.over_bytes, found.seconds) == (anew.over_bytes, pytest.approx(anew.seconds))
-    held = any(node.held_until is not None for node in graph.nodes)  # rows that place what is held again are no schedules
+    held = any(node.held_until is not None for node in graph.nodes)  # rows that run an operator whose value is held are no schedules
     if not held and (graph.offload is None or graph.offload.host_bytes is None):
         high = profile(game, found.ops)
         assert found.over_bytes == np.maximum(high - max(budget, graph.resident_bytes + 1), 0).sum()
@@ -44,8 +46,8 @@ def test_bytes_above_the_budget_and_seconds_are_those_of_the_row(
 
 @pytest.mark.skipif(library() is None, reason="the search was not compiled")
 @pytest.mark.parametrize("readers", [10, 30, 100])
-def test_an_operator_may_run_again_as_often_as_it_is_read(readers: int) -> None:
-    """Law: however often one stands in a row (a mask that every layer reads), what is counted of the row is so."""
+def test_counts_hold_however_often_an_operator_runs_again(readers: int) -> None:
+    """Law: however often an operator stands in a row (a mask that every layer reads), the row is counted correctly."""
     nodes = [Node(id="mask", bytes=100, seconds=1e-3)]
     for k in range(readers):
         before = (2 * k,) if k else ()

@@ -1,5 +1,6 @@
-"""Laws: a program that is solved in a process of its own gives what it gives here; one that takes too long is ended, and what
-was told of it until then holds."""
+"""Law: a program solved in another process gives the same answer; one that takes too long is ended, and what it reported
+holds.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from property.test_long_graphs import blocks
 
 
 def knapsack(items: int, seed: int) -> dict[str, Any]:
-    """Several knapsacks at once, which branching is long about."""
+    """Several knapsacks at once, which take branching a long time."""
     rnd = np.random.default_rng(seed)
     sizes = rnd.integers(100, 1000, (8, items)).astype(float)
     return {
@@ -41,17 +42,18 @@ def knapsack(items: int, seed: int) -> dict[str, Any]:
 
 
 def here(asked: dict[str, Any]) -> float:
-    """The least cost, by scipy."""
+    """The least cost, by scipy in this process."""
     rows = LinearConstraint(asked["values"].reshape(8, -1), asked["low"], asked["high"])
     return milp(asked["cost"], constraints=rows, bounds=Bounds(0, 1), integrality=np.ones(len(asked["cost"]))).fun
 
 
 def children() -> list[psutil.Process]:
-    """Processes of this one that serve programs."""
+    """Child processes of this one that solve programs."""
     return [p for p in psutil.Process().children() if any("solver_process.py" in part for part in p.cmdline())]
 
 
-def test_a_process_that_was_ended_while_it_waited_costs_no_answer() -> None:
+def test_an_idle_solver_process_that_was_killed_is_replaced() -> None:
+    """The next program is solved all the same, in a new process."""
     asked = knapsack(12, 1)
     with kept_ready():
         assert solved_apart(asked, seconds=60).ended
@@ -62,7 +64,8 @@ def test_a_process_that_was_ended_while_it_waited_costs_no_answer() -> None:
     assert not children()
 
 
-def test_a_process_ends_with_a_parent_that_is_killed_whatever_it_is_at() -> None:
+def test_a_solver_process_ends_when_its_parent_is_killed() -> None:
+    """It sleeps and reads nothing, so only the parent-death signal can end it."""
     mine = "import time; from lowtide.planning.bounds import solver_process; solver_process._end_with_parent(); print('armed', flush=True); time.sleep(100000)"
     begin = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {mine!r}]); print(p.pid, flush=True); p.wait()"
     parent = subprocess.Popen([sys.executable, "-c", begin], stdout=subprocess.PIPE, text=True)
@@ -76,7 +79,8 @@ def test_a_process_ends_with_a_parent_that_is_killed_whatever_it_is_at() -> None
     assert not child.is_running()
 
 
-def test_its_answer_is_the_one_that_is_found_here() -> None:
+def test_the_answer_equals_the_one_found_in_this_process() -> None:
+    """Cost, bound and variables agree with scipy, and no process is left."""
     for seed in range(3):
         asked = knapsack(12, seed)
         told = solved_apart(asked, seconds=60)
@@ -87,14 +91,17 @@ def test_its_answer_is_the_one_that_is_found_here() -> None:
     assert not children()
 
 
-def test_a_program_without_an_answer_is_told_to_have_none() -> None:
+def test_an_infeasible_program_is_reported_as_impossible() -> None:
     asked = knapsack(12, 1) | {"low": np.full(8, 1e6)}
     told = solved_apart(asked, seconds=60)
     assert told.impossible
     assert told.x is None
 
 
-def test_it_begins_from_an_answer_that_it_is_given() -> None:
+def test_the_solver_starts_from_a_given_answer() -> None:
+    """With a gap of 100 % the solver may stop at once, and returns the best answer, which it was given, without having proven
+    it.
+    """
     asked = knapsack(12, 1)
     best = solved_apart(asked, seconds=60)
     told = solved_apart(asked, seconds=60, gap=1.0, start=best.x)
@@ -102,7 +109,8 @@ def test_it_begins_from_an_answer_that_it_is_given() -> None:
     assert not told.ended
 
 
-def test_one_process_answers_all_that_is_asked_while_it_is_kept_and_is_gone_afterwards() -> None:
+def test_one_process_answers_all_programs_while_it_is_kept_ready() -> None:
+    """Nested `kept_ready` blocks share one process, which is gone after the outer one."""
     with kept_ready(), kept_ready():
         first = children()
         assert len(first) == 1
@@ -112,10 +120,11 @@ def test_one_process_answers_all_that_is_asked_while_it_is_kept_and_is_gone_afte
     assert not children()
 
 
-def test_a_program_that_does_not_end_is_ended_with_what_was_told_and_the_next_one_is_answered(
+def test_a_program_that_exceeds_its_time_returns_its_best_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(solver_process, "_EARLY", -600.0)  # it is not told of its end
+    """The solver process is killed; its last answer and bound are valid, and the next program is solved."""
+    monkeypatch.setattr(solver_process, "_EARLY", -600.0)  # it does not learn of its time limit
     asked = knapsack(200, 1)
     with kept_ready():
         assert solved_apart(knapsack(10, 1), seconds=60).ended  # HiGHS is there
@@ -128,7 +137,7 @@ def test_a_program_that_does_not_end_is_ended_with_what_was_told_and_the_next_on
     assert not children()
 
 
-def test_one_that_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_no_solver_process_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(pipe: Any) -> None:
         raise KeyboardInterrupt
 
@@ -138,7 +147,8 @@ def test_one_that_is_interrupted_leaves_no_process_behind(monkeypatch: pytest.Mo
     assert not children()
 
 
-def test_one_that_never_reads_what_it_is_sent_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_solver_process_that_never_reads_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A large program that the process does not read returns an empty answer in time, and the process is gone."""
     deaf = tmp_path / "deaf"
     deaf.write_text("#!/bin/sh\nexec sleep 100000\n")
     deaf.chmod(0o755)
@@ -147,8 +157,8 @@ def test_one_that_never_reads_what_it_is_sent_is_ended(monkeypatch: pytest.Monke
     assert not [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE and "sleep" in p.cmdline()]
 
 
-def test_what_the_solver_prints_is_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """HiGHS 1.12 prints a line or other whatever it was told."""
+def test_output_printed_by_the_solver_is_not_read_as_an_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """HiGHS 1.12 prints a line now and then, whatever its options."""
     (tmp_path / "sitecustomize.py").write_text(
         "import highspy, os\n"
         "plain = highspy.Highs.run\n"
@@ -162,15 +172,18 @@ def test_what_the_solver_prints_is_no_answer(monkeypatch: pytest.MonkeyPatch, tm
     assert solved_apart(asked, seconds=60).cost == pytest.approx(here(asked))
 
 
-def test_where_no_process_can_be_begun_nothing_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_solver_process_the_answer_is_empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     with kept_ready():
         assert solved_apart(knapsack(10, 1), seconds=5) == SolverAnswer()
 
 
-def test_large_programs_with_whole_variables_go_there_and_prove_what_was_told_when_they_are_ended(
+def test_large_integer_programs_are_solved_in_another_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Programs with integer variables above a size go to the solver process; its bound counts although it was ended. The
+    relaxed program is solved in this process.
+    """
     asked = []
     told = iter((SolverAnswer(), SolverAnswer(bound=0.5 * bound_program._SCALE)))
 
@@ -191,8 +204,8 @@ def test_large_programs_with_whole_variables_go_there_and_prove_what_was_told_wh
     assert program.solve(3.0, whole=False).value == 1.0
 
 
-def test_nothing_of_a_search_is_printed_on_the_output_of_who_asks(capfd: pytest.CaptureFixture[str]) -> None:
-    """HiGHS 1.16 prints who it is when it is set up: a script's output under a budget would not be its own."""
+def test_a_search_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """HiGHS 1.16 prints a banner when it is set up, which would appear in the output of a script under a budget."""
     solver = Solver(blocks([(2, 20.0), (3, 2.0), (1, 1.0), (4, 20.0)], 12))
     budget = solver.floor.bytes + (solver.given.peak_bytes - solver.floor.bytes) // 30
     chain = Chain(solver.bound_game, solver.precedence, time_bounds.tight_chain(solver.precedence, solver.instants, budget, most=6), budget)
@@ -204,7 +217,8 @@ def test_nothing_of_a_search_is_printed_on_the_output_of_who_asks(capfd: pytest.
     assert capfd.readouterr() == ("", "")
 
 
-def test_answers_are_told_as_they_come_each_better_than_the_one_before() -> None:
+def test_answers_are_reported_as_found_and_only_improve() -> None:
+    """Each reported answer costs less than the one before, and the last one is the result."""
     heard: list[SolverAnswer] = []
     with kept_ready():
         told = solved_apart(knapsack(30, 3), seconds=600, tell=heard.append)

@@ -1,4 +1,4 @@
-"""Laws: the way down by greed gives rows that can run, whose peaks fall; and it comes near the floor of networks."""
+"""Laws: the greedy descent gives rows that can run with ever lower peaks, and comes near the floor of networks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ KINDS = [(2, 1.0), (8, 20.0), (3, 2.0), (8, 1.0), (2, 20.0)]
 
 @settings(max_examples=150, deadline=None)
 @given(graph=full_graphs(most=12, states=True))
-def test_every_row_can_run_and_is_lower_than_the_one_before(graph: Graph) -> None:
+def test_every_row_can_run_and_peaks_lower_than_the_one_before(graph: Graph) -> None:
+    """The peaks are those of the referee, and none is below the floor."""
     solver = Solver(graph)
     way = Descent(solver.game, solver.floor.bytes)
     way.below(solver.floor.bytes, deadline=math.inf)
@@ -31,7 +32,8 @@ def test_every_row_can_run_and_is_lower_than_the_one_before(graph: Graph) -> Non
 
 
 @pytest.mark.parametrize("depth", [12, 40])
-def test_networks_of_blocks_come_near_their_floor(depth: int) -> None:
+def test_networks_of_blocks_descend_close_to_their_floor(depth: int) -> None:
+    """The lowest row is within 12 % of the way from the floor to the given order's peak."""
     solver = Solver(blocks(KINDS, depth))
     low, top = solver.floor.bytes, solver.given.peak_bytes
     way = Descent(solver.game, low)
@@ -41,7 +43,8 @@ def test_networks_of_blocks_come_near_their_floor(depth: int) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(share=st.floats(0.2, 0.9))
-def test_it_goes_on_where_it_stood_whatever_was_asked_before(share: float) -> None:
+def test_the_descent_continues_the_same_whatever_was_asked_before(share: float) -> None:
+    """A descent to a higher budget first gives the same rows as one directly to the budget."""
     solver = Solver(blocks(KINDS, 12))
     low, top = solver.floor.bytes, solver.given.peak_bytes
     budget = int(low + share * (top - low))
@@ -51,7 +54,7 @@ def test_it_goes_on_where_it_stood_whatever_was_asked_before(share: float) -> No
     assert twice.rows == once.rows
 
 
-def test_a_curve_has_a_plan_for_every_budget_above_the_floor_itself() -> None:
+def test_a_curve_has_a_plan_for_every_budget_above_the_floor() -> None:
     solver = Solver(blocks(KINDS, 12))
     solver.descent.below(solver.floor.bytes, deadline=math.inf)  # each of its rows is a plan for some budget, whatever the time
     answers = solver.curve(13, seconds=6)

@@ -1,4 +1,4 @@
-"""Laws of the checker: what is false in a solution is refused, whoever wrote it; what is true is not."""
+"""Laws of the checker: a false claim in a solution is refused, whoever wrote it; a true one is accepted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowtide.planning.solver.solve import Order, Solver
 
 
 def there_and_back(*, offload: bool = False, seconds: float = 1.0) -> Graph:
-    """Seven operators forward and seven back, each of which reads its own one forward."""
+    """Seven operators forward and seven backward, each of which reads its own forward operator."""
     nodes = [{"id": f"f{i}", "bytes": 50, "seconds": seconds} for i in range(7)]
     nodes += [{"id": f"b{i}", "bytes": 20, "seconds": 2 * seconds} for i in reversed(range(7))]
     links = [{"source": f"f{i}", "target": f"f{i + 1}"} for i in range(6)]
@@ -28,7 +28,7 @@ def there_and_back(*, offload: bool = False, seconds: float = 1.0) -> Graph:
 
 
 def told(graph: Graph, *, order: Order = Order.FIXED) -> dict[str, Any]:
-    """A true solution at half of what lies above the floor."""
+    """A true solution for a budget half-way between the floor and the given order's peak."""
     solver = Solver(graph, order=order)
     answer = solver.searched((solver.floor.bytes + solver.given.peak_bytes) // 2, seconds=600)
     found = figures.to_json(answer)
@@ -38,14 +38,16 @@ def told(graph: Graph, *, order: Order = Order.FIXED) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("instants", [["b3", "f6", "b3"], ["b5", "b4", "f6"], ["f6", "f6"]])
-def test_instants_that_do_not_follow_each_other_prove_nothing(instants: list[str]) -> None:
+def test_a_chain_of_instants_out_of_order_is_refused(instants: list[str]) -> None:
+    """Instants that go back or repeat prove no bound."""
     graph = there_and_back()
     lie = told(graph)
     lie["bound"] |= {"extra_method": "chain", "instants": instants, "windows": []}
     assert check(graph, lie)
 
 
-def test_nobody_looks_at_all_schedules_where_transfers_overlap() -> None:
+def test_an_exhaustive_proof_is_refused_where_transfers_overlap() -> None:
+    """With overlapping transfers no search covers all schedules, so "search" proves 0 extra seconds and nothing more."""
     graph = there_and_back(offload=True)
     lie = told(graph)
     lie["bound"] |= {"extra_method": "search", "extra_seconds": 0.0}
@@ -54,8 +56,8 @@ def test_nobody_looks_at_all_schedules_where_transfers_overlap() -> None:
     assert check(graph, lie)
 
 
-def test_operators_of_little_time_are_priced_as_they_are() -> None:
-    """Beside one of 1,000 seconds, to run again the one of 10 microseconds is enough, and a bound of 90 is false."""
+def test_operators_of_microseconds_keep_their_exact_price() -> None:
+    """Beside an operator of 1000 s, rerunning the one of 10 µs is enough, and a claimed bound of 90 µs is false."""
     nodes = [
         {"id": "cheap", "bytes": 3, "seconds": 1e-5}, {"id": "dear", "bytes": 3, "seconds": 9e-5},
         {"id": "long", "bytes": 0, "seconds": 1000.0, "workspace_bytes": 6, "recompute": False},
@@ -76,7 +78,7 @@ def test_operators_of_little_time_are_priced_as_they_are() -> None:
     assert any("by instant it is 1" in text for text in wrong), wrong
 
 
-def test_an_optimal_plan_without_a_budget_is_no_higher_than_the_given_order() -> None:
+def test_an_optimal_plan_without_budget_never_exceeds_the_given_order() -> None:
     graph = there_and_back()
     lie = figures.to_json(Solver(graph).lowest(seconds=PATIENCE))
     assert check(graph, lie) == []
@@ -99,7 +101,8 @@ def _with_words_for_seconds(lie: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("harm", [_ordered_of_its_own, _with_a_peak, _with_words_for_seconds])
-def test_points_of_a_curve_say_no_more_than_is_theirs(harm: Callable[[dict[str, Any]], None]) -> None:
+def test_a_curve_point_with_foreign_claims_is_refused(harm: Callable[[dict[str, Any]], None]) -> None:
+    """A point with an order of its own, or an infeasible one with a peak or seconds that are not a number, is refused."""
     graph = there_and_back()
     solver = Solver(graph)
     true = told(graph) | {"curve": figures.curve_json(solver.curve(4, seconds=600))}
@@ -109,7 +112,7 @@ def test_points_of_a_curve_say_no_more_than_is_theirs(harm: Callable[[dict[str, 
     assert check(graph, lie)
 
 
-def test_what_has_no_plan_says_none_of_its_figures() -> None:
+def test_an_infeasible_solution_with_figures_of_a_plan_is_refused() -> None:
     graph = there_and_back()
     solver = Solver(graph)
     true = figures.to_json(solver.at(solver.floor.bytes - 1))
@@ -119,13 +122,13 @@ def test_what_has_no_plan_says_none_of_its_figures() -> None:
         assert check(graph, true | {key: value})
 
 
-def test_shares_are_exact_however_long_the_step_is() -> None:
+def test_an_inexact_share_is_refused_however_long_the_step() -> None:
     graph = there_and_back(seconds=1e9)
     true = told(graph)
     assert check(graph, true | {"extra_fraction": true["extra_fraction"] + 1e-3})
 
 
-def test_reserved_bytes_are_looked_at_without_a_budget_too() -> None:
+def test_reserved_bytes_are_checked_also_without_a_budget() -> None:
     graph = there_and_back().rounded(caching_allocator.BLOCK_BYTES)
     answer = Solver(graph).lowest(seconds=PATIENCE)
     held = caching_allocator.reserved(answer.graph, answer.schedule).peak_bytes
@@ -134,7 +137,7 @@ def test_reserved_bytes_are_looked_at_without_a_budget_too() -> None:
     assert check(graph, true | {"reserved_bytes": held + 1})
 
 
-def test_curves_of_graphs_that_take_no_time_hold() -> None:
+def test_curves_of_graphs_with_zero_seconds_are_accepted() -> None:
     graph = there_and_back(offload=True, seconds=0.0)
     solver = Solver(graph)
     curve = solver.curve(4, seconds=600)

@@ -1,4 +1,4 @@
-"""The referee against a second account of the rules; solvers and bounds against all schedules of small graphs."""
+"""The referee against a second implementation of the rules; solvers and bounds against all schedules of small graphs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _FEW = settings(max_examples=60, deadline=None)
 
 
 def _random_row(graph: Graph, rnd: random.Random) -> Row:
-    """Any order of first runs, with runs again thrown in."""
+    """Any order of first runs, with random reruns and fetches in between."""
     nodes = graph.nodes
     ops = [v for v in graph.order if nodes[v].made_with is None and not nodes[v].resident]
     leader = {u: v for v in ops for u in (v, *graph.members[v])}
@@ -62,8 +62,10 @@ def _random_row(graph: Graph, rnd: random.Random) -> Row:
 
 @_FEW
 @given(full_graphs(states=True, overlap=True), st.integers(0, 2**32), st.floats(0, 1))
-def test_fetches_ahead_of_need_keep_rules_order_and_budget_and_cost_no_time(graph: Graph, seed: int, share: float) -> None:
-    """with_fetches_ahead: the same moves, fetches among themselves and the rest in their order, within the budget; faster: no slower."""
+def test_prefetches_keep_rules_order_and_budget_and_cost_no_time(graph: Graph, seed: int, share: float) -> None:
+    """with_fetches_ahead: the same moves, with the order among fetches and among all others unchanged, within the budget.
+    faster: never slower.
+    """
     row = _random_row(graph, random.Random(seed))
     try:
         plain = play(graph, unfold(graph, row))
@@ -90,8 +92,8 @@ def _boards(seed: int, *, overlap: bool) -> Graph:
     return from_json({"graph": {"offload": board2}, "nodes": nodes, "links": links})
 
 
-def test_an_instant_that_a_row_crosses_is_never_a_fetch() -> None:
-    """They are first runs, and arrays of a program go so far only."""
+def test_instants_crossed_by_a_row_are_never_fetches() -> None:
+    """They are first runs; the arrays of a program have no place for other moves."""
     solver = Solver(_boards(0, overlap=False))
     game = solver.game
     fetch = next(o for o in range(game.plain, len(game.outputs)))
@@ -103,7 +105,7 @@ def test_an_instant_that_a_row_crosses_is_never_a_fetch() -> None:
 
 
 @pytest.mark.parametrize("lower_first", [False, True])
-def test_of_several_searches_without_a_plan_the_lowest_row_is_told(*, lower_first: bool) -> None:
+def test_of_two_searches_without_a_plan_the_lower_row_is_reported(*, lower_first: bool) -> None:
     solver = Solver(_boards(0, overlap=True))
     floor = solver.floor.bytes
     lower = solver.game.row(solver.descent.below(floor, deadline=math.inf))
@@ -114,8 +116,10 @@ def test_of_several_searches_without_a_plan_the_lowest_row_is_told(*, lower_firs
     assert found.timeline.peak_bytes == low.timeline.peak_bytes
 
 
-def test_a_fetch_that_is_asked_for_while_others_compute_costs_nothing() -> None:
-    """One large value stands in the way in the middle and is read at the end: there and back is 4 s, beside 10 s of work."""
+def test_a_fetch_during_computation_costs_nothing() -> None:
+    """One large value has to leave in the middle and is read at the end: writing and reading it takes 4 s, beside 10 s of
+    work.
+    """
     names = [f"op{k}" for k in range(12)]
     nodes = [{"id": "large", "bytes": 100, "seconds": 5.0}]
     nodes += [{"id": n, "bytes": 100 if 4 <= k < 7 else 1, "seconds": 1.0} for k, n in enumerate(names)]
@@ -131,8 +135,8 @@ def test_a_fetch_that_is_asked_for_while_others_compute_costs_nothing() -> None:
 
 @_FEW
 @given(full_graphs(states=True, overlap=True), st.integers(0, 2**32))
-def test_the_referee_agrees_with_a_second_account_of_the_rules(graph: Graph, seed: int) -> None:
-    """Peak, seconds and legality of random schedules, broken ones among them."""
+def test_the_referee_agrees_with_the_checker_on_random_schedules(graph: Graph, seed: int) -> None:
+    """Peak, seconds and legality of random schedules, including illegal ones."""
     rnd = random.Random(seed)
     schedule = list(unfold(graph, _random_row(graph, rnd)))
     if rnd.random() < 0.4:
@@ -166,8 +170,8 @@ def test_the_referee_agrees_with_a_second_account_of_the_rules(graph: Graph, see
 
 @_FEW
 @given(full_graphs(states=True), st.integers(0, 2**32))
-def test_the_fast_profile_is_the_referees(graph: Graph, seed: int) -> None:
-    """Bytes per operator of a row, counted without playing it."""
+def test_the_fast_profile_equals_the_referees(graph: Graph, seed: int) -> None:
+    """Bytes per operator of a row, counted without playing it; compared unless an operator overwrites several values."""
     rnd = random.Random(seed)
     game = game_of(graph)
     row = tuple(m for m in _random_row(graph, rnd) if m.act is Act.COMPUTE)
@@ -183,7 +187,7 @@ def test_the_fast_profile_is_the_referees(graph: Graph, seed: int) -> None:
 @_FEW
 @given(full_graphs(), st.booleans(), st.data())
 def test_small_graphs_are_solved_exactly(graph: Graph, fixed: bool, data: st.DataObject) -> None:
-    """With views, workspaces, offload and the rest: the cheapest of all schedules, or none where there is none."""
+    """With views, workspaces, offload and the rest: the cheapest of all schedules, or none if there is none."""
     solver = Solver(graph, order=Order.FIXED if fixed else Order.FREE)
     budget = data.draw(st.integers(max(1, solver.floor.bytes - 1), max(1, solver.given.peak_bytes)))
     wanted = cheapest(graph, budget, fixed=fixed)
@@ -206,7 +210,9 @@ def test_small_graphs_are_solved_exactly(graph: Graph, fixed: bool, data: st.Dat
 @settings(max_examples=40, deadline=None)
 @given(full_graphs(most=5), st.booleans(), st.data())
 def test_search_and_bounds_enclose_the_cheapest_schedule(graph: Graph, fixed: bool, data: st.DataObject) -> None:
-    """What annealing finds is legal, fits and is no cheaper than the cheapest; no bound is above it; optimal is optimal."""
+    """What annealing finds is legal, fits, and is no cheaper than the cheapest schedule; no bound is above it; "optimal" is
+    optimal.
+    """
     solver = Solver(graph, order=Order.FIXED if fixed else Order.FREE)
     if solver.floor.bytes >= solver.given.peak_bytes:
         return
@@ -234,7 +240,7 @@ def test_search_and_bounds_enclose_the_cheapest_schedule(graph: Graph, fixed: bo
 @settings(max_examples=40, deadline=None)
 @given(plain_graphs(), st.booleans(), st.data())
 def test_search_finds_the_cheapest_plan_of_small_plain_graphs(graph: Graph, fixed: bool, data: st.DataObject) -> None:
-    """On graphs of up to seven nodes annealing misses nothing."""
+    """On graphs of up to seven nodes annealing always finds the cheapest plan."""
     solver = Solver(graph, order=Order.FIXED if fixed else Order.FREE)
     if solver.floor.bytes >= solver.given.peak_bytes:
         return
@@ -248,8 +254,10 @@ def test_search_finds_the_cheapest_plan_of_small_plain_graphs(graph: Graph, fixe
 
 @_FEW
 @given(full_graphs(most=14), st.floats(0.3, 1.0))
-def test_every_plan_of_the_literature_keeps_the_rules(graph: Graph, share: float) -> None:
-    """Whatever is held, may not run again, works in place or is a view: what applies to a graph can be played on it."""
+def test_every_classic_strategy_gives_a_legal_plan(graph: Graph, share: float) -> None:
+    """On any graph, with values that are held, may not be recomputed, are updated in place or are views. Only revolve may
+    refuse: it is for chains.
+    """
     game = game_of(graph)
     budget = int(share * play(graph, unfold(graph, game.row(game.given))).peak_bytes)
     for name, plan in STRATEGIES.items():
@@ -259,8 +267,8 @@ def test_every_plan_of_the_literature_keeps_the_rules(graph: Graph, share: float
 
 @_FEW
 @given(plain_graphs())
-def test_no_order_is_lower_than_the_bounds_and_the_best_is_found(graph: Graph) -> None:
-    """One-shot: forced-live and minimum cut against the lowest peak of all orders."""
+def test_the_lowest_order_is_found_and_no_order_is_below_the_bounds(graph: Graph) -> None:
+    """Each operator runs once: the forced-live and minimum-cut bounds against the lowest peak of all orders."""
     solver = Solver(graph, order=Order.FREE)
     best = _lowest_peak(graph)
     least = peak_bounds.once(solver.game, solver.precedence, solver.instants)
@@ -270,7 +278,7 @@ def test_no_order_is_lower_than_the_bounds_and_the_best_is_found(graph: Graph) -
 
 
 def _lowest_peak(graph: Graph) -> int:
-    """Over all orders, by walking all sets of operators that can have run."""
+    """The lowest peak of all orders, found by walking all sets of operators that can have run."""
     ops = list(range(len(graph.nodes)))
     best = {frozenset[int](): 0}
     for _ in ops:
@@ -288,8 +296,8 @@ def _lowest_peak(graph: Graph) -> int:
 
 @_FEW
 @given(full_graphs(states=True))
-def test_a_graph_survives_its_file(graph: Graph) -> None:
-    """What is written is read back the same, and plays the same."""
+def test_a_graph_is_read_back_from_its_file_unchanged(graph: Graph) -> None:
+    """Nodes are equal, and the given order has the same peak."""
     again = from_json(to_json(graph))
     assert [(n.id, n.bytes, n.seconds, n.workspace_bytes, n.keep) for n in again.nodes] == [
         (n.id, n.bytes, n.seconds, n.workspace_bytes, n.keep) for n in graph.nodes
@@ -299,7 +307,7 @@ def test_a_graph_survives_its_file(graph: Graph) -> None:
 
 @pytest.mark.skipif(library() is None, reason="the search was not compiled")
 def test_more_time_never_gives_a_worse_plan() -> None:
-    """Rounds do not depend on the time limit."""
+    """A longer search runs the same rounds first, because rounds do not depend on the time limit."""
     rnd = random.Random(5)
     nodes = [{"id": i, "bytes": rnd.randint(1, 50), "seconds": rnd.randint(1, 9)} for i in range(60)]
     links = [{"source": rnd.randrange(max(0, b - 12), b), "target": b} for b in range(1, 60) for _ in range(3)]
@@ -318,7 +326,7 @@ def test_more_time_never_gives_a_worse_plan() -> None:
 
 
 class _Counted(Annealer):
-    """Ends its hunt after so many rounds."""
+    """Ends its hunt after a given number of rounds."""
 
     def __init__(self, game: Game, budget: int, rounds: int) -> None:
         super().__init__(game, budget, fixed=True)
@@ -360,7 +368,7 @@ _LIES: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (
 @settings(max_examples=60, deadline=None)
 @given(full_graphs(most=5), st.booleans(), st.booleans(), st.data())
 def test_no_false_claim_passes_the_check(graph: Graph, fixed: bool, budgeted: bool, data: st.DataObject) -> None:
-    """Solutions of every status, each with one lie."""
+    """Solutions of every status, each with one false claim."""
     solver = Solver(graph, order=Order.FIXED if fixed else Order.FREE)
     if budgeted:
         answer = solver.at(data.draw(st.integers(max(1, solver.floor.bytes - 1), max(1, solver.given.peak_bytes))))
@@ -402,8 +410,8 @@ _LIES_BESIDES: tuple[Callable[[dict[str, Any]], dict[str, Any] | None], ...] = (
 
 @settings(max_examples=40, deadline=None)
 @given(full_graphs(most=5), st.booleans(), st.data())
-def test_no_false_claim_beside_a_plan_passes_the_check(graph: Graph, fixed: bool, data: st.DataObject) -> None:
-    """What decides, what each module does, what moves and waits, and every point of a curve."""
+def test_no_false_claim_about_a_plans_figures_passes_the_check(graph: Graph, fixed: bool, data: st.DataObject) -> None:
+    """What decides, figures per module, transfers and waits, and every point of a curve."""
     solver = Solver(graph, order=Order.FIXED if fixed else Order.FREE)
     low, high = max(1, solver.floor.bytes), max(1, solver.given.peak_bytes)
     answer = solver.at(data.draw(st.integers(low, high)), seconds=600)
@@ -426,8 +434,10 @@ def test_no_false_claim_beside_a_plan_passes_the_check(graph: Graph, fixed: bool
 
 @settings(max_examples=200, deadline=None)
 @given(graph=full_graphs(most=7, once=3, held=True), fixed=st.booleans())
-def test_no_schedule_stays_below_what_one_instant_proves_with_what_comes_back(graph: Graph, fixed: bool) -> None:
-    """The floor by an instant's program, against all schedules; the checker proves it, too."""
+def test_no_schedule_is_below_the_floor_of_one_instants_program(graph: Graph, fixed: bool) -> None:
+    """The floor proven by one instant's program, which accounts for what must be recomputed later, against all schedules; it
+    is never weaker than what is stuck at that instant.
+    """
     if not exhaustive.small(graph):
         return
     solver = Solver(graph, order=Order.FIXED if fixed else Order.FREE)
@@ -442,10 +452,12 @@ def test_no_schedule_stays_below_what_one_instant_proves_with_what_comes_back(gr
 
 @settings(max_examples=300, deadline=None)
 @given(graph=full_graphs(most=9, once=3, held=True), offload=st.booleans(), stretches=st.integers(1, 4))
-def test_the_floor_in_fixed_order_is_that_of_all_operators_however_few_instants_are_looked_at(
+def test_sampling_instants_never_misses_the_floor_of_a_fixed_order(
     graph: Graph, offload: bool, stretches: int
 ) -> None:
-    """One sweep gives what is certain at every operator, and sampling a large graph never misses the highest of them."""
+    """One sweep gives the bytes that are certain at every operator, and sampling a large graph never misses the highest of
+    them.
+    """
     solver = Solver(with_board(graph) if offload else graph)
     game, precedence = solver.game, solver.precedence
     certain = [precedence.bytes_with(at, precedence.stuck(at)) for at in map(precedence.instant, range(game.plain))]
@@ -457,7 +469,7 @@ def test_the_floor_in_fixed_order_is_that_of_all_operators_however_few_instants_
     assert peak_bounds.floor(game, precedence, sampled).bytes == max([graph.resident_bytes, *certain])
 
 
-def test_what_a_script_holds_is_not_taken_over_by_what_overwrites_it() -> None:
+def test_a_value_the_script_holds_is_not_overwritten_in_place() -> None:
     """By the referee, by the search through all schedules, and by the checker."""
     nodes = [
         {"id": "v", "bytes": 10, "seconds": 1, "held_until": "z"}, {"id": "u", "bytes": 10, "seconds": 1, "overwrites": "v"},
@@ -476,8 +488,10 @@ def test_what_a_script_holds_is_not_taken_over_by_what_overwrites_it() -> None:
     assert any("held" in line for line in check(graph, told))
 
 
-def test_a_budget_that_one_instant_rules_out_is_refused_with_a_floor_that_the_checker_proves() -> None:
-    """Of each pair one is on the board at the top: what may run once only, or what is made from it and read below."""
+def test_a_budget_ruled_out_by_one_instant_has_a_verified_floor() -> None:
+    """At the operator "top", one value of each pair is in memory: either the one that may run only once, or the one made from
+    it that is read later. The checker verifies the floor and refuses a higher one.
+    """
     pairs = 6
     nodes: list[dict[str, Any]] = []
     for i in range(pairs):
@@ -507,10 +521,10 @@ def test_a_budget_that_one_instant_rules_out_is_refused_with_a_floor_that_the_ch
 @given(
     full_graphs(states=True, overlap=True), st.integers(0, 2**32), st.floats(0, 1), st.sampled_from([1.0, 30.0, 1000.0]), st.booleans()
 )
-def test_no_schedule_whose_transfers_overlap_beats_what_its_peak_proves(
+def test_no_schedule_with_overlapping_transfers_beats_the_time_bounds(
     graph: Graph, seed: int, share: float, slower: float, fixed: bool
 ) -> None:
-    """Random rows, with fetches right before their use and ahead of it, against bounds for the peak that they have."""
+    """Random rows, with fetches right before their use and ahead of it, against the bounds for the peak that they reach."""
     offload = graph.offload
     assume(offload is not None)
     assert offload is not None
@@ -541,7 +555,7 @@ def test_no_schedule_whose_transfers_overlap_beats_what_its_peak_proves(
 
 
 def _with_fetches(graph: Graph, row: Row, rnd: random.Random) -> Row:
-    """A row with values that come back from the second board right before some of their uses."""
+    """A row in which values are fetched from the second board right before some of their uses."""
     found: list[Move] = []
     made: set[int] = set()
     for move in row:
@@ -554,8 +568,10 @@ def _with_fetches(graph: Graph, row: Row, rnd: random.Random) -> Row:
     return tuple(found)
 
 
-def test_the_end_is_behind_every_operator_in_any_order() -> None:
-    """What is kept and may not run again is there while those run that follow it, whether they lead to what is kept or not."""
+def test_a_kept_value_counts_until_the_end_in_any_order() -> None:
+    """A value that is kept and may not run again is in memory while all operators after it run, whether they lead to a kept
+    value or not.
+    """
     nodes = [
         {"id": "kept", "bytes": 10, "seconds": 1.0, "keep": True, "recompute": False},
         {"id": "after", "bytes": 5, "seconds": 1.0, "workspace_bytes": 6},
@@ -568,7 +584,7 @@ def test_the_end_is_behind_every_operator_in_any_order() -> None:
     assert longer.floor.bytes == 36
 
 
-def test_what_is_always_there_is_a_peak_without_any_operator() -> None:
+def test_resident_bytes_are_a_peak_without_any_operator() -> None:
     solver = Solver(from_json({"nodes": [{"id": "weights", "bytes": 6000, "seconds": 0, "resident": True}], "links": []}))
     assert solver.given.peak_bytes == 6000
     assert solver.at(100).status is Status.INFEASIBLE
@@ -580,8 +596,10 @@ def _has_no_time(*_args, **_options):
     raise TimeoutError
 
 
-def test_a_small_graph_of_which_not_all_schedules_can_be_looked_at_in_time_is_searched(monkeypatch) -> None:
-    """Ten operators with a second board in free order have millions: the limit holds there, too."""
+def test_a_small_graph_without_time_for_all_schedules_is_searched(monkeypatch) -> None:
+    """Ten operators with a second board in free order have millions of schedules: the time limit also ends the exhaustive
+    search.
+    """
     nodes = [{"id": i, "bytes": 100 + i % 5, "seconds": 1.0} for i in range(10)]
     links = [{"source": i, "target": 5 + j} for i in range(5) for j in range(5) if (i + j) % 3]
     offload = {"write_bytes_per_second": 300.0, "read_bytes_per_second": 300.0}
@@ -596,7 +614,7 @@ def test_a_small_graph_of_which_not_all_schedules_can_be_looked_at_in_time_is_se
     assert answer.timeline.peak_bytes <= budget
 
 
-def test_a_minimum_cut_that_there_is_no_time_for_leaves_what_is_forced() -> None:
+def test_without_time_for_the_minimum_cut_the_forced_bound_remains() -> None:
     nodes = [{"id": i, "bytes": 100 + i % 7, "seconds": 1.0} for i in range(40)]
     links = [{"source": a, "target": b} for b in range(1, 40) for a in {max(0, b - 1 - b % 5), max(0, b - 9)}]
     solver = Solver(from_json({"nodes": nodes, "links": links}), order=Order.FREE)
@@ -605,8 +623,8 @@ def test_a_minimum_cut_that_there_is_no_time_for_leaves_what_is_forced() -> None
     assert forced.bytes <= cut.bytes
 
 
-def test_memory_has_no_price_where_its_programs_were_not_solved_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a program that was cut off the value is 0, and the difference to it is no saving."""
+def test_memory_has_no_price_if_its_programs_were_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The value of a program that was cut off is 0, and the difference to it is not a saving."""
     nodes = [{"id": i, "bytes": 50, "seconds": 1.0} for i in range(20)]
     links = [{"source": i, "target": i + 1} for i in range(19)] + [{"source": i, "target": 19 - i} for i in range(9)]
     solver = Solver(from_json({"nodes": nodes, "links": links}))
@@ -624,7 +642,7 @@ def test_memory_has_no_price_where_its_programs_were_not_solved_in_time(monkeypa
     assert time_bounds.price(*asked) == 0
 
 
-def test_plans_of_graphs_that_take_no_time_are_checked() -> None:
+def test_plans_of_graphs_with_zero_seconds_are_accepted() -> None:
     nodes = [{"id": i, "bytes": 50, "seconds": 0.0} for i in range(14)]
     links = [{"source": i, "target": i + 1} for i in range(13)] + [{"source": i, "target": 13 - i} for i in range(6)]
     offload = {"write_bytes_per_second": 30.0, "read_bytes_per_second": 30.0}

@@ -1,4 +1,4 @@
-"""Laws of the hunt: it ends where it is told to, whoever tells it, and nothing that it was offered is lost."""
+"""Laws of the hunt: it ends when the target is met, whoever meets it, and no row that it was offered is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def hunt_of(solver: Solver, budget: int, *, target: float, seconds: float) -> Hu
     )
 
 
-def test_a_row_that_meets_the_target_ends_the_rounds_that_run() -> None:
+def test_a_row_that_meets_the_target_ends_running_rounds() -> None:
+    """A suggested row that meets the target sets the deadline of every running round to 0."""
     solver = Solver(blocks(KINDS, 5))
     hunt = hunt_of(solver, solver.given.peak_bytes, target=solver.game.base_seconds, seconds=60)
     rounds: list[Any] = [SimpleNamespace(deadline=hunt.deadline) for _ in range(2)]
@@ -41,7 +42,8 @@ def test_a_row_that_meets_the_target_ends_the_rounds_that_run() -> None:
     assert [one.deadline for one in rounds] == [0.0, 0.0]
 
 
-def test_what_is_offered_too_late_to_be_mended_is_the_answer_if_it_is_the_best() -> None:
+def test_a_row_offered_too_late_to_improve_still_counts() -> None:
+    """If it is the best one, it is the answer, although no time is left to improve it."""
     solver = Solver(blocks(KINDS, 5))
     budget = solver.given.peak_bytes - 1
     lower = solver.descent.below(budget, deadline=math.inf)
@@ -52,7 +54,8 @@ def test_what_is_offered_too_late_to_be_mended_is_the_answer_if_it_is_the_best()
     assert not hunt.wait().over_bytes
 
 
-def test_no_thread_goes_on_where_programs_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_survives_a_failing_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in a program ends the search, and its threads, long before the time limit."""
     def failing(self: Programs, single: object) -> None:
         raise RuntimeError("a program failed")
 
@@ -64,8 +67,8 @@ def test_no_thread_goes_on_where_programs_fail(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("depth", "share"), [(10, 2), (20, 10), (30, 5)])
-def test_what_any_chain_of_instants_proves_is_told(depth: int, share: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chain that has grown may prove less, relaxed, than the one before: the strongest counts."""
+def test_the_strongest_bound_of_any_chain_is_reported(depth: int, share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain that has grown may prove less, relaxed, than the one before."""
     proven: list[float] = []
     made: dict[int, int] = {}
     bound_of = Chain._bound
@@ -91,7 +94,8 @@ def test_what_any_chain_of_instants_proves_is_told(depth: int, share: int, monke
     assert answer.time_bound.seconds >= max(proven) > 0
 
 
-def test_a_limit_that_no_clock_knows_is_a_long_one() -> None:
+def test_a_time_limit_beyond_the_clock_is_accepted() -> None:
+    """A limit of 1e12 seconds does not overflow."""
     solver = Solver(blocks(KINDS, 5))
     answer = solver.at((solver.floor.bytes + solver.given.peak_bytes) // 2, seconds=1e12)
     assert answer.status.has_plan

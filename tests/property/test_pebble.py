@@ -33,8 +33,8 @@ ROUNDING = 1e-6
 
 
 @given(problems())
-def test_without_decisions_the_plain_run_is_played(problem: Problem) -> None:
-    """No decisions: the plain peak at every event, no extra seconds, nothing remembered."""
+def test_without_decisions_the_baseline_is_played(problem: Problem) -> None:
+    """The baseline's live bytes at every event and its peak, no extra seconds, nothing remembered."""
     timeline = play(problem, {})
     assert timeline.peak_bytes == problem.plain_peak
     assert timeline.extra_seconds == 0
@@ -44,7 +44,7 @@ def test_without_decisions_the_plain_run_is_played(problem: Problem) -> None:
     assert (timeline.live_bytes == problem.plain_live).all()
 
 
-def test_a_unit_without_events_has_its_base_as_peak() -> None:
+def test_a_unit_without_events_peaks_at_its_base() -> None:
     """The smallest unit obeys the same law: peak of play == plain_peak == base."""
     trace = Trace(base_bytes=BASE_BYTES, resident_bytes=0, events=(), buffers=(), saves=(), other_bytes=(),
                   spike_bytes=(), backward_event=0)  # fmt: skip
@@ -62,11 +62,12 @@ def _buffer(size: int, born: int, held: int, released: int) -> Buffer:
     return Buffer(bytes=size, born=born, slot=0, held_until=held, released=released, counted=born >= 0, movable=False)
 
 
-def test_what_is_away_when_autograd_lets_it_go_is_gone_once() -> None:
-    """A value that was away at its release frees nothing more from later replays (it did: the peak was too low).
+def test_a_value_away_at_its_release_is_subtracted_once() -> None:
+    """A value that was away when autograd released it frees nothing more in later replays (it used to, and the peak was too
+    low).
 
-    Value 1 (100 bytes) is away from event 2 on and is released, absent, at event 3. Value 2 (10 bytes) is made again at
-    event 4, on a base of 1000 bytes with nothing else there: the peak of event 4 is 1010.
+    Value 1 (100 bytes) is away from event 2 on and is released, absent, at event 3. Value 2 (10 bytes) is recomputed at event
+    4, on a base of 1000 bytes with nothing else in memory: the peak of event 4 is 1010.
     """
     trace = Trace(
         base_bytes=1000,
@@ -92,15 +93,15 @@ def test_what_is_away_when_autograd_lets_it_go_is_gone_once() -> None:
 
 @settings(max_examples=200)
 @given(plans(moving=False))
-def test_the_referee_agrees_with_a_naive_one_on_peaks(planned: Planned) -> None:
-    """Event by event, the naive implementation of the rules sees the same highest point."""
+def test_the_referee_agrees_with_a_naive_one_at_every_event(planned: Planned) -> None:
+    """A naive implementation of the rules finds the same highest point at each event."""
     problem, decisions = planned
     assert play(problem, decisions).peak_bytes_at.tolist() == Naive(problem, decisions).run().peaks
 
 
 @given(plans(moving=False))
 def test_the_referee_agrees_with_a_naive_one_on_the_peak(planned: Planned) -> None:
-    """The highest point of the whole unit is the same by both implementations."""
+    """Both implementations find the same highest point of the whole unit."""
     problem, decisions = planned
     assert play(problem, decisions).peak_bytes == max(Naive(problem, decisions).run().peaks)
 
@@ -113,8 +114,8 @@ def test_the_referee_agrees_with_a_naive_one_on_seconds(planned: Planned) -> Non
 
 
 @given(plans(moving=False))
-def test_the_referee_agrees_with_a_naive_one_on_what_is_remembered(planned: Planned) -> None:
-    """Both remember the same operators and capture the same values."""
+def test_the_referee_agrees_with_a_naive_one_on_what_it_records(planned: Planned) -> None:
+    """Both record the same operators and capture the same values."""
     problem, decisions = planned
     timeline, naive = play(problem, decisions), Naive(problem, decisions)
     assert timeline.recorded == naive.replayed
@@ -122,8 +123,8 @@ def test_the_referee_agrees_with_a_naive_one_on_what_is_remembered(planned: Plan
 
 
 @given(plans())
-def test_playing_is_repeatable(planned: Planned) -> None:
-    """The same decisions play the same way twice."""
+def test_playing_is_deterministic(planned: Planned) -> None:
+    """The same decisions in another order give the same bytes and seconds."""
     problem, decisions = planned
     first, second = play(problem, decisions), play(problem, dict(reversed(decisions.items())))
     assert first.peak_bytes_at.tolist() == second.peak_bytes_at.tolist()
@@ -132,7 +133,7 @@ def test_playing_is_repeatable(planned: Planned) -> None:
 
 @given(plans())
 def test_no_decisions_beat_the_bound_on_the_peak(planned: Planned) -> None:
-    """peak_bound is below the peak of any decisions, and at each event the forced bytes are below what is there."""
+    """peak_bound is at most the peak of any decisions, and at each event the forced bytes are at most the bytes in memory."""
     problem, decisions = planned
     timeline = play(problem, decisions)
     assert peak_bound(problem).peak_bytes <= timeline.peak_bytes
@@ -141,7 +142,7 @@ def test_no_decisions_beat_the_bound_on_the_peak(planned: Planned) -> None:
 
 @given(plans())
 def test_no_decisions_beat_the_bound_on_time(planned: Planned) -> None:
-    """TimeBound at the peak that decisions reach is below the seconds that they cost."""
+    """UnitTimeBound at the peak that the decisions reach is at most the seconds that they cost."""
     problem, decisions = planned
     timeline = play(problem, decisions)
     assert UnitTimeBound(problem).at(timeline.peak_bytes) <= timeline.extra_seconds + ROUNDING
@@ -149,8 +150,8 @@ def test_no_decisions_beat_the_bound_on_time(planned: Planned) -> None:
 
 @FEW
 @given(problems())
-def test_every_state_of_the_walk_replays_to_itself(problem: Problem) -> None:
-    """What greed says of a state is what the referee says of its decisions."""
+def test_every_state_of_the_walk_has_the_referees_figures(problem: Problem) -> None:
+    """The peak and seconds that the greedy walk gives for a state are those of the referee for its decisions."""
     for state in walk(problem, seconds=WALK_SECONDS):
         timeline = play(problem, state.decisions)
         assert timeline.peak_bytes == state.timeline.peak_bytes
@@ -160,7 +161,7 @@ def test_every_state_of_the_walk_replays_to_itself(problem: Problem) -> None:
 @FEW
 @given(problems())
 def test_the_front_is_monotone(problem: Problem) -> None:
-    """Down the front, less peak always costs more seconds; it begins at no cost with the plain peak or less."""
+    """Along the front, a lower peak always costs more seconds; it begins at no cost with at most the baseline's peak."""
     front = walk(problem, seconds=WALK_SECONDS)
     for above, below in zip(front, front[1:], strict=False):
         assert above.timeline.peak_bytes > below.timeline.peak_bytes
@@ -172,8 +173,8 @@ def test_the_front_is_monotone(problem: Problem) -> None:
 
 @FEW
 @given(problems(), st.floats(0, 1))
-def test_what_is_made_lighter_holds_the_budget_and_costs_no_more(problem: Problem, share: float) -> None:
-    """lightened: within the budget, no dearer than the cheapest state that fits, as the referee says, too."""
+def test_lightened_states_hold_the_budget_and_cost_no_more(problem: Problem, share: float) -> None:
+    """All are within the budget, and the best one costs no more than the cheapest state that fits, by the referee, too."""
     front = walk(problem, seconds=WALK_SECONDS)
     lowest = front[-1].timeline.peak_bytes
     budget = lowest + int(share * (problem.plain_peak - lowest))
@@ -187,8 +188,8 @@ def test_what_is_made_lighter_holds_the_budget_and_costs_no_more(problem: Proble
 
 @FEW
 @given(problems(), st.floats(0, 1))
-def test_what_greed_finds_on_its_way_back_is_lower_and_replays_to_itself(problem: Problem, share: float) -> None:
-    """backtracked: each state below the walk and the one before, as the referee says, and none after the budget is met."""
+def test_backtracked_states_are_ever_lower_by_the_referee(problem: Problem, share: float) -> None:
+    """Each state is below the walk and the state before, by the referee, and none comes after the budget is met."""
     front = walk(problem, seconds=WALK_SECONDS)
     lowest, bound = front[-1].timeline.peak_bytes, peak_bound(problem).peak_bytes
     budget = bound + int(share * (lowest - bound))
@@ -201,8 +202,9 @@ def test_what_greed_finds_on_its_way_back_is_lower_and_replays_to_itself(problem
         assert play(problem, state.decisions).peak_bytes == lowest
 
 
-def test_greed_goes_back_from_what_holds_more_than_it_frees() -> None:
-    """The cheaper of two values is made of three others, of which none is made again: only the dearer one may go."""
+def test_backtracking_keeps_a_value_whose_inputs_weigh_more() -> None:
+    """The cheaper of two values is computed from three others that cannot be recomputed: only the dearer one may be dropped.
+    """
     size, late = 1 << 20, 12
 
     def op(write: int, reads: tuple[int, ...], seconds: float, inside: int = size, *, replayable: bool = True) -> Op:
@@ -230,8 +232,8 @@ def test_greed_goes_back_from_what_holds_more_than_it_frees() -> None:
 
 @FEW
 @given(problems())
-def test_the_walk_stays_above_the_bounds(problem: Problem) -> None:
-    """No state has less peak than peak_bound, or costs less than TimeBound says for any budget that it fits."""
+def test_no_state_of_the_walk_is_below_the_bounds(problem: Problem) -> None:
+    """No state has a lower peak than peak_bound, or costs less than UnitTimeBound says for any budget that it fits."""
     front = walk(problem, seconds=WALK_SECONDS)
     assert peak_bound(problem).peak_bytes <= front[-1].timeline.peak_bytes
     for budget in (s.timeline.peak_bytes for s in front):
@@ -243,7 +245,7 @@ def test_the_walk_stays_above_the_bounds(problem: Problem) -> None:
 @FEW
 @given(plans(), st.floats(0, 1))
 def test_no_decisions_beat_the_bound_of_the_programs(planned: Planned, share: float) -> None:
-    """Whatever is decided adds at least the seconds that the programs prove for the peak that it reaches."""
+    """Any decisions add at least the seconds that the linear programs prove for the peak that they reach."""
     problem, decisions = planned
     timeline = play(problem, decisions)
     budget = timeline.peak_bytes + int(share * max(0, problem.plain_peak - timeline.peak_bytes))
@@ -253,8 +255,10 @@ def test_no_decisions_beat_the_bound_of_the_programs(planned: Planned, share: fl
 
 @FEW
 @given(problems(), st.floats(0, 1), st.integers(0, 100))
-def test_other_seconds_change_no_bytes_and_never_make_the_plan_in_force_dearer(problem: Problem, share: float, by: int) -> None:
-    """Front.retimed: the same peaks, and for today's budget a plan that costs no more than the old decisions now do."""
+def test_retiming_keeps_bytes_and_never_gives_a_dearer_plan(problem: Problem, share: float, by: int) -> None:
+    """Front.retimed: with other seconds the peaks are the same, and the plan for the current budget costs no more than the
+    decisions in force.
+    """
     front = Front(problem, seconds=WALK_SECONDS)
     lowest = front.states[-1].timeline.peak_bytes
     budget = lowest + int(share * (problem.plain_peak - lowest))
@@ -274,8 +278,8 @@ def test_other_seconds_change_no_bytes_and_never_make_the_plan_in_force_dearer(p
 
 @FEW
 @given(problems())
-def test_less_budget_never_gives_a_faster_plan(problem: Problem) -> None:
-    """Front.at: within the budget, cheaper with more of it, infeasible only below the bound."""
+def test_a_lower_budget_never_gives_a_faster_plan(problem: Problem) -> None:
+    """Plans of Front.at are within the budget and get no slower with more of it; infeasible means below the bound."""
     front = Front(problem, seconds=WALK_SECONDS)
     cost = float("inf")
     for budget in range(BASE_BYTES, problem.plain_peak + 20, max(10, (problem.plain_peak - BASE_BYTES) // 6)):
@@ -289,8 +293,8 @@ def test_less_budget_never_gives_a_faster_plan(problem: Problem) -> None:
 
 
 @given(problems())
-def test_recomputing_what_cannot_be_remade_is_refused(problem: Problem) -> None:
-    """A value whose maker or an ancestor cannot be replayed may not be away to be recomputed."""
+def test_recomputing_a_value_that_cannot_be_replayed_is_refused(problem: Problem) -> None:
+    """A value whose operator, or an ancestor of it, cannot be replayed may not be dropped."""
     for v, buffer in enumerate(problem.trace.buffers):
         if buffer.released >= 0 and not problem.remakeable[v]:
             with pytest.raises(StructureError, match="cannot be recomputed"):
@@ -298,17 +302,17 @@ def test_recomputing_what_cannot_be_remade_is_refused(problem: Problem) -> None:
 
 
 @given(problems(moving=False))
-def test_moving_without_a_second_board_is_refused(problem: Problem) -> None:
-    """With no bandwidth nothing moves."""
+def test_offloading_without_a_second_board_is_refused(problem: Problem) -> None:
+    """Without a bandwidth nothing can be offloaded."""
     for v, buffer in enumerate(problem.trace.buffers):
         if buffer.released >= 0:
-            with pytest.raises(StructureError, match="cannot be moved"):
+            with pytest.raises(StructureError, match="cannot be offloaded"):
                 play(problem, {(v, problem.gap_starts[v]): Away(Action.MOVE, 0)})
 
 
 @given(problems())
-def test_away_while_the_script_holds_it_is_refused(problem: Problem) -> None:
-    """Through gaps in which script code holds a value it cannot be away."""
+def test_a_value_the_script_holds_may_not_be_away(problem: Problem) -> None:
+    """It cannot be away through gaps in which the script holds it."""
     for v, buffer in enumerate(problem.trace.buffers):
         for gap in range(problem.gap_starts[v] if buffer.released >= 0 else 0):
             with pytest.raises(StructureError, match="held by the script"):
@@ -316,8 +320,8 @@ def test_away_while_the_script_holds_it_is_refused(problem: Problem) -> None:
 
 
 @given(problems())
-def test_what_was_never_saved_cannot_be_away(problem: Problem) -> None:
-    """Only saved values are autograd's to give back."""
+def test_a_value_never_saved_may_not_be_away(problem: Problem) -> None:
+    """Only values that autograd saved can be given back to it."""
     for v, buffer in enumerate(problem.trace.buffers):
         if buffer.released < 0:
             with pytest.raises(StructureError, match="never saved"):
@@ -325,8 +329,8 @@ def test_what_was_never_saved_cannot_be_away(problem: Problem) -> None:
 
 
 @given(plans())
-def test_moving_later_than_the_first_gap_needs_the_first(planned: Planned) -> None:
-    """What was not written to the second board in its first gap cannot be there later."""
+def test_offloading_in_a_later_gap_requires_the_first_one(planned: Planned) -> None:
+    """A value that was not written to the second board in its first gap cannot be there later."""
     problem, decisions = planned
     for v in {v for (v, _), away in decisions.items() if away.action is Action.MOVE}:
         first = problem.gap_starts[v]
@@ -337,8 +341,9 @@ def test_moving_later_than_the_first_gap_needs_the_first(planned: Planned) -> No
 
 
 @given(plans())
-def test_pinned_values_are_never_made_again(planned: Planned) -> None:
-    """What foreign code may write to is not remakeable, nor is what is made from it alone."""
+def test_pinned_values_are_never_recomputed(planned: Planned) -> None:
+    """If all values are pinned (foreign code may write to them), none can be recomputed, and the bound is the baseline's peak.
+    """
     problem, _ = planned
     everything = frozenset(range(len(problem.trace.buffers)))
     tied = replace(problem, pinned=everything)
@@ -347,8 +352,10 @@ def test_pinned_values_are_never_made_again(planned: Planned) -> None:
 
 
 @given(problems(), st.integers(0, 60), st.booleans())
-def test_fetches_that_begin_early_are_of_absent_values_on_the_board_and_lift_no_peak(drawn: Problem, spike: int, slow: bool) -> None:
-    """Each begins after an earlier need, once per fetch at most; its bytes, added up to the need it is for, keep the peak."""
+def test_prefetches_are_of_absent_moved_values_and_raise_no_peak(drawn: Problem, spike: int, slow: bool) -> None:
+    """Each begins after an earlier need, at most once per fetch. Adding its bytes up to the need that it is for does not raise
+    the peak.
+    """
     speed = 0.1 if slow else 8.0
     trace = drawn.trace
     spikes = (trace.spike_bytes[0] + spike, *trace.spike_bytes[1:]) if trace.events else ()  # a peak that leaves room elsewhere

@@ -1,14 +1,15 @@
-"""Law: what a plan takes in a unit, by the player that the runtime follows, is what the referee of graphs counts.
+"""Law: the player that the runtime follows counts for a unit's plan what the referee of graphs counts.
 
-The unit becomes a graph, the needs at which something is made again or fetched become moves before them, and the referee plays the
-schedule that unfolds from them. Two rules differ, and are told apart here:
+The unit becomes a graph, the needs at which something is recomputed or fetched become moves before them, and the referee plays
+the schedule that unfolds from them. Two rules differ, and are handled separately here:
 
-* The player runs an operator again beside those of its outputs that are there already; a graph's schedule takes these away first,
-  and is refused where the script has one of them.
-* The player runs an in-place operator on a clone of what others still read; a graph's schedule does so only where it is read again.
+* The player runs an operator again beside those of its outputs that are still there; a graph's schedule first frees these, and
+  is refused if the script holds one of them.
+* The player runs an in-place operator on a clone of what others still read; a graph's schedule does so only if it is read
+  again.
 
-Where neither comes up, both count the same bytes at every event. Everywhere both take the same seconds, and the player stands no
-lower than the referee: what is proven on the graph holds for the unit.
+If neither occurs, both count the same bytes at every event. In all cases both take the same seconds, and the player never
+stands lower than the referee: a bound proven on the graph holds for the unit.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Decisions = Mapping[Key, Away]
 
 
 def kept(problem: Problem, decisions: Decisions, timeline: UnitTimeline) -> Graph:
-    """The unit's graph, in which something after every event (``after 3``) reads what the player has there then."""
+    """The unit's graph with a node after every event (``after 3``) that reads what the player has in memory then."""
     graph = layout(problem).graph
     ends = simulate._Play(problem, decisions).ends
     events = len(problem.trace.events)
@@ -64,14 +65,14 @@ def kept(problem: Problem, decisions: Decisions, timeline: UnitTimeline) -> Grap
 
 
 def _of_event(nodes: list[Node], event: int) -> list[int]:
-    """An event, the values that it made, and what comes after it."""
+    """An event, the values that it makes, and the node after it."""
     found = [i for i, node in enumerate(nodes) if str(node.id) == f"event {event}"]
     made = [i for i, node in enumerate(nodes) if found and node.made_with == found[0]]
     return [*found, *made, *(i for i, node in enumerate(nodes) if str(node.id) == f"after {event}")]
 
 
 def refereed(problem: Problem, decisions: Decisions, timeline: UnitTimeline) -> tuple[list[int], float]:
-    """By event, the highest point within it; and the seconds of all, writing what is never fetched included."""
+    """The highest point within each event, and the total seconds, including writes of values that are never fetched."""
     graph = kept(problem, decisions, timeline)
     at = {str(node.id): i for i, node in enumerate(graph.nodes)}
     row: list[Move] = [Move(Act.COMPUTE, i) for i, node in enumerate(graph.nodes) if node.made_with is None and not node.resident
@@ -94,13 +95,13 @@ def refereed(problem: Problem, decisions: Decisions, timeline: UnitTimeline) -> 
             high = graph.resident_bytes
         elif move.act in (Act.COMPUTE, Act.UPDATE, Act.FETCH):
             high = max(high, int(played.bytes_at[t]))
-    unread = timeline.moved_bytes - played.moved_bytes  # of a value that leaves for good: a row writes only what it fetches
+    unread = timeline.moved_bytes - played.moved_bytes  # of values that are never fetched: a row writes only what it fetches
     assert unread >= 0
     return heights, played.seconds + (unread / problem.bandwidth.write if problem.bandwidth is not None else 0.0)
 
 
 def again(problem: Problem, timeline: UnitTimeline) -> list[tuple[int, Op]]:
-    """Operators that run again, each with the event before which it does."""
+    """Operators that run again, each with the event before which it does so."""
     events = problem.trace.events
     found = []
     for remake in timeline.remakes:
@@ -112,19 +113,22 @@ def again(problem: Problem, timeline: UnitTimeline) -> list[tuple[int, Op]]:
 
 
 def makes_what_is_held(problem: Problem, timeline: UnitTimeline) -> bool:
-    """Whether an operator runs again beside an output of its own that the script still has."""
+    """Whether an operator runs again beside one of its own outputs that the script still holds."""
     buffers = problem.trace.buffers
     made = ((e, v) for e, op in again(problem, timeline) for v in (*op.writes, *(new for _, new in op.overwrites)))
     return any(buffers[v].held_until >= e and not timeline.absent(v, e) for e, v in made)
 
 
 def differs(problem: Problem, timeline: UnitTimeline) -> bool:
-    """Whether a replay runs an operator of several outputs, or one that writes in place."""
+    """Whether a replay runs an operator with several outputs or one that writes in place."""
     return any(op.overwrites or len(op.writes) > 1 for _, op in again(problem, timeline))
 
 
 @given(plans())
-def test_the_player_counts_what_the_referee_counts(plan: tuple[Problem, dict[Key, Away]]) -> None:
+def test_the_player_agrees_with_the_referee_on_seconds_and_bytes(plan: tuple[Problem, dict[Key, Away]]) -> None:
+    """Seconds always agree. Bytes agree at every event, except that the player may stand higher where the two rules differ; a
+    replay beside an output that the script holds is refused by the referee.
+    """
     problem, decisions = plan
     timeline = simulate.play(problem, decisions)
     if makes_what_is_held(problem, timeline):
@@ -141,7 +145,7 @@ def test_the_player_counts_what_the_referee_counts(plan: tuple[Problem, dict[Key
 
 
 @given(plans())
-def test_nothing_differs_where_every_operator_makes_one_value_of_its_own(plan: tuple[Problem, dict[Key, Away]]) -> None:
+def test_peaks_agree_where_every_replayed_operator_has_one_output(plan: tuple[Problem, dict[Key, Away]]) -> None:
     problem, decisions = plan
     timeline = simulate.play(problem, decisions)
     assume(timeline.remakes and not differs(problem, timeline))

@@ -1,5 +1,7 @@
-"""Laws: what a plan reserves under torch's caching allocator is what a naive second allocator reserves, request by request; a plan
-that is told to fit a device does, and the checker finds every figure that does not."""
+"""Laws: a plan reserves under torch's caching allocator what a naive second allocator reserves, request by request.
+
+A plan that must fit a device does, and the checker refuses every false figure about it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ SIZES = st.sampled_from((1, 512, 513, 300 * KIB, MIB - 1, MIB, MIB + 1, 3 * MIB,
     limit=st.none() | st.integers(min_value=2 * MIB, max_value=90 * MIB),
     requests=st.lists(st.tuples(SIZES, st.floats(0, 1)), min_size=1, max_size=60),
 )
-def test_two_allocators_reserve_the_same_for_any_requests(limit: int | None, requests: list[tuple[int, float]]) -> None:
+def test_both_allocators_reserve_the_same_for_any_requests(limit: int | None, requests: list[tuple[int, float]]) -> None:
     fast, naive = Allocator(limit), Device(limit)
     held = []
     for size, chance in requests:
@@ -47,8 +49,8 @@ def test_two_allocators_reserve_the_same_for_any_requests(limit: int | None, req
             held.append((block, piece))
 
 
-def test_sizes_and_segments_are_those_of_torchs_source() -> None:
-    """Requests one at a time: what is taken from the device for each (kSmallBuffer, kLargeBuffer, kRoundLarge)."""
+def test_segment_sizes_are_those_of_torchs_source() -> None:
+    """Bytes taken from the device for single requests (kSmallBuffer, kLargeBuffer, kRoundLarge)."""
     cases = ((1, 2), (MIB, 2), (MIB + 1, 20), (9 * MIB, 20), (10 * MIB, 10), (10 * MIB + 1, 12), (33 * MIB, 34))
     for size, segment in cases:
         allocator = Allocator()
@@ -63,7 +65,7 @@ def test_sizes_and_segments_are_those_of_torchs_source() -> None:
 
 
 def _chain(length: int, size: int) -> Graph:
-    """A forward and its backward: each backward operator reads the activation of its forward one."""
+    """A forward and its backward: each backward operator reads the activation of its forward operator."""
     nodes = [Node(id=f"f{i}", bytes=size + 4096 * i, seconds=1.0, parents=(i - 1,) if i else ()) for i in range(length)]
     nodes += [
         Node(id=f"b{i}", bytes=size // 2, seconds=1.0, parents=(length + k - 1, i) if k else (i,), workspace_bytes=3 * MIB)
@@ -72,7 +74,10 @@ def _chain(length: int, size: int) -> Graph:
     return Graph(name="chain", nodes=tuple(nodes), order=tuple(range(len(nodes))))
 
 
-def test_a_plan_for_a_device_fits_it_and_costs_no_less_than_the_bound_of_what_it_allocates() -> None:
+def test_a_plan_for_a_device_fits_its_reserved_bytes() -> None:
+    """A plan for the same budget in allocated bytes does not fit once segments are counted. The plan for the device fits,
+    costs no less than the bound for the allocated bytes, and the checker refuses a wrong figure of reserved bytes.
+    """
     graph = _chain(14, 7 * MIB).rounded(512)
     solver = Solver(graph)
     plain = reserved(graph, unfold(graph, plain_row(graph)))
@@ -92,7 +97,7 @@ def test_a_plan_for_a_device_fits_it_and_costs_no_less_than_the_bound_of_what_it
     assert any("exceed the budget" in line for line in check(graph, tight))
 
 
-def test_a_device_below_the_floor_is_refused_with_the_proof() -> None:
+def test_a_device_below_the_floor_is_infeasible() -> None:
     solver = Solver(_chain(6, 7 * MIB).rounded(512))
     answer, _ = within(solver.floor.bytes - 512, lambda room, _: solver.at(room, seconds=600))
     assert answer.status is Status.INFEASIBLE
@@ -105,7 +110,10 @@ def _code(*words: str) -> int:
     return int(end.value.code or 0)
 
 
-def test_the_command_holds_the_budget_for_segments_and_its_check_verifies_it(tmp_path: Path) -> None:
+def test_the_command_counts_reserved_bytes_against_the_budget(tmp_path: Path) -> None:
+    """`lowtide plan --allocator cuda` reports reserved bytes within the budget, `--check` verifies them, and `--curve` is
+    refused with it.
+    """
     graph = _chain(10, 7 * MIB)
     nodes = [
         {"id": n.id, "bytes": n.bytes, "seconds": n.seconds, "workspace_bytes": n.workspace_bytes} for n in graph.nodes
@@ -118,6 +126,6 @@ def test_the_command_holds_the_budget_for_segments_and_its_check_verifies_it(tmp
     assert found["allocator"] == "cuda"
     assert found["peak_bytes"] < found["reserved_bytes"] <= 70 * MIB
     assert _code(*words, "--budget", "70MiB", "--html", str(tmp_path / "plan.html")) == 0
-    assert "reserved on a device" in (tmp_path / "plan.html").read_text()
+    assert "reserved on the device" in (tmp_path / "plan.html").read_text()
     assert _code("plan", str(tmp_path / "g.json"), "--check", str(tmp_path / "plan.json")) == 0
     assert _code(*words, "--curve") == 2

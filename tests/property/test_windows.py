@@ -1,4 +1,4 @@
-"""Programs of several instants, with rows for what runs between two that are not neighbours: they prove more, never too much."""
+"""Programs of several instants, with rows for what runs between non-neighbors: they prove more, and never too much."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ KINDS = [(2, 20.0), (3, 2.0), (1, 1.0), (4, 20.0)]
 
 
 def tight_blocks(share: int, most: int) -> tuple[Solver, int, Chain]:
-    """A network of blocks within a share of what lies above its floor, and a chain of the instants at which it binds."""
+    """A network of blocks with a budget at a share of the way above its floor, and a chain of the instants at which it binds.
+    """
     solver = Solver(blocks(KINDS, 12))
     budget = solver.floor.bytes + (solver.given.peak_bytes - solver.floor.bytes) * share // 100
     tight = time_bounds.tight_chain(solver.precedence, solver.instants, budget, most=most)
@@ -31,7 +32,10 @@ def tight_blocks(share: int, most: int) -> tuple[Solver, int, Chain]:
 
 @settings(max_examples=150, deadline=None)
 @given(full_graphs(most=5), st.booleans(), st.data())
-def test_no_schedule_beats_a_chain_with_its_rows_whatever_is_taken_for_nothing(graph, fixed, data):
+def test_no_schedule_beats_the_bound_of_a_chain_with_its_rows(graph, fixed, data):
+    """Whichever values are taken as weightless (`light`), relaxed or integer, the bound is at most the cheapest schedule's
+    extra seconds.
+    """
     solver = Solver(graph, order=Order.FIXED if fixed else Order.FREE)
     if solver.floor.bytes >= solver.given.peak_bytes:
         return
@@ -46,8 +50,8 @@ def test_no_schedule_beats_a_chain_with_its_rows_whatever_is_taken_for_nothing(g
         assert found.seconds <= wanted - graph.base_seconds + 1e-9
 
 
-def test_rows_of_windows_raise_what_a_relaxed_chain_proves():
-    """By a good part of what it proves without; neighbours are not enough."""
+def test_window_rows_raise_the_bound_of_a_relaxed_chain():
+    """By more than 5 %; rows for neighbors alone are not enough."""
     _, _, chain = tight_blocks(3, 8)
     alone = chain.program.solve(60, whole=False).value * chain.game.base_seconds
     together = chain.relax(seconds=60)
@@ -55,7 +59,7 @@ def test_rows_of_windows_raise_what_a_relaxed_chain_proves():
     assert together.seconds > 1.05 * alone
 
 
-def test_a_chain_that_takes_over_the_rows_of_a_smaller_one_proves_as_much():
+def test_a_chain_that_inherits_rows_proves_as_much_as_a_fresh_one():
     solver, budget, small = tight_blocks(3, 6)
     _, _, large = tight_blocks(3, 8)
     small.relax(seconds=60)
@@ -66,8 +70,8 @@ def test_a_chain_that_takes_over_the_rows_of_a_smaller_one_proves_as_much():
 
 
 @pytest.mark.parametrize("share", [3, 10, 30])
-def test_a_known_answer_keeps_the_rows_that_join_after_it(share):
-    """Law: whole answers break no row of a window, so what was found before such rows joined may be begun from after."""
+def test_a_known_answer_satisfies_rows_added_later(share):
+    """Law: integer answers violate no window row, so an answer found before such rows were added is a valid start after it."""
     _, _, chain = tight_blocks(share, 8)
     chain.relax(seconds=60, rounds=1)
     chain.dive(seconds=60)
@@ -81,8 +85,8 @@ def test_a_known_answer_keeps_the_rows_that_join_after_it(share):
 
 
 @pytest.mark.parametrize("share", [2, 20, 30])
-def test_where_rounding_much_leaves_no_answer_less_is_rounded(share, monkeypatch):
-    """Of these chains a relaxed answer rounded at 0.3 leaves none; one near it is found all the same."""
+def test_rounding_is_reduced_where_it_leaves_no_answer(share, monkeypatch):
+    """For these chains rounding a relaxed answer at 0.3 leaves no answer; rounding at 0.01 finds one."""
     found = []
     for nearly in ((0.3,), (0.3, 0.01)):
         monkeypatch.setattr(windows, "_NEARLY", nearly)
@@ -97,8 +101,10 @@ def test_where_rounding_much_leaves_no_answer_less_is_rounded(share, monkeypatch
 @pytest.mark.long
 @pytest.mark.skipif(library() is None, reason="the search was not compiled")
 @pytest.mark.parametrize("share", [20, 30, 40])
-def test_plans_of_long_graphs_are_no_cheaper_and_the_checker_proves_the_same(share):
-    """Law: no plan that annealing finds is cheaper; the checker's own rows prove the bound, and nothing above it."""
+def test_plans_of_long_graphs_respect_a_bound_the_checker_verifies(share):
+    """Law: no plan that annealing finds is cheaper than the bound, and the checker's own rows prove it. A bound half-way to
+    the plan is refused wherever the integer program is solved in time and proves less than it.
+    """
     solver, budget, chain = tight_blocks(share, 6)
     found = chain.dive(seconds=PATIENCE) if chain.relax(seconds=PATIENCE).seconds else time_bounds.NOTHING
     answer = in_time(lambda seconds: solver.searched(budget, seconds=seconds), lambda answer: answer.status.has_plan, first=0.5)

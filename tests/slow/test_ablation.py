@@ -1,4 +1,4 @@
-"""An ablation names the part, or the layer, that grows, and accuses none where nothing does."""
+"""An ablation names the part or the layer that grows, and accuses none where nothing grows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ PLANTED = Path(__file__).parents[2] / "benchmarks" / "leaks" / "planted.py"
 @pytest.mark.parametrize(("leak", "culprit"), [
     ("none", ""), ("loop", "loop"), ("optimizer", "optimizer"), ("module:1.3", "1.3"), ("module:2", "2"), ("forward", "forward"),
 ])
-def test_the_component_that_leaks_is_accused_and_no_other(leak, culprit):
+def test_the_component_that_leaks_is_the_culprit(leak, culprit):
+    """Without a leak no component is accused."""
     found = ablate(python(str(PLANTED), module=False, arguments=(leak, "5")), Watch(steps=150), tolerance=1024, repeats=1)
     assert found.culprit == culprit, found.text
     assert found.contrasts

@@ -1,7 +1,7 @@
-"""Law: of all operators that torch tests itself by, results and gradients have the same bits when they are watched or budgeted.
+"""Law: for all operators in torch's own test list, results and gradients have equal bits when recorded or budgeted.
 
-torch's list of operators (``torch.testing._internal``) is not for others' use and changes with its versions; where it is not
-there, nothing is claimed.
+torch's list of operators (``torch.testing._internal``) is not a public interface and changes with its versions; where it is
+missing, nothing is claimed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def _leaves(found: Any) -> list[torch.Tensor]:
 
 
 def _bits(tensor: torch.Tensor) -> Bits:
-    """Elements as they are (a NaN is equal to itself), and how they lie: what is made of them may have other bits otherwise."""
+    """The elements as they are (a NaN equals itself) and their strides: with other strides, later results may have other bits.
+    """
     dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
     return dense.stride(), dense.contiguous().resolve_conj().resolve_neg().numpy().tobytes()
 
@@ -85,7 +86,7 @@ HOW: dict[str, Callable[[Any, Any], list[Bits | None]]] = {
 
 
 def _one(op: Any, sample: Any, how: str) -> list[Bits | None] | None:
-    """All that one sample gives; None where it fails, which is to be so in each run."""
+    """All results of one sample; None if it fails, which must then be so in every run."""
     torch.manual_seed(0)
     try:
         return HOW[how](op, sample)
@@ -99,7 +100,7 @@ def _all(op: Any, samples: list[Any], around: Callable[[], AbstractContextManage
 
 
 def _is_steady(op: Any, sample: Any, how: str) -> bool:
-    """Whether the plain run has the same bits wherever its tensors lie (LAPACK's have not, for ``linalg.lstsq``)."""
+    """Whether the baseline has the same bits wherever its tensors lie in memory (LAPACK's ``linalg.lstsq`` has not)."""
     found, beside = set(), []
     for i in range(REPEATS):
         beside += [torch.zeros(i * 37 % 101 + 1) for _ in range(i % 16)]
@@ -111,7 +112,10 @@ def _is_steady(op: Any, sample: Any, how: str) -> bool:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_every_operator_of_torch_s_own_list(shard: int, tmp_path: Path) -> None:
+def test_every_operator_in_torchs_list_keeps_its_bits(shard: int, tmp_path: Path) -> None:
+    """Results, first and second derivatives, and forward-mode tangents; operators whose bits vary in baseline runs are left
+    out.
+    """
     ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "recorded": lambda: lowtide.record(tmp_path / "run.lowtide"),
         "budgeted": lambda: lowtide.budget("64GiB"),
@@ -164,7 +168,8 @@ def _module(info: Any, given: Any, *, training: bool) -> list[Bits | None] | Non
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("training", [False, True])
-def test_every_module_of_torch_s_own_list(training: bool, tmp_path: Path) -> None:
+def test_every_module_in_torchs_list_keeps_its_bits(training: bool, tmp_path: Path) -> None:
+    """Two steps of each: results, gradients and buffers."""
     modules = pytest.importorskip("torch.testing._internal.common_modules")
     ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "plain": nullcontext, "again": nullcontext, "recorded": lambda: lowtide.record(tmp_path / "run.lowtide"),

@@ -1,5 +1,5 @@
-"""Law: a part of the model under ``torch.compile`` with Inductor trains bit for bit as without Lowtide; planned steps are within
-the budget."""
+"""Law: a model that is partly compiled by Inductor trains with the same bits as without Lowtide; planned steps are in budget.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def compiled_by_inductor() -> zoo.Job:
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("share", [0.9, 0.7])
-def test_bits_hold_and_planned_steps_are_within_the_budget(share: float, offload: bool) -> None:
+def test_a_model_with_an_inductor_region_keeps_bits_and_budget(share: float, offload: bool) -> None:
     reference = plain_of(compiled_by_inductor, 6)
     run = budgeted(compiled_by_inductor, above_of(reference, share), 6, offload=offload)
     assert run.bits == reference.bits

@@ -49,7 +49,7 @@ for _ in range(160):
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """TensorFlow in an environment of its own."""
+    """The interpreter of an environment with TensorFlow."""
     folder = tmp_path_factory.mktemp("tensorflow")
     found = folder / "env" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", folder / "env"], check=True)
@@ -60,7 +60,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("where", ["sieve", "loop"])
-def test_the_planted_part_is_named(where: str, python: Path, tmp_path: Path) -> None:
+def test_the_planted_part_of_a_keras_model_is_the_culprit(where: str, python: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "lowtide", "leak", "--ablate", "--steps", "150", "--json", "leak.json", "--",
                str(python), "train.py", where]

@@ -16,14 +16,14 @@ import lowtide
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "gpt_eager", "gru_seq2seq"])
-def test_bits_hold_over_forty_steps(name: str) -> None:
+def test_bits_and_budget_hold_over_forty_steps(name: str) -> None:
     reference = plain_of(zoo.MODELS[name], 40)
     run = budgeted(zoo.MODELS[name], above_of(reference, 0.75), 40)
     assert run.bits == reference.bits
     assert run.peak_bytes <= run.budget_bytes
 
 
-def test_memory_does_not_creep_over_two_hundred_steps() -> None:
+def test_memory_does_not_grow_over_two_hundred_steps() -> None:
     make = situations.SITUATIONS["clipping"]
     above = above_of(plain_of(make, 7), 0.6)
     budgeted(make, above, 7)
@@ -32,7 +32,8 @@ def test_memory_does_not_creep_over_two_hundred_steps() -> None:
     assert heap().tensor_live - before <= 64 << 10
 
 
-def test_a_long_recording_holds_and_keeps_a_bounded_part(tmp_path: Path) -> None:
+def test_a_long_recording_keeps_a_bounded_number_of_steps(tmp_path: Path) -> None:
+    """200 steps are counted, a bounded number keeps its entries, and the process does not grow."""
     make = situations.SITUATIONS["lengths_change"]
     torch.manual_seed(0)
     zoo.run(make, 3)

@@ -1,4 +1,4 @@
-"""Cases from real life: a reader of HDF5 that leaked in one version and not in the next, convolutions of random lengths, Keras."""
+"""Real cases: an HDF5 reader that leaked in one version and not in the next, convolutions of random lengths, Keras."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def judged(tmp_path, *arguments, **environment):
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("version", "verdict"), [("3.15.1", "leak"), ("3.16.0", "clean")])
-def test_the_reader_that_leaked_is_named_down_to_its_call(tmp_path, version, verdict):
-    """20 reads a step: 160 blocks and 5 KiB of Python objects in 3.15.1, nothing in 3.16.0."""
+def test_the_leaking_hdf5_reader_is_named_down_to_its_call(tmp_path, version, verdict):
+    """20 reads per step: 160 blocks and 5 KiB of Python objects in 3.15.1, nothing in 3.16.0."""
     target = tmp_path / "packages"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), f"h5py=={version}"]
     if subprocess.run(install, capture_output=True, check=False).returncode:
@@ -43,7 +43,10 @@ def test_the_reader_that_leaked_is_named_down_to_its_call(tmp_path, version, ver
 
 
 @pytest.mark.timeout(900)
-def test_random_lengths_grow_by_what_onednn_keeps_and_malloc_cannot_give_back(tmp_path):
+def test_random_lengths_grow_by_memory_that_malloc_cannot_return(tmp_path):
+    """It is free between blocks that oneDNN keeps for each shape; trimming the heap returns more than half of the resident
+    bytes.
+    """
     found = judged(tmp_path, "--no-who", str(EXAMPLES / "random_lengths.py"))
     assert found["verdict"] == "leak"
     assert found["kind"] == "heap"
@@ -53,8 +56,8 @@ def test_random_lengths_grow_by_what_onednn_keeps_and_malloc_cannot_give_back(tm
 
 @pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="keras is not installed")
 @pytest.mark.timeout(900)
-def test_the_casino_in_keras_is_clean_after_its_warm_up(tmp_path):
-    """Its step leaves 20 KiB in reference cycles, which Python's collector comes for every few hundred steps."""
+def test_the_casino_network_in_keras_is_clean_after_its_warm_up(tmp_path):
+    """Its step leaves 20 KiB in reference cycles, which Python's collector visits every few hundred steps."""
     script = (str(EXAMPLES / "casino_keras.py"), "--batches", "310", "--batch", "8", "--length", "12")
     found = judged(tmp_path, "--no-who", *script, KERAS_BACKEND="torch")
     assert found["steps_marked_by"] == "keras"
@@ -62,7 +65,7 @@ def test_the_casino_in_keras_is_clean_after_its_warm_up(tmp_path):
 
 
 @pytest.mark.timeout(900)
-def test_the_casino_in_torch_is_clean_in_every_arm(tmp_path):
+def test_the_casino_network_in_torch_is_clean_in_every_arm(tmp_path):
     """The same network; no part of it, and no layer, is accused."""
     script = (str(EXAMPLES.parent / "casino_lstm.py"), "--steps", "160", "--batch", "8", "--length", "12")
     found = judged(tmp_path, "--no-who", "--ablate", "--steps", "150", *script)

@@ -1,4 +1,4 @@
-"""A reader that leaks in real life, survived: by recycling the run, and by recycling the reader."""
+"""A reader that leaks in real life, survived by recycling the run or by replacing the reader."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ READS = 160_000
 
 @pytest.fixture(scope="module")
 def leaking(tmp_path_factory):
-    """The environment with h5py 3.15.1, which keeps 256 bytes and more for each ``f["d"][i]``."""
+    """The environment with h5py 3.15.1, which keeps at least 256 bytes for each ``f["d"][i]``."""
     target = tmp_path_factory.mktemp("packages")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), "h5py==3.15.1"]
     if subprocess.run(install, capture_output=True, check=False).returncode:
@@ -33,7 +33,7 @@ def script(tmp_path, text):
 
 
 @pytest.mark.timeout(900)
-def test_a_run_on_a_leaking_reader_is_recycled_and_ends_with_the_same_bits(tmp_path, leaking):
+def test_a_run_with_a_leaking_reader_is_recycled_with_equal_bits(tmp_path, leaking):
     path = script(tmp_path, f"""
         import sys
         import h5py, numpy as np
@@ -111,8 +111,10 @@ REAL = {
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("package", REAL)
-def test_real_errors_of_other_frameworks_are_known(tmp_path, package):
-    """The framework lives in an environment of its own; the catalogue is lent to it as the probe is."""
+def test_out_of_memory_errors_of_other_frameworks_are_recognized(tmp_path, package):
+    """The framework has an environment of its own; the catalogue is lent to it as the probe is. Another error is not taken for
+    a shortage.
+    """
     python = tmp_path / "env" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
     if subprocess.run([python, "-m", "pip", "install", "--quiet", package], capture_output=True, check=False).returncode:

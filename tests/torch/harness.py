@@ -1,4 +1,4 @@
-"""Plain runs and budgeted runs of the same job, with the heap counter as the judge of their peaks."""
+"""Baseline and budgeted runs of the same job, with the heap counter as the judge of their peaks."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ import lowtide
 
 STEPS = 5
 FULL = bool(os.environ.get("LOWTIDE_FULL"))
-"""Whether every cell of a matrix is run (`make test-slow`), or those that the others follow from most often."""
+"""Whether every cell of a matrix is run (`make test-slow`), or only the most telling ones."""
 TOLERANCE_BYTES = 64 << 10
 TOLERANCE_SHARE = 0.005
 
 
 @dataclass(frozen=True)
 class Plain:
-    """What a run without Lowtide gave.
+    """The results of a run without Lowtide.
 
     Attributes:
         bits: losses, gradients, buffers and weights of all steps.
-        above_bytes: peak above what was live before it.
+        above_bytes: peak above the bytes live before it.
         resident_bytes: parameters, buffers and optimizer states.
     """
 
@@ -58,9 +58,9 @@ def plain(make: Callable[[], zoo.Job], steps: int = STEPS) -> Plain:
     """Run without Lowtide, once to warm libraries up and once to measure."""
     torch.use_deterministic_algorithms(mode=True)
     zoo.run(make, 1)
-    gc.unfreeze()  # what was in use when another job's libraries came may be garbage by now
+    gc.unfreeze()  # objects frozen for an earlier job may be garbage by now
     gc.collect()
-    gc.freeze()  # what models' libraries brought is not gone through at every collection of every test
+    gc.freeze()  # the collector need not visit the models' libraries in every test
     counter = heap()
     base = counter.tensor_live
     counter.tensor_peak = base
@@ -76,13 +76,13 @@ def plain(make: Callable[[], zoo.Job], steps: int = STEPS) -> Plain:
 
 @cache
 def plain_of(make: Callable[[], zoo.Job], steps: int = STEPS) -> Plain:
-    """The plain run of a job, once per process."""
+    """The baseline run of a job, once per process."""
     return plain(make, steps)
 
 
 @dataclass(frozen=True)
 class Budgeted:
-    """What a run under a budget gave; the peak is the heap counter's own, over all steps, the first included."""
+    """The results of a run under a budget; the peak is the heap counter's own, over all steps, the first included."""
 
     bits: list[bytes]
     budget_bytes: int
@@ -91,20 +91,20 @@ class Budgeted:
 
     @property
     def floor_bytes(self) -> int:
-        """What the budget was too low for, as the run tells it; 0 where it does not."""
+        """The floor that the run reports; 0 if it reports none."""
         plan = self.outcome.plan
         return 0 if plan is None else max(plan.bound_peak_bytes, plan.lowest_peak_bytes)
 
     @property
     def over(self) -> list[tuple[str, int]]:
-        """Of each step how it was run, and how far its peak was above the budget."""
+        """Each step's policy, and how far its peak was above the budget."""
         return [(s.policy, s.peak_bytes - self.budget_bytes) for s in self.outcome.steps]
 
 
 def budgeted(
     make: Callable[[], zoo.Job], above_bytes: int, steps: int = STEPS, *, offload: bool = True, **how: Any
 ) -> Budgeted:
-    """Run under a budget of what is live now plus ``above_bytes``."""
+    """Run under a budget of the bytes live now plus ``above_bytes``."""
     torch.use_deterministic_algorithms(mode=True)
     budget = live_now() + above_bytes
     counter = heap()
@@ -121,7 +121,7 @@ def budgeted(
 def trained_under(
     train: Callable[[], list[torch.Tensor]], above_bytes: int, **how: Any
 ) -> tuple[list[torch.Tensor], RunOutcome, int, int]:
-    """Train under a budget above what is live: weights, outcome, bytes live before, and the heap's peak above them."""
+    """Train under a budget above the bytes live now: weights, outcome, bytes live before, and the heap's peak above them."""
     gc.collect()
     heap().tensor_peak = base = heap().tensor_live
     with lowtide.budget(base + above_bytes, **how) as run:
@@ -132,7 +132,7 @@ def trained_under(
 def gradient_of(
     make: Callable[[torch.Tensor], torch.Tensor], sides: tuple[int, int], around: AbstractContextManager[Any]
 ) -> tuple[torch.Tensor, int]:
-    """The gradient of what is made of a matrix, within something that looks on, and how far memory rose in the backward."""
+    """The gradient of a function of a matrix, computed inside a context, and the rise of memory in the backward."""
     torch.manual_seed(0)
     leaf = torch.randn(sides, requires_grad=True)
     with around:
@@ -151,7 +151,7 @@ def looking_on(how: str, folder: Path) -> AbstractContextManager[Any]:
 
 
 FIRST_CALLS_BYTES = 64 << 10
-"""What oneDNN takes at the first calls of its kernels, which nothing can refuse: only steps before a plan may show it."""
+"""Bytes that oneDNN takes at the first calls of its kernels and that cannot be refused: only steps before a plan may show them."""
 
 
 def kept(run: Budgeted) -> bool:
@@ -162,7 +162,7 @@ def kept(run: Budgeted) -> bool:
 
 
 def above_of(reference: Plain, share: float) -> int:
-    """Bytes above the base at a share of what the plain peak has above what is resident."""
+    """Bytes above the base: the resident bytes and a share of what the baseline's peak has above them."""
     return int(reference.resident_bytes + share * (reference.above_bytes - reference.resident_bytes))
 
 

@@ -1,4 +1,6 @@
-"""Law: a backward within a call (of a custom function, of a module) neither ends what the call began nor hides what follows."""
+"""Law: a backward inside a call (of a custom function or a module) neither ends the unit of that call nor hides what follows
+it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ STEPS, WIDTH, ROWS, BLOCKS, TURNS = 6, 96, 384, 4, 3
 
 
 def slope(x: torch.Tensor) -> torch.Tensor:
-    """A derivative, by a graph of its own."""
+    """A derivative, through a graph of its own."""
     with torch.enable_grad():
         again = x.detach().requires_grad_()
         out = ((again * 1.3).sin() * 1.2).cos().sum()
@@ -230,7 +232,11 @@ def inner() -> zoo.Job:
 
 @pytest.mark.parametrize("share", [0.9, 0.75])
 @pytest.mark.parametrize("make", [functions, slopes, first, learner, meta, inner])
-def test_bits_budget_and_plan_hold(make: Callable[[], zoo.Job], share: float) -> None:
+def test_steps_with_inner_backwards_keep_bits_budget_and_prediction(make: Callable[[], zoo.Job], share: float) -> None:
+    """The bits are those of the baseline, every step is within the budget, and the last one follows a plan that predicts its
+    peak. For `slopes` the prediction may be one activation too high: its second unit begins beside a tensor that the first one
+    frees late.
+    """
     reference = plain_of(make, STEPS)
     run = budgeted(make, above_of(reference, share), STEPS, offload=False)
     assert run.bits == reference.bits
@@ -246,7 +252,10 @@ def test_bits_budget_and_plan_hold(make: Callable[[], zoo.Job], share: float) ->
 
 
 @pytest.mark.parametrize("share", [0.8, 0.6])
-def test_what_was_read_is_not_mistaken_for_what_lies_there_now(share: float) -> None:
+def test_a_freed_tensor_is_not_confused_with_a_new_one_at_its_address(share: float) -> None:
+    """Beside an open graph, the tensors of inner backwards are allocated where freed ones were; bits and budget hold all the
+    same.
+    """
     run = budgeted(walk, above_of(plain_of(walk, STEPS), share), STEPS, offload=False)
     assert run.bits == plain_of(walk, STEPS).bits
     assert kept(run), run.over
@@ -255,17 +264,18 @@ def test_what_was_read_is_not_mistaken_for_what_lies_there_now(share: float) -> 
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize(("share", "policy"), [(1.02, "plain"), (0.9, "planned")])
-def test_what_only_records_hold_goes_before_the_budget_is_crossed(share: float, policy: str, *, offload: bool) -> None:
-    """Twenty turns' gradients, any of which would make the last one again, are as much as the step itself."""
+def test_tensors_held_only_by_records_are_freed_before_a_crossing(share: float, policy: str, *, offload: bool) -> None:
+    """The gradients of twenty turns, kept only because each could recompute the last one, are as large as the step itself."""
     reference = plain_of(attacked, 8)
     run = budgeted(attacked, above_of(reference, share), 8, offload=offload)
     assert run.bits == reference.bits
     assert run.peak_bytes <= run.budget_bytes + FIRST_CALLS_BYTES, run.over
-    assert [s.policy for s in run.outcome.steps[2:]] == [policy] * 6  # none is recorded anew
+    assert [s.policy for s in run.outcome.steps[2:]] == [policy] * 6  # none is recorded again
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_an_inner_loop_of_the_script_beside_an_open_graph_is_one_step_with_a_plan(*, offload: bool) -> None:
+def test_an_inner_loop_beside_an_open_graph_belongs_to_its_planned_step(*, offload: bool) -> None:
+    """The script's own loop of backwards between a forward and its backward does not split the step, which follows a plan."""
     reference = plain_of(searched, STEPS)
     run = budgeted(searched, above_of(reference, 0.8), STEPS, offload=offload)
     assert run.bits == reference.bits
@@ -273,6 +283,7 @@ def test_an_inner_loop_of_the_script_beside_an_open_graph_is_one_step_with_a_pla
     assert [s.policy for s in run.outcome.steps[2:]] == ["planned"] * (STEPS - 2)
 
 
-def test_each_step_of_a_loop_in_one_call_is_one() -> None:
+def test_each_optimizer_step_inside_one_call_counts_as_a_step() -> None:
+    """A module that trains itself in its forward runs `TURNS` steps per call."""
     run = budgeted(learner, above_of(plain_of(learner, STEPS), 0.75), STEPS, offload=False)
     assert len(run.outcome.steps) == STEPS * TURNS

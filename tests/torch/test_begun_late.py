@@ -1,4 +1,4 @@
-"""Law: a recording that begins in the middle, as in a notebook, knows what the script had made by then, and who holds it."""
+"""Law: a recording that begins during training, as in a notebook, knows the tensors that exist by then and their holders."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from torch.nn import functional as F
 import lowtide
 
 
-def test_what_was_made_before_the_recording_is_known_from_its_first_step_on(tmp_path: Path) -> None:
-    """Averaged weights that only the end of a step touches: a fifth of the first step's peak was unknown."""
-    others = live_now()  # libraries keep what they made for other tests
+def test_tensors_from_before_the_recording_are_known_in_its_first_step(tmp_path: Path) -> None:
+    """Averaged weights that are only touched at the end of a step: a fifth of the first step's peak used to be "unknown". They
+    have their role and their name.
+    """
+    others = live_now()  # libraries keep memory from other tests
     torch.manual_seed(0)
     data, targets = torch.randn(2048, 256), torch.randint(0, 10, (2048,))
     model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 10))

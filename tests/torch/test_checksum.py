@@ -29,7 +29,7 @@ def test_blocks_that_change_places_change_the_checksum() -> None:
 
 
 def test_a_checksum_takes_no_memory() -> None:
-    """It is computed before a value is dropped, when an operator lacks room: what it took crossed budgets."""
+    """It is computed before a value is dropped, when an operator lacks memory: bytes that it took used to cross budgets."""
     data = torch.zeros(10 << 20, dtype=torch.uint8)
     checksum(data)
     counter = heap()

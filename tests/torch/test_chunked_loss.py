@@ -1,6 +1,8 @@
-"""Laws: a loss computed in pieces is no further from float64 than the plain one, in whatever form a script writes it; what a
-script does with its logits otherwise has the plain bits; nothing reads logits that are out of date; and a budget changes no
-bit of a run that has the lever."""
+"""Laws of the loss computed in chunks: no further from float64 than the baseline's, in whatever form a script writes it.
+
+Logits that a script uses otherwise have the baseline's bits, nothing reads logits that are out of date, and a budget changes
+no bit of a run with the lever.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,8 @@ def _in_pieces(form: Form, *, bias: bool, autocast: bool = False) -> tuple[list[
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("name", FORMS)
-def test_loss_and_gradients_are_no_further_from_float64_than_plain(name: str, bias: bool, autocast: bool) -> None:  # noqa: FBT001
+def test_chunked_loss_and_gradients_are_as_close_to_float64_as_plain(name: str, bias: bool, autocast: bool) -> None:  # noqa: FBT001
+    """Their errors against float64 are at most 1.1 times those of the baseline, plus rounding, in every form of the loss."""
     form = FORMS[name]
     exact = _grads(form, torch.float64, bias=bias)
     plain = _errors(_grads(form, torch.float32, bias=bias, autocast=autocast), exact)
@@ -90,8 +93,8 @@ def test_loss_and_gradients_are_no_further_from_float64_than_plain(name: str, bi
         assert ours <= 1.1 * theirs + (2e-7 if autocast else 2**-23)
 
 
-def test_logits_that_are_read_have_the_plain_bits() -> None:
-    """Whatever is asked of them, before or after the loss, in place too."""
+def test_logits_that_are_read_have_the_baselines_bits() -> None:
+    """Whatever is asked of them, before or after the loss, also in place."""
     torch.manual_seed(0)
     layer, h = nn.Linear(WIDTH, CLASSES), torch.randn(ROWS, LENGTH, WIDTH)
     y = torch.randint(0, CLASSES, (ROWS, LENGTH))
@@ -119,7 +122,7 @@ def test_logits_that_are_read_have_the_plain_bits() -> None:
     assert torch.equal(again.detach(), want.detach() * 2)
 
 
-def test_custom_functions_get_plain_tensors_and_their_gradients_arrive() -> None:
+def test_custom_functions_get_plain_tensors_and_pass_gradients_back() -> None:
     class Twice(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -141,7 +144,8 @@ def test_custom_functions_get_plain_tensors_and_their_gradients_arrive() -> None
     assert torch.equal(layer.weight.grad, want)
 
 
-def test_logits_that_are_read_too_late_raise() -> None:
+def test_logits_read_after_the_optimizers_step_raise() -> None:
+    """The weights that they would be computed from have changed."""
     torch.manual_seed(0)
     layer, h = nn.Linear(WIDTH, CLASSES), torch.randn(ROWS * LENGTH, WIDTH)
     opt = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -153,7 +157,7 @@ def test_logits_that_are_read_too_late_raise() -> None:
             logits.argmax()
 
 
-def test_a_class_out_of_bounds_raises_as_in_the_plain_run() -> None:
+def test_a_class_out_of_bounds_raises_as_in_the_baseline() -> None:
     layer, h = nn.Linear(WIDTH, CLASSES), torch.randn(ROWS * LENGTH, WIDTH)
     with lowtide.budget(None, allow=ALLOW), pytest.raises(IndexError, match="out of bounds"):
         F.cross_entropy(layer(h), torch.full((len(h),), CLASSES))
@@ -187,7 +191,7 @@ def _t5() -> nn.Module:
 
 
 def _train(make: Callable[[], nn.Module], steps: int = 4) -> tuple[list[torch.Tensor], int]:
-    """Losses and weights; and the heap's peak in the last step above what was live before."""
+    """Losses and weights, and the heap's peak in the last step above the bytes live before."""
     zoo.seed(0)
     gc.collect()
     base = heap().tensor_live
@@ -209,7 +213,10 @@ def _train(make: Callable[[], nn.Module], steps: int = 4) -> tuple[list[torch.Te
 
 @pytest.mark.long
 @pytest.mark.parametrize("make", [_llama, _gpt2, _bert, _t5], ids=lambda m: m.__name__[1:])
-def test_transformers_models_train_alike_in_less_memory_and_a_budget_changes_no_bit(make: Callable[[], nn.Module]) -> None:
+def test_transformers_models_train_alike_in_less_memory(make: Callable[[], nn.Module]) -> None:
+    """Losses agree within 1e-5 and the peak falls by more than 1.5 times the logits; a budget of 90 % of the new peak is held
+    by a plan without changing a bit of the run with the lever.
+    """
     torch.use_deterministic_algorithms(mode=True)
     plain, before = _train(make)
     with lowtide.budget(None, allow=ALLOW) as run:
@@ -235,7 +242,7 @@ def _case(dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, torch.Tensor, 
 
 
 def _alike(form: Callable[[nn.Linear, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-    """The same loss and gradients with the lever as without, not-a-numbers included."""
+    """Assert that loss and gradients are close with and without the lever, NaNs included."""
     found = []
     for how in (contextlib.nullcontext(), lowtide.budget(None, allow=ALLOW)):
         layer, h, y = _case()
@@ -253,12 +260,13 @@ def _ce(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(z.view(-1, CLASSES), y.view(-1))
 
 
-def test_where_nothing_counts_the_gradients_are_the_plain_ones() -> None:
+def test_gradients_are_the_baselines_where_every_target_is_ignored() -> None:
+    """With and without label smoothing; the loss is NaN."""
     _alike(lambda m, h, y: F.cross_entropy(m(h).view(-1, CLASSES), torch.full((ROWS * LENGTH,), -100)))
     _alike(lambda m, h, y: F.cross_entropy(m(h).view(-1, CLASSES), torch.full((ROWS * LENGTH,), -100), label_smoothing=0.1))
 
 
-def test_classes_forbidden_by_an_infinite_bias_give_the_plain_loss() -> None:
+def test_classes_with_an_infinite_negative_bias_give_the_baselines_loss() -> None:
     def form(m: nn.Linear, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             m.bias[:256] = -torch.inf
@@ -267,7 +275,10 @@ def test_classes_forbidden_by_an_infinite_bias_give_the_plain_loss() -> None:
     _alike(form)
 
 
-def test_reads_under_inference_mode_and_through_intermediates_keep_the_graph() -> None:
+def test_reads_of_deferred_logits_keep_the_graph() -> None:
+    """Logits read under inference_mode before their loss, and losses that go through other operators (scaling, log_softmax,
+    gather), have the baseline's gradients.
+    """
     def form(m: nn.Linear, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         z = m(h)
         with torch.inference_mode():
@@ -279,7 +290,8 @@ def test_reads_under_inference_mode_and_through_intermediates_keep_the_graph() -
     _alike(lambda m, h, y: F.log_softmax(m(h)[:, :-1].contiguous().view(-1, CLASSES), -1).square().mean())
 
 
-def test_an_index_after_an_ellipsis_that_picks_a_class_is_not_one_of_rows() -> None:
+def test_an_index_that_picks_a_class_before_an_ellipsis_is_not_deferred() -> None:
+    """``logits[:, :, 5, ...]`` picks from the class dimension, so it is not an index of rows."""
     torch.manual_seed(0)
     w = nn.Parameter(torch.randn(512, 16))
     h, y = torch.randn(4, 512, 16), torch.randint(0, 512, (4,))
@@ -288,7 +300,7 @@ def test_an_index_after_an_ellipsis_that_picks_a_class_is_not_one_of_rows() -> N
         assert torch.allclose(F.cross_entropy(F.linear(h, w)[:, :, 5, ...], y), want)
 
 
-def test_a_mask_that_is_written_later_picks_what_it_picked() -> None:
+def test_a_mask_overwritten_later_picks_what_it_picked() -> None:
     layer, h, y = _case()
     mask = y > 1000
     want = layer(h)[mask].detach()
@@ -298,8 +310,10 @@ def test_a_mask_that_is_written_later_picks_what_it_picked() -> None:
         assert torch.equal(picked.detach(), want)
 
 
-def test_what_cannot_be_right_raises() -> None:
-    """Gradients of the logits after their loss, a function bound before the lever, graphs of gradients, writes no counter shows."""
+def test_uses_of_deferred_logits_that_cannot_be_exact_raise() -> None:
+    """Gradients of the logits after their loss, a function bound before the lever, graphs of gradients, and writes that no
+    version counter shows.
+    """
 
     class Twice(torch.autograd.Function):
         @staticmethod
@@ -332,8 +346,8 @@ def test_what_cannot_be_right_raises() -> None:
 
 
 @pytest.mark.parametrize("what", ["weight", "inputs", "storage"])
-def test_weights_or_inputs_written_unseen_before_the_backward_stop_the_run(what: str) -> None:
-    """The backward makes the outputs again from them: the gradients were silently those of other outputs."""
+def test_unseen_writes_to_weights_or_inputs_before_backward_raise(what: str) -> None:
+    """The backward recomputes the outputs from them, and used to return the gradients of other outputs silently."""
     layer, h, y = _case()
     with lowtide.budget(None, allow=ALLOW):
         loss = _ce(layer(h), y)
@@ -349,8 +363,10 @@ def test_weights_or_inputs_written_unseen_before_the_backward_stop_the_run(what:
 
 @pytest.mark.parametrize("offset", [0.0, 100.0])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_confident_model_with_large_outputs_is_no_further_from_float64_than_plain(offset: float, smoothing: float) -> None:
-    """One number per row, rounded at the size of the outputs, was ten to fifty times further off."""
+def test_large_logits_are_as_close_to_float64_as_the_baselines(offset: float, smoothing: float) -> None:
+    """For a confident model, one number per row, rounded at the size of the outputs, used to be ten to fifty times further
+    off.
+    """
     def form(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, y: torch.Tensor) -> torch.Tensor:
         assert b is not None
         pull = F.one_hot(y.flatten(), CLASSES).to(h.dtype) @ w * 60
@@ -365,8 +381,8 @@ def test_a_confident_model_with_large_outputs_is_no_further_from_float64_than_pl
         assert ours <= 1.3 * theirs + 2e-7
 
 
-def test_a_head_whose_weight_is_made_in_the_forward_may_be_checkpointed() -> None:
-    """The forward that runs again defers as it did, though the weight is another tensor."""
+def test_a_checkpointed_head_with_a_computed_weight_is_deferred_again() -> None:
+    """The forward that runs again defers its logits as before, although the weight is another tensor."""
     from torch.utils.checkpoint import checkpoint
 
     torch.manual_seed(0)
@@ -388,7 +404,7 @@ def test_a_head_whose_weight_is_made_in_the_forward_may_be_checkpointed() -> Non
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_a_function_that_the_script_has_kept_defers_no_more_after_the_block() -> None:
+def test_a_function_kept_by_the_script_does_not_defer_after_the_block() -> None:
     layer, h, _ = _case()
     with lowtide.budget(None, allow=ALLOW):
         kept = F.linear
@@ -396,7 +412,8 @@ def test_a_function_that_the_script_has_kept_defers_no_more_after_the_block() ->
     assert type(kept(h, layer.weight)) is torch.Tensor
 
 
-def test_calls_by_keyword_and_checkpointed_heads() -> None:
+def test_keyword_calls_and_checkpointed_heads_match_the_baseline() -> None:
+    """Also a checkpointed head whose logits have no loss."""
     from torch.utils.checkpoint import checkpoint
 
     _alike(lambda m, h, y: _ce(F.linear(input=h, weight=m.weight, bias=m.bias), y))

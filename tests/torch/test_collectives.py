@@ -1,4 +1,4 @@
-"""What collectives take: a thread of their backend lets go of it when the system lets that thread run."""
+"""Tensors of collectives: a thread of the backend frees them whenever the system lets that thread run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _alone() -> Iterator[None]:
 
 
 class _Sent(torch.autograd.Function):
-    """Sends a copy of its gradient, and in later steps leaves it to a thread that is late."""
+    """Sends a copy of its gradient; in later steps the copy is freed late, as if by a slow thread."""
 
     late: bool
     held: deque[torch.Tensor]
@@ -60,7 +60,7 @@ class _Block(nn.Module):
 
 
 def _train(*, late: bool) -> tuple[list[torch.Tensor], list[int]]:
-    """Losses and weights, and per step the peak above what was there before it."""
+    """Losses and weights, and each step's peak above the bytes live before it."""
     torch.manual_seed(0)
     _Sent.held = deque()
     counter = heap()
@@ -81,8 +81,10 @@ def _train(*, late: bool) -> tuple[list[torch.Tensor], list[int]]:
 
 
 @pytest.mark.parametrize("share", [0.8, 0.7, 0.6])
-def test_what_a_backend_lets_go_of_late_has_room_in_a_plan(share: float) -> None:
-    """Law: a plan holds its budget, with the same bits, though each collective's tensors stay until two more have begun."""
+def test_a_plan_has_room_for_tensors_that_a_backend_frees_late(share: float) -> None:
+    """Law: a plan holds its budget, with the same bits, although each collective's tensors live until two more collectives
+    have started.
+    """
     plain, peaks = _train(late=False)
     budget = live_now() + int(share * max(peaks))
     with lowtide.budget(budget) as run:
@@ -93,8 +95,8 @@ def test_what_a_backend_lets_go_of_late_has_room_in_a_plan(share: float) -> None
     assert [s.peak_bytes - budget for s in late if s.peak_bytes > budget] == []
 
 
-def test_what_went_at_once_again_is_no_reason_to_leave_a_plan() -> None:
-    """Law: where no thread was late the same plan is followed in every step."""
+def test_a_plan_is_followed_where_the_backend_frees_tensors_at_once() -> None:
+    """Law: where no thread is late, all steps after the recorded ones follow a plan."""
     _, peaks = _train(late=False)
     with lowtide.budget(live_now() + int(0.6 * max(peaks))) as run:
         _train(late=False)

@@ -1,5 +1,6 @@
-"""Law: a derivative that the plain run computes in place takes as many bytes under a recording and under the full interception, and
-gives the same bits."""
+"""Law: a derivative that the baseline computes in place takes the same bytes and gives the same bits under a recording or a
+budget.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ SIDE = 512
 
 
 def _few() -> torch.Tensor:
-    """Some rows; made anew, as tensors of a test's module would lie in every other test's memory."""
+    """Indices of some rows; created per call, because a module-level tensor would add to the memory of every other test."""
     return torch.arange(0, SIDE, 7)
 
 
@@ -53,7 +54,7 @@ def penalised() -> zoo.Job:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_a_planned_backward_that_builds_a_graph_follows_them(*, offload: bool) -> None:
+def test_a_planned_backward_through_selections_keeps_bits_and_budget(*, offload: bool) -> None:
     reference = plain_of(penalised, 6)
     run = budgeted(penalised, above_of(reference, 0.8), 6, offload=offload)
     assert run.bits == reference.bits
@@ -63,7 +64,8 @@ def test_a_planned_backward_that_builds_a_graph_follows_them(*, offload: bool) -
 
 @pytest.mark.parametrize("how", ["recording", "budget"])
 @pytest.mark.parametrize("name", SELECTIONS)
-def test_as_many_bytes_and_the_same_bits(name: str, how: str, tmp_path: Path) -> None:
+def test_gradients_of_selections_have_the_baselines_bits_and_bytes(name: str, how: str, tmp_path: Path) -> None:
+    """The rise of memory in the backward is the same within 64 KiB."""
     sides = SIDE, SIDE
     gradient_of(SELECTIONS[name], sides, nullcontext())
     plain, before = gradient_of(SELECTIONS[name], sides, nullcontext())

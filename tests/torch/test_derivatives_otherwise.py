@@ -1,4 +1,6 @@
-"""Law: where torch computes a derivative another way under a dispatch mode, gradients and peaks are still the plain run's."""
+"""Law: where torch computes a derivative another way under a dispatch mode, gradients and peaks are still those of the
+baseline.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def _filled_view(h: torch.Tensor) -> torch.Tensor:
 
 
 def _singular(matrices: torch.Tensor) -> torch.Tensor:
-    """Determinants of some are zero: those have another formula."""
+    """Some of the determinants are zero; these have another formula."""
     return matrices * (torch.arange(16) > 0) * (torch.arange(len(matrices)) % 7 > 0)[:, None, None] + torch.eye(16)
 
 
@@ -78,7 +80,7 @@ def _twice(make: Callable[[torch.Tensor], torch.Tensor], around: AbstractContext
 
 @pytest.mark.parametrize("how", ["recording", "budget"])
 @pytest.mark.parametrize("name", OTHERWISE)
-def test_the_same_bits_in_as_many_bytes(name: str, how: str, tmp_path: Path) -> None:
+def test_gradients_have_the_baselines_bits_and_bytes(name: str, how: str, tmp_path: Path) -> None:
     _backward(OTHERWISE[name], nullcontext())
     plain, before = _backward(OTHERWISE[name], nullcontext())
     watched, after = _backward(OTHERWISE[name], looking_on(how, tmp_path))
@@ -88,13 +90,14 @@ def test_the_same_bits_in_as_many_bytes(name: str, how: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("how", ["recording", "budget"])
 @pytest.mark.parametrize("name", [n for n in OTHERWISE if "reentrant" not in n])
-def test_the_same_bits_of_a_second_derivative(name: str, how: str, tmp_path: Path) -> None:
+def test_second_derivatives_have_the_baselines_bits(name: str, how: str, tmp_path: Path) -> None:
     plain = _twice(OTHERWISE[name], nullcontext())
     found = _twice(OTHERWISE[name], looking_on(how, tmp_path))
     assert torch.equal(found.view(torch.int32), plain.view(torch.int32)), "where a determinant is zero it is no number"
 
 
-def test_a_backward_within_a_backward_and_the_script_s_own_hooks(tmp_path: Path) -> None:
+def test_nested_backwards_and_the_scripts_hooks_keep_the_bits(tmp_path: Path) -> None:
+    """A custom function that runs a backward in its own, beside saved-tensor hooks and a gradient hook of the script."""
     class Inner(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -131,7 +134,7 @@ FORWARD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _tangent(make: Callable[[torch.Tensor], torch.Tensor], around: AbstractContextManager[Any]) -> list[torch.Tensor]:
-    """Results and tangents, and the gradient of a loss of both: a backward after a level, and another forward after it."""
+    """Results, tangents, and the gradient of a loss of both: a backward after a dual level, and another forward after it."""
     torch.manual_seed(0)
     leaf, tangent = torch.randn(ROWS, COLUMNS, requires_grad=True), torch.randn(ROWS, COLUMNS)
     with around:
@@ -146,7 +149,7 @@ def _tangent(make: Callable[[torch.Tensor], torch.Tensor], around: AbstractConte
 
 @pytest.mark.parametrize("how", ["recording", "budget"])
 @pytest.mark.parametrize("name", FORWARD)
-def test_the_same_bits_of_dual_numbers(name: str, how: str, tmp_path: Path) -> None:
+def test_dual_numbers_have_the_baselines_bits(name: str, how: str, tmp_path: Path) -> None:
     plain = _tangent(FORWARD[name], nullcontext())
     watched = _tangent(FORWARD[name], looking_on(how, tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
@@ -167,7 +170,7 @@ BATCHED: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("how", ["recording", "budget"])
 @pytest.mark.parametrize("name", BATCHED)
-def test_the_same_bits_of_many_gradients_at_once(name: str, how: str, tmp_path: Path) -> None:
+def test_batched_gradients_have_the_baselines_bits(name: str, how: str, tmp_path: Path) -> None:
     x = torch.randn(16, 24)
     plain = BATCHED[name](x.clone())
     with looking_on(how, tmp_path):
@@ -175,8 +178,8 @@ def test_the_same_bits_of_many_gradients_at_once(name: str, how: str, tmp_path: 
     assert torch.equal(watched, plain)
 
 
-def test_levels_of_dual_numbers_in_a_training_loop_under_a_budget() -> None:
-    """Modes come and go between levels: what is on is looked at when one begins."""
+def test_dual_levels_in_a_training_loop_keep_the_bits_under_a_budget() -> None:
+    """Modes come and go between levels, so the active modes are checked when a level begins."""
 
     def train() -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -199,7 +202,8 @@ def test_levels_of_dual_numbers_in_a_training_loop_under_a_budget() -> None:
 
 
 @pytest.mark.parametrize("how", ["recording", "budget"])
-def test_what_begins_within_a_level_changes_no_bits_of_it(how: str, tmp_path: Path) -> None:
+def test_a_budget_or_recording_begun_inside_a_level_keeps_its_bits(how: str, tmp_path: Path) -> None:
+    """No dispatch mode is left afterwards."""
     x, tangent = torch.randn(64, 64), torch.randn(64, 64)
     with forward_ad.dual_level():
         plain = forward_ad.unpack_dual(F.layer_norm(forward_ad.make_dual(x, tangent), (64,))).tangent
@@ -210,7 +214,7 @@ def test_what_begins_within_a_level_changes_no_bits_of_it(how: str, tmp_path: Pa
     assert not _get_current_dispatch_mode_stack()
 
 
-def test_no_mode_is_left_where_a_recording_ends_within_a_level(tmp_path: Path) -> None:
+def test_a_recording_that_ends_inside_a_level_leaves_no_mode(tmp_path: Path) -> None:
     recording = lowtide.record(tmp_path / "b.lowtide")
     recording.__enter__()
     level = forward_ad.dual_level()
@@ -220,7 +224,8 @@ def test_no_mode_is_left_where_a_recording_ends_within_a_level(tmp_path: Path) -
     assert not _get_current_dispatch_mode_stack()
 
 
-def test_a_node_that_fails_leaves_the_watch_on(tmp_path: Path) -> None:
+def test_recording_goes_on_after_a_failing_autograd_node(tmp_path: Path) -> None:
+    """A hook raises before the node runs; operators of the next backward are still recorded."""
     def broken(*_: Any) -> None:
         raise KeyError("mine")
 
@@ -255,12 +260,13 @@ class Products(nn.Module):
 
 
 def products() -> zoo.Job:
-    """Derivatives that run without the mode, in steps that are recorded, planned and held on line."""
+    """Derivatives that run without the dispatch mode, in recorded, planned and online steps."""
     return zoo.simple(Products(), lambda m, _: m(torch.randn(1024, 128)).square().mean())
 
 
 @pytest.mark.parametrize(("share", "offload"), itertools.product((0.8, 0.6), (False, True)))
-def test_under_a_budget(share: float, *, offload: bool) -> None:
+def test_mode_sensitive_derivatives_are_planned_under_a_budget(share: float, *, offload: bool) -> None:
+    """Bits and budget hold, and all steps after the first two follow a plan."""
     reference = plain_of(products, 6)
     run = budgeted(products, above_of(reference, share), 6, offload=offload)
     assert run.bits == reference.bits

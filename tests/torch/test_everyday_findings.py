@@ -1,4 +1,4 @@
-"""Law: in everyday loops no finding tells to let go of what is used again, and what could be let go of is found with its saving."""
+"""Law: in everyday loops no finding advises freeing something used again, and what could be freed is found with its saving."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _update(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int = 64) 
 
 
 def _recorded(script: Script, file: Path, *, mended: bool = False, whole: bool = True) -> reader.Recording:
-    """As a script that was recorded to its end, if ``whole``."""
+    """The recording of a script, marked as one that ran to its end if ``whole``."""
     torch.manual_seed(0)
     gc.collect()
     with lowtide.record(file):
@@ -63,7 +63,7 @@ def _told(recording: reader.Recording, kind: str) -> list[Finding]:
 
 
 def held_out_data(mended: bool) -> None:  # noqa: FBT001
-    """It is evaluated on in the last steps, or (mended) never."""
+    """Evaluated on in the last steps, or (mended) never."""
     held_out = torch.randn(4000, WIDTH)
     model = _net()
     optimizer = _sgd(model)
@@ -76,7 +76,7 @@ def held_out_data(mended: bool) -> None:  # noqa: FBT001
 
 
 def test_data_that_a_later_step_reads_is_not_called_unused(tmp_path: Path) -> None:
-    """Only of what nobody reads to the script's end is it told."""
+    """Only data that nothing reads until the script's end is reported."""
     assert not _told(_recorded(held_out_data, tmp_path / "a"), "held-result")
     assert not _told(_recorded(held_out_data, tmp_path / "b", mended=True, whole=False), "held-result")
     unused = _told(_recorded(held_out_data, tmp_path / "c", mended=True), "held-result")
@@ -84,7 +84,7 @@ def test_data_that_a_later_step_reads_is_not_called_unused(tmp_path: Path) -> No
 
 
 def large_scalar(mended: bool) -> None:  # noqa: FBT001, ARG001
-    """On the CPU the mean of a loss shares a storage as large as what it is the mean of."""
+    """On the CPU the mean of a loss shares a storage as large as its input."""
     model = nn.Linear(WIDTH, WIDTH)
     optimizer = _sgd(model)
     for _ in range(4):
@@ -95,8 +95,9 @@ def large_scalar(mended: bool) -> None:  # noqa: FBT001, ARG001
         optimizer.step()
 
 
-def test_a_loss_is_not_to_be_deleted_before_its_own_backward(tmp_path: Path) -> None:
-    """What is told of its variable is of the step after: it holds the former loss until there is a new one."""
+def test_a_loss_is_held_only_in_the_forward_of_the_next_step(tmp_path: Path) -> None:
+    """The variable holds the former loss until there is a new one; no finding advises deleting a loss before its own backward.
+    """
     recording = _recorded(large_scalar, tmp_path / "a")
     step = next(s for s in recording.steps if s.step == 2)
     assert step.entries is not None
@@ -106,7 +107,7 @@ def test_a_loss_is_not_to_be_deleted_before_its_own_backward(tmp_path: Path) -> 
 
 
 def carried_state(mended: bool) -> None:  # noqa: FBT001, ARG001
-    """What each of many steps hands on to the next."""
+    """Each of many steps hands a state to the next."""
     model = nn.Linear(WIDTH, WIDTH)
     optimizer = _sgd(model)
     state = torch.zeros(128, WIDTH)
@@ -118,8 +119,8 @@ def carried_state(mended: bool) -> None:  # noqa: FBT001, ARG001
         optimizer.step()
 
 
-def test_later_uses_are_noted_of_what_a_kept_step_shows_alone(tmp_path: Path) -> None:
-    """A long run's notes do not grow with its steps."""
+def test_later_uses_are_noted_only_for_blocks_of_kept_steps(tmp_path: Path) -> None:
+    """The notes of a long run do not grow with its number of steps."""
     recording = _recorded(carried_state, tmp_path / "a")
     kept = [row.step for row in recording.steps if row.entries is not None]
     assert len(recording.steps) > 50
@@ -128,14 +129,14 @@ def test_later_uses_are_noted_of_what_a_kept_step_shows_alone(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("later", [None, 5, "x", [1], [[1, 2]], [[1, 2, None]], {"a": 1}])
-def test_uses_that_a_changed_file_tells_of_are_left_out(later: object, tmp_path: Path) -> None:
+def test_malformed_later_uses_in_a_file_are_ignored(later: object, tmp_path: Path) -> None:
     recording = _recorded(large_scalar, tmp_path / "a")
     without = {name: value for name, value in recording.meta.items() if name != "later"}
     assert explain(replace(recording, meta={**without, "later": later})).findings == explain(replace(recording, meta=without)).findings
 
 
 def sampled_buffer(mended: bool) -> None:  # noqa: FBT001
-    """Some of what a list keeps is read again, some is not; or (mended) nothing is."""
+    """Some tensors of a list are read again, some are not; or (mended) none is."""
     model = _net()
     optimizer = _sgd(model)
     seen: list[torch.Tensor] = []
@@ -148,7 +149,7 @@ def sampled_buffer(mended: bool) -> None:  # noqa: FBT001
 
 
 def mask_of_a_layer(mended: bool) -> None:  # noqa: FBT001, ARG001
-    """Made before training, an attribute of the script's own, read in each step: also in the last, which is the highest."""
+    """A mask made before training and read in every step, also in the last, which is the highest."""
     model = _net()
     optimizer = _sgd(model)
     keep = (torch.rand(400, WIDTH) > 0.5).float()
@@ -161,18 +162,18 @@ def mask_of_a_layer(mended: bool) -> None:  # noqa: FBT001, ARG001
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("script", [sampled_buffer, mask_of_a_layer])
-def test_what_is_read_now_and_then_is_not_held_past_its_use(script: Script, whole: bool, tmp_path: Path) -> None:
-    """A buffer that is sampled from is in use as a whole."""
+def test_tensors_read_now_and_then_are_not_called_unused(script: Script, whole: bool, tmp_path: Path) -> None:
+    """A buffer that is sampled from counts as in use as a whole."""
     assert not _told(_recorded(script, tmp_path / "a", whole=whole), "held-result")
 
 
-def test_a_list_that_nobody_reads_is_held_past_its_use(tmp_path: Path) -> None:
+def test_a_list_that_nothing_reads_is_found_as_held(tmp_path: Path) -> None:
     found = _told(_recorded(sampled_buffer, tmp_path / "a", mended=True), "held-result")
     assert ["seen[...]" in f.text for f in found] == [True]
 
 
 def averaged(mended: bool) -> None:  # noqa: FBT001
-    """An average of the parameters, written every third step, or (mended) no more."""
+    """An average of the parameters that is updated every third step, or (mended) never."""
     model = _net()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
     optimizer = _sgd(model)
@@ -184,8 +185,8 @@ def averaged(mended: bool) -> None:  # noqa: FBT001
                 average(torch.randn(8, WIDTH))
 
 
-def test_an_average_that_a_later_step_writes_is_no_forgotten_copy(tmp_path: Path) -> None:
-    """One that is never written is."""
+def test_an_average_that_later_steps_write_is_not_a_forgotten_copy(tmp_path: Path) -> None:
+    """An average that is never written is."""
     assert not _told(_recorded(averaged, tmp_path / "a"), "model-copies")
     assert not _told(_recorded(averaged, tmp_path / "b"), "held-result")
     assert len(_told(_recorded(averaged, tmp_path / "c", mended=True), "model-copies")) == 1
@@ -310,8 +311,10 @@ CASES: dict[str, tuple[Script, str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_everyday_loops_could_let_go_of_is_found_with_what_it_saves(name: str, tmp_path: Path) -> None:
-    """The change made for real. An evaluation that records a graph counts as the next step's: there the runs are compared."""
+def test_the_saving_of_a_finding_is_what_the_real_change_saves(name: str, tmp_path: Path) -> None:
+    """The change is made for real in the script. An evaluation that records a graph counts as part of the next step, so for
+    these the highest peaks of the runs are compared.
+    """
     script, kind = CASES[name]
     _recorded(script, tmp_path / "warm")
     flawed, mended = _recorded(script, tmp_path / "a"), _recorded(script, tmp_path / "b", mended=True)
@@ -351,7 +354,7 @@ def head_without_a_loss(mended: bool) -> None:  # noqa: FBT001, ARG001
         optimizer.step()
 
 
-def test_a_head_that_no_loss_asks_is_no_evaluation(tmp_path: Path) -> None:
+def test_a_head_without_a_loss_is_not_called_an_evaluation(tmp_path: Path) -> None:
     assert not _told(_recorded(head_without_a_loss, tmp_path / "a"), "evaluation-graph")
 
 
@@ -398,7 +401,9 @@ def outputs_that_are_read(mended: bool) -> None:  # noqa: FBT001, ARG001
 
 
 def states_of_the_best(mended: bool) -> None:  # noqa: FBT001
-    """The values of every better model are kept, or (mended) of the best one: memory runs out as one is copied, or trained."""
+    """The state of every better model is kept, or (mended) only the best one's; memory runs out while one is copied, or in
+    training.
+    """
     model = nn.Sequential(nn.Linear(WIDTH, 1024), nn.ReLU(), nn.Linear(1024, 10))
     optimizer = _sgd(model)
     kept: list[dict[str, torch.Tensor]] = []
@@ -420,17 +425,17 @@ def evaluated_copies(mended: bool) -> None:  # noqa: FBT001, ARG001
     _update(model, optimizer)
 
 
-def test_the_values_of_one_model_that_are_kept_are_not_accused(tmp_path: Path) -> None:
-    """That is what the finding advises."""
+def test_a_single_kept_model_state_is_not_reported(tmp_path: Path) -> None:
+    """It is what the finding on many copies advises."""
     recording = _recorded(states_of_the_best, tmp_path / "a", mended=True)
     assert not {f.id for f in explain(recording).findings} & {"model-copies", "held-result"}
     assert len(_told(_recorded(states_of_the_best, tmp_path / "b"), "model-copies")) == 1
 
 
-def test_copies_that_were_called_are_counted(tmp_path: Path) -> None:
+def test_model_copies_that_were_called_are_counted(tmp_path: Path) -> None:
     [found] = _told(_recorded(evaluated_copies, tmp_path / "a"), "model-copies")
     weights = sum(p.nbytes for p in _net().parameters())
-    assert " are 5 more copies" in found.text
+    assert "5 more copies of the parameters" in found.text
     assert abs(found.saving_bytes - 5 * weights) <= SHARE * 5 * weights
 
 
@@ -444,8 +449,10 @@ FAILING: dict[str, tuple[Script, str]] = {
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_memory_that_ran_out_is_laid_to_what_could_have_been_let_go(name: str, tmp_path: Path) -> None:
-    """It is the first of those that alone would let it fit."""
+def test_running_out_of_memory_is_explained_by_the_avoidable_cause(name: str, tmp_path: Path) -> None:
+    """With a cap between the peaks of the flawed and the mended script, the planted cause is the first finding that alone
+    would let it fit.
+    """
     script, kind = FAILING[name]
     peaks = []
     for mended in (True, False, True, False):  # the first two make libraries warm
@@ -464,7 +471,8 @@ def test_memory_that_ran_out_is_laid_to_what_could_have_been_let_go(name: str, t
     assert fitting[0].id == kind, [(f.id, f.text) for f in fitting]
 
 
-def test_outputs_that_every_step_reads_are_not_blamed_for_a_step_that_was_cut_short(tmp_path: Path) -> None:
+def test_outputs_read_in_every_step_are_not_blamed_when_memory_runs_out(tmp_path: Path) -> None:
+    """The step that ran out of memory was cut short before it could read them."""
     heap().tensor_peak = live = live_now()
     outputs_that_are_read(False)  # noqa: FBT003
     heap().cap = live + (heap().tensor_peak - live) * 9 // 10
@@ -491,8 +499,8 @@ class _Distances(nn.Module):
         return self.out(near)
 
 
-def test_the_variable_that_holds_what_was_there_when_memory_ran_out_is_named(tmp_path: Path) -> None:
-    """It may be in use: no finding tells to let go of it."""
+def test_the_variable_that_holds_memory_when_it_runs_out_is_named(tmp_path: Path) -> None:
+    """The variable may be in use, so no finding advises freeing it."""
     model = _Distances()
     x = torch.randn(1000, 32)
     model(x)
@@ -521,10 +529,10 @@ def two_backwards(mended: bool) -> None:  # noqa: FBT001, ARG001
         optimizer.step()
 
 
-def test_what_a_backward_gains_is_told_from_its_own_beginning(tmp_path: Path) -> None:
-    """The activations of the second forward are nothing that its backward has gained."""
+def test_the_rise_of_a_backward_is_measured_from_its_own_start(tmp_path: Path) -> None:
+    """The activations of the second forward are not part of what its backward adds; the named parts add up to the rise."""
     found = _told(_recorded(two_backwards, tmp_path / "a"), "backward-extra")
     assert len(found) == 1
-    assert not re.search(r"gained .*(activation|input)", found[0].text), found[0].text
+    assert not re.search(r"what grew: .*(activation|input)", found[0].text), found[0].text
     rise, *parts = [float(n) for n in re.findall(r"([\d.]+) MiB", found[0].text)]
     assert sum(parts) == pytest.approx(rise, rel=0.1), "all that it gained, less what it gave back"

@@ -1,6 +1,6 @@
-"""Law: what is evicted first costs least to bring back, per byte and per operator since it was last used.
+"""Law: the value evicted first costs least to bring back, per byte and per operator since its last use.
 
-The device is a fake: its bytes are those of the values that are there, and its second board has a speed that the test sets.
+The device is a fake: its bytes are those of the values in memory, and the speed of its offload tier is set by the test.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class FakeTicket:
 
 
 class FakeTier:
-    """A second board of any speed; without room where it is told so."""
+    """An offload tier of any speed, which can be set to be full."""
 
     overlaps = False
 
@@ -94,7 +94,7 @@ class Board:
         self.others: list[torch.Tensor] = []
 
     def save(self, name: str, size: int, *, seconds: float | None, held: bool = False) -> Value:
-        """Autograd saves a value; None seconds: it cannot be made again."""
+        """Let autograd save a value; with `seconds` None it cannot be recomputed."""
         made = ZEROS([size], dtype=torch.uint8)
         record = None
         if seconds is not None:
@@ -119,7 +119,7 @@ class _Site:
 _SITE = _Site()
 
 
-def test_the_cheapest_per_byte_goes_first() -> None:
+def test_the_value_cheapest_per_byte_is_evicted_first() -> None:
     board = Board()
     board.save("dear", 64 * KIB, seconds=1.0)
     board.save("cheap", 64 * KIB, seconds=1e-6)
@@ -132,7 +132,7 @@ def test_the_cheapest_per_byte_goes_first() -> None:
     assert board.there() == {"dear"}
 
 
-def test_what_was_not_used_for_longest_goes_first() -> None:
+def test_the_value_unused_for_longest_is_evicted_first() -> None:
     board = Board()
     for name in "abc":
         board.save(name, 64 * KIB, seconds=1e-3)
@@ -141,7 +141,7 @@ def test_what_was_not_used_for_longest_goes_first() -> None:
     assert board.there() == {"a", "c"}
 
 
-def test_it_is_moved_where_that_is_quicker_than_to_make_it_again() -> None:
+def test_a_value_is_offloaded_where_that_is_faster_than_recomputing() -> None:
     board = Board(speed=1e9)
     moved, dropped = board.save("moved", 64 * KIB, seconds=10.0), board.save("dropped", 64 * KIB, seconds=1e-9)
     board.evictor.make_room(128 * KIB)
@@ -151,7 +151,7 @@ def test_it_is_moved_where_that_is_quicker_than_to_make_it_again() -> None:
 
 
 @pytest.mark.parametrize("why", ["held", "busy", "small"])
-def test_what_cannot_leave_stays(why: str) -> None:
+def test_a_value_that_is_held_busy_or_small_is_not_evicted(why: str) -> None:
     board = Board(speed=1e9)
     value = board.save("value", 1 * KIB if why == "small" else 64 * KIB, seconds=1e-9, held=why == "held")
     value.busy = int(why == "busy")
@@ -159,7 +159,8 @@ def test_what_cannot_leave_stays(why: str) -> None:
     assert board.there() == {"value"}
 
 
-def test_what_cannot_be_made_again_is_moved_or_stays() -> None:
+def test_a_value_that_cannot_be_recomputed_stays_if_the_tier_is_full() -> None:
+    """A full tier is not asked again."""
     board = Board(speed=1e9)
     board.save("value", 64 * KIB, seconds=None)
     board.tier.full = True
@@ -168,7 +169,7 @@ def test_what_cannot_be_made_again_is_moved_or_stays() -> None:
     assert board.there() == {"value"}
 
 
-def test_no_more_leaves_than_is_needed() -> None:
+def test_no_more_values_are_evicted_than_needed() -> None:
     board = Board()
     for i in range(8):
         board.save(str(i), 64 * KIB, seconds=1e-3)

@@ -1,6 +1,6 @@
-"""Law: where a tensor's data is exchanged after autograd saved it, gradients are those of plain autograd.
+"""Law: where a tensor's ``.data`` is replaced after autograd saved the tensor, gradients are those of plain autograd.
 
-What an operator read is read as it is by the time of the backward; what an operator made is not reached by the exchange.
+Backward reads an operator's input as it is by then; an operator's result that was saved is not reached by the replacement.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _job(cell: Callable[[torch.Tensor], torch.Tensor]) -> zoo.Job:
 
 
 def what_operators_read() -> zoo.Job:
-    """A tensor that two operators read, and that is kept by nobody else."""
+    """A tensor that two operators read and nothing else keeps."""
 
     def cell(y: torch.Tensor) -> torch.Tensor:
         y = y * 1.5
@@ -117,7 +117,7 @@ class Steep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        """Saves what it reads and what it makes."""
+        """Saves its input and its result."""
         with torch.enable_grad():
             (x.detach().requires_grad_() * 2).sum()
         out = x.exp().clamp(max=3.0)
@@ -132,7 +132,7 @@ class Steep(torch.autograd.Function):
 
 
 def what_a_function_made() -> zoo.Job:
-    """A custom function's result, and what it read."""
+    """A custom function's result, and its input."""
 
     def cell(y: torch.Tensor) -> torch.Tensor:
         x = y * 0.5
@@ -145,7 +145,7 @@ def what_a_function_made() -> zoo.Job:
 
 
 def what_a_checkpoint_reads() -> zoo.Job:
-    """It is saved by no node; what is computed again is computed from the new data."""
+    """No node saves it; recomputed values are computed from the new data."""
 
     def cell(y: torch.Tensor) -> torch.Tensor:
         a = y * 1.1
@@ -157,7 +157,7 @@ def what_a_checkpoint_reads() -> zoo.Job:
 
 
 def whose_former_data_is_written() -> zoo.Job:
-    """What was saved as a result shows what is written there, the exchange notwithstanding."""
+    """A saved result shows writes to the former data, although the tensor's data has been replaced."""
 
     def cell(y: torch.Tensor) -> torch.Tensor:
         b = (y * 1.3).sigmoid()
@@ -186,7 +186,7 @@ class Shifts(nn.Module):
 
 
 def a_parameter_that_replays_read() -> zoo.Job:
-    """What was made from it is made again from the former data; where it was saved itself, backward reads the new."""
+    """Values computed from it are recomputed from the former data; where it was saved itself, backward reads the new data."""
     return zoo.simple(Shifts(), lambda m, _: m(torch.randn(ROWS, WIDTH)).square().mean())
 
 
@@ -201,7 +201,8 @@ EAGER_ONLY = {"what_a_function_made"}
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("share", [1.2, 0.8])
 @pytest.mark.parametrize("name", JOBS)
-def test_bits_hold_where_data_is_exchanged_under_a_budget(name: str, share: float, offload: bool) -> None:
+def test_replaced_data_keeps_bits_under_a_budget(name: str, share: float, offload: bool) -> None:
+    """Values are recomputed or offloaded only where the budget needs it."""
     reference = plain_of(JOBS[name], STEPS)
     run = budgeted(JOBS[name], above_of(reference, share), STEPS, offload=offload)
     assert run.bits == reference.bits
@@ -210,7 +211,7 @@ def test_bits_hold_where_data_is_exchanged_under_a_budget(name: str, share: floa
 
 
 @pytest.mark.parametrize("name", [name for name in JOBS if name not in EAGER_ONLY])
-def test_bits_hold_where_data_is_exchanged_while_it_is_recorded(name: str, tmp_path: Path) -> None:
+def test_replaced_data_keeps_bits_while_recorded(name: str, tmp_path: Path) -> None:
     reference = plain_of(JOBS[name], STEPS)
     with lowtide.record(tmp_path / "r.lowtide"):
         bits = zoo.run(JOBS[name], STEPS)

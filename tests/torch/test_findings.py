@@ -1,4 +1,4 @@
-"""Law: what a finding says a change saves is what the change, made for real, saves."""
+"""Law: the saving that a finding promises is what the change, made for real, saves."""
 
 from __future__ import annotations
 
@@ -103,14 +103,14 @@ def float64(mended: bool) -> None:  # noqa: FBT001
 
 
 class _Converts(nn.Sequential):
-    """Computes in float32, whatever comes."""
+    """Computes in float32, whatever its input is."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.float())
 
 
 def float64_gathered(mended: bool) -> None:  # noqa: FBT001
-    """The data lie there as float64; of each batch the model's copy in float32 is what lives on, the gathered rows go."""
+    """The data are float64; of each batch the model's float32 copy lives on, and the gathered rows are freed."""
     kind = torch.float32 if mended else torch.float64
     model = _Converts(*_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -149,7 +149,7 @@ def model_copies(mended: bool) -> None:  # noqa: FBT001
 
 
 def evaluation_graph(mended: bool) -> None:  # noqa: FBT001
-    """Evaluation at a larger batch records a graph that nobody uses."""
+    """Evaluation at a larger batch records a graph that nothing uses."""
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(STEPS):
@@ -219,7 +219,10 @@ def copies_of_the_best(mended: bool) -> None:  # noqa: FBT001
 
 
 @pytest.mark.parametrize(("kind", "script"), [*CASES.items(), ("model-copies", copies_of_the_best), ("float64", float64_gathered)])
-def test_the_saving_is_what_the_change_saves(kind: str, script: Script, tmp_path: Path) -> None:
+def test_the_saving_of_a_finding_is_what_the_change_saves(kind: str, script: Script, tmp_path: Path) -> None:
+    """The script is run as it is and with the change: the difference of the peaks is the saving, and the changed script has no
+    such finding (a chunk of a loss can be cut again, at a much smaller saving).
+    """
     _recorded(script, tmp_path / "warm", mended=False)
     flawed = _recorded(script, tmp_path / "a", mended=False)
     mended = _recorded(script, tmp_path / "b", mended=True)
@@ -256,8 +259,10 @@ FOREACH: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", FOREACH)
-def test_the_saving_without_foreach_is_that_of_the_optimizers_own_loop(name: str, tmp_path: Path) -> None:
-    """Loops hold none to six temporaries at once, by optimizer and settings; of the largest parameter, whichever comes next."""
+def test_the_saving_without_foreach_follows_the_optimizers_own_loop(name: str, tmp_path: Path) -> None:
+    """Depending on optimizer and settings, the loop holds none to six temporaries at once, each of the size of a parameter;
+    the next may be the largest one. Where the loop takes more, nothing is reported.
+    """
 
     def script(mended: bool) -> None:  # noqa: FBT001
         model = nn.Sequential(nn.Linear(300, 700), *(nn.Linear(700, 700) for _ in range(2)), *(nn.Linear(700, 100) for _ in range(1)))
@@ -273,12 +278,12 @@ def test_the_saving_without_foreach_is_that_of_the_optimizers_own_loop(name: str
     told = found.saving_bytes if found is not None else 0
     step = found.step if found is not None else 6
     above = [next(r.peak_bytes for r in made.steps if r.step == step) - made.steps[0].start_bytes for made in (flawed, mended)]
-    saved = max(0, above[0] - above[1])  # with one large parameter the loop takes more: then nothing is told
+    saved = max(0, above[0] - above[1])  # with one large parameter the loop takes more, and there is no finding
     assert abs(told - saved) <= max(SHARE * saved, BYTES), (told, saved)
 
 
-def test_what_pythons_library_makes_has_the_scripts_line(tmp_path: Path) -> None:
-    """``copy.deepcopy`` clones in ``copy.py``; the line that is told is the one that asked for it."""
+def test_tensors_made_by_the_standard_library_have_the_scripts_line(tmp_path: Path) -> None:
+    """``copy.deepcopy`` clones in ``copy.py``; the source reported is the line of the script that asked for it."""
     recording = _recorded(copies_of_the_best, tmp_path / "copies", mended=False)
     clones = {b.source for step in recorded_step.laid_out(recording) for b in step.blocks if b.op.startswith("aten.clone")}
     assert clones
@@ -298,7 +303,8 @@ def _never_trained() -> None:
 
 
 @pytest.mark.parametrize(("script", "steps"), [(_evaluated_at_the_end, STEPS + 1), (_never_trained, 1)])
-def test_a_graph_that_no_step_follows_counts_and_is_found(script: Callable[[], None], steps: int, tmp_path: Path) -> None:
+def test_an_evaluation_graph_after_the_last_step_is_found(script: Callable[[], None], steps: int, tmp_path: Path) -> None:
+    """It counts as a step of its own with the real peak, also in a script that never trains."""
     script()
     gc.collect()
     heap().tensor_peak = heap().tensor_live
@@ -312,7 +318,7 @@ def test_a_graph_that_no_step_follows_counts_and_is_found(script: Callable[[], N
 
 
 def _gan() -> None:
-    """Two optimizers a step; the generator's graph outlives the judge's update."""
+    """Two optimizers per step; the generator's graph outlives the discriminator's update."""
     generator, judge = _model(256), _model(1)
     first, second = torch.optim.Adam(judge.parameters()), torch.optim.Adam(generator.parameters())
     for _ in range(STEPS + 1):
@@ -326,6 +332,7 @@ def _gan() -> None:
 
 
 def test_a_graph_that_outlives_one_of_two_optimizers_is_not_called_unused(tmp_path: Path) -> None:
+    """The generator's graph is used by the second optimizer's backward, so it is no evaluation graph."""
     with lowtide.record(tmp_path / "gan"):
         _gan()
     recording = reader.read(tmp_path / "gan")
@@ -333,7 +340,8 @@ def test_a_graph_that_outlives_one_of_two_optimizers_is_not_called_unused(tmp_pa
     assert not [f for f in explain(recording).findings if f.id == "evaluation-graph"]
 
 
-def test_a_recording_begun_in_mid_training_knows_what_was_there(tmp_path: Path) -> None:
+def test_a_recording_begun_during_training_knows_existing_roles(tmp_path: Path) -> None:
+    """Less than 1 % of the first step's peak is unknown, and the optimizer's states are known as such."""
     model = _model()
     optimizer = torch.optim.Adam(model.parameters())
 
@@ -353,7 +361,10 @@ def test_a_recording_begun_in_mid_training_knows_what_was_there(tmp_path: Path) 
     assert report.by_role["optimizer_state"] >= 2 * sum(p.nbytes for p in model.parameters())
 
 
-def test_reserved_memory_beyond_what_is_allocated_is_found(tmp_path: Path) -> None:
+def test_reserved_memory_far_above_allocated_is_found(tmp_path: Path) -> None:
+    """With the allocator's statistics of a full cache, the difference and `expandable_segments` are named; a tight cache gives
+    no finding.
+    """
     recording = _recorded(held_result, tmp_path / "a", mended=False)
     cache = {"reserved_bytes": 10 << 30, "allocated_bytes": 7 << 30, "split_bytes": 2 << 30, "retries": 3, "settings": ""}
     told = [f for f in explain(replace(recording, meta={**recording.meta, "allocator": cache})).findings if f.id == "allocator-cache"]
@@ -374,7 +385,7 @@ def _deep(rows: int) -> None:
 
 
 def _floor_told(path: Path, rows: int) -> tuple[Floor, int, str]:
-    """The floor of the step that the finding names, the step's plain peak and the finding's text."""
+    """The floor of the step that the finding names, the step's baseline peak, and the finding's text."""
     with lowtide.record(path):
         _deep(rows)
     recording = reader.read(path)
@@ -385,8 +396,10 @@ def _floor_told(path: Path, rows: int) -> tuple[Floor, int, str]:
     return floor_of(step, peak), peak, told[0].text
 
 
-def test_the_floor_and_the_largest_batch_are_bounds_and_not_far_from_what_a_plan_holds(tmp_path: Path) -> None:
-    """Within the plain peak of a small batch, a budget refuses a tenth more than the largest batch and holds three quarters of it."""
+def test_the_reported_minimum_and_largest_batch_are_tight_bounds(tmp_path: Path) -> None:
+    """Under a budget of a small batch's baseline peak, 110 % of the largest batch is refused and 75 % of it is held. Memory
+    that the process holds beside the model does not grow with the batch.
+    """
     rows = 1024
     _deep(rows)
     gc.collect()
@@ -425,8 +438,10 @@ READ_AS = {
 
 
 @pytest.mark.parametrize("how", READ_AS)
-def test_data_that_lie_in_memory_whole_are_found_however_slices_are_taken(how: str, tmp_path: Path) -> None:
-    """Law: of data of which every operator reads a small part all but that part is told as a saving; a whole batch is not."""
+def test_a_data_set_held_in_memory_is_found_however_it_is_sliced(how: str, tmp_path: Path) -> None:
+    """Law: if every operator reads a small part of the data, all but that part is reported as a saving; a data set that is one
+    batch is not.
+    """
     torch.manual_seed(0)
     data, model = torch.randn(8000, 128), nn.Linear(128, 16)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

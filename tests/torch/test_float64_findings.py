@@ -1,4 +1,4 @@
-"""What float64 costs, in the ways in which it gets into scripts: the saving told is what float32 saves when it is made for real."""
+"""The cost of float64, in the ways in which it enters scripts: the saving reported is what float32, made for real, saves."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def batch_in_a_variable(kind: torch.dtype) -> None:
 
 
 def slices_of_the_data(kind: torch.dtype) -> None:
-    """Views are converted: in float32 nothing is copied."""
+    """Views are converted; in float32 nothing is copied."""
     data = torch.randn(STEPS * ROWS, WIDTH, dtype=kind)
     _trained(lambda i: data[i * ROWS : (i + 1) * ROWS])
 
@@ -71,7 +71,7 @@ def targets(kind: torch.dtype) -> None:
 
 
 def spectra(kind: torch.dtype) -> None:
-    """complex128 between real numbers."""
+    """complex128 between real tensors."""
     layer = nn.Linear(513, 513).to(kind)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     for _ in range(STEPS):
@@ -90,7 +90,7 @@ def whole_model(kind: torch.dtype) -> None:
 
 
 def gates_and_masks(kind: torch.dtype) -> None:
-    """What looks like parts of an LSTM, and what chooses by truth and place."""
+    """Operators that look like parts of an LSTM, and operators that select by mask and position."""
     gate, cell = nn.Linear(WIDTH, WIDTH).to(kind), nn.GRU(WIDTH, 64).to(kind)
     optimizer = torch.optim.SGD([*gate.parameters(), *cell.parameters()], lr=0.1)
     for _ in range(STEPS):
@@ -104,7 +104,7 @@ def gates_and_masks(kind: torch.dtype) -> None:
 
 
 def convolutions(kind: torch.dtype) -> None:
-    """In float64 they are matrix products of what they unfold."""
+    """In float64 they are matrix products of the unfolded input."""
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)).to(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(STEPS):
@@ -141,21 +141,21 @@ def _told_and_saved(script: Script, folder: Path) -> tuple[Finding, int]:
     "script",
     [batch_in_a_variable, slices_of_the_data, batches_of_a_loader, targets, spectra, whole_model, gates_and_masks],
 )
-def test_the_saving_told_is_what_float32_saves(script: Script, tmp_path: Path) -> None:
+def test_the_saving_reported_is_what_float32_saves(script: Script, tmp_path: Path) -> None:
     found, saved = _told_and_saved(script, tmp_path)
     assert abs(found.saving_bytes - saved) <= max(SHARE * saved, BYTES), (found, saved)
-    assert found.text.endswith("where it enters")
+    assert found.text.endswith("at the input")
 
 
-def test_convolutions_are_named_and_no_more_is_told_than_is_saved(tmp_path: Path) -> None:
+def test_convolutions_are_named_and_their_saving_is_a_lower_bound(tmp_path: Path) -> None:
     found, saved = _told_and_saved(convolutions, tmp_path)
     assert "it may save more: convolutions" in found.text
     assert 0 < found.saving_bytes <= saved
 
 
 @pytest.mark.parametrize(("features", "hidden"), [(512, 16), (64, 128)])
-def test_nothing_is_promised_where_an_lstm_takes_another_kernel(features: int, hidden: int, tmp_path: Path) -> None:
-    """In float32 it takes more than in float64, or less: its kernel has a workspace of its own."""
+def test_nothing_is_promised_where_an_lstm_uses_another_kernel(features: int, hidden: int, tmp_path: Path) -> None:
+    """In float32 its kernel has a workspace of its own, so that it may take more than in float64, or less."""
     found, _ = _told_and_saved(partial(recurrent, features=features, hidden=hidden), tmp_path)
     assert found.saving_bytes == 0
-    assert "what that saves is not known: LSTMs" in found.text
+    assert "the saving is unknown: LSTMs" in found.text

@@ -1,4 +1,4 @@
-"""Law: whoever of the script holds a tensor is named as the script would write it, and none of the script's code runs for it."""
+"""Law: the script's holder of a tensor is named as the script would write it, and none of the script's code runs for that."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Slotted:
 
 
 class Guarded:
-    """Whose every look-up of an attribute fails."""
+    """Every look-up of an attribute raises."""
 
     def __init__(self, inner: torch.Tensor) -> None:
         self.inner = inner
@@ -56,6 +56,9 @@ def _closure(big: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def test_holders_are_named_as_the_script_would_write_them() -> None:
+    """Attributes, slots, modules, containers, closures and nested containers; an object whose look-ups raise is read without
+    them.
+    """
     tensors = [torch.zeros(3) for _ in range(8)]
     state, slotted, model = State(last=tensors[0]), Slotted(), Model()
     slotted.kept = tensors[1]
@@ -75,8 +78,8 @@ def test_holders_are_named_as_the_script_would_write_them() -> None:
 
 
 @pytest.mark.parametrize("many", [True, False])
-def test_results_in_containers_and_objects_are_one_finding_each(many: bool, tmp_path: Path) -> None:
-    """Law: a list that grows is told once, with all its bytes; so is an attribute."""
+def test_held_results_of_one_holder_are_one_finding(many: bool, tmp_path: Path) -> None:
+    """Law: a growing list is reported once, with all its bytes; so is an attribute."""
     torch.manual_seed(0)
     model = nn.Linear(64, 4096)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

@@ -1,4 +1,4 @@
-"""Law: where the second board has no room, or cannot be made, the budget is held without it or refused; no bit changes."""
+"""Law: where the offload tier has no room or cannot be created, the budget is held without it or refused; no bit changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import zoo
 from harness import above_of, budgeted, plain_of
 from lowtide.runtime.device import file_tier
 
-SAYS = "lowtide: nothing more is offloaded: "
+SAYS = "lowtide: offloading stops: "
 
 
 def _full(*_: Any, **__: Any) -> Any:
@@ -29,7 +29,8 @@ def _said(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("what", ["nowhere", "no room"])
-def test_a_budget_is_held_without_a_second_board(what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_is_held_without_an_offload_tier(what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line says so, and what to do."""
     make = zoo.mlp
     reference = plain_of(make)
     if what == "nowhere":
@@ -41,10 +42,10 @@ def test_a_budget_is_held_without_a_second_board(what: str, monkeypatch: pytest.
     assert run.peak_bytes <= run.budget_bytes
     assert not sum(s.offloaded_bytes for s in run.outcome.steps)
     (said,) = _said(capsys)
-    assert said.endswith("set TMPDIR to a folder that has it; training goes on")
+    assert said.endswith("set TMPDIR to a folder with free space; training goes on")
 
 
-def test_a_board_that_fills_up_says_so_once_and_gives_back_what_it_has(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_tier_says_so_once_and_returns_what_it_holds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = file_tier.FileTier()
     monkeypatch.setattr(file_tier, "_SEGMENT_BYTES", 1 << 16)
     values = torch.arange(1 << 14, dtype=torch.float32)
@@ -58,7 +59,7 @@ def test_a_board_that_fills_up_says_so_once_and_gives_back_what_it_has(monkeypat
     assert torch.equal(again, values)
 
 
-def test_a_board_takes_what_there_is_where_a_segment_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tier_without_room_for_a_segment_takes_smaller_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     real = file_tier.reserve
 
     def small(file: int, size: int, *, since: int = 0) -> None:

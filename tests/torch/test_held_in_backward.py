@@ -1,5 +1,7 @@
-"""Law: what a node holds while a backward runs within it, and what it hands to the script, is foreseen: such steps keep their
-budget, and peak where it was said."""
+"""Law: bytes held by an autograd node whose backward runs another one, or that it hands to the script, are planned for.
+
+Such steps stay within their budget and peak where it was predicted.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ class Reentrant(Cells):
 
 
 class Again(torch.autograd.Function):
-    """A custom function that differentiates what it computes again."""
+    """A custom function that differentiates what it recomputes."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -73,7 +75,7 @@ class Custom(Cells):
 
 
 class Given(torch.autograd.Function):
-    """Computes gradients in its forward, as fused losses do; the backward hands them over as they were saved."""
+    """Computes gradients in its forward, as fused losses do; the backward returns them as they were saved."""
 
     @staticmethod
     def forward(ctx: Any, h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -83,12 +85,12 @@ class Given(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        """What was saved becomes a gradient's storage."""
+        """The saved tensor becomes a gradient's storage."""
         return grad.expand(ROWS, WIDTH) / (ROWS * WIDTH), ctx.saved_tensors[0]
 
 
 class Scaled(Given):
-    """Multiplies in place what it saved, before it hands it over."""
+    """Multiplies the saved tensor in place before it returns it."""
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
@@ -119,7 +121,7 @@ class Plain(Cells):
 
 
 class Kept(torch.autograd.Function):
-    """Whose backward leaves what it was given where the script finds it."""
+    """Its backward leaves the saved tensor where the script finds it."""
 
     last: deque[torch.Tensor] = deque(maxlen=1)
 
@@ -179,7 +181,8 @@ def custom() -> zoo.Job:
 @pytest.mark.parametrize(("make", "share"), [
     (reentrant, 0.85), (reentrant, 0.75), (custom, 0.85), (custom, 0.75), (fused, 0.7), (fused, 0.6), (scaled, 0.7), (scaled, 0.6),
     (keeping, 0.85), (keeping, 0.75)])
-def test_budget_and_prediction_hold(make: Any, share: float, offload: bool) -> None:
+def test_steps_with_tensors_held_in_backward_keep_the_prediction(make: Any, share: float, offload: bool) -> None:
+    """Bits and budget hold, and the last steps follow a plan and peak exactly where it predicts."""
     reference = plain_of(make, STEPS)
     run = budgeted(make, above_of(reference, share), STEPS, offload=offload)
     assert run.bits == reference.bits
@@ -191,8 +194,8 @@ def test_budget_and_prediction_hold(make: Any, share: float, offload: bool) -> N
     assert {s.peak_bytes for s in run.outcome.steps[-2:]} == {plan.predicted_peak_bytes}
 
 
-def test_what_is_told_of_a_step_of_several_units_is_of_the_highest() -> None:
-    """Micro-batches of other sizes, the highest of which is not the last."""
+def test_the_prediction_for_a_step_is_that_of_its_highest_unit() -> None:
+    """Micro-batches of two sizes, the higher of which is not the last."""
 
     def micro() -> zoo.Job:
         model = Plain()
@@ -231,8 +234,10 @@ class Sparse(nn.Module):
         return self.cells(self.words(chosen)) + self.bags(chosen.view(-1, 4).repeat_interleave(4, 0))
 
 
-def test_an_update_that_does_not_fit_is_refused_though_each_units_own_plan_does() -> None:
-    """A sparse optimizer's temporaries, seen once the states are there: such a run was neither kept nor refused."""
+def test_an_update_that_does_not_fit_is_refused_though_its_units_fit() -> None:
+    """A sparse optimizer's temporaries, known once its states exist. Each budget is held, refused, or ends not held with a
+    floor above it; it used to be neither held nor refused.
+    """
 
     def sparse() -> zoo.Job:
         model = Sparse()

@@ -1,7 +1,7 @@
-"""Law: a script that begins to write in other places once a plan is in force trains bit for bit as without Lowtide.
+"""Law: a script that begins to write in other places once a plan is in force trains with the same bits as without Lowtide.
 
 Each script runs the same operators in every step; from step ``CHANGE`` on one of them writes elsewhere, where the plan's
-replays would read. What the dispatcher cannot see (numpy's memory) is never a source of replays.
+replays would read. Memory that the dispatcher cannot see (numpy's) is never a source of replays.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def numpys_memory() -> zoo.Job:
 
 
 class Scaled(nn.Module):
-    """What autograd saves here is made from the batch alone."""
+    """Everything that autograd saves here is computed from the batch alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Scaled(nn.Module):
 
 
 def _refilled(write: Callable[[torch.Tensor], object]) -> Callable[[], zoo.Job]:
-    """A batch in a buffer of torch's, which is filled again, behind torch's back, before the backward has run."""
+    """A batch in a buffer of torch's that is refilled, unseen by torch, before the backward has run."""
 
     def make() -> zoo.Job:
         batch = torch.empty(ROWS, WIDTH)
@@ -197,9 +197,12 @@ UNSEEN = {"batch_in_a_thread", "batch_by_storage", "edge_hook"}
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("share", [0.85, 0.7])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_bits_hold_when_writes_change_under_a_plan(
+def test_writes_that_change_under_a_plan_keep_bits_or_stop_the_run(
     name: str, share: float, offload: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Only writes that torch cannot see may stop the run (ReplayError), and only where values must be recomputed; all others
+    keep the bits.
+    """
     make = SCRIPTS[name]
     if offload and share > 0.8:  # moving costs next to nothing, whatever this machine's disk is busy with
         monkeypatch.setattr(Evictor, "bandwidth", Bandwidth(write=1e12, read=1e12, read_fresh=1e12))
@@ -219,7 +222,10 @@ def test_bits_hold_when_writes_change_under_a_plan(
     assert before.recomputed_ops or before.offloaded_bytes
 
 
-def test_what_tells_of_late_writes_is_of_the_tensor_that_is_there_not_of_one_that_lay_there_before() -> None:
+def test_a_digest_is_never_taken_from_an_earlier_tensor_at_the_address() -> None:
+    """`PlannedMode` caches digests to detect late writes. A new tensor at the address of a freed one must not get the cached
+    digest of that one.
+    """
     mode = PlannedMode.__new__(PlannedMode)
     mode._witnessed = {}
     places = set()

@@ -358,7 +358,9 @@ def saves_before_the_step(i: int, model: nn.Module, opt: Any, average: Any) -> N
 
 
 def steps_on_a_former_gradient(i: int, model: Any, opt: Any, average: Any) -> None:
-    """The first layer is left out from now on, and only what is used is zeroed: its gradient is applied again."""
+    """From now on the first layer is not used, and only the gradients of the others are cleared: its former gradient is
+    applied again.
+    """
     used = model[2:]
     for p in used.parameters():
         p.grad = None
@@ -566,8 +568,10 @@ def test_update_in_backward_stops_a_script_that_it_cannot_follow(body: Callable[
     assert again == plain
 
 
-def test_an_evaluation_beside_gradients_counts_after_two_excused_steps() -> None:
-    """The highest point between two observed units counts, too; one more step used to cross the budget."""
+def test_an_evaluation_beside_gradients_crosses_no_step_after_the_second() -> None:
+    """Only the first two, excused steps may cross the budget: the highest point between two observed units counts, too. A
+    third step used to cross it.
+    """
     torch.use_deterministic_algorithms(mode=True)
 
     def train() -> list[torch.Tensor]:
@@ -811,7 +815,7 @@ def test_models_trained_one_after_another_leave_nothing_behind() -> None:
     with lowtide.budget(None, allow=("update-in-backward",)):
         assert train(3) == plain
     for _ in range(2):
-        with lowtide.budget(10**12):  # watched, and declined by what looks at operators
+        with lowtide.budget(10**12):  # observed, and declined by the dispatch mode
             model = _net(32, 2)
             opt = torch.optim.SGD(model.parameters(), lr=0.1)
             for _ in range(3):
@@ -859,8 +863,9 @@ def test_reading_a_conjugated_weight_before_the_step_stops_the_run(reads: bool) 
         assert train(allow="update-in-backward") == train()
 
 
-def test_gradients_stay_in_a_process_group(tmp_path: Path) -> None:
-    """Asked for by name it was engaged all the same, where reducers read gradients in C++."""
+def test_gradients_are_not_offloaded_in_a_process_group(tmp_path: Path) -> None:
+    """move-gradients stays off although it was allowed by name, because reducers read gradients in C++; it used to be engaged.
+    """
 
     def train() -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -1,6 +1,8 @@
-"""Laws: under every budget between a model's minimum and its plain peak, it trains bit for bit as without; the heap counter's
-peak stays within the budget in every step, the first included; the plan's predicted peak is the measured one; and a budget below
-the minimum is refused."""
+"""Laws of every model under every budget between its minimum and its baseline peak.
+
+It trains with the same bits as without Lowtide, the heap counter's peak is within the budget in every step, the first
+included, the plan predicts the measured peak, and a budget below the minimum is refused.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,22 @@ MINIMUM = {
     "hf_llama": (0.280, 0.280), "hf_t5": (0.295, 0.211), "hf_vit": (0.272, 0.255), "hf_resnet": (0.800, 0.800),
     "hf_convnext": (0.51, 0.51), "hf_mamba": (0.423, 0.407),
 }  # fmt: skip
-"""The lowest peak of each model by recomputation alone, and with moving, as a share of what its plain peak has above what is
-resident: found once by plans of recorded steps, and held against runs from above and from below."""
+"""Each model's lowest peak by recomputation alone, and with offload, as a share of its baseline peak above the resident bytes.
+
+Found once by plans of recorded steps, and checked by runs from above and from below."""
 
 WITHOUT = ("move-gradients",)
-"""These jobs read every gradient in every step, so that they would all be back."""
+"""These jobs read every gradient in every step, so that all gradients would be fetched again."""
 
 CELLS = [(0.15, True), (0.5, False)]
 REST = [(0.15, False), (0.5, True), (0.85, False)]
-"""(how far from the minimum to the plain peak, whether values may be moved)."""
+"""(place between the minimum, 0, and the baseline peak, 1; whether values may be offloaded)."""
 
 BELOW, ABOVE = -0.25, 0.05
 """Places of a budget that is refused, and of one just above the minimum."""
 
 LIKE_OTHERS = ("hf_llama", "hf_mamba")
-"""At their floor these take long and did what the others did: `make test-slow` runs them there."""
+"""At their minimum these take long and behave like the others: only `make test-slow` runs them there."""
 
 
 ON_LINE = frozenset({"gru_seq2seq"})
@@ -38,7 +41,7 @@ ON_LINE = frozenset({"gru_seq2seq"})
 
 
 def _above(name: str, place: float, *, offload: bool) -> int:
-    """Bytes at a place between a model's minimum (0) and its plain peak (1)."""
+    """Bytes at a place between a model's minimum (0) and its baseline peak (1)."""
     minimum = MINIMUM[name][offload]
     return above_of(plain_of(zoo.MODELS[name]), minimum + place * (1 - minimum))
 
@@ -57,7 +60,7 @@ def _check(name: str, above: int, *, offload: bool) -> None:
         assert close(last.peak_bytes, plan.predicted_peak_bytes)
 
 
-def test_every_model_has_a_minimum_that_is_stated() -> None:
+def test_every_model_has_a_stated_minimum() -> None:
     assert MINIMUM.keys() == zoo.MODELS.keys()
 
 
@@ -65,15 +68,15 @@ def test_every_model_has_a_minimum_that_is_stated() -> None:
 @pytest.mark.parametrize(("place", "offload"), [*CELLS, *(REST if FULL else ())])
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_bits_budget_and_prediction_hold(name: str, place: float, offload: bool) -> None:
-    """By recomputation alone, and with moving: a fast second board would leave little to recompute."""
+    """By recomputation alone, and with offload at budgets where a fast tier would leave little to recompute."""
     _check(name, _above(name, place, offload=offload), offload=offload)
 
 
 @pytest.mark.long("hf_", "gru_seq2seq", "gpt_eager", "gpt_sdpa")
 @pytest.mark.parametrize("offload", [False, True] if FULL else [False])
 @pytest.mark.parametrize("name", [n for n in zoo.MODELS if FULL or n not in LIKE_OTHERS])
-def test_a_budget_below_the_minimum_is_refused_and_one_above_it_held(name: str, offload: bool) -> None:
-    """No floor is proven above the minimum, and little more than it is enough."""
+def test_a_budget_below_the_minimum_is_refused_and_one_above_held(name: str, offload: bool) -> None:
+    """The refusal's proven bound is not above the stated minimum, and a budget 5 % of the way above the minimum is held."""
     above = _above(name, BELOW, offload=offload)
     with pytest.raises(lowtide.BudgetError) as refused:
         budgeted(zoo.MODELS[name], above, offload=offload, without=WITHOUT)

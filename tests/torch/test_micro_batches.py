@@ -1,4 +1,6 @@
-"""A step that runs out of memory is done again in micro-batches: the same effective batch, nothing left of the failed attempt."""
+"""A step that runs out of memory is run again in micro-batches: the same effective batch, with nothing left of the failed
+attempt.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def net(**layers):
 
 
 class Short:
-    """Fails for want of memory for batches of more than so many samples, in forward or in backward."""
+    """Fails like an allocator for batches of more than `most` samples, in forward or in backward."""
 
     def __init__(self, most, where="forward", error=None):
         self.most, self.where, self.sizes = most, where, []
@@ -60,8 +62,8 @@ def close(a, b):
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("total", [7, 8, 13])
-def test_gradients_are_those_of_the_whole_batch(total, reduction, where):
-    """Also where the last micro-batch is smaller."""
+def test_micro_batches_give_the_gradients_of_the_whole_batch(total, reduction, where):
+    """Also where the last micro-batch is smaller. The size that worked is used at once in the next step."""
     model, short = net(), Short(3, where)
     x, y = torch.randn(total, 6, dtype=torch.double), torch.randint(0, 4, (total,))
     whole = torch.nn.functional.cross_entropy(model(x), y, reduction=reduction)
@@ -80,7 +82,7 @@ def test_gradients_are_those_of_the_whole_batch(total, reduction, where):
     close(grads(model), expected)
 
 
-def test_a_batch_that_fits_is_one_step_bit_for_bit():
+def test_a_batch_that_fits_runs_whole_with_equal_bits():
     model, (x, y) = net(), (torch.randn(8, 6, dtype=torch.double), torch.randint(0, 4, (8,)))
     loss_fn = lambda a, b: torch.nn.functional.cross_entropy(model(a), b)  # noqa: E731
     loss_fn(x, y).backward()
@@ -92,8 +94,8 @@ def test_a_batch_that_fits_is_one_step_bit_for_bit():
     assert (step.pieces, step.failures, step.size) == (1, 0, 8)
 
 
-def test_a_mean_over_tokens_that_count_is_right():
-    """ignore_index: micro-batches have different numbers of tokens that count, one of them none."""
+def test_a_mean_over_counted_tokens_equals_the_whole_batchs():
+    """With ignore_index the micro-batches have different numbers of counted tokens, one of them none."""
     model, short = net(), Short(2)
     x, y = torch.randn(8, 6, dtype=torch.double), torch.tensor([1, -100, -100, -100, 2, 3, 0, -100])
     torch.nn.functional.cross_entropy(model(x), y).backward()
@@ -108,7 +110,7 @@ def test_a_mean_over_tokens_that_count_is_right():
     close(grads(model), expected)
 
 
-def test_gradients_that_were_there_are_added_to_as_backward_does():
+def test_micro_batches_add_to_existing_gradients():
     model, short = net(), Short(2)
     batches = [(torch.randn(8, 6, dtype=torch.double), torch.randint(0, 4, (8,))) for _ in range(3)]
     for x, y in batches:
@@ -121,7 +123,7 @@ def test_gradients_that_were_there_are_added_to_as_backward_does():
     close(grads(model), expected)
 
 
-def test_dicts_and_keywords_are_cut_too():
+def test_dicts_and_keyword_arguments_are_split_too():
     model, short = net(), Short(2)
     x, y = torch.randn(5, 6, dtype=torch.double), torch.randint(0, 4, (5,))
     torch.nn.functional.cross_entropy(model(x), y).backward()
@@ -136,7 +138,10 @@ def test_dicts_and_keywords_are_cut_too():
     close(grads(model), expected)
 
 
-def test_a_failed_attempt_leaves_no_gradient_no_statistics_and_no_memory():
+def test_a_failed_attempt_leaves_no_gradients_statistics_or_memory():
+    """With the collector off. Layers that normalize over the batch are refused or warned about once, unless they are
+    evaluating.
+    """
     model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 4))
     held = []
 
@@ -148,7 +153,7 @@ def test_a_failed_attempt_leaves_no_gradient_no_statistics_and_no_memory():
             raise RuntimeError(SHORT)
         return loss
 
-    gc.disable()  # what is freed only by the collector would be there at the next attempt
+    gc.disable()  # memory that only the collector frees would be live in the next attempt
     try:
         step = lowtide.micro_batched(loss_fn, model=model, reduction="sum", batch_norm="refuse")
         before = {k: v.clone() for k, v in model.state_dict().items()}
@@ -173,7 +178,7 @@ def test_a_failed_attempt_leaves_no_gradient_no_statistics_and_no_memory():
 @pytest.mark.parametrize(("error", "raised"), [
     (ValueError("a bug"), ValueError), (KeyboardInterrupt(), KeyboardInterrupt), (RuntimeError(SHORT), MicroBatchError),
 ])
-def test_whatever_is_raised_gradients_that_were_there_stay(error, raised):
+def test_existing_gradients_survive_any_error(error, raised):
     model = net()
     model(torch.randn(2, 6, dtype=torch.double)).sum().backward()
     before = [p.grad for p in model.parameters()]
@@ -184,7 +189,10 @@ def test_whatever_is_raised_gradients_that_were_there_stay(error, raised):
     assert all(p.grad is b and torch.equal(b, v) for p, b, v in zip(model.parameters(), before, values, strict=True))
 
 
-def test_leaves_of_the_batch_and_rebound_buffers_are_put_back():
+def test_leaves_of_the_batch_and_rebound_buffers_are_restored():
+    """The batch's own gradient is that of the whole batch, and a buffer that was replaced in a failed attempt has its old
+    value again.
+    """
     class Counting(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -210,18 +218,19 @@ def test_leaves_of_the_batch_and_rebound_buffers_are_put_back():
     torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(6, 4)), torch.nn.utils.spectral_norm(torch.nn.Linear(6, 4)),
     torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4)),
 ])
-def test_what_pieces_would_change_is_refused_also_later(layer):
+def test_layers_that_depend_on_the_whole_batch_are_refused_also_later(layer):
+    """Spectral and batch norms: a step that ran in micro-batches while evaluating is refused once the model trains."""
     model, short = torch.nn.Sequential(layer), Short(4)
     step = lowtide.micro_batched(lambda a: model(short(a)).sum(), model=model, reduction="sum")
     model.eval()
     step(torch.randn(8, 6))
     assert step.pieces > 1
     model.train()
-    with pytest.raises(MicroBatchError, match="gradients differ"):
+    with pytest.raises(MicroBatchError, match="give other gradients"):
         step(torch.randn(8, 6))
 
 
-def test_one_sample_that_does_not_fit_is_said():
+def test_a_single_sample_that_does_not_fit_is_an_error():
     model, short = net(), Short(0)
     step = lowtide.micro_batched(lambda a: model(short(a)).sum(), model=model, reduction="sum")
     with pytest.raises(MicroBatchError, match="one sample at a time does not fit"):
@@ -231,7 +240,7 @@ def test_one_sample_that_does_not_fit_is_said():
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), RuntimeError("mat1 and mat2 shapes cannot be multiplied"), KeyboardInterrupt()])
-def test_other_errors_pass_as_they_are(error):
+def test_other_errors_pass_unchanged(error):
     model = net()
     step = lowtide.micro_batched(lambda a: model(Short(1, error=error)(a)).sum(), model=model, reduction="sum")
     with pytest.raises(type(error)) as caught:
@@ -240,7 +249,7 @@ def test_other_errors_pass_as_they_are(error):
     assert error.__traceback__ is not None
 
 
-def test_larger_is_tried_only_when_asked():
+def test_a_larger_size_is_tried_only_when_asked():
     model, short = net(), Short(2)
     step = lowtide.micro_batched(lambda a: model(short(a)).sum(), model=model, reduction="sum")
     x = torch.randn(8, 6, dtype=torch.double)
@@ -257,13 +266,13 @@ def test_larger_is_tried_only_when_asked():
 
 @pytest.mark.parametrize("batch", [(torch.ones(3), torch.ones(4)), (3, "x"), (), (torch.ones(3), np.ones(3)), (torch.ones(3), [1.0, 2.0, 3.0]), (torch.ones(0),),
     (torch.ones(3), ["a", "b", "c"]), ({"x": torch.ones(3), "name": ("a", "b", "c")},)])
-def test_what_cannot_be_cut_is_said(batch):
+def test_a_batch_that_cannot_be_split_is_an_error(batch):
     with pytest.raises(MicroBatchError, match="dimension"):
         lowtide.micro_batched(lambda *_: torch.zeros(()), model=net())(*batch)
 
 
-def test_a_real_shortage_on_the_cpu_is_survived(tmp_path):
-    """torch's allocator refuses for real, under a cap of the process's data."""
+def test_a_real_memory_shortage_on_the_cpu_is_survived(tmp_path):
+    """torch's allocator fails for real, under a limit on the process's data."""
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent("""
         import resource, torch, lowtide
@@ -334,6 +343,9 @@ RANKS = """
 
 @pytest.mark.long
 def test_ranks_agree_through_200_injected_failures(tmp_path):
+    """Two ranks fail at different moments, and each step still has the gradients of the whole batch. An error in one rank ends
+    both.
+    """
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(RANKS))
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Law: where sizes are new in every step, the bits are the plain run's, and the budget is held."""
+"""Law: where sizes are new in every step, the bits are those of the baseline and the budget is held."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _lengths(least: int, most: int, seed: int = 0) -> list[int]:
 
 
 def gpt() -> zoo.Job:
-    """A transformer whose sequences are as long as they come."""
+    """A transformer whose sequences have a new length in each step."""
     lengths = _lengths(24, 65)
     return zoo.simple(zoo.GPT(fused=True, layers=3), lambda m, i: zoo.language_loss(m, length=lengths[i]))
 
@@ -37,7 +37,7 @@ def convolutions() -> zoo.Job:
 
 
 def two_roots() -> zoo.Job:
-    """Two models called one after the other, of whose sizes now one and now the other is large."""
+    """Two models called one after the other; sometimes one batch is the larger, sometimes the other."""
     first, second = _lengths(64, 200, 1), _lengths(64, 200, 2)
     left, right = (nn.Sequential(*(nn.Sequential(nn.Linear(96, 96), nn.GELU()) for _ in range(4))) for _ in range(2))
     optimizer = torch.optim.AdamW([*left.parameters(), *right.parameters()])
@@ -68,14 +68,17 @@ class Longer(nn.Module):
 
 
 def branches() -> zoo.Job:
-    """Which operators run depends on the size: what is known of smaller units says nothing of larger ones."""
+    """The size decides which operators run: what is known of smaller units says nothing of larger ones."""
     sizes = _lengths(64, 260)
     return zoo.simple(Longer(), lambda m, i: m(torch.randn(sizes[i], 96)).square().mean())
 
 
 @pytest.mark.parametrize("share", [0.7, 0.5])
 @pytest.mark.parametrize("make", [gpt, convolutions, two_roots, branches])
-def test_bits_and_budget_hold(make: Callable[[], zoo.Job], share: float) -> None:
+def test_new_sizes_in_every_step_keep_bits_and_budget(make: Callable[[], zoo.Job], share: float) -> None:
+    """Only where larger units run other operators may one step cross the budget, because nothing is known of a branch not seen
+    before.
+    """
     reference = plain_of(make, STEPS)
     run = budgeted(make, above_of(reference, share), STEPS, offload=False)
     assert run.bits == reference.bits
@@ -89,7 +92,8 @@ def _gpt_of(lengths: list[int]) -> zoo.Job:
 
 @pytest.mark.parametrize("share", [0.7, 0.45])
 def test_units_smaller_than_a_recorded_one_follow_its_plan(share: float) -> None:
-    """Law: once a long sequence was recorded, every shorter one runs by its plan, with the plain run's bits, in the budget."""
+    """Law: once a long sequence was recorded, every shorter one runs by its plan, with the baseline's bits, within the budget.
+    """
     lengths = [26, 64, 34, 53, 22, 51, 63, 43, 60, 31, 24, 58]
 
     def make() -> zoo.Job:
@@ -103,7 +107,8 @@ def test_units_smaller_than_a_recorded_one_follow_its_plan(share: float) -> None
     assert any(s.recomputed_ops or s.offloaded_bytes for s in run.outcome.steps[2:])
 
 
-def test_a_longer_one_is_recorded_and_takes_the_place_of_the_longest() -> None:
+def test_a_longer_unit_is_recorded_and_its_plan_replaces_the_former() -> None:
+    """The longer sequence runs online, and all later ones follow its plan."""
     lengths = [26, 44, 34, 64, 22, 51, 63, 43, 60]
 
     def make() -> zoo.Job:
@@ -116,8 +121,8 @@ def test_a_longer_one_is_recorded_and_takes_the_place_of_the_longest() -> None:
     assert [s.policy for s in run.outcome.steps[3:]] == ["online"] + ["planned"] * (len(lengths) - 4)
 
 
-def test_where_smaller_units_run_other_operators_they_are_asked_no_more() -> None:
-    """Law: after so many that left the plan of a larger one the others of their like do without; bits and budget hold."""
+def test_smaller_units_that_leave_the_plan_stop_following_it() -> None:
+    """Law: after some units that left the plan of a larger one, others like them run online; bits and budget hold."""
     sizes = [100, 250, 120, 130, 110, 90, 140, 80]
 
     def make() -> zoo.Job:
@@ -132,7 +137,7 @@ def test_where_smaller_units_run_other_operators_they_are_asked_no_more() -> Non
 
 
 class Wide(nn.Module):
-    """What it makes inside is the larger, the smaller its input is."""
+    """The smaller its input, the larger the tensors inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,8 +150,8 @@ class Wide(nn.Module):
         return x
 
 
-def test_what_grows_where_its_input_shrinks_is_noticed() -> None:
-    """Law: what rises higher than the larger unit did is not run by its plan; bits and budget hold."""
+def test_units_that_grow_as_their_input_shrinks_run_online() -> None:
+    """Law: a unit that rises higher than the larger unit did does not follow its plan; bits and budget hold."""
     sizes = [100, 190, 120, 130, 110, 90, 140, 80]
 
     def make() -> zoo.Job:
@@ -159,8 +164,8 @@ def test_what_grows_where_its_input_shrinks_is_noticed() -> None:
     assert all(s.policy == "online" for s in run.outcome.steps[2:])
 
 
-def test_the_second_of_two_models_may_be_larger_though_the_first_is_smaller() -> None:
-    """Law: a unit follows a larger one's plan as long as each root call is smaller; bits and budget hold."""
+def test_a_unit_with_one_larger_root_call_leaves_the_smaller_plan() -> None:
+    """Law: a unit follows a larger unit's plan only while each of its root calls is smaller; bits and budget hold."""
     first, second = [100, 180, 150, 140, 170, 120], [100, 150, 140, 260, 120, 255]
     left, right = (nn.Sequential(*(nn.Sequential(nn.Linear(96, 96), nn.GELU()) for _ in range(4))) for _ in range(2))
     start = [{k: v.clone() for k, v in m.state_dict().items()} for m in (left, right)]
@@ -190,7 +195,7 @@ def test_the_second_of_two_models_may_be_larger_though_the_first_is_smaller() ->
 
 
 class Padded(nn.Module):
-    """Pads what it is given to one length, in a block made anew or in one that is kept."""
+    """Pads its input to one length, in a new block or in a buffer that is kept."""
 
     def __init__(self, *, kept: bool) -> None:
         super().__init__()
@@ -241,8 +246,10 @@ WRITES = {
 @pytest.mark.long("False")
 @pytest.mark.parametrize("offload", [True, False])
 @pytest.mark.parametrize("name", WRITES)
-def test_bits_hold_where_blocks_are_written_in_part_and_inputs_are_sparse(name: str, offload: bool) -> None:
-    """Law: at every budget the plain run's bits, and no error; where values may be moved, in the budget."""
+def test_partly_written_blocks_and_sparse_inputs_keep_their_bits(name: str, offload: bool) -> None:
+    """Law: at every budget the run has the baseline's bits or is refused; with offload it is within the budget, and without it
+    a crossing is reported.
+    """
     reference = plain_of(WRITES[name], len(SIZES))
     held = []
     for share in (0.85, 0.7, 0.6, 0.5):
@@ -259,7 +266,7 @@ def test_bits_hold_where_blocks_are_written_in_part_and_inputs_are_sparse(name: 
 
 
 class Cropping(nn.Module):
-    """Works on as much of what it is given as it is told."""
+    """Works on only as many rows of its input as a number says."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,8 +302,10 @@ UNTOLD = {
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.55])
 @pytest.mark.parametrize("name", UNTOLD)
-def test_the_budget_holds_where_sizes_grow_that_no_call_shows(name: str, share: float) -> None:
-    """Law: an operator of a planned forward that would cross the budget leaves the plan instead."""
+def test_the_budget_holds_where_a_hidden_size_grows(name: str, share: float) -> None:
+    """Law: an operator of a planned forward that would cross the budget makes the unit leave its plan instead. The size is a
+    number or belongs to plain functions, so no module call shows it.
+    """
     reference = plain_of(UNTOLD[name], len(ROWS))
     run = budgeted(UNTOLD[name], above_of(reference, share), len(ROWS))
     assert run.bits == reference.bits
@@ -304,7 +313,7 @@ def test_the_budget_holds_where_sizes_grow_that_no_call_shows(name: str, share: 
 
 
 class Packed(nn.Module):
-    """A recurrent layer over sequences whose lengths are values: the shapes that it is given are always the same."""
+    """A recurrent layer over sequences whose lengths are values: the shapes of its inputs never change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -326,8 +335,8 @@ def packed() -> zoo.Job:
     return zoo.simple(Packed(), loss)
 
 
-def test_packed_sequences_of_other_lengths_run_as_they_are_where_there_is_room() -> None:
-    """Every operator of every step was looked at, for ever: 14 times as slow."""
+def test_packed_sequences_run_plain_under_a_roomy_budget() -> None:
+    """Every operator of every step used to be observed all the time, which made it 14 times slower."""
     reference = plain_of(packed, STEPS)
     run = budgeted(packed, 8 * reference.above_bytes, STEPS)
     assert run.bits == reference.bits
@@ -337,7 +346,8 @@ def test_packed_sequences_of_other_lengths_run_as_they_are_where_there_is_room()
 
 @pytest.mark.long("0.9")
 @pytest.mark.parametrize("share", [0.9, 0.7])
-def test_packed_sequences_of_other_lengths_keep_the_budget_where_there_is_none(share: float) -> None:
+def test_packed_sequences_keep_a_tight_budget(share: float) -> None:
+    """With new lengths in every step no unit runs unobserved; bits and budget hold."""
     reference = plain_of(packed, STEPS)
     run = budgeted(packed, above_of(reference, share), STEPS)
     assert run.bits == reference.bits
@@ -345,8 +355,10 @@ def test_packed_sequences_of_other_lengths_keep_the_budget_where_there_is_none(s
     assert "plain" not in {s.policy for s in run.outcome.steps}
 
 
-def test_an_evaluation_above_the_budget_is_refused_though_every_step_has_a_size_of_its_own() -> None:
-    """No unit is ever like one that was recorded, so that no plan's floor tells of it."""
+def test_an_evaluation_above_the_budget_is_refused_with_new_sizes() -> None:
+    """No unit is ever like a recorded one, so that no plan's bound shows that the evaluation does not fit; the refusal names
+    it.
+    """
     done = [0]
 
     def make() -> zoo.Job:

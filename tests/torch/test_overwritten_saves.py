@@ -1,7 +1,9 @@
-"""Law: what autograd saved of a storage that is written later is let go like any other, and comes back with its last bits.
+"""Law: a value that autograd saved and whose storage is written later is freed like any other, and comes back with its last
+bits.
 
 ``unsafe_chunk``, on which torch's own GRU cells are built, gives views with version counters of their own: one is saved, then
-another of the same storage is written. ``.data`` tells nobody of its writes: plain autograd reads what is there in the end.
+another one of the same storage is written. Writes through ``.data`` are announced to nothing: plain autograd reads what is
+there in the end.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ Cell = Callable[[nn.Module, torch.Tensor, bool], torch.Tensor]
 
 
 class Cells(nn.Module):
-    """Gates one after the other; some of them do otherwise when told so."""
+    """Gates one after the other; one of them behaves differently on request."""
 
     def __init__(self, cell: Cell) -> None:
         super().__init__()
@@ -164,7 +166,10 @@ CHANGING = {f.__name__: f for f in (
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("share", [0.85, 0.8])
 @pytest.mark.parametrize("name", [*STEADY, *CHANGING])
-def test_bits_hold_where_saved_storages_are_written_and_let_go(name: str, share: float, offload: bool) -> None:
+def test_saved_storages_written_later_keep_bits_under_a_plan(name: str, share: float, offload: bool) -> None:
+    """All steps before the change are planned and within the budget; after it, a step that leaves its plan may cross the
+    budget for what it recomputes at once.
+    """
     make = (STEADY | CHANGING)[name]
     reference = plain_of(make, STEPS)
     run = budgeted(make, above_of(reference, share), STEPS, offload=offload)
@@ -173,12 +178,12 @@ def test_bits_hold_where_saved_storages_are_written_and_let_go(name: str, share:
     assert [s.policy for s in steps] == ["planned"] * len(steps)
     assert any(s.recomputed_ops or s.offloaded_bytes for s in steps)
     assert all(s.peak_bytes <= run.budget_bytes for s in steps)
-    if name in STEADY:  # a step that leaves its plan may cross the budget for what it makes again at once
+    if name in STEADY:  # a step that leaves its plan may cross the budget for what it recomputes at once
         assert kept(run), run.over
 
 
 @pytest.mark.long
-def test_the_lowest_plan_of_a_packed_seq2seq_is_its_bound() -> None:
+def test_the_lowest_plan_of_a_packed_seq2seq_reaches_its_bound() -> None:
     plan = budgeted(zoo.gru_seq2seq, above_of(plain_of(zoo.gru_seq2seq), 0.5)).outcome.plan
     assert plan is not None
     assert plan.lowest_peak_bytes == plan.bound_peak_bytes

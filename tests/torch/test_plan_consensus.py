@@ -1,6 +1,6 @@
-"""Law: ranks whose units are the same run the first rank's plan where it fits; the others keep their own.
+"""Law: ranks with equal units run the first rank's plan where it fits; the others keep their own.
 
-The process group is a fake: what a collective gathers and broadcasts is given.
+The process group is a fake: what a collective gathers or broadcasts is given.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import lowtide
 
 
 class Group:
-    """Two ranks, of which this is one; what the other says is given."""
+    """Two ranks, of which this is one; what the other one sends is given."""
 
     def __init__(self, rank: int, other: Any = None) -> None:
         self.rank, self.other = rank, other
@@ -43,7 +43,7 @@ class Group:
 
 
 def solved(monkeypatch: pytest.MonkeyPatch, layers: int, share: float) -> Any:
-    """A recorded unit, and its plan at a share of what it adds."""
+    """A recorded unit, and its plan at a share of the bytes that it adds."""
     monkeypatch.undo()
     torch.manual_seed(0)
     net = nn.Sequential(*[m for _ in range(layers) for m in (nn.Linear(256, 256), nn.GELU())])
@@ -62,20 +62,20 @@ def solved(monkeypatch: pytest.MonkeyPatch, layers: int, share: float) -> Any:
 
 
 @pytest.mark.parametrize(("mine", "theirs", "agreed"), [(3, 5, 3), (None, 5, 5), (None, None, None)])
-def test_the_least_room_of_any_rank_counts(
+def test_the_smallest_room_of_any_rank_counts(
     monkeypatch: pytest.MonkeyPatch, mine: int | None, theirs: int | None, agreed: int | None
 ) -> None:
     monkeypatch.setattr(plan_consensus, "dist", Group(0, theirs))
     assert plan_consensus.on_room(mine) == agreed
 
 
-def test_ranks_are_asked_where_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consensus_is_wanted_only_with_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not plan_consensus.wanted()
     monkeypatch.setattr(plan_consensus, "dist", Group(0))
     assert plan_consensus.wanted()
 
 
-def test_the_first_ranks_plan_is_run_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_ranks_plan_is_used_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, tight = solved(monkeypatch, 6, 0.7)
     _, loose = solved(monkeypatch, 6, 0.9)
     assert tight.state.decisions
@@ -86,14 +86,15 @@ def test_the_first_ranks_plan_is_run_where_it_fits(monkeypatch: pytest.MonkeyPat
     assert taken.timeline.peak_bytes <= loose.budget_bytes
 
 
-def test_a_rank_on_which_it_does_not_fit_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_keeps_its_own_plan_where_the_first_ranks_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, tight = solved(monkeypatch, 6, 0.7)
     _, loose = solved(monkeypatch, 6, 0.9)
     monkeypatch.setattr(plan_consensus, "dist", Group(1, plan_of(problem, loose)))
     assert plan_consensus.on_plan(problem, tight) is None
 
 
-def test_a_rank_whose_unit_differs_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_keeps_its_own_plan_where_its_unit_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the first rank has no plan."""
     problem, plan = solved(monkeypatch, 6, 0.7)
     other, others = solved(monkeypatch, 5, 0.7)
     monkeypatch.setattr(plan_consensus, "dist", Group(1, plan_of(other, others)))

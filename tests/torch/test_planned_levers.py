@@ -1,4 +1,4 @@
-"""Laws: what a plan says of a lever is what the lever does; levers and recomputing are chosen together, by their seconds."""
+"""Laws: a plan says of a lever what the lever does, and levers and recomputation are chosen together, by their seconds."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _pictures() -> nn.Module:
 
 
 def _wide() -> nn.Module:
-    """What the second convolution's backward takes is most of the step."""
+    """Most of the step is workspace of the second convolution's backward."""
     return nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1))
 
 
@@ -87,7 +87,7 @@ def _recorded(folder: Path, train: Callable[[], None]) -> RecordedStep:
 
 
 def _peak(train: Callable[[], None], budget: int | None, **how: object) -> int:
-    """Of the last step of a run, above what was there."""
+    """The peak of the last step, above the bytes live before the run."""
     gc.collect()
     outside = heap().tensor_live
     with lowtide.budget(outside + (budget or 4 << 30), **how) as run:  # type: ignore[arg-type]
@@ -114,9 +114,10 @@ CASES: dict[str, tuple[str, Callable[[], nn.Module], Loss, Make]] = {
 
 
 @pytest.mark.parametrize(("name", "make", "loss_of", "optimizer_of"), CASES.values(), ids=CASES)
-def test_a_lever_saves_in_a_run_what_the_plan_says(
+def test_a_lever_saves_in_a_run_what_its_plan_says(
     tmp_path: Path, name: str, make: Callable[[], nn.Module], loss_of: Loss, optimizer_of: Make
 ) -> None:
+    """The plan's saving is at most 2 % of the baseline's peak above the real one, and at most 5 % below."""
     train = partial(_train, make, loss_of, optimizer_of)
     step = _recorded(tmp_path, train)
     assert name in each_lever(step)
@@ -127,12 +128,12 @@ def test_a_lever_saves_in_a_run_what_the_plan_says(
     assert saved - 0.05 * plain < said < saved + 0.02 * plain
 
 
-def test_slices_let_a_budget_be_held_that_the_plan_with_them_names(tmp_path: Path) -> None:
+def test_a_budget_that_a_plan_with_slices_names_is_held(tmp_path: Path) -> None:
     train = partial(_train, _dense, _square, partial(_adamw, foreach=True))
     step = _recorded(tmp_path, train)
     plain, sliced = (peak_of(with_levers(step, names)) for names in ((), (SLICES,)))
     real = _peak(train, None)
-    outside = plain - real  # what the recording counts besides, as tensors that other tests left
+    outside = plain - real  # the recording also counts tensors that other tests left
     assert sliced - outside < 0.9 * real
     budget = sliced - outside + (64 << 10)
     assert _peak(train, budget, without=(UPDATE,)) <= budget
@@ -153,14 +154,17 @@ def _again(net: nn.Module) -> None:
 
 
 def _kept(net: nn.Module) -> None:
-    """Gradients are zeroed, not let go."""
+    """Gradients are zeroed, not freed."""
 
 
 @pytest.mark.parametrize("between", [_clipped, _logged, _again, _kept])
 @pytest.mark.parametrize("foreach", [False, True])
-def test_no_update_in_the_backward_is_promised_to_a_script_that_it_would_stop(
+def test_update_in_backward_is_not_offered_where_it_would_stop_the_script(
     tmp_path: Path, between: Callable[[nn.Module], None], *, foreach: bool
 ) -> None:
+    """Scripts that clip or log gradients, go backward twice, or zero gradients in place: no plan offers the lever, and a run
+    with it raises.
+    """
     def train() -> None:
         net = _dense()
         optimizer = _adamw(net.parameters(), foreach=foreach)
@@ -175,8 +179,8 @@ def test_no_update_in_the_backward_is_promised_to_a_script_that_it_would_stop(
         train()
 
 
-def test_no_update_in_the_backward_is_promised_where_another_backward_leaves_gradients(tmp_path: Path) -> None:
-    """A GAN's generator trains through the discriminator, whose gradients of that are thrown away."""
+def test_update_in_backward_is_not_offered_with_leftover_gradients(tmp_path: Path) -> None:
+    """A GAN's generator trains through the discriminator, whose gradients from that backward are thrown away."""
 
     def train() -> None:
         makes, judges = _dense(), _dense()
@@ -204,7 +208,7 @@ def _pixels(net: nn.Module) -> torch.Tensor:
 
 
 def _counted(net: nn.Module) -> torch.Tensor:
-    """Logits that are read besides."""
+    """Logits that are also read otherwise."""
     words = torch.randint(4096, (1024,))
     scores = net(words)
     scores.argmax(1).eq(words).sum()
@@ -220,7 +224,7 @@ def _alone(net: nn.Module) -> torch.Tensor:
     (LOSS, _segmented, _pixels), (LOSS, _classes, _counted), (LOSS, _dense, _square), (SPLIT_OPS, _pictures, _alone), (SPLIT_OPS, _dense, _square),
     (SLICES, _dense, _square),
 ])
-def test_nothing_is_said_of_a_lever_that_a_run_finds_nothing_for(
+def test_a_lever_without_effect_in_a_run_is_not_offered(
     tmp_path: Path, name: str, make: Callable[[], nn.Module], loss_of: Loss
 ) -> None:
     step = _recorded(tmp_path, partial(_train, make, loss_of, partial(_adamw, foreach=False)))
@@ -230,7 +234,7 @@ def test_nothing_is_said_of_a_lever_that_a_run_finds_nothing_for(
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[RecordedStep, list[Planned]]:
-    """A language model's step at a budget between the floors with and without levers."""
+    """A language model's step at a budget between the floors with and without levers, planned with every set of levers."""
     step = _recorded(tmp_path_factory.mktemp("planned"), partial(_train, _classes, _words, partial(_adamw, foreach=True)))
     solver = Solver(with_levers(step, ()))
     budget = solver.told_floor.bytes + (solver.given.peak_bytes - solver.told_floor.bytes) // 5
@@ -239,7 +243,8 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[RecordedStep, lis
     return step, [plain, *found]
 
 
-def test_every_set_of_levers_has_a_plan_that_an_independent_checker_verifies(planned: tuple[RecordedStep, list[Planned]]) -> None:
+def test_every_set_of_levers_has_a_plan_that_the_checker_verifies(planned: tuple[RecordedStep, list[Planned]]) -> None:
+    """Only update-in-backward alone may be proven not to reach this budget."""
     step, sets = planned
     assert {s.names for s in sets} == set(sets_of(tuple(each_lever(step))))
     for s in sets:
@@ -249,7 +254,8 @@ def test_every_set_of_levers_has_a_plan_that_an_independent_checker_verifies(pla
     assert without in ({}, {(UPDATE,): Status.INFEASIBLE}), "that lever alone may not reach this budget"
 
 
-def test_more_levers_never_make_a_plan_slower_but_for_what_they_take_themselves(planned: tuple[RecordedStep, list[Planned]]) -> None:
+def test_more_levers_never_make_a_plan_slower(planned: tuple[RecordedStep, list[Planned]]) -> None:
+    """The levers' own seconds aside. Compared where the plan with fewer levers can be carried over within the budget."""
     _, sets = planned
     compared = 0
     for few in sets:
@@ -264,8 +270,8 @@ def test_more_levers_never_make_a_plan_slower_but_for_what_they_take_themselves(
     assert compared >= 5
 
 
-def test_a_plan_in_free_order_is_begun_from_those_with_fewer_levers(planned: tuple[RecordedStep, list[Planned]]) -> None:
-    """Slices change no operator: the plan without them is one with them."""
+def test_a_free_order_plan_carries_over_to_a_set_with_slices(planned: tuple[RecordedStep, list[Planned]]) -> None:
+    """Slices change no operator, so the plan without them is a plan with them, within the same budget."""
     step, _ = planned
     plain, sliced = (Solver(with_levers(step, names), order=Order.FREE) for names in ((), (SLICES,)))
     budget = (plain.floor.bytes + plain.given.peak_bytes) // 2
@@ -276,8 +282,8 @@ def test_a_plan_in_free_order_is_begun_from_those_with_fewer_levers(planned: tup
     assert sliced.follow(row, None).timeline.peak_bytes <= budget
 
 
-def test_a_plan_that_breaks_a_rule_with_more_levers_is_not_carried_over() -> None:
-    """A value that a script holds until later cannot go where the order is another one."""
+def test_a_plan_that_breaks_a_rule_is_not_carried_over() -> None:
+    """A value that the script holds cannot be recomputed while it is held, as the other solver's plan would do."""
     nodes = (
         Node(id="a", bytes=1, seconds=1.0, held_until=2), Node(id="v", bytes=1, seconds=1.0, parents=(0,)),
         Node(id="h", bytes=1, seconds=1.0),
@@ -288,7 +294,7 @@ def test_a_plan_that_breaks_a_rule_with_more_levers_is_not_carried_over() -> Non
     assert carried(Solver(graph), answer) is None
 
 
-def test_the_fastest_set_that_is_allowed_is_chosen(planned: tuple[RecordedStep, list[Planned]]) -> None:
+def test_the_fastest_allowed_set_of_levers_is_chosen(planned: tuple[RecordedStep, list[Planned]]) -> None:
     _, sets = planned
     assert best(sets, ()).names == ()
     assert set(best(sets, {UPDATE}).names) <= {UPDATE}
@@ -298,7 +304,7 @@ def test_the_fastest_set_that_is_allowed_is_chosen(planned: tuple[RecordedStep, 
     assert chosen.extra_seconds <= least + 2e-3 * sets[0].solver.graph.base_seconds
 
 
-def test_of_sets_that_cost_the_same_the_one_with_fewer_levers_is_chosen(planned: tuple[RecordedStep, list[Planned]]) -> None:
+def test_of_equally_fast_sets_the_one_with_fewer_levers_is_chosen(planned: tuple[RecordedStep, list[Planned]]) -> None:
     _, sets = planned
     level = [replace(s, answer=sets[0].answer, own_seconds=0.0) for s in sets]
     assert best(level, LEVERS).names == ()
@@ -307,7 +313,7 @@ def test_of_sets_that_cost_the_same_the_one_with_fewer_levers_is_chosen(planned:
 @pytest.mark.parametrize(("names", "sets"), [
     ((), 1), ((UPDATE,), 2), ((UPDATE, SLICES), 3), ((UPDATE, SLICES, LOSS), 6), ((SLICES, LOSS), 4), ((UPDATE, SLICES, LOSS, SPLIT_OPS), 11),
 ])
-def test_slices_are_never_planned_with_an_update_in_the_backward(names: tuple[str, ...], sets: int) -> None:
+def test_slices_are_never_planned_with_update_in_backward(names: tuple[str, ...], sets: int) -> None:
     found = sets_of(names)
     assert len(found) == len({frozenset(s) for s in found}) == sets
     assert not any({UPDATE, SLICES} <= set(s) for s in found)

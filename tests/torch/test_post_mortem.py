@@ -1,7 +1,7 @@
-"""Law: a run that ends out of memory says why: the planted cause comes first in at least 18 of 20 scripts.
+"""Law: the report on a run that ran out of memory names the planted cause first, in at least 18 of 20 scripts.
 
-The cap lies half-way between what the script takes and what it would take without the planted flaw (or at 85 % of its peak where
-nothing is flawed and the model is simply too large): so it is the flaw that kills it.
+The cap lies half-way between the peaks of the script with and without its planted flaw (or at 85 % of its peak, if nothing is
+flawed and the model is simply too large), so it is the flaw that ends the run.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _peak(script: Callable[[bool], None], *, mended: bool) -> int:
 
 
 def cause(recording: reader.Recording, cap: int) -> str:
-    """What a reader of the report sees first: a finding that alone lets it fit, else the largest role."""
+    """The first cause that a reader of the report sees: a finding that alone would let it fit, else the largest role."""
     found = [f for f in explain(recording).findings if f.saving_bytes]
     fitting = would_fit(found, cap)
     if fitting:
@@ -183,7 +183,7 @@ def cause(recording: reader.Recording, cap: int) -> str:
 
 
 def _causes(folder: Path) -> dict[str, tuple[str, str]]:
-    """What each script is told to have died of, and what it did die of."""
+    """For each script, the cause that the report names and the planted one."""
     told = {}
     for name, (script, expected) in PLANTED.items():
         script(False)  # noqa: FBT003 - libraries are warm from here on
@@ -205,7 +205,7 @@ def _causes(folder: Path) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.long
 def test_the_planted_cause_is_named_in_all_scripts_but_one(tmp_path: Path) -> None:
-    """At least 18 of 20 is the law; the one that is missed today is named, so that no other can join it unseen."""
+    """The law asks for 18 of 20; the single script that is missed today is listed, so that no other can join it unnoticed."""
     assert len(PLANTED) >= 20
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
         told = fresh.submit(_causes, tmp_path).result()

@@ -1,5 +1,9 @@
-"""Laws: whatever script is drawn, under every budget it gives the plain run's bits; a budget is held, or refused in the first
-three steps, or the run says that it was not held; no floor is above what a run has held, no plain peak above the plain run's."""
+"""Laws of randomly drawn scripts, under every budget.
+
+The bits are those of the baseline. A budget is held, or refused in the first three steps, or the run says that it was not
+held. No floor is above a peak that a run has reached within its budget, and no reported baseline peak is above the baseline's
+real one.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +25,22 @@ from drawn import Program, job_of, programs
 STEPS = 6
 PROGRAMS = 2000 if FULL else 12
 PLAIN_TOO_HIGH = 0.005
-"""Share by which the plain peak may be told too high, beyond the tolerance in bytes."""
+"""Share by which the reported baseline peak may be too high, beyond the tolerance in bytes."""
 SHARES = (0.9, 0.75, 0.6, 0.4)
-"""Of what the plain run takes above what is there before."""
+"""Budgets, as shares of what the baseline takes above the bytes live before."""
 
 
 @settings(max_examples=PROGRAMS, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=not FULL)
 @given(programs(), st.sampled_from(SHARES), st.booleans())
-def test_any_script_gives_the_same_bits_under_any_budget(program: Program, share: float, offload: bool) -> None:  # noqa: FBT001
+def test_any_script_keeps_its_bits_under_any_budget(program: Program, share: float, offload: bool) -> None:  # noqa: FBT001
+    """The laws of this module, for scripts that Hypothesis draws."""
     holds(program, share, offload=offload)
 
 
-def test_the_plain_peak_ends_a_value_where_autograd_lets_it_go_though_a_record_keeps_it() -> None:
-    """What a layer returns cannot be made again, since a buffer that it was made from was written: records refer to it.
+def test_a_value_kept_only_by_a_record_is_not_in_the_baseline_peak() -> None:
+    """A layer's result cannot be recomputed because a buffer that it was made from has been written, so records refer to it.
 
-    Its bytes were counted for as long as they did, an activation too many at the highest point of the backward.
+    Its bytes used to count for as long as they did: one activation too many at the highest point of the backward.
     """
     layers = ("added_in_place", "layer_norm", "sigmoid", "transposed", "sigmoid", "relu_", "relu_", "added_in_place", "running")
     program = Program(
@@ -46,10 +51,10 @@ def test_the_plain_peak_ends_a_value_where_autograd_lets_it_go_though_a_record_k
         holds(program, 0.75, offload=False)
 
 
-def test_a_step_whose_units_do_not_follow_their_plan_is_not_told_as_planned() -> None:
-    """The micro-batches leave their plan twice, and are held on line from there on.
+def test_a_step_whose_units_leave_their_plan_is_not_reported_as_planned() -> None:
+    """The micro-batches leave their plan twice and run online from then on.
 
-    Steps were told as planned, with a predicted peak that they crossed by 8 %, though not the budget.
+    Such steps used to be reported as planned, with a predicted peak that they exceeded by 8 %, although not the budget.
     """
     program = Program(
         layers=("complex", "residual", "linear", "running", "sigmoid"), width=256, rows=2048, loss="cross_entropy",
@@ -60,7 +65,8 @@ def test_a_step_whose_units_do_not_follow_their_plan_is_not_told_as_planned() ->
 
 
 def holds(program: Program, share: float, *, offload: bool) -> None:
-    """The laws, of one program under one budget; where that is refused, also half-way from what is needed to the plain peak."""
+    """Check the laws for one program and budget; if it is refused, also half-way from the bytes needed to the baseline's peak.
+    """
     make = functools.partial(job_of, program)
     reference = plain(make, STEPS)
     above = int(above_of(reference, share))
@@ -70,7 +76,9 @@ def holds(program: Program, share: float, *, offload: bool) -> None:
 
 
 def _held(make: Callable[[], zoo.Job], reference: Plain, above: int, *, offload: bool) -> int | None:
-    """The laws, so far above what is there before; where that is refused, how far above it is said to be needed."""
+    """Check the laws for a budget ``above`` the bytes live before; if it is refused, return the bytes above them that are said
+    to be needed.
+    """
     done = [0]
 
     def counting() -> zoo.Job:

@@ -1,6 +1,6 @@
-"""Law: a recorded step's graph, played in the order in which it was run, is as high inside each operator as was measured.
+"""Law: the graph of a recorded step, played in its own order, has the measured height inside each operator.
 
-What else holds a saved tensor than autograd is in the recording, and so is when backward asks for it and for how long.
+The recording also shows what besides autograd holds a saved tensor, and when and for how long backward asks for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import lowtide
 
 
 def heights(graph: Graph) -> dict[int, int]:
-    """By an operator's place in the step, the most bytes inside it where the graph's own order is played."""
+    """For each operator's place in the step, the most bytes inside it when the graph is played in its own order."""
     ops, nodes = operator_of(graph), graph.nodes
     board, found = graph.resident_bytes, {}
     for act, v in unfold(graph, plain_row(graph)):
@@ -90,7 +90,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.Tens
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("foreach", [False, True])
-def test_each_operator_is_as_high_as_was_measured(tmp_path: Path, name: str, *, foreach: bool) -> None:
+def test_each_operator_of_the_graph_has_its_measured_height(tmp_path: Path, name: str, *, foreach: bool) -> None:
+    """Within 512 bytes at every operator, and 0.1 % at the highest."""
     make, loss_of = CASES[name]
     steps = recorded(tmp_path, make(), loss_of, foreach=foreach)
     assert len(steps) == 3
@@ -124,7 +125,7 @@ def block_of(step: RecordedStep, op: str, nth: int = 0) -> Block:
 
 
 def until(step: RecordedStep, block: Block) -> str:
-    """The operator until whose end something other than autograd has a block."""
+    """The operator until whose end something other than autograd holds a block."""
     graph = graph_of(step)
     node = next(n for n in graph.nodes if n.id == f"block{block.number}")
     assert node.held_until is not None
@@ -134,6 +135,7 @@ def until(step: RecordedStep, block: Block) -> str:
 
 @pytest.mark.parametrize(("deletes", "last"), [(False, "aten.sigmoid.default"), (True, "aten.pow.Tensor_Scalar")])
 def test_a_local_variable_holds_a_saved_tensor_until_its_frame_ends(tmp_path: Path, *, deletes: bool, last: str) -> None:
+    """Or until it is deleted."""
     step = recorded(tmp_path, _Frame(deletes=deletes), lambda net: net(torch.randn(128, 64)).square().mean())[-1]
     assert until(step, block_of(step, "aten.addmm.default")) == last
 
@@ -149,7 +151,7 @@ class _HeldBase(torch.nn.Module):
         return self.cells(x)[0].tanh()
 
 
-def test_what_only_the_base_of_a_saved_view_holds_is_not_held(tmp_path: Path) -> None:
+def test_a_tensor_held_only_as_the_base_of_a_saved_view_is_not_held(tmp_path: Path) -> None:
     step = recorded(tmp_path, _HeldBase(), lambda net: net(torch.randn(8, 16, 64)).square().mean())[-1]
     zeros = [b for b in step.blocks if b.op == "aten.zeros.default" and b.saved]
     assert len(zeros) == 2
@@ -171,7 +173,10 @@ class _Scaled(torch.autograd.Function):
         return grad.neg().abs().mul(y).add(1)
 
 
-def test_a_node_holds_what_it_asked_for_until_it_ends(tmp_path: Path) -> None:
+def test_a_node_holds_its_saved_tensor_until_it_ends(tmp_path: Path) -> None:
+    """All operators of a custom backward that unpacked a tensor read it in the graph, also those before and after the one that
+    really does.
+    """
     net = nn.Linear(64, 64)
     step = recorded(tmp_path, net, lambda net: _Scaled.apply(net(torch.randn(32, 64))).mean())[-1]
     block = block_of(step, "aten.exp.default")
@@ -182,7 +187,8 @@ def test_a_node_holds_what_it_asked_for_until_it_ends(tmp_path: Path) -> None:
     assert readers[-4:] == ["aten.neg.default", "aten.abs.default", "aten.mul.Tensor", "aten.add.Tensor"]
 
 
-def test_a_graph_that_is_kept_has_its_tensors_unpinned_after_each_backward(tmp_path: Path) -> None:
+def test_a_retained_graph_unpins_its_tensors_after_each_backward(tmp_path: Path) -> None:
+    """Each need of a saved tensor ends before the step does."""
     net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
 
     def twice(net: nn.Module) -> torch.Tensor:
@@ -196,7 +202,7 @@ def test_a_graph_that_is_kept_has_its_tensors_unpinned_after_each_backward(tmp_p
     assert all(a < b < len(step.entries) for a, b in needs)
 
 
-def test_an_older_recording_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_an_older_recording_is_refused_with_advice(tmp_path: Path) -> None:
     step = recorded(tmp_path, nn.Linear(64, 64), lambda net: net(torch.randn(32, 64)).mean())[-1]
-    with pytest.raises(RecordingError, match="record anew"):
+    with pytest.raises(RecordingError, match="record again"):
         graph_of(RecordedStep(step.row, step.names, file_format=2))

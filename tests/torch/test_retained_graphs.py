@@ -1,7 +1,7 @@
-"""Law: a graph that is retained past the backwards of its plan gives the bits of a plain run, whatever is written meanwhile.
+"""Law: a graph retained past the backwards of its plan gives the bits of the baseline, whatever is written meanwhile.
 
-Each job goes backward once more, from some step on, over a graph whose planned step is over, after something was written that
-what the plan dropped is made from, though autograd has not saved it.
+From some step on each job runs one more backward through a graph whose planned step is over, after a write to something that
+the plan's dropped values are recomputed from and that autograd has not saved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STEPS, CHANGE, WIDTH, ROWS, BLOCKS = 8, 4, 96, 384, 4
 
 
 class Cells(nn.Module):
-    """Products with a constant, whose operands autograd does not save: what follows is made again from them."""
+    """Products with a constant, whose operands autograd does not save: later values are recomputed from them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def written_by_numpy() -> zoo.Job:
 
 
 def clipped_after_the_update() -> zoo.Job:
-    """Weights are clamped by hand after each step (WGAN), and nobody goes over the retained graph again."""
+    """Weights are clamped by hand after each step (WGAN), and no further backward uses the retained graph."""
 
     def write(model: Cells, _: torch.Tensor) -> None:
         with torch.no_grad():
@@ -106,7 +106,7 @@ def clipped_after_the_update() -> zoo.Job:
 
 
 def shown_after_the_update() -> zoo.Job:
-    """What was made from parameters is looked at and written once those were updated, and nobody asks for it again."""
+    """Values made from parameters are read and written after an update of these, and nothing needs them again."""
 
     def write(model: Cells, _: torch.Tensor) -> None:
         for y in model.shown:
@@ -191,7 +191,7 @@ GROWING = {"written_by_another_forward"}
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("share", [0.85, 0.7])
 @pytest.mark.parametrize("name", JOBS)
-def test_bits_hold_where_a_retained_graph_is_gone_over_again(name: str, share: float, offload: bool) -> None:
+def test_a_second_backward_through_a_retained_graph_keeps_bits(name: str, share: float, offload: bool) -> None:
     reference = plain_of(JOBS[name], STEPS)
     run = budgeted(JOBS[name], above_of(reference, share), STEPS, offload=offload)
     assert run.bits == reference.bits
@@ -201,12 +201,14 @@ def test_bits_hold_where_a_retained_graph_is_gone_over_again(name: str, share: f
         steps = run.outcome.steps[2:]
         certain = next((k for k, s in enumerate(steps, start=1) if s.peak_bytes > run.budget_bytes), len(steps))
         assert all(s.policy == "planned" for s in steps[:certain])
-        # Units are looked at once one has crossed the budget: what goes besides the plan is up to the clock.
+        # Once a unit has crossed the budget, units are observed, and what is evicted besides the plan depends on the clock.
         assert all(s.policy == "planned" or s.peak_bytes <= run.budget_bytes for s in steps[certain:])
 
 
-def test_bits_hold_where_an_optimizers_hook_writes_beside_a_plan() -> None:
-    """In the first step in which it does; from then on nothing can be made again, and without moving such a budget is refused."""
+def test_an_optimizer_hook_that_writes_beside_a_plan_keeps_bits() -> None:
+    """Checked for the first step in which it writes. From then on nothing can be recomputed, and without offload such a budget
+    is refused.
+    """
     reference = plain_of(an_optimizers_hook_that_writes, CHANGE + 1)
     run = budgeted(an_optimizers_hook_that_writes, above_of(reference, 0.85), CHANGE + 1, offload=False)
     assert run.bits == reference.bits
@@ -214,12 +216,12 @@ def test_bits_hold_where_an_optimizers_hook_writes_beside_a_plan() -> None:
 
 
 def retained_for_nothing() -> zoo.Job:
-    """Nobody goes backward again."""
+    """There is no second backward."""
     return _again_after(lambda *_: None, update_first=True, again=False)
 
 
-def test_a_graph_that_is_retained_for_nothing_costs_no_memory() -> None:
-    """What an optimizer writes does not bring back what was made from it."""
+def test_a_graph_retained_but_unused_costs_no_memory() -> None:
+    """An optimizer's writes do not bring back the values that were computed from its parameters."""
     reference = plain_of(retained_for_nothing, STEPS)
     run = budgeted(retained_for_nothing, above_of(reference, 0.6), STEPS, offload=False)
     assert run.bits == reference.bits
@@ -240,8 +242,10 @@ class Quietly(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, Quietly])
-def test_what_was_made_from_parameters_that_were_updated_meanwhile_stops_the_run(kind: type[torch.optim.Optimizer]) -> None:
-    """Autograd did not save them, so that plain backward goes on; what it needs cannot be made again."""
+def test_recomputing_from_updated_parameters_stops_the_run(kind: type[torch.optim.Optimizer]) -> None:
+    """Autograd did not save them, so plain backward goes on; here the values that it needs can no longer be recomputed
+    (ReplayError).
+    """
     shifts = nn.ParameterList(torch.full((WIDTH,), 0.5) for _ in range(2 * BLOCKS))
     optimizer = kind(shifts.parameters())
 
@@ -267,8 +271,8 @@ def test_what_was_made_from_parameters_that_were_updated_meanwhile_stops_the_run
             step(again=True)
 
 
-def test_no_interception_is_left_over_where_an_optimizer_steps_within_a_planned_backward() -> None:
-    """Updates in hooks: what looks on in the backward is gone once it is over."""
+def test_optimizer_steps_inside_a_planned_backward_leave_no_mode() -> None:
+    """Updates in hooks: the dispatch mode of the backward is gone once it is over."""
     model = Cells()
     optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in model.parameters()}
     for p, optimizer in optimizers.items():
@@ -289,8 +293,10 @@ def test_no_interception_is_left_over_where_an_optimizer_steps_within_a_planned_
     assert _get_current_dispatch_mode() is None
 
 
-def test_what_is_written_after_the_budget_has_ended_is_not_what_is_made_again_from() -> None:
-    """Between forward and backward nobody looks on any more: what was dropped is back by then."""
+def test_values_are_restored_before_the_budget_ends() -> None:
+    """After a budget that ends between forward and backward nothing is observed: dropped values are back by then, so that a
+    later write cannot change what they are recomputed from.
+    """
 
     def gradients(budget: int | None) -> list[bytes]:
         torch.manual_seed(0)
@@ -314,8 +320,8 @@ def test_what_is_written_after_the_budget_has_ended_is_not_what_is_made_again_fr
     assert gradients(live + int(0.7 * (counter.tensor_peak - live))) == plain
 
 
-def test_a_dispatch_mode_of_the_scripts_own_ends_as_it_began() -> None:
-    """A mode takes off what is on top of the stack when it ends: ours must not be there."""
+def test_a_dispatch_mode_of_the_script_ends_as_it_began() -> None:
+    """A mode removes what is on top of the stack when it ends: Lowtide's must not be there."""
     model = Cells()
     counter = heap()
     counter.tensor_peak = live = counter.tensor_live
@@ -365,7 +371,7 @@ def asked_again_sometimes() -> zoo.Job:
 
 
 def shown_from_some_step_on() -> zoo.Job:
-    """Every graph stays past the update, after which the parameters are looked at as numpy's: they may be written unseen."""
+    """Every graph survives the update, after which numpy is given the parameters: they may be written unseen."""
     model = Cells()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -382,8 +388,9 @@ def shown_from_some_step_on() -> zoo.Job:
 
 
 @pytest.mark.parametrize("share", [0.8, 0.6])
-def test_what_is_made_again_beside_a_retained_graph_is_learned_of(share: float) -> None:
-    """After the unit is over: it may cross the budget once, and the step after it while that graph is there."""
+def test_recomputation_beside_a_retained_graph_crosses_at_most_twice(share: float) -> None:
+    """It happens after the unit is over, so the budget may be crossed once, and in the step after it while that graph lives.
+    """
 
     def losses(make: Callable[[], zoo.Job], steps: int) -> list[bytes]:
         zoo.seed(0)
@@ -407,8 +414,8 @@ def test_what_is_made_again_beside_a_retained_graph_is_learned_of(share: float) 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("share", [0.8, 0.6])
 @pytest.mark.parametrize("make", [retained_sometimes, asked_again_sometimes])
-def test_what_only_some_steps_retain_is_held_or_learned_of(make: Callable[[], zoo.Job], share: float, offload: bool) -> None:
-    """It may cross the budget once, and the step after it while that graph is there."""
+def test_graphs_retained_in_some_steps_cross_the_budget_at_most_twice(make: Callable[[], zoo.Job], share: float, offload: bool) -> None:
+    """Once, and in the step after it while that graph lives."""
     steps = 15
     reference = plain_of(make, steps)
     run = budgeted(make, above_of(reference, share), steps, offload=offload)

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 import lowtide
 
 
-def test_torchs_own_error_comes_for_saved_tensors_changed_in_place() -> None:
+def test_torchs_error_is_raised_for_a_saved_tensor_changed_in_place() -> None:
     with lowtide.budget("1GiB"):
         x = torch.randn(64, 64, requires_grad=True)
         y = torch.sigmoid(x)
@@ -42,7 +42,7 @@ def test_torchs_own_error_comes_for_saved_tensors_changed_in_place() -> None:
             loss.backward()
 
 
-def test_in_place_error_comes_in_planned_steps_too() -> None:
+def test_torchs_in_place_error_is_raised_in_planned_steps_too() -> None:
     """The saved tensor that is changed is one that the plan drops."""
     reference = plain_of(zoo.mlp)
     counter = heap()
@@ -64,8 +64,10 @@ def test_in_place_error_comes_in_planned_steps_too() -> None:
                 hook.remove()
 
 
-def test_failing_operator_is_tried_again_under_a_process_cap_without_plan() -> None:
-    """The cap of the heap counter stands for a small device: no budget is given, only rescue is left."""
+def test_a_failing_operator_is_retried_under_a_process_cap() -> None:
+    """The heap counter's cap stands for a small device. No budget is given, so that retrying after an eviction is all that
+    helps.
+    """
     reference = plain_of(zoo.gpt_eager)
     counter = heap()
     gc.collect()
@@ -83,7 +85,7 @@ def test_failing_operator_is_tried_again_under_a_process_cap_without_plan() -> N
     assert sum(s.rescued_ops for s in run.outcome.steps) > 0
 
 
-def test_memory_falls_by_reference_count_alone() -> None:
+def test_a_budgeted_run_frees_memory_by_reference_count_alone() -> None:
     """With the collector off, nothing of a step outlives it."""
     make = zoo.gpt_eager
     reference = plain_of(make)
@@ -101,8 +103,8 @@ def test_memory_falls_by_reference_count_alone() -> None:
 @pytest.mark.long("gru_seq2seq")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("name", ["gpt_eager", "cnn", "gru_seq2seq"])
-def test_seconds_are_monotone_in_the_budget(name: str, offload: bool) -> None:
-    """Less budget, never fewer predicted seconds, whatever was asked before; and every plan is within its budget."""
+def test_a_lower_budget_never_has_fewer_predicted_seconds(name: str, offload: bool) -> None:
+    """In whatever order budgets are asked for; every plan is within its budget."""
     make = zoo.MODELS[name]
     with lowtide.budget(live_now() + 4 * plain_of(make).above_bytes, offload=offload) as run:
         zoo.run(make, 3)
@@ -117,7 +119,8 @@ def test_seconds_are_monotone_in_the_budget(name: str, offload: bool) -> None:
         assert seconds == sorted(seconds, reverse=True)
 
 
-def test_infeasible_budget_is_refused_within_three_steps_with_its_bound() -> None:
+def test_an_infeasible_budget_is_refused_within_three_steps() -> None:
+    """The error carries a proven bound above the budget."""
     steps = []
 
     def make() -> zoo.Job:
@@ -137,12 +140,12 @@ def test_infeasible_budget_is_refused_within_three_steps_with_its_bound() -> Non
     assert refusal.value.bound_bytes > refusal.value.budget_bytes
 
 
-def test_second_budget_inside_is_refused() -> None:
-    with lowtide.budget("1GiB"), pytest.raises(lowtide.UsageError, match="in force already"), lowtide.budget("1GiB"):
+def test_a_budget_inside_a_budget_is_refused() -> None:
+    with lowtide.budget("1GiB"), pytest.raises(lowtide.UsageError, match="already active"), lowtide.budget("1GiB"):
         pass
 
 
-def test_budget_is_a_decorator_and_leaves_torch_as_it_was() -> None:
+def test_a_budget_works_as_a_decorator_and_restores_torch() -> None:
     before = (nn.Module.__call__, torch.compile, torch.Tensor.numpy, torch.autograd._engine_run_backward)
 
     @lowtide.budget("1GiB")
@@ -157,7 +160,8 @@ def test_budget_is_a_decorator_and_leaves_torch_as_it_was() -> None:
     assert before == (nn.Module.__call__, torch.compile, torch.Tensor.numpy, torch.autograd._engine_run_backward)
 
 
-def test_share_is_resolved_after_the_first_step() -> None:
+def test_a_percentage_is_resolved_after_the_first_step() -> None:
+    """It becomes that share of what training adds above the resident bytes, and later steps are within it."""
     job, outside = plain_of(zoo.gpt_eager), live_now()
     activations = job.above_bytes - job.resident_bytes
     percent = round(100 * (outside + 0.7 * activations) / (outside + activations))  # a share is of what else is alive, too
@@ -171,7 +175,7 @@ def test_share_is_resolved_after_the_first_step() -> None:
     assert all(s.peak_bytes <= outcome.budget_bytes for s in outcome.steps[1:])
 
 
-def test_handles_survive_the_end_of_the_budget() -> None:
+def test_saved_tensors_survive_the_end_of_the_budget() -> None:
     """A graph made under a budget is consumed after it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
@@ -194,8 +198,8 @@ def test_tensors_of_a_budgeted_forward_can_be_saved_and_loaded() -> None:
     assert torch.equal(torch.load(io.BytesIO(file.getvalue())), hidden)
 
 
-def test_moved_values_come_back_bit_for_bit() -> None:
-    """Opaque producers cannot be made again: what they make can only be moved."""
+def test_offloaded_values_come_back_with_the_same_bits() -> None:
+    """Outputs of opaque custom functions cannot be recomputed, only offloaded."""
 
     class Opaque(torch.autograd.Function):
         @staticmethod
@@ -228,7 +232,7 @@ def test_moved_values_come_back_bit_for_bit() -> None:
 
 
 def test_a_budget_that_ended_leaves_nothing_behind() -> None:
-    """Its runtime, and with it the second board's mapped file, goes: notebooks run the same cell again and again."""
+    """Its runtime is freed, and with it the offload tier's mapped file: notebooks run the same cell again and again."""
     with lowtide.budget("1GiB") as run:
         nn.Linear(8, 8)(torch.randn(4, 8)).sum().backward()
     runtime = weakref.ref(run._runtime)
@@ -238,8 +242,9 @@ def test_a_budget_that_ended_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("make", [zoo.gpt_eager, zoo.mlp, zoo.cnn], ids=["gpt", "mlp", "cnn"])
-def test_fetches_that_begin_early_change_no_bit_and_lift_no_peak(make, monkeypatch):
-    """The second board as if it copied on its own, as CUDA's does: no fetch is lost, none is left over."""
+def test_prefetches_change_no_bit_and_raise_no_peak(make, monkeypatch):
+    """The offload tier behaves as if it copied asynchronously, as CUDA's does: every prefetch is used, and none is left over.
+    """
     begun: list[bool] = []
     taken: list[bool] = []
 
@@ -265,7 +270,7 @@ def test_fetches_that_begin_early_change_no_bit_and_lift_no_peak(make, monkeypat
 
 
 class _Own(torch.Tensor):
-    """A class of tensors that Lowtide does not know."""
+    """A tensor subclass that Lowtide does not know."""
 
 
 def _train(call: Callable[[nn.Module, torch.Tensor], torch.Tensor], steps: int = 4) -> None:
@@ -297,11 +302,12 @@ def _of_its_own(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("call", "reason"),
-    [(_in_a_thread, "another thread"), (_on_the_host, "saved-tensor hooks"), (_of_its_own, "_Own"), (_loss, None)],
+    [(_in_a_thread, "a thread other than"), (_on_the_host, "saved-tensor hooks"), (_of_its_own, "_Own"), (_loss, None)],
 )
-def test_a_share_that_could_not_be_put_in_force_is_said_to_be_so_and_why(
+def test_a_percentage_that_never_took_effect_is_reported_with_the_reason(
     call: Callable[[nn.Module, torch.Tensor], torch.Tensor], reason: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The forward runs in another thread, under the script's saved-tensor hooks, or on an unknown tensor subclass."""
     with lowtide.budget("99%") as run:
         _train(call)
     assert run.outcome.in_force == (reason is None)
@@ -314,7 +320,10 @@ def test_a_share_that_could_not_be_put_in_force_is_said_to_be_so_and_why(
         assert reason in said
 
 
-def test_a_budget_below_what_is_resident_is_refused_though_no_two_steps_are_alike() -> None:
+def test_a_budget_below_the_resident_bytes_is_refused_with_new_sizes() -> None:
+    """It is refused as the second step begins, with weights and optimizer states as its bound, although no two steps are
+    alike.
+    """
     model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(256, 256), nn.GELU())))
     optimizer = torch.optim.AdamW(model.parameters())
     weights = sum(p.nbytes for p in model.parameters())
@@ -330,8 +339,8 @@ def test_a_budget_below_what_is_resident_is_refused_though_no_two_steps_are_alik
     assert refused.value.bound_bytes == weights + states > refused.value.budget_bytes
 
 
-def test_sizes_that_change_all_the_time_do_not_make_the_second_boards_file_grow() -> None:
-    """Law: places are used again by what is a little smaller; what comes back has its own size and bits."""
+def test_ever_changing_sizes_do_not_grow_the_offload_file() -> None:
+    """Law: places are reused by slightly smaller values; what comes back has its own size and bits."""
     file = file_tier.FileTier()
     sizes = random.Random(0)
     for _ in range(150):
@@ -344,8 +353,8 @@ def test_sizes_that_change_all_the_time_do_not_make_the_second_boards_file_grow(
     assert file._end <= 128 << 20  # 8 MB at a time, 900 in all
 
 
-def test_views_of_a_storage_that_was_moved_come_back_as_one() -> None:
-    """Whoever asks gets the storage that another has, and the bytes that were moved; a new copy once nobody has it."""
+def test_views_of_an_offloaded_storage_share_one_fetched_storage() -> None:
+    """Each fetch returns the storage that another still has; once none has it, a new copy of the offloaded bytes."""
     plain = torch.arange(1024, dtype=torch.float32)
     ticket = Shared(file_tier.FileTier().put(plain.untyped_storage()))
     one, other = ticket.fetch(), ticket.fetch()
@@ -357,9 +366,10 @@ def test_views_of_a_storage_that_was_moved_come_back_as_one() -> None:
 
 
 @pytest.mark.parametrize("path", ["1", "Sequential.1", ("1", "3.0")])
-def test_what_a_kept_module_saves_is_never_dropped_and_a_path_of_no_module_is_told(
+def test_values_of_a_kept_module_are_never_dropped(
     path: str | tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """`keep` takes one path or several. A path that no module has is reported at once and in the outcome."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU()) for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
@@ -389,8 +399,8 @@ def test_what_a_kept_module_saves_is_never_dropped_and_a_path_of_no_module_is_to
     assert run.outcome.unmet == ("nowhere",)
 
 
-def test_a_script_that_keeps_a_little_of_each_step_is_not_planned_anew_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left for a step falls by some bytes every time: one more search serves for all that is nearly as much."""
+def test_slowly_falling_room_does_not_cause_a_search_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that keeps some bytes of each step: one search serves all budgets that are nearly as large."""
     asked, search = [], Front._search
     monkeypatch.setattr(Front, "_search", lambda front, budget: (asked.append(budget), search(front, budget)))
     held: list[torch.Tensor] = []
@@ -418,7 +428,7 @@ def test_a_script_that_keeps_a_little_of_each_step_is_not_planned_anew_in_each(m
 
 
 class Unread(list[Any]):
-    """Figures of many steps, which nobody may go through while a script trains."""
+    """Figures of many steps, which nothing may iterate over while a script trains."""
 
     def __iter__(self) -> Iterator[Any]:
         raise AssertionError("gone through")
@@ -428,7 +438,8 @@ class Unread(list[Any]):
         return super().__getitem__(at)
 
 
-def test_a_step_takes_no_longer_the_more_were_before_it() -> None:
+def test_no_step_iterates_over_all_earlier_steps() -> None:
+    """So that the time of a step does not grow with the number of steps before it."""
     reference = plain_of(zoo.mlp)
     budget = live_now() + above_of(reference, 0.5)
     job = zoo.mlp()
@@ -444,7 +455,7 @@ STEPS = 6
 
 
 def _timed(monkeypatch: pytest.MonkeyPatch, again: float, bytes_per_second: float) -> None:
-    """Let the clock of a planned step say that each operator took so long, and transfers went so fast."""
+    """Make a planned step's stopwatch report the given seconds per operator and transfer speed."""
     true = timing.Stopwatch.problem
 
     def problem(self: timing.Stopwatch, recorded: Problem, funcs: Sequence[tuple[int, Any]]) -> Problem:
@@ -465,10 +476,12 @@ def _fixed_speed(monkeypatch: pytest.MonkeyPatch, bytes_per_second: float) -> No
 
 
 @pytest.mark.parametrize(("name", "share"), [("gpt_eager", 0.5), ("cnn", 0.8)])
-def test_a_warm_steps_seconds_take_the_place_of_the_recorded_ones(
+def test_seconds_of_a_warm_step_replace_the_recorded_ones(
     name: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each operator takes a second by the clock of the second planned step: from then on the plan says one per replay."""
+    """By the clock of the second planned step each operator takes a second: from then on the plan counts one second per
+    replay.
+    """
     make = getattr(zoo, name)
     reference = plain_of(make, STEPS)
     _timed(monkeypatch, 1.0, 1e9)
@@ -481,8 +494,10 @@ def test_a_warm_steps_seconds_take_the_place_of_the_recorded_ones(
 
 
 @pytest.mark.long
-def test_once_a_plan_is_followed_no_step_works_on_plans_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a bound is made of was gathered anew in every step (25 to 45 ms), and a plan was written out that nobody read."""
+def test_steps_that_follow_a_plan_do_no_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terms of a bound used to be gathered again in every step (25 to 45 ms), and a plan was written out that nothing
+    read.
+    """
     counts = {"gathered": 0, "written": 0}
 
     def counted(name: str, true: Callable[..., Any]) -> Callable[..., Any]:
@@ -502,8 +517,8 @@ def test_once_a_plan_is_followed_no_step_works_on_plans_any_more(monkeypatch: py
         assert counts["written"] <= 1, "for the warm recording"
 
 
-def test_a_board_that_turns_out_slow_is_used_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was probed at a terabyte a second, and a planned step met a megabyte: what can be made again then is."""
+def test_an_offload_tier_that_turns_out_slow_is_avoided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was probed at a terabyte per second, and a planned step measured a megabyte: what can be recomputed then is."""
     reference = plain_of(zoo.gpt_eager, STEPS)
     _fixed_speed(monkeypatch, 1e12)
     _timed(monkeypatch, 1e-9, 1e6)
@@ -516,7 +531,7 @@ def test_a_board_that_turns_out_slow_is_used_no_more(monkeypatch: pytest.MonkeyP
 
 
 def _packed(steps: int) -> list[bytes]:
-    """A packed LSTM whose batch is of other lengths in every step."""
+    """A packed LSTM whose batch has new lengths in every step."""
     zoo.seed(0)
     model, head = nn.LSTM(64, 128, bidirectional=True, batch_first=True), nn.Linear(256, 4)
     opt = torch.optim.Adam([*model.parameters(), *head.parameters()])
@@ -535,9 +550,10 @@ def _packed(steps: int) -> list[bytes]:
 
 @pytest.mark.long("0.92")
 @pytest.mark.parametrize("share", [0.92, 0.7])
-def test_memory_falls_by_reference_count_where_values_are_overwritten_and_plans_are_left(share: float) -> None:
-    """Law: with the collector off, nothing of a step outlives it: not a value whose later version was made from it in place,
-    nor what a unit that left its plan half-way had noted."""
+def test_overwritten_values_and_left_plans_are_freed_by_reference_count(share: float) -> None:
+    """Law: with the collector off, nothing of a step outlives it: neither a value whose later version was made from it in
+    place, nor the notes of a unit that left its plan half-way.
+    """
     torch.use_deterministic_algorithms(mode=True)
     _packed(2)
     gc.collect()
@@ -558,7 +574,7 @@ def test_memory_falls_by_reference_count_where_values_are_overwritten_and_plans_
 
 @pytest.mark.long("0.92")
 @pytest.mark.parametrize("share", [0.92, 3.0])
-def test_lengths_that_change_in_every_step_keep_the_budget_and_are_left_alone_where_it_is_roomy(share: float) -> None:
+def test_new_lengths_keep_a_tight_budget_and_run_plain_under_a_roomy_one(share: float) -> None:
     torch.use_deterministic_algorithms(mode=True)
     _packed(2)
     gc.collect()
@@ -602,8 +618,10 @@ _SKIPPED: list[int] = []
 
 @pytest.mark.parametrize("step", [_accumulates, _updates_by_hand, _skips_its_first_step], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("watched", ["budget", "plain"])
-def test_a_step_ends_with_the_optimizers_from_the_first_on(step: Callable[..., None], watched: str) -> None:
-    """Each of its backwards was a step until the optimizer had stepped once: peaks were told that leave its states out."""
+def test_a_step_ends_with_the_optimizer_from_the_first_step_on(step: Callable[..., None], watched: str) -> None:
+    """Each backward used to count as a step until the optimizer had stepped once, so that peaks without its states were
+    reported.
+    """
     _SKIPPED.clear()
 
     def train() -> None:
@@ -623,8 +641,8 @@ def test_a_step_ends_with_the_optimizers_from_the_first_on(step: Callable[..., N
     assert len(plain.finish()["steps"]) == 4
 
 
-def test_a_refusal_that_was_caught_holds_nothing_of_the_script() -> None:
-    """By reference count alone: the next attempt, with a larger budget, must not find the first one's model."""
+def test_a_caught_refusal_keeps_nothing_of_the_script_alive() -> None:
+    """By reference count alone: the next attempt, with a larger budget, must not find the first one's model in memory."""
 
     def attempt() -> weakref.ref[nn.Module]:
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
@@ -649,7 +667,7 @@ def test_a_refusal_that_was_caught_holds_nothing_of_the_script() -> None:
 
 
 def _thawed(batch: int) -> zoo.Job:
-    """Half of the layers are frozen for three steps; when they train again their gradients are not there yet."""
+    """Half of the layers are frozen for three steps; when they train again, their gradients do not exist yet."""
     layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256), nn.Dropout(0.1)) for _ in range(6)]
     model = nn.Sequential(*layers, nn.Linear(256, 10))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -667,8 +685,10 @@ def _thawed(batch: int) -> zoo.Job:
 
 
 @pytest.mark.parametrize(("batch", "share"), [(256, 0.5), (512, 0.4)])
-def test_gradients_that_the_recorded_unit_found_and_another_must_make_are_counted(batch: int, share: float) -> None:
-    """With so much else in memory that the difference is small beside it, and the recorded plan is followed."""
+def test_gradients_missing_since_the_recording_are_counted(batch: int, share: float) -> None:
+    """The recorded unit found them, a later one must allocate them. Enough other memory is in use that the difference is small
+    beside it and the recorded plan is followed.
+    """
 
     def make() -> zoo.Job:
         return _thawed(batch)
@@ -681,8 +701,10 @@ def test_gradients_that_the_recorded_unit_found_and_another_must_make_are_counte
     assert len(ballast)
 
 
-def test_gradients_that_go_before_backward_do_not_count_twice_against_the_second_steps_plan() -> None:
-    """Cleared between forward and backward: the second unit finds them, and the first, which was recorded, did not."""
+def test_gradients_freed_before_backward_do_not_count_twice() -> None:
+    """They are cleared between forward and backward: the second unit finds them at its start, and the recorded first one did
+    not.
+    """
 
     def make() -> zoo.Job:
         model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(128, 128), nn.GELU())))
@@ -704,8 +726,8 @@ def test_gradients_that_go_before_backward_do_not_count_twice_against_the_second
     assert kept(run)
 
 
-def test_a_unit_that_finds_less_than_the_recorded_one_did_is_not_taken_to_end_up_lower() -> None:
-    """What is missing may be what would have gone before the peak: a batch of the step before, or its results."""
+def test_a_unit_that_starts_lower_is_not_assumed_to_peak_lower() -> None:
+    """The missing bytes may be some that would have been freed before the peak: a batch of the step before, or its results."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(6)))
 
     def make() -> zoo.Job:
@@ -735,8 +757,8 @@ def test_a_unit_that_finds_less_than_the_recorded_one_did_is_not_taken_to_end_up
     assert len(ballast)
 
 
-def test_what_a_script_computes_after_its_last_step_is_none() -> None:
-    """Norms of the weights, with a graph that nobody goes back over."""
+def test_computation_after_the_last_step_is_not_a_step() -> None:
+    """Norms of the weights, with a graph that has no backward."""
     job = zoo.MODELS["mlp"]()
     with lowtide.budget("1 GiB") as run:
         for i in range(2):

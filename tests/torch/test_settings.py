@@ -1,4 +1,4 @@
-"""Law: an operator that runs again runs under the settings, and draws from the generator, that it met the first time."""
+"""Law: an operator that runs again does so under the settings, and draws from the generator, of its first run."""
 
 from __future__ import annotations
 
@@ -68,8 +68,10 @@ TOLD: dict[str, Callable[[], object]] = {
 @pytest.mark.long("threads-0.7")
 @pytest.mark.parametrize("share", [0.7, 0.5])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings_that_change_between_forward_and_backward(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a processor where they change no bits, too, each replay meets the settings of the first run."""
+def test_replays_run_under_the_settings_of_the_first_run(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings are changed between forward and backward. Each replay meets those of the forward, which is checked also on
+    processors where they change no bits.
+    """
     within, loss_of = SETTINGS[name]
 
     def make() -> zoo.Job:
@@ -106,9 +108,9 @@ def test_settings_that_change_between_forward_and_backward(name: str, share: flo
     assert numeric_settings.current() == before
 
 
-def test_every_setting_is_put_back_and_seen_as_soon_as_it_changes() -> None:
+def test_a_changed_setting_is_seen_at_once_and_restored_after_use() -> None:
     wraps = Wraps()
-    torch.set_float32_matmul_precision("highest")  # said once, it is not what it is where it was never said
+    torch.set_float32_matmul_precision("highest")  # once set, the setting differs from one that was never set
     before = numeric_settings.current()
     numeric_settings.watch(wraps)
     try:
@@ -133,8 +135,8 @@ def test_every_setting_is_put_back_and_seen_as_soon_as_it_changes() -> None:
     lambda x, g: torch.bernoulli(x.sigmoid(), generator=g),
     lambda x, g: torch.empty_like(x).exponential_(generator=g),
 ], ids=["poisson", "binomial", "bernoulli", "exponential"])  # fmt: skip
-def test_random_numbers_of_a_generator_of_the_scripts_own(draw: Callable[..., torch.Tensor]) -> None:
-    """Also where an operator takes it as one argument among others."""
+def test_replays_draw_the_same_numbers_from_the_scripts_generator(draw: Callable[..., torch.Tensor]) -> None:
+    """Also where the operator takes the generator as one argument among others."""
 
     def make() -> zoo.Job:
         generator = torch.Generator().manual_seed(3)
@@ -156,8 +158,10 @@ def test_random_numbers_of_a_generator_of_the_scripts_own(draw: Callable[..., to
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("share", [0.8, 0.5])
-def test_no_kernel_is_exchanged_for_want_of_room(dtype: torch.dtype, share: float) -> None:
-    """torch catches what oneDNN's products raise where memory is refused, takes another kernel, and leaves oneDNN off."""
+def test_refused_memory_never_makes_torch_switch_kernels(dtype: torch.dtype, share: float) -> None:
+    """When memory is refused to oneDNN's matrix products, torch catches the error, takes another kernel and leaves oneDNN off;
+    this must not happen at any of these budgets.
+    """
 
     def make() -> zoo.Job:
         layers = nn.ModuleList(nn.Linear(64, 64, dtype=dtype) for _ in range(4))

@@ -1,4 +1,4 @@
-"""Law: whatever a script does around its steps, it trains bit for bit as without Lowtide, within the budget."""
+"""Law: whatever a script does around its steps, it trains with the same bits as without Lowtide, within the budget."""
 
 from __future__ import annotations
 
@@ -26,23 +26,26 @@ MINIMUM = {
     "failed_backward": (0.350, 0.300), "frozen_part": (0.384, 0.384), "complex_layers": (0.483, 0.483),
     "running_means": (1.0, 0.677), "lazy_layers": (0.509, 0.509),
 }  # fmt: skip
-"""The lowest peak of each script by recomputation alone, and with moving, as a share of what its plain peak has above what is
-resident: found once by plans of recorded steps and by runs. 1.0: it cannot be lowered, because the peak is the optimizer's update
-of sparse gradients, or because what it keeps is made under forward-mode derivatives, or overwritten before the backward."""
+"""Each script's lowest peak by recomputation alone, and with offload, as a share of its baseline peak above the resident bytes.
+
+Found once by plans of recorded steps and by runs. 1.0: it cannot be lowered, because the peak is the optimizer's update of sparse
+gradients, or because its saved values are made under forward-mode derivatives, or are overwritten before the backward."""
 
 NOT_HELD_AT_ONCE = {("random_branch", False), ("gan", True)}
-"""(script, whether values may be moved) with memory that cannot be foreseen at its first sight: another branch than recorded where
-nothing can be moved; two models in turn, whose third step crosses by some 20 KiB in one run of ten on a busy machine, as what is
-evicted first depends on how long it took to make. Steps may cross the budget, and the run says so."""
+"""(script, whether values may be offloaded) whose memory cannot be predicted at first.
+
+Another branch than the recorded one where nothing can be offloaded; two models in turn, whose third step crosses by some 20 KiB in
+one run of ten on a busy machine, because the order of eviction depends on measured seconds. Steps may cross the budget, and the run
+says so."""
 
 OUT_OF_REACH = {"gradients_by_transform", "nested_tensors"}
-"""What is made under a transform, or by a tensor of another kind, is kept as it is: such a step is over the budget and says so."""
+"""Values made under a transform, or of another tensor type, are kept: such a step is over the budget and says so."""
 
 REFUSED = 0.55
 """Share at which scripts that cannot be lowered are refused."""
 
 
-def test_every_script_states_what_it_shows() -> None:
+def test_every_situation_has_a_stated_minimum_or_is_out_of_reach() -> None:
     assert MINIMUM.keys() | OUT_OF_REACH == situations.SITUATIONS.keys()
 
 
@@ -50,8 +53,10 @@ def test_every_script_states_what_it_shows() -> None:
                   "loader_workers", "loader_pinned")
 @pytest.mark.parametrize(("place", "offload"), [(0.4, False), (0.15, True), *([(0.15, False), (0.6, True)] if FULL else [])])
 @pytest.mark.parametrize("name", [n for n in MINIMUM if MINIMUM[n] != (1.0, 1.0)])
-def test_bits_and_budget_hold(name: str, place: float, offload: bool) -> None:
-    """At a place between the script's minimum (0) and its plain peak (1)."""
+def test_every_situation_keeps_bits_and_budget(name: str, place: float, offload: bool) -> None:
+    """At a place between the script's minimum (0) and its baseline peak (1). Scripts of `NOT_HELD_AT_ONCE` may cross the
+    budget in one step, and say so.
+    """
     minimum = MINIMUM[name][offload]
     if minimum == 1.0:
         pytest.skip("it cannot be lowered so: see the next test")
@@ -70,7 +75,8 @@ def test_bits_and_budget_hold(name: str, place: float, offload: bool) -> None:
 
 
 @pytest.mark.parametrize(("name", "offload"), [(n, bool(i)) for n in MINIMUM for i in (0, 1) if MINIMUM[n][i] == 1.0])
-def test_what_cannot_be_lowered_is_refused_in_its_first_steps(name: str, offload: bool) -> None:
+def test_a_script_that_cannot_be_lowered_is_refused(name: str, offload: bool) -> None:
+    """The floor in the refusal is above the budget and not above the baseline's peak."""
     make = situations.SITUATIONS[name]
     reference = plain_of(make, STEPS)
     above = above_of(reference, REFUSED)
@@ -81,7 +87,8 @@ def test_what_cannot_be_lowered_is_refused_in_its_first_steps(name: str, offload
 
 
 @pytest.mark.parametrize("name", sorted(OUT_OF_REACH))
-def test_what_is_out_of_reach_keeps_its_bits_and_says_so(name: str) -> None:
+def test_a_script_out_of_reach_keeps_its_bits_and_is_reported(name: str) -> None:
+    """It is over the budget; the run says that it was not held and what could not be reached."""
     reference = plain_of(situations.SITUATIONS[name], STEPS)
     run = budgeted(situations.SITUATIONS[name], above_of(reference, REFUSED), STEPS)
     assert run.bits == reference.bits
@@ -93,13 +100,13 @@ def test_what_is_out_of_reach_keeps_its_bits_and_says_so(name: str) -> None:
 @pytest.mark.long("None")
 @pytest.mark.parametrize("speed", [None, 1.9e9, 1e9])
 @pytest.mark.parametrize("name", ["retained_heads", "generator_twice"])
-def test_graphs_left_over_from_the_step_before_are_reckoned_with(
+def test_plans_account_for_graphs_left_over_from_the_step_before(
     name: str, speed: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever was let go of them when the plan's unit was recorded, and comes back where it is followed.
+    """Whatever part of them was evicted when the plan's unit was recorded, and is fetched again while it is followed.
 
-    At these speeds of the second board (bytes a second; None: nothing is moved) some of it is moved and some dropped. Whether
-    a plan for what is left over is found at one budget depends on the processor's workspaces: at one of these it is.
+    At these speeds of the offload tier (bytes per second; None: no offload) some of it is moved and some dropped. Whether a
+    plan for what is left over is found at one budget depends on the processor's workspaces: at one of these it is.
     """
     if speed is not None:
         monkeypatch.setattr(FileTier, "measure", lambda _: Bandwidth(write=speed, read=speed, read_fresh=0.8 * speed))
@@ -115,7 +122,8 @@ def test_graphs_left_over_from_the_step_before_are_reckoned_with(
 
 @pytest.mark.parametrize("share", [0.7, 0.45])
 def test_the_first_call_of_a_compiled_region_is_within_the_budget(share: float) -> None:
-    """Compilers trace a backward of their own, which is not the script's; what the region takes is not seen while it runs."""
+    """Compilers trace a backward of their own, which is not the script's; the bytes of the region are not seen while it runs.
+    """
     reference = plain_of(situations.compiled_function, STEPS)
     run = budgeted(situations.compiled_function, above_of(reference, share), STEPS)
     assert run.bits == reference.bits
@@ -124,8 +132,10 @@ def test_the_first_call_of_a_compiled_region_is_within_the_budget(share: float) 
 
 @pytest.mark.long("retained_heads", "gan", "hidden_state_carried")
 @pytest.mark.parametrize("name", ["retained_heads", "generator_twice", "gan", "hidden_state_carried", "accumulation"])
-def test_each_step_is_a_step_of_its_own_and_no_floor_is_above_a_peak_that_was_reached(name: str) -> None:
-    """Whatever graphs a script still holds when its next step begins, and however many optimizers step in one of its rounds."""
+def test_no_floor_is_above_a_peak_that_was_reached(name: str) -> None:
+    """Whatever graphs a script still holds when its next step begins, and however many optimizers step in one of its rounds.
+    Each step is counted as one.
+    """
     make = situations.SITUATIONS[name]
     reference = plain_of(make, STEPS)
     reached, floors = [], []
@@ -149,7 +159,7 @@ def test_each_step_is_a_step_of_its_own_and_no_floor_is_above_a_peak_that_was_re
 
 @pytest.mark.long("loader", "compiled_part", "meta_learning")
 @pytest.mark.parametrize("name", situations.SITUATIONS)
-def test_bits_hold_with_room_to_spare(name: str) -> None:
+def test_a_roomy_budget_changes_no_bit_and_evicts_nothing(name: str) -> None:
     make = situations.SITUATIONS[name]
     reference = plain_of(make, STEPS)
     run = budgeted(make, 4 * reference.above_bytes, STEPS)
@@ -158,10 +168,10 @@ def test_bits_hold_with_room_to_spare(name: str) -> None:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_lazily_conjugated_and_negated_values_are_let_go_like_others(offload: bool) -> None:
-    """At a share that is reached only so: what a product with a conjugate gives must be made again."""
+def test_lazily_conjugated_values_are_dropped_like_others(offload: bool) -> None:
+    """At a budget that is only reached if the result of a product with a conjugate is recomputed."""
     reference = plain_of(situations.complex_layers, STEPS)
     run = budgeted(situations.complex_layers, above_of(reference, 0.55), STEPS, offload=offload)
     assert run.bits == reference.bits
     assert run.peak_bytes <= run.budget_bytes + FIRST_CALLS_BYTES, run.over
-    assert any(s.recomputed_ops for s in run.outcome.steps) or offload
+    assert any(s.recomputed_ops or (offload and s.offloaded_bytes) for s in run.outcome.steps)

@@ -1,6 +1,8 @@
-"""Laws: convolutions and batch norms whose backward runs in pieces have the plain forward's bits and its gradients up to rounding, at
-most twice as far from float64; their backward takes less; what is not plain is left alone; and the floor of a CNN falls, where a budget below
-the former floor is then held."""
+"""Laws of convolutions and batch norms whose backward runs in slices.
+
+They have the plain forward's bits, and gradients at most twice as far from float64; their backward takes less memory. Calls
+that are too small or not plain are left alone. The minimum of a CNN falls, and a budget below the former minimum is then held.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
 
 
 def _pass(layer: nn.Module, x: torch.Tensor, *, graph: bool = False) -> tuple[list[torch.Tensor], int]:
-    """Output, buffers and gradients; bytes that the backward took above what was there."""
+    """Output, buffers and gradients, and the bytes that the backward took above those live before it."""
     layer.zero_grad()
     x = x.clone().requires_grad_()
     out = layer(x)
@@ -65,7 +67,10 @@ def _errors(found: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_bits_of_the_forward_are_plain_and_gradients_nearly_as_near_to_float64(name: str) -> None:
+def test_a_split_backward_keeps_forward_bits_and_nearly_exact_gradients(name: str) -> None:
+    """Gradients are at most twice as far from float64 as the baseline's, and the backward's rise falls as stated for each
+    layer.
+    """
     make, shape, share = LAYERS[name]
     torch.manual_seed(0)
     layer, x = make(), torch.randn(shape)
@@ -81,7 +86,7 @@ def test_bits_of_the_forward_are_plain_and_gradients_nearly_as_near_to_float64(n
 
 
 @pytest.mark.parametrize("name", ["3x3", "transposed", "batch norm"])
-def test_a_backward_that_builds_a_graph_is_the_plain_one(name: str) -> None:
+def test_a_differentiable_backward_of_split_layers_agrees_with_plain(name: str) -> None:
     make, shape, _ = LAYERS[name]
     torch.manual_seed(0)
     layer, x = make(), torch.randn(shape)
@@ -91,7 +96,7 @@ def test_a_backward_that_builds_a_graph_is_the_plain_one(name: str) -> None:
     assert all(e < 1e-5 for e in _errors(pieces, [t.double() for t in plain]))
 
 
-def test_under_autocast_types_and_outputs_are_the_plain_ones() -> None:
+def test_split_layers_keep_types_and_outputs_under_autocast() -> None:
     torch.manual_seed(0)
     layer, x = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32)), torch.randn(8, 32, 40, 40)
 
@@ -149,7 +154,7 @@ def _without_gradients(layer: nn.Module) -> Any:
 @pytest.mark.parametrize(
     "job", [_small, _one, _unbatched, _transformed, _forward_mode, _as_dual, _without_gradients],
 )
-def test_what_is_small_or_under_a_transform_is_left_alone(job: Callable[[nn.Module], Any]) -> None:
+def test_small_inputs_and_transforms_are_not_split(job: Callable[[nn.Module], Any]) -> None:
     torch.manual_seed(0)
     layer = nn.Conv2d(32, 32, 3, padding=1)
     with lowtide.budget(None, allow=ALLOW) as run:
@@ -157,7 +162,7 @@ def test_what_is_small_or_under_a_transform_is_left_alone(job: Callable[[nn.Modu
         assert not run.outcome.levers[-1].used
 
 
-def test_the_script_has_torchs_functions_back_afterwards() -> None:
+def test_torchs_functions_are_restored_after_split_ops() -> None:
     before = (torch.conv2d, F.conv2d, F.conv_transpose1d, torch.batch_norm)
     with lowtide.budget(None, allow=ALLOW):
         assert torch.conv2d is not before[0]
@@ -187,11 +192,12 @@ def _train(steps: int = 5) -> list[torch.Tensor]:
 
 
 BELOW = 0.95
-"""Share of the former floor that is asked: what a convolution takes inside differs between processors, and so do floors."""
+"""The budget, as a share of the floor without the lever: a convolution's workspace, and so the floor, differs by processor."""
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_floor_of_a_cnn_falls_and_a_budget_below_the_former_one_is_held(*, offload: bool) -> None:
+def test_a_cnn_holds_a_budget_below_its_minimum_without_split_ops(*, offload: bool) -> None:
+    """Without the lever this budget is refused; with it, it is held with the bits of a roomier run."""
     torch.use_deterministic_algorithms(mode=True)
     _train(1)
     gc.collect()
@@ -207,5 +213,5 @@ def test_floor_of_a_cnn_falls_and_a_budget_below_the_former_one_is_held(*, offlo
     free, *_ = trained_under(_train, int(0.9 * plain), offload=offload, allow=ALLOW)
     held, outcome, _, peak = trained_under(_train, asked, offload=offload, allow=ALLOW)
     assert all(torch.equal(a, b) for a, b in zip(held, free, strict=True))
-    assert outcome.held, [(s.policy, s.peak_bytes - at) for s in outcome.steps]  # planned, or on line where time is short
+    assert outcome.held, [(s.policy, s.peak_bytes - at) for s in outcome.steps]  # planned, or online if time is short
     assert peak <= asked + (64 << 10)

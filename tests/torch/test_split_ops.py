@@ -1,5 +1,8 @@
-"""Laws: a layer in pieces gives the plain outputs and gradients up to rounding, in every form torch has it; packed sequences stay
-as they are; and the floor of a two-layer LSTM falls below 30 %, where a budget of 30 % is then held."""
+"""Laws of recurrent layers and attention in slices.
+
+They give the plain outputs and gradients up to rounding, in every form that torch has; packed sequences stay as they are. The
+minimum of a two-layer LSTM falls below 30 %, and a budget of 30 % is then held.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def _pass(layer: Any, x: torch.Tensor, state: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("given", [False, True], ids=["no state", "state given"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_recurrent_layers_in_pieces_agree_with_plain(name: str, given: bool) -> None:  # noqa: FBT001
+def test_split_recurrent_layers_agree_with_plain(name: str, given: bool) -> None:  # noqa: FBT001
     torch.manual_seed(0)
     layer = LAYERS[name]()
     x = torch.randn(43, 6, 12) if not layer.batch_first else torch.randn(6, 43, 12)
@@ -66,8 +69,10 @@ def test_recurrent_layers_in_pieces_agree_with_plain(name: str, given: bool) -> 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"])
-def test_recurrent_layers_in_pieces_are_as_near_to_float64_as_their_type_allows(kind: str, dtype: torch.dtype) -> None:
-    """Gradients of weights are summed over the pieces in the type itself: in half precision no further off than its rounding."""
+def test_split_recurrent_layers_are_as_exact_as_their_type_allows(kind: str, dtype: torch.dtype) -> None:
+    """Gradients of weights are summed over the slices in the layer's own type: in half precision they are off by no more than
+    its rounding.
+    """
     torch.manual_seed(0)
     layer, x = getattr(nn, kind)(24, 32).to(dtype), torch.randn(200, 4, 24).to(dtype)
     twin = getattr(nn, kind)(24, 32).double()
@@ -85,7 +90,7 @@ def test_recurrent_layers_in_pieces_are_as_near_to_float64_as_their_type_allows(
         assert ours <= max(1.1 * theirs, torch.finfo(dtype).eps)
 
 
-def test_packed_sequences_stay_as_they_are() -> None:
+def test_packed_sequences_are_not_split() -> None:
     torch.manual_seed(0)
     layer = nn.LSTM(12, 16)
     packed = nn.utils.rnn.pack_padded_sequence(torch.randn(40, 4, 12), torch.tensor([40, 30, 20, 9]))
@@ -95,7 +100,10 @@ def test_packed_sequences_stay_as_they_are() -> None:
         assert not run.outcome.levers[0].used
 
 
-def test_attention_whose_scores_are_whole_runs_sample_by_sample() -> None:
+def test_attention_with_materialized_scores_runs_sample_by_sample() -> None:
+    """A trained bias keeps torch from its fused kernels. The peak falls below 70 %, and outputs and gradients agree with the
+    plain ones.
+    """
     torch.manual_seed(0)
     leaves = [torch.randn(4, 2, 128, 8, requires_grad=True) for _ in range(3)]
     bias = torch.randn(4, 1, 128, 128, requires_grad=True)  # a trained bias keeps torch from its fused kernels on the CPU
@@ -145,7 +153,8 @@ def _train(steps: int = 5) -> list[torch.Tensor]:
     return [*found, *(p.detach().clone() for p in model.parameters())]
 
 
-def test_floor_of_a_two_layer_lstm_falls_below_30_percent_and_that_budget_is_held() -> None:
+def test_a_two_layer_lstm_holds_30_percent_with_split_ops() -> None:
+    """Without the lever its lowest plan is above 50 % of what training adds."""
     torch.use_deterministic_algorithms(mode=True)
     _train(1)
     gc.collect()

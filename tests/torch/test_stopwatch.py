@@ -1,4 +1,6 @@
-"""Law: a core that is busy elsewhere for a moment makes moving look no dearer, neither to the probe nor to the stopwatch."""
+"""Law: a core that is busy elsewhere for a moment does not make offload look slower, neither to the probe nor to the
+stopwatch.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ SLOW = Bandwidth(write=1e6, read=1e6, read_fresh=1e6)
 
 
 @pytest.mark.parametrize("late", range(9))
-def test_one_copy_that_waited_is_not_the_boards_speed(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each copy takes a millisecond by the clock; one of them, whichever, a second."""
+def test_one_delayed_copy_does_not_change_the_probed_speed(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock each copy takes a millisecond, except one of them, which takes a second."""
     now, calls = 0.0, itertools.count()
 
     def clock() -> float:
@@ -31,23 +33,23 @@ def test_one_copy_that_waited_is_not_the_boards_speed(late: int, monkeypatch: py
     assert (speed.write, speed.read, speed.read_fresh) == pytest.approx((expected, expected, expected))
 
 
-def test_one_transfer_that_waited_is_not_the_speed_of_all() -> None:
-    """Nine of ten go at 4 GB/s; one waits a second."""
+def test_one_delayed_transfer_does_not_change_the_measured_speed() -> None:
+    """Nine of ten run at 4 GB/s; one waits a second."""
     watch = Stopwatch(written=[(4_000_000, 1e-3)] * 9 + [(4_000_000, 1.0)], read=[(4_000_000, 1.0), *[(4_000_000, 1e-3)] * 9])
     found = watch.bandwidth(SLOW)
     assert found is not None
     assert (found.write, found.read, found.read_fresh) == pytest.approx((4e9, 4e9, SLOW.read_fresh))
 
 
-def test_many_small_transfers_do_not_speak_for_the_large_ones() -> None:
-    """Half of the bytes count, not half of the transfers."""
+def test_many_small_transfers_do_not_outweigh_a_large_one() -> None:
+    """The speed is that of half of the bytes, not of half of the transfers."""
     watch = Stopwatch(written=[(1_000, 1e-3)] * 100 + [(8_000_000, 2e-3)])
     found = watch.bandwidth(SLOW)
     assert found is not None
     assert found.write == pytest.approx(4e9)
 
 
-def test_the_probe_stands_where_too_little_was_moved() -> None:
+def test_the_probed_speed_remains_where_too_little_was_moved() -> None:
     """A few bytes say nothing."""
     found = Stopwatch(written=[(1_000, 1e-3)]).bandwidth(SLOW)
     assert found == SLOW

@@ -1,4 +1,4 @@
-"""Law: what tensors hold is told by the memory that is theirs, and asking leaves no trace."""
+"""Law: the bytes of a tensor are those of the storages that it owns, and reading them leaves no trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lowtide.runtime.tensors import grad_of, storages_of, with_gradients
 
 
 class Halves(torch.Tensor):
-    """A tensor made of two, with a storage in name only, as a ``DTensor`` has."""
+    """A tensor made of two others; its own storage is a dummy, as with a ``DTensor``."""
 
     first: torch.Tensor
     second: torch.Tensor
@@ -29,18 +29,18 @@ class Halves(torch.Tensor):
         raise NotImplementedError(func)
 
 
-def test_a_wrapper_holds_what_its_parts_hold() -> None:
+def test_a_wrapper_subclass_holds_its_parts_storages() -> None:
     first, second = torch.zeros(100), torch.zeros(28)
     found = storages_of([Halves(first, second), first, first[3:]])
     assert sorted(s.nbytes() for s in found.values()) == [112, 400]
     assert set(found) == {first.untyped_storage()._cdata, second.untyped_storage()._cdata}
 
 
-def test_tensors_without_storages_hold_none() -> None:
+def test_tensors_without_storages_hold_no_bytes() -> None:
     assert not storages_of([torch.eye(3).to_sparse()])
 
 
-def test_a_gradient_is_read_without_a_warning_wherever_there_is_one() -> None:
+def test_gradients_are_read_without_warnings() -> None:
     leaf = torch.ones(3, requires_grad=True)
     made, kept = leaf * 2, leaf * 3
     kept.retain_grad()

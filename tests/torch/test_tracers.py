@@ -1,4 +1,4 @@
-"""Law: what traces, scripts, exports or fakes a model works under a budget, under a recording and with layers in pieces as without."""
+"""Law: tracing, scripting, exporting and faking a model work under a budget, a recording and split ops as without Lowtide."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def net() -> nn.Sequential:
 
 
 def pictures() -> torch.Tensor:
-    """Large enough for a layer to be cut."""
+    """Large enough for a layer to be split."""
     return torch.randn(8, 3, 112, 112)
 
 
@@ -102,12 +102,12 @@ def lazy() -> list[torch.Tensor]:
 
 
 def lazy_in_turn() -> list[torch.Tensor]:
-    """One lazy module after another: the next has no bytes yet where what is resident is looked at."""
+    """One lazy module after another: the next one has no bytes yet when resident bytes are counted."""
     return [tensor for _ in range(3) for tensor in lazy()]
 
 
 def under(how: str, folder: Path) -> AbstractContextManager[Any]:
-    """What it all runs under."""
+    """The context in which a job runs."""
     if how == "recording":
         return lowtide.record(folder / "run.lowtide")
     return contextlib.nullcontext() if how == "plain" else lowtide.budget("1GiB", allow=("split-ops",) if how == "pieces" else ())
@@ -118,7 +118,8 @@ def under(how: str, folder: Path) -> AbstractContextManager[Any]:
 @pytest.mark.parametrize(
     "job", [traced, scripted, exported, symbolic, proxies, fakes, metas, compiled, lazy, lazy_in_turn, hessian], ids=lambda f: f.__name__
 )
-def test_tracers_work_as_they_do_without_us(job: Callable[[], list[torch.Tensor]], how: str, tmp_path: Path) -> None:
+def test_tracers_work_under_lowtide_as_without(job: Callable[[], list[torch.Tensor]], how: str, tmp_path: Path) -> None:
+    """With equal outputs and gradients, twice in a row and once more afterwards; split ops agree up to rounding."""
     torch.manual_seed(0)
     plain = job()
     assert plain

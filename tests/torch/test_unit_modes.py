@@ -32,7 +32,7 @@ import lowtide
 
 Passage = tuple[type[UnitMode], type[UnitMode]]
 SHARE = 0.6
-"""Of what a plain step adds: a plan has to drop something."""
+"""The budget, as a share of what a baseline step adds: a plan has to drop something."""
 
 
 class Net(nn.Module):
@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 
 def training(step: Callable[[Net, torch.optim.Optimizer, int], None], steps: int) -> list[torch.Tensor]:
-    """Train anew; the weights after it."""
+    """Train a new model; returns its weights."""
     torch.manual_seed(0)
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -85,7 +85,7 @@ def penalized(net: Net, optimizer: torch.optim.Optimizer, number: int) -> None:
 
 
 def peak_of(step: Callable[[Net, torch.optim.Optimizer, int], None], steps: int) -> int:
-    """What a plain training adds to what is there before."""
+    """Bytes that a baseline training adds to those live before."""
     counter = heap()
     training(step, 1)
     counter.tensor_peak = base = counter.tensor_live
@@ -161,7 +161,7 @@ def test_a_backward_that_failed_to_begin_does_not_affect_later_ones(monkeypatch:
         optimizer.zero_grad()
         loss = net(torch.randn(512, 128)).square().mean()
         if number in failing:
-            return  # the plain run's batch is dropped, too
+            return  # the baseline drops this batch, too
         loss.backward()
         optimizer.step()
 
@@ -199,7 +199,8 @@ class Lazy(nn.Module):
 
 
 def test_a_call_that_saves_nothing_does_not_make_a_step_online() -> None:
-    """Such a call was a unit of its own, held online in every step, though all that trains followed a plan."""
+    """Such a call used to be a unit of its own that ran online in every step, although everything that trains followed a plan.
+    """
 
     def make() -> zoo.Job:
         return zoo.simple(Lazy(), lambda m, i: m(torch.ones(96))(torch.randn(2000, 96)).square().mean())

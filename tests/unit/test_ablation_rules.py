@@ -1,4 +1,4 @@
-"""Law: an ablation accuses the module whose own code grows, not one around it, nor one within it whose output is kept."""
+"""Law: an ablation accuses the module whose own code grows, not a module around it, nor one within it whose output is kept."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Bench:
         self.modules, self.tolerance, self._grows, self._error = modules, 1024.0, grows, error
 
     def arm(self, name: str, *, stub: Sequence[str] = (), twice: Sequence[str] = (), repeats: int = 0) -> ArmGrowth:
-        """What still runs, and which types of layers run twice."""
+        """An arm in which `stub` and what it contains are switched off, and the layers of the types `twice` run twice."""
         off = {m.path for m in self.modules for s in stub if m.path == s or m.path.startswith(f"{s}.")}
         running = {m.path for m in self.modules} - off
         return ArmGrowth(name=name, rate=self._grows(running, set(twice)), error=self._error, curve=np.zeros(2))
@@ -47,43 +47,50 @@ def _accused(
 
 
 @pytest.mark.parametrize("path", ["0", "0.1", "0.1.down"])
-def test_a_module_that_holds_others_is_named_whatever_lies_around_it_and_within(path: str) -> None:
+def test_a_growing_container_is_accused_not_its_parents_or_children(path: str) -> None:
+    """A container whose own code grows is accused, not the modules around it or within it."""
     culprit, text = _accused(lambda running, _: RATE * (path in running))
     assert culprit == path
     assert "16.0 KiB a step" in text
 
 
-def test_a_layer_that_grows_by_itself_is_named() -> None:
+def test_a_layer_that_leaks_is_accused() -> None:
+    """A layer that leaks more when its type runs twice is accused."""
     assert _accused(lambda running, twice: RATE * ("0.2.down.1" in running) * (1 + ("BatchNorm2d" in twice)))[0] == "0.2.down.1"
 
 
 def test_a_layer_whose_output_another_module_keeps_is_not_accused() -> None:
-    """Switched off, it gives one output for ever, so that keeping it costs nothing; its work doubled, one output is kept."""
+    """A stubbed layer returns the same output each time, so keeping it costs nothing; run twice, it still has one output that
+    is kept. The container that keeps it is accused instead.
+    """
     assert _accused(lambda running, _: RATE * ({"0.1", "0.1.conv"} <= running))[0] == "0.1"
 
 
-def test_growth_of_the_models_own_forward_is_its_own() -> None:
+def test_growth_of_the_root_forward_is_not_blamed_on_a_layer() -> None:
+    """Growth that continues with every layer switched off belongs to the root module's own `forward`."""
     culprit, text = _accused(lambda _, __: RATE)
     assert culprit == "forward"
     assert "the forward of Net itself" in text
 
 
-def test_a_module_is_not_acquitted_by_noise() -> None:
+def test_noise_does_not_acquit_a_module() -> None:
+    """Where the error is too large to tell, the answer says that it is open and does not blame the root module itself."""
     culprit, text = _accused(lambda _, __: RATE, error=RATE / 2)
     assert culprit == "forward"
     assert "is open" in text
     assert "itself" not in text
 
 
-def test_what_was_not_looked_at_is_not_acquitted() -> None:
+def test_a_module_not_examined_is_not_acquitted() -> None:
+    """With more containers than are tested (`HOLDERS`), the answer says that not all were tested."""
     many = [Module("", "Net", True), *(Module(f"{k}", f"Block{k}", True) for k in range(HOLDERS + 1))]
     culprit, text = _accused(lambda running, _: RATE * ("16" in running), many)
     assert culprit == "forward"
-    assert "not all were looked at" in text
+    assert "not all were tested" in text
 
 
 def seen(steps: int, **rates: float) -> Run:
-    """A process whose counters grow by so many bytes a step."""
+    """A run whose counters grow by the given number of bytes per step."""
     rows = np.full((steps, len(COLUMNS)), ABSENT, dtype=np.int64)
     for name, rate in {"heap_bytes": 0.0, "peak_bytes": 0.0, "python_bytes": 0.0, **rates}.items():
         rows[:, COLUMNS.index(name)] = 1_000_000 + rate * np.arange(steps)
@@ -91,12 +98,14 @@ def seen(steps: int, **rates: float) -> Run:
 
 
 @pytest.mark.parametrize("steps", [3, 20])
-def test_an_arm_that_ends_too_early_is_not_taken_for_one_that_does_not_grow(steps: int) -> None:
+def test_an_arm_that_ends_early_fails_instead_of_showing_no_growth(steps: int) -> None:
+    """An arm with too few steps raises `Failed` with its name and its number of steps."""
     with pytest.raises(Failed, match=f"'no Linear' ended after {steps} steps"):
         _measured("no Linear", [seen(300), seen(steps)], 1024.0, "held", 0)
 
 
 def test_an_arm_is_measured_by_the_counter_that_grows() -> None:
+    """Each arm's rate is that of the counter under suspicion; an arm without that counter has rate 0."""
     run = seen(300, cuda_allocated_bytes=RATE)
     assert _measured("forward", [run], 1024.0, "cuda_allocated", 0).rate == pytest.approx(RATE)
     assert _measured("forward", [run], 1024.0, "held", 0).rate == pytest.approx(0)

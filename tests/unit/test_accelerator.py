@@ -1,6 +1,8 @@
-"""Law: whatever kind an accelerator is, its memory, streams and generators are asked for in one way; what it lacks it says.
+"""Law: memory, streams and generators of every kind of accelerator are read through one interface, which says what a kind
+lacks.
 
-A module of torch's (``torch.cuda``, ``torch.xpu``) is played by one that keeps its bytes in a list and its streams' work in order.
+A device module of torch's (``torch.cuda``, ``torch.xpu``) is played by a fake that keeps its bytes as numbers and logs its
+calls.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Module:
         return {"allocated_bytes.all.current": self.live, "num_ooms": 2}
 
     def reset_peak_memory_stats(self, device: torch.device) -> None:
-        """The peak is what is live."""
+        """The peak is always the live bytes."""
 
     def memory_allocated(self, device: torch.device) -> int:
         assert device == DEVICE
@@ -88,7 +90,7 @@ class Module:
 
 
 class Bare:
-    """A device that tells no peaks, shows no generators and has no state before it is used (MPS)."""
+    """A device that reports no peaks, exposes no generators and has no state before it is used (MPS)."""
 
     def is_available(self) -> bool:
         return True
@@ -103,7 +105,10 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Module:
     return found
 
 
-def test_memory_is_the_modules(module: Module) -> None:
+def test_memory_figures_come_from_the_device_module(module: Module) -> None:
+    """Allocated, cached (idle) and free bytes, the limit (at most the whole device) and `empty_cache` all go through torch's
+    module.
+    """
     found = Accelerator(torch.device("xpu"))
     assert found.device == DEVICE
     assert (found.allocated_bytes(), found.idle_bytes(), found.free_bytes()) == (300, 200, 1500)
@@ -115,7 +120,8 @@ def test_memory_is_the_modules(module: Module) -> None:
     assert module.log == [0.25, 1.0, "emptied"]
 
 
-def test_streams_and_events_are_the_modules(module: Module) -> None:
+def test_streams_and_events_come_from_the_device_module(module: Module) -> None:
+    """Streams, events, `synchronize` and the default generator are those of torch's module for this device."""
     found = Accelerator(DEVICE)
     with found.on(found.stream()):
         assert (found.event(), found.current_stream()) == ("event", "current of xpu:1")
@@ -124,14 +130,16 @@ def test_streams_and_events_are_the_modules(module: Module) -> None:
     assert found.generator() == "generator 1"
 
 
-def test_what_a_device_lacks_is_said() -> None:
+def test_a_device_without_peaks_or_generators_says_so() -> None:
+    """A bare device has no peak counter, empty statistics and no generator, and none of these raises."""
     found = Accelerator(torch.device("mps"), Bare())
     assert not found.counts_peaks
     assert found.statistics() == {}
     assert found.generator() is None
 
 
-def test_a_device_is_in_use_once_the_script_has_begun_to_use_it(module: Module) -> None:
+def test_an_accelerator_is_in_use_once_it_is_initialized(module: Module) -> None:
+    """`in_use` returns None until torch's module is initialized, and the current device from then on."""
     module.begun = False
     assert accelerator.in_use() is None
     module.begun = True
@@ -141,6 +149,7 @@ def test_a_device_is_in_use_once_the_script_has_begun_to_use_it(module: Module) 
 
 
 def test_no_accelerator_is_in_use_on_a_machine_without_one() -> None:
+    """On a machine without an accelerator nothing is counted on a device, and asking for the current one raises."""
     assert accelerator.in_use() is None
     assert counted_device_of([torch.zeros(1)]) is None
     with pytest.raises(RuntimeError, match="no accelerator"):
@@ -148,11 +157,13 @@ def test_no_accelerator_is_in_use_on_a_machine_without_one() -> None:
 
 
 @pytest.mark.parametrize(("kind", "own"), [("cpu", False), ("meta", False), ("cuda", True), ("xpu", True), ("mps", True)])
-def test_an_accelerator_has_memory_of_its_own(kind: str, *, own: bool) -> None:
+def test_accelerators_are_devices_with_their_own_memory(kind: str, *, own: bool) -> None:
+    """CPU and meta are not accelerators; CUDA, XPU and MPS are."""
     assert is_accelerator(torch.device(kind)) is own
 
 
-def test_a_model_is_counted_where_its_first_parameter_on_a_device_is(module: Module) -> None:
+def test_a_model_counts_on_the_device_of_its_first_device_parameter(module: Module) -> None:
+    """Parameters on the host are skipped; before the accelerator is initialized nothing is counted there."""
     host, there = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(device=DEVICE)
     assert counted_device_of([host, there]) == DEVICE  # type: ignore[list-item]
     assert counted_device_of([host]) is None  # type: ignore[list-item]
@@ -160,7 +171,8 @@ def test_a_model_is_counted_where_its_first_parameter_on_a_device_is(module: Mod
     assert counted_device_of([host, there]) is None  # type: ignore[list-item]
 
 
-def test_a_device_that_tells_no_peaks_is_left_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_peak_counters_is_metered_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that cannot report peaks is not counted; the host's meter is used instead."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
     monkeypatch.setattr(torch, "get_device_module", lambda _: Bare())
     assert counted_device_of([SimpleNamespace(device=torch.device("mps"))]) is None  # type: ignore[list-item]

@@ -1,4 +1,4 @@
-"""Names of levers: a text means what the same text in a tuple does, and a wrong name is refused with those that there are."""
+"""Names of levers: one text may list several, and an unknown name is refused together with the names that exist."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ from lowtide.base.errors import UsageError
 
 
 @pytest.mark.parametrize("texts", ["chunked-loss, split-ops", ("chunked-loss,split-ops",), ["split-ops", "chunked-loss"]])
-def test_a_text_several_texts_and_a_list_in_one_text_mean_the_same(texts):
+def test_names_may_be_given_as_one_text_or_several(texts):
+    """One comma-separated text, several texts, and a tuple with such a text give the same set."""
     assert parse_levers(texts) == {LOSS, SPLIT_OPS}
 
 
-def test_exact_and_all_stand_for_several():
+def test_exact_and_all_name_groups_of_levers():
+    """"exact" and "all" stand for groups of levers; no name is no lever."""
     assert parse_levers("exact") == {GRADIENTS, UPDATE, SLICES}
     assert parse_levers("all") == set(LEVERS)
     assert parse_levers(()) == set()
 
 
-def test_a_wrong_name_is_refused_whole():
-    with pytest.raises(UsageError, match="no memory optimization is called 'chunkedloss': there are move-gradients"):
+def test_an_unknown_name_is_refused_and_not_split_into_letters():
+    """An unknown text is refused as a whole and the message lists the names that exist; a text is never read letter by letter.
+    """
+    with pytest.raises(UsageError, match="unknown memory optimization 'chunkedloss': choose from move-gradients"):
         parse_levers("chunkedloss")
 
 
-def test_a_lever_is_not_both_allowed_and_excluded():
+def test_a_lever_cannot_be_both_allowed_and_excluded():
+    """A lever that is both allowed and excluded is refused by name, also where it was allowed through "all"."""
     with pytest.raises(UsageError, match="split-ops: both"):
         check_levers("all", "split-ops")

@@ -1,4 +1,4 @@
-"""Law: the budgets of a curve share its time, and what the easy ones leave is the hard ones'."""
+"""Law: the budgets of a curve share its time limit, and the time that easy budgets leave goes to the ones after them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def _chain(length: int) -> Graph:
     return from_json({"directed": True, "nodes": nodes, "links": links})
 
 
-def test_what_easy_budgets_leave_is_given_to_those_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_left_by_easy_budgets_goes_to_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each budget may take the remaining time divided by the number of remaining budgets."""
     given: list[float] = []
     original = Solver.at
 
@@ -33,5 +34,5 @@ def test_what_easy_budgets_leave_is_given_to_those_that_follow(monkeypatch: pyte
     monkeypatch.setattr(Solver, "at", at)
     for module in (solve, exhaustive):  # by this clock nothing that is asked takes any time
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.0))
-    Solver(_chain(8)).curve(POINTS, seconds=SECONDS)  # so small that each is looked at whole, at once
+    Solver(_chain(8)).curve(POINTS, seconds=SECONDS)  # so small that each budget is searched exhaustively, at once
     assert given == [SECONDS / (POINTS - k) for k in range(POINTS)]

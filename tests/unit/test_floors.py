@@ -29,7 +29,7 @@ RANK = {package: rank for rank, package in enumerate(PACKAGES)}
 
 
 def _modules() -> dict[str, Path]:
-    """Every module, by its name within ``lowtide``; a package's ``__init__`` bears the package's name."""
+    """Every module by its name within ``lowtide``; a package's ``__init__`` has the package's name."""
     found = {}
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
@@ -54,7 +54,7 @@ def _at_import(body: list[ast.stmt]) -> Iterator[ast.AST]:
 
 
 def _names(nodes: Iterator[ast.AST]) -> set[str]:
-    """Full names of what is imported: of modules, where the name is one's."""
+    """Full names of what is imported; of modules where the name is a module's."""
     found: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -79,7 +79,7 @@ def _imported(name: str) -> set[str]:
 
 
 def _run(node: ast.AST) -> Iterator[ast.AST]:
-    """All that a module may run, within functions, too; what only a type checker reads is left out."""
+    """All nodes that a module may run, within functions, too; blocks under TYPE_CHECKING are left out."""
     yield node
     for child in ast.iter_child_nodes(node):
         if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
@@ -97,16 +97,20 @@ def test_every_package_is_listed() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(n for n in MODULES if n))
-def test_imports_go_down_only(name: str) -> None:
-    """A module imports from its own package or from those before it; within functions, too, but for the exceptions."""
+def test_imports_only_point_down(name: str) -> None:
+    """A module imports only from its own package or from those before it, within functions, too, except for the listed
+    exceptions.
+    """
     mine = RANK[package_of(MODULES[name])]
     up = {package_of(MODULES[m]) for m in _imported_anywhere(name) if RANK[package_of(MODULES[m])] > mine}
     assert {(name, package) for package in up} <= EXCEPTIONS
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if package_of(MODULES[name]) == "report"])
-def test_reporters_render_and_derive_nothing(name: str) -> None:
-    """They are given one value: none opens a recording, lays out its steps, or asks a study, a solver or a finder."""
+def test_reports_render_without_deriving(name: str) -> None:
+    """Modules of `report` are given one value: none opens a recording, lays out its steps, or calls a study, a solver or a
+    finder.
+    """
     tree = ast.parse(MODULES[name].read_text())
     imported = {
         (node.module.removeprefix("lowtide."), alias.name)
@@ -121,19 +125,21 @@ def test_reporters_render_and_derive_nothing(name: str) -> None:
     }
 
 
-def test_the_exceptions_are_still_in_use() -> None:
-    """An exception whose module no longer needs it is struck off."""
+def test_every_exception_is_still_needed() -> None:
+    """An exception that its module no longer needs must be removed from the list."""
     for name, package in EXCEPTIONS:
         assert package in {package_of(MODULES[m]) for m in _imported_anywhere(name)}
 
 
-def test_modules_of_a_package_import_each_other_one_way() -> None:
-    """No module needs itself to be loaded, however many lie between."""
+def test_modules_do_not_import_each_other_in_a_cycle() -> None:
+    """No module needs itself to be loaded, directly or through others."""
     graphlib.TopologicalSorter({name: _imported(name) - {name} for name in MODULES if name}).prepare()
 
 
-def test_folders_are_small() -> None:
-    """A reader finds the module in a list that is seen at one glance."""
+def test_folders_hold_at_most_a_dozen_modules() -> None:
+    """A package has at most `FOLDER_MODULES` modules, and `lowtide` itself at most `ENTRIES` entries, so that a reader finds
+    one at a glance.
+    """
     below = [p for p in SOURCE.iterdir() if (p.is_dir() and (p / "__init__.py").exists()) or p.suffix == ".py"]
     assert len([p for p in below if not p.stem.startswith("__")]) <= ENTRIES
     for package in PACKAGES:
@@ -142,15 +148,15 @@ def test_folders_are_small() -> None:
 
 
 @pytest.mark.parametrize("file", [p for p in sorted(SOURCE.rglob("*")) if p.suffix in (".py", ".c")], ids=str)
-def test_a_long_file_says_why_it_is_one(file: Path) -> None:
-    """A file of more lines than are read at one sitting has a sentence that begins with "One module" or "One file"."""
+def test_a_long_file_says_why_it_is_one_file(file: Path) -> None:
+    """A file of more than `LONG_FILE_LINES` lines has a sentence that begins with "One module" or "One file"."""
     text = file.read_text()
     beginning = text[: text.find("*/")] if file.suffix == ".c" else ast.get_docstring(ast.parse(text)) or ""
     assert len(text.splitlines()) <= LONG_FILE_LINES or re.search(r"^[ *]*One (module|file)\b", beginning, re.MULTILINE)
 
 
 def _size(kind: ast.ClassDef) -> tuple[int, int]:
-    """How many fields and methods a class has: what it declares, and what is set as it is made."""
+    """Number of fields and of methods of a class; fields are those that it declares or sets in ``__init__``."""
     methods = [n for n in kind.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
     fields = {n.target.id for n in kind.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
     fields |= {
@@ -164,8 +170,8 @@ def _size(kind: ast.ClassDef) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
-def test_a_large_class_says_why_it_is_one(name: str) -> None:
-    """A class of more fields or methods than one remembers has a sentence that begins with "Its many"."""
+def test_a_large_class_says_why_it_is_large(name: str) -> None:
+    """A class with more than `CLASS_FIELDS` fields or `CLASS_METHODS` methods has a sentence that contains "Its many"."""
     for kind in ast.walk(ast.parse(MODULES[name].read_text())):
         if isinstance(kind, ast.ClassDef):
             fields, methods = _size(kind)
@@ -173,8 +179,8 @@ def test_a_large_class_says_why_it_is_one(name: str) -> None:
             assert not large or "Its many" in (ast.get_docstring(kind) or ""), (kind.name, fields, methods)
 
 
-def test_the_table_of_rooms_is_up_to_date() -> None:
-    """docs/architecture.md shows the modules as they are."""
+def test_the_module_table_is_up_to_date() -> None:
+    """The table of modules in docs/architecture.md equals what docs/rooms.py would write."""
     done = subprocess.run(
         [sys.executable, SOURCE.parent.parent / "docs" / "rooms.py", "--check"],
         capture_output=True, text=True, timeout=TIMEOUT, check=False,
@@ -183,14 +189,14 @@ def test_the_table_of_rooms_is_up_to_date() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in sorted(MODULES) if package_of(MODULES[n]) in TORCH_FREE])
-def test_torch_free_packages_do_not_name_torch(name: str) -> None:
-    """Not even inside a function do they import torch."""
+def test_torch_free_packages_never_import_torch(name: str) -> None:
+    """They do not import torch, not even inside a function."""
     assert not {n for n in _names(ast.walk(ast.parse(MODULES[name].read_text()))) if n.split(".")[0] == "torch"}
 
 
 @pytest.mark.parametrize("name", [n for n in sorted(MODULES) if package_of(MODULES[n]) not in RUNTIME])
-def test_only_the_runtime_imports_torch_when_it_is_loaded(name: str) -> None:
-    """Elsewhere torch is imported within functions at most."""
+def test_only_the_runtime_imports_torch_at_load_time(name: str) -> None:
+    """Other packages import torch inside functions at most."""
     nodes = _at_import(ast.parse(MODULES[name].read_text()).body)
     assert not {n for n in _names(nodes) if n.split(".")[0] == "torch"}
 
@@ -199,23 +205,25 @@ PURE = tuple(name for name in MODULES if name and package_of(MODULES[name]) in T
 
 
 def test_torch_free_packages_import_without_torch() -> None:
-    """In a fresh interpreter that has no torch at all, they import."""
+    """They can be imported in a fresh interpreter that has no torch at all."""
     lines = "\n".join(f"import lowtide.{name}" for name in PURE)
     code = f"import sys\nsys.modules['torch'] = None\n{lines}\nassert sys.modules['torch'] is None"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_package_itself_does_not_load_torch() -> None:
-    """``import lowtide`` and the torch-free packages leave torch unloaded until it is asked for."""
+def test_importing_the_package_does_not_load_torch() -> None:
+    """``import lowtide`` and the torch-free packages leave torch unloaded."""
     lines = "\n".join(f"import lowtide.{name}" for name in PURE)
     code = f"import sys, lowtide\n{lines}\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_command_line_starts_without_what_only_some_verbs_need() -> None:
-    """Statistics, solvers and tables take longer to import than most verbs take for themselves."""
+def test_the_command_line_starts_without_heavy_imports() -> None:
+    """Statistics, solvers and tables, which only some verbs need, are not imported at start: they take longer than most verbs
+    themselves.
+    """
     heavy = ("torch", "scipy", "ruptures", "rich", "jinja2", "pandas", "matplotlib")
     code = f"import sys, lowtide.cli.main\nprint([m for m in {heavy!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT, check=False)

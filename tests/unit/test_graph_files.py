@@ -1,4 +1,4 @@
-"""Graph files: what is wrong with one is said in a line; classics do what the literature says."""
+"""Graph files: one line says what is wrong with a file, and the classic strategies do what the literature says."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def _with(node: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ([], "no node-link graph"),
-        ({"nodes": [], "links": []}, "no nodes"),
+        ([], "not a node-link graph"),
+        ({"nodes": [], "links": []}, "the graph has no nodes"),
         (_with(links=[{"source": "a", "target": "b"}, {"source": "b", "target": "a"}]), "cycle"),
         (_with(links=[{"source": "a", "target": "z"}]), "unknown node 'z'"),
         (_with(links=[{"source": "a", "target": "a"}]), "reads itself"),
@@ -52,7 +52,7 @@ def _with(node: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
         (_with({"id": "c", "bytes": 1, "seconds": float("inf")}), '"seconds"'),
         (_with({"id": "c", "bytes": 1, "seconds": "1"}), '"seconds"'),
         (_with({"id": "a", "bytes": 1}), "two nodes have the id 'a'"),
-        (_with({"id": None, "bytes": 1}), "must be a number or a text"),
+        (_with({"id": None, "bytes": 1}), "must be a number or a string"),
         (_with({"bytes": 1}), 'no "id"'),
         (_with(graph={"order": ["b", "a"]}), "before 'a'"),
         (_with(graph={"order": ["a"]}), "leaves out node 'b'"),
@@ -61,11 +61,11 @@ def _with(node: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
         (_with({"id": "c", "bytes": 3, "view_of": "a"}), "no bytes of its own"),
         (_with({"id": "c", "bytes": 3, "made_with": "c"}), "names itself"),
         (_with({"id": "c", "bytes": 3, "keep": 1}), "true or false"),
-        (_with(graph={"offload": {"write_bytes_per_second": 0, "read_bytes_per_second": 1}}), "a byte a second"),
-        (_with(graph={"offload": {"write_bytes_per_second": 5e-324, "read_bytes_per_second": 1}}), "a byte a second"),
+        (_with(graph={"offload": {"write_bytes_per_second": 0, "read_bytes_per_second": 1}}), "one byte per second"),
+        (_with(graph={"offload": {"write_bytes_per_second": 5e-324, "read_bytes_per_second": 1}}), "one byte per second"),
         (_with({"id": "c", "bytes": 10**400}), "more than any machine"),
         ({"nodes": [{"id": "w", "bytes": 1, "resident": True}, {"id": "c", "bytes": 1, "held_until": "w"}], "links": []},
-         "that is resident"),
+         "not a resident node"),
         ({"nodes": [{"id": "a", "bytes": 1}, *({"id": i, "bytes": 1, "overwrites": "a"} for i in "cd")], "links": []},
          "both overwrite"),
         (_with({"id": "w", "bytes": 1, "resident": True, "held_until": "a"}), "is resident"),
@@ -73,7 +73,7 @@ def _with(node: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_a_bad_graph_is_refused_in_one_line(data: Any, said: str) -> None:
-    """Naming the file and the first thing that is wrong."""
+    """The line names the file and the first thing that is wrong."""
     with pytest.raises(GraphError) as caught:
         from_json(data, source="g.json")
     text = str(caught.value)
@@ -82,8 +82,8 @@ def test_a_bad_graph_is_refused_in_one_line(data: Any, said: str) -> None:
     assert "\n" not in text
 
 
-def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
-    """A missing file, a folder, binary content."""
+def test_a_file_that_is_not_json_is_refused(tmp_path: Path) -> None:
+    """A missing file, a folder, binary content and an empty file are each refused with the reason."""
     (tmp_path / "x.json").write_bytes(b"\xff\x00{")
     (tmp_path / "empty.json").write_bytes(b" \n")
     said = {"none.json": "cannot read", ".": "cannot read", "x.json": "is not JSON", "empty.json": "is empty"}
@@ -109,8 +109,8 @@ def _played(graph: Graph, ops: tuple[int, ...]) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("n", [4, 9, 25, 64])
-def test_sqrt_n_keeps_about_two_roots_for_one_more_forward(n: int) -> None:
-    """Chen et al. 2016."""
+def test_sqrt_n_peaks_near_two_roots_for_one_more_forward(n: int) -> None:
+    """Chen et al. 2016: the peak is about 2 sqrt(n) values, and at most one more forward is run."""
     graph = chain(n)
     peak, seconds = _played(graph, classics.segments(game_of(graph)))
     assert peak <= 2 * n**0.5 + 3
@@ -118,8 +118,8 @@ def test_sqrt_n_keeps_about_two_roots_for_one_more_forward(n: int) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "again"), [("keep-none", 17), ("sqrt-n", 4), ("greedy", 5)])
-def test_what_a_script_holds_is_not_made_again(strategy: str, again: int) -> None:
-    """As the steps of recordings have it: a value that is held is there, and may be placed no second time."""
+def test_a_value_the_script_holds_is_not_recomputed(strategy: str, again: int) -> None:
+    """A value that the script holds (`held_until`) is in memory: no strategy runs its operator again until it is released."""
     n = 9
     told = to_json(chain(n))
     for node in told["nodes"][1 : n - 1]:
@@ -132,8 +132,8 @@ def test_what_a_script_holds_is_not_made_again(strategy: str, again: int) -> Non
 
 
 @pytest.mark.parametrize(("n", "slots"), [(10, 3), (10, 1), (4, 4), (20, 4)])
-def test_revolve_runs_the_chain_as_seldom_as_can_be(n: int, slots: int) -> None:
-    """Forward runs against the least possible, counted by trying every place for every kept value."""
+def test_revolve_runs_as_few_forwards_as_possible(n: int, slots: int) -> None:
+    """The number of forward runs equals the minimum, found by trying every place for every kept value."""
     from functools import cache
 
     @cache
@@ -148,25 +148,25 @@ def test_revolve_runs_the_chain_as_seldom_as_can_be(n: int, slots: int) -> None:
     ops = classics.revolve(game_of(graph), slots)
     peak, _ = _played(graph, ops)
     forward = sum(1 for o in ops if o <= n)
-    assert forward == least(n, slots) + 2  # f0 and fn run once besides
+    assert forward == least(n, slots) + 2  # f0 and fn also run once
     assert peak <= slots + 4
 
 
 def test_keep_none_holds_three_values_of_a_chain() -> None:
-    """And keep-all the whole forward."""
+    """keep-none peaks at three values; keep-all holds the whole forward."""
     graph = chain(16)
     assert _played(graph, classics.keep_none(game_of(graph)))[0] == 3
     assert _played(graph, classics.keep_all(game_of(graph))) == (18, 33.0)
 
 
-def test_revolve_refuses_what_is_no_chain() -> None:
-    """With what to do instead."""
+def test_revolve_refuses_a_graph_that_is_not_a_chain() -> None:
+    """The error suggests sqrt-n instead."""
     with pytest.raises(GraphError, match="sqrt-n"):
         classics.revolve(game_of(from_json(GOOD)))
 
 
-def test_best_and_worst_order_of_a_small_graph() -> None:
-    """Two branches that join: finishing one before the other begins holds less."""
+def test_extreme_orders_of_a_small_graph_have_known_peaks() -> None:
+    """Two branches that join: to finish one before the other begins peaks at 10, the worst order at 17."""
     nodes = [{"id": x, "bytes": b, "seconds": 1} for x, b in (("a", 1), ("p", 8), ("q", 1), ("r", 8), ("s", 1), ("end", 1))]
     links = [("a", "p"), ("p", "q"), ("a", "r"), ("r", "s"), ("q", "end"), ("s", "end")]
     graph = from_json({"nodes": nodes, "links": [{"source": a, "target": b} for a, b in links]})
@@ -174,8 +174,10 @@ def test_best_and_worst_order_of_a_small_graph() -> None:
     assert peaks == [10, 17]
 
 
-def test_extreme_orders_are_those_of_the_referee_where_values_are_overwritten() -> None:
-    """Where another operator still reads the old value, or it is kept, the new one lies beside it."""
+def test_extreme_orders_match_the_referee_where_values_are_overwritten() -> None:
+    """On random graphs with overwritten values the lowest and highest orders have the same peaks as all orders tried one by
+    one. Where another operator still reads the old value, or it is kept, the new value needs bytes of its own.
+    """
     chance, wrong = random.Random(0), []
     for seed in range(40):
         nodes: list[dict[str, Any]] = []
@@ -198,15 +200,15 @@ def test_extreme_orders_are_those_of_the_referee_where_values_are_overwritten() 
     assert not wrong
 
 
-def test_files_are_read_with_what_networkx_calls_edges(tmp_path: Path) -> None:
-    """Newer networkx writes "edges" for "links"."""
+def test_edges_are_read_as_links(tmp_path: Path) -> None:
+    """Newer versions of networkx write "edges" for "links"."""
     path = tmp_path / "g.json"
     path.write_text(json.dumps({"nodes": GOOD["nodes"], "edges": GOOD["links"]}))
     assert load(path).nodes[1].parents == (0,)
 
 
-def test_without_the_compiled_search_classics_and_bounds_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no compiler was at hand: a plan of the literature that fits, judged and bounded like any other."""
+def test_classics_and_bounds_answer_without_the_compiled_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no compiler was available, the answer is a plan of the literature that fits, judged and bounded like any other."""
     from lowtide.planning.solver import solve
 
     monkeypatch.setattr(solve, "library", lambda: None)
@@ -218,8 +220,8 @@ def test_without_the_compiled_search_classics_and_bounds_answer(monkeypatch: pyt
     assert solve.Solver(graph, order=solve.Order.FREE).lowest(seconds=0.1).timeline.peak_bytes == 18
 
 
-def test_loading_the_compiled_search_leaves_floating_point_as_it_was() -> None:
-    """Subnormal numbers are not flushed to zero in a process that has planned something."""
+def test_loading_the_compiled_search_keeps_subnormal_numbers() -> None:
+    """Subnormal numbers are not flushed to zero in a process that has loaded the compiled search."""
     code = (
         "from lowtide.planning.search.annealing import library; library(); "
         "import numpy as np; x = np.full(4, 1e-310); assert (x / 2 > 0).all() and 1e-310 / 2 > 0"

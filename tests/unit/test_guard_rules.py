@@ -32,12 +32,12 @@ from lowtide.base.units import MIB
     ("epoch", Rule(RecycleWhen.EPOCH)), ("exit", Rule(RecycleWhen.EXIT)), ("never", Rule(RecycleWhen.NEVER)), ("every=500", Rule(RecycleWhen.EVERY, every=500)),
     ("watermark", Rule(RecycleWhen.WATERMARK)), ("watermark=80%", Rule(RecycleWhen.WATERMARK, watermark=0.8)),
 ])
-def test_a_rule_reads_as_it_is_written(text, rule):
+def test_every_recycle_rule_is_parsed(text, rule):
     assert parse(text) == rule
 
 
 @pytest.mark.parametrize("text", ["", "epochs", "every", "every=0", "every=-3", "every=x", "watermark=0%", "watermark=100%", "exit=3"])
-def test_what_is_no_rule_is_refused(text):
+def test_an_unknown_recycle_rule_is_refused(text):
     with pytest.raises(UsageError, match="--recycle"):
         parse(text)
 
@@ -54,8 +54,10 @@ def forecast_of(sizes, every=0.1):
 
 @pytest.mark.parametrize("rate", [1, 5, 20, 50])
 @pytest.mark.parametrize("noise", [0, 5, 20])
-def test_a_steady_leak_is_forecast_within_a_fifth(rate, noise):
-    """Bytes per second in MiB, a saw of temporaries and noise on top; looked at when half of the way to the limit is gone."""
+def test_a_steady_leak_is_forecast_within_20_percent(rate, noise):
+    """Growth of 1 to 50 MiB/s under a sawtooth of temporaries and noise: half-way to the limit, the forecast time is within 20
+    %.
+    """
     random = np.random.default_rng(rate)
     limit = 500 + rate * 20
     times = np.arange(0, 40, 0.1)
@@ -68,7 +70,8 @@ def test_a_steady_leak_is_forecast_within_a_fifth(rate, noise):
     assert left == pytest.approx(true, rel=0.2, abs=0.5)
 
 
-def test_a_level_that_does_not_grow_has_no_forecast():
+def test_a_level_size_has_no_forecast():
+    """Noise around a constant size gives no time at which the limit would be reached."""
     random = np.random.default_rng(3)
     sizes = 500 * MIB + random.normal(0, MIB, 600)
     growth = forecast_of(sizes).growth()
@@ -77,7 +80,8 @@ def test_a_level_that_does_not_grow_has_no_forecast():
 
 
 @pytest.mark.parametrize(("noise", "said"), [(1, "does not grow"), (200, "a second, if at all")])
-def test_what_noise_leaves_open_is_not_said_not_to_grow(noise, said):
+def test_noise_that_hides_growth_is_not_reported_as_no_growth(noise, said):
+    """"does not grow" is reported only where the readings show it; under large noise the report gives the rate "if at all"."""
     random = np.random.default_rng(3)
     growth = forecast_of(500 * MIB + random.normal(0, noise * MIB, 60)).growth()
     assert growth is not None
@@ -94,24 +98,24 @@ def live_of(growth, cap):
     )
 
 
-def test_warm_up_is_forgotten():
-    """Ten seconds of fast growth, then a level: by the time the level has lasted longer, nothing is forecast."""
+def test_warm_up_growth_is_forgotten():
+    """Ten seconds of fast growth, then a level: once the level has lasted longer, there is no forecast."""
     sizes = np.concatenate([np.linspace(0, 400, 100), np.full(300, 400.0)]) * MIB
     growth = forecast_of(sizes).growth()
     assert growth is not None
     assert growth.seconds_to(1000 * MIB) is None
 
 
-def test_growth_of_long_ago_is_forgotten():
-    """Ten minutes of growth, then three without."""
+def test_growth_long_ago_is_forgotten():
+    """After ten minutes of growth and three without, memory is reported as flat."""
     sizes = np.concatenate([300 + 5 * np.arange(0, 600, 0.5), np.full(360, 3300.0)])
     growth = forecast_of(sizes * MIB, every=0.5).growth()
     assert growth.is_flat(4000 * MIB)
     assert growth.seconds_to(4000 * MIB) is None
 
 
-def test_slopes_are_those_of_the_library():
-    """Theil and Sen's estimate and its interval, with ties and without."""
+def test_slopes_equal_those_of_scipy():
+    """The Theil-Sen estimate and its interval, with ties and without."""
     random = np.random.default_rng(5)
     for n in (6, 9, 12):
         for _ in range(50):
@@ -121,7 +125,7 @@ def test_slopes_are_those_of_the_library():
             assert np.allclose(slopes(times, sizes), (expected.slope, expected.low_slope, expected.high_slope))
 
 
-def test_too_few_readings_say_nothing():
+def test_too_few_readings_give_no_growth():
     assert forecast_of(np.arange(10) * MIB).growth() is None
     assert Forecast().growth() is None
 
@@ -161,19 +165,23 @@ CASES = [
 
 
 @pytest.mark.parametrize(("ending", "cause"), CASES, ids=range(len(CASES)))
-def test_the_cause_follows_from_what_is_certain(ending, cause):
+def test_the_cause_is_named_only_from_certain_evidence(ending, cause):
+    """`why` names the cause that exit code, kernel counters and the guard's own actions prove, else "unknown"."""
     assert why(ending) is cause
 
 
-def test_only_memory_makes_a_fresh_process():
+def test_only_memory_causes_restart_a_process():
+    """Only these four causes have to do with memory (`of_memory`)."""
     assert {c for c in Cause if c.of_memory} == {Cause.RECYCLED, Cause.OOM_KILLER, Cause.CAP, Cause.MEMORY_ERROR}
 
 
 # --- cgroups --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_cgroup_of_version_2_is_made_read_and_removed(tmp_path, monkeypatch):
-    """On a folder that stands in for the kernel's; version 1 is tested on the real one, where there is one."""
+def test_a_version_2_cgroup_is_created_and_read(tmp_path, monkeypatch):
+    """A folder stands in for the kernel's. Usage is memory.current without the inactive file pages and active file pages;
+    kills are oom_kill. Version 1 is tested on the real one, where there is one.
+    """
     own = tmp_path / "user.slice" / "me"
     own.mkdir(parents=True)
     (own / "cgroup.controllers").write_text("memory\n")
@@ -190,13 +198,14 @@ def test_a_cgroup_of_version_2_is_made_read_and_removed(tmp_path, monkeypatch):
     assert made.kills() == 2
 
 
-def test_where_no_cgroup_can_be_made_there_is_none(tmp_path):
+def test_no_cgroup_is_returned_where_none_can_be_created(tmp_path):
     assert cgroup(MIB, "lowtide-1", roots=[tmp_path]) is None
     assert Watching().used(()) is None
 
 
 @pytest.mark.parametrize(("parent", "own"), [(300, 700), (700, 300)])
-def test_of_all_limits_above_a_process_the_smallest_counts(tmp_path, monkeypatch, parent, own):
+def test_the_smallest_limit_above_a_process_counts(tmp_path, monkeypatch, parent, own):
+    """Both the process's own cgroup and its parents limit it; "max" is no limit."""
     folder = tmp_path / "user.slice" / "me"
     folder.mkdir(parents=True)
     (tmp_path / "memory.max").write_text("max\n")
@@ -207,17 +216,19 @@ def test_of_all_limits_above_a_process_the_smallest_counts(tmp_path, monkeypatch
     assert fence.room() == 300 * MIB
 
 
-def test_without_limits_a_process_has_what_the_machine_has(tmp_path, monkeypatch):
+def test_without_a_cgroup_limit_the_machines_memory_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(fence, "CGROUPS", tmp_path)
     assert fence.room() == psutil.virtual_memory().total
 
 
-# --- what is looked at ----------------------------------------------------------------------------------------------------
+# --- process scans --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("working", "looks"), [(0.0, 2), (5.0, 1)])
-def test_it_is_work_and_not_waiting_that_makes_looks_at_processes_rare(monkeypatch, working, looks):
-    """A list of them that took 5 s because no core was free left new processes unseen for 500 s."""
+def test_process_scans_become_rare_by_cpu_time_not_by_waiting(monkeypatch, working, looks):
+    """A scan of the process list is repeated less often if it took much CPU time. When elapsed time counted, one that took 5 s
+    because no core was free left new processes unseen for 500 s.
+    """
     now, worked, listed = [100.0], [0.0], []
 
     def pids(_):
@@ -239,7 +250,9 @@ def test_it_is_work_and_not_waiting_that_makes_looks_at_processes_rare(monkeypat
 
 
 def kept_up(monkeypatch, generations, restarts):
-    """How a run goes whose processes end so: (cause, checkpoints that each saved); and what was waited before each."""
+    """Run the guard on processes that end with the given (cause, checkpoints saved); returns the outcome and the wait before
+    each.
+    """
     waits = []
 
     def generation(keeper, waited):
@@ -257,15 +270,16 @@ def kept_up(monkeypatch, generations, restarts):
     return outcome, waits
 
 
-def test_orphans_of_others_are_not_adopted_once_a_run_is_over(monkeypatch):
-    """A process that goes on would gather them, ended and never waited for."""
+def test_orphans_are_not_adopted_after_a_run_is_over(monkeypatch):
+    """The subreaper flag is reset: otherwise a process that goes on would collect zombies that nothing waits for."""
     kept_up(monkeypatch, [(Cause.FINISHED, 1)], restarts=0)
     adopts = ctypes.c_int()
     assert ctypes.CDLL(None).prctl(process._PR_GET_CHILD_SUBREAPER, ctypes.byref(adopts), 0, 0, 0) == 0
     assert not adopts.value
 
 
-def test_failures_after_a_new_checkpoint_are_counted_anew(monkeypatch):
+def test_failures_after_a_new_checkpoint_are_counted_from_zero(monkeypatch):
+    """A new checkpoint resets the number of failures and the back-off."""
     fails = (Cause.OOM_KILLER, 0)
     outcome, waits = kept_up(monkeypatch, [fails, fails, (Cause.OOM_KILLER, 1), fails, fails, (Cause.FINISHED, 1)], restarts=3)
     assert outcome.exit_code == 0
@@ -274,6 +288,7 @@ def test_failures_after_a_new_checkpoint_are_counted_anew(monkeypatch):
 
 
 def test_failures_without_a_new_checkpoint_end_the_run(monkeypatch):
+    """Three restarts are allowed; the fourth failure without a new checkpoint ends the run and says so."""
     outcome, waits = kept_up(monkeypatch, [(Cause.OOM_KILLER, 0)] * 9, restarts=3)
     assert outcome.exit_code == 1
     assert len(waits) == 4
@@ -284,11 +299,12 @@ def test_failures_without_a_new_checkpoint_end_the_run(monkeypatch):
 
 
 def error(module, name, message, base=Exception):
-    """An error of a type with that full name."""
+    """An error of a type with the given full name."""
     return type(name, (base,), {"__module__": module})(message)
 
 
-def test_errors_that_frameworks_raise_are_known():
+def test_out_of_memory_errors_of_torch_and_numpy_are_recognized():
+    """Real errors of torch and NumPy on the host, and torch's own type for a device."""
     import torch
 
     with pytest.raises(RuntimeError) as caught:
@@ -313,7 +329,10 @@ def test_errors_that_frameworks_raise_are_known():
     (error("jax.errors", "JaxRuntimeError", "RESOURCE_EXHAUSTED: Failed to allocate request", RuntimeError), Where.DEVICE),
     (ValueError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate"), Where.DEVICE),
 ])
-def test_the_catalogue_knows(raised, where):
+def test_every_known_shortage_is_recognized_also_as_a_cause(raised, where):
+    """An error that means "out of memory" is recognized with the place (host or device), raised directly or as another's
+    `__cause__`.
+    """
     assert out_of_memory(raised).where is where
     wrapped = ValueError("while training")
     wrapped.__cause__ = raised
@@ -325,11 +344,12 @@ def test_the_catalogue_knows(raised, where):
     KeyError("memory"), error("jaxlib._jax", "XlaRuntimeError", "INVALID_ARGUMENT: shapes", RuntimeError),
     RuntimeError("CUDA error: an illegal memory access was encountered"), RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
 ])
-def test_other_errors_are_no_shortage(raised):
+def test_other_errors_are_not_taken_for_out_of_memory(raised):
     assert out_of_memory(raised) is None
 
 
-def test_an_error_in_the_handler_of_a_shortage_is_its_own():
+def test_an_error_in_a_memory_error_handler_is_no_shortage():
+    """`__context__` does not count: an error raised while a MemoryError is handled is another error."""
     try:
         try:
             raise MemoryError
@@ -339,11 +359,11 @@ def test_an_error_in_the_handler_of_a_shortage_is_its_own():
         assert out_of_memory(error) is None
 
 
-# --- one process that is looked at ----------------------------------------------------------------------------------------
+# --- one watched process --------------------------------------------------------------------------------------------------
 
 
 def watched(**fields):
-    """What the guard knows of a process that holds half of its cap, without the process."""
+    """The guard's view of a process that holds half of its cap, without the process."""
     found = keep._Watched.__new__(keep._Watched)
     defaults = {
         "_beat": Beat(), "_cap": 100 * MIB, "_peaks": [1, 2, 3, 4], "_growth": None, "asked": "",
@@ -355,14 +375,16 @@ def watched(**fields):
 
 
 @pytest.mark.parametrize(("left", "points", "stops"), [(7.9, 2, True), (8.1, 2, False), (7.9, 1, False), (None, 2, False)])
-def test_it_is_asked_to_stop_while_two_gaps_and_two_saves_still_fit(left, points, stops):
-    """Gaps of 3 s, saves of 0.5 s, and one second to spare: 8 s."""
+def test_a_stop_is_requested_while_two_gaps_and_saves_still_fit(left, points, stops):
+    """Gaps of 3 s, saves of 0.5 s and one second to spare: 8 s before the cap is reached. A process with a single safe point
+    is not asked, because its gap is unknown.
+    """
     process_ = watched(_beat=Beat(points=points, longest_gap=3.0, longest_save=0.5))
     live = SimpleNamespace(reading=SimpleNamespace(bytes=50 * MIB), left_seconds=left)
     assert bool(process_.reason(live, 0.9)) == stops
 
 
 @pytest.mark.parametrize(("low", "told"), [(5.0, 10.0), (0.0, None), (-1.0, None)])
-def test_growth_is_told_of_a_generation_where_it_is_certain(low, told):
+def test_growth_of_a_generation_is_reported_only_if_certain(low, told):
     process_ = watched(_growth=Growth(rate=10.0, low=low, high=20.0, level=0.0))
     assert process_.generation(0, Ending(code=0), 0.0, {}, []).growth_bytes_per_second == told

@@ -1,4 +1,6 @@
-"""Laws of the search for the smallest budget, on scripts that are made up: at most ten runs, one per cent, whatever the first guess."""
+"""Laws of the search for the smallest budget, on simulated scripts: at most ten runs, within one percent, whatever the first
+guess.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ def _ran(asked: TrialRequest, ended: str, plan: int | None) -> TrialResult:
 
 
 @given(st.integers(PLAIN // 10, PLAIN), st.floats(0.7, 1.4), st.integers(0, 2))
-def test_the_minimum_is_found_within_a_per_cent(truth: int, off: float, late: int) -> None:
-    """The plan's floor is a guess; the long run may fail where short ones pass."""
+def test_the_minimum_is_found_within_one_percent(truth: int, off: float, late: int) -> None:
+    """The plan's floor is only a guess, and the long run may need a higher budget than short ones. The minimum found is never
+    too low, and, unless the runs are used up, a budget at most 1 % below it fails.
+    """
     guess = min(int(truth * off), PLAIN)
 
     def run(asked: TrialRequest) -> TrialResult:
@@ -49,7 +53,7 @@ def test_the_minimum_is_found_within_a_per_cent(truth: int, off: float, late: in
         assert found.survived.passes
 
 
-def test_a_script_without_a_plan_says_so() -> None:
+def test_a_script_without_a_plan_has_no_minimum_and_a_reason() -> None:
     plain = _ran(TrialRequest(steps=6, budget_bytes=PLAIN), "ok", None)
     found = search("none", frozenset(), frozenset(), plain, lambda asked: _ran(asked, "error", None), offload=True)
     assert found.minimum_bytes is None
@@ -61,12 +65,13 @@ def test_a_script_without_a_plan_says_so() -> None:
     (("chunked-loss",), (), ["no levers", "exact levers", "all levers"]),
     ((), ("move-gradients", "sliced-update"), ["no levers"]),
 ])
-def test_sets_of_levers(allow: tuple[str, ...], without: tuple[str, ...], names: list[str]) -> None:
+def test_lever_sets_follow_what_is_allowed_and_excluded(allow: tuple[str, ...], without: tuple[str, ...], names: list[str]) -> None:
+    """No levers, the exact ones unless all are excluded, and all allowed ones if these are more."""
     assert list(lever_sets(frozenset(allow), frozenset(without))) == names
 
 
-def test_a_script_that_ends_by_itself_in_the_long_run_is_not_one_that_lacks_memory() -> None:
-    """Its exit code was taken for a failure of memory, and the budget raised until the runs were used up."""
+def test_a_long_run_that_exits_by_itself_did_not_run_out_of_memory() -> None:
+    """Its exit code used to count as an out-of-memory failure, and the budget was raised until the runs were used up."""
     truth = PLAIN // 2
 
     def run(asked: TrialRequest) -> TrialResult:
@@ -80,8 +85,8 @@ def test_a_script_that_ends_by_itself_in_the_long_run_is_not_one_that_lacks_memo
     assert not found.survived.passes
 
 
-def test_the_headline_is_the_least_of_all_sets_of_levers() -> None:
-    """It was that of the widest, which may need more."""
+def test_the_headline_is_the_smallest_minimum_of_all_lever_sets() -> None:
+    """It used to be that of the widest set, which may need more."""
     plain = _ran(TrialRequest(steps=6, budget_bytes=PLAIN), "ok", None)
 
     def searched(name: str, truth: int) -> MinimumSearch:
@@ -96,8 +101,8 @@ def test_the_headline_is_the_least_of_all_sets_of_levers() -> None:
     assert answer["set"] == "no levers"
 
 
-def test_runs_are_as_long_as_it_takes_to_meet_the_highest_step() -> None:
-    """An evaluation came in the sixth step, and runs of four never met it: the minimum failed when it was to survive."""
+def test_runs_are_long_enough_to_reach_the_highest_step() -> None:
+    """An evaluation came in the sixth step, and runs of four never reached it: the minimum then failed in the long run."""
     asked = TrialRequest(steps=12)
     steps = tuple({"seconds": 1.0, "peak_bytes": 800 if i % 6 == 5 else 100} for i in range(12))
     plain = TrialResult(asked=asked, ended="ok", message="", steps=steps, resident_bytes=0, plan=None, levers=())
@@ -105,7 +110,8 @@ def test_runs_are_as_long_as_it_takes_to_meet_the_highest_step() -> None:
     assert covering(plain, 9) == 9
 
 
-def test_a_first_guess_far_below_is_followed_by_the_plain_peak() -> None:
+def test_a_first_guess_far_too_low_is_followed_by_the_baseline_peak() -> None:
+    """A plan's floor of a sixth of the true minimum still leads to it within 1 %."""
     def run(asked: TrialRequest) -> TrialResult:
         return _ran(asked, "ok" if asked.budget_bytes >= PLAIN * 0.99 or not asked.cap_bytes else "memory", PLAIN // 6)
 
@@ -114,7 +120,7 @@ def test_a_first_guess_far_below_is_followed_by_the_plain_peak() -> None:
     assert PLAIN * 0.99 <= found.minimum_bytes <= PLAIN
 
 
-def test_a_probing_run_that_crossed_its_budget_is_no_point_of_the_curve() -> None:
+def test_a_run_that_crossed_its_budget_is_no_point_of_the_curve() -> None:
     asked = TrialRequest(steps=6, budget_bytes=PLAIN)
     crossed = replace(_ran(asked, "ok", None), asked=replace(asked, budget_bytes=123_456_789))
     within = _ran(replace(asked, budget_bytes=987_654_321), "ok", None)

@@ -1,4 +1,6 @@
-"""Laws: what counts or measures is a finite number, in every verb, sweep, store and decorator; else one line says so at once."""
+"""Laws: every number that an option, sweep, store or decorator takes is finite and in range; otherwise one line says so at
+once.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,15 @@ NUMBERS = [
 
 @pytest.mark.parametrize(("verb", "option"), NUMBERS, ids=[f"{v} {o.name}" for v, o in NUMBERS])
 @pytest.mark.parametrize("text", ["nan", "inf", "-inf"])
-def test_no_option_takes_what_is_no_finite_number(verb: str, option: click.Parameter, text: str) -> None:
+def test_no_option_takes_a_number_that_is_not_finite(verb: str, option: click.Parameter, text: str) -> None:
+    """Every option of type float, of every verb, refuses nan, inf and -inf."""
     assert isinstance(option.type, Finite), verb
     with pytest.raises(click.BadParameter):
         option.type.convert(text, option, None)
 
 
-def test_there_are_such_options() -> None:
+def test_the_verbs_with_float_options_are_found() -> None:
+    """Guards the test above against finding no options."""
     assert {verb for verb, _ in NUMBERS} >= {"leak", "min", "batch", "guard", "plan"}
 
 
@@ -48,7 +52,8 @@ def test_there_are_such_options() -> None:
         {"axes": {"own": {"env": "A=B", "values": [1]}}}, {"axes": {"own": {"env": "A", "values": ["a\0b"]}}},
     ],
 )
-def test_a_sweep_refuses_what_no_cell_can_be_given(said: dict[str, Any]) -> None:
+def test_a_sweep_refuses_settings_that_no_cell_could_be_given(said: dict[str, Any]) -> None:
+    """Limits that are not finite, and environment variables whose names or values cannot exist."""
     file = {"command": "python -c pass", "axes": {"own": {"env": "A", "values": ["1", "2"]}}}
     define(msgspec.convert(file, File))
     with pytest.raises(UsageError):
@@ -56,12 +61,13 @@ def test_a_sweep_refuses_what_no_cell_can_be_given(said: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("said", [{"best": "minimum"}, {"best": "MIN"}, {"keep_last": 0}, {"keep_best": -1}])
-def test_a_store_refuses_a_choice_that_is_none(said: dict[str, Any], tmp_path: Path) -> None:
+def test_a_store_refuses_an_unknown_choice(said: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="best|keep"):
         lowtide.checkpoint.Store(tmp_path, **said)
 
 
-def test_a_state_that_contains_itself_is_refused_and_what_was_saved_stays(tmp_path: Path) -> None:
+def test_a_cyclic_state_is_refused_and_earlier_saves_stay(tmp_path: Path) -> None:
+    """A list that contains itself raises StateError, and the checkpoint before it is still listed."""
     store = lowtide.checkpoint.Store(tmp_path)
     number = store.save({"a": 1})
     ring: list[Any] = [1]
@@ -72,12 +78,13 @@ def test_a_state_that_contains_itself_is_refused_and_what_was_saved_stays(tmp_pa
 
 
 @pytest.mark.parametrize("said", [{"reduction": "avg"}, {"reduction": "none"}, {"batch_norm": "ignore"}])
-def test_micro_batches_refuse_a_choice_that_is_none(said: dict[str, Any]) -> None:
+def test_micro_batches_refuse_an_unknown_choice(said: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="reduction|batch_norm"):
         lowtide.micro_batched(lambda x: x.sum(), model=torch.nn.Linear(1, 1), **said)
 
 
-def test_data_that_is_no_array_of_samples_is_told_in_a_line(tmp_path: Path) -> None:
+def test_data_that_is_not_an_array_of_samples_is_refused(tmp_path: Path) -> None:
+    """A scalar, an empty file and an unknown dtype each raise ReaderError."""
     np.save(tmp_path / "scalar.npy", np.float32(1))
     (tmp_path / "empty.npy").touch()
     np.save(tmp_path / "good.npy", np.zeros(3))

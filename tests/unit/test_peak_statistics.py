@@ -1,4 +1,4 @@
-"""The script's peak statistics of a device stay its own, whatever windows Lowtide opens (the allocator is a fake)."""
+"""The script's peak statistics of a device stay correct, whatever windows Lowtide opens (the allocator is a fake)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lowtide.runtime.device.peak_statistics import PeakStatistics
 
 
 class Allocator(SimpleNamespace):
-    """What ``torch._C`` has for one device."""
+    """The functions of ``torch._C`` for one device."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,10 @@ class Allocator(SimpleNamespace):
         return self._cuda_memoryStats(0)["allocated_bytes"]["all"]["peak"]
 
 
-def test_resets_of_ours_leave_the_scripts_peak():
+def test_lowtides_resets_leave_the_scripts_peak():
+    """After Lowtide's own reset, its window starts at the current bytes, while the script still reads the highest peak of all
+    windows.
+    """
     allocator = Allocator()
     ours = PeakStatistics(0, lambda: None, allocator)
     ours.install()
@@ -44,7 +47,9 @@ def test_resets_of_ours_leave_the_scripts_peak():
     assert allocator.script_peak() == 160
 
 
-def test_the_scripts_reset_is_told_before_and_begins_its_window_anew():
+def test_a_reset_by_the_script_is_announced_first_and_restarts_its_peak():
+    """Lowtide reads its own peak before the script's reset takes effect; the script's peak then starts at the current bytes.
+    """
     allocator, told = Allocator(), []
     ours = PeakStatistics(0, lambda: told.append(ours.allocated()[1]), allocator)
     ours.install()
@@ -58,7 +63,7 @@ def test_the_scripts_reset_is_told_before_and_begins_its_window_anew():
     assert allocator.script_peak() == 10
 
 
-def test_torch_has_its_functions_back():
+def test_removing_the_statistics_restores_torchs_functions():
     allocator = Allocator()
     before = allocator._cuda_memoryStats, allocator._cuda_resetPeakMemoryStats
     ours = PeakStatistics(0, lambda: None, allocator)
@@ -67,7 +72,7 @@ def test_torch_has_its_functions_back():
     assert (allocator._cuda_memoryStats, allocator._cuda_resetPeakMemoryStats) == before
 
 
-def test_another_device_is_left_alone():
+def test_other_devices_are_left_alone():
     allocator = Allocator()
     ours = PeakStatistics(0, lambda: None, allocator)
     ours.install()

@@ -1,4 +1,4 @@
-"""Plans by site: out of a solution, to a file and back, and onto a problem again."""
+"""Plans by site: from a solution to a file and back, and onto a problem again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _op(e: int, phase: Phase, reads: tuple[int, ...], write: int) -> Op:
 
 
 def _trace() -> Trace:
-    """A chain of saved values, asked for in reverse, each by a node of one operator."""
+    """A chain of saved values, asked for in reverse order, each by an autograd node of one operator."""
     events: list[Op | Need] = [_op(v, Phase.FORWARD, (v,), v + 1) for v in range(LAYERS)]
     buffers = [Buffer(bytes=50, born=-1, slot=0, held_until=99, released=-1, counted=False, movable=False)]
     released = {}
@@ -74,8 +74,10 @@ def _decisions(solution: Solution) -> dict[Key, Away]:
 
 
 @pytest.mark.parametrize("board", [False, True], ids=["recompute", "move"])
-def test_decisions_come_back_on_the_same_problem(board: bool) -> None:  # noqa: FBT001
-    """decisions_of(plan_of(solution)) are the solution's decisions."""
+def test_decisions_survive_conversion_to_a_plan_and_back(board: bool) -> None:  # noqa: FBT001
+    """decisions_of(problem, plan_of(problem, solution)) are the solution's decisions; only a plan with an offload tier moves
+    values.
+    """
     problem, solution = _solved(board=board)
     plan = plan_of(problem, solution)
     assert decisions_of(problem, plan) == _decisions(solution)
@@ -85,8 +87,8 @@ def test_decisions_come_back_on_the_same_problem(board: bool) -> None:  # noqa: 
     assert (Action.MOVE.value in actions) == board
 
 
-def test_a_plan_file_gives_the_same_plan_back(tmp_path: Path) -> None:
-    """load_plan(save_plan(plan)) == plan, and so are its decisions."""
+def test_a_plan_file_is_read_back_unchanged(tmp_path: Path) -> None:
+    """load_plan(save_plan(plan)) == plan, and its decisions are the same."""
     problem, solution = _solved()
     plan = plan_of(problem, solution)
     save_plan(plan, tmp_path / "plan.json")
@@ -95,8 +97,8 @@ def test_a_plan_file_gives_the_same_plan_back(tmp_path: Path) -> None:
     assert decisions_of(problem, loaded) == _decisions(solution)
 
 
-def test_a_plan_file_is_json_that_names_sites(tmp_path: Path) -> None:
-    """A person can read which module's which operator is dropped."""
+def test_a_plan_file_is_json_that_names_modules(tmp_path: Path) -> None:
+    """A person can read which operator of which module is dropped."""
     problem, solution = _solved()
     save_plan(plan_of(problem, solution), tmp_path / "plan.json")
     written = json.loads((tmp_path / "plan.json").read_text())
@@ -104,8 +106,8 @@ def test_a_plan_file_is_json_that_names_sites(tmp_path: Path) -> None:
     assert {c["module"].split(".")[0] for c in written["choices"]} == {"net"}
 
 
-def test_the_dropped_sites_are_those_recomputed() -> None:
-    """Moved values are not dropped."""
+def test_dropped_sites_are_those_that_are_recomputed() -> None:
+    """Values that are moved (offloaded) are not dropped."""
     for board in (False, True):
         problem, solution = _solved(board=board)
         dropped = {v for (v, _), away in _decisions(solution).items() if away.action is Action.RECOMPUTE}
@@ -113,7 +115,7 @@ def test_the_dropped_sites_are_those_recomputed() -> None:
         assert dropped_sites(plan_of(problem, solution)) == sites
 
 
-def test_no_state_makes_a_plan_without_choices() -> None:
+def test_an_infeasible_solution_gives_a_plan_without_choices() -> None:
     """An infeasible answer still makes a plan: it decides nothing."""
     problem = _problem(board=False)
     solution = solve(problem, SIZE)
@@ -123,7 +125,7 @@ def test_no_state_makes_a_plan_without_choices() -> None:
     assert decisions_of(problem, plan) == {}
 
 
-def test_choices_at_unknown_sites_are_left_out() -> None:
+def test_choices_at_unknown_sites_are_ignored() -> None:
     """A plan of another model decides nothing here."""
     problem, solution = _solved()
     plan = plan_of(problem, solution)
@@ -133,7 +135,9 @@ def test_choices_at_unknown_sites_are_left_out() -> None:
 
 
 def test_fingerprints_tell_recordings_apart() -> None:
-    """Equal events have equal fingerprints, whatever their seconds and bytes; another operator makes another."""
+    """Equal events have equal fingerprints, whatever their seconds and bytes; another operator or another input changes the
+    fingerprint.
+    """
     trace = _trace()
     first = trace.events[0]
     assert isinstance(first, Op)
@@ -170,13 +174,13 @@ def test_a_bad_plan_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
 
 
 def test_a_plan_file_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
-    """An absent file, and a folder, are plan files that cannot be used."""
+    """A missing file and a folder are refused as plan files."""
     for path in (tmp_path / "absent.json", tmp_path):
         with pytest.raises(PlanFileError, match="cannot read the plan"):
             load_plan(path)
 
 
-def test_a_good_plan_file_is_read(tmp_path: Path) -> None:
-    """The smallest plan file there is."""
+def test_a_valid_plan_file_is_read(tmp_path: Path) -> None:
+    """The smallest valid plan file."""
     (tmp_path / "plan.json").write_text(json.dumps({**GOOD, "choices": [CHOICE]}))
     assert len(load_plan(tmp_path / "plan.json").choices) == 1

@@ -1,4 +1,4 @@
-"""Law: memory that only an allocator keeps is a leak where it goes on growing, and none in a run too short to tell."""
+"""Law: memory that only an allocator keeps is a leak if it goes on growing, but not in a run too short to tell."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KIB = 1024
 
 
 def kept_more_each_step(steps: int) -> Run:
-    """The heap in use stays as it is, resident memory grows by 40 KiB a step."""
+    """A run whose heap in use is constant while resident memory grows by 40 KiB a step."""
     rows = np.full((steps, len(COLUMNS)), ABSENT, dtype=np.int64)
     at = np.arange(steps)
     for name, values in {
@@ -24,7 +24,8 @@ def kept_more_each_step(steps: int) -> Run:
 
 
 @pytest.mark.parametrize(("steps", "verdict"), [(60, Verdict.INCONCLUSIVE), (SETTLED_STEPS, Verdict.LEAK), (300, Verdict.LEAK)])
-def test_retention_is_a_leak_only_in_a_run_that_is_long_enough(steps: int, verdict: Verdict) -> None:
+def test_growing_retention_is_a_leak_only_in_a_long_enough_run(steps: int, verdict: Verdict) -> None:
+    """From `SETTLED_STEPS` steps on it is a leak of "resident"; a shorter run is inconclusive and asks for that many steps."""
     found = judge(kept_more_each_step(steps), KIB)
     assert found.verdict is verdict
     assert found.culprit is not None

@@ -1,4 +1,4 @@
-"""Law: a unit that is smaller than known ones, or a little larger, is not said to rise higher than it does, nor without evidence."""
+"""Law: the predicted rise of a unit is never below its real one, and nothing is predicted without evidence."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ def rises() -> PeakModel:
 
 
 @pytest.mark.parametrize("length", [10, 55, 100, 110, 130, 200])
-def test_what_is_said_is_at_least_what_such_a_unit_takes(rises: PeakModel, length: int) -> None:
+def test_the_predicted_rise_is_at_least_the_real_one(rises: PeakModel, length: int) -> None:
+    """For sizes below, among and up to twice those seen, the prediction is an upper bound."""
     most = rises.most([_kind((4, length))], 0)
     assert most is not None
     assert most >= _rise(length)
 
 
-def test_nothing_is_said_before_enough_units_were_compared() -> None:
+def test_nothing_is_predicted_before_enough_units_were_compared() -> None:
+    """The first prediction comes after `CONFIRMED` comparisons of a unit with known ones."""
     rises = PeakModel()
     for length in range(CONFIRMED):
         rises.note([_kind((4, 100 - length))], _rise(100 - length), 0)
@@ -40,7 +42,8 @@ def test_nothing_is_said_before_enough_units_were_compared() -> None:
     assert rises.most([_kind((4, 10))], 0) is not None
 
 
-def test_nothing_is_said_of_what_is_much_larger_or_of_another_make(rises: PeakModel) -> None:
+def test_nothing_is_predicted_for_much_larger_or_different_units(rises: PeakModel) -> None:
+    """None for a unit of more than twice the size, another module, another number of dimensions, more calls, or no call."""
     assert rises.most([_kind((4, 300))], 0) is None
     assert rises.most([_kind((4, 50), who=1)], 0) is None
     assert rises.most([_kind((4, 50, 1))], 0) is None
@@ -48,7 +51,8 @@ def test_nothing_is_said_of_what_is_much_larger_or_of_another_make(rises: PeakMo
     assert rises.most([UnitSignature(())], 0) is None
 
 
-def test_a_unit_that_rose_higher_than_a_larger_one_lifts_what_is_said_of_all(rises: PeakModel) -> None:
+def test_a_unit_that_exceeds_its_limit_raises_all_predictions(rises: PeakModel) -> None:
+    """One unit that rose to about twice its limit raises the predictions for all others by at least half."""
     before = rises.most([_kind((4, 40))], 0)
     rises.note([_kind((4, 94))], 2 * _rise(94), 0)
     after = rises.most([_kind((4, 40))], 0)
@@ -57,12 +61,16 @@ def test_a_unit_that_rose_higher_than_a_larger_one_lifts_what_is_said_of_all(ris
     assert after >= 1.5 * before
 
 
-def test_a_unit_that_crossed_the_budget_ends_the_rule(rises: PeakModel) -> None:
+def test_a_unit_that_crossed_the_budget_ends_predictions(rises: PeakModel) -> None:
+    """After a unit that was predicted to fit crossed the budget, nothing is predicted for units of its kind."""
     rises.broke([_kind((4, 50))])
     assert rises.most([_kind((4, 50))], 0) is None
 
 
-def test_later_calls_of_a_unit_are_compared_too() -> None:
+def test_all_root_calls_of_a_unit_are_compared() -> None:
+    """A unit may make fewer calls than known ones, but a later call of much larger size or of another module gives no
+    prediction.
+    """
     rises = PeakModel()
     for length in range(100, 90, -1):
         rises.note([_kind((4, length)), _kind((4, length), who=1)], _rise(length), 0)
@@ -72,7 +80,10 @@ def test_later_calls_of_a_unit_are_compared_too() -> None:
     assert rises.most([_kind((4, 50)), _kind((4, 50), who=2)], 0) is None
 
 
-def test_units_that_never_come_again_are_recorded_only_at_first_or_where_they_are_the_largest() -> None:
+def test_a_new_kind_of_unit_is_recorded_if_early_repeated_or_largest() -> None:
+    """After `STRANGERS` new kinds in a row, a kind is worth recording only if it was met before or is larger than all known
+    ones, until a recorded kind comes again.
+    """
     rises = PeakModel()
     rises.note([_kind((4, 500))], _rise(500), 0)
     assert all(rises.worth_recording(_kind((4, length))) for length in range(STRANGERS))
@@ -83,7 +94,7 @@ def test_units_that_never_come_again_are_recorded_only_at_first_or_where_they_ar
     assert rises.worth_recording(_kind((4, 301)))
 
 
-def test_a_long_run_of_ever_new_sizes_is_remembered_within_bounds() -> None:
+def test_memory_of_ever_new_sizes_is_bounded() -> None:
     rises = PeakModel()
     for length in range(2 * REMEMBERED):
         rises.worth_recording(_kind((4, length)))
@@ -93,7 +104,10 @@ def test_a_long_run_of_ever_new_sizes_is_remembered_within_bounds() -> None:
     assert len(rises._known[next(iter(rises._known))]) <= PROFILES
 
 
-def test_gradients_that_known_units_found_and_this_one_does_not_are_added() -> None:
+def test_missing_gradients_are_added_to_the_prediction() -> None:
+    """Gradients that existed when known units began, and do not exist now, will be allocated within the unit; extra ones
+    change nothing.
+    """
     rises = PeakModel()
     for length in (100, 60, 90, 80, 70):
         rises.note([_kind((4, length))], _rise(length), 50_000)
@@ -103,8 +117,10 @@ def test_gradients_that_known_units_found_and_this_one_does_not_are_added() -> N
     assert rises.most([_kind((4, 100))], 70_000) == there
 
 
-def test_of_units_that_differ_though_their_sizes_do_not_the_highest_tells_and_only_after_some() -> None:
-    """Packed sequences: their lengths are values, no sizes."""
+def test_units_that_differ_at_equal_sizes_are_bounded_by_the_highest() -> None:
+    """Packed sequences: their lengths are values, not sizes. After enough units of equal size, the bound is `UNSTEADY` times
+    the highest rise; it says nothing of steady units, and ends if one crosses the budget.
+    """
     rises = PeakModel()
     rose = [900_000, 1_500_000, 1_000_000, 700_000, 1_200_000]
     for seen in rose:

@@ -1,4 +1,4 @@
-"""Law: a training step is one round of the optimizers, whoever made how many of them when."""
+"""Law: a training step is one round of the optimizers, however many there are and whenever they are created."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lowtide.probe.marks import Rounds
 
 
 class Optimizer:
-    """What is compared by identity."""
+    """Optimizers are compared by identity."""
 
 
 def made(rounds: Rounds, count: int) -> list[Optimizer]:
@@ -58,7 +58,7 @@ def one_after_the_other_all_made_before(rounds: Rounds) -> Iterator[int]:
 
 
 def trials(rounds: Rounds) -> Iterator[int]:
-    """Each makes its own optimizer, which is kept."""
+    """Each creates its own optimizer, which stays alive."""
     kept = []
     for _ in range(5):
         kept += made(rounds, 1)
@@ -74,7 +74,7 @@ def trials_of_one_step(rounds: Rounds) -> Iterator[int]:
 
 
 def folds(rounds: Rounds) -> Iterator[int]:
-    """Each makes its own two, and the last ones are gone."""
+    """Each creates two optimizers and drops the former ones."""
     for _ in range(5):
         a, b = made(rounds, 2)
         for _ in range(4):
@@ -84,7 +84,7 @@ def folds(rounds: Rounds) -> Iterator[int]:
 
 
 def not_seen_when_made(rounds: Rounds) -> Iterator[int]:
-    """Copies and what was pickled."""
+    """Copies and unpickled optimizers, whose creation is not observed."""
     kept = []
     for _ in range(4):
         kept.append(Optimizer())
@@ -97,7 +97,9 @@ def not_seen_when_made(rounds: Rounds) -> Iterator[int]:
     one_after_the_other_all_made_before, trials, trials_of_one_step, folds, not_seen_when_made,
 ])
 def test_every_round_is_counted_once(training):
-    """At most one is told late, with the one after it: it takes one more to see that an optimizer steps alone now."""
+    """Every round is counted, at most one of them late (together with the next): it takes one more step to see that an
+    optimizer now steps alone.
+    """
     told = list(training(Rounds()))
     assert sum(told) in ((20,) if training is not one_that_stops else (19, 20))
     so_far, most_late = 0, 0
@@ -109,7 +111,8 @@ def test_every_round_is_counted_once(training):
 
 
 @pytest.mark.parametrize("first", ["judge", "maker"])
-def test_one_that_comes_once_in_five_steps_ends_none(first):
+def test_an_optimizer_that_steps_every_fifth_time_ends_no_step(first):
+    """With five updates of one optimizer (a GAN's judge) for each of another, a round has five steps."""
     rounds = Rounds()
     judge, maker = made(rounds, 2)
     turn = [maker, *[judge] * 5] if first == "maker" else [*[judge] * 5, maker]
@@ -117,7 +120,7 @@ def test_one_that_comes_once_in_five_steps_ends_none(first):
     assert told[1:] == [5] * 9
 
 
-def test_one_that_is_made_later_and_joins_costs_one_round_at_most():
+def test_an_optimizer_that_joins_late_adds_at_most_one_step():
     rounds = Rounds()
     (a,) = made(rounds, 1)
     for _ in range(5):
@@ -127,7 +130,7 @@ def test_one_that_is_made_later_and_joins_costs_one_round_at_most():
     assert 10 <= sum(told) <= 11
 
 
-def test_no_optimizer_is_kept_alive():
+def test_counting_rounds_keeps_no_optimizer_alive():
     rounds = Rounds()
     for _ in range(3):
         a, b = made(rounds, 2)

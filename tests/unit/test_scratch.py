@@ -1,4 +1,5 @@
-"""Law: a temporary folder goes with the process that made it; one that was killed leaves it to the next that makes one."""
+"""Law: a temporary folder is removed with its process; that of a killed process is removed by the next process that makes one.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def _holder(place: Path) -> tuple[subprocess.Popen[str], Path]:
     return process, Path(process.stdout.readline().strip())
 
 
-def test_a_folder_is_removed_with_what_is_in_it(place: Path) -> None:
+def test_a_folder_is_removed_with_its_contents(place: Path) -> None:
     with Scratch() as folder:
         (folder / "deep").mkdir()
         (folder / "deep" / "file").touch()
@@ -43,7 +44,8 @@ def test_a_folder_is_removed_with_what_is_in_it(place: Path) -> None:
     assert not list(place.iterdir())
 
 
-def test_the_folder_of_a_killed_process_is_removed_by_the_next_and_that_of_a_running_one_is_not(place: Path) -> None:
+def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(place: Path) -> None:
+    """The folders of a running process and of a user (which has no lock) stay."""
     killed, of_killed = _holder(place)
     running, of_running = _holder(place)
     killed.send_signal(signal.SIGKILL)
@@ -58,7 +60,8 @@ def test_the_folder_of_a_killed_process_is_removed_by_the_next_and_that_of_a_run
     assert not of_running.exists()
 
 
-def test_where_the_first_place_has_no_room_the_next_is_taken(place: Path) -> None:
+def test_the_next_place_is_used_where_the_first_one_fails(place: Path) -> None:
+    """If no place can be used, the last error is raised."""
     (place / "file").touch()
     (place / "other").mkdir()
     with Scratch((str(place / "file"), str(place / "other"))) as folder:
@@ -67,7 +70,7 @@ def test_where_the_first_place_has_no_room_the_next_is_taken(place: Path) -> Non
         Scratch((str(place / "file"), str(place / "missing")))
 
 
-def test_a_folder_that_cannot_be_locked_is_nobody_elses_to_remove(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_locked_is_removed_only_by_its_owner(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some network file systems have no locks."""
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))

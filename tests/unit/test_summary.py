@@ -1,4 +1,4 @@
-"""Law: figures of a run are few bytes a step and come back as they were; its summary says what they mean."""
+"""Law: the figures of a run take few bytes per step and are read back unchanged; its summary says what they mean."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def _step(index: int, policy: str, peak: int) -> StepFigures:
     )
 
 
-def test_figures_of_steps_come_back_as_they_were_and_are_few_bytes_each() -> None:
+def test_step_figures_take_at_most_80_bytes_and_come_back_unchanged() -> None:
+    """3000 steps with distinct figures, also read by index and by slice."""
     steps = [
         StepFigures(
             index=i, seconds=0.1 * i, peak_bytes=(i << 32) + 1, policy=POLICIES[i % 3], recomputed_ops=i, recompute_seconds=i / 7,
@@ -47,9 +48,12 @@ def test_figures_of_steps_come_back_as_they_were_and_are_few_bytes_each() -> Non
         ([90, 120, 100, 120], 2, True, [3]),
     ],
 )
-def test_steps_before_a_lever_was_pulled_are_told_apart_from_those_that_count(
+def test_steps_before_a_lever_was_used_are_excused(
     peaks: list[int], excused: int, early: bool, over: list[int], capsys: pytest.CaptureFixture[str]  # noqa: FBT001
 ) -> None:
+    """A crossing in the steps before the budget was seen to need a memory optimization is reported separately and does not
+    break the budget; any later crossing does.
+    """
     steps = tuple(_step(i, "online" if i < 2 else "planned", p << 20) for i, p in enumerate(peaks))
     lever = LeverFigures(name="move-gradients", used=True, text="")
     outcome = RunOutcome(

@@ -1,4 +1,4 @@
-"""Rules of short runs and of what is written about them."""
+"""Rules of short runs and of the files that are written about them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from lowtide.studies.size.throughput import Point, Rate, _decode, to_json
 
 @pytest.mark.parametrize("values", [("8",), ("8", "128")])
 @pytest.mark.parametrize("rate", [None, Rate(low=1.0, median=2.0, high=3.0)])
-def test_a_point_is_read_back_as_it_was_written(values: tuple[str, ...], rate: Rate | None) -> None:
+def test_a_point_is_read_back_unchanged(values: tuple[str, ...], rate: Rate | None) -> None:
+    """One value or several, with a rate or without."""
     point = Point(
         values=values, how="plain", ended="ok", message="", rate=rate, cold_peak_bytes=1, peak_bytes=None if rate is None else 2
     )
@@ -25,8 +26,8 @@ def test_a_point_is_read_back_as_it_was_written(values: tuple[str, ...], rate: R
 
 
 @pytest.mark.parametrize(("age", "ended"), [(0.0, 7), (2 * trial.LINGER_SECONDS, None)])
-def test_a_run_that_has_written_its_result_may_linger_for_a_while(age: float, ended: int | None, tmp_path: Path) -> None:
-    """Threads of a library may keep a process from ending: it is not waited for longer than so."""
+def test_a_run_with_a_written_result_may_linger_for_a_limited_time(age: float, ended: int | None, tmp_path: Path) -> None:
+    """Threads of a library may keep a process from ending: after `LINGER_SECONDS` it is no longer waited for."""
     result = tmp_path / "result.json"
     result.write_text("{}")
     written = time.time() - age

@@ -1,4 +1,4 @@
-"""Sizes, budgets and durations: read and printed."""
+"""Sizes, budgets and durations: parsed and printed."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ ZERO = ["0", "0GiB", "0.0MiB", "0.5B", ".4"]
 
 
 @pytest.mark.parametrize(("text", "size"), GOOD.items())
-def test_a_good_size_is_read(text: str, size: int) -> None:
-    """Units are case-blind, blanks around them do not matter, fractions count."""
+def test_a_valid_size_is_parsed(text: str, size: int) -> None:
+    """Case and blanks do not matter, fractions count."""
     assert parse_bytes(text) == size
     assert parse_budget(text) == size
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_a_bad_size_is_refused_by_name(text: str) -> None:
-    """What is not a size raises SizeError, and the message shows what was written."""
+def test_an_invalid_size_is_refused_with_its_text(text: str) -> None:
+    """SizeError, with a message that shows the text."""
     with pytest.raises(SizeError, match="cannot read the size") as raised:
         parse_bytes(text)
     assert repr(text) in str(raised.value)
@@ -47,46 +47,46 @@ def test_a_bad_size_is_refused_by_name(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ZERO)
-def test_a_size_of_zero_is_refused(text: str) -> None:
+def test_a_size_below_one_byte_is_refused(text: str) -> None:
     """A size that comes to no whole byte is not a size."""
     with pytest.raises(SizeError, match="not above zero"):
         parse_bytes(text)
 
 
 @given(st.integers(1, 1 << 62))
-def test_plain_bytes_are_read_exactly(size: int) -> None:
+def test_plain_bytes_are_parsed_exactly(size: int) -> None:
     """A whole number of bytes is read to the byte, however large."""
     assert parse_bytes(str(size)) == size
 
 
-def test_a_size_beyond_all_floats_is_an_error_of_ours() -> None:
+def test_a_size_beyond_floats_raises_size_error() -> None:
     with pytest.raises(SizeError):
         parse_bytes("9" * 400)
 
 
 @pytest.mark.parametrize(("text", "fraction"), [("50%", 0.5), (" 12.5 % ", 0.125), ("100%", 1.0), ("1000%", 10.0)])
-def test_a_percentage_is_a_share(text: str, fraction: float) -> None:
-    """Percent of what training adds, up to ten times it."""
+def test_a_percentage_is_parsed_as_a_share(text: str, fraction: float) -> None:
+    """A percentage of what training adds, at most ten times it."""
     assert parse_budget(text) == BudgetShare(fraction)
 
 
 @pytest.mark.parametrize("text", ["0%", "0.0%", "1000.1%", "5000%"])
 def test_a_share_outside_its_range_is_refused(text: str) -> None:
-    """No share of nothing, none above 1000 %."""
+    """Zero percent and more than 1000 % are refused."""
     with pytest.raises(SizeError, match="outside"):
         parse_budget(text)
 
 
 @pytest.mark.parametrize("text", ["%", "-5%", "50%%", "half", "50 percent"])
-def test_what_is_no_share_is_refused(text: str) -> None:
+def test_a_malformed_share_is_refused(text: str) -> None:
     """A budget is a size, a share or auto."""
     with pytest.raises(SizeError):
         parse_budget(text)
 
 
 @pytest.mark.parametrize("text", ["auto", " AUTO ", "Auto"])
-def test_auto_is_read_in_any_case(text: str) -> None:
-    """The device decides."""
+def test_auto_is_parsed_in_any_case(text: str) -> None:
+    """"auto" leaves the budget to the device."""
     assert parse_budget(text) == Auto()
 
 
@@ -94,20 +94,21 @@ def test_auto_is_read_in_any_case(text: str) -> None:
     ("6 GiB", 6 * GIB), ("50%", BudgetShare(0.5)), (BudgetShare(0.5), BudgetShare(0.5)), (Auto(), Auto()), (None, None), (1 << 20, 1 << 20),
     (6e9, 6_000_000_000), (1.5 * 2**30, 3 << 29), (np.int64(4096), 4096),
 ])  # fmt: skip
-def test_a_budget_from_python_is_read_as_it_is_meant(asked: object, size: object) -> None:
-    """Text, a size, a share, or a number of bytes of any type."""
+def test_a_budget_from_python_may_be_text_share_or_number(asked: object, size: object) -> None:
+    """Text, a size, a share, or a number of bytes of any numeric type."""
     assert as_budget(asked) == size
 
 
 @pytest.mark.parametrize("asked", [0, -1, 0.0, 0.5, 1.0, True, False, [], {}, float("nan"), float("inf"), 1 << 64, b"6GiB", object()])
-def test_what_is_no_budget_from_python_is_refused_and_not_taken_for_none(asked: object) -> None:
-    """A budget that is silently no budget would be found out by the out-of-memory error that it was to prevent."""
+def test_an_invalid_budget_from_python_is_refused(asked: object) -> None:
+    """A value silently taken for "no budget" would only be noticed by the out-of-memory error that the budget was to prevent.
+    """
     with pytest.raises(SizeError):
         as_budget(asked)
 
 
-def test_auto_and_shares_are_budgets_but_no_sizes() -> None:
-    """parse_bytes knows plain sizes only."""
+def test_auto_and_shares_are_not_sizes() -> None:
+    """parse_bytes accepts plain sizes only."""
     for text in ("auto", "50%"):
         with pytest.raises(SizeError):
             parse_bytes(text)
@@ -125,13 +126,13 @@ def test_auto_and_shares_are_budgets_but_no_sizes() -> None:
     ],
 )
 def test_sizes_are_printed_for_people(size: int, text: str) -> None:
-    """One digit, two for GiB; the sign stands in front."""
+    """One decimal, two for GiB; the sign comes first."""
     assert format_bytes(size) == text
 
 
 @given(st.integers(1, 1 << 50))
-def test_a_printed_size_is_read_back_within_its_rounding(size: int) -> None:
-    """format_bytes writes what parse_bytes reads, within 5 %."""
+def test_a_printed_size_is_parsed_back_within_five_percent(size: int) -> None:
+    """parse_bytes reads what format_bytes writes."""
     assert abs(parse_bytes(format_bytes(size)) - size) <= 0.05 * size
 
 

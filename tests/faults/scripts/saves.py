@@ -34,7 +34,7 @@ with warnings.catch_warnings(record=True) as warned:
     warnings.simplefilter("always")
     try:
         found = store.load() if store is not None else None
-    except (CheckpointError, MemoryError) as error:  # the second is for whoever starts a fresh process
+    except (CheckpointError, MemoryError) as error:  # the second is for a process that is started again
         found = None
         warned.append(error)
 print(*(f"lowtide: {w}" for w in warned), sep="\n", file=sys.stderr)

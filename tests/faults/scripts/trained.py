@@ -1,4 +1,4 @@
-"""A small training of which every figure is known: it prints what it ends with, and leaves with exit code 7."""
+"""A small training with known figures: it prints its final state and ends with exit code 7."""
 
 import argparse
 import hashlib

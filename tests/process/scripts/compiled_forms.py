@@ -1,5 +1,7 @@
-"""One way to compile (first argument) by one backend (second), with so many backwards a step (third): prints losses, bit by bit, and
-how many graphs and breaks Dynamo counted."""
+"""One way to compile (first argument) with one backend (second) and a number of backwards per step (third).
+
+Prints losses, bit by bit, and the number of graphs and breaks that Dynamo counted.
+"""
 
 import json
 import sys

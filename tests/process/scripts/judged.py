@@ -1,7 +1,8 @@
-"""Runs jobs plain and recorded in one process in which a second counter judges: prints where the recording is off.
+"""Runs jobs with and without a recording in one process, with a second counter as the judge: prints where the recording is
+off.
 
-The phases of the plain run are found here by other means than the recorder's: hooks of torch where there are some, and the
-job's own calls.
+The phases of the baseline are found here by other means than the recorder's: torch's hooks where there are some, and the job's
+own calls.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def plain(make: Callable[[], Any], judge: Judge) -> dict[str, int]:
         if inside > 1 or depth or torch._C._functorch.peek_interpreter_stack() is not None:
             return
         if judge.now == "optimizer":
-            judge.now = "before the closure"  # what it holds is not the update's
+            judge.now = "before the closure"  # memory held there is not the update's
         criterion = judge.now == "loss" and next(module.parameters(), None) is None
         judge.mark("evaluation" if not torch.is_grad_enabled() else "loss" if criterion else "forward")
 
