@@ -34,6 +34,8 @@ def main() -> None:
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
+    if counter is not None:  # Keras steps without torch's optimizers
+        peaks.append(counter.tensor_step_peak)
     seconds = [b - a for a, b in zip(ticks, ticks[1:], strict=False)]
     Path(figures).write_text(json.dumps({"peak_bytes": max(peaks, default=None), "seconds": seconds}))
 

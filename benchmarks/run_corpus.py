@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -127,14 +128,13 @@ def measure(name: str, folder: Path, turns: int) -> dict[str, Any]:
     if again["lines"] != lines:
         return {"peak_bytes": peak, "error": "two runs without a budget do not print the same"}
     found: dict[str, Any] = {"peak_bytes": peak, "plain": [first, again], "runs": {key: [] for key in (*SHARES, *PLACES)}}
-    lowest: list[int] = []
+    tried: list[dict[str, Any]] = []
     for _ in range(turns):
         for key, share in SHARES.items():
             done = budgeted(name, int(share * peak), lines, folder)
             found["runs"][key].append(done)
-            if done["lowest_bytes"] is not None:
-                lowest.append(done["lowest_bytes"])
-        found["minimum_bytes"] = minimum = min(lowest, default=peak)
+            tried.append(done)
+        found["minimum_bytes"] = minimum = minimum_of(tried, peak)
         for key, place in PLACES.items():
             budget = minimum + place * (peak - minimum) if place else MARGIN * minimum
             found["runs"][key].append(budgeted(name, int(budget), lines, folder))
@@ -142,6 +142,18 @@ def measure(name: str, folder: Path, turns: int) -> dict[str, Any]:
     for one in found["plain"]:
         del one["lines"]
     return found
+
+
+def minimum_of(tried: Sequence[dict[str, Any]], peak: int) -> int:
+    """The lowest budget that is known to be enough: what refusals say is needed, what was kept, what plans reach.
+
+    A plan is of one forward and its backward. Where another of the script's needs more, so that a budget was refused, what
+    plans reach does not count, except with memory optimizations, which refusals leave out.
+    """
+    needed = [int(size) for r in tried if r["refused"] for size in re.findall(r"\((\d+) bytes", r["message"])[:1]]
+    kept = [r["budget_bytes"] for r in tried if r["exit"] == 0 and not r["over"]]
+    planned = [r["lowest_bytes"] for r in tried if r["lowest_bytes"] is not None and (r["levers"] or not needed)]
+    return min([*needed, *kept, *planned], default=peak)
 
 
 def ratio(found: dict[str, Any], key: str) -> float | None:
