@@ -75,7 +75,7 @@ def test_operators_of_microseconds_keep_their_exact_price() -> None:
     found["schedule"] = [["compute", "cheap"], ["compute", "dear"], ["free", "dear"], ["compute", "long"], ["compute", "dear"],
                          ["compute", "end"]]
     wrong = check(graph, found)
-    assert any("by instant it is 1" in text for text in wrong), wrong
+    assert any("instant proves 1" in text for text in wrong), wrong
 
 
 def test_an_optimal_plan_without_budget_never_exceeds_the_given_order() -> None:

@@ -382,3 +382,31 @@ def test_an_evaluation_above_the_budget_is_refused_with_new_sizes() -> None:
         budgeted(make, above_of(reference, 0.6), 6)
     assert done[0] < 3
     assert refused.value.bound_bytes <= refused.value.budget_bytes + 0.5 * reference.above_bytes
+
+
+def test_a_budget_below_the_update_is_refused_where_sizes_always_change() -> None:
+    """No unit is ever met again, and no plan lowers what a sparse optimizer's update takes: every step used to cross."""
+    lengths = [3000, 3100, 2900, 3050, 2950, 3025]
+
+    def make() -> zoo.Job:
+        table = nn.EmbeddingBag(4000, 64, sparse=True)
+        optimizer, done = torch.optim.SparseAdam(table.parameters()), []
+
+        def step(i: int) -> torch.Tensor:
+            loss = table(torch.randint(0, 4000, (lengths[i],)), torch.arange(0, lengths[i], 10)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            done.append(i)
+            taken.append(done)
+            return loss.detach()
+
+        return zoo.Job(step, [table], [optimizer])
+
+    taken: list[list[int]] = []
+    reference = plain_of(make, len(lengths))
+    states = 2 * 4000 * 64 * 4
+    assert reference.above_bytes > 1.3 * (reference.resident_bytes + states), "the update is the highest point"
+    with pytest.raises(lowtide.BudgetError, match="the optimizer's update"):
+        budgeted(make, int(1.1 * (reference.resident_bytes + states)), len(lengths))
+    assert taken[-1] == [0, 1]

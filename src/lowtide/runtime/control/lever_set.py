@@ -17,7 +17,7 @@ from lowtide.runtime.device.offload import Ticket
 from lowtide.runtime.levers.deferred_logits import DeferredLogits
 from lowtide.runtime.levers.offloaded_gradients import OffloadedGradients
 from lowtide.runtime.levers.optimizer_in_backward import OptimizerInBackward
-from lowtide.runtime.levers.single_update import parameters_of
+from lowtide.runtime.levers.single_update import parameters_of, unfit
 from lowtide.runtime.levers.sliced_optimizer import TEMPORARIES, SlicedOptimizer
 from lowtide.runtime.levers.split_layers import SplitLayers
 from lowtide.runtime.run_figures import LeverFigures
@@ -99,12 +99,14 @@ class LeverSet:
         self.optimizers.add(optimizer)
         self.in_backward.optimizer_made(optimizer)
 
-    def most_lowered_bytes(self) -> int:
-        """Upper bound on how many bytes offloading gradients lowers a peak.
+    def most_lowered_bytes(self, *, in_update: bool = False) -> int:
+        """Upper bound on how many bytes offloading gradients lowers a peak, or only the peak of the optimizers' updates.
 
-        The gradients leave, and the temporaries of updating all parameters at once are avoided.
+        The gradients leave, and the temporaries of updating all parameters at once are avoided; not in the update of an
+        optimizer that reads all gradients.
         """
-        parameters = {id(p): p for optimizer in self.optimizers for p in parameters_of(optimizer)}
+        lowered = [optimizer for optimizer in self.optimizers if not (in_update and unfit(optimizer))]
+        parameters = {id(p): p for optimizer in lowered for p in parameters_of(optimizer)}
         return (1 + TEMPORARIES) * sum(bytes_of(p) for p in parameters.values())
 
     def may_move_gradients(self) -> bool:

@@ -29,6 +29,8 @@ from lowtide.runtime.units.recorded_unit import TOLERANCE_BYTES, TOLERANCE_SHARE
 from lowtide.runtime.units.unit import Unit
 from lowtide.runtime.units.unit_mode import OnlineReason
 
+UPDATES: Final = 2
+"""Steps after which the optimizer's update is known: the first one also allocates the optimizer's states."""
 AGREED_UNITS: Final = range(2, 10)
 """Units, counted from 1, at whose beginning ranks agree on one plan; every rank reaches these units."""
 
@@ -126,7 +128,7 @@ class PlanChoice:
             self._agree(entry, unit)
         if entry is not None:
             return self._choose_known(unit, entry)
-        return self._refuse_resident() or self._choose_unknown(unit)
+        return self._choose_by_what_is_outside() or self._choose_unknown(unit)
 
     @property
     def has_given_plan(self) -> bool:
@@ -280,18 +282,26 @@ class PlanChoice:
         doubt = 0 if warm else max(TOLERANCE_BYTES, int(TOLERANCE_SHARE * figures.bound_peak_bytes)) + LIBRARY_BYTES
         return figures.bound_peak_bytes - doubt > self._budget.bytes
 
-    def _refuse_resident(self) -> Refuse | None:
-        """Refuse a budget that no plan can hold, although no unit like this one was recorded (another shape in every step)."""
-        steps = self._audit.steps
+    def _choose_by_what_is_outside(self) -> Choice | None:
+        """Refuse a budget below what no plan lowers, although no unit like this one was recorded (new shapes in every step).
+
+        That is resident memory, evaluations, and the optimizer's update, which counts from the third step on: the first one
+        also allocates the optimizer's states. Gradients are offloaded instead where that may be enough.
+        """
+        steps, levers = self._audit.steps, self._levers
         if not self._budget.bytes or not steps:
             return None
         resident = self._knowledge.persistent.bytes(self._interception.meter.counts)
         figures = resident_figures(resident, max(s.peak_bytes for s in steps), steps[-1].seconds)
         evaluated = raised(figures, self._evaluations.highest_bytes)
-        if resident <= self._budget.bytes and not self._cannot_be_held(evaluated, warm=False):
+        outside = raised(evaluated, self.between_bytes if len(steps) >= UPDATES else 0)
+        if resident <= self._budget.bytes and not self._cannot_be_held(outside, warm=False):
             return None
-        self.figures = evaluated
-        return Refuse(evaluated, proven=True) if self.may_refuse else None
+        lowest = max(evaluated.bound_peak_bytes, outside.bound_peak_bytes - levers.most_lowered_bytes(in_update=True))
+        if lowest <= self._budget.bytes and levers.may_move_gradients() and levers.gradients.can_engage(levers.optimizers):
+            return MoveGradients()
+        self.figures = outside
+        return Refuse(outside, proven=True) if self.may_refuse else None
 
     @property
     def may_refuse(self) -> bool:
