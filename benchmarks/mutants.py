@@ -146,7 +146,7 @@ def measure(name: str, count: int, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="lowtide-mutants-") as folder:
         tree = Path(folder)
         for part in ("src", "tests", "examples", "benchmarks"):
-            shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         shutil.copy(ROOT / "pyproject.toml", tree)
         heap = next((tree / "src/lowtide").rglob("_heap*.so"))
         tests = " ".join(f"tests/{t}" for t in package.tests)

@@ -84,7 +84,7 @@ def tried(fault: Fault, most: int, seed: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory(prefix="lowtide-planted-") as folder:
         tree = Path(folder)
         for part in ("src", "tests"):
-            shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         file = tree / "src/lowtide" / fault.module
         text = file.read_text()
         if fault.old and text.count(fault.old) != 1:
