@@ -20,9 +20,9 @@ from lowtide.recording.writer import Writer
 from lowtide.runtime.agent.task import runs_here
 from lowtide.runtime.control.runtime import Runtime
 from lowtide.runtime.control.settings import BudgetSettings
-from lowtide.runtime.intercept.mode_stack import within_transform
 from lowtide.runtime.record import run_recorder
 from lowtide.runtime.run_figures import RunOutcome
+from lowtide.runtime.torch_state import within_transform
 
 _running: list[Runtime | run_recorder.RunRecorder] = []
 

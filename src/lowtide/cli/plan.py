@@ -367,7 +367,6 @@ def _tell(
     decided = answer.status.has_plan and answer.budget_bytes is not None and answer.schedule
     found = PlanReport(
         answer=answer,
-        given=solver.follow(solver.row, None),
         why=decides(solver, answer) if decided else None,
         modules=tuple(by_module(answer)) if answer.status.has_plan else (),
         strategy=told.strategy,
@@ -382,5 +381,5 @@ def _tell(
     if told.json_file is not None:
         write_json(told.json_file, plan_json(found))
     if told.html_file is not None:
-        write(told.html_file, page(found))
+        write(told.html_file, page(found, solver.follow(solver.row, None)))
     show_plan(found)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lowtide.base.trace import Trace
 from lowtide.planning.unit.problem import Problem
@@ -48,6 +49,11 @@ class PeakReport:
         }
 
 
+def by_role(roles: NDArray[np.int64]) -> dict[str, int]:
+    """Bytes by the names of the roles that have any, from a row of :attr:`RecordedStep.before` or ``at_peak``."""
+    return {role.name.lower(): int(roles[role]) for role in ROLES if roles[role]}
+
+
 def peak_report(step: RecordedStep) -> PeakReport | None:
     """The high-water mark of a step, or its last out-of-memory failure if there was one; None without operators."""
     if not len(step.ops):
@@ -71,7 +77,7 @@ def _moment(step: RecordedStep, k: int, *, denied: bool) -> PeakReport:
         module=step.names[entry["b"]],
         source=step.names[entry["c"]],
         bytes=int(roles.sum()),
-        by_role={role.name.lower(): int(roles[role]) for role in ROLES if roles[role]},
+        by_role=by_role(roles),
         top=tuple(_top_row(b, b.role_at(int(step.ops[k]))) for b in step.top(k)),
         asked_bytes=int(entry["size"]) if denied else 0,
     )

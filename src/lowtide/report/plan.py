@@ -48,7 +48,6 @@ class PlanReport:
 
     Attributes:
         answer: the plan, or why there is none.
-        given: the graph in its given order, without a plan.
         why: what the plan's peak and cost depend on; None if no plan was made.
         modules: what the plan does in each module; empty if no plan was made.
         strategy: how the plan was searched for.
@@ -62,7 +61,6 @@ class PlanReport:
     """
 
     answer: Answer
-    given: Answer
     why: Decides | None
     modules: tuple[ModuleFigures, ...]
     strategy: str
@@ -264,9 +262,14 @@ def _show_curve(answers: Sequence[Answer]) -> None:
     console().print(table)
 
 
-def page(found: PlanReport) -> str:
-    """The HTML page: memory along the plan and along the given order, the curve, what limits the plan, modules, levers."""
-    answer, plain, chosen = found.answer, found.given, found.chosen
+def page(found: PlanReport, plain: Answer) -> str:
+    """The HTML page: memory along the plan and along the given order, the curve, what limits the plan, modules, levers.
+
+    Args:
+        found: what is reported.
+        plain: the graph in its given order, without a plan.
+    """
+    answer, chosen = found.answer, found.chosen
     data = {
         "plain": _drawn(plain),
         "plan": _drawn(answer) if answer.status.has_plan and answer.row != plain.row else None,

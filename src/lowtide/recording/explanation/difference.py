@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from lowtide.recording.explanation.explanation import Explanation
-from lowtide.recording.file_format import Role
+from lowtide.recording.peak_report import by_role
 from lowtide.recording.recorded_step import RecordedStep, highest
 
 _TOP: Final = 20
@@ -100,8 +100,7 @@ def _phases(side: Explanation) -> dict[str, int]:
 def _roles(step: RecordedStep | None) -> dict[str, int]:
     if step is None:
         return {}
-    roles = step.at_peak[step.peak_op]
-    return {Role(r).name.lower(): int(roles[r]) for r in range(len(roles)) if roles[r]}
+    return by_role(step.at_peak[step.peak_op])
 
 
 def _blocks(step: RecordedStep | None) -> dict[str, int]:

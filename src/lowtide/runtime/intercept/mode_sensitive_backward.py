@@ -23,7 +23,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple, Protocol, final
 
-from torch._C._functorch import peek_interpreter_stack
 from torch._functorch import predispatch
 from torch.autograd import forward_ad
 
@@ -31,6 +30,7 @@ import torch
 from lowtide.runtime.intercept.dispatch_mode import ours_alone, put_back, take_all
 from lowtide.runtime.monkeypatch import Wraps
 from lowtide.runtime.tensors import node_of
+from lowtide.runtime.torch_state import within_transform
 
 
 class _Otherwise(NamedTuple):
@@ -113,7 +113,7 @@ class ModeSensitiveBackward:
 
     def settle(self) -> None:
         """Call after putting a mode on: if a forward-mode AD level is already open, the mode comes off until it ends."""
-        if forward_ad._current_level >= 0 and peek_interpreter_stack() is None and not self._levels and ours_alone():
+        if forward_ad._current_level >= 0 and not within_transform() and not self._levels and ours_alone():
             self._levels.append((threading.get_ident(), take_all()))
             self.dual = True
 
@@ -164,9 +164,9 @@ class ModeSensitiveBackward:
         @functools.wraps(original)
         def enter() -> Any:
             level = original()
-            taken = take_all() if ours_alone() and peek_interpreter_stack() is None else []
+            taken = take_all() if ours_alone() and not within_transform() else []
             self._levels.append((threading.get_ident(), taken))
-            self.dual = self.dual or peek_interpreter_stack() is None
+            self.dual = self.dual or not within_transform()
             return level
 
         return enter

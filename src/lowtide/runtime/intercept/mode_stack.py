@@ -123,11 +123,6 @@ def _pop_until(hooks: tuple[Any, Any] | None) -> list[tuple[Any, Any]]:
     return popped[::-1]
 
 
-def within_transform() -> bool:
-    """Whether a transform of ``torch.func`` is active: torch refuses saved-tensor hooks within some of them."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def _push(pairs: list[tuple[Any, Any]]) -> None:
     for pack, unpack in pairs:
         torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)

@@ -24,6 +24,7 @@ from lowtide.base.trace import Phase
 from lowtide.probe.marks import watch_made
 from lowtide.runtime.intercept.mode_sensitive_backward import ModeSensitiveBackward
 from lowtide.runtime.monkeypatch import Wraps
+from lowtide.runtime.torch_state import within_transform
 
 MOST_ACCUMULATED = 4096
 """After this many backwards without an optimizer step, none is expected any more, even if an optimizer exists."""
@@ -286,7 +287,7 @@ class PhaseTracker:
             if not self.ours or self.dual or _traced(outputs):
                 return engine(*args, **kwargs)
             roots = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
-            if torch._C._functorch.peek_interpreter_stack() is not None or _batched(grads):
+            if within_transform() or _batched(grads):
                 with self._around(roots, told=False):
                     return engine(*args, **kwargs)
             if self._in_backward:

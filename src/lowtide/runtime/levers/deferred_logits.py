@@ -27,6 +27,7 @@ from lowtide.runtime.monkeypatch import Wraps, unwrapped
 from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.storage.arguments import PLAIN_TYPES, flatten
 from lowtide.runtime.tensors import node_of
+from lowtide.runtime.torch_state import within_transform
 
 SAMPLES: Final = 64
 """About how many elements of a tensor are sampled, to notice a write that no version counter shows."""
@@ -525,7 +526,7 @@ class DeferredLogits:
             return None
         if (bias is not None and bias.dtype is not weight.dtype) or torch.compiler.is_compiling() or torch._C._is_tracing():
             return None
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if within_transform():
             return None
         if _current is not self:  # the script kept a wrapper that was removed since
             return None

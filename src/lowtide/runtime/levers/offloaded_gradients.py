@@ -29,6 +29,7 @@ from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.storage.arguments import PLAIN_TYPES
 from lowtide.runtime.storage.views import Meta, meta_of, sole_owner, view_on
 from lowtide.runtime.tensors import beneath_autograd, is_plain
+from lowtide.runtime.torch_state import in_process_group
 
 LEAST_BYTES: Final = 4096
 """Smaller gradients stay resident: offloading them would cost more than it frees."""
@@ -39,11 +40,6 @@ _NAMES: Final = ("grad", "_grad")
 
 
 _REDUCED = "gradients stay where several processes train together: their reducers read gradients in C++"
-
-
-def _in_process_group() -> bool:
-    """Whether this process trains with others: their reducers read gradients in C++."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 @final
@@ -92,7 +88,7 @@ class OffloadedGradients:
     @staticmethod
     def can_engage(optimizers: Iterable[optim.Optimizer]) -> bool:
         """Whether this can lower the peak: some optimizer can step one parameter at a time, and there is only one process."""
-        return not _in_process_group() and any(not unfit(optimizer) for optimizer in optimizers)
+        return not in_process_group() and any(not unfit(optimizer) for optimizer in optimizers)
 
     def engage(self, optimizers: Iterable[optim.Optimizer]) -> None:
         """Offload the existing gradients, and those of later backwards as they are completed."""
@@ -154,7 +150,7 @@ class OffloadedGradients:
         """Hook: autograd has accumulated a parameter's gradient."""
         if not self.engaged:
             return
-        if _in_process_group():
+        if in_process_group():
             self._declined = True
             return
         grad: torch.Tensor | None = _GRAD.__get__(parameter)

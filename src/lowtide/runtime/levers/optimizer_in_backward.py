@@ -40,6 +40,7 @@ from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.storage.arguments import flatten
 from lowtide.runtime.storage.views import sole_owner
 from lowtide.runtime.tensors import grad_of, is_plain, on_storage, storages_of
+from lowtide.runtime.torch_state import in_process_group
 
 SHARED: Final = "something else (a NumPy array, a view) shares a parameter's memory when the optimizer is created"
 
@@ -184,7 +185,7 @@ class OptimizerInBackward:
             self._against("the script's own code (hooks or custom functions) runs in the backward")
         elif self._stepping:
             self._against("the optimizer is given a closure that runs the backward")
-        elif torch.distributed.is_available() and torch.distributed.is_initialized():
+        elif in_process_group():
             self._against("gradients are exchanged between processes")
         elif self._due:
             self._against("a backward is not followed by the optimizer's step")

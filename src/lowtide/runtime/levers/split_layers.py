@@ -22,6 +22,7 @@ from lowtide.base.lever_catalogue import LEAST_PIECES_BYTES, SPLIT_OPS
 from lowtide.runtime.levers.split_backward import Convolution, Norm, pieces_of
 from lowtide.runtime.monkeypatch import Wraps
 from lowtide.runtime.run_figures import LeverFigures
+from lowtide.runtime.torch_state import within_transform
 
 COUNT: Final = 10
 """Maximum number of pieces of a sequence ..."""
@@ -211,7 +212,7 @@ def _is_traced() -> bool:
     """Whether a compiler, a tracer or a transform is active: it must see torch's own operators."""
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return True
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return within_transform()
 
 
 def _each(item: Any, sides: int) -> list[int]:
