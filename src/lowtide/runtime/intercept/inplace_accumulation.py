@@ -6,11 +6,13 @@ parameter's ``grad`` as it is, if nothing else holds the gradient or its parts
 (``torch/csrc/autograd/functions/accumulate_grad.h``, case 1.2). Under a mode Python has seen them, which counts as a holder,
 so the gradient is copied.
 
-A recording must show the plain run's memory. So such sums and copies are recognised by the same reference counts that the
-engine looks at, and count as taking no memory. Those counts leave two things open. The first is whether Python holds a tensor:
+Lowtide must take, and a recording must show, the plain run's memory. So such sums and copies are recognised by the same
+reference counts that the engine looks at. Those counts leave two things open. The first is whether Python holds a tensor:
 under a mode every tensor has a Python object, so that object's own reference count is checked too. The second is whether the
-engine makes the sum, or a node itself does (``torch.std_mean``, matrix decompositions, a ``Function`` in Python). In a sum of
-the engine the first gradient has been waiting; in a sum of a node, the node has just made it.
+engine makes the sum, or a node itself does (``torch.std_mean``, matrix decompositions, a ``Function`` in Python), which may
+read the first gradient again afterwards. Where that is certain, because no Python code lies between the engine and the sum
+and the node's derivative adds nothing, Lowtide makes the sum in place. Elsewhere a recording only counts it as taking no
+memory: in a sum of the engine the first gradient has been waiting; in a sum of a node, the node has just made it.
 
 Some derivatives fill a tensor of zeros in place in the plain run, and out of place under a dispatch mode
 (``areAnyTensorSubclassLike`` in ``torch/csrc/autograd/FunctionsManual.cpp`` and ``aten/src/ATen/native``), which takes twice
@@ -19,14 +21,21 @@ the bytes. Lowtide runs them in place, as the plain run does.
 
 from __future__ import annotations
 
+import functools
 import sys
-from typing import Any, Final, final
+import threading
+from typing import Any, Final, NamedTuple
+
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import _engine_run_backward
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import torch
 from lowtide.runtime.intercept.dispatch_mode import Mode
 from lowtide.runtime.storage.views import sole_owner
 
 _ATEN: Final = torch.ops.aten
+_ADD: Final = _ATEN.add.Tensor
 _SELECTING: Final = frozenset({"Max", "Min", "Kthvalue", "Median", "Nanmedian", "Mode", "Topk", "Sort"})
 _IN_PLACE: Final[dict[Any, tuple[Any, frozenset[str]]]] = {
     _ATEN.scatter_add.default: (_ATEN.scatter_add_.default, frozenset({"Gather", "Cummax", "Cummin"})),
@@ -38,9 +47,36 @@ _IN_PLACE: Final[dict[Any, tuple[Any, frozenset[str]]]] = {
 }
 """Operators that derivatives call under a mode: what the plain run calls instead, and in which nodes (without "Backward0")."""
 
+_ADDS_NOTHING: Final = frozenset({
+    "Abs", "Acos", "AdaptiveAvgPool2D", "AdaptiveMaxPool2D", "Add", "Addmm", "Amax", "Amin", "AsStrided", "AvgPool2D",
+    "AvgPool3D", "Baddbmm", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "Bmm", "Cat", "Clamp", "ClampMax",
+    "ClampMin", "Clone", "ConstantPadNd", "Convolution", "Cos", "Cumsum", "Diagonal", "Div", "Elu", "Embedding", "Exp",
+    "Expand", "Flip", "Gather", "Gelu", "Glu", "GridSampler2D", "Hardsigmoid", "Hardswish", "Hardtanh", "HuberLoss", "Im2Col",
+    "Index", "IndexAdd", "IndexSelect", "LeakyRelu", "Log", "Log1P", "LogSigmoid", "LogSoftmax", "Logsumexp", "MaskedFill",
+    "MaskedSelect", "Max", "MaxPool2DWithIndices", "MaxPool3DWithIndices", "Maximum", "Mean", "Min", "Minimum", "Mish", "Mm",
+    "MseLoss", "Mul", "Mv", "NativeBatchNorm", "NativeDropout", "NativeLayerNorm", "Neg", "NllLoss", "NllLoss2D", "Permute",
+    "PixelShuffle", "PixelUnshuffle", "PreluKernel", "Reciprocal", "ReflectionPad2D", "Relu", "Repeat", "ReplicationPad2D",
+    "ReshapeAlias", "Roll", "Rsqrt", "Rsub", "ScaledDotProductEfficientAttention", "ScaledDotProductFlashAttention",
+    "ScaledDotProductFlashAttentionForCpu", "Scatter", "ScatterAdd", "Select", "Sigmoid", "Silu", "Sin", "Slice",
+    "SmoothL1Loss", "Softmax", "Softplus", "Sort", "Split", "SplitWithSizes", "Sqrt", "Squeeze", "Stack", "Sub", "Sum", "T",
+    "Take", "Tanh", "Threshold", "ToCopy", "Topk", "Transpose", "Tril", "Triu", "Unbind", "Unfold", "UnsafeSplit",
+    "UnsafeView", "Unsqueeze", "UpsampleBicubic2D", "UpsampleBilinear2D", "UpsampleNearest1D", "UpsampleNearest2D", "View",
+    "Where",
+})  # fmt: skip
+"""Nodes whose derivatives (``tools/autograd/derivatives.yaml``) call no ``add``: each sum under them is the engine's."""
+_PYTHONLESS: Final = _engine_run_backward.__code__
+"""The frame below which only C++ runs until a hook or a ``Function`` is called."""
+
 
 def in_place(func: Any, args: Any) -> Any:
-    """The operator that the plain run calls here: the in-place variant in certain derivatives, otherwise ``func`` itself."""
+    """The operator that the plain run calls here: the in-place variant in certain derivatives, otherwise ``func`` itself.
+
+    To be called by a dispatch mode's ``__torch_dispatch__`` itself: the frame that called that one is looked at.
+    """
+    if func is _ADD:
+        caller = sys._getframe(1).f_back
+        of_engine = caller is None or caller.f_code is _PYTHONLESS  # a device's thread has no caller
+        return _ATEN.add_.Tensor if of_engine and _engine_adds_in_place(args) else func
     found = _IN_PLACE.get(func)
     if found is None:
         return func
@@ -52,6 +88,15 @@ def in_place(func: Any, args: Any) -> Any:
     return found[0] if alone else func
 
 
+def _engine_adds_in_place(args: Any) -> bool:
+    """Whether the plain run's engine adds these two arguments in place, given that no Python code makes the sum."""
+    if torch.is_grad_enabled() or not adds(args) or args[1].layout is not torch.strided:
+        return False
+    node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    certain = isinstance(node, BackwardCFunction) or node.name().partition("Backward")[0] in _ADDS_NOTHING
+    return certain and not _get_current_dispatch_mode_stack()  # under another mode the plain run is out of place, too
+
+
 class _Probe(Mode):
     """Reads the reference counts when the engine sums, or copies, a tensor that nothing else holds."""
 
@@ -61,7 +106,7 @@ class _Probe(Mode):
         self.sparse: tuple[int, int] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.add.Tensor:
+        if func is _ADD:
             self.seen = _references(args)
         elif func is torch.ops.aten.clone.default:
             self.sparse = _sparse_references(args)
@@ -107,45 +152,53 @@ def reaches_twice() -> bool:
     return len(set(edges)) < len(edges)
 
 
-@final
-class InPlaceAccumulation:
-    """Recognises sums of the engine that the plain run computes in place, and copies that the plain run does not make."""
+class _Alone(NamedTuple):
+    """Reference counts that a mode sees where only the engine holds a gradient; None: this version of torch tells none."""
 
-    def __init__(self) -> None:
-        """Measure the reference counts that a mode sees for a tensor that only the engine holds."""
-        self._alone: tuple[int, int, int] | None = None
-        self._sparse_alone: tuple[int, int] | None = None
-        if hasattr(torch.Tensor, "_use_count"):
-            x = torch.ones(2, requires_grad=True)
-            y = x * 1
-            total = (y * 2).sum() + (y * 3).sum()
-            with _Probe() as probe:
-                torch.autograd.grad(total, x)
-            self._alone = probe.seen
-            weight = torch.ones(2, 1, requires_grad=True)
-            loss = torch.nn.functional.embedding(torch.tensor([0, 1]), weight, sparse=True).square().sum()
-            with _Probe() as probe:
-                loss.backward()  # type: ignore[no-untyped-call]
-            self._sparse_alone = probe.sparse
+    dense: tuple[int, int, int] | None
+    sparse: tuple[int, int] | None
 
-    def adds(self, args: Any) -> bool:
-        """Whether the plain run adds these two arguments in place, provided that the engine makes the sum."""
-        if self._alone is None or len(args) != 2 or not isinstance(args[1], torch.Tensor):
-            return False
-        if args[0].size() != args[1].size() or args[0].dtype is not args[1].dtype:
-            return False
-        if torch._C._current_autograd_node() is None:  # type: ignore[attr-defined]
-            return False
-        return args[0].layout is torch.strided and _is_dense(args[0]) and _references(args) == self._alone
 
-    def takes_over(self, args: Any) -> bool:
-        """Whether a sparse gradient is copied that a parameter takes over as it is in the plain run."""
-        if self._sparse_alone is None or args[0].layout is not torch.sparse_coo:
-            return False
-        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
-        if node is None or node.name() != "torch::autograd::AccumulateGrad":
-            return False
-        if _sparse_references(args) != self._sparse_alone:  # naming the tensor would add a reference
-            return False
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-            return bool(args[0]._indices().is_contiguous() and args[0]._values().is_contiguous())
+@functools.cache
+def _alone() -> _Alone:
+    """The counts of a tensor that only the engine holds, measured in a thread of its own: no mode and no hook is on there."""
+    probe = _Probe()
+    if hasattr(torch.Tensor, "_use_count"):
+        measuring = threading.Thread(target=_measure, args=(probe,))
+        measuring.start()
+        measuring.join()
+    return _Alone(probe.seen, probe.sparse)
+
+
+def _measure(probe: _Probe) -> None:
+    x = torch.ones(2, requires_grad=True, device="cpu")
+    y = x * 1
+    total = (y * 2).sum() + (y * 3).sum()
+    with probe:
+        torch.autograd.grad(total, x)
+    weight = torch.ones(2, 1, requires_grad=True, device="cpu")
+    loss = torch.nn.functional.embedding(torch.tensor([0, 1], device="cpu"), weight, sparse=True).square().sum()
+    with probe:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
+def adds(args: Any) -> bool:
+    """Whether the plain run adds these two arguments in place, provided that the engine makes the sum."""
+    if torch._C._current_autograd_node() is None or len(args) != 2 or not isinstance(args[1], torch.Tensor):  # type: ignore[attr-defined]
+        return False
+    if args[0].size() != args[1].size() or args[0].dtype is not args[1].dtype or args[0].layout is not torch.strided:
+        return False
+    alone = _alone().dense
+    return alone is not None and _references(args) == alone and _is_dense(args[0])
+
+
+def takes_over(args: Any) -> bool:
+    """Whether a sparse gradient is copied that a parameter takes over as it is in the plain run."""
+    node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    if args[0].layout is not torch.sparse_coo or node is None or node.name() != "torch::autograd::AccumulateGrad":
+        return False
+    alone = _alone().sparse
+    if alone is None or _sparse_references(args) != alone:  # naming the tensor would add a reference
+        return False
+    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        return bool(args[0]._indices().is_contiguous() and args[0]._values().is_contiguous())

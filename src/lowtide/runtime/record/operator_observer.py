@@ -13,7 +13,7 @@ import torch
 from lowtide.base.trace import Phase
 from lowtide.recording.file_format import COMPILED, EntryKind, Flag, encode_run
 from lowtide.runtime.device.heap_counters import Counters
-from lowtide.runtime.intercept.inplace_accumulation import InPlaceAccumulation, reaches_twice, running
+from lowtide.runtime.intercept.inplace_accumulation import adds, reaches_twice, running, takes_over
 from lowtide.runtime.intercept.mode_sensitive_backward import Unseen
 from lowtide.runtime.intercept.phases import PhaseTracker
 from lowtide.runtime.record.attribution import COMPILED_NODE, Attribution
@@ -45,7 +45,6 @@ class OperatorObserver:
         """Start with no operator seen; ``heap`` is the heap counter, whose cap may be set, or None."""
         self._state, self._clock, self._blocks, self._saved = state, clock, blocks, saved
         self._attribution, self._heap = attribution, heap
-        self._engine = InPlaceAccumulation()
         self._latest: Origin = NOWHERE
         self._phase_peak = 0
         self._summed = False
@@ -146,8 +145,8 @@ class OperatorObserver:
         if self._state.phase is not Phase.BACKWARD or self._clock.differentiable or torch.is_grad_enabled():
             return False
         if func is not _ADD:
-            return func is _CLONE and self._engine.takes_over(args)
-        if not self._engine.adds(args):
+            return func is _CLONE and takes_over(args)
+        if not adds(args):
             return False
         block = self._blocks.find(args[0].untyped_storage())
         fresh = block is not None and block.node == running()
