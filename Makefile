@@ -9,7 +9,7 @@ PYTEST = LD_PRELOAD=$(HEAP) $(BIN)/python -m pytest --dist loadgroup
 
 SUITE = tests/unit tests/property tests/torch tests/process tests/faults
 
-.PHONY: demo test test-long test-slow test-cuda lint bench bench-planner bench-record bench-leaks bench-guard bench-sizes bench-device bench-planted mutate picture clean
+.PHONY: demo test test-long test-slow test-cuda lint bench bench-planner bench-record bench-leaks bench-guard bench-sizes bench-device bench-planted bench-corpus mutate picture clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -39,6 +39,17 @@ bench-record: $(STAMP)
 	$(BIN)/python -m pip install --quiet memray
 	$(BIN)/python benchmarks/record.py --json benchmarks/results/record.json
 	$(BIN)/python benchmarks/watching.py --json benchmarks/results/watching.json
+
+# Scripts of some 35 libraries, in an environment of their own: hours. Some of the libraries bring a torchvision that was built
+# for another torch; none of the scripts needs it.
+CORPUS = build/corpus/bin/python
+bench-corpus:
+	test -x $(CORPUS) || $(PYTHON) -m venv build/corpus
+	$(CORPUS) -m pip install --quiet --upgrade pip "setuptools>=77" wheel
+	$(CORPUS) -m pip install --quiet "$(TORCH)"
+	$(CORPUS) -m pip install --quiet --no-build-isolation "$(TORCH)" --editable ".[corpus]"
+	$(CORPUS) -m pip uninstall --quiet --yes torchvision torchaudio
+	$(CORPUS) benchmarks/run_corpus.py --json benchmarks/results/corpus.json --markdown docs/corpus.md
 
 # The README's picture: needs Chromium.
 picture: $(STAMP)

@@ -64,6 +64,20 @@ def test_a_step_whose_units_leave_their_plan_is_not_reported_as_planned() -> Non
     holds(program, 0.9, offload=False)
 
 
+def test_states_that_exist_before_the_first_update_are_in_the_base_of_recordings() -> None:
+    """Adagrad makes its states when it is created.
+
+    They used to count as made since the first recording, together with gradients that ``zero_grad`` drops before the backward:
+    the minimum that a refusal gave was above the baseline's peak.
+    """
+    program = Program(
+        layers=("linear", "linear"), width=256, rows=2048, loss="square", optimizer="adagrad", accumulate=1, zero="backward",
+        evaluate=False, clip=False, read=-1, keep="nothing", varying=False, schedule=False, autocast=False, flags=False,
+        late=False,
+    )  # fmt: skip
+    holds(program, 0.9, offload=False)
+
+
 def holds(program: Program, share: float, *, offload: bool) -> None:
     """Check the laws for one program and budget; if it is refused, also half-way from the bytes needed to the baseline's peak.
     """

@@ -444,7 +444,7 @@ class Runtime:
 
     def _before_update(self, optimizer: Any, parameter: torch.Tensor) -> None:
         """A parameter is about to be updated within the backward."""
-        self.knowledge.persistent.optimizers.add(optimizer)  # its states are created here, before its own step is seen
+        self.knowledge.meet_optimizer(optimizer)  # its states are created here, before its own step is seen
         if self._following is not None:
             self._following.will_write(parameter)
         self.interception.tell_retained((parameter,))
@@ -453,7 +453,7 @@ class Runtime:
         """An optimizer is about to step."""
         if not self._active:
             return
-        self.knowledge.persistent.optimizers.add(optimizer)
+        self.knowledge.meet_optimizer(optimizer)
         self.levers.optimizers.add(optimizer)
         self._former.optimizer = id(optimizer)
         closure = self.clock.closure

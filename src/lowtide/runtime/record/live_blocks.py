@@ -9,14 +9,12 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
 from lowtide.recording.file_format import EntryKind, Role
-from lowtide.runtime.intercept.inplace_accumulation import graph_task, running
-from lowtide.runtime.record.polled import Polled
 from lowtide.runtime.record.saved_tensors import Kept
+from lowtide.runtime.record.watched_items import OpenNeeds, Polled
 from lowtide.runtime.storage.views import StorageRef, sole_owner
 from lowtide.runtime.tensors import beneath_autograd
 
@@ -141,20 +139,6 @@ class RecordedSave:
             self.watch.released(block, self.kept)
 
 
-@dataclass(slots=True, eq=False)
-class _OpenNeed:
-    """A saved tensor that an autograd node has unpacked, with the node's sequence number and its graph task."""
-
-    block: LiveBlock
-    node: int
-    task: int
-
-    def is_over(self, node: int, task: int) -> bool:
-        """Whether its node has ended without passing the tensor on, given that ``node`` runs in ``task`` now."""
-        ended = self.task >= task and (self.node, self.task) != (node, task)
-        return ended and not (self.block.unheld and self.block.is_held())
-
-
 class SavedWatch:
     """Records when autograd saves, unpacks and releases tensors, and from when on nothing else holds them."""
 
@@ -162,7 +146,7 @@ class SavedWatch:
         """Send entries to ``write``, called with the entry's kind and ``a``, a block's number."""
         self._write = write
         self._pending: Polled[LiveBlock] = Polled()
-        self._needs: list[_OpenNeed] = []
+        self._needs: OpenNeeds[LiveBlock] = OpenNeeds(_is_passed_on, self._unpinned)
 
     def saved(self, block: LiveBlock, kept: Kept) -> None:
         """Record that autograd saved a tensor of a block."""
@@ -179,7 +163,7 @@ class SavedWatch:
     def asked(self, block: LiveBlock) -> None:
         """Record that backward asks for a saved tensor of a block."""
         self.look()
-        self._needs.append(_OpenNeed(block, running(), graph_task()))
+        self._needs.add(block)
         self._write(EntryKind.NEED, a=block.number)
 
     def released(self, block: LiveBlock, kept: Kept) -> None:
@@ -188,13 +172,12 @@ class SavedWatch:
         block.aliases -= not kept.leaf
         if not block.saves:
             block.leaves = []
-            self._needs = [need for need in self._needs if need.block is not block]
+            self._needs.discard(lambda asked: asked is block)
         self._write(EntryKind.RELEASED, a=block.number)
 
     def look(self) -> None:
         """Before an operator: record blocks that only autograd holds now, and unpacked ones whose node has ended."""
-        if self._needs:
-            self._look_at_needs()
+        self._needs.look()
         self._pending.look(self._is_settled)
 
     def _is_settled(self, block: LiveBlock) -> bool:
@@ -208,12 +191,10 @@ class SavedWatch:
             self._write(EntryKind.UNHELD, a=block.number)
         return True
 
-    def _look_at_needs(self) -> None:
-        node, task = running(), graph_task()
-        still = []
-        for need in self._needs:
-            if need.is_over(node, task):
-                self._write(EntryKind.UNPINNED, a=need.block.number)
-            else:
-                still.append(need)
-        self._needs = still
+    def _unpinned(self, block: LiveBlock) -> None:
+        self._write(EntryKind.UNPINNED, a=block.number)
+
+
+def _is_passed_on(block: LiveBlock) -> bool:
+    """Whether a node has passed a block on that only autograd held before."""
+    return block.unheld and block.is_held()

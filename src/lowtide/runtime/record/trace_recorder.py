@@ -14,11 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
 from lowtide.base.trace import Buffer, Need, Op, Save, Trace
 from lowtide.runtime.device.memory_meter import Meter
-from lowtide.runtime.intercept.inplace_accumulation import graph_task
-from lowtide.runtime.record.polled import Polled
+from lowtide.runtime.record.watched_items import OpenNeeds, Polled
 from lowtide.runtime.storage.value import Value
 from lowtide.runtime.storage.views import sole_owner
 
@@ -50,22 +48,16 @@ class _Life:
         return value is not None and storage is not None and not sole_owner(storage, value.own_aliases())
 
 
-@dataclass(slots=True)
-class _OpenNeed:
-    """A need whose autograd node may still be running.
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A need while it is being recorded.
 
     Attributes:
-        event: the event that the need is.
         value: number of the value asked for.
-        node: the autograd node that asked; None once it has ended.
-        task: the graph task in which the node runs; a backward within a node runs in a task of its own, with a higher number.
         pinned_until: last event at whose end the node, or whatever it passed the tensor to, holds it; None while it does.
     """
 
-    event: int
     value: int
-    node: Any
-    task: int
     pinned_until: int | None = None
 
 
@@ -98,7 +90,7 @@ class TraceRecorder:
 
     meter: Meter
     base_bytes: int
-    events: list[Op | _OpenNeed] = field(default_factory=list)
+    events: list[Op | _Asked] = field(default_factory=list)
     funcs: list[tuple[int, Any]] = field(default_factory=list)
     lives: list[_Life] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
@@ -111,13 +103,16 @@ class TraceRecorder:
     pending: Polled[Value] = field(default_factory=Polled)
     leaving: list[_Life] = field(default_factory=list)
     """Values that autograd has released while something else, such as a node that is still running, holds the storage."""
-    asked: list[_OpenNeed] = field(default_factory=list)
     away: set[Value] = field(default_factory=set)
     backward_event: int | None = None
     flights: deque[_InFlightCollective] = field(default_factory=deque)
     tracked: int = 0
     closed: bool = False
     _window_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Watch the needs of nodes that are still running."""
+        self._needs: OpenNeeds[_Asked] = OpenNeeds(lambda asked: self.lives[asked.value].is_held(), self._unpinned)
 
     def number(self, value: Value) -> int:
         """The number of a value in this unit; a value that is seen for the first time existed before the unit."""
@@ -244,16 +239,14 @@ class TraceRecorder:
     def need(self, value: Value) -> None:
         """Record that backward asks for a value."""
         self._look()
-        asked = _OpenNeed(len(self.events), self.number(value), _node(), graph_task())
-        self.asked.append(asked)
+        asked = _Asked(self.number(value))
+        self._needs.add(asked)
         self.events.append(asked)
 
     def before_op(self) -> None:
         """Measure memory before an operator, and close the needs of nodes that have ended."""
         self._look()
-        if self.asked:
-            node, task = _node(), graph_task()
-            self._let_go([a for a in self.asked if a.node is not node and a.task >= task])
+        self._needs.look()
 
     def collective(self, values: Iterable[int], inside_bytes: int) -> None:
         """Record that the operator about to be recorded is a collective.
@@ -319,17 +312,12 @@ class TraceRecorder:
                 self.tracked += value.bytes
         return True
 
-    def _let_go(self, asked: list[_OpenNeed]) -> None:
-        """Unpin values unpacked by nodes that have ended; a value that a node passed on stays pinned while it is held."""
-        for a in asked:
-            a.node = None
-            if not self.lives[a.value].is_held():
-                a.pinned_until = len(self.events) - 1
-        self.asked = [a for a in self.asked if a.pinned_until is None]
+    def _unpinned(self, asked: _Asked) -> None:
+        asked.pinned_until = len(self.events) - 1
 
     def begin_backward(self, *, followed: bool) -> None:
         """Begin a backward that is not nested in a node; ``followed``: plans follow its operators (``create_graph``)."""
-        self._let_go(self.asked)
+        self._needs.look()
         if self.backward_event is None and not followed:
             self.backward_event = len(self.events)
 
@@ -343,18 +331,13 @@ class TraceRecorder:
         self.closed = True
         self.pending.items, self.leaving = [], []
         self.away = set()
-        for asked in self.asked:
-            asked.node = None
 
     def finish(self, resident_bytes: int, *, movable: bool) -> Trace:
         """Close the recorder and return the trace; ``movable``: whether values made in the unit may be offloaded."""
         self.close()
         end = len(self.events)
-        ongoing = {a.event for a in self.asked}
         events = tuple(
-            Need(value=e.value, pinned_until=end if e.event in ongoing else (e.pinned_until or e.event))
-            if isinstance(e, _OpenNeed)
-            else e
+            Need(value=e.value, pinned_until=end if e.pinned_until is None else e.pinned_until) if isinstance(e, _Asked) else e
             for e in self.events
         )
         buffers = tuple(
@@ -390,7 +373,3 @@ def _held_until(life: _Life, end: int, *, kept: bool) -> int:
     if not kept:
         return held
     return end if life.saves > 0 else max(held, life.released)
-
-
-def _node() -> Any:
-    return torch._C._current_autograd_node()  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, final
 
 from lowtide.runtime.units.peak_model import PeakModel
 from lowtide.runtime.units.persistent_state import PersistentState
@@ -26,6 +26,20 @@ class Knowledge:
     recordings: PlanCache = field(default_factory=PlanCache)
     peaks: PeakModel = field(default_factory=PeakModel)
     persistent: PersistentState = field(default_factory=PersistentState)
+
+    def meet_optimizer(self, optimizer: Any) -> None:
+        """Note an optimizer that is about to update a parameter.
+
+        States that it has before its first update (Adagrad's, or those of a checkpoint) already existed when units were
+        recorded.
+        """
+        if optimizer in self.persistent.optimizers:
+            return
+        before = self.persistent.states().keys()
+        self.persistent.optimizers.add(optimizer)
+        found = self.persistent.states().keys() - before
+        for entry in self.recordings if found else ():
+            entry.states |= found
 
     def certain_shift(self, entry: RecordedUnit, unit: Unit) -> int:
         """Bytes by which a unit certainly lies higher than the recorded one: optimizer state allocated since then.
