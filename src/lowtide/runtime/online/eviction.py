@@ -393,6 +393,8 @@ class Evictor:
         If the value itself cannot be recomputed, nothing made from it can be, once the values in between are gone; so none of
         it is recomputed any more.
         """
+        if not value.is_read:
+            return
         if value.record is not None:
             for v in self._dropped():
                 if v is not value and depends(v, value):

@@ -47,12 +47,13 @@ class Value:
         touched: in the full interception the time (by the evictor's clock) when it was last made or asked for; in the lean
             interception the number of needs that it has served.
         busy: number of running chains that still read it: it must not be evicted while there are any.
+        is_read: whether a record has read it: otherwise nothing is made from it that a write could change.
         scratch: whether it is a kernel's workspace. Parts of it are never written, so its bytes differ from run to run.
     """
 
     __slots__ = (
-        "__weakref__", "anchor", "busy", "bytes", "checksum", "elders", "heir", "number", "record", "saves", "scratch",
-        "superseded", "tainted", "tensor", "ticket", "touched", "unit", "weak",
+        "__weakref__", "anchor", "busy", "bytes", "checksum", "elders", "heir", "is_read", "number", "record", "saves",
+        "scratch", "superseded", "tainted", "tensor", "ticket", "touched", "unit", "weak",
     )
 
     def __init__(self, size: int, record: Record | None) -> None:
@@ -73,6 +74,7 @@ class Value:
         self.checksum: int | None = None
         self.touched = 0
         self.busy = 0
+        self.is_read = False
         self.scratch = False
 
     def inherit(self, old: Value) -> None:
@@ -197,6 +199,8 @@ class Argument:
     def __init__(self, value: Value | None, tensor: torch.Tensor, *, anchored: bool, anchor: Anchor | None = None) -> None:
         """Refer to a tensor by its value or, if ``anchored``, hold its bytes: by ``anchor`` if its storage has one already."""
         self.value = value
+        if value is not None:
+            value.is_read = True
         self.device = tensor.device
         self.meta: Meta | None = meta_of(tensor) if on_storage(tensor) else None
         self.anchor = (anchor or _anchor(value, tensor)) if anchored else None
