@@ -12,6 +12,7 @@ from lowtide.planning.status import Status
 from lowtide.planning.unit.problem import Problem
 from lowtide.planning.unit.solve import Solution
 from lowtide.runtime.run_figures import PlanFigures
+from lowtide.runtime.units.resizing import Resizing
 
 ROOM: Final = 1.1
 """A refusal suggests this multiple of the lowest plan's peak: libraries' workspaces and the script's own allocations vary."""
@@ -50,6 +51,29 @@ def figures_of(
         solve_seconds=solution.solve_seconds,
     )
     return raised(inside, between_bytes)
+
+
+def resized(figures: PlanFigures, resizing: Resizing, base_bytes: int) -> PlanFigures:
+    """The figures of a unit that follows the plan of one of other sizes: estimates, of which nothing is proven.
+
+    Args:
+        figures: those of the recorded unit.
+        resizing: the relation between the two.
+        base_bytes: where this unit begins.
+    """
+
+    def peak(recorded: int) -> int:
+        return base_bytes + resizing.rise(recorded - base_bytes)
+
+    predicted = None if figures.predicted_peak_bytes is None else peak(figures.predicted_peak_bytes)
+    lowest = min(figures.lowest_peak_bytes, peak(figures.lowest_peak_bytes))
+    return replace(
+        figures,
+        predicted_peak_bytes=predicted,
+        baseline_peak_bytes=peak(figures.baseline_peak_bytes),
+        bound_peak_bytes=min(figures.bound_peak_bytes, figures.resident_bytes),
+        lowest_peak_bytes=lowest,
+    )
 
 
 def raised(figures: PlanFigures, between_bytes: int) -> PlanFigures:

@@ -13,7 +13,7 @@ from lowtide.planning.unit.problem import Problem
 from lowtide.planning.unit.solve import Solution
 from lowtide.runtime.budget import SLACK_BYTES, Budget
 from lowtide.runtime.control import plan_consensus
-from lowtide.runtime.control.budget_error import figures_of, raised, refusal, resident_figures
+from lowtide.runtime.control.budget_error import figures_of, raised, refusal, resident_figures, resized
 from lowtide.runtime.control.budget_source import BudgetSource
 from lowtide.runtime.control.evaluations import Evaluations
 from lowtide.runtime.control.interception import Interception
@@ -23,14 +23,18 @@ from lowtide.runtime.control.step_audit import REFUSED, StepAudit
 from lowtide.runtime.online.retry import LIBRARY_BYTES
 from lowtide.runtime.run_figures import PlanFigures
 from lowtide.runtime.units.knowledge import Knowledge
-from lowtide.runtime.units.peak_model import TOLERANCE_SHARE as SMALLER_SHARE
 from lowtide.runtime.units.plan_cache import CROSSED
 from lowtide.runtime.units.recorded_unit import TOLERANCE_BYTES, TOLERANCE_SHARE, RecordedUnit, near
+from lowtide.runtime.units.resizing import Resizing
 from lowtide.runtime.units.unit import Unit
 from lowtide.runtime.units.unit_mode import OnlineReason
 
 UPDATES: Final = 2
 """Steps after which the optimizer's update is known: the first one also allocates the optimizer's states."""
+SPARE_SHARE: Final = 0.03
+"""Share of the room above the base that is left free where a unit follows the plan of one of other sizes."""
+GRID: Final = 40
+"""Number of different budgets for which such plans are made."""
 AGREED_UNITS: Final = range(2, 10)
 """Units, counted from 1, at whose beginning ranks agree on one plan; every rank reaches these units."""
 
@@ -48,20 +52,21 @@ class Hold:
     reason: OnlineReason | None
     planned: bool = False
 
-    @property
-    def is_planned(self) -> bool:
-        """Whether the plan's figures apply to this unit: it is on the way to a plan, not held online permanently."""
-        return self.planned and self.reason is not OnlineReason.WORN
-
 
 @final
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """Follow a plan; ``larger``: it is the plan of a larger unit."""
+    """Follow a plan.
+
+    Attributes:
+        entry: the recorded unit.
+        solution: the plan.
+        resizing: the relation to the recorded unit, if that one had other sizes.
+    """
 
     entry: RecordedUnit
     solution: Solution
-    larger: bool = False
+    resizing: Resizing | None = None
 
 
 @final
@@ -182,10 +187,11 @@ class PlanChoice:
         if self.has_room(unit):
             return Ignore()
         peaks, interception = self._knowledge.peaks, self._interception
-        follows = interception.evictor.moves and interception.meter.capped and peaks.may_follow(unit.kind)
-        larger = self._larger(unit) if follows else None
-        if larger is not None:
-            return Follow(*larger, larger=True)
+        limited = self._budget.bytes and interception.evictor.moves and interception.meter.capped
+        follows = bool(limited) and self._knowledge.growth.may_follow(unit.kind)
+        followed = self._choose_by_its_like(unit) or (self._of_other_sizes(unit) if follows else None)
+        if followed is not None:
+            return followed
         recorded = peaks.worth_recording(unit.kind) or follows
         return self._hold(None if recorded else OnlineReason.SIZE_OF_ITS_OWN)
 
@@ -197,21 +203,40 @@ class PlanChoice:
         most = self._knowledge.peaks.most(unit.calls, unit.gradient_bytes, unsteady=unsteady)
         return most is not None and unit.base_bytes + unit.left.bytes + most <= self._budget.bytes
 
-    def _larger(self, unit: Unit) -> tuple[RecordedUnit, Solution] | None:
-        """The smallest recorded unit that is larger in every size, on an equal or higher base, if its plan fits this unit."""
-        entry = self._knowledge.recordings.larger(unit.kind, unit.base_bytes)
-        if entry is None:
+    def _choose_by_its_like(self, unit: Unit) -> Choice | None:
+        """Refuse a budget that a recorded unit of other sizes certainly cannot hold; None if there is no such unit."""
+        recordings = self._knowledge.recordings
+        likes = (recordings.nearest(kind, unit.base_bytes) for kind in recordings.alike(unit.kind))
+        entry = max((e for e in likes if e is not None), key=lambda e: e.front.bound.peak_bytes, default=None)
+        if entry is None or not (self._budget.bytes and self.may_refuse):
             return None
-        spare = int(SMALLER_SHARE * max(0, self._budget.bytes - unit.base_bytes))
-        room = self._room_for(entry, entry.shift(unit)) - spare
-        solution = entry.for_smaller
-        if solution is None or solution.state is None or solution.state.timeline.peak_bytes > room:
-            solution = entry.for_smaller = _within(entry, room)
+        shift = entry.shift(unit)
+        figures = self._tell(unit, entry, self._solve(entry, shift), shift)
+        of_recording = replace(figures, bound_peak_bytes=entry.front.bound.peak_bytes)  # the update may have been a first one
+        if not self._cannot_be_held(of_recording, warm=False):
+            return None
+        return MoveGradients() if self._gradients_would_do(figures, unit, entry) else Refuse(figures, proven=True)
+
+    def _of_other_sizes(self, unit: Unit) -> Follow | None:
+        """The plan of a recorded unit that differs only in sizes, if one fits this unit; None otherwise."""
+        knowledge = self._knowledge
+        other = knowledge.growth.nearest(unit.kind, knowledge.recordings.alike(unit.kind))
+        entry = None if other is None else knowledge.recordings.nearest(other, unit.base_bytes)
+        if other is None or entry is None:
+            return None
+        resizing = knowledge.growth.relation(unit.kind, other, knowledge.persistent.missing_gradient_bytes())
+        shift, start = entry.shift(unit), entry.problem.base_bytes
+        spare = int(SPARE_SHARE * max(0, self._budget.bytes - unit.base_bytes))
+        rise = resizing.recorded_rise(self._budget.bytes - spare - start - shift)
+        grid = max(1, (entry.problem.plain_peak - start) // GRID)
+        solution = _within(entry, start + rise // grid * grid)  # solving takes time, and each unit has a room of its own
+        if solution.state is None:
+            solution = _within(entry, start + rise)
         if solution.state is None:
             return None
         self._solved = entry.problem, solution
-        self._tell(unit, entry, solution, entry.shift(unit))
-        return entry, solution
+        self._tell(unit, entry, solution, shift, resizing)
+        return Follow(entry, solution, resizing)
 
     # --- plans -------------------------------------------------------------------------------------------------------
 
@@ -253,8 +278,10 @@ class PlanChoice:
 
     # --- figures and refusals ----------------------------------------------------------------------------------------
 
-    def _tell(self, unit: Unit, entry: RecordedUnit, solution: Solution, shift: int) -> PlanFigures:
-        key = (solution.state, solution.status, entry, shift, unit.base_bytes, self.between_bytes)
+    def _tell(
+        self, unit: Unit, entry: RecordedUnit, solution: Solution, shift: int, resizing: Resizing | None = None
+    ) -> PlanFigures:
+        key = (solution.state, solution.status, entry, shift, unit.base_bytes, self.between_bytes, resizing)
         found = self._figures_cache
         if found is None or solution.state is None or not _is_same(key, self._figures_key):
             self._figures_key = key
@@ -264,6 +291,8 @@ class PlanChoice:
                 likely_bytes=self._knowledge.likely_shift(entry, unit),
                 certain_bytes=self._knowledge.certain_shift(entry, unit),
             )
+            if resizing is not None:
+                found = self._figures_cache = resized(found, resizing, entry.problem.base_bytes + shift)
         higher = (self.figures and self.figures.predicted_peak_bytes) or 0
         if self._audit.running.units == 1 or (found.predicted_peak_bytes or self._budget.bytes) >= higher:
             self.figures = found

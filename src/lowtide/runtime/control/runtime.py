@@ -26,7 +26,7 @@ from lowtide.base.trace import Phase
 from lowtide.base.units import Auto, BudgetShare
 from lowtide.planning.unit.plan_file import Plan
 from lowtide.probe.marks import Rounds
-from lowtide.runtime.budget import Budget
+from lowtide.runtime.budget import SLACK_BYTES, Budget
 from lowtide.runtime.control import unit_boundaries
 from lowtide.runtime.control.budget_source import BudgetSource
 from lowtide.runtime.control.evaluations import Evaluations
@@ -260,7 +260,7 @@ class Runtime:
         if unit.is_roomy and not self.choice.has_room(unit):
             self._starts.stop_ignoring(unit, OnlineReason.OUTGREW)
         mode = unit.mode
-        if isinstance(mode, Following) and mode.expected.larger and not unit_boundaries.is_smaller_so_far(unit, mode.expected):
+        if isinstance(mode, Following) and mode.expected.resizing and not unit_boundaries.is_alike_so_far(unit, mode.expected):
             mode.plan.leave()
 
     def _is_over(self, unit: Unit, kind: UnitSignature) -> bool:
@@ -370,7 +370,11 @@ class Runtime:
         expected = script.backwards[unit.backwards] if unit.backwards < len(script.backwards) else (-1, 0)
         above = self.interception.meter.live() - unit.base_bytes - entry.left_besides(unit)
         stays = self.clock.retains and not (*entry.retains[unit.backwards:], False)[0]  # the plan does not expect that
-        if plan.at == expected[0] and not (plan.grown or stays) and above <= expected[1] + TOLERANCE_BYTES:
+        if mode.expected.resizing is None:
+            fits = above <= expected[1] + TOLERANCE_BYTES
+        else:
+            fits = self._fits_resized(script.rises[unit.backwards] if unit.backwards < len(script.rises) else 0, plan.growth)
+        if plan.at == expected[0] and not (plan.grown or stays) and fits:
             plan.prune()
             if followed:
                 return
@@ -379,6 +383,17 @@ class Runtime:
                 self.interception.watch_writes_of(plan)
         else:
             plan.leave()
+
+    def _fits_resized(self, rise_bytes: int, growth: float) -> bool:
+        """Whether the rest of a unit fits that has other sizes than the recorded one, which rises by ``rise_bytes`` from here.
+
+        Args:
+            rise_bytes: how far the recorded unit rises.
+            growth: how many times as many bytes the operators of this unit's forward made.
+        """
+        gradients = min(rise_bytes, self.knowledge.persistent.missing_gradient_bytes())
+        peak = self.interception.meter.live() + gradients + growth * (rise_bytes - gradients)
+        return peak <= self.budget.bytes - SLACK_BYTES
 
     def exposing(self, tensor: torch.Tensor, *, shows: bool) -> None:
         """Code outside torch asks for a tensor's address, or gets its memory (``shows``), and may write there unseen."""

@@ -7,9 +7,10 @@ from typing import Final
 from lowtide.runtime.control.interception import Interception
 from lowtide.runtime.intercept.phases import PhaseTracker
 from lowtide.runtime.units.recorded_unit import near
+from lowtide.runtime.units.resizing import LARGEST
 from lowtide.runtime.units.unit import Unit
 from lowtide.runtime.units.unit_mode import Diverged, Expectation, Unmonitored
-from lowtide.runtime.units.unit_signature import UnitSignature, is_smaller
+from lowtide.runtime.units.unit_signature import UnitSignature, are_alike, input_bytes
 
 BACKWARDS: Final = 3
 """Backwards (that build no graph of their own) after which a unit ends even though autograd still holds handles."""
@@ -68,11 +69,12 @@ def is_stale(unit: Unit, kind: UnitSignature, interception: Interception) -> boo
     return not any(output() is not None for output in unit.outputs)
 
 
-def is_smaller_so_far(unit: Unit, expected: Expectation) -> bool:
-    """Whether the root calls of a unit so far are those of the recorded unit, with sizes that are equal or smaller."""
-    calls = expected.entry.calls
-    pairs = zip(unit.calls, calls, strict=False)
-    return len(unit.calls) <= len(calls) and all(mine == other or is_smaller(mine, other) for mine, other in pairs)
+def is_alike_so_far(unit: Unit, expected: Expectation) -> bool:
+    """Whether the root calls of a unit so far are those of the recorded unit, with other sizes that are not much larger."""
+    calls = expected.entry.calls[: len(unit.calls)]
+    if len(calls) < len(unit.calls) or not all(map(are_alike, unit.calls, calls)):
+        return False
+    return sum(map(input_bytes, unit.calls)) <= LARGEST * sum(map(input_bytes, calls))
 
 
 def goes_on_after_backward(unit: Unit, clock: PhaseTracker, *, outstanding: int) -> bool:

@@ -16,6 +16,7 @@ from lowtide.runtime.planned.timing import MATTERS_SHARE, Stopwatch
 from lowtide.runtime.record.trace_recorder import TraceRecorder
 from lowtide.runtime.units.knowledge import Knowledge
 from lowtide.runtime.units.recorded_unit import RecordedUnit, near
+from lowtide.runtime.units.resizing import Resizing
 from lowtide.runtime.units.unit import Unit
 from lowtide.runtime.units.unit_mode import Diverged, Expectation, Recording
 from lowtide.runtime.units.unit_signature import UnitSignature
@@ -87,9 +88,8 @@ class UnitReview:
             return
         diverged = isinstance(unit.mode, Diverged)
         self.learn_crossing(unit.kind, max(measured, meter.span_peak()) if diverged else measured)
-        if expected.larger:
-            if diverged or (measured > predicted and not near(measured, predicted, predicted)):
-                self._knowledge.peaks.strayed(unit.kind)
+        if expected.resizing is not None:
+            self._learn_sizes(unit, expected, expected.resizing, max(measured, meter.span_peak()))
             return
         # A graph left over from a planned unit is smaller than the recorded one; bytes that were missing at the beginning may
         # never have been allocated.
@@ -100,6 +100,21 @@ class UnitReview:
                 self._retime(entry, expected.state, unit.plan.run.stopwatch)
             return
         self._knowledge.recordings.missed(unit.kind, entry)
+
+    def _learn_sizes(self, unit: Unit, expected: Expectation, resizing: Resizing, measured: int) -> None:
+        """Compare a unit with the recorded one of other sizes whose plan it followed."""
+        knowledge, plan, start = self._knowledge, unit.plan, expected.entry.problem.base_bytes
+        if plan is not None and plan.mismatched:
+            knowledge.growth.strayed(unit.kind)
+            knowledge.recordings.forget_alike(unit.kind)
+            return
+        above = expected.predicted_bytes - resizing.rise(expected.state.timeline.peak_bytes - start)
+        found = resizing.observed(expected.state.timeline.peak_bytes - start, measured - above)
+        if isinstance(unit.mode, Diverged):  # there was no room for it: what it rose by, the evictor decided
+            found = max(resizing.growth, 0.0 if plan is None else plan.growth)
+        else:
+            knowledge.growth.followed(unit.kind)
+        knowledge.growth.note(unit.kind, resizing, found)
 
     def learn_crossing(self, kind: UnitSignature, peak: int) -> None:
         """If a planned unit's peak exceeded the budget, note a surprise: after a few, units of its kind follow no plan."""

@@ -69,7 +69,8 @@ class UnitStart:
         """Hold the budget online for a unit, and record it unless there is a reason not to."""
         interception = self._interception
         dropped = interception.drop_first(self._choice.plan if how.planned else None)
-        self._audit.note_policy("planned" if dropped and how.is_planned else "online")
+        given = dropped and self._choice.has_given_plan and how.reason is not OnlineReason.WORN
+        self._audit.note_policy("planned" if given else "online")  # of no other unit is the peak predicted
         if interception.saver.outstanding <= 0:
             interception.ledger.forget()
         recorder = self._recorder(unit, notes=how.reason is None)
@@ -95,11 +96,15 @@ class UnitStart:
         self._audit.note_policy("planned" if state.decisions else "plain")
         shift = entry.shift(unit)
         certain = shift == unit.base_bytes - entry.trace.base_bytes
-        expected = Expectation(entry, state, state.timeline.peak_bytes + shift, certain, how.larger)
+        peak = state.timeline.peak_bytes + shift
+        if how.resizing is not None:
+            start = entry.problem.base_bytes
+            peak = start + shift + how.resizing.rise(state.timeline.peak_bytes - start)
+        expected = Expectation(entry, state, peak, certain, how.resizing)
         interception = self._interception
         interception.clock.detailed = False
         interception.stack.take()
-        trusted = entry.followed >= TRUSTED and not how.larger
+        trusted = entry.followed >= TRUSTED and how.resizing is None
         if not state.decisions and trusted and not self._knowledge.recordings.is_surprising(unit.kind):
             interception.watch_nothing()
             unit.become(Unmonitored(expected))
@@ -114,16 +119,17 @@ class UnitStart:
     def _planned_mode(self, unit: Unit, how: Follow) -> PlannedMode:
         script, interception, state = self._compiled(how), self._interception, how.solution.state
         assert state is not None
-        clocked = how.entry.followed == CLOCKED and state.decisions and not (interception.tier.overlaps or how.larger)
+        resized = how.resizing is not None
+        clocked = how.entry.followed == CLOCKED and state.decisions and not (interception.tier.overlaps or resized)
         run = PlannedRun(script, interception.evictor.tally, interception.tier, Stopwatch() if clocked else None)
         cap = None
         if self._budget.bytes and interception.meter.capped and interception.evictor.moves:
-            limit = self._budget.bytes - SLACK_BYTES if how.larger else self._budget.bytes
+            limit = self._budget.bytes - SLACK_BYTES if resized else self._budget.bytes
             cap = functools.partial(interception.cap, limit)
         return PlannedMode(
             script, run, functools.partial(self._diverged, weakref.ref(unit)), interception.saver.pack,
             interception.out_of_memory(), interception.before_planned_write, cap, refusals=Refusals(interception.meter),
-            smaller=how.larger,
+            resized=resized,
         )
 
     def _compiled(self, how: Follow) -> CompiledPlan:

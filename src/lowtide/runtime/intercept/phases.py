@@ -309,7 +309,8 @@ class PhaseTracker:
                 self.outputs = ()
                 if begun:
                     self.listener.backward_ends()
-                self.phase = before if before is Phase.FORWARD and self.depth else self._rest
+                within = (before is Phase.FORWARD and self.depth) or (before is Phase.LOSS and self.differentiable)
+                self.phase = before if within else self._rest  # the loss goes on with the derivatives that it has asked for
                 self.differentiable = False
 
         return run_backward

@@ -6,13 +6,16 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, Final
 
 from lowtide.base.trace import Op, Trace
 from lowtide.planning.unit.greedy import State
 from lowtide.planning.unit.prefetch import fetches_ahead
 from lowtide.planning.unit.problem import Action, Problem
 from lowtide.runtime.storage.op_schema import info_of
+
+SIGNIFICANT: Final = 32
+"""An operator is significant if it makes at least this part of what the largest one makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +52,12 @@ class CompiledPlan:
         stays: (value, need) after which the value itself stays resident.
         ahead: per (value, need), the values whose fetches start after it.
         backwards: per backward, the number of operators before it, and the live bytes above the base at its start.
+        rises: per backward, how far memory rises from there to the highest point of the rest of the unit.
         last_moves: values to offload just before the first backward that is not followed.
         last_use: per tracked value, the last operator at which it is looked up.
         writes: per operator, whether its schema says that it writes in place.
         sizes: per operator, the bytes of its fresh storages, in order.
+        significant_bytes: what an operator makes below that matters little for the unit's peak.
         again: per operator, whether it can be retried: it writes nothing in place, draws no random numbers, and no other rank
             waits for it.
     """
@@ -67,10 +72,12 @@ class CompiledPlan:
     stays: frozenset[tuple[int, int]]
     ahead: Mapping[tuple[int, int], tuple[int, ...]]
     backwards: tuple[tuple[int, int], ...]
+    rises: tuple[int, ...]
     last_moves: tuple[int, ...]
     last_use: Mapping[int, int]
     writes: tuple[bool, ...]
     sizes: tuple[tuple[int, ...], ...]
+    significant_bytes: int
     again: tuple[bool, ...]
 
 
@@ -116,6 +123,8 @@ def compile_script(
     counts = [sum(1 for e, _ in forward if e < start) for start in backward_starts]
     lives = [int(timeline.live_bytes[start]) - problem.base_bytes if start < len(trace.events) else 0
              for start in backward_starts]
+    rises = [int(timeline.peak_bytes_at[start:].max() - timeline.live_bytes[start]) if start < len(trace.events) else 0
+             for start in backward_starts]
     held = frozenset(v for v in away if (v, problem.gap_starts[v]) not in state.decisions
                      or state.decisions[v, problem.gap_starts[v]].action is Action.MOVE)
     return CompiledPlan(
@@ -129,10 +138,12 @@ def compile_script(
         stays=timeline.stays,
         ahead=fetches_ahead(problem, timeline) if overlaps else {},
         backwards=tuple(zip(counts, lives, strict=True)),
+        rises=tuple(rises),
         last_moves=tuple(last_moves),
         last_use=_last_uses(acts, [(s.value, bisect_right(forward, s.event, key=itemgetter(0))) for s in trace.saves]),
         writes=(*(bool(info_of(f).writes_at) for _, f in forward), False),
         sizes=(*(_sizes(trace, e) for e, _ in forward), ()),
+        significant_bytes=max((sum(_sizes(trace, e)) for e, _ in forward), default=0) // SIGNIFICANT + 1,
         again=(*(not (info.mutates or info.collective or info.seeded) for info in (info_of(f) for _, f in forward)), False),
     )
 

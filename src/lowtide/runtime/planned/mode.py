@@ -95,7 +95,9 @@ class PlannedMode(Mode):
         at: number of operators that have passed.
         packed: number of tensors that autograd has saved.
         lost: whether the unit has left the plan, so that the full interception handles every operator.
+        mismatched: whether it has left the plan because another operator ran than the recorded one.
         grown: whether memory may be higher than planned, because something was larger than recorded or could not be evicted.
+        growth: by which factor operators of a unit of other sizes made more than in the recording, at most.
         forced: whether values were rematerialized before backward asked for them, mostly because a write to what they are made
             from was about to happen.
         values: the unit's live tracked values, by id.
@@ -106,7 +108,7 @@ class PlannedMode(Mode):
         self, script: CompiledPlan, run: PlannedRun, fallback: Callable[[], Any],
         pack_fallback: Callable[[torch.Tensor], Any], out_of_memory: Callable[[BaseException], bool],
         before_write: Callable[[Any, Any, Any], None], cap: Callable[[bool], None] | None = None, *,
-        refusals: Refusals | None = None, smaller: bool = False,
+        refusals: Refusals | None = None, resized: bool = False,
     ) -> None:
         """Start at the beginning of a unit.
 
@@ -120,7 +122,7 @@ class PlannedMode(Mode):
             cap: caps the allocator at the budget (True) or lifts the cap (False); an operator that would cross the cap leaves
                 the plan. None for no cap.
             refusals: tells whether an operator was refused memory under that cap although it returned.
-            smaller: whether the unit has smaller sizes than the recorded one; it leaves the plan if it makes anything larger.
+            resized: whether the unit has other sizes than the recorded one.
         """
         super().__init__()
         self.script = script
@@ -128,6 +130,7 @@ class PlannedMode(Mode):
         self.at = 0
         self.packed = 0
         self.lost = False
+        self.mismatched = False
         self.grown = False
         self.forced = False
         self.values: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()
@@ -153,7 +156,8 @@ class PlannedMode(Mode):
         self._cap = _uncapped if cap is None else cap
         self._caps = (False,) * len(script.again) if cap is None else script.again
         self._refusals = refusals
-        self._smaller = smaller
+        self._resized = resized
+        self.growth = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator, as planned while it is the one that the plan expects; otherwise leave the plan."""
@@ -182,14 +186,15 @@ class PlannedMode(Mode):
                     if not self._out_of_memory(error) or info_of(func).mutates or info_of(func).collective:
                         raise
                 else:
-                    larger = self._smaller and self._is_larger(out)
+                    if self._resized:
+                        self._weigh(out)
                     self.at = at + 1
-                    if larger:  # how high memory will rise is no longer known
-                        self.leave()
                     return out
                 finally:
                     if capped:
                         self._cap(False)
+            else:
+                self.mismatched = True
             self.leave()
         return self._delegate.__torch_dispatch__(func, types, args, kwargs)
 
@@ -350,14 +355,12 @@ class PlannedMode(Mode):
         self._note_writes(act, record, info, args, kwargs)
         return out
 
-    def _is_larger(self, out: Any) -> bool:
-        """Whether this operator, or anything before it, was larger than in the recording; updates :attr:`grown`."""
+    def _weigh(self, out: Any) -> None:
+        """Compare the bytes that an operator made with those that it made in the recording; small ones do not count."""
         sizes = self.script.sizes[self.at]
-        if sizes:
-            made = [bytes_of(t) for t in flatten(out) if isinstance(t, torch.Tensor)]
-            limits = sizes if len(made) == len(sizes) else (max(sizes),) * len(made)
-            self.grown |= any(size > limit for size, limit in zip(made, limits, strict=True))
-        return self.grown
+        if sizes and (recorded := sum(sizes)) >= self.script.significant_bytes:
+            made = sum(bytes_of(t) for t in flatten(out) if isinstance(t, torch.Tensor))
+            self.growth = max(self.growth, made / recorded)
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         refusals = self._refusals if self._caps[self.at] else None
@@ -446,7 +449,7 @@ class PlannedMode(Mode):
                 self.grown = True
                 continue
             storage = tensor.untyped_storage()
-            if storage.nbytes() != size and not self._smaller:
+            if storage.nbytes() != size and not self._resized:
                 self.grown = True
             value = Value(storage.nbytes(), record)
             self._enter(number, value, storage)

@@ -9,6 +9,7 @@ from lowtide.runtime.units.peak_model import PeakModel
 from lowtide.runtime.units.persistent_state import PersistentState
 from lowtide.runtime.units.plan_cache import PlanCache
 from lowtide.runtime.units.recorded_unit import RecordedUnit
+from lowtide.runtime.units.resizing import SizeGrowth
 from lowtide.runtime.units.unit import Unit
 
 
@@ -20,11 +21,13 @@ class Knowledge:
     Attributes:
         recordings: the recordings of each kind of unit.
         peaks: how far units rise above their base, by the sizes of their calls.
+        growth: how units compare with others whose plans they follow although their sizes differ.
         persistent: the script's models and optimizers.
     """
 
     recordings: PlanCache = field(default_factory=PlanCache)
     peaks: PeakModel = field(default_factory=PeakModel)
+    growth: SizeGrowth = field(default_factory=SizeGrowth)
     persistent: PersistentState = field(default_factory=PersistentState)
 
     def meet_optimizer(self, optimizer: Any) -> None:

@@ -29,8 +29,6 @@ GROWTH = 2.0
 """Two units are not comparable if sizes grew by more than this from one to the other, as a product over all dimensions."""
 REMEMBERED = 4096
 """Kinds of units that are remembered as met before."""
-STRAYED = 2
-"""Units that left the plan of a larger one, or rose above it, after which no similar unit follows such a plan."""
 PROFILES = 64
 """Size profiles that are kept for each kind of first call."""
 CALLS = 64
@@ -58,7 +56,6 @@ class PeakModel:
         self._again: dict[Any, int] = {}
         self._slack: dict[Any, float] = {}
         self._broken: set[Any] = set()
-        self._strayed: dict[Any, int] = {}
         self._met: dict[UnitSignature, None] = {}
         self._strangers = 0
 
@@ -127,15 +124,6 @@ class PeakModel:
     def familiar(self) -> None:
         """A unit of a recorded kind came again: start counting strangers anew."""
         self._strangers = 0
-
-    def strayed(self, kind: UnitSignature) -> None:
-        """A unit left the plan of a larger one before its end, or rose above it."""
-        alike, _ = sizes_of(kind)
-        self._strayed[alike] = self._strayed.get(alike, 0) + 1
-
-    def may_follow(self, kind: UnitSignature) -> bool:
-        """Whether units like this one may follow the plans of larger ones, because they run the same operators."""
-        return bool(kind.call) and self._strayed.get(sizes_of(kind)[0], 0) < STRAYED
 
     def broke(self, kinds: Sequence[UnitSignature]) -> None:
         """A unit that was predicted to fit did not: predict nothing for its like any more."""

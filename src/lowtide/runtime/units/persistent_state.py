@@ -46,6 +46,11 @@ class PersistentState:
         parameters = {id(p): p for p in optimized or own_tensors(m for root in self.roots for m in modules_of(root))}
         return sum(bytes_of(g) for p in parameters.values() if (g := grad_of(p)) is not None)
 
+    def missing_gradient_bytes(self) -> int:
+        """Bytes of the gradients that do not exist, of parameters for which a backward makes one."""
+        tensors = {id(t): t for t in self.tensors() if t.requires_grad and grad_of(t) is None}
+        return sum(bytes_of(t) for t in tensors.values())
+
     def states(self) -> dict[int, int]:
         """Storages of the optimizer states, by address, with the bytes of each."""
         states = (t for optimizer in self.optimizers for t in tensors_in(list(optimizer.state.values())))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final, final
 
 from lowtide.runtime.units.recorded_unit import RecordedUnit, near
-from lowtide.runtime.units.unit_signature import UnitSignature, is_smaller
+from lowtide.runtime.units.unit_signature import UnitSignature, are_alike
 
 SEEN_TWICE: Final = 2
 """Recordings of a kind of unit after which the nearest one is trusted on another base: its shift is then a mere offset."""
@@ -47,12 +47,14 @@ class PlanCache:
         found = next((e for k in (kind, *kind.siblings()) if (e := self._entries.get(k))), None)
         return min(found, key=lambda e: abs(e.trace.base_bytes - base_bytes)) if found else None
 
-    def larger(self, kind: UnitSignature, base_bytes: int) -> RecordedUnit | None:
-        """Of the larger units recorded on the same or a higher base, the one with the lowest peak; None if there is none."""
-        known = (e for other, entries in self._entries.items() if is_smaller(kind, other) for e in entries)
-        fit = [e for e in known
-               if base_bytes <= (its := e.trace.base_bytes) or near(base_bytes, its, e.problem.plain_peak)]
-        return min(fit, key=lambda e: e.problem.plain_peak, default=None)
+    def alike(self, kind: UnitSignature) -> list[UnitSignature]:
+        """The recorded kinds that differ from this one only in the sizes of their tensors."""
+        return [other for other, entries in self._entries.items() if entries and are_alike(kind, other)]
+
+    def forget_alike(self, kind: UnitSignature) -> None:
+        """Discard the recordings of all kinds like this one: their operators are no longer those that run."""
+        for other in self.alike(kind):
+            del self._entries[other]
 
     def keep(self, kind: UnitSignature, entry: RecordedUnit) -> None:
         """Keep the recording of a unit in place of those of the same kind on the same base."""

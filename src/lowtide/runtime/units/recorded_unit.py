@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 from lowtide.base.trace import Trace
 from lowtide.planning.unit.greedy import State
 from lowtide.planning.unit.problem import Problem
-from lowtide.planning.unit.solve import Front, Solution
+from lowtide.planning.unit.solve import Front
 from lowtide.runtime.planned.compiled_plan import CompiledPlan
 from lowtide.runtime.units.unit_signature import UnitSignature
 
@@ -74,8 +74,6 @@ class RecordedUnit:
         collective: whether it ran collectives with other ranks: their buffers may be freed earlier than is counted.
         compiled: the plan that was followed last, and its compiled form.
         agreed: the plan on which all ranks agreed.
-        for_smaller: the plan that smaller units follow. It is kept because bases differ a little from one to the next, and
-            solving takes time.
         followed: how many units have followed a plan of it and reached the predicted peak.
     """
 
@@ -92,7 +90,6 @@ class RecordedUnit:
     collective: bool
     compiled: tuple[State, CompiledPlan] | None = None
     agreed: State | None = None
-    for_smaller: Solution | None = None
     followed: int = 0
 
     @property

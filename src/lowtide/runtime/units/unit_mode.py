@@ -10,6 +10,7 @@ from lowtide.planning.unit.greedy import State
 from lowtide.runtime.planned.mode import PlannedMode
 from lowtide.runtime.record.trace_recorder import TraceRecorder
 from lowtide.runtime.units.recorded_unit import RecordedUnit
+from lowtide.runtime.units.resizing import Resizing
 
 
 class OnlineReason(StrEnum):
@@ -32,14 +33,14 @@ class Expectation:
         state: the plan.
         predicted_bytes: the unit's predicted peak.
         certain: whether the peak should be exactly that; otherwise it is an upper bound.
-        larger: whether it is the plan of a larger unit.
+        resizing: the relation to the recorded unit, if it has other sizes; the peak is then an estimate.
     """
 
     entry: RecordedUnit
     state: State
     predicted_bytes: int
     certain: bool
-    larger: bool
+    resizing: Resizing | None
 
 
 @final

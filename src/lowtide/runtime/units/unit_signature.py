@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,13 +75,23 @@ def sizes_of(kind: UnitSignature) -> tuple[Any, tuple[int, ...]]:
     return skeleton, tuple(size for shape, _, _ in shapes for size in shape)
 
 
-def is_smaller(kind: UnitSignature, other: UnitSignature) -> bool:
-    """Whether a kind differs from another only in the sizes of its tensors, none of which is larger."""
-    if kind == other or not (kind.call and other.call):
+def likeness(kind: UnitSignature) -> Any:
+    """What a kind has in common with those that differ only in the sizes of their tensors."""
+    return sizes_of(kind)[0] if kind.call else kind
+
+
+def are_alike(kind: UnitSignature, other: UnitSignature) -> bool:
+    """Whether two kinds differ only in the sizes of their tensors, or not at all."""
+    if not (kind.call and other.call):
         return False
-    (alike, sizes), (others, limits) = sizes_of(kind), sizes_of(other)
-    numbers = all(type(size) is int for size in (*sizes, *limits))  # a nested tensor's sizes are not
-    return numbers and alike == others and all(map(operator.le, sizes, limits))
+    (alike, sizes), (others, more) = sizes_of(kind), sizes_of(other)
+    return alike == others and all(type(size) is int for size in (*sizes, *more))  # a nested tensor's sizes are not
+
+
+def input_bytes(kind: UnitSignature) -> int:
+    """Bytes of the tensors that are passed to a unit's first call."""
+    shapes = kind.call[-1] if kind.call else ()
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype, _ in shapes)
 
 
 def _shapes(item: Any, found: list[Any], depth: int) -> None:
