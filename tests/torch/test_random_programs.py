@@ -78,6 +78,18 @@ def test_a_step_that_is_recorded_again_and_again_is_not_reported_as_planned() ->
     holds(program, 0.9, offload=False)
 
 
+def test_a_unit_whose_recording_was_forgotten_meanwhile_goes_on() -> None:
+    """A micro-batch of other sizes ran other operators, so all recordings like it were discarded, also that of one which was
+    missing its prediction: the run was ended by a KeyError.
+    """
+    program = Program(
+        layers=("linear",) * 6, width=32, rows=64, loss="square", optimizer="sgd", accumulate=2, zero="backward",
+        evaluate=False, clip=False, read=-1, keep="nothing", varying=True, schedule=False, autocast=False, flags=False,
+        late=False,
+    )  # fmt: skip
+    holds(program, 0.9, offload=True)
+
+
 def test_states_that_exist_before_the_first_update_are_in_the_base_of_recordings() -> None:
     """Adagrad makes its states when it is created.
 

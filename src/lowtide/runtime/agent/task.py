@@ -24,6 +24,18 @@ def runs_here() -> bool:
     return os.environ.get(ACTIVE) == str(os.getpid())
 
 
+LIBRARY_CACHES: Final = (
+    (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"), 256),
+    (("LRU_CACHE_CAPACITY",), 16),
+)
+"""Entries of oneDNN's cache of prepared kernels, and of ideep's caches in front of it, by environment variable.
+
+Both keep 1,024 by default: one for each kernel and shape, with its buffers, never freed. Where lengths change between steps,
+a small network in bfloat16 keeps 200 MiB after 60 lengths, and with these limits 65 MiB, in the same time. A network with more
+than 256 different kernels in a step prepares some of them again, which takes 0.7 ms each.
+"""
+
+
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     """The options of ``lowtide run``.
 
@@ -125,8 +137,15 @@ def agent_command() -> list[str]:
 
 
 def environment_of(task: Task) -> dict[str, str]:
-    """The environment of an agent process: this one, with the task, and with the heap counter preloaded."""
+    """The environment of an agent process: this one, with the task, and with the heap counter preloaded.
+
+    Under a budget, oneDNN's caches are limited (:data:`LIBRARY_CACHES`), unless the user has set a limit.
+    """
     environment = dict(os.environ)
+    if isinstance(task.options, RunOptions) or (isinstance(task.options, TrialOptions) and task.options.budget_bytes):
+        for names, entries in LIBRARY_CACHES:
+            if not any(name in environment for name in names):
+                environment[names[0]] = str(entries)
     environment[TASK] = json.dumps(msgspec.to_builtins(task))  # ASCII only: the locale may not encode file names
     library = library_path()
     if library is not None:

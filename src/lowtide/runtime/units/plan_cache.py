@@ -82,8 +82,8 @@ class PlanCache:
         """A plan's prediction was off: discard its recording so that a new one is made, unless that happened too often."""
         misses = self._misses[kind] = self._misses.get(kind, 0) + 1
         if misses < RECORDINGS:
-            self._entries[kind] = [e for e in self._entries[kind] if e is not entry]
-            self._recorded[kind] = min(self._recorded[kind], SEEN_TWICE - 1)
+            self._entries[kind] = [e for e in self._entries.get(kind, ()) if e is not entry]  # perhaps forgotten meanwhile
+            self._recorded[kind] = min(self._recorded.get(kind, 0), SEEN_TWICE - 1)
 
     def surprised(self, kind: UnitSignature, *, decidedly: bool = False) -> None:
         """A unit did what no recording of its kind shows; if ``decidedly``, its kind follows no plan from now on."""
