@@ -490,3 +490,28 @@ def test_a_budget_below_the_update_is_refused_where_sizes_always_change() -> Non
     with pytest.raises(lowtide.BudgetError, match="the optimizer's update"):
         budgeted(make, int(1.1 * (reference.resident_bytes + states)), len(lengths))
     assert taken[-1] == [0, 1]
+
+
+def test_a_budget_is_refused_though_forwards_without_backward_came_first() -> None:
+    """Keras calls each layer once while it builds a model: such forwards used to use up the steps in which a run may be
+    refused, so that every later step crossed the budget.
+    """
+    done = [0]
+
+    def make() -> zoo.Job:
+        model = zoo.GPT(fused=True, layers=4)
+        for length in (5, 6, 7, 8, 9):
+            zoo.language_loss(model, length=length)
+        job = zoo.simple(model, lambda m, _: zoo.language_loss(m, length=40))
+
+        def step(i: int) -> torch.Tensor:
+            loss = job.step(i)
+            done[0] = i + 1
+            return loss
+
+        return zoo.Job(step, job.modules, job.optimizers)
+
+    reference = plain_of(make, 8)
+    with pytest.raises(lowtide.BudgetError, match="cannot be held"):
+        budgeted(make, above_of(reference, 0.05), 8)
+    assert done[0] < 3

@@ -323,7 +323,7 @@ class PlanChoice:
         resident = self._knowledge.persistent.bytes(self._interception.meter.counts)
         figures = resident_figures(resident, max(s.peak_bytes for s in steps), steps[-1].seconds)
         evaluated = raised(figures, self._evaluations.highest_bytes)
-        outside = raised(evaluated, self.between_bytes if len(steps) >= UPDATES else 0)
+        outside = raised(evaluated, self.between_bytes if self._audit.trained >= UPDATES else 0)
         if resident <= self._budget.bytes and not self._cannot_be_held(outside, warm=False):
             return None
         lowest = max(evaluated.bound_peak_bytes, outside.bound_peak_bytes - levers.most_lowered_bytes(in_update=True))
@@ -335,7 +335,7 @@ class PlanChoice:
     @property
     def may_refuse(self) -> bool:
         """Whether the script may be ended here: it is in its first steps, so little is lost, and need not keep going."""
-        return len(self._audit.steps) < REFUSED and not self._settings.keep_going
+        return self._audit.trained < REFUSED and not self._settings.keep_going
 
     def refuse(self, choice: Refuse, unreached: tuple[str, ...]) -> BaseException:
         """The exception that ends the script; no reference to it is kept, as its traceback would keep the model alive."""

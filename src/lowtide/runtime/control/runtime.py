@@ -537,7 +537,7 @@ class Runtime:
             raise self.choice.refuse(chosen, tuple(self.unreached.reasons))
         if isinstance(chosen, MoveGradients):
             self.levers.move_gradients()
-            if len(self.audit.steps) < REFUSED:
+            if self.audit.trained < REFUSED:
                 self.excused = len(self.audit.steps)
             unit.kind = replace(kind, engaged=True)
             chosen = Hold(None, planned=self.choice.has_given_plan)

@@ -59,6 +59,7 @@ class StepAudit:
 
     Attributes:
         steps: figures of the finished steps.
+        trained: how many of them had a backward: Keras, for one, calls each layer once while it builds a model.
         running: the step that is running.
         crossings: counts of the steps that crossed the budget.
         units_a_step: how many units the last step had.
@@ -68,6 +69,7 @@ class StepAudit:
         """Start without steps; ``on_step`` is called after each step, once its figures are in :attr:`steps`."""
         self._budget, self._interception, self._on_step = budget, interception, on_step
         self.steps = Steps()
+        self.trained = 0
         self.running = RunningStep()
         self.crossings = BudgetCrossings()
         self.units_a_step = 1
@@ -116,8 +118,8 @@ class StepAudit:
         self.units_a_step = max(1, running.units - running.abandoned)
         peak = max(self._interception.meter.span_peak(), running.peak_bytes, running.unseen_peak_bytes)
         crossed = bool(budget) and peak > budget
-        self.crossings.step_ends(crossed=bool(self.steps) and crossed)
-        if crossed and len(self.steps) >= REFUSED:
+        self.crossings.step_ends(crossed=self.trained > 0 and crossed)
+        if crossed and self.trained >= REFUSED:
             self._tell_of_crossing(peak, figures, evaluation_bytes, unreached)
         self.steps.append(
             StepFigures(
@@ -133,6 +135,7 @@ class StepAudit:
                 overrun=tally.overrun and peak > budget,
             )
         )
+        self.trained += running.trains
         if self._on_step is not None:
             self._on_step()
 
