@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import UserDict
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -163,8 +165,7 @@ def test_units_whose_operators_settle_follow_a_later_recording() -> None:
     run = budgeted(make, above_of(reference, 0.6), len(sizes))
     assert run.bits == reference.bits
     assert kept(run), run.over
-    assert {s.policy for s in run.outcome.steps[6:]} <= {"planned", "plain"}
-    assert "planned" in {s.policy for s in run.outcome.steps[6:]}
+    assert [s.policy for s in run.outcome.steps[5:]].count("planned") >= 4
 
 
 @pytest.mark.parametrize("share", [0.8, 0.6])
@@ -193,6 +194,48 @@ def test_units_follow_a_plan_though_none_is_smaller_in_every_size(share: float) 
     policies = [s.policy for s in run.outcome.steps[2:]]
     assert set(policies) <= {"planned", "plain"}
     assert policies.count("planned") >= 4
+
+
+class Words(UserDict[str, torch.Tensor]):
+    """What tokenizers return: a mapping that is no ``dict``."""
+
+
+class Hiding(nn.Module):
+    """Is told the rows of its input by a number, or by a mapping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(6))
+
+    def forward(self, given: Words | int, everything: torch.Tensor | None = None) -> torch.Tensor:
+        x = given["x"] if everything is None else everything[: cast("int", given)]
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x.square().mean()
+
+
+def _in_mapping(model: nn.Module, rows: int) -> torch.Tensor:
+    return cast("torch.Tensor", model(Words(x=torch.randn(rows, 96))))
+
+
+def _by_number(model: nn.Module, rows: int) -> torch.Tensor:
+    return cast("torch.Tensor", model(rows, torch.randn(260, 96)))
+
+
+@pytest.mark.parametrize("loss", [_in_mapping, _by_number])
+def test_units_whose_sizes_are_hidden_follow_a_plan(loss: Callable[[nn.Module, int], torch.Tensor]) -> None:
+    """Law: a planned unit may turn out to have other sizes, as long as the rest of it fits; bits and budget hold."""
+    rows = [200, 210, 200, 196, 206, 190, 203, 180, 208]
+
+    def make() -> zoo.Job:
+        return zoo.simple(Hiding(), lambda m, i: loss(m, rows[i]))
+
+    reference = plain_of(make, len(rows))
+    run = budgeted(make, above_of(reference, 0.6), len(rows))
+    assert run.bits == reference.bits
+    assert kept(run), run.over
+    policies = [s.policy for s in run.outcome.steps[2:]]
+    assert policies.count("planned") >= (5 if loss is _in_mapping else 3), policies
 
 
 def test_a_budget_that_a_unit_of_other_sizes_could_not_hold_is_refused() -> None:

@@ -303,6 +303,12 @@ class PlanChoice:
         if self.figures is not None:
             self.figures = raised(self.figures, evaluation_bytes)
 
+    def raise_prediction(self, measured_bytes: int) -> None:
+        """Raise the predicted peak to that of a unit of other sizes than recorded, whose own peak was only estimated."""
+        figures = self.figures
+        if figures is not None and figures.predicted_peak_bytes is not None:
+            self.figures = replace(figures, predicted_peak_bytes=max(figures.predicted_peak_bytes, measured_bytes))
+
     def _cannot_be_held(self, figures: PlanFigures, *, warm: bool) -> bool:
         """Whether the minimum is certainly above the budget.
 

@@ -370,7 +370,7 @@ class Runtime:
         expected = script.backwards[unit.backwards] if unit.backwards < len(script.backwards) else (-1, 0)
         above = self.interception.meter.live() - unit.base_bytes - entry.left_besides(unit)
         stays = self.clock.retains and not (*entry.retains[unit.backwards:], False)[0]  # the plan does not expect that
-        if mode.expected.resizing is None:
+        if mode.expected.resizing is None and not plan.changed:
             fits = above <= expected[1] + TOLERANCE_BYTES
         else:
             fits = self._fits_resized(script.rises[unit.backwards] if unit.backwards < len(script.rises) else 0, plan.growth)
@@ -560,6 +560,8 @@ class Runtime:
         assert unit is not None
         self.unit = None
         self._reviews.review(unit)
+        if unit.plan is not None and unit.expected is not None and (unit.plan.changed or unit.expected.resizing is not None):
+            self.choice.raise_prediction(self.interception.meter.op_peak())
         former = self._former
         former.kind, former.plan = unit.kind, unit.plan
         if unit.plan is not None:

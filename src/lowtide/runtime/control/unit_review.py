@@ -91,6 +91,8 @@ class UnitReview:
         if expected.resizing is not None:
             self._learn_sizes(unit, expected, expected.resizing, max(measured, meter.span_peak()))
             return
+        if not diverged and unit.plan is not None and unit.plan.changed:
+            return  # its sizes were others than those recorded, and it fitted
         # A graph left over from a planned unit is smaller than the recorded one; bytes that were missing at the beginning may
         # never have been allocated.
         less = (bool(entry.left.bytes) or entry.collective or not expected.certain) and measured < predicted

@@ -97,6 +97,7 @@ class PlannedMode(Mode):
         lost: whether the unit has left the plan, so that the full interception handles every operator.
         mismatched: whether it has left the plan because another operator ran than the recorded one.
         grown: whether memory may be higher than planned, because something was larger than recorded or could not be evicted.
+        changed: whether a value has another size than the recorded one, although the unit's inputs do not show it.
         growth: by which factor operators of a unit of other sizes made more than in the recording, at most.
         forced: whether values were rematerialized before backward asked for them, mostly because a write to what they are made
             from was about to happen.
@@ -130,7 +131,7 @@ class PlannedMode(Mode):
         self.at = 0
         self.packed = 0
         self.lost = False
-        self.mismatched = False
+        self.mismatched = self.changed = False
         self.grown = False
         self.forced = False
         self.values: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()
@@ -449,8 +450,10 @@ class PlannedMode(Mode):
                 self.grown = True
                 continue
             storage = tensor.untyped_storage()
-            if storage.nbytes() != size and not self._resized:
-                self.grown = True
+            if (made := storage.nbytes()) != size and not self._resized:
+                self.changed = True
+                if size >= self.script.significant_bytes:
+                    self.growth = max(self.growth, made / size)
             value = Value(storage.nbytes(), record)
             self._enter(number, value, storage)
             if record is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,7 +98,7 @@ def input_bytes(kind: UnitSignature) -> int:
 def _shapes(item: Any, found: list[Any], depth: int) -> None:
     if isinstance(item, torch.Tensor):
         found.append((tuple(item.shape), item.dtype, item.requires_grad))
-    elif isinstance(item, dict):
+    elif isinstance(item, Mapping):  # also what tokenizers return, which is no dict
         for key in item:
             _shapes(item[key], found, depth)
     elif isinstance(item, (list, tuple)) and depth < 4:
