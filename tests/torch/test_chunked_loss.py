@@ -16,6 +16,7 @@ import torch
 import zoo
 from harness import heap, live_now
 from lowtide.base.errors import LeverError
+from lowtide.runtime.levers import deferred_logits
 from lowtide.runtime.run_figures import RunOutcome
 from torch import nn
 from torch.nn import functional as F
@@ -142,6 +143,18 @@ def test_custom_functions_get_plain_tensors_and_pass_gradients_back() -> None:
     assert want is not None
     assert layer.weight.grad is not None
     assert torch.equal(layer.weight.grad, want)
+
+
+@pytest.mark.parametrize(("rows", "classes"), [(1 << 20, 65_536), (4096, 50_257), (128, 1000), (1, 1 << 20)])
+def test_pieces_of_logits_are_bounded_in_bytes_and_in_number(rows: int, classes: int) -> None:
+    """Law: a piece takes at most 16 MiB, except where that would be less than 64 columns, and is at most a 16th of the classes,
+    except where all classes are few.
+    """
+    columns = deferred_logits._columns(rows, classes)
+    assert columns >= 1
+    assert 4 * rows * columns <= deferred_logits.PIECE_BYTES or columns <= deferred_logits.NARROWEST
+    assert columns <= -(-classes // deferred_logits.PIECES) or columns <= deferred_logits.NARROWEST
+    assert columns >= min(classes, deferred_logits.NARROWEST)
 
 
 def test_logits_read_after_the_optimizers_step_raise() -> None:

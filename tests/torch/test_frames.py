@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from lowtide.recording.explanation.explanation import explain
+from lowtide.runtime.intercept import script_frames
 from lowtide.runtime.intercept.script_frames import holders
 from lowtide.recording.reader import read
 from torch import nn
@@ -53,6 +54,13 @@ class Model(nn.Module):
 
 def _closure(big: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: big.sum()
+
+
+def test_only_the_scripts_own_modules_count_as_its() -> None:
+    """A library's objects are not looked into for attributes, whatever its name begins with."""
+    assert script_frames._is_scripts("__main__")
+    assert script_frames._is_scripts(__name__)
+    assert not any(script_frames._is_scripts(name) for name in ("Absent.library", "absent", "json.decoder", "torch.nn.modules"))
 
 
 def test_holders_are_named_as_the_script_would_write_them() -> None:

@@ -100,13 +100,14 @@ def test_packed_sequences_are_not_split() -> None:
         assert not run.outcome.levers[0].used
 
 
-def test_attention_with_materialized_scores_runs_sample_by_sample() -> None:
-    """A trained bias keeps torch from its fused kernels. The peak falls below 70 %, and outputs and gradients agree with the
+@pytest.mark.parametrize("samples", [1, 4])
+def test_attention_with_materialized_scores_runs_sample_by_sample(samples: int) -> None:
+    """The bias is one for all samples, or one for each. A trained bias keeps torch from its fused kernels. The peak falls below 70 %, and outputs and gradients agree with the
     plain ones.
     """
     torch.manual_seed(0)
     leaves = [torch.randn(4, 2, 128, 8, requires_grad=True) for _ in range(3)]
-    bias = torch.randn(4, 1, 128, 128, requires_grad=True)  # a trained bias keeps torch from its fused kernels on the CPU
+    bias = torch.randn(samples, 1, 128, 128, requires_grad=True)  # a trained bias keeps torch from its fused kernels on the CPU
 
     def once() -> tuple[list[torch.Tensor], int]:
         for t in (*leaves, bias):
