@@ -11,6 +11,8 @@ import pytest
 import torch
 import zoo
 from harness import above_of, budgeted, kept, plain_of
+from lowtide.planning.unit.solve import Front
+from lowtide.runtime.control.plan_choice import SEARCHES
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -107,6 +109,28 @@ def test_units_smaller_than_a_recorded_one_follow_its_plan(share: float) -> None
     assert kept(run), run.over
     assert {s.policy for s in run.outcome.steps[2:]} <= {"planned", "plain"}
     assert any(s.recomputed_ops or s.offloaded_bytes for s in run.outcome.steps[2:])
+
+
+def test_few_plans_are_searched_however_many_sizes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each length leaves another room for the plan that it follows; a search for each took a second per step."""
+    lengths = [26, 64, *random.Random(3).sample(range(30, 64), 24)]
+    searched: list[int] = []
+    search = Front._search
+
+    def counting(self: Front, budget_bytes: int) -> None:
+        searched.append(budget_bytes)
+        search(self, budget_bytes)
+
+    monkeypatch.setattr(Front, "_search", counting)
+
+    def make() -> zoo.Job:
+        return _gpt_of(lengths)
+
+    reference = plain_of(make, len(lengths))
+    run = budgeted(make, above_of(reference, 0.45), len(lengths))
+    assert run.bits == reference.bits
+    assert kept(run), run.over
+    assert len(searched) <= 3 * SEARCHES
 
 
 def test_a_longer_unit_is_recorded_and_its_plan_replaces_the_former() -> None:

@@ -140,14 +140,15 @@ class Front:
         self._found = list(pareto([*self._found, *lighter]))
         self.solve_seconds += time.perf_counter() - start
 
-    def at(self, budget_bytes: int) -> Solution:
-        """The solution for a budget: the cheapest state found that fits."""
+    def at(self, budget_bytes: int, *, search: bool = True) -> Solution:
+        """The solution for a budget: the cheapest state found that fits; without ``search``, of those already found."""
         if self._plain.timeline.peak_bytes <= budget_bytes:
             return self._solution(Status.OPTIMAL, budget_bytes, self._plain, self._plain, 0.0)
         seconds = self._time_bound.at(budget_bytes)
         if self.bound.peak_bytes > budget_bytes:
             return self._solution(Status.INFEASIBLE, budget_bytes, None, self.states[-1], seconds)
-        self._ask(budget_bytes)
+        if search:
+            self._ask(budget_bytes)
         seconds = max(seconds, *(s for asked, s in self._proven.items() if asked >= budget_bytes), 0.0)
         found = (*self.states, *self._found)
         lowest = min(found, key=lambda s: s.timeline.peak_bytes)

@@ -33,8 +33,10 @@ UPDATES: Final = 2
 """Steps after which the optimizer's update is known: the first one also allocates the optimizer's states."""
 SPARE_SHARE: Final = 0.03
 """Share of the room above the base that is left free where a unit follows the plan of one of other sizes."""
-GRID: Final = 40
-"""Number of different budgets for which such plans are made."""
+GRID: Final = 20
+"""Number of steps into which the room of such plans is divided ..."""
+SEARCHES: Final = 5
+"""... and for how many of them plans are searched; the others are served by plans that need less."""
 AGREED_UNITS: Final = range(2, 10)
 """Units, counted from 1, at whose beginning ranks agree on one plan; every rank reaches these units."""
 
@@ -229,7 +231,11 @@ class PlanChoice:
         spare = int(SPARE_SHARE * max(0, self._budget.bytes - unit.base_bytes))
         rise = resizing.recorded_rise(self._budget.bytes - spare - start - shift)
         grid = max(1, (entry.problem.plain_peak - start) // GRID)
-        solution = _within(entry, start + rise // grid * grid)  # solving takes time, and each unit has a room of its own
+        room = rise // grid
+        if room not in entry.rooms and len(entry.rooms) < SEARCHES:  # each unit has its own room, and searching takes time
+            entry.rooms.add(room)
+            _within(entry, start + room * grid)
+        solution = entry.front.at(start + rise - SLACK_BYTES, search=False)
         if solution.state is None:
             solution = _within(entry, start + rise)
         if solution.state is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
 from lowtide.base.trace import Trace
@@ -74,6 +74,7 @@ class RecordedUnit:
         collective: whether it ran collectives with other ranks: their buffers may be freed earlier than is counted.
         compiled: the plan that was followed last, and its compiled form.
         agreed: the plan on which all ranks agreed.
+        rooms: the rooms for which plans were searched that units of other sizes follow, in steps of a grid.
         followed: how many units have followed a plan of it and reached the predicted peak.
     """
 
@@ -90,6 +91,7 @@ class RecordedUnit:
     collective: bool
     compiled: tuple[State, CompiledPlan] | None = None
     agreed: State | None = None
+    rooms: set[int] = field(default_factory=set)
     followed: int = 0
 
     @property
