@@ -193,6 +193,22 @@ def rows(results: dict[str, Any]) -> Iterator[list[str]]:
         yield [name, format_bytes(found["peak_bytes"]), share, *(cell(found, key) for key in (*SHARES, *PLACES))]
 
 
+INTRODUCTION: Final = """# Scripts of other libraries under a budget
+
+Each script of `benchmarks/corpus` is a small training loop in its library's own idiom, on synthetic data and
+on the CPU with one thread. `make bench-corpus` installs the libraries into an environment of their own (the
+extra `corpus`), runs each script without a budget and under several, and writes this page;
+`benchmarks/results/corpus.json` has every figure.
+
+*peak* is the highest point of the run without a budget, by the heap counter. *minimum* is the lowest budget
+that is known to be enough. The other columns are budgets: shares of the peak, and places between the minimum
+and the peak. A number is the time of a step against the run without a budget (medians, without the first four
+steps); *n over* counts steps above the budget; *refused* means that the run ended within three steps with the
+minimum in its message; *DIFFERENT* would mean other bits.
+
+Not among them: speechbrain, which needs torchaudio, of which there is no build for the CPU build of torch
+2.13.
+"""
 HEADS: Final = ("script", "peak", "minimum", *SHARES, *PLACES)
 
 
@@ -218,6 +234,13 @@ def summary(results: dict[str, Any]) -> list[str]:
             text += f"; {statistics.mean(planned):.0%} of steps planned after the fifth"
         told.append(text)
     return told
+
+
+def page(results: dict[str, Any]) -> str:
+    """The page of the documentation: what was measured, how to see it again, the table, and what the whole says."""
+    lines = [f"| {' | '.join(row)} |" for row in (HEADS, *rows(results))]
+    lines.insert(1, "|---" * len(HEADS) + "|")
+    return "\n".join([INTRODUCTION, *lines, "", *(f"- {line}" for line in summary(results))]) + "\n"
 
 
 def main() -> None:
@@ -250,9 +273,7 @@ def main() -> None:
     for line in summary(results):
         print(line)
     if options.markdown is not None:
-        lines = [f"| {' | '.join(row)} |" for row in (HEADS, *rows(results))]
-        lines.insert(1, "|---" * len(HEADS) + "|")
-        options.markdown.write_text("\n".join([*lines, "", *(f"- {line}" for line in summary(results))]) + "\n")
+        options.markdown.write_text(page(results))
 
 
 if __name__ == "__main__":
