@@ -90,6 +90,20 @@ def test_a_unit_whose_recording_was_forgotten_meanwhile_goes_on() -> None:
     holds(program, 0.9, offload=True)
 
 
+@pytest.mark.parametrize(("width", "clip"), [(256, False), (128, True)])
+def test_units_that_mostly_make_gradients_say_nothing_of_sizes(width: int, clip: bool) -> None:  # noqa: FBT001
+    """Two layers with large weights and few rows: what a unit rises by besides gradients is nearly nothing, so that its ratio
+    to the recorded rise was 0 or beyond all bounds. A division by it ended the run, and 3.7 GiB were reported as the
+    baseline's peak.
+    """
+    program = Program(
+        layers=("linear", "linear"), width=width, rows=64, loss="square", optimizer="sgd", accumulate=1, zero="forward",
+        evaluate=False, clip=clip, read=-1, keep="nothing", varying=True, schedule=False, autocast=False, flags=False,
+        late=False,
+    )  # fmt: skip
+    holds(program, 0.9, offload=True)
+
+
 def test_states_that_exist_before_the_first_update_are_in_the_base_of_recordings() -> None:
     """Adagrad makes its states when it is created.
 

@@ -116,7 +116,8 @@ class UnitReview:
             found = max(resizing.growth, 0.0 if plan is None else plan.growth)
         else:
             knowledge.growth.followed(unit.kind)
-        knowledge.growth.note(unit.kind, resizing, found)
+        if found is not None:
+            knowledge.growth.note(unit.kind, resizing, found)
 
     def learn_crossing(self, kind: UnitSignature, peak: int) -> None:
         """If a planned unit's peak exceeded the budget, note a surprise: after a few, units of its kind follow no plan."""

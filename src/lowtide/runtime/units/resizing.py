@@ -26,6 +26,10 @@ NEAR: Final = 0.1
 """Ratios of input bytes are near each other if they differ by at most this share: one unit then speaks for the other."""
 REMEMBERED: Final = 16
 """Units of one likeness that are remembered."""
+EXTREME: Final = 4.0
+"""What units make does not grow more than this factor differently from their inputs."""
+SHOWS: Final = 0.25
+"""A rise shows how a unit's sizes matter if at least this share of it does not consist of gradients."""
 STRAYED: Final = 2
 """Units that ran other operators than the plan of their like, after which none follows such a plan ..."""
 TRIALS: Final = 4
@@ -57,10 +61,13 @@ class Resizing:
         fixed = min(self.fixed_bytes, rise_bytes)
         return fixed + int((rise_bytes - fixed) / self.growth)
 
-    def observed(self, recorded_bytes: int, rise_bytes: int) -> float:
-        """The growth that turned out: the recorded unit's plan rose by the first, this unit by the second."""
-        fixed = min(self.fixed_bytes, recorded_bytes)
-        return max(0.0, rise_bytes - fixed) / max(1, recorded_bytes - fixed)
+    def observed(self, recorded_bytes: int, rise_bytes: int) -> float | None:
+        """The growth that turned out: the recorded unit's plan rose by the first, this unit by the second.
+
+        None if that shows nothing, because most of it are gradients.
+        """
+        resized = recorded_bytes - self.fixed_bytes
+        return (rise_bytes - self.fixed_bytes) / resized if resized > SHOWS * recorded_bytes else None
 
 
 @final
@@ -94,7 +101,8 @@ class SizeGrowth:
         return Resizing(ratio, ratio * (correction if near else max(1.0, correction)) * MARGIN, fixed_bytes)
 
     def note(self, kind: UnitSignature, relation: Resizing, growth: float) -> None:
-        """Note by which factor what a unit made was larger than what the recorded one made."""
+        """Note by which factor what a unit made was larger than what the recorded one made; extremes are cut off."""
+        growth = min(max(growth, relation.ratio / EXTREME), relation.ratio * EXTREME)
         self._seen.setdefault(likeness(kind), deque(maxlen=REMEMBERED)).append((relation.ratio, growth))
 
     def followed(self, kind: UnitSignature) -> None:
