@@ -186,7 +186,9 @@ def adds(args: Any) -> bool:
     """Whether the plain run adds these two arguments in place, provided that the engine makes the sum."""
     if torch._C._current_autograd_node() is None or len(args) != 2 or not isinstance(args[1], torch.Tensor):  # type: ignore[attr-defined]
         return False
-    if args[0].size() != args[1].size() or args[0].dtype is not args[1].dtype or args[0].layout is not torch.strided:
+    if args[0].is_nested or args[1].is_nested or args[0].layout is not torch.strided:
+        return False  # the engine adds neither in place
+    if args[0].size() != args[1].size() or args[0].dtype is not args[1].dtype:
         return False
     alone = _alone().dense
     return alone is not None and _references(args) == alone and _is_dense(args[0])
