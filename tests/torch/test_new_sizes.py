@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import UserDict
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
 
 import pytest
 import torch
@@ -236,6 +236,41 @@ class Hiding(nn.Module):
         for layer in self.layers:
             x = F.gelu(layer(x))
         return x.square().mean()
+
+
+class Lazy(Mapping[str, torch.Tensor]):
+    """Draws what it is asked for, as a data set may; to look into it would change the script's random numbers."""
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return torch.randn(int(key), 96)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["200"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_what_a_call_is_given_is_not_read_where_reading_may_do_something() -> None:
+    """Also, containers that contain themselves and nested tensors, which have no shape, end no run."""
+    circle = Words()
+    circle.data["itself"] = circle  # type: ignore[assignment]
+    ragged = torch.nested.as_nested_tensor([torch.randn(3, 8), torch.randn(5, 8)])
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(96, 96)
+
+        def forward(self, given: Any, lazy: Lazy) -> torch.Tensor:
+            assert given is circle or given.is_nested
+            return F.gelu(self.layer(lazy["200"])).square().mean()
+
+    def make() -> zoo.Job:
+        return zoo.simple(Odd(), lambda m, i: m(circle if i % 2 else ragged, Lazy()))
+
+    reference = plain_of(make, 6)
+    assert budgeted(make, reference.above_bytes, 6).bits == reference.bits
 
 
 def _in_mapping(model: nn.Module, rows: int) -> torch.Tensor:

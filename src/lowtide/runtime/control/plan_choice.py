@@ -37,6 +37,8 @@ GRID: Final = 20
 """Number of steps into which the room of such plans is divided ..."""
 SEARCHES: Final = 5
 """... and for how many of them plans are searched; the others are served by plans that need less."""
+FORWARDS: Final = 128
+"""Steps, those without a backward included, after which a run is no longer refused."""
 AGREED_UNITS: Final = range(2, 10)
 """Units, counted from 1, at whose beginning ranks agree on one plan; every rank reaches these units."""
 
@@ -347,7 +349,8 @@ class PlanChoice:
     @property
     def may_refuse(self) -> bool:
         """Whether the script may be ended here: it is in its first steps, so little is lost, and need not keep going."""
-        return self._audit.trained < REFUSED and not self._settings.keep_going
+        audit = self._audit
+        return audit.trained < REFUSED and len(audit.steps) < FORWARDS and not self._settings.keep_going
 
     def refuse(self, choice: Refuse, unreached: tuple[str, ...]) -> BaseException:
         """The exception that ends the script; no reference to it is kept, as its traceback would keep the model alive."""

@@ -111,8 +111,19 @@ class TraceRecorder:
     _window_bytes: int = 0
 
     def __post_init__(self) -> None:
-        """Watch the needs of nodes that are still running."""
-        self._needs: OpenNeeds[_Asked] = OpenNeeds(lambda asked: self.lives[asked.value].is_held(), self._unpinned)
+        """Watch the needs of nodes that are still running; weakly, so that the recorder is freed without a collector."""
+        me = weakref.ref(self)
+
+        def is_held(asked: _Asked) -> bool:
+            recorder = me()
+            return recorder is not None and recorder.lives[asked.value].is_held()
+
+        def unpinned(asked: _Asked) -> None:
+            recorder = me()
+            if recorder is not None:
+                asked.pinned_until = len(recorder.events) - 1
+
+        self._needs: OpenNeeds[_Asked] = OpenNeeds(is_held, unpinned)
 
     def number(self, value: Value) -> int:
         """The number of a value in this unit; a value that is seen for the first time existed before the unit."""
@@ -311,9 +322,6 @@ class TraceRecorder:
                 life.gone_from_base = True  # without Lowtide, its bytes would have left the base by now
                 self.tracked += value.bytes
         return True
-
-    def _unpinned(self, asked: _Asked) -> None:
-        asked.pinned_until = len(self.events) - 1
 
     def begin_backward(self, *, followed: bool) -> None:
         """Begin a backward that is not nested in a node; ``followed``: plans follow its operators (``create_graph``)."""

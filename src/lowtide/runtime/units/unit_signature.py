@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import UserDict
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from lowtide.runtime.tensors import grad_of, modules_of
+
+DEEPEST: Final = 6
+"""Containers within containers in which a call's tensors are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +99,18 @@ def input_bytes(kind: UnitSignature) -> int:
 
 
 def _shapes(item: Any, found: list[Any], depth: int) -> None:
+    """Collect the shapes of the tensors in arguments. No other mappings are read: reading an item may load or draw it."""
+    if isinstance(item, UserDict):  # what tokenizers return
+        item = item.data
     if isinstance(item, torch.Tensor):
-        found.append((tuple(item.shape), item.dtype, item.requires_grad))
-    elif isinstance(item, Mapping):  # also what tokenizers return, which is no dict
+        ragged = item.is_nested and item.layout is torch.strided  # such a tensor has no shape
+        shape = ("nested", item.numel()) if ragged else tuple(item.shape)
+        found.append((shape, item.dtype, item.requires_grad))
+    elif depth >= DEEPEST:
+        return
+    elif isinstance(item, dict):
         for key in item:
-            _shapes(item[key], found, depth)
-    elif isinstance(item, (list, tuple)) and depth < 4:
+            _shapes(item[key], found, depth + 1)
+    elif isinstance(item, (list, tuple)):
         for element in item:
             _shapes(element, found, depth + 1)
-
