@@ -119,6 +119,33 @@ def test_sums_of_nested_gradients_are_left_alone(how: str, tmp_path: Path) -> No
     assert all(map(torch.equal, found, plain))
 
 
+def test_sums_under_derivatives_of_derivatives_are_left_alone() -> None:
+    """``GluBackwardBackward0`` adds by itself, although ``GluBackward0`` does not."""
+    seen: list[tuple[str, Any]] = []
+
+    class InPlace(Mode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            chosen = inplace_accumulation.in_place(func, args)
+            node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+            if func is torch.ops.aten.add.Tensor and node is not None and node.name() == "GluBackwardBackward0":
+                seen.append((node.name(), chosen))
+            return chosen(*args, **(kwargs or {}))
+
+    def twice() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layer, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
+        (slope,) = torch.autograd.grad(F.glu(layer(x)).square().sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        return [x.grad, *(p.grad for p in layer.parameters())]  # type: ignore[list-item]
+
+    plain = twice()
+    with InPlace():
+        found = twice()
+    assert all(map(torch.equal, found, plain))
+    assert seen
+    assert all(chosen is torch.ops.aten.add.Tensor for _, chosen in seen)
+
+
 class Adders(Mode):
     """Counts the sums of each node."""
 

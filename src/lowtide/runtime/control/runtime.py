@@ -56,6 +56,7 @@ from lowtide.runtime.storage.arguments import PLAIN_TYPES
 from lowtide.runtime.tensors import node_of, storages_of, tensors_in, with_gradients
 from lowtide.runtime.units.knowledge import Knowledge
 from lowtide.runtime.units.recorded_unit import TOLERANCE_BYTES, RetainedBytes
+from lowtide.runtime.units.resizing import Resizing
 from lowtide.runtime.units.unit import Unit
 from lowtide.runtime.units.unit_mode import Following, OnlineReason, Unmonitored
 from lowtide.runtime.units.unit_signature import UnitSignature, kind_of
@@ -373,7 +374,9 @@ class Runtime:
         if mode.expected.resizing is None and not plan.changed:
             fits = above <= expected[1] + TOLERANCE_BYTES
         else:
-            fits = self._fits_resized(script.rises[unit.backwards] if unit.backwards < len(script.rises) else 0, plan.growth)
+            rise = script.rises[unit.backwards] if unit.backwards < len(script.rises) else 0
+            resizing = mode.expected.resizing
+            fits = self._fits_resized(rise, max(plan.growth, 1.0) if resizing is None else plan.growth or resizing.growth)
         if plan.at == expected[0] and not (plan.grown or stays) and fits:
             plan.prune()
             if followed:
@@ -391,9 +394,8 @@ class Runtime:
             rise_bytes: how far the recorded unit rises.
             growth: how many times as many bytes the operators of this unit's forward made.
         """
-        gradients = min(rise_bytes, self.knowledge.persistent.missing_gradient_bytes())
-        peak = self.interception.meter.live() + gradients + growth * (rise_bytes - gradients)
-        return peak <= self.budget.bytes - SLACK_BYTES
+        rest = Resizing(1.0, growth, self.knowledge.persistent.missing_gradient_bytes())
+        return self.interception.meter.live() + rest.rise(rise_bytes) <= self.budget.bytes - SLACK_BYTES
 
     def exposing(self, tensor: torch.Tensor, *, shows: bool) -> None:
         """Code outside torch asks for a tensor's address, or gets its memory (``shows``), and may write there unseen."""

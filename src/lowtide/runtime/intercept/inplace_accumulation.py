@@ -21,6 +21,7 @@ the bytes. Lowtide runs them in place, as the plain run does.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -93,7 +94,8 @@ def _engine_adds_in_place(args: Any) -> bool:
     if torch.is_grad_enabled() or not adds(args) or args[1].layout is not torch.strided:
         return False
     node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
-    certain = isinstance(node, BackwardCFunction) or node.name().partition("Backward")[0] in _ADDS_NOTHING
+    name, _, number = node.name().partition("Backward")  # derivatives of derivatives are named ...BackwardBackward0
+    certain = isinstance(node, BackwardCFunction) or (name in _ADDS_NOTHING and number.isdigit())
     return certain and not _get_current_dispatch_mode_stack()  # under another mode the plain run is out of place, too
 
 
@@ -165,8 +167,9 @@ def _alone() -> _Alone:
     probe = _Probe()
     if hasattr(torch.Tensor, "_use_count"):
         measuring = threading.Thread(target=_measure, args=(probe,))
-        measuring.start()
-        measuring.join()
+        with contextlib.suppress(RuntimeError):  # no thread can be started any more, or none more
+            measuring.start()
+            measuring.join()
     return _Alone(probe.seen, probe.sparse)
 
 
