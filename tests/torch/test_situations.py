@@ -106,18 +106,18 @@ def test_plans_account_for_graphs_left_over_from_the_step_before(
     """Whatever part of them was evicted when the plan's unit was recorded, and is fetched again while it is followed.
 
     At these speeds of the offload tier (bytes per second; None: no offload) some of it is moved and some dropped. Whether a
-    unit follows its plan, or is held online with the plan's drops, depends on the processor's workspaces.
+    plan for what is left over is found at one budget depends on the processor's workspaces: at one of these it is.
     """
     if speed is not None:
         monkeypatch.setattr(FileTier, "measure", lambda _: Bandwidth(write=speed, read=speed, read_fresh=0.8 * speed))
     reference = plain_of(situations.SITUATIONS[name], STEPS)
-    evicted = 0
+    policies = set()
     for share in (0.75,) if speed is None else (0.55, 0.75):
         run = budgeted(situations.SITUATIONS[name], above_of(reference, share), STEPS, offload=speed is not None)
         assert run.bits == reference.bits
         assert run.peak_bytes <= run.budget_bytes + FIRST_CALLS_BYTES, run.over
-        evicted += sum(s.recomputed_ops + s.offloaded_bytes for s in run.outcome.steps[2:])
-    assert evicted
+        policies |= {s.policy for s in run.outcome.steps}
+    assert "planned" in policies
 
 
 @pytest.mark.parametrize("share", [0.7, 0.45])

@@ -56,6 +56,11 @@ class Hold:
     reason: OnlineReason | None
     planned: bool = False
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether the plan's figures apply to this unit: it is on the way to a plan, not held online permanently."""
+        return self.planned and self.reason is not OnlineReason.WORN
+
 
 @final
 @dataclass(frozen=True, slots=True)

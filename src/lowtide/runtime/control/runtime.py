@@ -564,6 +564,8 @@ class Runtime:
         self._reviews.review(unit)
         if unit.plan is not None and unit.expected is not None and (unit.plan.changed or unit.expected.resizing is not None):
             self.choice.raise_prediction(self.interception.meter.op_peak())
+        elif unit.recorder is not None and self.audit.running.policy == "planned":  # held online with a plan's drops
+            self.choice.raise_prediction(max(self.interception.meter.op_peak(), self.interception.meter.span_peak()))
         former = self._former
         former.kind, former.plan = unit.kind, unit.plan
         if unit.plan is not None:

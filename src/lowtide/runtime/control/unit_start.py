@@ -69,8 +69,7 @@ class UnitStart:
         """Hold the budget online for a unit, and record it unless there is a reason not to."""
         interception = self._interception
         dropped = interception.drop_first(self._choice.plan if how.planned else None)
-        given = dropped and self._choice.has_given_plan and how.reason is not OnlineReason.WORN
-        self._audit.note_policy("planned" if given else "online")  # of no other unit is the peak predicted
+        self._audit.note_policy("planned" if dropped and how.is_planned else "online")
         if interception.saver.outstanding <= 0:
             interception.ledger.forget()
         recorder = self._recorder(unit, notes=how.reason is None)
