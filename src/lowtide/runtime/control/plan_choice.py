@@ -214,10 +214,12 @@ class PlanChoice:
 
     def _choose_by_its_like(self, unit: Unit) -> Choice | None:
         """Refuse a budget that a recorded unit of other sizes certainly cannot hold; None if there is no such unit."""
+        if not (self._budget.bytes and self.may_refuse):
+            return None
         recordings = self._knowledge.recordings
         likes = (recordings.nearest(kind, unit.base_bytes) for kind in recordings.alike(unit.kind))
         entry = max((e for e in likes if e is not None), key=lambda e: e.front.bound.peak_bytes, default=None)
-        if entry is None or not (self._budget.bytes and self.may_refuse):
+        if entry is None:
             return None
         shift = entry.shift(unit)
         figures = self._tell(unit, entry, self._solve(entry, shift), shift)

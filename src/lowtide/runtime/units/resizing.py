@@ -52,17 +52,18 @@ class Resizing:
     fixed_bytes: int
 
     def rise(self, recorded_bytes: int) -> int:
-        """How far this unit is expected to rise above its base where the recorded one rose by ``recorded_bytes``.
-
-        Of a larger unit, gradients are taken to be larger, too: those of sparse embeddings are.
-        """
-        fixed = 0 if self.growth > 1 else min(self.fixed_bytes, recorded_bytes)
+        """How far this unit is expected to rise above its base where the recorded one rose by ``recorded_bytes``."""
+        fixed = self._fixed(recorded_bytes)
         return fixed + int(self.growth * (recorded_bytes - fixed))
 
     def recorded_rise(self, rise_bytes: int) -> int:
         """How far the recorded unit may rise, so that this one rises by no more than ``rise_bytes``."""
-        fixed = 0 if self.growth > 1 else min(self.fixed_bytes, rise_bytes)
+        fixed = self._fixed(rise_bytes)
         return fixed + int((rise_bytes - fixed) / self.growth)
+
+    def _fixed(self, rise_bytes: int) -> int:
+        """The part of a rise that has one size; none of a larger unit's, as gradients of sparse embeddings grow, too."""
+        return 0 if self.growth > 1 else min(self.fixed_bytes, rise_bytes)
 
     def observed(self, recorded_bytes: int, rise_bytes: int) -> float | None:
         """The growth that turned out: the recorded unit's plan rose by the first, this unit by the second.
