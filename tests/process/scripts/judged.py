@@ -67,15 +67,18 @@ def plain(make: Callable[[], Any], judge: Judge) -> dict[str, int]:
         nonlocal depth
         if torch._C._functorch.peek_interpreter_stack() is not None:  # a transform within the forward
             return engine(*args, **kwargs)
-        if not depth:
-            judge.mark("backward")
+        before = judge.now if depth else judge.mark("backward")
         depth += 1
         try:
             return engine(*args, **kwargs)
         finally:
             depth -= 1
             if not depth:
-                judge.mark("optimizer" if stepping else "data")  # a closure's backward lies within the step
+                graph = args[3] if len(args) > 3 else kwargs.get("create_graph")
+                if before == "loss" and graph:
+                    judge.mark("loss")  # a penalty on a derivative belongs to the loss
+                else:
+                    judge.mark("optimizer" if stepping else "data")  # a closure's backward lies within the step
 
     torch.manual_seed(0)
     gc.collect()
