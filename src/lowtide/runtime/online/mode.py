@@ -112,6 +112,7 @@ class OnlineMode(Mode):
         seconds = time.perf_counter() - start
         if record is not None:
             record.seconds = seconds
+            self._hold_forgotten(record)
         inside = max(0, recorder.meter.op_peak() - self.evictor.operators.attempt_live_bytes) if recorder.active else 0
         self._results(func, info, args, kwargs, out, record, [v for v in inputs if v is not None], seconds, inside)
         return out
@@ -159,6 +160,15 @@ class OnlineMode(Mode):
             matters = argument.anchor is None and not covers_blindly(info, argument)
             record.overs.append((argument, _NOBODY, matters))
         return record
+
+    def _hold_forgotten(self, record: Record) -> None:
+        """Anchor the inputs that can no longer be recomputed: making room for the operator may have released their anchors."""
+        blind = {id(a) for a, _, matters in record.overs if not matters}
+        for argument in record.inputs:
+            value = argument.value
+            if argument.anchor is None and value is not None and value.record is None and id(argument) not in blind:
+                self.evictor.anchors.add(argument.hold())
+                self.evictor.recorder.anchored(value)
 
     def _argument(self, tensor: torch.Tensor, *, owned: bool, loose: bool) -> Argument:
         value = self._value(tensor)
