@@ -40,8 +40,8 @@ bench-record: $(STAMP)
 	$(BIN)/python benchmarks/record.py --json benchmarks/results/record.json
 	$(BIN)/python benchmarks/watching.py --json benchmarks/results/watching.json
 
-# Scripts of some 35 libraries, in an environment of their own: hours. Some of the libraries bring a torchvision that was built
-# for another torch; none of the scripts needs it.
+# Scripts of some 35 libraries, in an environment of their own: hours. What was measured with this very code is kept. Some of
+# the libraries bring a torchvision that was built for another torch; none of the scripts needs it.
 CORPUS = build/corpus/bin/python
 bench-corpus:
 	test -x $(CORPUS) || $(PYTHON) -m venv build/corpus
@@ -49,7 +49,7 @@ bench-corpus:
 	$(CORPUS) -m pip install --quiet "$(TORCH)"
 	$(CORPUS) -m pip install --quiet --no-build-isolation "$(TORCH)" --editable ".[corpus]"
 	$(CORPUS) -m pip uninstall --quiet --yes torchvision torchaudio
-	$(CORPUS) benchmarks/run_corpus.py --json benchmarks/results/corpus.json --markdown docs/corpus.md
+	$(CORPUS) benchmarks/run_corpus.py --resume --json benchmarks/results/corpus.json --markdown docs/corpus.md
 
 # The README's picture: needs Chromium.
 picture: $(STAMP)

@@ -1,6 +1,6 @@
 """The corpus: scripts of many libraries, each without a budget and under several, with what it kept and what it cost.
 
-``python benchmarks/run_corpus.py [NAME ...] --json FILE [--markdown FILE] [--turns N]``
+``python benchmarks/run_corpus.py [NAME ...] --json FILE [--markdown FILE] [--turns N] [--resume]``
 
 Each script of ``benchmarks/corpus`` runs without a budget first, which gives its peak (by the heap counter) and the lines that
 it prints; then under 75, 60, 50 and 35 % of that peak, halfway from its minimum to the peak, a tenth of the way, and at the
@@ -11,6 +11,7 @@ within the budget. A step takes as long as from one printed line to the next. In
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+import lowtide
 from lowtide.base.units import format_bytes
 from lowtide.runtime.device.heap_counters import library_path
 from process import machine
@@ -53,6 +55,12 @@ ENVIRONMENT: Final = {
 def scripts() -> list[str]:
     """Names of all scripts."""
     return sorted(p.stem for p in (HERE / "corpus").glob("*.py") if p.stem not in HELPERS)
+
+
+def digest_of_code() -> str:
+    """Identifies the code that is measured: Lowtide's, and the scripts'."""
+    files = sorted([*Path(lowtide.__file__).parent.rglob("*.py"), *(HERE / "corpus").rglob("*.py")])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def run(command: Sequence[str], environment: dict[str, str], log: Path) -> tuple[int, list[str], list[float]]:
@@ -250,9 +258,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--resume", action="store_true", help="keep what FILE has of scripts measured with this very code")
     options = parser.parse_args()
     names = options.names or scripts()
+    code = digest_of_code()
     results: dict[str, Any] = {}
+    if options.resume and options.json is not None and options.json.is_file():
+        results = {n: f for n, f in json.loads(options.json.read_text())["scripts"].items() if f.get("code") == code}
+        names = [name for name in names if name not in results]
     with tempfile.TemporaryDirectory() as folder, Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("corpus", total=len(names))
         for name in names:
@@ -261,6 +274,8 @@ def main() -> None:
                 results[name] = measure(name, Path(folder), options.turns)
             except RuntimeError as error:
                 results[name] = {"error": str(error)}
+            results[name]["code"] = code
+            results = dict(sorted(results.items()))
             bar.advance(task)
             if options.json is not None:  # so that a run that is ended leaves what it has
                 options.json.write_text(json.dumps({"machine": machine(), "scripts": results}, indent=1) + "\n")

@@ -6,6 +6,7 @@ A `Program` is a description that prints itself completely; `job_of` makes the s
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ KINDS = (
     "expanded", "masked", "squared", "hooked", "complex", "dropout", "noisy", "written_late", "running", "shifted",
 )  # fmt: skip
 LOSSES = ("square", "cross_entropy", "two", "two_backwards", "penalty")
+ROUTES = ("skips", "rounds", "any")
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw_foreach", "adam_single", "two", "rmsprop", "adagrad")
 
 
@@ -44,6 +46,8 @@ class Program:
         autocast: whether the forward runs under autocast.
         flags: whether it runs without oneDNN, which the backward does not.
         late: whether buffers that the forward read are written before the backward.
+        route: how a step goes through the layers: always once and in order ("same"), with every other layer left out at times
+            ("skips"), several times at times ("rounds"), or each of them never to twice ("any").
     """
 
     layers: tuple[str, ...]
@@ -62,6 +66,7 @@ class Program:
     autocast: bool
     flags: bool
     late: bool
+    route: str = "same"
 
 
 @st.composite
@@ -75,7 +80,7 @@ def programs(draw: st.DrawFn) -> Program:
         evaluate=draw(st.booleans()), clip=draw(st.booleans()), read=draw(st.sampled_from([-1, -1, 2, 4])),
         keep=draw(st.sampled_from(["nothing", "output", "loss"])), varying=draw(st.booleans()), schedule=draw(st.booleans()),
         autocast=draw(st.sampled_from([False, False, True])), flags=draw(st.sampled_from([False, False, True])),
-        late=draw(st.sampled_from([False, False, True])),
+        late=draw(st.sampled_from([False, False, True])), route=draw(st.sampled_from(["same", "same", *ROUTES])),
     )  # fmt: skip
 
 
@@ -186,9 +191,21 @@ class Net(nn.Module):
         shared = nn.Linear(program.width, program.width)
         self.layers = nn.ModuleList(Layer(kind, program.width, shared) for kind in program.layers)
         self.head = nn.Linear(program.width, 10)
+        self.route = program.route
+
+    def _way(self, step: int) -> list[nn.Module]:
+        layers, chance = list(self.layers), random.Random(step)
+        match self.route:
+            case "skips":
+                return [layer for i, layer in enumerate(layers) if step % 3 < 2 or (i + step) % 2]
+            case "rounds":
+                return layers * (1, 2, 1, 3, 2, 1)[step % 6]
+            case "any":
+                return [layer for layer in layers for _ in range(chance.choice([0, 1, 1, 1, 2]))] if step else layers
+        return layers
 
     def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
-        for layer in self.layers:
+        for layer in self._way(step):
             layer.step = step
             x = layer(x)
         return self.head(x)

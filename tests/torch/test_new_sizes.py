@@ -13,6 +13,8 @@ import zoo
 from harness import above_of, budgeted, kept, plain_of
 from lowtide.planning.unit.solve import Front
 from lowtide.runtime.control.plan_choice import SEARCHES
+from lowtide.runtime.units.unit import Unit
+from lowtide.runtime.units.unit_mode import Unmonitored
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -528,13 +530,21 @@ def test_packed_sequences_run_plain_under_a_roomy_budget() -> None:
 
 @pytest.mark.long("0.9")
 @pytest.mark.parametrize("share", [0.9, 0.7])
-def test_packed_sequences_keep_a_tight_budget(share: float) -> None:
+def test_packed_sequences_keep_a_tight_budget(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """With new lengths in every step no unit runs unobserved; bits and budget hold."""
+    modes, become = [], Unit.become
+
+    def noted(self: Unit, mode: Any) -> None:
+        modes.append(type(mode))
+        become(self, mode)
+
+    monkeypatch.setattr(Unit, "become", noted)
     reference = plain_of(packed, STEPS)
     run = budgeted(packed, above_of(reference, share), STEPS)
     assert run.bits == reference.bits
     assert kept(run)
-    assert "plain" not in {s.policy for s in run.outcome.steps}
+    assert len(modes) >= STEPS
+    assert Unmonitored not in modes
 
 
 def test_an_evaluation_above_the_budget_is_refused_with_new_sizes() -> None:

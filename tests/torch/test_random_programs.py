@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lowtide.runtime.control import step_audit
 from lowtide.runtime.control.step_audit import REFUSED
-from drawn import Program, job_of, programs
+from drawn import ROUTES, Program, job_of, programs
 
 STEPS = 6
 PROGRAMS = 2000 if FULL else 12
@@ -35,6 +35,15 @@ SHARES = (0.9, 0.75, 0.6, 0.4)
 def test_any_script_keeps_its_bits_under_any_budget(program: Program, share: float, offload: bool) -> None:  # noqa: FBT001
     """The laws of this module, for scripts that Hypothesis draws."""
     holds(program, share, offload=offload)
+
+
+@settings(max_examples=PROGRAMS, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=not FULL)
+@given(programs(), st.sampled_from(ROUTES), st.sampled_from(SHARES), st.booleans())
+def test_scripts_whose_steps_run_other_operators_keep_their_bits(
+    program: Program, route: str, share: float, offload: bool,  # noqa: FBT001
+) -> None:
+    """The laws of this module, where layers are left out or repeated from step to step."""
+    holds(replace(program, route=route), share, offload=offload)
 
 
 def test_a_value_kept_only_by_a_record_is_not_in_the_baseline_peak() -> None:

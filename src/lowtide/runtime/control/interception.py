@@ -92,13 +92,14 @@ class Interception:
         """
         self.clock.detailed = True
         self._note_into(recorder, remember=remember, write_listeners=(self.retained,))
-        self.evictor.keeps = []
+        self.evictor.left_plan = None
         if self.stack.mode is not self.online:
             self.stack.put(self.online, self.saver.pack, unpack)
 
     def take_over(self, plan: PlannedMode, recorder: TraceRecorder) -> OnlineMode:
         """A planned forward left its recording: hold the budget online for the rest of the unit."""
-        self.evictor.keeps = plan.keeps
+        self.evictor.left_plan = plan
+        plan.run.evictor = self.evictor
         self.clock.detailed = True
         self._note_into(recorder, remember=True, write_listeners=(plan, self.retained))
         for storage in plan.exposed():

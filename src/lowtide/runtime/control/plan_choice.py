@@ -238,7 +238,7 @@ class PlanChoice:
         resizing = knowledge.growth.relation(unit.kind, other, knowledge.persistent.missing_gradient_bytes())
         shift, start = entry.shift(unit), entry.problem.base_bytes
         spare = int(SPARE_SHARE * max(0, self._budget.bytes - unit.base_bytes))
-        rise = resizing.recorded_rise(self._budget.bytes - spare - start - shift)
+        rise = resizing.recorded_rise(self._budget.bytes - spare - start - shift - entry.detour_bytes)
         grid = max(1, (entry.problem.plain_peak - start) // GRID)
         room = rise // grid
         if room not in entry.rooms and len(entry.rooms) < SEARCHES:  # each unit has its own room, and searching takes time
@@ -256,7 +256,10 @@ class PlanChoice:
     # --- plans -------------------------------------------------------------------------------------------------------
 
     def _solve(self, entry: RecordedUnit, shift: int) -> Solution:
-        solution = _within(entry, self._room_for(entry, shift))
+        room = self._room_for(entry, shift)
+        solution = _within(entry, room - entry.detour_bytes)
+        if solution.state is None and entry.detour_bytes:
+            solution = _within(entry, room)
         agreed = entry.agreed
         if agreed is None or agreed.timeline.peak_bytes > solution.budget_bytes:
             return solution

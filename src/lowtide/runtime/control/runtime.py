@@ -371,14 +371,22 @@ class Runtime:
         expected = script.backwards[unit.backwards] if unit.backwards < len(script.backwards) else (-1, 0)
         above = self.interception.meter.live() - unit.base_bytes - entry.left_besides(unit)
         stays = self.clock.retains and not (*entry.retains[unit.backwards:], False)[0]  # the plan does not expect that
-        if mode.expected.resizing is None and not plan.changed:
+        arrives = plan.arrives(expected[0])
+        if mode.expected.resizing is None and not (plan.changed or plan.unplanned):
             fits = above <= expected[1] + TOLERANCE_BYTES
         else:
             rise = script.rises[unit.backwards] if unit.backwards < len(script.rises) else 0
             resizing = mode.expected.resizing
-            fits = self._fits_resized(rise, max(plan.growth, 1.0) if resizing is None else plan.growth or resizing.growth)
-        if plan.at == expected[0] and not (plan.grown or stays) and fits:
-            plan.prune()
+            growth = max(plan.growth, 1.0) if resizing is None else plan.growth or resizing.growth
+            excess = self._excess_resized(rise, growth)
+            if plan.unplanned:  # what the unit holds less than the plan expects may not be there to be freed before the peak
+                extra = plan.extra_bytes()
+                excess += max(0, int(growth * expected[1]) + extra - above)
+                entry.meets_detours(max(extra, entry.detour_bytes + excess))
+            fits = excess <= 0 and not (plan.unplanned and self.clock.retains)  # another backward may need other parts
+        grown = plan.grown and not plan.unplanned  # what was not planned is among the live bytes
+        if arrives and not (grown or stays) and fits:
+            plan.prune(followed=followed)
             if followed:
                 return
             self.interception.stack.take()
@@ -387,15 +395,15 @@ class Runtime:
         else:
             plan.leave()
 
-    def _fits_resized(self, rise_bytes: int, growth: float) -> bool:
-        """Whether the rest of a unit fits that has other sizes than the recorded one, which rises by ``rise_bytes`` from here.
+    def _excess_resized(self, rise_bytes: int, growth: float) -> int:
+        """How far the rest of a unit that has other sizes or operators than the recorded one will exceed the budget.
 
         Args:
-            rise_bytes: how far the recorded unit rises.
+            rise_bytes: how far the recorded unit rises from here.
             growth: how many times as many bytes the operators of this unit's forward made.
         """
         rest = Resizing(1.0, growth, self.knowledge.persistent.missing_gradient_bytes())
-        return self.interception.meter.live() + rest.rise(rise_bytes) <= self.budget.bytes - SLACK_BYTES
+        return self.interception.meter.live() + rest.rise(rise_bytes) - (self.budget.bytes - SLACK_BYTES)
 
     def exposing(self, tensor: torch.Tensor, *, shows: bool) -> None:
         """Code outside torch asks for a tensor's address, or gets its memory (``shows``), and may write there unseen."""
@@ -444,7 +452,7 @@ class Runtime:
         plan = unit.following
         if plan is not None and unit.backwards < len(plan.script.backwards):
             if self.clock.differentiable:
-                plan.prune()
+                plan.prune(followed=True)
             else:
                 interception.follow_again(plan)
             return
@@ -562,7 +570,8 @@ class Runtime:
         assert unit is not None
         self.unit = None
         self._reviews.review(unit)
-        if unit.plan is not None and unit.expected is not None and (unit.plan.changed or unit.expected.resizing is not None):
+        varies = unit.plan is not None and (unit.plan.changed or bool(unit.plan.unplanned))
+        if unit.expected is not None and (varies or unit.expected.resizing is not None) and unit.plan is not None:
             self.choice.raise_prediction(self.interception.meter.op_peak())
         elif unit.recorder is not None and self.audit.running.policy == "planned":  # held online with a plan's drops
             self.choice.raise_prediction(max(self.interception.meter.op_peak(), self.interception.meter.span_peak()))

@@ -57,8 +57,10 @@ def is_stale(unit: Unit, kind: UnitSignature, interception: Interception) -> boo
         return False
     plan = unit.following
     if plan is not None:
-        return bool(kind == unit.kind and plan.at == len(plan.script.funcs) - 1)
-    if interception.saver.outstanding:
+        done = not plan.is_awaited() if plan.unplanned else plan.at == len(plan.script.funcs) - 1
+        return kind == unit.kind and bool(done)
+    left = unit.plan
+    if interception.saver.outstanding or (left is not None and left.is_awaited()):
         return False
     if kind == unit.kind:
         return True

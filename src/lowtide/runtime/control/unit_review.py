@@ -86,13 +86,17 @@ class UnitReview:
             running.unseen_peak_bytes = max(running.unseen_peak_bytes, predicted)
             entry.followed += 1
             return
+        if unit.plan is not None and unit.plan.varies:
+            self._knowledge.recordings.varies(unit.kind)
         diverged = isinstance(unit.mode, Diverged)
         self.learn_crossing(unit.kind, max(measured, meter.span_peak()) if diverged else measured)
         if expected.resizing is not None:
             self._learn_sizes(unit, expected, expected.resizing, max(measured, meter.span_peak()))
             return
-        if not diverged and unit.plan is not None and unit.plan.changed:
-            return  # its sizes were others than those recorded, and it fitted
+        if unit.plan is not None and (unit.plan.varies or (unit.plan.changed and not diverged)):
+            if unit.plan.varies_much or (diverged and unit.plan.is_longer):
+                self._knowledge.recordings.missed(unit.kind, entry)
+            return  # its sizes or operators were others than those recorded
         # A graph left over from a planned unit is smaller than the recorded one; bytes that were missing at the beginning may
         # never have been allocated.
         less = (bool(entry.left.bytes) or entry.collective or not expected.certain) and measured < predicted
@@ -106,13 +110,15 @@ class UnitReview:
     def _learn_sizes(self, unit: Unit, expected: Expectation, resizing: Resizing, measured: int) -> None:
         """Compare a unit with the recorded one of other sizes whose plan it followed."""
         knowledge, plan, start = self._knowledge, unit.plan, expected.entry.problem.base_bytes
-        if plan is not None and plan.mismatched:
+        if plan is not None and (plan.mismatched or plan.varies_much):
             knowledge.growth.strayed(unit.kind)
             knowledge.recordings.forget_alike(unit.kind)
             return
         above = expected.predicted_bytes - resizing.rise(expected.state.timeline.peak_bytes - start)
         found = resizing.observed(expected.state.timeline.peak_bytes - start, measured - above)
-        if isinstance(unit.mode, Diverged):  # there was no room for it: what it rose by, the evictor decided
+        if plan is not None and plan.varies:  # it also held what other operators made
+            found = plan.growth or None
+        elif isinstance(unit.mode, Diverged):  # there was no room for it: what it rose by, the evictor decided
             found = max(resizing.growth, 0.0 if plan is None else plan.growth)
         else:
             knowledge.growth.followed(unit.kind)

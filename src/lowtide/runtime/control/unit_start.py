@@ -121,14 +121,14 @@ class UnitStart:
         resized = how.resizing is not None
         clocked = how.entry.followed == CLOCKED and state.decisions and not (interception.tier.overlaps or resized)
         run = PlannedRun(script, interception.evictor.tally, interception.tier, Stopwatch() if clocked else None)
-        cap = None
+        cap = room = None
         if self._budget.bytes and interception.meter.capped and interception.evictor.moves:
             limit = self._budget.bytes - SLACK_BYTES if resized else self._budget.bytes
-            cap = functools.partial(interception.cap, limit)
+            cap, room = functools.partial(interception.cap, limit), lambda: limit - interception.meter.live()
         return PlannedMode(
             script, run, functools.partial(self._diverged, weakref.ref(unit)), interception.saver.pack,
-            interception.out_of_memory(), interception.before_planned_write, cap, refusals=Refusals(interception.meter),
-            resized=resized,
+            interception.out_of_memory(), interception.before_planned_write, cap, room=room,
+            refusals=Refusals(interception.meter), resized=resized,
         )
 
     def _compiled(self, how: Follow) -> CompiledPlan:
@@ -147,8 +147,9 @@ class UnitStart:
         unit = following()
         assert unit is not None
         self._audit.note_policy("online")
-        self._knowledge.recordings.surprised(unit.kind)
         assert isinstance(unit.mode, Following)
-        plan = unit.mode.plan
+        plan, entry = unit.mode.plan, unit.mode.expected.entry
+        if not (plan.varies and (plan.is_longer or entry.meets_detours(plan.extra_bytes(), lacked=True))):
+            self._knowledge.recordings.surprised(unit.kind)
         unit.become(Diverged(unit.mode))
         return self._interception.take_over(plan, self._recorder(unit, notes=False))  # half a unit makes no trace

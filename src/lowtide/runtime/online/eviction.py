@@ -14,7 +14,7 @@ import contextlib
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, final
 
@@ -27,6 +27,7 @@ from lowtide.runtime.device.file_tier import FileTier
 from lowtide.runtime.device.memory_meter import Meter
 from lowtide.runtime.device.offload import Shared
 from lowtide.runtime.device.pinned_tier import PinnedTier
+from lowtide.runtime.online.holders import Holder, LeftPlan
 from lowtide.runtime.online.kept_modules import KeptModules
 from lowtide.runtime.online.lineage import anchors_behind, depends, held_alone, made_from, made_from_anchors, verify
 from lowtide.runtime.online.retry import OperatorRetry
@@ -46,6 +47,7 @@ SMALLEST_BYTES = 2048
 
 ASSUMED = Bandwidth(write=10e9, read=10e9, read_fresh=10e9)
 """Bytes per second assumed between a device and pinned memory, without room to measure: PCIe 3.0 x16 reaches about 12e9."""
+
 
 @final
 class Evictor:
@@ -85,7 +87,7 @@ class Evictor:
         self.times = 0
         self.recorder = recorder
         self.clock = 0
-        self.keeps: Iterable[weakref.ref[Any]] = ()
+        self.left_plan: LeftPlan | None = None
         self.operators = OperatorRetry(self)
         self._replayer = _Replayer(self)
         self._regions: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
@@ -195,14 +197,17 @@ class Evictor:
     def make_room(self, needed: int) -> int:
         """Evict ``needed`` bytes if possible, the cheapest per byte and time since last use first; return the bytes freed."""
         alone = self._alone()
+        left = {} if self.left_plan is None else self.left_plan.holders()
         wanted: set[int] = set()
         offers = []
         for value in self.kept:
             if value.bytes < SMALLEST_BYTES or value.tensor is None or value.busy or value in self.barred:
                 continue
-            aliases = value.own_aliases()
-            if not sole_owner(value.tensor.untyped_storage(), aliases):
+            storage = value.tensor.untyped_storage()
+            aliases = value.own_aliases() + len({id(holder.held) for holder in left.get(storage._cdata, ())})
+            if not sole_owner(storage, aliases):
                 continue
+            del storage
             drop = self._chain_seconds(value) if aliases == 1 and self._can_drop(value) else math.inf
             if alone and drop < math.inf:
                 behind = anchors_behind((value,)) & alone.keys()
@@ -221,7 +226,7 @@ class Evictor:
         for _, dropped, value in offers:
             if freed >= target:
                 break
-            if self._let_go(value, dropped=dropped):
+            if self._let_go(value, left, dropped=dropped):
                 freed += value.bytes
         if freed < needed:
             freed += self._forget(alone.keys() & wanted)
@@ -277,39 +282,58 @@ class Evictor:
                     self.recorder.anchored(value)
 
     def _move_kept(self, needed: int) -> int:
-        """Offload what a planned forward that diverged holds (saved tensors, inputs of replays); return the bytes freed."""
-        if not self.moves:
+        """Offload what a unit that left its plan holds (saved tensors, inputs of replays); return the bytes freed."""
+        if not self.moves or self.left_plan is None:
             return 0
         freed = 0
-        for storage, group in held_alone(ref() for ref in self.keeps):
-            size = storage.nbytes()
+        groups = self.left_plan.holders()
+        for anchor in list(self.anchors):
+            if anchor.held is not None and (group := groups.get(anchor.held.untyped_storage()._cdata)) is not None:
+                group.append(anchor)
+        for group in groups.values():
             if freed >= needed:
                 break
-            if size >= SMALLEST_BYTES:
-                try:
-                    with beneath_autograd():
-                        ticket = Shared(self.board.put(storage))
-                except OSError:
-                    break
-                for kept in group:
-                    kept.leave(ticket)
-                self.tally.offloaded_bytes += size
-                self.times += 1
-                freed += size
+            size = self._move_together(group)
+            if size < 0:
+                break
+            freed += size
         return freed
 
-    def _let_go(self, value: Value, *, dropped: bool) -> bool:
+    def _move_together(self, group: list[Holder]) -> int:
+        """Offload a storage if only these hold it; return the bytes freed, or -1 if the offload tier has no room."""
+        assert group[0].held is not None
+        storage = group[0].held.untyped_storage()
+        size = storage.nbytes()
+        if size < SMALLEST_BYTES or not sole_owner(storage, len({id(holder.held) for holder in group})):
+            return 0
+        try:
+            with beneath_autograd():
+                ticket = Shared(self.board.put(storage))
+        except OSError:
+            return -1
+        for holder in group:
+            holder.leave(ticket)
+        self.tally.offloaded_bytes += size
+        self.times += 1
+        return size
+
+    def _let_go(self, value: Value, left: Mapping[int, list[Holder]], *, dropped: bool) -> bool:
+        assert value.tensor is not None
         if dropped:
             if value.checksum is None and not value.scratch:
                 value.checksum = checksum(value.tensor)
             value.tensor = None
         else:
             start = time.perf_counter()
+            beside = left.get(value.tensor.untyped_storage()._cdata, ())
             try:
                 wrote = value.move(self.board)
             except OSError:
                 self.moves, self._bandwidth = False, None
                 return False
+            for holder in beside:
+                assert value.ticket is not None
+                holder.leave(value.ticket)
             self.tally.offload_seconds += time.perf_counter() - start
             self.tally.offloaded_bytes += value.bytes if wrote else 0
         self.recorder.unheld(value)

@@ -12,6 +12,7 @@ from lowtide.base.trace import Op, Trace
 from lowtide.planning.unit.greedy import State
 from lowtide.planning.unit.prefetch import fetches_ahead
 from lowtide.planning.unit.problem import Action, Problem
+from lowtide.runtime.planned.detour import Places, places_of
 from lowtide.runtime.storage.op_schema import info_of
 
 SIGNIFICANT: Final = 32
@@ -46,6 +47,8 @@ class CompiledPlan:
         seconds: per operator, its recorded seconds.
         acts: per operator, what to do there; None for nothing.
         packs: per saved tensor, the value, if the plan evicts it at some time; otherwise -1.
+        packs_before: per operator, how often the pack hook was called before it ran.
+        places: where the plan's operators stand (:func:`~lowtide.runtime.planned.detour.places_of`).
         held: values to hold once autograd saves them, because they are evicted later or offloaded.
         elders: values that are overwritten in place after autograd saved them, and whose last version the plan evicts.
         holds: per (value, need), the values remade along the way that stay resident.
@@ -66,6 +69,8 @@ class CompiledPlan:
     seconds: tuple[float, ...]
     acts: tuple[PlannedStep | None, ...]
     packs: tuple[int, ...]
+    packs_before: tuple[int, ...]
+    places: Places
     held: frozenset[int]
     elders: frozenset[int]
     holds: Mapping[tuple[int, int], frozenset[int]]
@@ -82,8 +87,8 @@ class CompiledPlan:
 
 
 def compile_script(
-    problem: Problem, state: State, funcs: list[tuple[int, Any]], packs: list[int], backward_starts: list[int], *,
-    overlaps: bool,
+    problem: Problem, state: State, funcs: list[tuple[int, Any]], packs: list[tuple[int, int]], backward_starts: list[int],
+    *, overlaps: bool,
 ) -> CompiledPlan:
     """Compile a solution for the unit that was solved.
 
@@ -91,7 +96,7 @@ def compile_script(
         problem: the problem that was solved.
         state: its solution.
         funcs: recorded operators that a plan follows, as (event, operator).
-        packs: per call of the pack hook, the saved value, or -1.
+        packs: per call of the pack hook, the event before which it was called, and the saved value, or -1.
         backward_starts: events at which a backward began.
         overlaps: whether the offload tier copies while the device computes.
     """
@@ -131,7 +136,9 @@ def compile_script(
         funcs=(*(f for _, f in forward), None),
         seconds=tuple(seconds),
         acts=(*acts, None),
-        packs=tuple(v if v in away or v in elders else -1 for v in packs),
+        packs=tuple(v if v in away or v in elders else -1 for _, v in packs),
+        packs_before=(*(bisect_right(packs, e, key=itemgetter(0)) for e, _ in forward), len(packs)),
+        places=places_of([func for _, func in forward]),
         held=held | {v for v in elders if _last_heir(problem, v) in held},
         elders=frozenset(elders),
         holds={(r.value, r.need): r.held for r in timeline.remakes},

@@ -1,9 +1,10 @@
 """Lean interception of planned units: handles the plan's own operators, and only compares and counts the rest.
 
 A :class:`CompiledPlan` says, for one recorded unit, which operators run in which order, which of them leave a record, and
-which saved values are held weakly. The forward must follow the recording operator by operator. At the first one that does not,
-the full interception takes over: from then on :class:`PlannedMode` passes every operator to it. A backward runs without any
-mode, unless it builds a graph of its own (``create_graph``); such a backward is followed like a forward.
+which saved values are held weakly. A stretch of other operators than the recorded ones is a detour
+(:mod:`lowtide.runtime.planned.detour`): nothing of it is dropped, and the plan goes on after it. Where there are too many, or
+memory runs out, the full interception takes over: from then on :class:`PlannedMode` passes every operator to it. A backward
+runs without any mode, unless it builds a graph of its own (``create_graph``); such a backward is followed like a forward.
 
 One module: comparing an operator with the recording, recording it for replays, and handling later writes all use the same few
 tables, on the hottest path of a planned step.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import ChainMap
 from collections.abc import Callable
 from typing import Any, final
 
@@ -21,12 +23,14 @@ from lowtide.base.errors import ReplayError
 from lowtide.runtime.intercept.data_swaps import Origin
 from lowtide.runtime.intercept.dispatch_mode import Mode, make_way
 from lowtide.runtime.intercept.inplace_accumulation import in_place
+from lowtide.runtime.online.holders import HeldValue, Holder
 from lowtide.runtime.online.lineage import held_alone
 from lowtide.runtime.online.retry import Refusals
 from lowtide.runtime.planned.compiled_plan import CompiledPlan, PlannedStep
+from lowtide.runtime.planned.detour import FEW, OTHERWISE, Detour, make_independent
 from lowtide.runtime.planned.serving import PlannedRun
 from lowtide.runtime.record.saved_tensors import Kept, detached, modified_in_place
-from lowtide.runtime.storage.arguments import PLAIN_TYPES, flatten, map_tensors, overwritten_by
+from lowtide.runtime.storage.arguments import PLAIN_TYPES, flatten, map_tensors, overwritten_by, written_by
 from lowtide.runtime.storage.checksum import digest
 from lowtide.runtime.storage.op_schema import info_of
 from lowtide.runtime.storage.value import (
@@ -95,21 +99,26 @@ class PlannedMode(Mode):
         at: number of operators that have passed.
         packed: number of tensors that autograd has saved.
         lost: whether the unit has left the plan, so that the full interception handles every operator.
-        mismatched: whether it has left the plan because another operator ran than the recorded one.
+        mismatched: whether it has left the plan because other operators ran than the recorded ones.
+        unplanned: how many operators the plan did not expect.
+        repeated: how many planned operators ran more often than recorded, where detours led back in the plan.
         grown: whether memory may be higher than planned, because something was larger than recorded or could not be evicted.
         changed: whether a value has another size than the recorded one, although the unit's inputs do not show it.
         growth: by which factor operators of a unit of other sizes made more than in the recording, at most.
         forced: whether values were rematerialized before backward asked for them, mostly because a write to what they are made
             from was about to happen.
-        values: the unit's live tracked values, by id.
+        values: the unit's live tracked values, by id; after a detour that leads back in the plan, those tracked since.
         keeps: weak references to the saved tensors and anchors that stay in memory.
+
+    ``_awaited`` holds, by number, values without a record that records read, until autograd saves them as the plan expects.
+    Other operators might run instead, and nothing else would then keep the bytes for replays.
     """
 
     def __init__(
         self, script: CompiledPlan, run: PlannedRun, fallback: Callable[[], Any],
         pack_fallback: Callable[[torch.Tensor], Any], out_of_memory: Callable[[BaseException], bool],
         before_write: Callable[[Any, Any, Any], None], cap: Callable[[bool], None] | None = None, *,
-        refusals: Refusals | None = None, resized: bool = False,
+        room: Callable[[], int] | None = None, refusals: Refusals | None = None, resized: bool = False,
     ) -> None:
         """Start at the beginning of a unit.
 
@@ -121,7 +130,9 @@ class PlannedMode(Mode):
             out_of_memory: whether an error means that memory ran out.
             before_write: called with an operator that writes in place (its schema, ``args`` and ``kwargs``) before it runs.
             cap: caps the allocator at the budget (True) or lifts the cap (False); an operator that would cross the cap leaves
-                the plan. None for no cap.
+                the plan. None for no cap: then any other operator than the planned one leaves it, too, as what it keeps could
+                not be offloaded.
+            room: the bytes that are left below the cap; None if there is none.
             refusals: tells whether an operator was refused memory under that cap although it returned.
             resized: whether the unit has other sizes than the recorded one.
         """
@@ -134,10 +145,18 @@ class PlannedMode(Mode):
         self.mismatched = self.changed = False
         self.grown = False
         self.forced = False
+        self.unplanned = self.repeated = 0
+        self._detour: Detour | None = None
         self.values: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()
-        run.values = self.values
+        self._former: weakref.WeakValueDictionary[int, Value] = weakref.WeakValueDictionary()
+        self._earlier: weakref.WeakSet[Value] = weakref.WeakSet()
+        self._strange: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._extra: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        run.values = self._numbered = ChainMap(self.values, self._former)  # type: ignore[arg-type]
         self._pins: dict[int, Value] = {}
         self._elders: dict[int, list[weakref.ref[PlannedHandle]]] = {}
+        self._awaited: dict[int, torch.Tensor] = {}
+        self._settled = 0
         self._left = False
         self.keeps: list[weakref.ref[Kept | Anchor]] = []
         self._protected: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -149,6 +168,7 @@ class PlannedMode(Mode):
         self._funcs = script.funcs
         self._acts = script.acts
         self._packs = script.packs
+        self._resident = script.held | script.elders
         self._fallback = fallback
         self._pack_fallback = pack_fallback
         self._out_of_memory = out_of_memory
@@ -156,6 +176,7 @@ class PlannedMode(Mode):
         self._delegate: Any = None
         self._cap = _uncapped if cap is None else cap
         self._caps = (False,) * len(script.again) if cap is None else script.again
+        self._room = _no_room if room is None else room
         self._refusals = refusals
         self._resized = resized
         self.growth = 0.0
@@ -166,12 +187,21 @@ class PlannedMode(Mode):
             at = self.at
             if types and not PLAIN_TYPES.issuperset(types):
                 return make_way(func, types, args, kwargs)
+            if self._detour is not None:
+                func = in_place(func, args)
+                at = self._go_back(func)
+                if at < 0:
+                    return self._run_outside(func, types, args, kwargs or {})
             act = self._acts[at]
             if func is not self._funcs[at]:
                 func = in_place(func, args)
+                if func is not self._funcs[at] and self._begins_detour():
+                    return self._run_outside(func, types, args, kwargs or {})
             follows = func is self._funcs[at] and not (self._writes[at] and self._strays(act, func, args, kwargs or {}))
             if follows and self._exposed and act is not None and act.recorded:
                 follows = not self._reads_exposed(args, kwargs or {})
+            if not follows and self.unplanned and self._begins_detour():
+                return self._run_outside(func, types, args, kwargs or {})
             if follows:
                 capped = self._caps[at]
                 if capped:
@@ -182,7 +212,7 @@ class PlannedMode(Mode):
                     elif self._clocked is None and not capped:
                         out = func(*args, **kwargs) if kwargs else func(*args)
                     else:
-                        out = self._call(func, args, kwargs or {})
+                        out = self._call(func, args, kwargs or {}, capped=capped)
                 except (RuntimeError, MemoryError) as error:
                     if not self._out_of_memory(error) or info_of(func).mutates or info_of(func).collective:
                         raise
@@ -199,21 +229,161 @@ class PlannedMode(Mode):
             self.leave()
         return self._delegate.__torch_dispatch__(func, types, args, kwargs)
 
+    # --- detours ---------------------------------------------------------------------------------------------------------
+
+    def _begins_detour(self) -> bool:
+        """Begin a detour, unless too many operators were others than planned, or nothing could make room after it."""
+        if self._cap is _uncapped or self.unplanned >= max(FEW, len(self._funcs)):
+            return False
+        self._make_independent()
+        self._detour = Detour(self._funcs, self.script.places, self.at)
+        return True
+
+    def _make_independent(self) -> None:
+        """Make what the unit has dropped independent of the plan: from here on, other operators may run than it counts on."""
+        values = [v for v in self.values.values() if v.record is not None and v.record.order > self._settled]
+        self.keeps += [weakref.ref(anchor) for anchor in make_independent(values)]
+        self._settled = self.at
+        self._awaited.clear()
+
+    def _begin_anew(self) -> None:
+        """Look up no value of the past any more: its number may be given anew, or its bytes may be other ones."""
+        self._make_independent()
+        for number, value in self.values.items():
+            self._earlier.add(value)
+            self._former[number] = value
+            if (storage := value.storage()) is not None:
+                self._strange[storage._cdata] = weakref.ref(storage)
+        self.values.clear()
+        self._pins.clear()
+        self._elders.clear()
+        self._settled = 0
+
+    def _go_back(self, func: Any) -> int:
+        """Go on with the plan if an operator and those before it stand in it; return its place, or -1."""
+        assert self._detour is not None
+        place = self._detour.way_back(func)
+        if place is None:
+            return -1
+        if place < self.at:
+            self.repeated += self.at - place
+            self._begin_anew()
+        self._end_detour(place)
+        return place
+
+    def _end_detour(self, place: int) -> None:
+        """Go on with the plan at a place; values that were to leave before it leave now."""
+        for act in self._acts[self.at : place]:
+            for number in () if act is None else act.moves:
+                self.move(number)
+        self.at, self._detour = place, None
+        self.packed = self.script.packs_before[place]
+
+    def _run_outside(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator that the plan does not expect."""
+        assert self._detour is not None
+        info = info_of(func)
+        state = generator = None
+        if info.seeded and not info.mutates:
+            generator = generator_of(args, kwargs, (t.device for t in _tensors(args, kwargs)))
+            state = None if generator is None else generator.get_state()
+        again = not (info.mutates or info.collective) and (generator is not None or not info.seeded)
+        if not again and self._room() < sum(map(bytes_of, _tensors(args, kwargs))):  # it could not be called again
+            self.leave()
+            return self._delegate.__torch_dispatch__(func, types, args, kwargs)
+        self.unplanned += 1
+        if info.mutates:
+            self._before_write(info, args, kwargs)
+            for tensor, _ in written_by(info, args, kwargs):
+                if self.is_needed_by_replays(tensor):
+                    self.will_write(tensor)
+                    self._begin_anew()
+        if again:
+            self._cap(True)
+        try:
+            out = self._call(func, args, kwargs, capped=again)
+        except (RuntimeError, MemoryError) as error:
+            if not again or not self._out_of_memory(error):
+                raise
+        else:
+            self._detour.ran(func)
+            for made in flatten(out):
+                if isinstance(made, torch.Tensor) and on_storage(made):
+                    self._strange[made.untyped_storage()._cdata] = weakref.ref(made.untyped_storage())
+            return out
+        finally:
+            if again:
+                self._cap(False)
+        if generator is not None:
+            generator.set_state(state)
+        self.leave()
+        return self._delegate.__torch_dispatch__(func, types, args, kwargs)
+
+    def _holds_more(self, storage: torch.UntypedStorage) -> None:
+        """Note that a saved tensor or a record holds a storage against the plan: that of a value, or made on a detour."""
+        address = storage._cdata
+        for known in (self._strange, self._protected):
+            found = known.get(address)
+            if found is not None and found() is storage:
+                self._extra[address] = found
+
+    def extra_bytes(self) -> int:
+        """Bytes that the plan would have evicted or knows nothing of."""
+        return sum(storage.nbytes() for ref in self._extra.values() if (storage := ref()) is not None)
+
+    @property
+    def varies(self) -> bool:
+        """Whether the unit also ran operators that the plan does not expect, but not too many to go on with it."""
+        return self.unplanned > 0 and not self.mismatched
+
+    @property
+    def varies_much(self) -> bool:
+        """Whether so many operators were not expected that the recording does not suit the unit."""
+        return self.unplanned > len(self._funcs) // OTHERWISE
+
+    @property
+    def is_longer(self) -> bool:
+        """Whether the unit ran many of the plan's operators more often than the recorded one, which was shorter."""
+        return self.repeated > len(self._funcs) // OTHERWISE
+
+    def arrives(self, place: int) -> bool:
+        """Whether the unit is where the plan expects it before a backward; a detour ends there."""
+        if self._detour is not None and place >= self.at:
+            self._end_detour(place)
+        if self.unplanned:
+            self._make_independent()
+        return self.at == place
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
     def let_go(self) -> None:
         """End the unit: from here on, values live only as long as their handles do."""
         self._pins.clear()
+        self._awaited.clear()
 
-    def prune(self) -> None:
+    def prune(self, *, followed: bool) -> None:
         """Unpin values that no later operator looks up; from here on they live only as long as their handles do.
 
         Called when a backward begins, and when one that is followed has ended.
+
+        Args:
+            followed: whether the backward is followed: autograd may save further values within it.
         """
+        if not followed:
+            self._awaited.clear()
         last = self.script.last_use
         self._pins = {n: v for n, v in self._pins.items() if last.get(n, -1) >= self.at}
 
     def owes(self) -> bool:
         """Whether autograd may still ask for values that this unit saved."""
-        return any(value.saves for value in self.values.values())
+        return any(value.saves for value in self._live())
+
+    def is_awaited(self) -> bool:
+        """Whether a graph of this unit is alive: autograd holds saved tensors of it."""
+        return self.owes() or any(isinstance(ref(), Kept) for ref in self.keeps)
+
+    def _live(self) -> list[Value]:
+        return [*self.values.values(), *self._earlier]
 
     def last_moves(self) -> None:
         """Offload, once, the values that leave just before the first backward that is not followed."""
@@ -231,6 +401,7 @@ class PlannedMode(Mode):
     def leave(self) -> None:
         """Leave the plan: from here on, the full interception handles every operator."""
         self.lost = True
+        self._make_independent()
         self.let_go()
         self._delegate = self._fallback()
 
@@ -285,15 +456,19 @@ class PlannedMode(Mode):
         return any(t.untyped_storage()._cdata in exposed for t in read)
 
     def will_write(self, tensor: torch.Tensor) -> None:
-        """A write outside the plan is about to happen: rematerialize and keep every value whose replay reads the tensor."""
+        """A write outside the plan is about to happen: rematerialize and keep every value whose replay reads the tensor.
+
+        Values that autograd has not saved yet are not made again either: :meth:`pack` keeps them.
+        """
         if not self.is_needed_by_replays(tensor):
             return
         address = tensor.untyped_storage()._cdata
         asked = self._asked()
+        unsaved = [v for v in self.values.values() if not v.saves and (_lies_at(v, address) or _reads(v, address))]
         written = [v for v in asked if _lies_at(v, address)]
         made_from = [v for v in asked if v.ticket is None and _reads(v, address)]
         held = [value for value in (*written, *made_from) if self._hold(value)]
-        for value in held:
+        for value in (*held, *unsaved):
             value.record = None
         for value in written:
             if value.tensor is not None:
@@ -327,7 +502,7 @@ class PlannedMode(Mode):
 
     def _asked(self) -> list[Value]:
         """Values that autograd may still ask for."""
-        return [v for v in self.values.values() if v.saves and not v.superseded]
+        return [v for v in self._live() if v.saves and not v.superseded]
 
     def _hold(self, value: Value) -> bool:
         """Hold a value from here on, rematerialized if it is away.
@@ -351,7 +526,7 @@ class PlannedMode(Mode):
             self.move(number)
         info = info_of(func)
         record = self._record(act, func, info, args, kwargs) if act.recorded else None
-        out = self._call(func, args, kwargs)
+        out = self._call(func, args, kwargs, capped=self._caps[self.at])
         self._note_outputs(act, record, args, kwargs, out)
         self._note_writes(act, record, info, args, kwargs)
         return out
@@ -363,8 +538,8 @@ class PlannedMode(Mode):
             made = sum(bytes_of(t) for t in flatten(out) if isinstance(t, torch.Tensor))
             self.growth = max(self.growth, made / recorded)
 
-    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        refusals = self._refusals if self._caps[self.at] else None
+    def _call(self, func: Any, args: Any, kwargs: Any, *, capped: bool) -> Any:
+        refusals = self._refusals if capped else None
         if refusals is not None:
             refusals.begin()
         start = time.perf_counter()
@@ -398,8 +573,12 @@ class PlannedMode(Mode):
             inputs.append(argument)
             if argument.anchor is None and not (writes or secret):
                 self._protect(storage)
+                if value is not None and value.record is None and value.ticket is None and value.tensor is None:
+                    self._awaited.setdefault(value.number, as_bytes(storage))
             elif argument.anchor is not None and not (writes or secret):
                 argument.witness = self._witness(tensor)
+                if self.unplanned:
+                    self._holds_more(storage)
                 if argument.anchor is not shared:
                     self.keeps.append(weakref.ref(argument.anchor))
                     self._readers.setdefault(storage._cdata, []).append(weakref.ref(argument.anchor))
@@ -464,6 +643,7 @@ class PlannedMode(Mode):
             return
         written = overwritten_by(info, args, kwargs)
         for (old, new), (place, tensor, _) in zip(act.overwrites, written, strict=False):
+            self._awaited.pop(old, None)
             before = self.values.get(old)
             held = None if before is None else before.tensor
             if before is not None:
@@ -496,27 +676,42 @@ class PlannedMode(Mode):
 
     def move(self, number: int) -> None:
         """Offload a value, unless something else holds its storage."""
-        value = self.values.get(number)
-        if value is None or value.tensor is None:
-            return
-        if not sole_owner(value.tensor.untyped_storage(), 1):
-            self.grown = True
-            return
+        value = self._numbered.get(number)
+        if value is not None and value.tensor is not None and not self._offload(value):
+            self.grown = True  # the check before the backward notices
+
+    def _offload(self, value: Value) -> bool:
+        """Offload a resident value; False if something else holds its storage, or the offload tier is full."""
+        assert value.tensor is not None
+        if not sole_owner(value.tensor.untyped_storage(), value.own_aliases()):
+            return False
         try:
             start = time.perf_counter()
             moved = value.move(self.run.board)
             seconds = time.perf_counter() - start
-            self.run.tally.offload_seconds += seconds
-            if moved:
-                self.run.tally.offloaded_bytes += value.bytes
-            if moved and self.run.stopwatch is not None:
-                self.run.stopwatch.written.append((value.bytes, seconds))
-        except OSError:  # the offload tier is full; the check before the backward notices
-            self.grown = True
+        except OSError:
+            return False
+        self.run.tally.offload_seconds += seconds
+        if moved:
+            self.run.tally.offloaded_bytes += value.bytes
+        if moved and self.run.stopwatch is not None:
+            self.run.stopwatch.written.append((value.bytes, seconds))
+        return True
+
+    def holders(self) -> dict[int, list[Holder]]:
+        """By address, what holds a storage for autograd and replays and can leave it to the offload tier."""
+        found: dict[int, list[Holder]] = {}
+        holders: list[Holder] = [kept for ref in self.keeps if (kept := ref()) is not None]
+        holders += [HeldValue(v) for v in self._live() if v.tensor is not None and not v.busy]
+        for holder in holders:
+            held = holder.held
+            if held is not None and type(held) in PLAIN_TYPES and on_storage(held):
+                found.setdefault(held.untyped_storage()._cdata, []).append(holder)
+        return found
 
     def left_bytes(self) -> int:
         """Bytes held only by autograd's graph of this unit."""
-        saved = sum(v.bytes for v in self.values.values() if v.saves and v.tensor is not None)
+        saved = sum(v.bytes for v in self._live() if v.saves and v.tensor is not None)
         kept = (k for ref in self.keeps if isinstance(k := ref(), Kept))
         return saved + sum(storage.nbytes() for storage, _ in held_alone(kept))
 
@@ -524,14 +719,15 @@ class PlannedMode(Mode):
         """The object that autograd keeps in the tensor's place (pack hook)."""
         if self._delegate is not None:
             return self._pack_fallback(tensor)
-        at = self.packed
+        at = self.packed if self._detour is None else len(self._packs)
         self.packed = at + 1
         number = self._packs[at] if at < len(self._packs) else -1
         if number >= 0:
             value = self.values.get(number)
-            if value is not None:
+            if value is not None and (value.record is not None or number in self._resident):
                 storage = tensor.untyped_storage()
                 if value.weak is not None and value.weak() is storage:
+                    self._awaited.pop(number, None)
                     if not value.saves and number in self.script.held:
                         value.tensor = as_bytes(storage)
                     handle = PlannedHandle(self, value, tensor)
@@ -539,9 +735,15 @@ class PlannedMode(Mode):
                         self._elders.setdefault(number, []).append(weakref.ref(handle))
                     return handle
             self.grown = True
+        if self.unplanned and on_storage(tensor):
+            self._holds_more(tensor.untyped_storage())
         kept = Kept(tensor)
         self.keeps.append(weakref.ref(kept))
         return kept
+
+
+def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    return [t for t in flatten((*args, *kwargs.values())) if isinstance(t, torch.Tensor)]
 
 
 def _lies_at(value: Value, address: int) -> bool:
@@ -564,6 +766,10 @@ def _reads(value: Value, address: int) -> bool:
 
 def _gone() -> None:
     return None
+
+
+def _no_room() -> int:
+    return 0
 
 
 def _uncapped(on: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from lowtide.runtime.device.file_tier import FileTier
@@ -17,10 +17,17 @@ from lowtide.runtime.storage.value import Record, Value
 from lowtide.runtime.storage.views import as_bytes
 from lowtide.runtime.tensors import beneath_autograd
 
+if TYPE_CHECKING:
+    from lowtide.runtime.online.eviction import Evictor
+
 
 @final
 class PlannedRun:
-    """Serves the needs of one planned unit as the plan says, for as long as its handles live."""
+    """Serves the needs of one planned unit as the plan says, for as long as its handles live.
+
+    Attributes:
+        evictor: makes room for replays once the unit has left its plan; None before: the plan has left room for them.
+    """
 
     def __init__(
         self, script: CompiledPlan, tally: StepTally, board: FileTier | PinnedTier, stopwatch: Stopwatch | None = None
@@ -31,6 +38,7 @@ class PlannedRun:
         self.board = board
         self.stopwatch = stopwatch
         self.values: Mapping[int, Value] = {}
+        self.evictor: Evictor | None = None
 
     def serve(self, value: Value) -> torch.UntypedStorage:
         """The storage of a value at its next need, fetched or recomputed if the value is away.
@@ -69,12 +77,16 @@ class PlannedRun:
 
 @final
 class _Replayer:
-    """Brings values back as planned: the plan has decided which intermediates to hold, and has left room for them."""
+    """Brings values back as planned: the plan has decided which intermediates to hold, and has left room for them.
+
+    A unit that has left its plan makes room as online.
+    """
 
     def __init__(self, holds: frozenset[int], run: PlannedRun) -> None:
         self._holds = holds
         self._tally = run.tally
         self._stopwatch = run.stopwatch
+        self._evictor = run.evictor
 
     def attach(self, value: Value, storage: torch.UntypedStorage) -> None:
         value.weak = weakref.ref(storage)  # type: ignore[assignment]
@@ -83,10 +95,13 @@ class _Replayer:
         return value.number in self._holds
 
     def call(self, record: Record, args: Any, kwargs: Any) -> Any:
+        if self._evictor is not None:
+            return self._evictor.operators.call(record.func, record.info, args, kwargs)
         return record.func(*args, **kwargs)
 
     def room(self, size: int) -> None:
-        pass
+        if self._evictor is not None:
+            self._evictor.room_for(size)
 
     def ran(self, record: Record, seconds: float) -> None:
         self._tally.recomputed_ops += 1

@@ -170,7 +170,7 @@ class SavedTensors:
         value = self.ledger.find(tensor.untyped_storage()) if followed else None
         if value is None or not self._ours(value):
             if self.evictor.recorder.active:
-                self.evictor.recorder.packs.append(-1)
+                self.evictor.recorder.packed(-1)
             return Kept(tensor)
         return self._handle(value, tensor, tensor.untyped_storage())
 

@@ -97,7 +97,8 @@ class TraceRecorder:
     other: list[int] = field(default_factory=list)
     late_bytes: list[int] = field(default_factory=list)
     spikes: list[int] = field(default_factory=list)
-    packs: list[int] = field(default_factory=list)
+    packs: list[tuple[int, int]] = field(default_factory=list)
+    """For each tensor that autograd saved, the number of events before it, and the number of its value, or -1."""
     tainted: set[int] = field(default_factory=set)
     kept: set[int] = field(default_factory=set)
     pending: Polled[Value] = field(default_factory=Polled)
@@ -202,13 +203,17 @@ class TraceRecorder:
     def saved(self, value: Value) -> None:
         """Record that autograd saves a tensor of a value."""
         number = self.number(value)
-        self.packs.append(number)
+        self.packed(number)
         self.saves.append(Save(value=number, event=len(self.events) - 1))
         life = self.lives[number]
         life.saves += 1
         life.left = False
         if life.saves == 1:
             self._watch(value, life)
+
+    def packed(self, number: int) -> None:
+        """Record that autograd saves a tensor of a value; -1 for one whose value is not tracked."""
+        self.packs.append((len(self.events), number))
 
     def anchored(self, value: Value) -> None:
         """Watch a value that Lowtide holds for replays: the plain run may free it in the meantime."""

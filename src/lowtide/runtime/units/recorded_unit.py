@@ -19,6 +19,8 @@ TOLERANCE_BYTES = 64 << 10
 """Two bases, or a prediction and a measurement, agree if they differ by at most this many bytes, ..."""
 TOLERANCE_SHARE = 0.005
 """... or by at most this share of the peak."""
+DETOUR_STEPS = 16
+"""Room for operators that were not recorded is left in steps of this part of the baseline's peak."""
 
 
 def near(a: int, b: int, peak: int) -> bool:
@@ -62,7 +64,7 @@ class RecordedUnit:
 
     Attributes:
         funcs: operators that a plan follows, each with its event.
-        packs: for each tensor that autograd saved, the number of its value, or -1.
+        packs: for each tensor that autograd saved, the number of events before it, and the number of its value, or -1.
         backward_starts: the event at which each backward began.
         front: the problem and its solutions.
         left: what graphs of earlier units held when it began.
@@ -76,10 +78,11 @@ class RecordedUnit:
         agreed: the plan on which all ranks agreed.
         rooms: the rooms for which plans were searched that units of other sizes follow, in steps of a grid.
         followed: how many units have followed a plan of it and reached the predicted peak.
+        detour_bytes: how many bytes units that also ran other operators held besides what the plan knows of, at most.
     """
 
     funcs: list[tuple[int, Any]]
-    packs: list[int]
+    packs: list[tuple[int, int]]
     backward_starts: list[int]
     front: Front
     left: RetainedBytes
@@ -93,6 +96,7 @@ class RecordedUnit:
     agreed: State | None = None
     rooms: set[int] = field(default_factory=set)
     followed: int = 0
+    detour_bytes: int = 0
 
     @property
     def problem(self) -> Problem:
@@ -103,6 +107,23 @@ class RecordedUnit:
     def trace(self) -> Trace:
         """The recorded unit."""
         return self.front.problem.trace
+
+    def meets_detours(self, extra_bytes: int, *, lacked: bool = False) -> bool:
+        """Note what a unit held that ran other operators besides.
+
+        Room for it is left in steps, as each amount needs a plan of its own.
+
+        Args:
+            extra_bytes: the bytes that it held.
+            lacked: whether it left its plan because memory ran out: then at least one step more is left.
+
+        Returns:
+            Whether more room will be left from now on, and this is still likely to help.
+        """
+        step = max(1, self.problem.plain_peak // DETOUR_STEPS)
+        before = self.detour_bytes
+        self.detour_bytes = max(before, -(-extra_bytes // step) * step, before + step if lacked else 0)
+        return before < self.detour_bytes <= self.problem.plain_peak // 4
 
     def shift(self, unit: Unit) -> int:
         """Upper bound on how many bytes higher than the recorded unit another of its kind lies.
