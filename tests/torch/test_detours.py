@@ -215,6 +215,54 @@ def parts() -> zoo.Job:
     return zoo.Job(step, [model], [optimizer])
 
 
+class Shown(nn.Module):
+    """In some steps the script writes, through numpy, what a value was made from that autograd has not saved yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(96, 96), nn.GELU(), nn.LayerNorm(96)) for _ in range(8))
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        kept = []
+        for i, layer in enumerate(self.layers):
+            half = layer(x) * 0.5
+            more = half * 1.5
+            if step > 3 and (i + step) % 4 == 1:
+                half.detach().numpy()[:] = 0
+                x = x * 0.99
+            kept.append(half)
+            x = x + more.sin()
+        return x.square().mean()
+
+
+def shown() -> zoo.Job:
+    """Memory that is shown to code outside torch between a value's making and its saving."""
+    return zoo.simple(Shown(), lambda m, i: m(torch.randn(512, 96), i))
+
+
+class Released(nn.Module):
+    """Autograd saves a value for a result that the script drops at once; then the value is written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128), nn.GELU()) for _ in range(10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            start = layer(x) * 2
+            dropped = start.sin()
+            del dropped
+            more = start * 1.5
+            start.add_(1)
+            x = x + more.sin() * 0.5 + start.tanh()
+        return x.square().mean()
+
+
+def released() -> zoo.Job:
+    """The same operators in every step; a plan used to end such a run with a ReplayError."""
+    return zoo.simple(Released(), lambda m, _: m(torch.randn(512, 128)))
+
+
 JOBS: dict[str, Callable[[], zoo.Job]] = {
     "a loop": loops,
     "an end left out, its values gone": lambda: blocks(at_once=True),
@@ -224,6 +272,8 @@ JOBS: dict[str, Callable[[], zoo.Job]] = {
     "derivatives of a loop": penalties,
     "random draws": noise,
     "several backwards over parts": parts,
+    "memory shown to numpy": shown,
+    "a graph released": released,
 }
 
 

@@ -325,9 +325,15 @@ class Evictor:
             value.tensor = None
         else:
             start = time.perf_counter()
-            beside = left.get(value.tensor.untyped_storage()._cdata, ())
+            storage = value.tensor.untyped_storage()
+            beside = left.get(storage._cdata, ())
             try:
-                wrote = value.move(self.board)
+                shared = bool(beside) and value.ticket is None
+                if shared:
+                    with beneath_autograd():
+                        value.ticket = Shared(self.board.put(storage))
+                del storage
+                wrote = value.move(self.board) or shared
             except OSError:
                 self.moves, self._bandwidth = False, None
                 return False

@@ -65,6 +65,11 @@ class PlannedHandle:
         self.instead: torch.Tensor | None = None
         value.saves += 1
 
+    def __del__(self) -> None:
+        """Autograd has released the saved tensor."""
+        if self.instead is None:
+            self.value.saves -= 1
+
     def exchanged(self, tensor: torch.Tensor) -> None:
         """Keep the new data after an assignment to the tensor's ``.data``: backward no longer needs the old value here."""
         value = self.value
@@ -656,7 +661,8 @@ class PlannedMode(Mode):
             storage = tensor.untyped_storage()
             value = Value(storage.nbytes(), record)
             self._enter(new, value, storage)
-            if old in self._elders:
+            if before is not None and old in self._elders:
+                before.saves = 0
                 self._inherit(value, held, storage, self._elders.pop(old))
             if record is not None and place < len(record.overs):
                 argument, _, matters = record.overs[place]
