@@ -1,6 +1,6 @@
 """The corpus: scripts of many libraries, each without a budget and under several, with what it kept and what it cost.
 
-``python benchmarks/run_corpus.py [NAME ...] --json FILE [--markdown FILE] [--turns N] [--resume]``
+``python benchmarks/run_corpus.py [NAME ...] --json FILE [--markdown FILE] [--turns N] [--jobs N] [--resume]``
 
 Each script of ``benchmarks/corpus`` runs without a budget first, which gives its peak (by the heap counter) and the lines that
 it prints; then under 75, 60, 50 and 35 % of that peak, halfway from its minimum to the peak, a tenth of the way, and at the
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, Final
 
@@ -110,6 +111,7 @@ def budgeted(name: str, budget: int, expected: Sequence[str], folder: Path) -> d
         "refused": code == 1 and "cannot be held" in (folder / "log").read_text(),
         "message": "" if code in (0, 3) else last_line(folder / "log"),
         "equal": lines == list(expected),
+        "lines": [] if lines == list(expected) or code not in (0, 3) else [list(expected), lines],
         "over": [s["index"] for s in steps if s["peak_bytes"] > budget],
         "steps": len(steps),
         "planned": sum(s["policy"] != "online" for s in later) / len(later) if later else None,
@@ -150,6 +152,15 @@ def measure(name: str, folder: Path, turns: int) -> dict[str, Any]:
     for one in found["plain"]:
         del one["lines"]
     return found
+
+
+def attempt(name: str, turns: int) -> dict[str, Any]:
+    """Measure a script in a folder of its own; what keeps it from running is its result then."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return measure(name, Path(folder), turns)
+        except RuntimeError as error:
+            return {"error": str(error)}
 
 
 def minimum_of(tried: Sequence[dict[str, Any]], peak: int) -> int:
@@ -258,6 +269,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="scripts measured side by side; each runs its variants one by one")
     parser.add_argument("--resume", action="store_true", help="keep what FILE has of scripts measured with this very code")
     options = parser.parse_args()
     names = options.names or scripts()
@@ -266,19 +278,16 @@ def main() -> None:
     if options.resume and options.json is not None and options.json.is_file():
         results = {n: f for n, f in json.loads(options.json.read_text())["scripts"].items() if f.get("code") == code}
         names = [name for name in names if name not in results]
-    with tempfile.TemporaryDirectory() as folder, Progress(console=Console(stderr=True), transient=True) as bar:
+    with Progress(console=Console(stderr=True), transient=True) as bar, ThreadPoolExecutor(options.jobs) as pool:
         task = bar.add_task("corpus", total=len(names))
-        for name in names:
-            bar.update(task, description=name)
-            try:
-                results[name] = measure(name, Path(folder), options.turns)
-            except RuntimeError as error:
-                results[name] = {"error": str(error)}
-            results[name]["code"] = code
+        waiting = {pool.submit(attempt, name, options.turns): name for name in names}
+        for done in as_completed(waiting):
+            results[waiting[done]] = {**done.result(), "code": code}
             results = dict(sorted(results.items()))
             bar.advance(task)
             if options.json is not None:  # so that a run that is ended leaves what it has
-                options.json.write_text(json.dumps({"machine": machine(), "scripts": results}, indent=1) + "\n")
+                about = {"machine": machine(), "jobs": options.jobs, "scripts": results}
+                options.json.write_text(json.dumps(about, indent=1) + "\n")
     table = Table(title="Seconds of a step against the run without a budget")
     for head in HEADS:
         table.add_column(head)

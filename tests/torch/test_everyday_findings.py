@@ -128,6 +128,14 @@ def test_later_uses_are_noted_only_for_blocks_of_kept_steps(tmp_path: Path) -> N
     assert not _told(recording, "held-result")
 
 
+def test_the_use_of_a_block_of_the_last_kept_step_is_noted(tmp_path: Path) -> None:
+    """A state is made in a step whose entries are kept, and last read in the next, whose entries are not."""
+    recording = _recorded(carried_state, tmp_path / "a")
+    kept = {row.step for row in recording.steps if row.entries is not None}
+    last = next(step for step in sorted(kept) if 0 < step < 58 and step + 1 not in kept)
+    assert any(read == last + 1 for _, read, _ in recording.meta["later"])
+
+
 @pytest.mark.parametrize("later", [None, 5, "x", [1], [[1, 2]], [[1, 2, None]], {"a": 1}])
 def test_malformed_later_uses_in_a_file_are_ignored(later: object, tmp_path: Path) -> None:
     recording = _recorded(large_scalar, tmp_path / "a")

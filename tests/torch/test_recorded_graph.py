@@ -19,6 +19,7 @@ from lowtide.recording.graph import graph_of, operator_of
 from lowtide.recording.reader import read
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 
@@ -206,3 +207,20 @@ def test_an_older_recording_is_refused_with_advice(tmp_path: Path) -> None:
     step = recorded(tmp_path, nn.Linear(64, 64), lambda net: net(torch.randn(32, 64)).mean())[-1]
     with pytest.raises(RecordingError, match="record again"):
         graph_of(RecordedStep(step.row, step.names, file_format=2))
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64), nn.Softplus())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(self.block, self.first(x), use_reentrant=False)
+        return out
+
+
+def test_what_a_module_makes_when_backward_calls_it_is_that_modules(tmp_path: Path) -> None:
+    """A checkpoint runs its block again while another operator's node is the engine's current one."""
+    step = recorded(tmp_path, _Checkpointed(), lambda net: net(torch.randn(256, 64)).square().mean())[-1]
+    again = [b.module for b in step.blocks if b.phase == "backward" and b.op == "aten.addmm.default"]
+    assert again == ["_Checkpointed.block.0"]
