@@ -401,3 +401,16 @@ def test_a_percentage_is_of_the_largest_step_seen(tmp_path: Path) -> None:
     assert "50% is" in done.stderr
     assert found["over"] in ([], [2])
     assert done.returncode == (0 if found["held"] else 3)
+
+
+def test_a_budget_that_is_still_open_when_the_script_ends_is_silent(tmp_path: Path) -> None:
+    """A notebook, or a script that never leaves the block: the interpreter takes it apart."""
+    text = NET + """
+import lowtide
+block = lowtide.budget("1 GiB")
+block.__enter__()
+for i in range(2):
+    step(i)
+"""
+    (tmp_path / "open.py").write_text(text)
+    assert not _plain(tmp_path, "open.py").stderr

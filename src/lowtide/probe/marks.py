@@ -251,5 +251,6 @@ class WhenImported(importlib.abc.MetaPathFinder):
 
     def forget(self) -> None:
         """Stop waiting."""
-        with contextlib.suppress(ValueError):
-            sys.meta_path.remove(self)
+        if sys.meta_path is not None:  # it is None once the interpreter ends
+            with contextlib.suppress(ValueError):
+                sys.meta_path.remove(self)
