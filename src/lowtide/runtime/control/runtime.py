@@ -570,8 +570,8 @@ class Runtime:
         assert unit is not None
         self.unit = None
         self._reviews.review(unit)
-        varies = unit.plan is not None and (unit.plan.changed or bool(unit.plan.unplanned))
-        if unit.expected is not None and (varies or unit.expected.resizing is not None) and unit.plan is not None:
+        plan, expected = unit.plan, unit.expected
+        if plan and expected and (plan.changed or plan.unplanned or expected.resizing is not None):
             self.choice.raise_prediction(self.interception.meter.op_peak())
         elif unit.recorder is not None and self.audit.running.policy == "planned":  # held online with a plan's drops
             self.choice.raise_prediction(max(self.interception.meter.op_peak(), self.interception.meter.span_peak()))

@@ -87,7 +87,7 @@ class UnitReview:
             entry.followed += 1
             return
         if unit.plan is not None and unit.plan.varies:
-            self._knowledge.recordings.varies(unit.kind)
+            self._knowledge.recordings.varied(unit.kind)
         diverged = isinstance(unit.mode, Diverged)
         self.learn_crossing(unit.kind, max(measured, meter.span_peak()) if diverged else measured)
         if expected.resizing is not None:

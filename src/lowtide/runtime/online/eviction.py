@@ -29,7 +29,15 @@ from lowtide.runtime.device.offload import Shared
 from lowtide.runtime.device.pinned_tier import PinnedTier
 from lowtide.runtime.online.holders import Holder, LeftPlan
 from lowtide.runtime.online.kept_modules import KeptModules
-from lowtide.runtime.online.lineage import anchors_behind, depends, held_alone, made_from, made_from_anchors, verify
+from lowtide.runtime.online.lineage import (
+    anchors_behind,
+    by_storage,
+    depends,
+    held_alone,
+    made_from,
+    made_from_anchors,
+    verify,
+)
 from lowtide.runtime.online.retry import OperatorRetry
 from lowtide.runtime.replay.chain import remake
 from lowtide.runtime.run_figures import StepTally
@@ -230,7 +238,7 @@ class Evictor:
                 freed += value.bytes
         if freed < needed:
             freed += self._forget(alone.keys() & wanted)
-        return freed if freed >= needed else freed + self._move_kept(target - freed)
+        return freed if freed >= needed else freed + self._move_left(left, target - freed)
 
     def _move_seconds(self, value: Value) -> float:
         speed = self.bandwidth
@@ -281,19 +289,17 @@ class Evictor:
                     self.anchors.add(argument.hold())
                     self.recorder.anchored(value)
 
-    def _move_kept(self, needed: int) -> int:
+    def _move_left(self, left: Mapping[int, list[Holder]], needed: int) -> int:
         """Offload what a unit that left its plan holds (saved tensors, inputs of replays); return the bytes freed."""
-        if not self.moves or self.left_plan is None:
+        if not self.moves or not left:
             return 0
         freed = 0
-        groups = self.left_plan.holders()
-        for anchor in list(self.anchors):
-            if anchor.held is not None and (group := groups.get(anchor.held.untyped_storage()._cdata)) is not None:
-                group.append(anchor)
-        for group in groups.values():
+        beside = by_storage(self.anchors)
+        for address, holders in left.items():
             if freed >= needed:
                 break
-            size = self._move_together(group)
+            still = [holder for holder in holders if holder.held is not None]
+            size = self._move_together([*still, *beside.get(address, ())]) if still else 0
             if size < 0:
                 break
             freed += size

@@ -15,14 +15,19 @@ from lowtide.runtime.storage.views import as_bytes, sole_owner
 from lowtide.runtime.tensors import on_storage
 
 
-def held_alone(keeps: Iterable[Any]) -> Iterator[tuple[torch.UntypedStorage, list[Any]]]:
-    """Storages that only the given holders (kept saved tensors, anchors; None if dead) reference, each with its holders."""
+def by_storage(keeps: Iterable[Any]) -> dict[int, list[Any]]:
+    """Holders (kept saved tensors, anchors, values; None if dead) by the address of the storage that they hold."""
     groups: dict[int, list[Any]] = {}
     for kept in keeps:
         held = None if kept is None else kept.held
         if held is not None and type(held) in PLAIN_TYPES and on_storage(held):  # others are more than bytes and metadata
             groups.setdefault(held.untyped_storage()._cdata, []).append(kept)
-    for group in groups.values():
+    return groups
+
+
+def held_alone(keeps: Iterable[Any]) -> Iterator[tuple[torch.UntypedStorage, list[Any]]]:
+    """Storages that only the given holders (kept saved tensors, anchors; None if dead) reference, each with its holders."""
+    for group in by_storage(keeps).values():
         storage = group[0].held.untyped_storage()
         if sole_owner(storage, len({id(kept.held) for kept in group})):
             yield storage, group

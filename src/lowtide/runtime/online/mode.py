@@ -103,6 +103,7 @@ class OnlineMode(Mode):
         recorder = self.evictor.recorder
         record = self._record(func, info, args, kwargs) if self._remembers() else None
         recorder.before_op()
+        evictions = self.evictor.times
         start = time.perf_counter()
         try:
             out = self.evictor.operators.call(func, info, args, kwargs)
@@ -112,7 +113,8 @@ class OnlineMode(Mode):
         seconds = time.perf_counter() - start
         if record is not None:
             record.seconds = seconds
-            self._hold_forgotten(record)
+            if self.evictor.times != evictions:
+                self._hold_forgotten(record)
         inside = max(0, recorder.meter.op_peak() - self.evictor.operators.attempt_live_bytes) if recorder.active else 0
         self._results(func, info, args, kwargs, out, record, [v for v in inputs if v is not None], seconds, inside)
         return out
@@ -163,10 +165,8 @@ class OnlineMode(Mode):
 
     def _hold_forgotten(self, record: Record) -> None:
         """Anchor the inputs that can no longer be recomputed: making room for the operator may have released their anchors."""
-        blind = {id(a) for a, _, matters in record.overs if not matters}
-        for argument in record.inputs:
-            value = argument.value
-            if argument.anchor is None and value is not None and value.record is None and id(argument) not in blind:
+        for argument, value in record.reads():
+            if value.record is None:
                 self.evictor.anchors.add(argument.hold())
                 self.evictor.recorder.anchored(value)
 

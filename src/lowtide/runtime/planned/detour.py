@@ -81,11 +81,7 @@ def make_independent(values: Iterable[Value]) -> list[Anchor]:
     for value in sorted((v for v in values if v.record is not None), key=_order):
         record = value.record
         assert record is not None
-        blind = {id(a) for a, _, matters in record.overs if not matters}
-        for argument in record.inputs:
-            source = argument.value
-            if argument.anchor is not None or source is None or id(argument) in blind:
-                continue
+        for argument, source in record.reads():
             if source.record is not None or source.ticket is not None:
                 continue
             if source.storage() is None:  # the plan holds what was made from it

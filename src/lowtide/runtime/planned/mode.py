@@ -24,7 +24,7 @@ from lowtide.runtime.intercept.data_swaps import Origin
 from lowtide.runtime.intercept.dispatch_mode import Mode, make_way
 from lowtide.runtime.intercept.inplace_accumulation import in_place
 from lowtide.runtime.online.holders import HeldValue, Holder
-from lowtide.runtime.online.lineage import held_alone
+from lowtide.runtime.online.lineage import by_storage, held_alone
 from lowtide.runtime.online.retry import Refusals
 from lowtide.runtime.planned.compiled_plan import CompiledPlan, PlannedStep
 from lowtide.runtime.planned.detour import FEW, OTHERWISE, Detour, make_independent
@@ -683,37 +683,28 @@ class PlannedMode(Mode):
     def move(self, number: int) -> None:
         """Offload a value, unless something else holds its storage."""
         value = self._numbered.get(number)
-        if value is not None and value.tensor is not None and not self._offload(value):
-            self.grown = True  # the check before the backward notices
-
-    def _offload(self, value: Value) -> bool:
-        """Offload a resident value; False if something else holds its storage, or the offload tier is full."""
-        assert value.tensor is not None
+        if value is None or value.tensor is None:
+            return
         if not sole_owner(value.tensor.untyped_storage(), value.own_aliases()):
-            return False
+            self.grown = True
+            return
         try:
             start = time.perf_counter()
             moved = value.move(self.run.board)
             seconds = time.perf_counter() - start
-        except OSError:
-            return False
-        self.run.tally.offload_seconds += seconds
-        if moved:
-            self.run.tally.offloaded_bytes += value.bytes
-        if moved and self.run.stopwatch is not None:
-            self.run.stopwatch.written.append((value.bytes, seconds))
-        return True
+            self.run.tally.offload_seconds += seconds
+            if moved:
+                self.run.tally.offloaded_bytes += value.bytes
+            if moved and self.run.stopwatch is not None:
+                self.run.stopwatch.written.append((value.bytes, seconds))
+        except OSError:  # the offload tier is full; the check before the backward notices
+            self.grown = True
 
     def holders(self) -> dict[int, list[Holder]]:
         """By address, what holds a storage for autograd and replays and can leave it to the offload tier."""
-        found: dict[int, list[Holder]] = {}
         holders: list[Holder] = [kept for ref in self.keeps if (kept := ref()) is not None]
         holders += [HeldValue(v) for v in self._live() if v.tensor is not None and not v.busy]
-        for holder in holders:
-            held = holder.held
-            if held is not None and type(held) in PLAIN_TYPES and on_storage(held):
-                found.setdefault(held.untyped_storage()._cdata, []).append(holder)
-        return found
+        return by_storage(holders)
 
     def left_bytes(self) -> int:
         """Bytes held only by autograd's graph of this unit."""

@@ -320,8 +320,12 @@ class Record:
 
     def sources(self) -> list[Value]:
         """Values that must be resident before it can run again."""
+        return [value for _, value in self.reads()]
+
+    def reads(self) -> list[tuple[Argument, Value]]:
+        """The arguments that it reads by their values, without holding their bytes; each with its value."""
         blind = {id(a) for a, _, matters in self.overs if not matters}
-        return [a.value for a in self.inputs if a.anchor is None and a.value is not None and id(a) not in blind]
+        return [(a, a.value) for a in self.inputs if a.anchor is None and a.value is not None and id(a) not in blind]
 
     def run(self, steal: Callable[[Value], bool], how: Replayer) -> tuple[list[Any], dict[int, torch.Tensor]]:
         """Run the operator again.

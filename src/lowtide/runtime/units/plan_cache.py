@@ -89,7 +89,7 @@ class PlanCache:
         """A unit did what no recording of its kind shows; if ``decidedly``, its kind follows no plan from now on."""
         self._surprises[kind] = SURPRISES if decidedly else self._surprises.get(kind, 0) + 1
 
-    def varies(self, kind: UnitSignature) -> None:
+    def varied(self, kind: UnitSignature) -> None:
         """A unit followed its plan, but also ran other operators."""
         self._surprises.setdefault(kind, 0)
 
