@@ -256,18 +256,20 @@ class PlanChoice:
     # --- plans -------------------------------------------------------------------------------------------------------
 
     def _solve(self, entry: RecordedUnit, shift: int) -> Solution:
-        room = self._room_for(entry, shift)
-        solution = _within(entry, room - entry.detour_bytes)
-        if solution.state is None and entry.detour_bytes:
-            solution = _within(entry, room)
+        solution = _within(entry, self._room_for(entry, shift))
         agreed = entry.agreed
         if agreed is None or agreed.timeline.peak_bytes > solution.budget_bytes:
             return solution
         return replace(solution, state=agreed)
 
     def _room_for(self, entry: RecordedUnit, shift: int) -> int:
-        """Highest peak of a plan, on the recording's base, that keeps a unit ``shift`` bytes higher within the budget."""
-        return (self._budget.bytes or entry.problem.plain_peak + abs(shift) + 1) - shift
+        """Highest peak of a plan, on the recording's base, that keeps a unit ``shift`` bytes higher within the budget.
+
+        What units held on detours is left free, unless no plan does with the rest.
+        """
+        room = (self._budget.bytes or entry.problem.plain_peak + abs(shift) + 1) - shift
+        careful = room - entry.detour_bytes
+        return careful if careful == room or _within(entry, careful).state is not None else room
 
     def _agree(self, entry: RecordedUnit | None, unit: Unit) -> None:
         """Agree with the other ranks on one plan. Collectives: every rank must call this, whether it has a plan or not."""
