@@ -20,6 +20,8 @@ from lowtide.runtime.record.watched_items import OpenNeeds, Polled
 from lowtide.runtime.storage.value import Value
 from lowtide.runtime.storage.views import sole_owner
 
+_FEW_OF_BASE = 8
+"""How many of the values that existed before the unit are polled per operator: most are parameters, which stay."""
 _BACKEND_THREADS = 2
 """Threads of a collective backend (gloo's default): each may be late in freeing the buffers of one collective."""
 
@@ -102,6 +104,9 @@ class TraceRecorder:
     tainted: set[int] = field(default_factory=set)
     kept: set[int] = field(default_factory=set)
     pending: Polled[Value] = field(default_factory=Polled)
+    """Values made in the unit that something besides autograd and Lowtide still holds."""
+    pending_of_base: Polled[Value] = field(default_factory=lambda: Polled(most=_FEW_OF_BASE))
+    """The same for values that existed before the unit."""
     leaving: list[_Life] = field(default_factory=list)
     """Values that autograd has released while something else, such as a node that is still running, holds the storage."""
     away: set[Value] = field(default_factory=set)
@@ -156,7 +161,8 @@ class TraceRecorder:
             # The saved tensors pass to the new version, so an earlier release was not the last one. If only autograd held the
             # old version, it held it until now.
             life.released = -1 if life.held_until is None else len(self.events)
-            self.pending.items = [v for v in self.pending.items if v is not old] + [new]
+            if life.counted:
+                self._watch(new, heir)
         if life.held_until is None:
             life.held_until = len(self.events)
 
@@ -208,7 +214,7 @@ class TraceRecorder:
         life = self.lives[number]
         life.saves += 1
         life.left = False
-        if life.saves == 1:
+        if life.saves == 1 and life.counted:  # what was there before the unit is watched once autograd has released it
             self._watch(value, life)
 
     def packed(self, number: int) -> None:
@@ -223,7 +229,7 @@ class TraceRecorder:
     def _watch(self, value: Value, life: _Life) -> None:
         if self.notes and life.held_until is None and not life.watched:
             life.watched = True
-            self.pending.items.append(value)
+            (self.pending if life.counted else self.pending_of_base).items.append(value)
 
     def released(self, value: Value) -> None:
         """Record that autograd releases a saved tensor of a value."""
@@ -238,6 +244,8 @@ class TraceRecorder:
         if not value.saves:
             self._no_more_away(value)
         life.released = max(life.released, len(self.events) - 1, 0)
+        if not (life.saves or life.counted):
+            self._watch(value, life)
         if self.notes and not life.saves and life.held_until is not None:
             if life.is_held():
                 self.leaving.append(life)
@@ -312,20 +320,24 @@ class TraceRecorder:
                 self._leaves(life)
         self.leaving = [life for life in self.leaving if not (life.left or life.saves)]
         self.pending.look(self._is_unheld)
+        self.pending_of_base.look(self._is_unheld)
 
     def _is_unheld(self, value: Value) -> bool:
-        """Whether only autograd and Lowtide still refer to a value's storage; if so, record since when."""
+        """Whether a value need not be watched: only autograd and Lowtide refer to its storage, and it is recorded since when.
+
+        What existed before the unit is in the base as long as autograd has it saved; :meth:`released` watches it again.
+        """
         life = self.lives[value.number]
-        if life.held_until is None:
-            storage, aliases = value.storage(), value.own_aliases()
-            if storage is None or not aliases or not sole_owner(storage, aliases):
-                return False
-            if not life.counted and life.saves:
-                return False
-            life.held_until = len(self.events) - 1
-            if not life.counted and self.meter.counts(storage):
-                life.gone_from_base = True  # without Lowtide, its bytes would have left the base by now
-                self.tracked += value.bytes
+        if life.held_until is not None or (life.saves and not life.counted):
+            life.watched = False
+            return True
+        storage, aliases = value.storage(), value.own_aliases()
+        if storage is None or not aliases or not sole_owner(storage, aliases):
+            return False
+        life.held_until = len(self.events) - 1
+        if not life.counted and self.meter.counts(storage):
+            life.gone_from_base = True  # without Lowtide, its bytes would have left the base by now
+            self.tracked += value.bytes
         return True
 
     def begin_backward(self, *, followed: bool) -> None:
@@ -342,7 +354,7 @@ class TraceRecorder:
     def close(self) -> None:
         """Stop recording, and drop all references, because values refer to their recorder."""
         self.closed = True
-        self.pending.items, self.leaving = [], []
+        self.pending.items, self.pending_of_base.items, self.leaving = [], [], []
         self.away = set()
 
     def finish(self, resident_bytes: int, *, movable: bool) -> Trace:

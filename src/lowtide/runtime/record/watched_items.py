@@ -9,7 +9,7 @@ from typing import Final, Generic, TypeVar, final
 from lowtide.runtime.intercept.inplace_accumulation import graph_task, running
 
 MOST: Final = 64
-"""Maximum number of items polled per call, which is per operator."""
+"""Maximum number of items polled per call, which is per operator, unless a caller asks for fewer."""
 
 T = TypeVar("T")
 
@@ -25,15 +25,16 @@ class Polled(Generic[T]):
         [1, 3]
     """
 
-    def __init__(self, items: list[T] | None = None) -> None:
-        """Poll these items; the list is used as it is, not copied."""
+    def __init__(self, items: list[T] | None = None, most: int = MOST) -> None:
+        """Poll these items, at most ``most`` of them per call; the list is used as it is, not copied."""
         self.items: list[T] = [] if items is None else items
+        self._most = most
         self._at = 0
 
     def look(self, happened: Callable[[T], bool]) -> None:
-        """Poll the next items, at most :data:`MOST`, and remove those for which ``happened`` is true."""
+        """Poll the next items, and remove those for which ``happened`` is true."""
         items = self.items
-        for _ in range(min(MOST, len(items))):
+        for _ in range(min(self._most, len(items))):
             self._at = self._at - 1 if 0 < self._at <= len(items) else len(items)
             if happened(items[self._at - 1]):
                 items[self._at - 1] = items[-1]
