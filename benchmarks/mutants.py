@@ -62,7 +62,7 @@ PACKAGES = {
     ), (
         "unit/test_rises.py", "unit/test_crossings.py", "torch/test_runtime.py", "torch/test_retained_graphs.py",
         "torch/test_late_writes.py", "torch/test_overwritten_saves.py", "torch/test_exchanged_data.py",
-        "torch/test_backwards_within.py", "torch/test_held_in_backward.py", "torch/test_second_board.py",
+        "torch/test_backwards_within.py", "torch/test_held_in_backward.py", "torch/test_offload_tier.py",
         "torch/test_derivatives_otherwise.py", "torch/test_derivatives_in_place.py", "torch/test_new_sizes.py",
         "torch/test_settings.py", "torch/test_situations.py", "torch/test_random_programs.py", "process/test_trust.py",
     )),

@@ -82,7 +82,7 @@ class FakeTier:
         return FakeTicket(storage)
 
 
-class Board:
+class SavedValues:
     """An evictor and the saved values that it may evict; each was made by one operator of its own."""
 
     def __init__(self, speed: float = 1.0) -> None:
@@ -120,59 +120,59 @@ _SITE = _Site()
 
 
 def test_the_value_cheapest_per_byte_is_evicted_first() -> None:
-    board = Board()
-    board.save("dear", 64 * KIB, seconds=1.0)
-    board.save("cheap", 64 * KIB, seconds=1e-6)
-    board.save("large", 256 * KIB, seconds=2e-6)
-    for value in board.values.values():
-        value.touched = board.evictor.clock
-    assert board.evictor.make_room(1) >= 1
-    assert board.there() == {"dear", "cheap"}, "a byte of the large one costs half as much"
-    board.evictor.make_room(1)
-    assert board.there() == {"dear"}
+    saved = SavedValues()
+    saved.save("dear", 64 * KIB, seconds=1.0)
+    saved.save("cheap", 64 * KIB, seconds=1e-6)
+    saved.save("large", 256 * KIB, seconds=2e-6)
+    for value in saved.values.values():
+        value.touched = saved.evictor.clock
+    assert saved.evictor.make_room(1) >= 1
+    assert saved.there() == {"dear", "cheap"}, "a byte of the large one costs half as much"
+    saved.evictor.make_room(1)
+    assert saved.there() == {"dear"}
 
 
 def test_the_value_unused_for_longest_is_evicted_first() -> None:
-    board = Board()
+    saved = SavedValues()
     for name in "abc":
-        board.save(name, 64 * KIB, seconds=1e-3)
-    board.values["a"].touched = board.evictor.clock
-    board.evictor.make_room(1)
-    assert board.there() == {"a", "c"}
+        saved.save(name, 64 * KIB, seconds=1e-3)
+    saved.values["a"].touched = saved.evictor.clock
+    saved.evictor.make_room(1)
+    assert saved.there() == {"a", "c"}
 
 
 def test_a_value_is_offloaded_where_that_is_faster_than_recomputing() -> None:
-    board = Board(speed=1e9)
-    moved, dropped = board.save("moved", 64 * KIB, seconds=10.0), board.save("dropped", 64 * KIB, seconds=1e-9)
-    board.evictor.make_room(128 * KIB)
-    assert board.there() == set()
+    saved = SavedValues(speed=1e9)
+    moved, dropped = saved.save("moved", 64 * KIB, seconds=10.0), saved.save("dropped", 64 * KIB, seconds=1e-9)
+    saved.evictor.make_room(128 * KIB)
+    assert saved.there() == set()
     assert moved.ticket is not None
     assert dropped.ticket is None
 
 
 @pytest.mark.parametrize("why", ["held", "busy", "small"])
 def test_a_value_that_is_held_busy_or_small_is_not_evicted(why: str) -> None:
-    board = Board(speed=1e9)
-    value = board.save("value", 1 * KIB if why == "small" else 64 * KIB, seconds=1e-9, held=why == "held")
+    saved = SavedValues(speed=1e9)
+    value = saved.save("value", 1 * KIB if why == "small" else 64 * KIB, seconds=1e-9, held=why == "held")
     value.busy = int(why == "busy")
-    assert board.evictor.make_room(1) == 0
-    assert board.there() == {"value"}
+    assert saved.evictor.make_room(1) == 0
+    assert saved.there() == {"value"}
 
 
 def test_a_value_that_cannot_be_recomputed_stays_if_the_tier_is_full() -> None:
     """A full tier is not asked again."""
-    board = Board(speed=1e9)
-    board.save("value", 64 * KIB, seconds=None)
-    board.tier.full = True
-    assert board.evictor.make_room(1) == 0
-    assert not board.evictor.moves, "a full board is not asked again"
-    assert board.there() == {"value"}
+    saved = SavedValues(speed=1e9)
+    saved.save("value", 64 * KIB, seconds=None)
+    saved.tier.full = True
+    assert saved.evictor.make_room(1) == 0
+    assert not saved.evictor.moves, "a full saved is not asked again"
+    assert saved.there() == {"value"}
 
 
 def test_no_more_values_are_evicted_than_needed() -> None:
-    board = Board()
+    saved = SavedValues()
     for i in range(8):
-        board.save(str(i), 64 * KIB, seconds=1e-3)
-    freed = board.evictor.make_room(3 * 64 * KIB)
+        saved.save(str(i), 64 * KIB, seconds=1e-3)
+    freed = saved.evictor.make_room(3 * 64 * KIB)
     assert freed == 3 * 64 * KIB
-    assert len(board.there()) == 5
+    assert len(saved.there()) == 5

@@ -367,7 +367,7 @@ class Runtime:
         plan, entry = mode.plan, mode.expected.entry
         script = plan.script
         if not followed:
-            plan.last_moves()
+            plan.offload_before_backward()
         expected = script.backwards[unit.backwards] if unit.backwards < len(script.backwards) else (-1, 0)
         above = self.interception.meter.live() - unit.base_bytes - entry.left_besides(unit)
         stays = self.clock.retains and not (*entry.retains[unit.backwards:], False)[0]  # the plan does not expect that

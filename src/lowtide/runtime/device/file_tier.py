@@ -186,10 +186,10 @@ def _folder() -> str | None:
 
 @final
 class _FileTicket:
-    __slots__ = ("_begun", "_board", "_place", "_size")
+    __slots__ = ("_begun", "_tier", "_place", "_size")
 
-    def __init__(self, board: FileTier, place: torch.Tensor, size: int) -> None:
-        self._board, self._place, self._size = board, place, size
+    def __init__(self, tier: FileTier, place: torch.Tensor, size: int) -> None:
+        self._tier, self._place, self._size = tier, place, size
         self._begun: torch.UntypedStorage | None = None
 
     def begin(self) -> None:
@@ -205,8 +205,8 @@ class _FileTicket:
         target = flat(storage)
         for piece in _pieces(self._size):
             target[piece].copy_(self._place[piece])
-            self._board.leave(self._place[piece])
+            self._tier.leave(self._place[piece])
         return storage
 
     def __del__(self) -> None:
-        self._board.give_back(self._place)
+        self._tier.give_back(self._place)

@@ -56,26 +56,26 @@ class PinnedTier:
 
 @final
 class _PinnedTicket:
-    __slots__ = ("_begun", "_board", "_done", "_host")
+    __slots__ = ("_begun", "_tier", "_done", "_host")
 
-    def __init__(self, board: PinnedTier, host: torch.Tensor, done: Any) -> None:
-        self._board, self._host, self._done = board, host, done
+    def __init__(self, tier: PinnedTier, host: torch.Tensor, done: Any) -> None:
+        self._tier, self._host, self._done = tier, host, done
         self._begun: tuple[torch.Tensor, Any, Any] | None = None
 
     def begin(self) -> None:
         if self._begun is not None:
             return
-        board = self._board
-        asking = board.accelerator.current_stream()
+        tier = self._tier
+        asking = tier.accelerator.current_stream()
         # The block is allocated on the requesting stream, which may still have work queued on its former contents.
-        target = torch.empty(self._host.numel(), dtype=torch.uint8, device=board.device)
-        board.stream.wait_stream(asking)
-        board.stream.wait_event(self._done)
-        with board.accelerator.on(board.stream):
+        target = torch.empty(self._host.numel(), dtype=torch.uint8, device=tier.device)
+        tier.stream.wait_stream(asking)
+        tier.stream.wait_event(self._done)
+        with tier.accelerator.on(tier.stream):
             target.copy_(self._host, non_blocking=True)
-            there = board.accelerator.event()
-            there.record(board.stream)
-        target.record_stream(board.stream)
+            there = tier.accelerator.event()
+            there.record(tier.stream)
+        target.record_stream(tier.stream)
         self._begun = target, there, asking
 
     def fetch(self) -> torch.UntypedStorage:
@@ -83,7 +83,7 @@ class _PinnedTicket:
             self.begin()
         assert self._begun is not None
         (target, there, owner), self._begun = self._begun, None
-        asking = self._board.accelerator.current_stream()
+        asking = self._tier.accelerator.current_stream()
         asking.wait_event(there)
         if asking != owner:  # the allocator knows only the stream on which the block was allocated
             target.record_stream(asking)

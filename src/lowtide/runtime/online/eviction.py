@@ -76,12 +76,12 @@ class Evictor:
     """
 
     def __init__(
-        self, meter: Meter, ledger: Ledger, board: FileTier | PinnedTier, budget: Budget, recorder: TraceRecorder
+        self, meter: Meter, ledger: Ledger, tier: FileTier | PinnedTier, budget: Budget, recorder: TraceRecorder
     ) -> None:
         """Begin with nothing saved, and with the ``recorder`` for operators outside any unit."""
         self.meter = meter
         self.ledger = ledger
-        self.board = board
+        self.tier = tier
         self.budget = budget
         self.exempt = KeptModules(())
         self.barred: weakref.WeakSet[Value] = weakref.WeakSet()
@@ -101,9 +101,9 @@ class Evictor:
         self._regions: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._bandwidth: Bandwidth | None = None
 
-    def use(self, meter: Meter, board: FileTier | PinnedTier) -> None:
+    def use(self, meter: Meter, tier: FileTier | PinnedTier) -> None:
         """Watch another device from now on, with its meter and its offload tier."""
-        self.meter, self.board = meter, board
+        self.meter, self.tier = meter, tier
         self._bandwidth = None
         self.operators.forget_sizes()
 
@@ -314,7 +314,7 @@ class Evictor:
             return 0
         try:
             with beneath_autograd():
-                ticket = Shared(self.board.put(storage))
+                ticket = Shared(self.tier.put(storage))
         except OSError:
             return -1
         for holder in group:
@@ -337,9 +337,9 @@ class Evictor:
                 shared = bool(beside) and value.ticket is None
                 if shared:
                     with beneath_autograd():
-                        value.ticket = Shared(self.board.put(storage))
+                        value.ticket = Shared(self.tier.put(storage))
                 del storage
-                wrote = value.move(self.board) or shared
+                wrote = value.move(self.tier) or shared
             except OSError:
                 self.moves, self._bandwidth = False, None
                 return False
@@ -359,7 +359,7 @@ class Evictor:
         """Speed of the offload tier, measured at first use; None if nothing may be offloaded."""
         if self._bandwidth is None and self.moves:
             try:
-                self._bandwidth = self.board.measure()
+                self._bandwidth = self.tier.measure()
             except OSError:
                 self.moves = False
             except torch.OutOfMemoryError:  # first asked for when no memory is left to measure it

@@ -390,7 +390,7 @@ class PlannedMode(Mode):
     def _live(self) -> list[Value]:
         return [*self.values.values(), *self._earlier]
 
-    def last_moves(self) -> None:
+    def offload_before_backward(self) -> None:
         """Offload, once, the values that leave just before the first backward that is not followed."""
         if not self._left:
             self._left = True
@@ -690,7 +690,7 @@ class PlannedMode(Mode):
             return
         try:
             start = time.perf_counter()
-            moved = value.move(self.run.board)
+            moved = value.move(self.run.tier)
             seconds = time.perf_counter() - start
             self.run.tally.offload_seconds += seconds
             if moved:

@@ -30,12 +30,12 @@ class PlannedRun:
     """
 
     def __init__(
-        self, script: CompiledPlan, tally: StepTally, board: FileTier | PinnedTier, stopwatch: Stopwatch | None = None
+        self, script: CompiledPlan, tally: StepTally, tier: FileTier | PinnedTier, stopwatch: Stopwatch | None = None
     ) -> None:
         """Start with no value saved; ``stopwatch`` times the unit, if given."""
         self.script = script
         self.tally = tally
-        self.board = board
+        self.tier = tier
         self.stopwatch = stopwatch
         self.values: Mapping[int, Value] = {}
         self.evictor: Evictor | None = None

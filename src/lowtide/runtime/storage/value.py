@@ -118,7 +118,7 @@ class Value:
             return self.tensor.untyped_storage()
         return None if self.weak is None else self.weak()
 
-    def move(self, board: OffloadTier) -> bool:
+    def move(self, tier: OffloadTier) -> bool:
         """Put its bytes on the offload tier and release them here.
 
         Returns:
@@ -132,7 +132,7 @@ class Value:
             storage = self.storage()
             assert storage is not None
             with beneath_autograd():
-                self.ticket = board.put(storage)
+                self.ticket = tier.put(storage)
         self.tensor = None
         anchor = self.anchored()
         if anchor is not None and anchor.held is not None:
