@@ -17,6 +17,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from lowtide.runtime.device.heap_meter import counters
 from process import in_turns, machine, with_counter
 from torch import nn
 
+VARIANTS = 6
+"""Rounds in a turn: see :func:`measure`."""
 WARM = 3
 SETTLING = 5
 """Steps under a budget before those that are timed: by then the plan is in force."""
@@ -139,6 +142,14 @@ class Subject:
             self.step()
         return self.timed()
 
+    def rescued(self) -> dict[str, Any]:
+        """A round without a budget, in which a step that does not fit would be rescued; all fit."""
+        with lowtide.budget("rescue") as running:
+            for _ in range(SETTLING):
+                self.step()
+            found = self.timed()
+        return found | {"policy": running.outcome.steps[-1].policy}
+
     def under(self, budget: int) -> tuple[Any, dict[str, Any]]:
         """What became of a budget (bytes above what is outside the model), and the steps timed once its plan is in force."""
         with lowtide.budget(self.outside + budget) as running:
@@ -176,12 +187,13 @@ def measure(name: str, turns: int, tick: Callable[[], None]) -> dict[str, Any]:
     """All variants of a model, in turns that begin with another one each time."""
     subject = Subject(name)
     floor = subject.budgeted(subject.share(0.9))["floor_bytes"]
-    budgets = {"plain": 0, "plain again": 0, "roomy": 4 * subject.plain_peak}
+    budgets = {"roomy": 4 * subject.plain_peak}
     budgets |= {f"{share:.0%}": max(subject.share(share), int(1.1 * floor)) for share in (0.5, 0.25)}
-    found: dict[str, list[dict[str, Any]]] = {variant: [] for variant in budgets}
-    for variant in in_turns(budgets, turns):
-        budget = budgets[variant]
-        found[variant].append(subject.budgeted(budget) if budget else subject.plain())
+    rounds = {"plain": subject.plain, "plain again": subject.plain, "rescue": subject.rescued}
+    rounds |= {variant: partial(subject.budgeted, budget) for variant, budget in budgets.items()}
+    found: dict[str, list[dict[str, Any]]] = {variant: [] for variant in rounds}
+    for variant in in_turns(rounds, turns):
+        found[variant].append(rounds[variant]())
         tick()
     return {
         "model": name, "runs": found, "floor_bytes": floor, "plain_peak_bytes": subject.plain_peak,
@@ -230,7 +242,7 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     names = given.models.split(",")
     with Progress(transient=True) as progress:
-        task = progress.add_task("measuring", total=5 * given.turns * len(names))
+        task = progress.add_task("measuring", total=VARIANTS * given.turns * len(names))
         results = [measure(name, given.turns, lambda: progress.advance(task)) for name in names]
     table = Table(title="Seconds a step against plain (ratio within each turn)")
     columns = (

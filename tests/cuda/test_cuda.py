@@ -75,14 +75,43 @@ def test_a_failing_operator_is_retried_after_cuda_ran_out_of_memory() -> None:
     assert any(s.rescued_ops for s in run.outcome.steps)
 
 
+def test_one_oversized_batch_is_rescued_on_cuda_and_other_steps_are_left_alone() -> None:
+    """Law: no budget; the step that does not fit ends with the baseline's bits, and steps that fit are not intercepted."""
+
+    def train() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(24))).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(8):
+            batch = torch.randn(1 << (16 if step == 5 else 10), 512, device="cuda")
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    reference = train()
+    gc.collect()
+    torch.cuda.empty_cache()
+    limit = torch.cuda.memory_allocated() + (2 << 30)  # the large step takes more than 6 GiB
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with lowtide.budget("rescue") as run:
+            found = train()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
+    assert [s.index for s in run.outcome.steps if s.policy != "plain"] == [0, 1, 5]
+    assert run.outcome.steps[5].rescued_ops
+
+
 def test_offloaded_values_come_back_from_pinned_memory_with_equal_bits() -> None:
     from lowtide.runtime.device.pinned_tier import PinnedTier
 
-    board = PinnedTier(torch.device("cuda", 0))
+    tier = PinnedTier(torch.device("cuda", 0))
     for _ in range(20):
         source = torch.randn(1 << 20, device="cuda")
         expected = source.clone()
-        ticket = board.put(source.untyped_storage())
+        ticket = tier.put(source.untyped_storage())
         del source
         torch.randn(1 << 20, device="cuda")  # the freed block must not be given out before its copy is done
         back = torch.empty(0, device="cuda").set_(ticket.fetch())
@@ -94,12 +123,12 @@ def test_prefetches_wait_for_their_copies_on_any_stream() -> None:
     """
     from lowtide.runtime.device.pinned_tier import PinnedTier
 
-    board = PinnedTier(torch.device("cuda", 0))
+    tier = PinnedTier(torch.device("cuda", 0))
     other = torch.cuda.Stream()
     for i in range(20):
         source = torch.randn(1 << 22, device="cuda")
         expected = source.clone()
-        ticket = board.put(source.untyped_storage())
+        ticket = tier.put(source.untyped_storage())
         del source
         ticket.begin()
         busy = torch.randn(1 << 22, device="cuda") * 2  # work beside the copy, on a block that looks free

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import tempfile
 from typing import Any
@@ -73,3 +74,21 @@ def test_a_tier_without_room_for_a_segment_takes_smaller_pieces(monkeypatch: pyt
     tickets = [found.put((values + i).untyped_storage()) for i in range(3)]
     for i, ticket in enumerate(tickets):
         assert torch.equal(torch.empty(0).set_(ticket.fetch()), values + i)
+
+
+def test_a_tier_that_cannot_be_measured_for_lack_of_memory_is_used_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its speed is first asked for when memory has run out: that must not end the run, nor end offloading."""
+    mapped = mmap.mmap
+
+    def cramped(number: int, size: int, *args: Any, **kwargs: Any) -> Any:
+        if number == -1:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return mapped(number, size, *args, **kwargs)
+
+    monkeypatch.setattr(mmap, "mmap", cramped)
+    make = zoo.mlp
+    reference = plain_of(make)
+    run = budgeted(make, above_of(reference, 0.5))
+    assert run.bits == reference.bits
+    assert run.peak_bytes <= run.budget_bytes
+    assert sum(s.offloaded_bytes for s in run.outcome.steps)

@@ -13,6 +13,8 @@ KIB: Final = 1024
 MIB: Final = 1024**2
 GIB: Final = 1024**3
 
+RESCUE: Final = "rescue"
+"""The text of a budget that is none: see :class:`Rescue`."""
 LARGEST: Final = 1 << 63
 """Sizes must be smaller than this many bytes; no device has as much."""
 
@@ -35,7 +37,12 @@ class Auto:
     """A budget taken from the device: its free memory, minus a margin."""
 
 
-Size = int | BudgetShare | Auto
+@dataclass(frozen=True, slots=True)
+class Rescue:
+    """No budget: steps that fit are left alone, and operators that run out of memory are retried after an eviction."""
+
+
+Size = int | BudgetShare | Auto | Rescue
 
 
 def parse_bytes(text: str) -> int:
@@ -57,13 +64,15 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_budget(text: str) -> Size:
-    """Parse a budget: a size as in :func:`parse_bytes`, a share such as ``50%``, or ``auto``.
+    """Parse a budget: a size as in :func:`parse_bytes`, a share such as ``50%``, ``auto`` or ``rescue``.
 
     Raises:
         SizeError: if the text is none of these, or is a share outside (0 %, 1000 %].
     """
     if text.strip().lower() == "auto":
         return Auto()
+    if text.strip().lower() == RESCUE:
+        return Rescue()
     match = _PERCENT.fullmatch(text)
     if match is None:
         return parse_bytes(text)
@@ -74,12 +83,12 @@ def parse_budget(text: str) -> Size:
 
 
 def as_budget(size: object) -> Size | None:
-    """Convert a budget passed from Python code: text as in :func:`parse_budget`, whole bytes, a share, auto, or None.
+    """Convert a budget passed from Python code: text as in :func:`parse_budget`, whole bytes, a parsed budget, or None.
 
     Raises:
         SizeError: if it is none of these, is not above zero, or is 2**63 bytes or more.
     """
-    if size is None or isinstance(size, (BudgetShare, Auto)):
+    if size is None or isinstance(size, (BudgetShare, Auto, Rescue)):
         return size
     if isinstance(size, str):
         return parse_budget(size)
@@ -92,7 +101,7 @@ def as_budget(size: object) -> Size | None:
             whole = 0
         if 0 < whole < LARGEST:
             return whole
-    raise SizeError(f"{size!r} is not a budget: give bytes above zero, '6 GiB', '50%', 'auto' or None (no limit, only rescue)")
+    raise SizeError(f"{size!r} is not a budget: give bytes above zero, '6 GiB', '50%', 'auto', 'rescue' or None")
 
 
 def format_bytes(size: float) -> str:

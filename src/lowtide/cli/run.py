@@ -10,7 +10,7 @@ import click
 from lowtide.base.errors import UsageError
 from lowtide.base.lever_catalogue import check_levers
 from lowtide.base.outputs import write_json
-from lowtide.base.units import parse_budget
+from lowtide.base.units import RESCUE, parse_budget
 from lowtide.cli.launch import absolute, become, check_alone, check_folder, check_target
 from lowtide.cli.script import takes_script
 from lowtide.runtime.agent.task import PRELOAD, RunOptions, Task
@@ -18,6 +18,8 @@ from lowtide.runtime.agent.task import PRELOAD, RunOptions, Task
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option("--budget", metavar="SIZE", help="The budget: 900MiB, 6GiB, 2GB, bytes, 50%, or auto (CUDA).")
+@click.option("--rescue", is_flag=True,
+              help="No budget: leave steps that fit alone, and keep a step that does not fit from running out of memory.")
 @click.option("--optimizations", "levers", type=click.Choice(["list"]),
               help="Try each memory optimization on SCRIPT and show what it saves.")
 @click.option("--levers", "levers_as_before", type=click.Choice(["list"]), hidden=True,
@@ -39,6 +41,7 @@ from lowtide.runtime.agent.task import PRELOAD, RunOptions, Task
 def run(
     *,
     budget: str | None,
+    rescue: bool,
     levers: str | None,
     levers_as_before: str | None,
     keep: tuple[str, ...],
@@ -63,8 +66,12 @@ def run(
     check_alone()
     if levers is not None or levers_as_before is not None:
         return _list_levers(script, arguments, module=module, json_file=json_file)
+    if rescue and (budget is not None or plan is not None or save_plan is not None):
+        raise UsageError("--rescue has no budget and makes no plan: leave out --budget, --plan and --save-plan")
+    if rescue:
+        budget = RESCUE
     if budget is None:
-        raise UsageError("give a budget, as in --budget 6GiB or --budget 50% (--optimizations list needs none)")
+        raise UsageError("give a budget, as in --budget 6GiB or --budget 50%, or --rescue (--optimizations list needs none)")
     parse_budget(budget)
     allowed, excluded = check_levers(allow, without)
     check_target(script, module=module)

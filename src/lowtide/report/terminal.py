@@ -79,6 +79,10 @@ def show_outcome(outcome: RunOutcome) -> None:
             f"predicted, {plan.extra_seconds / max(plan.baseline_step_seconds, 1e-9):.1%} of the recorded {unit}; "
             f"no plan needs less than {format_seconds(plan.bound_extra_seconds)}",
         )
+    if not outcome.asked:
+        rescued = [s.rescued_ops for s in outcome.steps if s.rescued_ops]
+        told = f"retries of operators that did not fit, in {len(rescued)} of {len(outcome.steps)} steps"
+        table.add_row("rescued", str(sum(rescued)), told)
     for lever in outcome.levers:
         table.add_row("optimization", lever.name, lever.text if lever.used else f"not used: {lever.text}")
     out.print(table)

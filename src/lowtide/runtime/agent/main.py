@@ -247,7 +247,14 @@ class _Budget:
         if not options.quiet and not _rank_suffix():
             show_outcome(outcome)
         written.say()
-        if outcome.share and not outcome.budget_bytes and error is not None and out_of_memory(error) is not None:
+        if error is None or out_of_memory(error) is None:
+            return
+        if not outcome.asked:
+            tell(
+                "lowtide: --rescue did not save this step: it was predicted to fit, or evicting what autograd has saved did "
+                "not suffice; a budget, such as --budget 6GiB, plans every step"
+            )
+        elif outcome.share and not outcome.budget_bytes:
             tell(
                 f"lowtide: the first step ran out of memory: it has no budget, because a share of {outcome.share:.0%} is "
                 "computed from its peak; give a size, such as --budget 6GiB, which holds from the first step on"

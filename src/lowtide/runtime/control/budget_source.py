@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Final, final
 
 from lowtide.base.messages import tell
-from lowtide.base.units import Auto, BudgetShare, Size, format_bytes
+from lowtide.base.units import Auto, BudgetShare, Rescue, Size, format_bytes
 from lowtide.runtime.budget import Budget
 from lowtide.runtime.control.interception import Interception
 from lowtide.runtime.device import accelerator
-from lowtide.runtime.device.available_memory import available_bytes, return_freed_memory
+from lowtide.runtime.device.available_memory import available_bytes, return_freed_memory, return_freed_memory_for_now
 from lowtide.runtime.units.knowledge import Knowledge
 from lowtide.runtime.units.recorded_unit import TOLERANCE_SHARE
 from lowtide.runtime.units.unit import Unit
@@ -31,6 +31,33 @@ class BudgetSource:
         self._asked, self._budget, self._interception, self._knowledge = asked, budget, interception, knowledge
         self._peak_bytes = self._available_bytes = 0
         self.share_step = 0
+        self._returns = False
+
+    @property
+    def only_rescues(self) -> bool:
+        """Whether there is no budget: operators that run out of memory are retried, nothing else."""
+        return self._asked is None or isinstance(self._asked, Rescue)
+
+    def limit_of_units(self) -> int:
+        """Bytes that a unit may reach without being intercepted; 0 if every unit is to be intercepted."""
+        if not isinstance(self._asked, Rescue):
+            return self._budget.bytes
+        meter = self._interception.meter
+        return self._budget.limit_bytes or meter.live() + available_bytes(meter.device)
+
+    def rescue_begins(self, *, fits: bool) -> None:
+        """A unit begins without a budget; ``fits``: whether it is predicted to fit into memory.
+
+        Otherwise, what is evicted must leave the process, not only the tensors, while the unit runs; and its limit is what is
+        there now, as the process may have grown otherwise.
+        """
+        if not isinstance(self._asked, Rescue) or accelerator.is_there():
+            return
+        if fits is self._returns:
+            self._returns = not fits
+            return_freed_memory_for_now(returned=not fits)
+        if not fits:
+            self._limit_to_what_is_there()
 
     @property
     def share(self) -> float:
@@ -44,13 +71,15 @@ class BudgetSource:
             return_freed_memory(self._asked)
         elif isinstance(self._asked, Auto):
             self._budget.put(_free_on_device())
-        elif isinstance(self._asked, BudgetShare):  # the first step has no budget, but it is limited to the memory there is
+        elif isinstance(self._asked, (BudgetShare, Rescue)):  # no budget, or none yet, but a limit: the memory there is
             self._limit_to_what_is_there()
 
     def device_found(self) -> None:
         """Memory is counted on another device from now on: read the budget or the limit off that device."""
         if isinstance(self._asked, Auto):
             self._budget.put(_free_on_device())
+        elif isinstance(self._asked, Rescue):  # a device's own allocator refuses what does not fit
+            self._budget.lift()
         elif isinstance(self._asked, BudgetShare) and not self._budget.bytes:
             self._limit_to_what_is_there()
 

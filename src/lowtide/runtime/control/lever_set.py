@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from lowtide.base.lever_catalogue import GRADIENTS, LOSS, SLICES, SPLIT_OPS, UPDATE
 from lowtide.base.trace import Phase
+from lowtide.base.units import Rescue
 from lowtide.runtime.budget import Budget
 from lowtide.runtime.control.interception import Interception
 from lowtide.runtime.control.settings import BudgetSettings
@@ -69,7 +70,8 @@ class LeverSet:
             self.in_backward.install(optimizers)
         elif self._is_allowed(GRADIENTS):
             self.gradients.engage(optimizers)
-        if SLICES not in settings.without and (settings.budget is not None or SLICES in settings.allow):
+        limited = not (settings.budget is None or isinstance(settings.budget, Rescue))
+        if SLICES not in settings.without and (limited or SLICES in settings.allow):
             self.slices.install()
         if self._is_allowed(LOSS):
             self.logits.install()

@@ -135,8 +135,10 @@ class PlanChoice:
     def choose(self, unit: Unit) -> Choice:
         """Choose how a unit that begins is to run."""
         self._source.resolve(unit, len(self._audit.steps), self.between_bytes)
-        if not self._budget.bytes and self._settings.budget is None:
-            return self._hold(OnlineReason.NO_LIMIT)
+        if self._source.only_rescues:
+            fits = self.has_room(unit)
+            self._source.rescue_begins(fits=fits)
+            return Ignore() if fits else self._hold(OnlineReason.NO_LIMIT)
         entry = self._knowledge.recordings.nearest(unit.kind, unit.base_bytes)
         if unit.number in AGREED_UNITS and plan_consensus.wanted():
             self._agree(entry, unit)
@@ -205,12 +207,16 @@ class PlanChoice:
         return self._hold(None if recorded else OnlineReason.SIZE_OF_ITS_OWN)
 
     def has_room(self, unit: Unit) -> bool:
-        """Whether a unit with these root calls is predicted to stay within the budget."""
-        if not (self._budget.bytes and self._interception.meter.exact):
+        """Whether a unit with these root calls is predicted to stay within the budget, or in the memory there is."""
+        limit = self._source.limit_of_units()
+        if not (limit and self._interception.meter.exact):
             return False
+        peaks = self._knowledge.peaks
         unsteady = self._knowledge.recordings.is_wild(unit.kind)
-        most = self._knowledge.peaks.most(unit.calls, unit.gradient_bytes, unsteady=unsteady)
-        return most is not None and unit.base_bytes + unit.left.bytes + most <= self._budget.bytes
+        most = peaks.most(unit.calls, unit.gradient_bytes, unsteady=unsteady)
+        if most is None and self._source.only_rescues:  # such units have no recordings
+            most = peaks.rise_of(unit.calls, unit.gradient_bytes)
+        return most is not None and unit.base_bytes + unit.left.bytes + most <= limit
 
     def _choose_by_its_like(self, unit: Unit) -> Choice | None:
         """Refuse a budget that a recorded unit of other sizes certainly cannot hold; None if there is no such unit."""

@@ -203,7 +203,7 @@ class Runtime:
             steps=tuple(self.audit.steps),
             plan=self.choice.figures,
             exact=self.interception.meter.exact,
-            asked=self.settings.budget is not None,
+            asked=not self.source.only_rescues,
             of_first=isinstance(self.settings.budget, BudgetShare),
             excused=self.excused,
             units=self.audit.units_a_step,

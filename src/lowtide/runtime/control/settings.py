@@ -15,7 +15,7 @@ class BudgetSettings:
     """The user's settings.
 
     Attributes:
-        budget: bytes, a share, ``auto``, or None for no limit, only rescue from out-of-memory.
+        budget: bytes, a share, ``auto``, ``rescue``, or None for no limit at all.
         keep: modules whose values are never dropped.
         plan: a plan loaded from a file.
         offload: whether values may be offloaded.

@@ -18,7 +18,7 @@ from lowtide.runtime.units.knowledge import Knowledge
 from lowtide.runtime.units.recorded_unit import RecordedUnit, near
 from lowtide.runtime.units.resizing import Resizing
 from lowtide.runtime.units.unit import Unit
-from lowtide.runtime.units.unit_mode import Diverged, Expectation, Recording
+from lowtide.runtime.units.unit_mode import Diverged, Expectation, Online, OnlineReason, Recording
 from lowtide.runtime.units.unit_signature import UnitSignature
 
 
@@ -40,7 +40,7 @@ class UnitReview:
             elif (
                 interception.meter.exact
                 and interception.evictor.times == unit.times
-                and self._knowledge.recordings.is_wild(unit.kind)
+                and (self._knowledge.recordings.is_wild(unit.kind) or self._is_rescued(unit))
             ):
                 self._note_rise(unit)
         elif unit.expected is not None:
@@ -69,12 +69,16 @@ class UnitReview:
         )
         knowledge.recordings.keep(unit.kind, entry)
 
+    def _is_rescued(self, unit: Unit) -> bool:
+        """Whether a unit was intercepted only so that it could be rescued; a run's first unit is cold, and does not count."""
+        return unit.number > 1 and isinstance(unit.mode, Online) and unit.mode.reason is OnlineReason.NO_LIMIT
+
     def _note_rise(self, unit: Unit) -> None:
         """Note how far a unit rose from which nothing was evicted."""
         meter, peaks = self._interception.meter, self._knowledge.peaks
         peak = max(meter.op_peak(), meter.span_peak())  # op_peak begins anew with each operator that is observed
         peaks.note(unit.calls, peak - unit.base_bytes - unit.left.bytes, unit.gradient_bytes)
-        if unit.is_roomy and peak > self._budget.bytes:
+        if unit.is_roomy and 0 < self._budget.bytes < peak:
             peaks.broke(unit.calls)
 
     def _verify(self, unit: Unit, expected: Expectation) -> None:

@@ -22,6 +22,8 @@ CRAMPED: Final = 3
 """If a process's own limits leave less than this multiple of its budget, malloc has no room to keep freed tensors."""
 RETURNED_BYTES: Final = 1 << 20
 """Freed blocks of at least this size go back to the kernel, after :func:`return_freed_memory` has configured malloc."""
+_KEPT_BYTES: Final = 32 << 20
+"""glibc raises the threshold for separate maps up to this size, and that for returning the heap's end to twice as much."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _NO_LIMIT: Final = 1 << 60
@@ -59,10 +61,22 @@ def return_freed_memory(budget_bytes: int) -> bool:
     """
     if accelerator.is_there() or _left_of_limits() >= CRAMPED * budget_bytes:
         return False
+    return _configure_malloc(RETURNED_BYTES, RETURNED_BYTES)
+
+
+def return_freed_memory_for_now(*, returned: bool) -> None:
+    """Make malloc return freed tensors to the kernel, its holes included; or if not ``returned``, let it keep them again.
+
+    It then keeps what glibc itself comes to keep after a large tensor was freed: see :func:`return_freed_memory`.
+    """
+    if _configure_malloc(*((RETURNED_BYTES, RETURNED_BYTES) if returned else (_KEPT_BYTES, 2 * _KEPT_BYTES))) and returned:
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _configure_malloc(mapped_bytes: int, trimmed_bytes: int) -> bool:
+    """Map blocks from this size on separately, and return so large an end of the heap; returns whether malloc did so."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in musl or on macOS
-    if mallopt is None:
-        return False
-    return all(mallopt(kind, RETURNED_BYTES) for kind in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD))
+    return bool(mallopt and mallopt(_M_MMAP_THRESHOLD, mapped_bytes) and mallopt(_M_TRIM_THRESHOLD, trimmed_bytes))
 
 
 def groups() -> Iterator[tuple[int, int]]:

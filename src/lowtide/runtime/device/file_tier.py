@@ -146,14 +146,19 @@ class FileTier:
 
         Raises:
             OSError: if the disk has no room.
+            OutOfMemoryError: if the process may not take the bytes that are copied.
         """
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             place = self._place(PROBE_BYTES)
-            probe = torch.frombuffer(bytearray(PROBE_BYTES), dtype=torch.uint8)
+            try:
+                probe, *maps = (torch.frombuffer(mmap.mmap(-1, PROBE_BYTES), dtype=torch.uint8) for _ in range(1 + PROBES))
+            except (OSError, MemoryError) as error:
+                self.give_back(place)
+                raise torch.OutOfMemoryError("no memory to measure the offload tier's speed with") from error
+            probe.zero_()
             place.copy_(probe)  # not timed: a place has only one first write, but is used many times
             write = fastest(lambda: self.leave(place.copy_(probe)))
             read = fastest(lambda: self.leave(place, probe.copy_(place)))
-            maps = [torch.frombuffer(mmap.mmap(-1, PROBE_BYTES), dtype=torch.uint8) for _ in range(PROBES)]
             read_fresh = fastest(lambda: self.leave(place, maps.pop().copy_(place)))
         self.give_back(place)
         return Bandwidth(write=write, read=read, read_fresh=read_fresh)
@@ -186,7 +191,7 @@ def _folder() -> str | None:
 
 @final
 class _FileTicket:
-    __slots__ = ("_begun", "_tier", "_place", "_size")
+    __slots__ = ("_begun", "_place", "_size", "_tier")
 
     def __init__(self, tier: FileTier, place: torch.Tensor, size: int) -> None:
         self._tier, self._place, self._size = tier, place, size

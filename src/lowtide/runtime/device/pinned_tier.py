@@ -56,7 +56,7 @@ class PinnedTier:
 
 @final
 class _PinnedTicket:
-    __slots__ = ("_begun", "_tier", "_done", "_host")
+    __slots__ = ("_begun", "_done", "_host", "_tier")
 
     def __init__(self, tier: PinnedTier, host: torch.Tensor, done: Any) -> None:
         self._tier, self._host, self._done = tier, host, done

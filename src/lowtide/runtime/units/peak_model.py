@@ -109,6 +109,20 @@ class PeakModel:
             return max(limits, default=None)
         return min(limits, default=None)
 
+    def rise_of(self, kinds: Sequence[UnitSignature], gradient_bytes: int) -> int | None:
+        """The highest rise, in bytes, of units that began with exactly these root calls; None if none was seen.
+
+        Args:
+            kinds: the root calls.
+            gradient_bytes: gradients that exist when the unit begins; the others are added, as in :meth:`most`.
+        """
+        calls = _calls(kinds)
+        if calls is None or calls[0][0] in self._broken:
+            return None
+        known = self._known.get(calls[0][0], {}).items()
+        rises = [r.bytes + max(0, r.gradient_bytes - gradient_bytes) for other, r in known if other[: len(calls)] == calls]
+        return max(rises, default=None)
+
     def worth_recording(self, kind: UnitSignature) -> bool:
         """Whether to record a unit of a kind that has no recording: recording takes time."""
         again = kind in self._met

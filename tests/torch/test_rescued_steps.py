@@ -1,0 +1,66 @@
+"""Laws: without a budget, steps that are predicted to fit are not intercepted, and those that do not fit keep their bits."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+import zoo
+from lowtide.runtime.control import budget_source
+from torch import nn
+
+import lowtide
+from harness import above_of, heap, plain_of
+
+
+STEPS = 5
+
+
+def _limited(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """The machine has memory for so many bytes of tensors."""
+    monkeypatch.setattr(budget_source, "available_bytes", lambda _: max(1, most - heap().tensor_live))
+
+
+@pytest.mark.parametrize("make", [zoo.mlp, zoo.gpt_eager, zoo.lstm, zoo.cnn], ids=lambda make: make.__name__)
+def test_steps_that_do_not_fit_keep_their_bits(make: Callable[[], zoo.Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: with too little memory for any step, all are rescued, and end with the baseline's bits."""
+    reference = plain_of(make)
+    gc.collect()
+    _limited(monkeypatch, above_of(reference, 0.8))
+    with lowtide.budget("rescue") as run:
+        bits = zoo.run(make, STEPS)
+    assert bits == plain_of(make, STEPS).bits
+    assert all(step.policy == "online" for step in run.outcome.steps)
+    assert any(step.offloaded_bytes or step.recomputed_ops for step in run.outcome.steps)
+
+
+def test_only_steps_that_may_not_fit_are_intercepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: two steps of a shape are watched; then only those whose memory is not known, or is known to be too much."""
+    gc.collect()
+    _limited(monkeypatch, heap().tensor_live + (48 << 20))
+    rows = [256, 256, 256, 128, 128, 128, 4096, 256, 4096, 256]
+
+    def train() -> tuple[list[float], list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for count in rows:
+            loss = model(torch.randn(count, 64)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, [p.detach().clone() for p in model.parameters()]
+
+    plain, weights = train()
+    with lowtide.budget("rescue") as run:
+        losses, found = train()
+    assert losses == plain
+    assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
+    watched = [step.index for step in run.outcome.steps if step.policy == "online"]
+    assert watched == [0, 1, 3, 6, 8]
+    assert run.outcome.held
+    assert not run.outcome.budget_bytes
