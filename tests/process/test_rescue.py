@@ -1,4 +1,7 @@
-"""``lowtide run --rescue``: steps that fit are left alone, and one that does not survives with the baseline's bits."""
+"""``lowtide run --rescue``: steps that fit are left alone, and one that does not survives with the baseline's bits.
+
+``lowtide run --slowdown`` shows what other budgets would cost.
+"""
 
 from __future__ import annotations
 
@@ -81,6 +84,21 @@ def test_a_hundred_rescues_of_one_rank_keep_two_ranks_together(tmp_path: Path) -
     mine, theirs = _steps(tmp_path / "f.json"), _steps(tmp_path / "f.json.rank1")
     assert not any(step["rescued_ops"] for step in mine)
     assert sum(step["rescued_ops"] > 0 for step in theirs) == 100
+
+
+def test_a_slowdown_shows_neighbouring_budgets_and_excludes_others(tmp_path: Path) -> None:
+    """Law: the JSON has what the summary shows; wrong usage is one line, and exit code 2."""
+    script = script_in(tmp_path, NET.replace("STEPS", "8").replace("ROWS", "2000"))
+    done = _python(tmp_path, "-m", "lowtide", "run", "--slowdown", "400%", "--json", "f.json", script)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "f.json").read_text())
+    assert found["held"]
+    assert found["neighbours"]
+    assert done.stderr.count("with that budget") == len(found["neighbours"])
+    wrong = lowtide_in(tmp_path, "run", "--slowdown", "10%", "--budget", "1GiB", script)
+    assert (wrong.returncode, wrong.stderr) == (
+        2, "lowtide: error: --slowdown sets the budget itself: leave out --budget and --rescue\n"
+    )
 
 
 def test_rescue_excludes_a_budget(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.base.errors import SizeError
-from lowtide.base.units import GIB, KIB, MIB, Auto, BudgetShare, as_budget, format_bytes, format_seconds, parse_budget, parse_bytes
+from lowtide.base.units import GIB, KIB, MIB, Auto, BudgetShare, Minimum, Rescue, Slowdown, as_budget, format_bytes, format_seconds, parse_budget, parse_bytes
 
 GOOD = {
     "1": 1,
@@ -142,3 +142,18 @@ def test_a_printed_size_is_parsed_back_within_five_percent(size: int) -> None:
 def test_durations_are_printed_for_people(seconds: float, text: str) -> None:
     """Seconds, milliseconds, microseconds."""
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(("text", "budget"), [
+    ("minimum", Minimum()), (" Minimum ", Minimum()), ("rescue", Rescue()), ("slowdown 10%", Slowdown(0.1)),
+    ("Slowdown 2.5 %", Slowdown(0.025)), ("slowdown 0%", Slowdown(0.0)),
+])  # fmt: skip
+def test_budgets_in_words_are_understood(text: str, budget: object) -> None:
+    assert parse_budget(text) == as_budget(text) == budget
+    assert as_budget(budget) == budget
+
+
+@pytest.mark.parametrize("text", ["slowdown", "slowdown 10", "slowdown x%", "slowdown -1%"])
+def test_a_slowdown_that_is_no_share_is_refused(text: str) -> None:
+    with pytest.raises(SizeError, match="give the share of a step's time"):
+        parse_budget(text)

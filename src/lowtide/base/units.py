@@ -13,6 +13,8 @@ KIB: Final = 1024
 MIB: Final = 1024**2
 GIB: Final = 1024**3
 
+MINIMUM: Final = "minimum"
+"""The text of a budget of the lowest peak that plans reach: see :class:`Minimum`."""
 RESCUE: Final = "rescue"
 """The text of a budget that is none: see :class:`Rescue`."""
 LARGEST: Final = 1 << 63
@@ -22,12 +24,25 @@ _BINARY: Final = {"KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1024**4}
 _DECIMAL: Final = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FACTORS: Final = {"": 1, **_DECIMAL, **_BINARY}
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
+_SLOWDOWN: Final = re.compile(r"\s*slowdown\s+(\d+(?:\.\d*)?|\.\d+)\s*%\s*", re.IGNORECASE)
 _PERCENT: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetShare:
     """A budget of the resident bytes plus a share (0.5 for 50 %) of what a plain run's peak adds to them."""
+
+    fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class Minimum:
+    """A budget of the lowest peak that plans by recomputing and offloading reach, plus a margin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """A budget of the lowest peak whose plan is predicted to take at most a share (0.1 for 10 %) of a step's time more."""
 
     fraction: float
 
@@ -42,7 +57,9 @@ class Rescue:
     """No budget: steps that fit are left alone, and operators that run out of memory are retried after an eviction."""
 
 
-Size = int | BudgetShare | Auto | Rescue
+FromStep = BudgetShare | Minimum | Slowdown
+"""Budgets whose bytes are known once a step was recorded."""
+Size = int | FromStep | Auto | Rescue
 
 
 def parse_bytes(text: str) -> int:
@@ -64,15 +81,18 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_budget(text: str) -> Size:
-    """Parse a budget: a size as in :func:`parse_bytes`, a share such as ``50%``, ``auto`` or ``rescue``.
+    """Parse a budget: a size as in :func:`parse_bytes`, or ``50%``, ``minimum``, ``slowdown 10%``, ``auto`` or ``rescue``.
 
     Raises:
         SizeError: if the text is none of these, or is a share outside (0 %, 1000 %].
     """
-    if text.strip().lower() == "auto":
-        return Auto()
-    if text.strip().lower() == RESCUE:
-        return Rescue()
+    words: dict[str, Size] = {"auto": Auto(), RESCUE: Rescue(), MINIMUM: Minimum()}
+    if (found := words.get(text.strip().lower())) is not None:
+        return found
+    if (slowdown := _SLOWDOWN.fullmatch(text)) is not None:
+        return Slowdown(float(slowdown[1]) / 100)
+    if text.strip().lower().startswith("slowdown"):
+        raise SizeError(f"cannot read {text!r}: give the share of a step's time that it may take more, such as 10%")
     match = _PERCENT.fullmatch(text)
     if match is None:
         return parse_bytes(text)
@@ -88,7 +108,7 @@ def as_budget(size: object) -> Size | None:
     Raises:
         SizeError: if it is none of these, is not above zero, or is 2**63 bytes or more.
     """
-    if size is None or isinstance(size, (BudgetShare, Auto, Rescue)):
+    if size is None or isinstance(size, (BudgetShare, Minimum, Slowdown, Auto, Rescue)):
         return size
     if isinstance(size, str):
         return parse_budget(size)
@@ -101,7 +121,8 @@ def as_budget(size: object) -> Size | None:
             whole = 0
         if 0 < whole < LARGEST:
             return whole
-    raise SizeError(f"{size!r} is not a budget: give bytes above zero, '6 GiB', '50%', 'auto', 'rescue' or None")
+    forms = "'6 GiB', '50%', 'minimum', 'slowdown 10%', 'auto', 'rescue' or None"
+    raise SizeError(f"{size!r} is not a budget: give bytes above zero, {forms}")
 
 
 def format_bytes(size: float) -> str:

@@ -11,7 +11,7 @@ import click
 from lowtide.base.errors import GraphError, UsageError
 from lowtide.base.lever_catalogue import LEVERS, parse_levers
 from lowtide.base.outputs import write, write_json
-from lowtide.base.units import Auto, BudgetShare, Rescue, parse_budget, parse_bytes
+from lowtide.base.units import Auto, BudgetShare, Minimum, Rescue, Slowdown, parse_budget, parse_bytes
 from lowtide.cli.launch import check_folder
 from lowtide.cli.script import Finite
 
@@ -249,7 +249,7 @@ def _budget(text: str | None, solver: Solver, resident: int) -> int | None:
     if text is None:
         return None
     asked = parse_budget(text)
-    if isinstance(asked, (Auto, Rescue)):
+    if isinstance(asked, Auto | Rescue | Minimum | Slowdown):
         raise UsageError(f"--budget {text} works only with `lowtide run`: give a size or a share")
     if isinstance(asked, BudgetShare):
         return resident + int(asked.fraction * (solver.given.peak_bytes - resident))

@@ -17,7 +17,9 @@ from lowtide.runtime.agent.task import PRELOAD, RunOptions, Task
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("--budget", metavar="SIZE", help="The budget: 900MiB, 6GiB, 2GB, bytes, 50%, or auto (CUDA).")
+@click.option("--budget", metavar="SIZE", help="The budget: 900MiB, 6GiB, 2GB, bytes, 50%, minimum, or auto (CUDA).")
+@click.option("--slowdown", metavar="SHARE",
+              help="Instead of --budget: the least memory that is predicted to cost at most this share of time, such as 10%.")
 @click.option("--rescue", is_flag=True,
               help="No budget: leave steps that fit alone, and keep a step that does not fit from running out of memory.")
 @click.option("--optimizations", "levers", type=click.Choice(["list"]),
@@ -41,6 +43,7 @@ from lowtide.runtime.agent.task import PRELOAD, RunOptions, Task
 def run(
     *,
     budget: str | None,
+    slowdown: str | None,
     rescue: bool,
     levers: str | None,
     levers_as_before: str | None,
@@ -66,6 +69,10 @@ def run(
     check_alone()
     if levers is not None or levers_as_before is not None:
         return _list_levers(script, arguments, module=module, json_file=json_file)
+    if slowdown is not None:
+        if budget is not None or rescue:
+            raise UsageError("--slowdown sets the budget itself: leave out --budget and --rescue")
+        budget = f"slowdown {slowdown}" if slowdown.rstrip().endswith("%") else f"slowdown {slowdown}%"
     if rescue and (budget is not None or plan is not None or save_plan is not None):
         raise UsageError("--rescue has no budget and makes no plan: leave out --budget, --plan and --save-plan")
     if rescue:

@@ -79,6 +79,9 @@ def show_outcome(outcome: RunOutcome) -> None:
             f"predicted, {plan.extra_seconds / max(plan.baseline_step_seconds, 1e-9):.1%} of the recorded {unit}; "
             f"no plan needs less than {format_seconds(plan.bound_extra_seconds)}",
         )
+    for neighbour in outcome.neighbours:
+        told = "extra time, predicted, with that budget"
+        table.add_row(f"with {format_bytes(neighbour.budget_bytes)}", format_seconds(neighbour.extra_seconds), told)
     if not outcome.asked:
         rescued = [s.rescued_ops for s in outcome.steps if s.rescued_ops]
         told = f"retries of operators that did not fit, in {len(rescued)} of {len(outcome.steps)} steps"
@@ -94,14 +97,12 @@ def _add_peaks(table: Table, outcome: RunOutcome) -> None:
     if outcome.budget_bytes and outcome.bound:
         verdict = "[red]over the budget[/]" if outcome.over else "[green]within the budget[/]"
     unset = "none" if outcome.in_force else "[red]not in force[/]"
-    share = outcome.share and outcome.budget_bytes
-    of = f"{outcome.share:.0%} of what step {outcome.share_step} adds to the resident bytes" if share else ""
-    table.add_row("budget", format_bytes(outcome.budget_bytes) if outcome.budget_bytes else unset, of)
+    table.add_row("budget", *((format_bytes(outcome.budget_bytes), outcome.origin) if outcome.budget_bytes else (unset, "")))
     seen = "" if outcome.exact else " (only the tensors that Lowtide saw)"
     table.add_row("peak", format_bytes(max(s.peak_bytes for s in outcome.bound or outcome.steps)), verdict + seen)
     if outcome.of_first and outcome.budget_bytes:
         first = format_bytes(outcome.steps[0].peak_bytes)
-        table.add_row("first step", first, "ran without the budget, which is a share of its peak")
+        table.add_row("first step", first, "ran without the budget, which follows from it")
 
 
 def _remark(out: Console, outcome: RunOutcome, reasons: str) -> None:

@@ -122,6 +122,14 @@ class PlanFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """A budget beside the one in force, and the extra seconds of a step that its plan is predicted to take."""
+
+    budget_bytes: int
+    extra_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeverFigures:
     """Result of one memory optimization (:mod:`lowtide.base.lever_catalogue`).
 
@@ -142,15 +150,16 @@ class RunOutcome:
     Attributes:
         budget_bytes: the budget; 0 without one, or if a share never became known in bytes.
         asked: whether a budget was asked for.
-        of_first: whether the budget is a share of the first step's peak, so that the first step ran without it.
+        of_first: whether the budget's bytes follow from the first step, so that the first step ran without it.
         excused: number of steps at the beginning that ran before a memory optimization that the budget needs was engaged. The
             first step of a share is not among them; :attr:`bound` leaves out both.
         units: units (forwards with their backwards) in the last step. With gradient accumulation there are several, and the
             plan is for one.
         share: the share of the baseline peak above resident bytes that was asked for; 0 if the budget is not a share.
-        share_step: the step whose larger baseline peak last raised the bytes of a share; 0 if none did.
+        origin: what the bytes are if they follow from a step, in words; otherwise empty.
         unreached: what the script does that the interception does not reach, in words.
         unmet: names given to ``--keep`` of which no module was called.
+        neighbours: what other budgets would cost, if they were asked for.
     """
 
     budget_bytes: int
@@ -163,9 +172,10 @@ class RunOutcome:
     excused: int = 0
     units: int = 1
     share: float = 0.0
-    share_step: int = 0
+    origin: str = ""
     unreached: tuple[str, ...] = ()
     unmet: tuple[str, ...] = ()
+    neighbours: tuple[Neighbour, ...] = ()
 
     @property
     def in_force(self) -> bool:
@@ -223,5 +233,6 @@ class RunOutcome:
             "over": [s.index for s in self.over],
             "unreached": list(self.unreached),
             "levers": [{"name": x.name, "used": x.used, "text": x.text} for x in self.levers],
+            "neighbours": [{"budget_bytes": x.budget_bytes, "extra_seconds": x.extra_seconds} for x in self.neighbours],
             "exit_code": exit_code,
         }

@@ -32,6 +32,8 @@ PROGRAM_UNITS = 3.0
 """The same limit as a multiple of the unit's seconds; the smaller one applies. Planning must pay off for short steps, too."""
 LIGHTER_SECONDS = 1.0
 """Time limit, in seconds, for undoing unneeded decisions of the plans for one budget."""
+_BUDGETS = 5
+"""How many budgets are searched for the least memory within a time."""
 _NEAR = 0.01
 """Budgets closer than this share of (plain peak - base) share a search."""
 _SAME = 1e-9
@@ -158,6 +160,27 @@ class Front:
             return self._solution(Status.UNKNOWN, budget_bytes, None, lowest, seconds)
         met = state.timeline.extra_seconds <= seconds + _SAME * self.problem.seconds
         return self._solution(Status.OPTIMAL if met else Status.FEASIBLE, budget_bytes, state, lowest, seconds)
+
+    def lowest_peak(self) -> int:
+        """The lowest peak, in bytes, of the plans that a search for the peak bound finds."""
+        return self.at(self.bound.peak_bytes).lowest_bytes
+
+    def least_within(self, extra_seconds: float) -> int:
+        """The lowest peak, in bytes, of the plans found that take at most so many seconds more than the plain run.
+
+        Searches a few budgets between the peak bound and the plain peak.
+        """
+        def least() -> int:
+            found = (self._plain, *self.states, *self._found)
+            return min(s.timeline.peak_bytes for s in found if s.timeline.extra_seconds <= extra_seconds)
+
+        low = self.bound.peak_bytes
+        for _ in range(_BUDGETS):
+            middle = (low + least()) // 2
+            state = self.at(middle).state
+            if state is None or state.timeline.extra_seconds > extra_seconds:
+                low = middle
+        return least()
 
     def _solution(self, status: Status, budget: int, state: State | None, lowest: State, seconds: float) -> Solution:
         return Solution(

@@ -15,6 +15,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
@@ -238,7 +239,7 @@ class _Budget:
 
         runtime, options = self.runtime, self._options
         runtime.stop(over=True)
-        outcome = runtime.outcome()
+        outcome = replace(runtime.outcome(), neighbours=runtime.neighbours())
         written = Written()
         if options.json is not None:
             written.attempt(replace_json, options.json + _rank_suffix(), outcome.to_json(self.exit_code(code)))

@@ -1,21 +1,46 @@
-"""Where the budget's bytes come from: a size, a device's free memory, or a share of what a step adds."""
+"""Where the budget's bytes come from: a size, a device's free memory, or a recorded step and the plans for it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final, final
 
 from lowtide.base.messages import tell
-from lowtide.base.units import Auto, BudgetShare, Rescue, Size, format_bytes
-from lowtide.runtime.budget import Budget
+from lowtide.base.units import Auto, BudgetShare, FromStep, Minimum, Rescue, Size, Slowdown, format_bytes
+from lowtide.planning.unit.solve import Front
+from lowtide.runtime.budget import SLACK_BYTES, Budget
 from lowtide.runtime.control.interception import Interception
 from lowtide.runtime.device import accelerator
 from lowtide.runtime.device.available_memory import available_bytes, return_freed_memory, return_freed_memory_for_now
 from lowtide.runtime.units.knowledge import Knowledge
-from lowtide.runtime.units.recorded_unit import TOLERANCE_SHARE
+from lowtide.runtime.units.plan_cache import KINDS
+from lowtide.runtime.units.recorded_unit import TOLERANCE_SHARE, RecordedUnit
 from lowtide.runtime.units.unit import Unit
+from lowtide.runtime.units.unit_signature import UnitSignature
 
 AUTO_MARGIN: Final = 0.05
 """Share of an accelerator's free memory that ``auto`` leaves unused, for fragmentation."""
+MINIMUM_MARGIN: Final = 0.02
+"""A budget of the minimum is the lowest peak that plans reach, and this share of it more: steps differ a little."""
+RECENT: Final = 4
+"""Kinds of units that were not met in so many steps do not count: the first step's often never comes again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """The plan that the user asked for, of one kind of unit.
+
+    Attributes:
+        front: the plans that it was chosen from.
+        peak_bytes: its peak on the recording's base.
+        shifted_bytes: the same where the latest such unit began.
+        step: the step of that unit.
+    """
+
+    front: Front
+    peak_bytes: int
+    shifted_bytes: int
+    step: int
 
 
 @final
@@ -23,14 +48,16 @@ class BudgetSource:
     """Sets the budget's bytes as soon as they are known.
 
     Attributes:
-        share_step: the step at which the share was last recomputed because a larger plain peak was found; 0 for never.
+        share_step: the step at which the bytes were last raised because a larger peak was found; 0 for never.
+        lowered_step: the step at which they were last lowered; earlier steps are not judged by them.
     """
 
     def __init__(self, asked: Size | None, budget: Budget, interception: Interception, knowledge: Knowledge) -> None:
         """Set nothing yet."""
         self._asked, self._budget, self._interception, self._knowledge = asked, budget, interception, knowledge
         self._peak_bytes = self._available_bytes = 0
-        self.share_step = 0
+        self._planned: dict[UnitSignature, _Planned] = {}
+        self.share_step = self.lowered_step = 0
         self._returns = False
 
     @property
@@ -71,7 +98,7 @@ class BudgetSource:
             return_freed_memory(self._asked)
         elif isinstance(self._asked, Auto):
             self._budget.put(_free_on_device())
-        elif isinstance(self._asked, (BudgetShare, Rescue)):  # no budget, or none yet, but a limit: the memory there is
+        elif isinstance(self._asked, FromStep | Rescue):  # no budget, or none yet, but a limit: the memory there is
             self._limit_to_what_is_there()
 
     def device_found(self) -> None:
@@ -80,7 +107,7 @@ class BudgetSource:
             self._budget.put(_free_on_device())
         elif isinstance(self._asked, Rescue):  # a device's own allocator refuses what does not fit
             self._budget.lift()
-        elif isinstance(self._asked, BudgetShare) and not self._budget.bytes:
+        elif isinstance(self._asked, FromStep) and not self._budget.bytes:
             self._limit_to_what_is_there()
 
     def _limit_to_what_is_there(self) -> None:
@@ -88,37 +115,89 @@ class BudgetSource:
         self._available_bytes = meter.live() + available_bytes(meter.device)
         self._budget.limit_to(self._available_bytes)
 
+    @property
+    def origin(self) -> str:
+        """What the bytes are, for the summary; empty if the user gave them."""
+        if isinstance(self._asked, BudgetShare):
+            return f"{self._asked.fraction:.0%} of what step {self.share_step} adds to the resident bytes"
+        if isinstance(self._asked, Minimum):
+            return f"the lowest peak of the plans found, and {MINIMUM_MARGIN:.0%}"
+        if isinstance(self._asked, Slowdown):
+            return f"the least that plans need for {self._asked.fraction:.0%} more time, as predicted"
+        return ""
+
     def resolve(self, unit: Unit, steps: int, between_bytes: int) -> None:
-        """Turn a share into bytes once a plain peak is known, and again whenever a larger one becomes known.
+        """Turn what the user asked for into bytes once a step was recorded, and again whenever a larger one becomes known.
 
         Args:
             unit: the unit that begins.
             steps: number of finished steps.
             between_bytes: highest point outside units.
         """
-        if not isinstance(self._asked, BudgetShare):
+        if not isinstance(self._asked, FromStep):
             return
         recordings = self._knowledge.recordings
         entry = recordings.nearest(unit.kind, unit.base_bytes) or next(iter(recordings), None)
         if entry is None:
             return
-        resident = self._knowledge.persistent.bytes()
-        peak = max(entry.problem.plain_peak + self._knowledge.likely_shift(entry, unit), between_bytes)
-        if self._budget.bytes and peak <= self._peak_bytes and steps != 1:
+        if isinstance(self._asked, BudgetShare):
+            peak = entry.problem.plain_peak + self._knowledge.likely_shift(entry, unit)
+        else:
+            peak = self._planned_peak(entry, unit, steps)
+        peak = max(peak, between_bytes)
+        falls = isinstance(self._asked, Slowdown) and peak < self._peak_bytes  # operators were timed again
+        if self._budget.bytes and peak <= self._peak_bytes and steps != 1 and not falls:
             return
         larger = bool(self._budget.bytes) and peak > self._peak_bytes * (1 + TOLERANCE_SHARE)
-        self._peak_bytes = max(peak, self._peak_bytes)
-        asked = int(resident + self._asked.fraction * max(0, self._peak_bytes - resident))
+        self._peak_bytes = peak if falls else max(peak, self._peak_bytes)
+        if falls:
+            self.lowered_step = steps
+        asked = self._bytes_of(self._peak_bytes)
         there = self._available_bytes  # as measured before the first step: the process may keep what it has freed since
         self._budget.put(min(asked, there))
         return_freed_memory(self._budget.bytes)
-        share = f"{self._asked.fraction:.0%}"
+        name = _name(self._asked)
         if asked > there:
-            tell(f"lowtide: {share} is {format_bytes(asked)}, but only {format_bytes(there)} are available")
+            tell(f"lowtide: {name} is {format_bytes(asked)}, but only {format_bytes(there)} are available")
         if larger and steps > 1:
             self.share_step = steps
-            now, plain = format_bytes(self._budget.bytes), format_bytes(self._peak_bytes)
-            tell(f"lowtide: {share} is {now} from step {steps} on, whose baseline peak is {plain}")
+            now, of = format_bytes(self._budget.bytes), ""
+            if isinstance(self._asked, BudgetShare):
+                of = f", whose baseline peak is {format_bytes(self._peak_bytes)}"
+            tell(f"lowtide: {name} is {now} from step {steps} on{of}")
+
+    def _planned_peak(self, entry: RecordedUnit, unit: Unit, steps: int) -> int:
+        """The highest peak, over the kinds of units met in the last steps, of the plans that the user asked for.
+
+        It is searched for once per recording, and again when the recording's operators were timed again.
+        """
+        kind, front = entry.calls[0], entry.front
+        known = self._planned.pop(kind, None)
+        if known is not None and known.front is front:
+            found = known.peak_bytes
+        elif isinstance(self._asked, Slowdown):
+            found = front.least_within(self._asked.fraction * front.problem.seconds)
+        else:
+            found = front.lowest_peak()
+        self._planned[kind] = _Planned(front, found, found + entry.shift(unit), steps)
+        if len(self._planned) > KINDS:
+            del self._planned[next(iter(self._planned))]
+        return max(planned.shifted_bytes for planned in self._planned.values() if steps - planned.step <= RECENT)
+
+    def _bytes_of(self, peak_bytes: int) -> int:
+        """The budget, in bytes, that follows from a peak: the plain one for a share, otherwise a plan's."""
+        if isinstance(self._asked, BudgetShare):
+            resident = self._knowledge.persistent.bytes()
+            return int(resident + self._asked.fraction * max(0, peak_bytes - resident))
+        margin = MINIMUM_MARGIN if isinstance(self._asked, Minimum) else 0.0
+        return int(peak_bytes * (1 + margin)) + 2 * SLACK_BYTES
+
+
+def _name(asked: FromStep) -> str:
+    """What the user asked for, as messages name it."""
+    if isinstance(asked, BudgetShare):
+        return f"{asked.fraction:.0%}"
+    return "the minimum" if isinstance(asked, Minimum) else f"the budget for a slowdown of {asked.fraction:.0%}"
 
 
 def _free_on_device() -> int:

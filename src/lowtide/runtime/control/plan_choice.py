@@ -21,7 +21,7 @@ from lowtide.runtime.control.lever_set import LeverSet
 from lowtide.runtime.control.settings import BudgetSettings
 from lowtide.runtime.control.step_audit import REFUSED, StepAudit
 from lowtide.runtime.online.retry import LIBRARY_BYTES
-from lowtide.runtime.run_figures import PlanFigures
+from lowtide.runtime.run_figures import Neighbour, PlanFigures
 from lowtide.runtime.units.knowledge import Knowledge
 from lowtide.runtime.units.plan_cache import CROSSED
 from lowtide.runtime.units.recorded_unit import TOLERANCE_BYTES, TOLERANCE_SHARE, RecordedUnit, near
@@ -99,6 +99,11 @@ class Refuse:
     proven: bool
 
 
+NEIGHBOURS: Final = (-0.1, 0.1)
+"""The budgets beside the one in force whose plans are shown, as shares of what it adds to the resident bytes."""
+NEIGHBOUR_SECONDS: Final = 1.0
+"""They are searched for if all searches took fewer seconds so far."""
+
 Choice = Hold | Follow | Ignore | MoveGradients | Refuse
 
 
@@ -124,6 +129,8 @@ class PlanChoice:
         self.between_bytes = 0
         self.refused: BudgetError | None = None
         self._solved: tuple[Problem, Solution] | None = None
+        self._entry: RecordedUnit | None = None
+        self._shift = 0
         self._figures_key: tuple[Any, ...] = ()
         self._figures_cache: PlanFigures | None = None
 
@@ -131,6 +138,22 @@ class PlanChoice:
     def plan(self) -> Plan | None:
         """The decisions by site of the unit that was solved last; until one was, the plan that the user gave."""
         return self._settings.plan if self._solved is None else plan_of(*self._solved)
+
+    def neighbours(self) -> tuple[Neighbour, ...]:
+        """What plans would cost with a little less and a little more memory, of the unit that was solved last.
+
+        Searches only where searching took little time so far.
+        """
+        entry, budget, figures = self._entry, self._budget.bytes, self.figures
+        if entry is None or figures is None or figures.extra_seconds is None or not budget:
+            return ()
+        front, found = entry.front, []
+        for share in NEIGHBOURS:
+            size = budget + int(share * (budget - figures.resident_bytes))
+            state = front.at(size - self._shift, search=front.solve_seconds < NEIGHBOUR_SECONDS).state
+            if state is not None and size < figures.baseline_peak_bytes * (1 + TOLERANCE_SHARE):
+                found.append(Neighbour(budget_bytes=size, extra_seconds=state.timeline.extra_seconds))
+        return tuple(found)
 
     def choose(self, unit: Unit) -> Choice:
         """Choose how a unit that begins is to run."""
@@ -181,7 +204,7 @@ class PlanChoice:
             return MoveGradients()
         if (refused or proven) and self.may_refuse:
             return Refuse(figures, proven=proven and not refused)
-        self._solved = entry.problem, solution
+        self._solved, self._entry, self._shift = (entry.problem, solution), entry, shift
         known = recordings.has(kind) and not doubtful
         exact = known and near(entry.trace.base_bytes, base, entry.problem.plain_peak)
         if recordings.is_wild(kind) and self.has_room(unit):
@@ -255,7 +278,7 @@ class PlanChoice:
             solution = _within(entry, start + rise)
         if solution.state is None:
             return None
-        self._solved = entry.problem, solution
+        self._solved, self._entry, self._shift = (entry.problem, solution), entry, shift
         self._tell(unit, entry, solution, shift, resizing)
         return Follow(entry, solution, resizing)
 

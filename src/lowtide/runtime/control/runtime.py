@@ -23,7 +23,7 @@ import torch
 from lowtide.base.errors import SizeError
 from lowtide.base.messages import tell
 from lowtide.base.trace import Phase
-from lowtide.base.units import Auto, BudgetShare
+from lowtide.base.units import Auto, FromStep
 from lowtide.planning.unit.plan_file import Plan
 from lowtide.probe.marks import Rounds
 from lowtide.runtime.budget import SLACK_BYTES, Budget
@@ -51,7 +51,7 @@ from lowtide.runtime.online.kept_modules import KeptModules
 from lowtide.runtime.planned.mode import PlannedMode
 from lowtide.runtime.planned.retained_graphs import WriteMode
 from lowtide.runtime.record.quiet_recorders import NO_UNIT
-from lowtide.runtime.run_figures import RunOutcome
+from lowtide.runtime.run_figures import Neighbour, RunOutcome
 from lowtide.runtime.storage.arguments import PLAIN_TYPES
 from lowtide.runtime.tensors import node_of, storages_of, tensors_in, with_gradients
 from lowtide.runtime.units.knowledge import Knowledge
@@ -204,15 +204,19 @@ class Runtime:
             plan=self.choice.figures,
             exact=self.interception.meter.exact,
             asked=not self.source.only_rescues,
-            of_first=isinstance(self.settings.budget, BudgetShare),
-            excused=self.excused,
+            of_first=isinstance(self.settings.budget, FromStep),
+            excused=max(self.excused, self.source.lowered_step),
             units=self.audit.units_a_step,
-            share_step=self.source.share_step,
+            origin=self.source.origin,
             share=self.source.share,
             unreached=self.unreached.reasons,
             unmet=self.interception.evictor.exempt.unmet,
             levers=self.levers.figures(),
         )
+
+    def neighbours(self) -> tuple[Neighbour, ...]:
+        """What a little less and a little more memory would cost; searching for it may take a second."""
+        return self.choice.neighbours()
 
     def forked(self) -> None:
         """This process is a forked child (a data loader's worker) that inherited the interpreter: intercept nothing in it."""

@@ -1,0 +1,80 @@
+"""Laws: a budget of the minimum, or of a slowdown, is found from the first step, held from the second on, and changes no bit."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import zoo
+from harness import heap, plain_of
+from lowtide.runtime.control.budget_source import MINIMUM_MARGIN
+
+import lowtide
+
+STEPS = 8
+JOBS = pytest.mark.parametrize("make", [zoo.mlp, zoo.gpt_eager, zoo.lstm, zoo.cnn], ids=lambda make: make.__name__)
+
+
+@JOBS
+def test_the_minimum_is_held_from_the_second_step_on(make: Callable[[], zoo.Job]) -> None:
+    """Law: no plan for the step reaches below the budget by more than the margin, and every step is within it."""
+    reference = plain_of(make, STEPS)
+    gc.collect()
+    with lowtide.budget("minimum") as run:
+        bits = zoo.run(make, STEPS)
+    outcome = run.outcome
+    assert bits == reference.bits
+    assert [step.index for step in outcome.steps[1:] if step.peak_bytes > outcome.budget_bytes] == []
+    assert outcome.held
+    assert outcome.plan is not None
+    lowest = outcome.plan.lowest_peak_bytes
+    assert lowest <= outcome.budget_bytes < outcome.steps[0].peak_bytes
+    outside = heap().tensor_live
+    assert outcome.budget_bytes - lowest <= MINIMUM_MARGIN * lowest + (lowest - outside) // 10
+
+
+@JOBS
+@pytest.mark.parametrize("share", [2, 50])
+def test_a_slowdown_is_not_exceeded_by_prediction(make: Callable[[], zoo.Job], share: int) -> None:
+    """Law: the plan in force is predicted to take at most that share more, and every step that counts is within the budget."""
+    reference = plain_of(make, STEPS)
+    gc.collect()
+    with lowtide.budget(f"slowdown {share}%") as run:
+        bits = zoo.run(make, STEPS)
+    outcome = run.outcome
+    assert bits == reference.bits
+    assert outcome.held
+    assert outcome.plan is not None
+    assert outcome.plan.extra_seconds is not None
+    assert outcome.plan.extra_seconds <= share / 100 * outcome.plan.baseline_step_seconds
+    assert outcome.origin == f"the least that plans need for {share}% more time, as predicted"
+
+
+def test_a_budget_that_falls_does_not_judge_the_steps_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: where operators were timed again and less memory suffices, steps that ran before are not over the budget."""
+    from lowtide.planning.unit.solve import Front
+
+    def generous_at_first(front: Front, _: float) -> int:
+        return front.lowest_peak() if front in retimed else (front.lowest_peak() + front.problem.plain_peak) // 2
+
+    def noted(front: Front, *args: Any) -> Front:
+        retimed.append(again(front, *args))
+        return retimed[-1]
+
+    again, retimed = Front.retimed, []
+    monkeypatch.setattr(Front, "retimed", noted)
+    monkeypatch.setattr(Front, "least_within", generous_at_first)
+    monkeypatch.setattr("lowtide.runtime.control.unit_review.MATTERS_SHARE", -1.0)  # every timing replaces the front
+    monkeypatch.setattr("lowtide.runtime.control.unit_start.CLOCKED", 0)
+    reference = plain_of(zoo.gpt_eager, STEPS)
+    gc.collect()
+    with lowtide.budget("slowdown 10%") as run:
+        bits = zoo.run(zoo.gpt_eager, STEPS)
+    assert bits == reference.bits
+    outcome = run.outcome
+    assert retimed
+    assert outcome.excused > 1
+    assert max(step.peak_bytes for step in outcome.steps[1 : outcome.excused]) > outcome.budget_bytes
+    assert outcome.held
