@@ -99,11 +99,6 @@ class Refuse:
     proven: bool
 
 
-NEIGHBOURS: Final = (-0.1, 0.1)
-"""The budgets beside the one in force whose plans are shown, as shares of what it adds to the resident bytes."""
-NEIGHBOUR_SECONDS: Final = 1.0
-"""They are searched for if all searches took fewer seconds so far."""
-
 Choice = Hold | Follow | Ignore | MoveGradients | Refuse
 
 
@@ -129,8 +124,7 @@ class PlanChoice:
         self.between_bytes = 0
         self.refused: BudgetError | None = None
         self._solved: tuple[Problem, Solution] | None = None
-        self._entry: RecordedUnit | None = None
-        self._shift = 0
+        self._solved_for: tuple[RecordedUnit, int] | None = None
         self._figures_key: tuple[Any, ...] = ()
         self._figures_cache: PlanFigures | None = None
 
@@ -140,20 +134,12 @@ class PlanChoice:
         return self._settings.plan if self._solved is None else plan_of(*self._solved)
 
     def neighbours(self) -> tuple[Neighbour, ...]:
-        """What plans would cost with a little less and a little more memory, of the unit that was solved last.
-
-        Searches only where searching took little time so far.
-        """
-        entry, budget, figures = self._entry, self._budget.bytes, self.figures
-        if entry is None or figures is None or figures.extra_seconds is None or not budget:
+        """What a little less and a little more memory would cost in the unit that was solved last."""
+        budget, figures = self._budget.bytes, self.figures
+        if self._solved_for is None or figures is None or figures.extra_seconds is None or not budget:
             return ()
-        front, found = entry.front, []
-        for share in NEIGHBOURS:
-            size = budget + int(share * (budget - figures.resident_bytes))
-            state = front.at(size - self._shift, search=front.solve_seconds < NEIGHBOUR_SECONDS).state
-            if state is not None and size < figures.baseline_peak_bytes * (1 + TOLERANCE_SHARE):
-                found.append(Neighbour(budget_bytes=size, extra_seconds=state.timeline.extra_seconds))
-        return tuple(found)
+        entry, shift = self._solved_for
+        return entry.neighbours(budget, figures.resident_bytes, shift)
 
     def choose(self, unit: Unit) -> Choice:
         """Choose how a unit that begins is to run."""
@@ -204,7 +190,7 @@ class PlanChoice:
             return MoveGradients()
         if (refused or proven) and self.may_refuse:
             return Refuse(figures, proven=proven and not refused)
-        self._solved, self._entry, self._shift = (entry.problem, solution), entry, shift
+        self._solved, self._solved_for = (entry.problem, solution), (entry, shift)
         known = recordings.has(kind) and not doubtful
         exact = known and near(entry.trace.base_bytes, base, entry.problem.plain_peak)
         if recordings.is_wild(kind) and self.has_room(unit):
@@ -278,7 +264,7 @@ class PlanChoice:
             solution = _within(entry, start + rise)
         if solution.state is None:
             return None
-        self._solved, self._entry, self._shift = (entry.problem, solution), entry, shift
+        self._solved, self._solved_for = (entry.problem, solution), (entry, shift)
         self._tell(unit, entry, solution, shift, resizing)
         return Follow(entry, solution, resizing)
 
@@ -287,9 +273,8 @@ class PlanChoice:
     def _solve(self, entry: RecordedUnit, shift: int) -> Solution:
         solution = _within(entry, self._room_for(entry, shift))
         agreed = entry.agreed
-        if agreed is None or agreed.timeline.peak_bytes > solution.budget_bytes:
-            return solution
-        return replace(solution, state=agreed)
+        fits = agreed is not None and agreed.timeline.peak_bytes <= solution.budget_bytes
+        return replace(solution, state=agreed) if fits else solution
 
     def _room_for(self, entry: RecordedUnit, shift: int) -> int:
         """Highest peak of a plan, on the recording's base, that keeps a unit ``shift`` bytes higher within the budget.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from lowtide.base.trace import Trace
 from lowtide.planning.unit.greedy import State
 from lowtide.planning.unit.problem import Problem
 from lowtide.planning.unit.solve import Front
 from lowtide.runtime.planned.compiled_plan import CompiledPlan
+from lowtide.runtime.run_figures import Neighbour
 from lowtide.runtime.units.unit_signature import UnitSignature
 
 if TYPE_CHECKING:
@@ -21,6 +22,10 @@ TOLERANCE_SHARE = 0.005
 """... or by at most this share of the peak."""
 DETOUR_STEPS = 16
 """Room for operators that were not recorded is left in steps of this part of the baseline's peak."""
+NEIGHBOURS: Final = (-0.1, 0.1)
+"""Budgets beside one in force whose plans are shown, as shares of what it adds to the resident bytes."""
+NEIGHBOUR_SECONDS: Final = 1.0
+"""Their plans are searched for if all searches took fewer seconds so far."""
 
 
 def near(a: int, b: int, peak: int) -> bool:
@@ -124,6 +129,24 @@ class RecordedUnit:
         before = self.detour_bytes
         self.detour_bytes = max(before, -(-extra_bytes // step) * step, before + step if lacked else 0)
         return before < self.detour_bytes <= self.problem.plain_peak // 4
+
+    def neighbours(self, budget_bytes: int, resident_bytes: int, shift: int) -> tuple[Neighbour, ...]:
+        """What the plans for a little less and a little more memory than a budget cost.
+
+        They are searched for only if all searches took little time so far. A budget in which the unit runs plain is left out.
+
+        Args:
+            budget_bytes: the budget.
+            resident_bytes: bytes of parameters, buffers and optimizer states, which no plan lowers.
+            shift: how many bytes higher than recorded the unit lies.
+        """
+        found = []
+        for share in NEIGHBOURS:
+            size = budget_bytes + int(share * (budget_bytes - resident_bytes))
+            state = self.front.at(size - shift, search=self.front.solve_seconds < NEIGHBOUR_SECONDS).state
+            if state is not None and size - shift < self.problem.plain_peak:
+                found.append(Neighbour(budget_bytes=size, extra_seconds=state.timeline.extra_seconds))
+        return tuple(found)
 
     def shift(self, unit: Unit) -> int:
         """Upper bound on how many bytes higher than the recorded unit another of its kind lies.
