@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import zoo
 from lowtide.runtime.control import budget_source
+from lowtide.runtime.device import available_memory
 from torch import nn
 
 import lowtide
@@ -64,3 +66,16 @@ def test_only_steps_that_may_not_fit_are_intercepted(monkeypatch: pytest.MonkeyP
     assert watched == [0, 1, 3, 6, 8]
     assert run.outcome.held
     assert not run.outcome.budget_bytes
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_groups_idle_page_cache_counts_as_available(tmp_path: Path, version: int) -> None:
+    """Law: a container that has read a large data set still has the memory for training."""
+    limit, usage, idle = ("memory.max", "memory.current", "inactive_file") if version == 2 else (
+        "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    )  # fmt: skip
+    (tmp_path / limit).write_text(f"{1 << 30}\n")
+    (tmp_path / usage).write_text(f"{900 << 20}\n")
+    assert list(available_memory._limit_of(tmp_path)) == [(1 << 30, 900 << 20)]
+    (tmp_path / "memory.stat").write_text(f"inactive_file 0\n{idle} {700 << 20}\nactive_file 4096\n")
+    assert list(available_memory._limit_of(tmp_path)) == [(1 << 30, 200 << 20)]

@@ -80,7 +80,7 @@ def _configure_malloc(mapped_bytes: int, trimmed_bytes: int) -> bool:
 
 
 def groups() -> Iterator[tuple[int, int]]:
-    """(limit, usage) in bytes of each control group of the process that has a limit, innermost first."""
+    """(limit, usage without idle page cache) in bytes of each control group that limits the process, innermost first."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:  # not Linux
@@ -104,7 +104,17 @@ def _limit_of(folder: Path) -> Iterator[tuple[int, int]]:
         except (OSError, ValueError):
             continue
         if most != "max" and int(most) < _NO_LIMIT:
-            yield int(most), used
+            yield int(most), max(0, used - _idle_cache_of(folder))
+
+
+def _idle_cache_of(folder: Path) -> int:
+    """Bytes of a group's page cache that was not used lately: they count as its usage, but the kernel gives them up."""
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+        found = dict(line.split() for line in lines)
+        return int(found.get("total_inactive_file", found.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        return 0
 
 
 def _left_of_limits() -> float:
