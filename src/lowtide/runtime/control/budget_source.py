@@ -22,6 +22,8 @@ AUTO_MARGIN: Final = 0.05
 """Share of an accelerator's free memory that ``auto`` leaves unused, for fragmentation."""
 MINIMUM_MARGIN: Final = 0.02
 """A budget of the minimum is the lowest peak that plans reach, and this share of it more: steps differ a little."""
+FALLS: Final = 0.02
+"""The budget of a slowdown is lowered only if it would fall by more than this share: every budget needs its own plan."""
 RECENT: Final = 4
 """Kinds of units that were not met in so many steps do not count: the first step's often never comes again."""
 
@@ -145,7 +147,7 @@ class BudgetSource:
         else:
             peak = self._planned_peak(entry, unit, steps)
         peak = max(peak, between_bytes)
-        falls = isinstance(self._asked, Slowdown) and peak < self._peak_bytes  # operators were timed again
+        falls = isinstance(self._asked, Slowdown) and peak < self._peak_bytes * (1 - FALLS)  # operators were timed again
         if self._budget.bytes and peak <= self._peak_bytes and steps != 1 and not falls:
             return
         larger = bool(self._budget.bytes) and peak > self._peak_bytes * (1 + TOLERANCE_SHARE)
