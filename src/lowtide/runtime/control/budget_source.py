@@ -33,13 +33,13 @@ class _Planned:
     """The plan that the user asked for, of one kind of unit.
 
     Attributes:
-        front: the plans that it was chosen from.
+        source: what it was chosen from: the recording, or its plans with the operators' present seconds.
         peak_bytes: its peak on the recording's base.
         shifted_bytes: the same where the latest such unit began.
         step: the step of that unit.
     """
 
-    front: Front
+    source: RecordedUnit | Front
     peak_bytes: int
     shifted_bytes: int
     step: int
@@ -171,17 +171,17 @@ class BudgetSource:
     def _planned_peak(self, entry: RecordedUnit, unit: Unit, steps: int) -> int:
         """The highest peak, over the kinds of units met in the last steps, of the plans that the user asked for.
 
-        It is searched for once per recording, and again when the recording's operators were timed again.
+        It is searched for once per recording; for a slowdown, again when the recording's operators were timed again.
         """
         kind, front = entry.calls[0], entry.front
+        slowdown = self._asked if isinstance(self._asked, Slowdown) else None
+        source = entry if slowdown is None else front
         known = self._planned.pop(kind, None)
-        if known is not None and known.front is front:
+        if known is not None and known.source is source:
             found = known.peak_bytes
-        elif isinstance(self._asked, Slowdown):
-            found = front.least_within(self._asked.fraction * front.problem.seconds)
         else:
-            found = front.lowest_peak()
-        self._planned[kind] = _Planned(front, found, found + entry.shift(unit), steps)
+            found = front.lowest_peak() if slowdown is None else front.least_within(slowdown.fraction * front.problem.seconds)
+        self._planned[kind] = _Planned(source, found, found + entry.shift(unit), steps)
         if len(self._planned) > KINDS:
             del self._planned[next(iter(self._planned))]
         return max(planned.shifted_bytes for planned in self._planned.values() if steps - planned.step <= RECENT)
