@@ -228,6 +228,10 @@ minimum in its message; *DIFFERENT* would mean other bits.
 Not among them: speechbrain, which needs torchaudio, of which there is no build for the CPU build of torch
 2.13.
 """
+SIDE_BY_SIDE: Final = """
+{jobs} scripts ran side by side, each variant once, beside other work on the machine's cores: bytes, counts and
+bits are exact, but times are rough (a time below 1 is noise, and so is as much above it).
+"""
 HEADS: Final = ("script", "peak", "minimum", *SHARES, *PLACES)
 
 
@@ -255,11 +259,12 @@ def summary(results: dict[str, Any]) -> list[str]:
     return told
 
 
-def page(results: dict[str, Any]) -> str:
+def page(results: dict[str, Any], jobs: int) -> str:
     """The page of the documentation: what was measured, how to see it again, the table, and what the whole says."""
     lines = [f"| {' | '.join(row)} |" for row in (HEADS, *rows(results))]
     lines.insert(1, "|---" * len(HEADS) + "|")
-    return "\n".join([INTRODUCTION, *lines, "", *(f"- {line}" for line in summary(results))]) + "\n"
+    beside = [SIDE_BY_SIDE.format(jobs=jobs)] if jobs > 1 else []
+    return "\n".join([INTRODUCTION.rstrip("\n"), *beside, "", *lines, "", *(f"- {line}" for line in summary(results))]) + "\n"
 
 
 def main() -> None:
@@ -297,7 +302,7 @@ def main() -> None:
     for line in summary(results):
         print(line)
     if options.markdown is not None:
-        options.markdown.write_text(page(results))
+        options.markdown.write_text(page(results, options.jobs))
 
 
 if __name__ == "__main__":
