@@ -164,12 +164,14 @@ def attempt(name: str, turns: int) -> dict[str, Any]:
 
 
 def minimum_of(tried: Sequence[dict[str, Any]], peak: int) -> int:
-    """The lowest budget that is known to be enough: what refusals say is needed, what was kept, what plans reach.
+    """The lowest budget that is known to be enough: what a refusal says is needed, what was kept, what plans reach.
 
-    A plan is of one forward and its backward. Where another of the script's needs more, so that a budget was refused, what
-    plans reach does not count, except with memory optimizations, which refusals leave out.
+    Of several refusals, that of the largest budget counts: far below the minimum, a run is refused by the first step alone,
+    before other forwards and memory optimizations were seen. A plan is of one forward and its backward. Where another of the
+    script's needs more, so that a budget was refused, what plans reach does not count, except with memory optimizations.
     """
-    needed = [int(size) for r in tried if r["refused"] for size in re.findall(r"\((\d+) bytes", r["message"])[:1]]
+    refused = sorted((r for r in tried if r["refused"]), key=lambda r: r["budget_bytes"])
+    needed = [int(size) for r in refused[-1:] for size in re.findall(r"\((\d+) bytes", r["message"])[:1]]
     kept = [r["budget_bytes"] for r in tried if r["exit"] == 0 and not r["over"]]
     planned = [r["lowest_bytes"] for r in tried if r["lowest_bytes"] is not None and (r["levers"] or not needed)]
     return min([*needed, *kept, *planned], default=peak)
