@@ -68,6 +68,24 @@ def test_only_steps_that_may_not_fit_are_intercepted(monkeypatch: pytest.MonkeyP
     assert not run.outcome.budget_bytes
 
 
+def test_steps_whose_backward_builds_a_graph_are_left_alone_too() -> None:
+    """Law: what such a step took is known as soon as one was watched, as for any other."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowtide.budget("rescue") as run:
+        for step in range(9):
+            batch = torch.randn(32, 16, requires_grad=True)
+            loss = model(batch).square().mean()
+            if step % 3 == 2:
+                (slope,) = torch.autograd.grad(loss, batch, create_graph=True)
+                loss = loss + slope.square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert [step.policy for step in run.outcome.steps[3:]] == ["plain"] * 6
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_groups_idle_page_cache_counts_as_available(tmp_path: Path, version: int) -> None:
     """Law: a container that has read a large data set still has the memory for training."""

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import zoo
 from harness import plain_of
+from torch import nn
 
 import lowtide
 
@@ -76,3 +78,31 @@ def test_a_budget_that_falls_does_not_judge_the_steps_before(monkeypatch: pytest
     assert outcome.excused > 1
     assert max(step.peak_bytes for step in outcome.steps[1 : outcome.excused]) > outcome.budget_bytes
     assert outcome.held
+
+
+@pytest.mark.parametrize("rows", [(64, 2048, 512, 64, 2048, 512, 64), tuple(range(128, 1200, 128))], ids=["up and down", "growing"])
+@pytest.mark.parametrize("size", ["minimum", "slowdown 5%"])
+def test_a_sought_budget_follows_larger_steps_and_refuses_none(size: str, rows: tuple[int, ...]) -> None:
+    """Law: there is no budget of the user's that could be too small; it is raised for steps that need more."""
+
+    def train() -> tuple[list[float], list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 8))
+        optimizer = torch.optim.AdamW(model.parameters())
+        losses = []
+        for count in rows:
+            loss = model(torch.randn(count, 64)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, [p.detach().clone() for p in model.parameters()]
+
+    plain, weights = train()
+    with lowtide.budget(size) as run:
+        losses, found = train()
+        train()
+    assert losses == plain
+    assert all(torch.equal(a, b) for a, b in zip(found, weights, strict=True))
+    over = [step.index for step in run.outcome.steps[:-1] if step.peak_bytes > run.outcome.budget_bytes]
+    assert [index for index in over if index >= max(1, run.outcome.excused)] == []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Final, final
 
 from lowtide.base.messages import tell
@@ -12,11 +13,10 @@ from lowtide.runtime.budget import SLACK_BYTES, Budget
 from lowtide.runtime.control.interception import Interception
 from lowtide.runtime.device import accelerator
 from lowtide.runtime.device.available_memory import available_bytes, return_freed_memory, return_freed_memory_for_now
+from lowtide.runtime.run_figures import StepFigures
 from lowtide.runtime.units.knowledge import Knowledge
-from lowtide.runtime.units.plan_cache import KINDS
 from lowtide.runtime.units.recorded_unit import TOLERANCE_SHARE, RecordedUnit
 from lowtide.runtime.units.unit import Unit
-from lowtide.runtime.units.unit_signature import UnitSignature
 
 AUTO_MARGIN: Final = 0.05
 """Share of an accelerator's free memory that ``auto`` leaves unused, for fragmentation."""
@@ -25,21 +25,21 @@ MINIMUM_MARGIN: Final = 0.02
 FALLS: Final = 0.02
 """The budget of a slowdown is lowered only if it would fall by more than this share: every budget needs its own plan."""
 RECENT: Final = 4
-"""Kinds of units that were not met in so many steps do not count: the first step's often never comes again."""
+"""A recording whose unit was not met in so many steps does not count for a slowdown: the first one is often not met again."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """The plan that the user asked for, of one kind of unit.
+    """The plan that the user asked for, of one recording.
 
     Attributes:
-        source: what it was chosen from: the recording, or its plans with the operators' present seconds.
+        front: the plans that it was chosen from.
         peak_bytes: its peak on the recording's base.
         shifted_bytes: the same where the latest such unit began.
         step: the step of that unit.
     """
 
-    source: RecordedUnit | Front
+    front: Front
     peak_bytes: int
     shifted_bytes: int
     step: int
@@ -57,8 +57,8 @@ class BudgetSource:
     def __init__(self, asked: Size | None, budget: Budget, interception: Interception, knowledge: Knowledge) -> None:
         """Set nothing yet."""
         self._asked, self._budget, self._interception, self._knowledge = asked, budget, interception, knowledge
-        self._peak_bytes = self._available_bytes = 0
-        self._planned: dict[UnitSignature, _Planned] = {}
+        self._peak_bytes = self._available_bytes = self._crossed_bytes = 0
+        self._planned: dict[RecordedUnit, _Planned] = {}
         self.share_step = self.lowered_step = 0
         self._returns = False
 
@@ -128,12 +128,17 @@ class BudgetSource:
             return f"the least that plans need for {self._asked.fraction:.0%} more time, as predicted"
         return ""
 
-    def resolve(self, unit: Unit, steps: int, between_bytes: int) -> None:
+    @property
+    def is_sought(self) -> bool:
+        """Whether the budget is what plans need, so that there is no budget of the user's that could be refused."""
+        return isinstance(self._asked, Minimum | Slowdown)
+
+    def resolve(self, unit: Unit, steps: Sequence[StepFigures], between_bytes: int) -> None:
         """Turn what the user asked for into bytes once a step was recorded, and again whenever a larger one becomes known.
 
         Args:
             unit: the unit that begins.
-            steps: number of finished steps.
+            steps: the finished steps.
             between_bytes: highest point outside units.
         """
         if not isinstance(self._asked, FromStep):
@@ -145,15 +150,15 @@ class BudgetSource:
         if isinstance(self._asked, BudgetShare):
             peak = entry.problem.plain_peak + self._knowledge.likely_shift(entry, unit)
         else:
-            peak = self._planned_peak(entry, unit, steps)
+            peak = max(self._planned_peak(entry, unit, len(steps)), self._crossing(steps))
         peak = max(peak, between_bytes)
         falls = isinstance(self._asked, Slowdown) and peak < self._peak_bytes * (1 - FALLS)  # operators were timed again
-        if self._budget.bytes and peak <= self._peak_bytes and steps != 1 and not falls:
+        if self._budget.bytes and peak <= self._peak_bytes and len(steps) != 1 and not falls:
             return
         larger = bool(self._budget.bytes) and peak > self._peak_bytes * (1 + TOLERANCE_SHARE)
         self._peak_bytes = peak if falls else max(peak, self._peak_bytes)
         if falls:
-            self.lowered_step = steps
+            self.lowered_step = len(steps)
         asked = self._bytes_of(self._peak_bytes)
         there = self._available_bytes  # as measured before the first step: the process may keep what it has freed since
         self._budget.put(min(asked, there))
@@ -161,30 +166,44 @@ class BudgetSource:
         name = _name(self._asked)
         if asked > there:
             tell(f"lowtide: {name} is {format_bytes(asked)}, but only {format_bytes(there)} are available")
-        if larger and steps > 1:
-            self.share_step = steps
+        if larger and len(steps) > 1:
+            self.share_step = len(steps)
             now, of = format_bytes(self._budget.bytes), ""
             if isinstance(self._asked, BudgetShare):
                 of = f", whose baseline peak is {format_bytes(self._peak_bytes)}"
-            tell(f"lowtide: {name} is {now} from step {steps} on{of}")
+            tell(f"lowtide: {name} is {now} from step {len(steps)} on{of}")
 
     def _planned_peak(self, entry: RecordedUnit, unit: Unit, steps: int) -> int:
-        """The highest peak, over the kinds of units met in the last steps, of the plans that the user asked for.
+        """The highest peak, over all recordings, of the plans that the user asked for.
 
-        It is searched for once per recording; for a slowdown, again when the recording's operators were timed again.
+        It is searched for once per recording; for a slowdown, again when the recording's operators were timed again, and only
+        recordings count whose units were met in the last steps.
+
+        Args:
+            entry: the recording of the unit that begins.
+            unit: that unit.
+            steps: number of finished steps.
         """
-        kind, front = entry.calls[0], entry.front
         slowdown = self._asked if isinstance(self._asked, Slowdown) else None
-        source = entry if slowdown is None else front
-        known = self._planned.pop(kind, None)
-        if known is not None and known.source is source:
-            found = known.peak_bytes
-        else:
-            found = front.lowest_peak() if slowdown is None else front.least_within(slowdown.fraction * front.problem.seconds)
-        self._planned[kind] = _Planned(source, found, found + entry.shift(unit), steps)
-        if len(self._planned) > KINDS:
-            del self._planned[next(iter(self._planned))]
-        return max(planned.shifted_bytes for planned in self._planned.values() if steps - planned.step <= RECENT)
+        before, self._planned = self._planned, {}
+        for recorded in self._knowledge.recordings:
+            known, front = before.get(recorded), recorded.front
+            if known is None or (slowdown is not None and known.front is not front):
+                seconds = None if slowdown is None else slowdown.fraction * front.problem.seconds
+                found = front.lowest_peak() if seconds is None else front.least_within(seconds)
+                known = _Planned(front, found, found, steps)
+            if recorded is entry:
+                known = replace(known, shifted_bytes=known.peak_bytes + recorded.shift(unit), step=steps)
+            self._planned[recorded] = known
+        counted = (p for p in self._planned.values() if slowdown is None or steps - p.step <= RECENT)
+        return max((planned.shifted_bytes for planned in counted), default=0)
+
+    def _crossing(self, steps: Sequence[StepFigures]) -> int:
+        """The highest peak of steps that crossed the budget, which was too little for them; 0 if none did."""
+        last = steps[-1].peak_bytes if len(steps) > 1 else 0
+        if 0 < self._budget.bytes < last:
+            self._crossed_bytes = max(self._crossed_bytes, last)
+        return self._crossed_bytes
 
     def _bytes_of(self, peak_bytes: int) -> int:
         """The budget, in bytes, that follows from a peak: the plain one for a share, otherwise a plan's."""

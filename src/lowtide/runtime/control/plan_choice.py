@@ -143,7 +143,7 @@ class PlanChoice:
 
     def choose(self, unit: Unit) -> Choice:
         """Choose how a unit that begins is to run."""
-        self._source.resolve(unit, len(self._audit.steps), self.between_bytes)
+        self._source.resolve(unit, self._audit.steps, self.between_bytes)
         if self._source.only_rescues:
             fits = self.has_room(unit)
             self._source.rescue_begins(fits=fits)
@@ -273,8 +273,7 @@ class PlanChoice:
     def _solve(self, entry: RecordedUnit, shift: int) -> Solution:
         solution = _within(entry, self._room_for(entry, shift))
         agreed = entry.agreed
-        fits = agreed is not None and agreed.timeline.peak_bytes <= solution.budget_bytes
-        return replace(solution, state=agreed) if fits else solution
+        return replace(solution, state=agreed) if agreed and agreed.timeline.peak_bytes <= solution.budget_bytes else solution
 
     def _room_for(self, entry: RecordedUnit, shift: int) -> int:
         """Highest peak of a plan, on the recording's base, that keeps a unit ``shift`` bytes higher within the budget.
@@ -376,7 +375,8 @@ class PlanChoice:
     def may_refuse(self) -> bool:
         """Whether the script may be ended here: it is in its first steps, so little is lost, and need not keep going."""
         audit = self._audit
-        return audit.trained < REFUSED and len(audit.steps) < FORWARDS and not self._settings.keep_going
+        early = audit.trained < REFUSED and len(audit.steps) < FORWARDS
+        return early and not (self._settings.keep_going or self._source.is_sought)
 
     def refuse(self, choice: Refuse, unreached: tuple[str, ...]) -> BaseException:
         """The exception that ends the script; no reference to it is kept, as its traceback would keep the model alive."""

@@ -352,7 +352,7 @@ class Runtime:
         unit = self.unit
         if unit is None:
             return
-        if followed and isinstance(unit.mode, Unmonitored) and self.settings.budget is not None:
+        if followed and isinstance(unit.mode, Unmonitored) and not self.source.only_rescues:
             self.knowledge.recordings.surprised(unit.kind, decidedly=True)  # such a backward was not expected
             if unit.is_roomy:
                 self.knowledge.peaks.broke(unit.calls)
