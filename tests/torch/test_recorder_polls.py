@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lowtide.runtime.record.trace_recorder import TraceRecorder
+from lowtide.runtime.record.watched_items import Polled
 
 import lowtide
 
@@ -67,3 +68,22 @@ def test_the_base_falls_where_the_script_frees_what_it_had_before(monkeypatch: p
     fallen = [event for event, other in enumerate(trace.other_bytes) if -other > rows * 4 * 4]
     assert fallen
     assert (fallen[0] >= trace.backward_event) is is_saved
+
+
+def test_a_round_of_polls_looks_at_each_item_once() -> None:
+    """Law: what happens is seen in the round in which it can be seen (one item was looked at twice, and one not at all)."""
+    seen: list[int] = []
+
+    def look(number: int) -> bool:
+        seen.append(number)
+        return False
+
+    waiting = Polled([1, 2, 3])
+    for _ in range(3):
+        waiting.look(look)
+    assert sorted(seen) == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    seen.clear()
+    few = Polled(list(range(10)), most=3)
+    for _ in range(10):
+        few.look(look)
+    assert sorted(seen) == sorted(3 * list(range(10)))

@@ -111,7 +111,7 @@ def _remark(out: Console, outcome: RunOutcome, reasons: str) -> None:
     for step in over[:3]:
         out.print(
             f"[red]lowtide: step {step.index} peaked at {format_bytes(step.peak_bytes)}, "
-            f"{format_bytes(step.peak_bytes - outcome.budget_bytes)} over the budget[/]"
+            f"{format_bytes(step.exceeds(outcome.budget_bytes))} over the budget[/]"
         )
     early = [s for s in outcome.steps[: outcome.excused] if outcome.budget_bytes and s.peak_bytes > outcome.budget_bytes]
     if early and not outcome.of_first:

@@ -18,10 +18,12 @@ class Budget:
         bytes: the limit for plans; 0 without a budget, or while a share is not yet known in bytes.
         limit_bytes: the limit that the online policy enforces now: the budget, minus what unseen code is about to take; or,
             while a share is not yet known in bytes, the memory that the machine has. 0 means no limit.
+        is_sought: whether the bytes are what plans need: then each step is judged by those in force when it ended.
     """
 
     bytes: int = 0
     limit_bytes: int = 0
+    is_sought: bool = False
 
     def put(self, size: int) -> None:
         """Set the budget: plans and the online policy stay below ``size`` bytes from now on."""

@@ -20,6 +20,7 @@ class StepFigures:
         rescued_ops: retries of operators that had not fitted, after an eviction or without the limit; an operator may count
             several times.
         overrun: whether an operator fitted only after the limit was lifted, and so crossed it.
+        budget_bytes: the budget that it is judged by; 0 for the run's.
     """
 
     index: int
@@ -32,6 +33,12 @@ class StepFigures:
     offload_seconds: float
     rescued_ops: int
     overrun: bool
+    budget_bytes: int = 0
+
+    def exceeds(self, budget_bytes: int) -> int:
+        """Bytes by which its peak exceeds its own budget, or the run's ``budget_bytes``; 0 if it does not."""
+        budget = self.budget_bytes or budget_bytes
+        return max(0, self.peak_bytes - budget) if budget else 0
 
 
 @final
@@ -53,6 +60,7 @@ POLICIES: Final = ("plain", "planned", "online")
 _COLUMNS: Final = {
     "seconds": "d", "peak_bytes": "q", "policy": "B", "recomputed_ops": "q", "recompute_seconds": "d", "offloaded_bytes": "q",
     "offload_seconds": "d", "rescued_ops": "q", "overrun": "B",
+    "budget_bytes": "q",
 }  # fmt: skip
 
 
@@ -190,7 +198,7 @@ class RunOutcome:
     @property
     def over(self) -> tuple[StepFigures, ...]:
         """Steps that count and exceeded the budget."""
-        return tuple(s for s in self.bound if self.budget_bytes and s.peak_bytes > self.budget_bytes)
+        return tuple(s for s in self.bound if s.exceeds(self.budget_bytes))
 
     @property
     def held(self) -> bool:
@@ -223,6 +231,7 @@ class RunOutcome:
                     "offload_seconds": s.offload_seconds,
                     "rescued_ops": s.rescued_ops,
                     "overrun": s.overrun,
+                    "budget_bytes": s.budget_bytes or self.budget_bytes,
                 }
                 for s in self.steps
             ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, final
@@ -22,6 +23,8 @@ AUTO_MARGIN: Final = 0.05
 """Share of an accelerator's free memory that ``auto`` leaves unused, for fragmentation."""
 MINIMUM_MARGIN: Final = 0.02
 """A budget of the minimum is the lowest peak that plans reach, and this share of it more: steps differ a little."""
+LOOKS_SECONDS: Final = 0.5
+"""Without a budget, how often the memory there is looked at; a look takes some tenths of a millisecond."""
 FALLS: Final = 0.02
 """The budget of a slowdown is lowered only if it would fall by more than this share: every budget needs its own plan."""
 RECENT: Final = 4
@@ -51,7 +54,6 @@ class BudgetSource:
 
     Attributes:
         share_step: the step at which the bytes were last raised because a larger peak was found; 0 for never.
-        lowered_step: the step at which they were last lowered; earlier steps are not judged by them.
     """
 
     def __init__(self, asked: Size | None, budget: Budget, interception: Interception, knowledge: Knowledge) -> None:
@@ -59,8 +61,11 @@ class BudgetSource:
         self._asked, self._budget, self._interception, self._knowledge = asked, budget, interception, knowledge
         self._peak_bytes = self._available_bytes = self._crossed_bytes = 0
         self._planned: dict[RecordedUnit, _Planned] = {}
-        self.share_step = self.lowered_step = 0
+        self.share_step = 0
+        budget.is_sought = isinstance(asked, Minimum | Slowdown)
         self._returns = False
+        self._room_bytes = 0
+        self._looked_seconds = 0.0
 
     @property
     def only_rescues(self) -> bool:
@@ -71,8 +76,14 @@ class BudgetSource:
         """Bytes that a unit may reach without being intercepted; 0 if every unit is to be intercepted."""
         if not isinstance(self._asked, Rescue):
             return self._budget.bytes
-        meter = self._interception.meter
-        return self._budget.limit_bytes or meter.live() + available_bytes(meter.device)
+        now = time.monotonic()
+        if now > self._looked_seconds + LOOKS_SECONDS:  # other programs, and the script itself, may have taken memory
+            self._looked_seconds = now
+            self._limit_to_what_is_there()
+            self._room_bytes = self._budget.limit_bytes
+            if accelerator.is_there():  # the device's own allocator refuses what does not fit
+                self._budget.lift()
+        return self._room_bytes
 
     def rescue_begins(self, *, fits: bool) -> None:
         """A unit begins without a budget; ``fits``: whether it is predicted to fit into memory.
@@ -100,15 +111,18 @@ class BudgetSource:
             return_freed_memory(self._asked)
         elif isinstance(self._asked, Auto):
             self._budget.put(_free_on_device())
-        elif isinstance(self._asked, FromStep | Rescue):  # no budget, or none yet, but a limit: the memory there is
+        elif isinstance(self._asked, Rescue):
+            self.limit_of_units()
+        elif isinstance(self._asked, FromStep):  # the first step has no budget, but it is limited to the memory there is
             self._limit_to_what_is_there()
 
     def device_found(self) -> None:
         """Memory is counted on another device from now on: read the budget or the limit off that device."""
         if isinstance(self._asked, Auto):
             self._budget.put(_free_on_device())
-        elif isinstance(self._asked, Rescue):  # a device's own allocator refuses what does not fit
-            self._budget.lift()
+        elif isinstance(self._asked, Rescue):
+            self._looked_seconds = 0.0
+            self.limit_of_units()
         elif isinstance(self._asked, FromStep) and not self._budget.bytes:
             self._limit_to_what_is_there()
 
@@ -127,11 +141,6 @@ class BudgetSource:
         if isinstance(self._asked, Slowdown):
             return f"the least that plans need for {self._asked.fraction:.0%} more time, as predicted"
         return ""
-
-    @property
-    def is_sought(self) -> bool:
-        """Whether the budget is what plans need, so that there is no budget of the user's that could be refused."""
-        return isinstance(self._asked, Minimum | Slowdown)
 
     def resolve(self, unit: Unit, steps: Sequence[StepFigures], between_bytes: int) -> None:
         """Turn what the user asked for into bytes once a step was recorded, and again whenever a larger one becomes known.
@@ -157,8 +166,6 @@ class BudgetSource:
             return
         larger = bool(self._budget.bytes) and peak > self._peak_bytes * (1 + TOLERANCE_SHARE)
         self._peak_bytes = peak if falls else max(peak, self._peak_bytes)
-        if falls:
-            self.lowered_step = len(steps)
         asked = self._bytes_of(self._peak_bytes)
         there = self._available_bytes  # as measured before the first step: the process may keep what it has freed since
         self._budget.put(min(asked, there))

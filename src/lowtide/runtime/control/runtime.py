@@ -205,7 +205,7 @@ class Runtime:
             exact=self.interception.meter.exact,
             asked=not self.source.only_rescues,
             of_first=isinstance(self.settings.budget, FromStep),
-            excused=max(self.excused, self.source.lowered_step),
+            excused=self.excused,
             units=self.audit.units_a_step,
             origin=self.source.origin,
             share=self.source.share,

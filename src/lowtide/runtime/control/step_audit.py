@@ -133,6 +133,7 @@ class StepAudit:
                 offload_seconds=tally.offload_seconds,
                 rescued_ops=tally.rescues,
                 overrun=tally.overrun and peak > budget,
+                budget_bytes=budget if self._budget.is_sought else 0,
             )
         )
         self.trained += running.trains

@@ -35,7 +35,7 @@ class Polled(Generic[T]):
         """Poll the next items, and remove those for which ``happened`` is true."""
         items = self.items
         for _ in range(min(self._most, len(items))):
-            self._at = self._at - 1 if 0 < self._at <= len(items) else len(items)
+            self._at = self._at - 1 if 1 < self._at <= len(items) else len(items)
             if happened(items[self._at - 1]):
                 items[self._at - 1] = items[-1]
                 items.pop()

@@ -22,6 +22,8 @@ TOLERANCE_SHARE = 0.05
 """A smaller unit may rise higher than a known one by this share of the known rise, ..."""
 TOLERANCE_BYTES = 64 << 10
 """... or by this many bytes, whichever is larger. If one was seen to rise higher still, all others may, too."""
+MARGIN_SHARE = 0.1
+"""What is added to a rise that was seen, where no plan and no limit could correct it: malloc's holes take memory, too."""
 STRANGERS = 8
 """After this many units in a row without a recording, a unit is recorded only if its kind was met before, or if no known unit
 is at least as large."""
@@ -110,7 +112,7 @@ class PeakModel:
         return min(limits, default=None)
 
     def rise_of(self, kinds: Sequence[UnitSignature], gradient_bytes: int) -> int | None:
-        """The highest rise, in bytes, of units that began with exactly these root calls; None if none was seen.
+        """The highest rise, in bytes, of units that began with exactly these root calls, and a margin; None if none was seen.
 
         Args:
             kinds: the root calls.
@@ -121,7 +123,7 @@ class PeakModel:
             return None
         known = self._known.get(calls[0][0], {}).items()
         rises = [r.bytes + max(0, r.gradient_bytes - gradient_bytes) for other, r in known if other[: len(calls)] == calls]
-        return max(rises, default=None)
+        return int((1 + MARGIN_SHARE) * max(rises)) if rises else None
 
     def worth_recording(self, kind: UnitSignature) -> bool:
         """Whether to record a unit of a kind that has no recording: recording takes time."""
