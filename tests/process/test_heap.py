@@ -369,3 +369,16 @@ def test_programs_without_torch_run_under_the_counter() -> None:
         env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "1\n2\n3\n4\n5\n", "")
+
+
+def test_what_the_solver_prints_stays_off_standard_output() -> None:
+    """Law: standard output is the script's: HiGHS prints one line there although its output is off, and only that is left out."""
+    said = _python("""
+import ctypes
+library = ctypes.CDLL(None)
+library.puts(b"one")
+library.puts(b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();")
+library.puts(b"Highs of mine")
+library.fflush(None)
+""")
+    assert said.split("\n")[:2] == ["one", "Highs of mine"]

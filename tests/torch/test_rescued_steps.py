@@ -97,3 +97,39 @@ def test_a_groups_idle_page_cache_counts_as_available(tmp_path: Path, version: i
     assert list(available_memory._limit_of(tmp_path)) == [(1 << 30, 900 << 20)]
     (tmp_path / "memory.stat").write_text(f"inactive_file 0\n{idle} {700 << 20}\nactive_file 4096\n")
     assert list(available_memory._limit_of(tmp_path)) == [(1 << 30, 200 << 20)]
+
+
+def test_calls_after_the_first_are_known_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: a step that begins like a smaller one and goes on with a larger call is watched once, then left alone."""
+    gc.collect()
+    _limited(monkeypatch, heap().tensor_live + (1 << 30))
+    encoder, decoder = nn.Linear(16, 64), nn.Linear(64, 64)
+    optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()], lr=0.1)
+    with lowtide.budget("rescue") as run:
+        for step in range(10):
+            hidden = encoder(torch.randn(32, 16))
+            loss = decoder(hidden.repeat(64 if step >= 4 else 1, 1)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    watched = [step.index for step in run.outcome.steps if step.policy == "online"]
+    assert watched[:2] == [0, 1]
+    assert max(watched) <= 5
+
+
+def test_a_step_that_fails_although_it_seemed_to_fit_is_watched_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: where the script catches the error and goes on, the next step of that shape is rescued."""
+    gc.collect()
+    _limited(monkeypatch, heap().tensor_live + (1 << 30))
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowtide.budget("rescue") as run:
+        for step in range(9):
+            loss = model(torch.randn(32, 16)).square().mean()
+            if step == 5:  # the forward failed: no backward follows
+                del loss
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert [step.policy for step in run.outcome.steps] == ["online"] * 2 + ["plain"] * 3 + ["online"] + ["plain"] * 2

@@ -1,13 +1,10 @@
-"""Writes the files that the user asked for (figures as JSON, pages, several at once), and keeps standard output clean."""
+"""Writes the files that the user asked for: figures as JSON, pages, several files at once."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,37 +74,3 @@ class Written:
         """
         if self._failed is not None:
             raise self._failed
-
-
-@contextlib.contextmanager
-def without_solver_output() -> Iterator[None]:
-    """Keep what HiGHS prints off standard output, which is the user's script's.
-
-    HiGHS prints some lines although its output is off (``HighsMipSolverData::transformNewIntegerFeasibleSolution``). All that
-    reaches the file descriptor meanwhile is held back in a file; only the lines of HiGHS are left out of what is then written.
-    """
-    libc = ctypes.CDLL(None)
-    try:
-        given, held = os.dup(1), tempfile.TemporaryFile()  # noqa: SIM115 - closed below
-    except OSError:  # standard output is closed, or there is no room for a file
-        yield
-        return
-    try:
-        libc.fflush(None)
-        os.dup2(held.fileno(), 1)
-        try:
-            yield
-        finally:
-            libc.fflush(None)
-            os.dup2(given, 1)
-        held.seek(0)
-        lines = [line for line in held if not line.startswith(b"Highs")]
-        _write_all(1, b"".join(lines))
-    finally:
-        os.close(given)
-        held.close()
-
-
-def _write_all(number: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(number, data) :]

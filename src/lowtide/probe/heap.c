@@ -13,6 +13,8 @@
  * One file: the wrappers of malloc and its relatives share the static books, and the compiler must see all code that runs
  * in them.
  *
+ * Besides, it keeps a line of a solver's off standard output.
+ *
  * Not counted: mmap'ed memory (NumPy and Python arenas of some sizes, MKL's own buffers), and other processes' memory.
  */
 #define _GNU_SOURCE
@@ -24,6 +26,7 @@
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -97,6 +100,18 @@ static void resolve(void) {
   real_usable_size = dlsym(RTLD_NEXT, "malloc_usable_size");
   real_free = dlsym(RTLD_NEXT, "free");
   resolving = 0;
+}
+
+/* --- standard output -------------------------------------------------------------------------------------------------- */
+
+/* HiGHS, which solves programs of plans, prints "HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();"
+ * although its output is off.  Standard output is the script's, so that line is left out. */
+static int (*real_puts)(const char *);
+
+EXPORT int puts(const char *text) {
+  if (!strncmp(text, "HighsMipSolverData::", 20)) return 0;
+  if (!real_puts) real_puts = dlsym(RTLD_NEXT, "puts");
+  return real_puts ? real_puts(text) : EOF;
 }
 
 /* --- table of tensor blocks: open addressing, sharded by address --------------------------------------------------- */

@@ -5,7 +5,6 @@ Large programs with whole variables are solved in a separate process (``solver_p
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 
-from lowtide.base.outputs import without_solver_output
 from lowtide.planning.bounds.solver_process import SolverAnswer, is_kept, solved_apart
 
 WHOLE = 1e-4
@@ -126,15 +124,15 @@ def _solved_as(told: SolverAnswer) -> Solved:
 
 def _solved_here(asked: Mapping[str, Any], seconds: float, *, whole: bool, gap: float) -> SolverAnswer:
     shape = (len(asked["low"]), len(asked["cost"]))
-    rows = csr_matrix((asked["values"], asked["columns"], asked["starts"]), shape=shape)
-    with without_solver_output() if whole else contextlib.nullcontext():
-        result = milp(
-            asked["cost"],
-            constraints=LinearConstraint(rows, asked["low"], asked["high"]),
-            bounds=Bounds(asked["lower"], asked["upper"]),
-            integrality=asked["whole"] & whole,
-            options={"time_limit": max(_LEAST_SECONDS, seconds), "mip_rel_gap": gap},
-        )
+    result = milp(
+        asked["cost"],
+        constraints=LinearConstraint(
+            csr_matrix((asked["values"], asked["columns"], asked["starts"]), shape=shape), asked["low"], asked["high"]
+        ),
+        bounds=Bounds(asked["lower"], asked["upper"]),
+        integrality=asked["whole"] & whole,
+        options={"time_limit": max(_LEAST_SECONDS, seconds), "mip_rel_gap": gap},
+    )
     ended = result.status == 0
     least = result.mip_dual_bound if whole else result.fun if ended else None
     return SolverAnswer(

@@ -10,7 +10,6 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_array
 
-from lowtide.base.outputs import without_solver_output
 from lowtide.planning.check.points import Points
 
 TOLERANCE = 1e-6
@@ -259,14 +258,13 @@ class Program:
         return relaxed if relaxed * (1 + TOLERANCE) >= enough else max(relaxed, self._solved(whole=True))
 
     def _solved(self, *, whole: bool) -> float:
-        with without_solver_output():
-            result = milp(
-                _SCALE * np.asarray(self.cost),
-                constraints=LinearConstraint(_matrix(self.rows, len(self.cost)), self.low, np.inf),
-                bounds=Bounds(0, 1),
-                integrality=np.asarray(self.whole) & whole,
-                options={"time_limit": _LIMIT, "mip_rel_gap": 0.0},
-            )
+        result = milp(
+            _SCALE * np.asarray(self.cost),
+            constraints=LinearConstraint(_matrix(self.rows, len(self.cost)), self.low, np.inf),
+            bounds=Bounds(0, 1),
+            integrality=np.asarray(self.whole) & whole,
+            options={"time_limit": _LIMIT, "mip_rel_gap": 0.0},
+        )
         if result.status == _IMPOSSIBLE:  # where waiting is limited, perhaps only because of that
             return 0.0 if any(name[0] == "idle" for name in self.names) else math.inf
         proven = getattr(result, "mip_dual_bound", None) if whole else result.fun if result.status == 0 else None

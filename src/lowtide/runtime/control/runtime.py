@@ -263,6 +263,7 @@ class Runtime:
         """The unit makes another root call."""
         unit.calls.append(kind)
         if unit.is_roomy and not self.choice.has_room(unit):
+            self.source.rescue_begins(fits=False)
             self._starts.stop_ignoring(unit, OnlineReason.OUTGREW)
         mode = unit.mode
         if isinstance(mode, Following) and mode.expected.resizing and not unit_boundaries.is_alike_so_far(unit, mode.expected):
@@ -595,6 +596,8 @@ class Runtime:
         unit, self.unit = self.unit, None
         if unit is not None and unit.plan is not None:
             self.interception.end_plan(unit.plan)
+        if unit is not None and unit.is_roomy and self.source.only_rescues:
+            self.knowledge.peaks.forget(unit.calls)  # it may have run out of memory, and the script goes on
         self.audit.unit_abandoned()
         self._clean_up()
 

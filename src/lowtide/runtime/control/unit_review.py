@@ -71,7 +71,8 @@ class UnitReview:
 
     def _is_rescued(self, unit: Unit) -> bool:
         """Whether a unit was intercepted only so that it could be rescued; a run's first unit is cold, and does not count."""
-        return unit.number > 1 and isinstance(unit.mode, Online) and unit.mode.reason is OnlineReason.NO_LIMIT
+        reasons = (OnlineReason.NO_LIMIT, OnlineReason.OUTGREW)
+        return not self._budget.bytes and unit.number > 1 and isinstance(unit.mode, Online) and unit.mode.reason in reasons
 
     def _note_rise(self, unit: Unit) -> None:
         """Note how far a unit rose from which nothing was evicted."""

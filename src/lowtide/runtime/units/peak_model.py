@@ -125,6 +125,14 @@ class PeakModel:
         rises = [r.bytes + max(0, r.gradient_bytes - gradient_bytes) for other, r in known if other[: len(calls)] == calls]
         return int((1 + MARGIN_SHARE) * max(rises)) if rises else None
 
+    def forget(self, kinds: Sequence[UnitSignature]) -> None:
+        """Forget the rises of units that began with exactly these root calls: the next such unit is to be watched."""
+        calls = _calls(kinds)
+        if calls is not None:
+            known = self._known.get(calls[0][0], {})
+            for other in [other for other in known if other[: len(calls)] == calls]:
+                del known[other]
+
     def worth_recording(self, kind: UnitSignature) -> bool:
         """Whether to record a unit of a kind that has no recording: recording takes time."""
         again = kind in self._met
