@@ -117,7 +117,8 @@ def test_calls_after_the_first_are_known_too(monkeypatch: pytest.MonkeyPatch) ->
     assert max(watched) <= 5
 
 
-def test_a_step_that_fails_although_it_seemed_to_fit_is_watched_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
+def test_a_step_that_fails_although_it_seemed_to_fit_is_watched_next(fails_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: where the script catches the error and goes on, the next step of that shape is rescued."""
     gc.collect()
     _limited(monkeypatch, heap().tensor_live + (1 << 30))
@@ -126,10 +127,25 @@ def test_a_step_that_fails_although_it_seemed_to_fit_is_watched_the_next_time(mo
     with lowtide.budget("rescue") as run:
         for step in range(9):
             loss = model(torch.randn(32, 16)).square().mean()
-            if step == 5:  # the forward failed: no backward follows
-                del loss
-                continue
             optimizer.zero_grad()
-            loss.backward()
+            if step != 5:
+                loss.backward()
+            elif fails_in == "backward":
+                with pytest.raises(MemoryError):
+                    _failing(loss).backward()
             optimizer.step()
-    assert [step.policy for step in run.outcome.steps] == ["online"] * 2 + ["plain"] * 3 + ["online"] + ["plain"] * 2
+    policies = [step.policy for step in run.outcome.steps]
+    assert policies[:5] == ["online"] * 2 + ["plain"] * 3
+    assert policies[5 if fails_in == "forward" else 6] == "online"
+    assert policies[-1] == "plain"
+
+
+def _failing(loss: torch.Tensor) -> torch.Tensor:
+    """A loss whose backward runs out of memory."""
+    failing = loss * 1
+
+    def fail(_: torch.Tensor) -> None:
+        raise MemoryError
+
+    failing.register_hook(fail)
+    return failing

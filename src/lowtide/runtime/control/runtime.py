@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -441,8 +442,11 @@ class Runtime:
         """Autograd's engine returned, or raised."""
         if not self._active:
             return
+        unit = self.unit
         with self.levers.in_backward.aside():
             self._backward_ends()
+        if unit is not None and unit.is_roomy and self.source.only_rescues and sys.exception() is not None:
+            self.knowledge.peaks.forget(unit.calls)  # as in _abandon_unit
         self.levers.in_backward.backward_ends()
 
     def _backward_ends(self) -> None:
