@@ -108,7 +108,7 @@ def as_budget(size: object) -> Size | None:
     Raises:
         SizeError: if it is none of these, is not above zero, or is 2**63 bytes or more.
     """
-    if size is None or isinstance(size, (BudgetShare, Minimum, Slowdown, Auto, Rescue)):
+    if size is None or isinstance(size, FromStep | Auto | Rescue):
         return size
     if isinstance(size, str):
         return parse_budget(size)

@@ -50,18 +50,14 @@ class _Planned:
 
 @final
 class BudgetSource:
-    """Sets the budget's bytes as soon as they are known.
-
-    Attributes:
-        share_step: the step at which the bytes were last raised because a larger peak was found; 0 for never.
-    """
+    """Sets the budget's bytes as soon as they are known."""
 
     def __init__(self, asked: Size | None, budget: Budget, interception: Interception, knowledge: Knowledge) -> None:
         """Set nothing yet."""
         self._asked, self._budget, self._interception, self._knowledge = asked, budget, interception, knowledge
         self._peak_bytes = self._available_bytes = self._crossed_bytes = 0
         self._planned: dict[RecordedUnit, _Planned] = {}
-        self.share_step = 0
+        self._raised_step = 0
         budget.is_sought = isinstance(asked, Minimum | Slowdown)
         self._returns = False
         self._room_bytes = 0
@@ -135,7 +131,7 @@ class BudgetSource:
     def origin(self) -> str:
         """What the bytes are, for the summary; empty if the user gave them."""
         if isinstance(self._asked, BudgetShare):
-            return f"{self._asked.fraction:.0%} of what step {self.share_step} adds to the resident bytes"
+            return f"{self._asked.fraction:.0%} of what step {self._raised_step} adds to the resident bytes"
         if isinstance(self._asked, Minimum):
             return f"the lowest peak of the plans found, and {MINIMUM_MARGIN:.0%}"
         if isinstance(self._asked, Slowdown):
@@ -174,7 +170,7 @@ class BudgetSource:
         if asked > there:
             tell(f"lowtide: {name} is {format_bytes(asked)}, but only {format_bytes(there)} are available")
         if larger and len(steps) > 1:
-            self.share_step = len(steps)
+            self._raised_step = len(steps)
             now, of = format_bytes(self._budget.bytes), ""
             if isinstance(self._asked, BudgetShare):
                 of = f", whose baseline peak is {format_bytes(self._peak_bytes)}"
