@@ -48,6 +48,7 @@ class Program:
         late: whether buffers that the forward read are written before the backward.
         route: how a step goes through the layers: always once and in order ("same"), with every other layer left out at times
             ("skips"), several times at times ("rounds"), or each of them never to twice ("any").
+        checkpoints: whether each layer is called through a checkpoint of torch, and whether a reentrant one.
     """
 
     layers: tuple[str, ...]
@@ -67,6 +68,7 @@ class Program:
     flags: bool
     late: bool
     route: str = "same"
+    checkpoints: str = "none"
 
 
 @st.composite
@@ -81,6 +83,7 @@ def programs(draw: st.DrawFn) -> Program:
         keep=draw(st.sampled_from(["nothing", "output", "loss"])), varying=draw(st.booleans()), schedule=draw(st.booleans()),
         autocast=draw(st.sampled_from([False, False, True])), flags=draw(st.sampled_from([False, False, True])),
         late=draw(st.sampled_from([False, False, True])), route=draw(st.sampled_from(["same", "same", *ROUTES])),
+        checkpoints=draw(st.sampled_from(["none", "none", "none", "reentrant", "not reentrant"])),
     )  # fmt: skip
 
 
@@ -192,6 +195,9 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(Layer(kind, program.width, shared) for kind in program.layers)
         self.head = nn.Linear(program.width, 10)
         self.route = program.route
+        self.checkpoints = program.checkpoints
+        if program.loss == "penalty" and program.checkpoints == "reentrant":  # torch refuses derivatives of gradients there
+            self.checkpoints = "not reentrant"
 
     def _way(self, step: int) -> list[nn.Module]:
         layers, chance = list(self.layers), random.Random(step)
@@ -207,8 +213,12 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
         for layer in self._way(step):
             layer.step = step
-            x = layer(x)
+            x = layer(x) if self.checkpoints == "none" else self._through_checkpoint(layer, x)
         return self.head(x)
+
+    def _through_checkpoint(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(layer, x, use_reentrant=self.checkpoints == "reentrant", determinism_check="none")
+        return found
 
 
 def _optimizers(name: str, net: Net) -> list[torch.optim.Optimizer]:

@@ -13,6 +13,7 @@ UPDATE: Final = "update-in-backward"
 SLICES: Final = "sliced-update"
 LOSS: Final = "chunked-loss"
 SPLIT_OPS: Final = "split-ops"
+CHECKPOINTS: Final = "plan-checkpoints"
 
 WIDE: Final = 512
 """Fewest output features of a linear layer whose loss runs in pieces ..."""
@@ -82,6 +83,13 @@ LEVERS: Final[dict[str, Lever]] = {
             exact=True,
             automatic=True,
             text="runs a foreach optimizer's update in slices whose temporaries fit the budget",
+            bits="the same",
+        ),
+        Lever(
+            name=CHECKPOINTS,
+            exact=True,
+            automatic=True,
+            text="runs the script's own torch.utils.checkpoint calls as plain calls: the plan decides what is recomputed",
             bits="the same",
         ),
         Lever(

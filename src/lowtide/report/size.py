@@ -185,7 +185,7 @@ def show_levers(trials: LeverTrials) -> None:
     out.print(table)
     for name in trials.runs:
         out.print(f"{name}: {trials.text(name)}", markup=False)
-    automatic = " and ".join(x.name for x in LEVERS.values() if x.automatic)
+    automatic = ", ".join(x.name for x in LEVERS.values() if x.automatic)
     out.print(f"{automatic} are used by default if a budget needs them; the others only with --allow NAME", markup=False)
 
 

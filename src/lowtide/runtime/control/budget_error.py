@@ -9,9 +9,9 @@ from typing import Final
 from lowtide.base.errors import BudgetError
 from lowtide.base.units import format_bytes
 from lowtide.planning.status import Status
-from lowtide.planning.unit.problem import Problem
 from lowtide.planning.unit.solve import Solution
 from lowtide.runtime.run_figures import PlanFigures
+from lowtide.runtime.units.recorded_unit import RecordedUnit
 from lowtide.runtime.units.resizing import Resizing
 
 ROOM: Final = 1.1
@@ -19,38 +19,36 @@ ROOM: Final = 1.1
 
 
 def figures_of(
-    problem: Problem, solution: Solution, *,
-    shift_bytes: int, likely_bytes: int, certain_bytes: int, between_bytes: int, resident_bytes: int,
+    entry: RecordedUnit, solution: Solution, *,
+    shift_bytes: int, likely_bytes: int, certain_bytes: int, resident_bytes: int,
 ) -> PlanFigures:
     """The figures of a solution for a unit on another base.
 
     Args:
-        problem: the problem that was solved.
-        solution: its solution.
+        entry: the recorded unit.
+        solution: the solution of its problem.
         shift_bytes: upper bound on how many bytes higher than the recorded unit this unit lies.
         likely_bytes: the same without bytes that may be freed before the peak (a result of the previous step). The baseline
             peak is shifted only by this much, so that the figures reported for the plain run are not too high.
         certain_bytes: a lower bound on how much higher the unit lies: optimizer states allocated since the recording, less
             what graphs of earlier units held then (a leftover of the previous step may be freed within the unit).
-        between_bytes: highest point outside units: in the optimizer's update before this one, and in any evaluation.
         resident_bytes: bytes of parameters, buffers and optimizer states.
     """
-    state, seconds = solution.state, problem.seconds
-    plain = problem.plain_peak + likely_bytes
-    inside = PlanFigures(
+    state, seconds, saved = solution.state, entry.problem.seconds, entry.saved_seconds
+    plain = entry.baseline_peak + likely_bytes
+    return PlanFigures(
         predicted_peak_bytes=None if state is None else state.timeline.peak_bytes + shift_bytes,
         baseline_peak_bytes=plain,
         resident_bytes=resident_bytes,
         predicted_step_seconds=None if state is None else seconds + state.timeline.extra_seconds,
-        baseline_step_seconds=seconds,
-        extra_seconds=None if state is None else state.timeline.extra_seconds,
+        baseline_step_seconds=entry.baseline_seconds,
+        extra_seconds=None if state is None else state.timeline.extra_seconds - saved,
         bound_peak_bytes=solution.bound.peak_bytes + certain_bytes,
-        bound_extra_seconds=solution.bound_seconds,
+        bound_extra_seconds=solution.bound_seconds - saved,
         lowest_peak_bytes=min(plain, solution.lowest_bytes + shift_bytes),
         status=solution.status.value,
         solve_seconds=solution.solve_seconds,
     )
-    return raised(inside, between_bytes)
 
 
 def resized(figures: PlanFigures, resizing: Resizing, base_bytes: int) -> PlanFigures:

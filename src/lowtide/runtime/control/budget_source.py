@@ -153,7 +153,7 @@ class BudgetSource:
         if entry is None:
             return
         if isinstance(self._asked, BudgetShare):
-            peak = entry.problem.plain_peak + self._knowledge.likely_shift(entry, unit)
+            peak = entry.baseline_peak + self._knowledge.likely_shift(entry, unit)
         else:
             peak = max(self._planned_peak(entry, unit, len(steps)), self._crossing(steps))
         peak = max(peak, between_bytes)
@@ -192,7 +192,9 @@ class BudgetSource:
         for recorded in self._knowledge.recordings:
             known, front = before.get(recorded), recorded.front
             if known is None or (slowdown is not None and known.front is not front):
-                seconds = None if slowdown is None else slowdown.fraction * front.problem.seconds
+                seconds = None
+                if slowdown is not None:
+                    seconds = slowdown.fraction * recorded.baseline_seconds + recorded.saved_seconds
                 found = front.lowest_peak() if seconds is None else front.least_within(seconds)
                 known = _Planned(front, found, found, steps)
             if recorded is entry:

@@ -65,6 +65,10 @@ class Interception:
         """The recorder of the running unit; ``NO_UNIT`` between units."""
         return self.evictor.recorder
 
+    def events_so_far(self) -> int:
+        """The number of events that the running unit's recorder has noted."""
+        return len(self.recorder.events) if self.recorder.active else 0
+
     def _counts(self, storage: torch.UntypedStorage) -> bool:
         return self.meter.counts(storage)
 

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from lowtide.base.lever_catalogue import GRADIENTS, LOSS, SLICES, SPLIT_OPS, UPDATE
+from lowtide.base.lever_catalogue import CHECKPOINTS, GRADIENTS, LOSS, SLICES, SPLIT_OPS, UPDATE
 from lowtide.base.trace import Phase
 from lowtide.base.units import Rescue
 from lowtide.runtime.budget import Budget
 from lowtide.runtime.control.interception import Interception
 from lowtide.runtime.control.settings import BudgetSettings
 from lowtide.runtime.device.offload import Ticket
+from lowtide.runtime.intercept.checkpoint_calls import CheckpointCalls
 from lowtide.runtime.levers.deferred_logits import DeferredLogits
 from lowtide.runtime.levers.offloaded_gradients import OffloadedGradients
 from lowtide.runtime.levers.optimizer_in_backward import OptimizerInBackward
@@ -23,6 +24,7 @@ from lowtide.runtime.levers.sliced_optimizer import TEMPORARIES, SlicedOptimizer
 from lowtide.runtime.levers.split_layers import SplitLayers
 from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.storage.views import bytes_of
+from lowtide.runtime.torch_state import in_process_group
 
 
 @final
@@ -35,6 +37,7 @@ class LeverSet:
         slices: runs a foreach optimizer's update slice by slice.
         logits: computes the loss of a wide linear layer piece by piece.
         layers: splits large operators.
+        checkpoints: runs the script's own checkpoints as plain calls where that gives the same bits.
         optimizers: all optimizers that were made or have stepped.
     """
 
@@ -57,6 +60,7 @@ class LeverSet:
         self.slices = SlicedOptimizer(self._room)
         self.logits = DeferredLogits()
         self.layers = SplitLayers()
+        self.checkpoints = CheckpointCalls(lambda: interception.clock.ours, self.is_ours, interception.events_so_far)
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def _is_allowed(self, lever: str) -> bool:
@@ -73,6 +77,8 @@ class LeverSet:
         limited = not (settings.budget is None or isinstance(settings.budget, Rescue))
         if SLICES not in settings.without and (limited or SLICES in settings.allow):
             self.slices.install()
+        if CHECKPOINTS not in settings.without and limited and not in_process_group():
+            self.checkpoints.install()
         if self._is_allowed(LOSS):
             self.logits.install()
         if self._is_allowed(SPLIT_OPS):
@@ -84,6 +90,7 @@ class LeverSet:
         self.gradients.remove(over=over)
         self.slices.remove()
         self.layers.remove()
+        self.checkpoints.remove()
         if LOSS in self._settings.allow:
             self.logits.remove()
 
@@ -128,6 +135,7 @@ class LeverSet:
             *self.slices.figures(),
             *(self.logits.figures() if LOSS in allow else ()),
             *(self.layers.figures() if SPLIT_OPS in allow else ()),
+            *self.checkpoints.figures(),
         )
 
     def _put_gradient(self, storage: torch.UntypedStorage) -> Ticket | None:

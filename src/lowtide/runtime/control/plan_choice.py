@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, final
 
 from lowtide.base.errors import BudgetError
@@ -20,6 +20,7 @@ from lowtide.runtime.control.interception import Interception
 from lowtide.runtime.control.lever_set import LeverSet
 from lowtide.runtime.control.settings import BudgetSettings
 from lowtide.runtime.control.step_audit import REFUSED, StepAudit
+from lowtide.runtime.control.unit_choices import AsWritten, Choice, Follow, Hold, Ignore, MoveGradients, Refuse
 from lowtide.runtime.online.retry import LIBRARY_BYTES
 from lowtide.runtime.run_figures import Neighbour, PlanFigures
 from lowtide.runtime.units.knowledge import Knowledge
@@ -41,65 +42,6 @@ FORWARDS: Final = 128
 """Steps, those without a backward included, after which a run is no longer refused."""
 AGREED_UNITS: Final = range(2, 10)
 """Units, counted from 1, at whose beginning ranks agree on one plan; every rank reaches these units."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """Hold the budget online.
-
-    Attributes:
-        reason: why the unit is not recorded; None if it is recorded.
-        planned: whether to drop at once what a plan for another base drops.
-    """
-
-    reason: OnlineReason | None
-    planned: bool = False
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether the plan's figures apply to this unit: it is on the way to a plan, not held online permanently."""
-        return self.planned and self.reason is not OnlineReason.WORN
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Follow:
-    """Follow a plan.
-
-    Attributes:
-        entry: the recorded unit.
-        solution: the plan.
-        resizing: the relation to the recorded unit, if that one had other sizes.
-    """
-
-    entry: RecordedUnit
-    solution: Solution
-    resizing: Resizing | None = None
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Ignore:
-    """Intercept nothing: the unit is predicted to stay within the budget."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class MoveGradients:
-    """Engage the lever that offloads gradients, and record the unit as it runs with it."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """End the script: the budget cannot be held (``proven``), or no plan was found and steps keep crossing the budget."""
-
-    figures: PlanFigures
-    proven: bool
-
-
-Choice = Hold | Follow | Ignore | MoveGradients | Refuse
 
 
 @final
@@ -174,6 +116,8 @@ class PlanChoice:
         for perhaps in entry.lower_shifts(unit)[: 1 if crossings.any else 2]:
             if solution.state is None and perhaps < shift:
                 doubtful, shift, solution = True, perhaps, self._solve(entry, perhaps)
+        if kind.plain_checkpoints and not self._is_better_than_written(unit, entry, solution):
+            return AsWritten()
         figures = self._tell(unit, entry, solution, shift)
         limited, infeasible = bool(self._budget.bytes), solution.state is None
         refused = (
@@ -201,6 +145,19 @@ class PlanChoice:
         if (exact or worn) and not (doubtful or recordings.is_wild(kind)):
             return Follow(entry, solution)
         return self._hold(None if not worn or doubtful else OnlineReason.WORN, planned=True)
+
+    def _is_better_than_written(self, unit: Unit, entry: RecordedUnit, solution: Solution) -> bool:
+        """Whether a unit whose checkpoints are plain holds the budget, and as fast as it does as the script is written."""
+        if solution.state is not None and solution.state.timeline.extra_seconds <= entry.saved_seconds:
+            return True
+        written = self._knowledge.checkpoints.written(unit.kind)
+        if written is None:
+            return True
+        other = self._solve(written, written.shift(unit))
+        if other.state is None:
+            return solution.state is not None or solution.lowest_bytes <= other.lowest_bytes
+        saved, extra = entry.saved_seconds, other.state.timeline.extra_seconds
+        return solution.state is not None and solution.state.timeline.extra_seconds <= saved + extra
 
     def _choose_unknown(self, unit: Unit) -> Choice:
         """Choose for a unit whose kind was not recorded: if it is smaller than one that fits, it is not intercepted."""
@@ -318,14 +275,14 @@ class PlanChoice:
         found = self._figures_cache
         if found is None or solution.state is None or not _is_same(key, self._figures_key):
             self._figures_key = key
-            found = self._figures_cache = figures_of(
-                entry.problem, solution, between_bytes=self.between_bytes,
-                resident_bytes=self._knowledge.persistent.bytes(), shift_bytes=shift,
+            found = figures_of(
+                entry, solution, resident_bytes=self._knowledge.persistent.bytes(), shift_bytes=shift,
                 likely_bytes=self._knowledge.likely_shift(entry, unit),
                 certain_bytes=self._knowledge.certain_shift(entry, unit),
             )
             if resizing is not None:
-                found = self._figures_cache = resized(found, resizing, entry.problem.base_bytes + shift)
+                found = resized(found, resizing, entry.problem.base_bytes + shift)
+            found = self._figures_cache = raised(found, self.between_bytes)
         higher = (self.figures and self.figures.predicted_peak_bytes) or 0
         if self._audit.running.units == 1 or (found.predicted_peak_bytes or self._budget.bytes) >= higher:
             self.figures = found

@@ -33,9 +33,10 @@ from lowtide.runtime.control.budget_source import BudgetSource
 from lowtide.runtime.control.evaluations import Evaluations
 from lowtide.runtime.control.interception import Interception
 from lowtide.runtime.control.lever_set import LeverSet
-from lowtide.runtime.control.plan_choice import Hold, MoveGradients, PlanChoice, Refuse
+from lowtide.runtime.control.plan_choice import PlanChoice
 from lowtide.runtime.control.settings import BudgetSettings
 from lowtide.runtime.control.step_audit import REFUSED, StepAudit
+from lowtide.runtime.control.unit_choices import AsWritten, Hold, MoveGradients, Refuse
 from lowtide.runtime.control.unit_review import UnitReview
 from lowtide.runtime.control.unit_start import UnitStart
 from lowtide.runtime.device import accelerator
@@ -56,8 +57,10 @@ from lowtide.runtime.run_figures import Neighbour, RunOutcome
 from lowtide.runtime.storage.arguments import PLAIN_TYPES
 from lowtide.runtime.tensors import node_of, storages_of, tensors_in, with_gradients
 from lowtide.runtime.units.knowledge import Knowledge
+from lowtide.runtime.units.plan_cache import PlanCache
 from lowtide.runtime.units.recorded_unit import TOLERANCE_BYTES, RetainedBytes
 from lowtide.runtime.units.resizing import Resizing
+from lowtide.runtime.units.script_checkpoints import ScriptCheckpoints
 from lowtide.runtime.units.unit import Unit
 from lowtide.runtime.units.unit_mode import Following, OnlineReason, Unmonitored
 from lowtide.runtime.units.unit_signature import UnitSignature, kind_of
@@ -113,7 +116,8 @@ class Runtime:
         self.levers = LeverSet(settings, budget, interception, lambda: self.clock.phase, self._before_update)
         self.clock.on_optimizer = self._optimizer_made
         self._rounds = Rounds()
-        self.knowledge = knowledge = Knowledge()
+        recordings = PlanCache()
+        self.knowledge = knowledge = Knowledge(ScriptCheckpoints(self.levers.checkpoints, recordings), recordings)
         self.audit = StepAudit(budget, interception, settings.on_step)
         self.evaluations = Evaluations(budget, interception)
         self.source = BudgetSource(settings.budget, budget, interception, knowledge)
@@ -251,14 +255,15 @@ class Runtime:
         turn = 0 if step.done else step.units
         kind = kind_of(module, args, kwargs, engaged=self.levers.takes_gradients, after=self._after(), turn=turn)
         if self.unit is not None:
-            if self._is_over(self.unit, kind):
+            within = replace(kind, plain_checkpoints=self.unit.kind.plain_checkpoints)
+            if self._is_over(self.unit, within):
                 self._end_unit()
-            elif unit_boundaries.is_stale(self.unit, kind, self.interception):
+            elif unit_boundaries.is_stale(self.unit, within, self.interception):
                 self._abandon_unit()
             else:
-                self._goes_on(self.unit, kind)
+                self._goes_on(self.unit, within)
                 return
-        self._begin_unit(kind)
+        self._begin_unit(self.knowledge.checkpoints.as_it_runs(kind))
 
     def _goes_on(self, unit: Unit, kind: UnitSignature) -> None:
         """The unit makes another root call."""
@@ -349,6 +354,7 @@ class Runtime:
 
     def _backward_begins(self, *, own_code: bool) -> None:
         followed = self.clock.differentiable
+        self.levers.checkpoints.backward_begins(self.clock.outputs, differentiable=followed)
         self.interception.saver.keep_only = not followed
         self.audit.running.trains = True
         unit = self.unit
@@ -550,6 +556,10 @@ class Runtime:
         gradients = self.knowledge.persistent.gradient_bytes()
         self.unit = unit = Unit(kind, base, left, gradients, former.units, interception.evictor.times, calls=[kind])
         chosen = self.choice.choose(unit)
+        if kind.plain_checkpoints and isinstance(chosen, (Refuse, AsWritten)):
+            unit.kind = kind = self.knowledge.checkpoints.give_up(kind)
+            unit.calls = [kind]
+            chosen = self.choice.choose(unit)
         if isinstance(chosen, Refuse):
             self.unit = None
             self.audit.running.units = 0
@@ -560,6 +570,7 @@ class Runtime:
                 self.excused = len(self.audit.steps)
             unit.kind = replace(kind, engaged=True)
             chosen = Hold(None, planned=self.choice.has_given_plan)
+        self.knowledge.checkpoints.unit_begins(unit.kind)
         self._starts.run(unit, chosen)
 
     def _retained(self) -> RetainedBytes:
@@ -579,6 +590,7 @@ class Runtime:
         assert unit is not None
         self.unit = None
         self._reviews.review(unit)
+        self.knowledge.checkpoints.unit_ends(unit.kind, unit.base_bytes)
         plan, expected = unit.plan, unit.expected
         if plan and expected and (plan.changed or plan.unplanned or expected.resizing is not None):
             self.choice.raise_prediction(self.interception.meter.op_peak())
@@ -598,6 +610,7 @@ class Runtime:
     def _abandon_unit(self) -> None:
         """Drop the running unit: it was a forward without a backward."""
         unit, self.unit = self.unit, None
+        self.levers.checkpoints.unit_ends()
         if unit is not None and unit.plan is not None:
             self.interception.end_plan(unit.plan)
         if unit is not None and unit.is_roomy and self.source.only_rescues:

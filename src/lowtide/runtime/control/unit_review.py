@@ -68,6 +68,7 @@ class UnitReview:
             tuple(unit.calls), tuple(unit.retains), recorder.leaving_bytes, bool(recorder.flights),
         )
         knowledge.recordings.keep(unit.kind, entry)
+        knowledge.checkpoints.recorded(unit.kind, entry)
 
     def _is_rescued(self, unit: Unit) -> bool:
         """Whether a unit was intercepted only so that it could be rescued; a run's first unit is cold, and does not count."""

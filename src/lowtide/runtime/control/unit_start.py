@@ -8,8 +8,9 @@ from typing import Final, final
 
 from lowtide.runtime.budget import SLACK_BYTES, Budget
 from lowtide.runtime.control.interception import Interception
-from lowtide.runtime.control.plan_choice import Choice, Follow, Hold, Ignore, PlanChoice
+from lowtide.runtime.control.plan_choice import PlanChoice
 from lowtide.runtime.control.step_audit import StepAudit
+from lowtide.runtime.control.unit_choices import Choice, Follow, Hold, Ignore
 from lowtide.runtime.online.mode import OnlineMode
 from lowtide.runtime.online.retry import Refusals
 from lowtide.runtime.planned.compiled_plan import CompiledPlan, compile_script

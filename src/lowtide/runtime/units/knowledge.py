@@ -10,6 +10,7 @@ from lowtide.runtime.units.persistent_state import PersistentState
 from lowtide.runtime.units.plan_cache import PlanCache
 from lowtide.runtime.units.recorded_unit import RecordedUnit
 from lowtide.runtime.units.resizing import SizeGrowth
+from lowtide.runtime.units.script_checkpoints import ScriptCheckpoints
 from lowtide.runtime.units.unit import Unit
 
 
@@ -23,9 +24,11 @@ class Knowledge:
         peaks: how far units rise above their base, by the sizes of their calls.
         growth: how units compare with others whose plans they follow although their sizes differ.
         persistent: the script's models and optimizers.
+        checkpoints: which units run with the script's own checkpoints plain.
     """
 
-    recordings: PlanCache = field(default_factory=PlanCache)
+    checkpoints: ScriptCheckpoints
+    recordings: PlanCache
     peaks: PeakModel = field(default_factory=PeakModel)
     growth: SizeGrowth = field(default_factory=SizeGrowth)
     persistent: PersistentState = field(default_factory=PersistentState)

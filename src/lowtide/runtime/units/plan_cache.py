@@ -56,6 +56,10 @@ class PlanCache:
         for other in self.alike(kind):
             del self._entries[other]
 
+    def discard(self, kind: UnitSignature) -> None:
+        """Discard the recordings of a kind."""
+        self._entries.pop(kind, None)
+
     def keep(self, kind: UnitSignature, entry: RecordedUnit) -> None:
         """Keep the recording of a unit in place of those of the same kind on the same base."""
         if len(self._entries) >= KINDS and kind not in self._entries:
@@ -72,10 +76,11 @@ class PlanCache:
     def is_warm(self, kind: UnitSignature) -> bool:
         """Whether the last recording of a kind is not its first: by then libraries have allocated the memory that they keep.
 
-        Recordings of the siblings count, too, and of the kind without levers that take gradients: these units run the same
-        operators.
+        Recordings of the siblings count, too, and of the kind without levers that take gradients or with checkpoints as they
+        are written: these units run the same operators.
         """
-        alike = {other for k in (kind, replace(kind, engaged=False)) for other in (k, *k.siblings())}
+        others = (kind, replace(kind, engaged=False), replace(kind, engaged=False, plain_checkpoints=False))
+        alike = {other for k in others for other in (k, *k.siblings())}
         return sum(self._recorded.get(k, 0) for k in alike) >= SEEN_TWICE
 
     def missed(self, kind: UnitSignature, entry: RecordedUnit) -> None:

@@ -63,6 +63,33 @@ class RetainedBytes:
         return self.bytes if self.dropped else self.there_bytes
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What units take without Lowtide, as shares of what they take if nothing is dropped but their checkpoints are plain.
+
+    Attributes:
+        rise: of how far they rise above their base.
+        seconds: of their time.
+    """
+
+    rise: float = 1.0
+    seconds: float = 1.0
+
+    @classmethod
+    def of(cls, written: RecordedUnit, plain: RecordedUnit, again_seconds: float) -> Baseline:
+        """Compare the recording of a unit as it is written with one in which its checkpoints were plain.
+
+        Args:
+            written: the first; it may be a cold one, so that its seconds are not compared with the other's.
+            plain: the second.
+            again_seconds: seconds of the operators in the first that the second does not run.
+        """
+        rises = [max(1, p.plain_peak - p.base_bytes) for p in (written.problem, plain.problem)]
+        once = max(written.problem.seconds - again_seconds, again_seconds / 2, 1e-9)
+        return cls(rises[0] / rises[1], (once + again_seconds) / once)
+
+
 @dataclass(eq=False)
 class RecordedUnit:
     """One recording of a kind of unit, and the plans made from it.
@@ -84,6 +111,7 @@ class RecordedUnit:
         rooms: the rooms for which plans were searched that units of other sizes follow, in steps of a grid.
         followed: how many units have followed a plan of it and reached the predicted peak.
         detour_bytes: how many bytes units that also ran other operators held besides what the plan knows of, at most.
+        baseline: what such units take without Lowtide.
     """
 
     funcs: list[tuple[int, Any]]
@@ -102,6 +130,7 @@ class RecordedUnit:
     rooms: set[int] = field(default_factory=set)
     followed: int = 0
     detour_bytes: int = 0
+    baseline: Baseline = Baseline()
 
     @property
     def problem(self) -> Problem:
@@ -112,6 +141,22 @@ class RecordedUnit:
     def trace(self) -> Trace:
         """The recorded unit."""
         return self.front.problem.trace
+
+    @property
+    def baseline_peak(self) -> int:
+        """The peak that the unit has without Lowtide, in bytes."""
+        problem = self.problem
+        return problem.base_bytes + int(self.baseline.rise * (problem.plain_peak - problem.base_bytes))
+
+    @property
+    def baseline_seconds(self) -> float:
+        """The seconds that the unit takes without Lowtide."""
+        return self.baseline.seconds * self.problem.seconds
+
+    @property
+    def saved_seconds(self) -> float:
+        """The seconds that a plan which drops nothing saves: what the script recomputes by itself."""
+        return self.baseline_seconds - self.problem.seconds
 
     def meets_detours(self, extra_bytes: int, *, lacked: bool = False) -> bool:
         """Note what a unit held that ran other operators besides.
@@ -145,7 +190,8 @@ class RecordedUnit:
             size = budget_bytes + int(share * (budget_bytes - resident_bytes))
             state = self.front.at(size - shift, search=self.front.solve_seconds < NEIGHBOUR_SECONDS).state
             if state is not None and size - shift < self.problem.plain_peak:
-                found.append(Neighbour(budget_bytes=size, extra_seconds=state.timeline.extra_seconds))
+                extra = state.timeline.extra_seconds - self.saved_seconds
+                found.append(Neighbour(budget_bytes=size, extra_seconds=extra))
         return tuple(found)
 
     def shift(self, unit: Unit) -> int:

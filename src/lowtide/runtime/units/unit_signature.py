@@ -25,12 +25,14 @@ class UnitSignature:
         engaged: whether a lever takes gradients away within the backward.
         after: where there are several optimizers, the one that stepped last (its ``id``), which says where the script is in
             its round; else 0.
+        plain_checkpoints: whether the script's calls of ``torch.utils.checkpoint`` run their functions only once.
     """
 
     call: tuple[Any, ...]
     accumulates: bool = False
     engaged: bool = False
     after: int = 0
+    plain_checkpoints: bool = False
 
     def siblings(self) -> tuple[UnitSignature, ...]:
         """Kinds that run nearly the same operators, nearest first."""
@@ -75,7 +77,7 @@ def sizes_of(kind: UnitSignature) -> tuple[Any, tuple[int, ...]]:
     """Split a kind into what is left without its tensors' sizes, and all these sizes in one tuple."""
     *rest, shapes = kind.call
     alike = tuple((len(shape), dtype, grad) for shape, dtype, grad in shapes)
-    skeleton = (*rest, alike, kind.accumulates, kind.engaged, kind.after)
+    skeleton = (*rest, alike, kind.accumulates, kind.engaged, kind.after, kind.plain_checkpoints)
     return skeleton, tuple(size for shape, _, _ in shapes for size in shape)
 
 

@@ -1,0 +1,474 @@
+"""Handles the script's own calls of ``torch.utils.checkpoint.checkpoint``: a plan decides better what to recompute.
+
+A checkpoint drops what its function saved, and runs the function a second time in the backward. A call is *plain* if the
+function runs once instead, as any other code does. The results have the same bits if the second run has no other effect than
+to make the saved tensors again. So calls are first *watched*: they run as written, and the effects of the second run
+are looked for. What keeps a call as it is written is listed at :class:`Verdict`.
+
+Source: ``torch/utils/checkpoint.py`` (torch 2.13): ``checkpoint``, ``CheckpointFunction``, and
+``_checkpoint_without_reentrant_generator``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Final, final
+
+from torch.utils import checkpoint as of_torch
+
+import torch
+from lowtide.base.lever_catalogue import CHECKPOINTS
+from lowtide.runtime.device.accelerator import HOST
+from lowtide.runtime.intercept.inplace_accumulation import graph_task
+from lowtide.runtime.intercept.script_effects import (
+    Footprint,
+    RandomStates,
+    changed,
+    differ,
+    prints_of,
+)
+from lowtide.runtime.monkeypatch import Wraps
+from lowtide.runtime.run_figures import LeverFigures
+from lowtide.runtime.storage.checksum import checksum, digest
+from lowtide.runtime.tensors import beneath_autograd, node_of, on_storage, tensors_in
+
+_HOOK: Final = "__dynamo_disable"
+"""Where ``torch._disable_dynamo`` keeps what it calls instead of the function: all names of ``checkpoint`` lead there."""
+_DEEPEST: Final = 4
+"""Partial functions, methods and closures within others that a call's site is made from."""
+
+
+class Handling(Enum):
+    """How calls are handled."""
+
+    AS_WRITTEN = auto()
+    WATCHED = auto()
+    PLAIN = auto()
+
+
+@final
+@dataclass(slots=True)
+class Verdict:
+    """Whether the calls of one site may be plain.
+
+    They stay as they are written if:
+
+    - the second run writes to a tensor that existed before (a batch norm's statistics are updated twice), changes anything
+      that its Python code reaches, or draws from a generator of Python or NumPy, or an explicit one;
+    - it draws other random numbers (``preserve_rng_state=False``);
+    - the call has a ``context_fn``, or is debugged;
+    - ``use_reentrant=True``, and gradients would be summed in another order or be there at all: a parameter is also used
+      elsewhere, or has a hook; no argument requires a gradient; tensors are passed within containers; there is more than one
+      result; or the first run, without gradients, gives other bits.
+
+    Attributes:
+        runs: how many calls were watched to the end.
+        stays: whether a call of it must stay as it is written.
+        modules: the modules that it runs and that have buffers.
+    """
+
+    runs: int = 0
+    stays: bool = False
+    modules: tuple[weakref.ref[torch.nn.Module], ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether calls of this site may be plain."""
+        return self.runs > 0 and not self.stays
+
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """The buffers of its modules, and how often each was written."""
+        modules = (m for ref in self.modules if (m := ref()) is not None)
+        buffers = (b for m in modules for b in m._buffers.values() if b is not None and not b.is_inference())
+        return tuple((id(b), b._version) for b in buffers)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of ``checkpoint``.
+
+    Attributes:
+        function: the function to run.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        reentrant: whether the backward runs another backward within.
+        preserves: whether the second run draws the same random numbers.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reentrant: bool
+    preserves: bool
+
+    @classmethod
+    def of(cls, function: Any, *args: Any, **kwargs: Any) -> Call | None:
+        """The call with these arguments of ``checkpoint``; None if it uses an option that must be left to torch."""
+        reentrant = kwargs.pop("use_reentrant", None)
+        context = kwargs.pop("context_fn", of_torch.noop_context_fn)
+        debug = kwargs.pop("debug", False)
+        preserves = kwargs.pop("preserve_rng_state", True)
+        for name in ("determinism_check", "early_stop"):
+            kwargs.pop(name, None)
+        debugged = debug or getattr(of_torch, "_checkpoint_debug_enabled", None)
+        reentrant = reentrant is None or bool(reentrant)
+        if context is not of_torch.noop_context_fn or debugged or (reentrant and kwargs):
+            return None
+        return cls(function, args, kwargs, reentrant, bool(preserves))
+
+    def is_ordinary(self) -> bool:
+        """Whether its arguments allow a plain call with the same gradients."""
+        if not self.reentrant:
+            return True
+        flat = [a for a in self.args if isinstance(a, torch.Tensor)]
+        return (
+            any(t.requires_grad for t in flat)
+            and len(tensors_in(list(self.args))) == len(flat)
+            and not torch.distributed.is_initialized()
+        )
+
+    def site(self) -> tuple[Any, ...]:
+        """What calls of the same code on the same modules have in common."""
+        found: list[Any] = [self.reentrant, self.preserves]
+        _add_site(self.function, found, 0)
+        return tuple(found)
+
+
+def _add_site(item: Any, found: list[Any], depth: int) -> None:
+    if depth > _DEEPEST:
+        return
+    if isinstance(item, functools.partial):
+        for part in (item.func, *item.args, *item.keywords.values()):
+            _add_site(part, found, depth + 1)
+    elif isinstance(item, torch.nn.Module):
+        found += [id(item), item.training]
+    elif hasattr(item, "__self__") and hasattr(item, "__func__"):
+        _add_site(item.__func__, found, depth + 1)
+        _add_site(item.__self__, found, depth + 1)
+    elif hasattr(item, "__code__"):
+        found.append(item.__code__)
+        for cell in item.__closure__ or ():
+            with contextlib.suppress(ValueError):  # the variable has no value yet
+                _add_site(cell.cell_contents, found, depth + 1)
+    elif callable(item):
+        found.append(type(item))
+
+
+@final
+@dataclass(slots=True, eq=False)
+class _Finding:
+    """What was found out about one call.
+
+    Attributes:
+        verdict: what is known about its site.
+        reentrant: whether it is reentrant.
+        leaves: the parameters that the second run of a reentrant call reached.
+        again: the events in the recording of its unit between which the function ran a second time.
+    """
+
+    verdict: Verdict
+    reentrant: bool
+    leaves: frozenset[int] = frozenset()
+    again: tuple[int, int] = (0, 0)
+
+
+@final
+class _Watched:
+    """A function whose first two runs are watched; it holds neither arguments nor results."""
+
+    def __init__(self, calls: CheckpointCalls, call: Call, finding: _Finding) -> None:
+        """Watch a call's function."""
+        self._calls, self._function, self._preserves, self._finding = calls, call.function, call.preserves, finding
+        self._footprint = Footprint()
+        self._runs = 0
+        self._digest: int | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function."""
+        self._runs += 1
+        with self._calls.within():
+            if self._runs == 1:
+                return self._first(args, kwargs)
+            return self._second(args, kwargs) if self._runs == 2 else self._function(*args, **kwargs)
+
+    def _first(self, args: Any, kwargs: Any) -> Any:
+        with self._footprint.following():
+            result = self._function(*args, **kwargs)
+        if self._finding.reentrant:
+            self._digest = None if any(result is a for a in args) else _digest(result)
+        return result
+
+    def _second(self, args: Any, kwargs: Any) -> Any:
+        footprint, verdict = self._footprint, self._finding.verdict
+        states, prints, given = RandomStates.now(), footprint.prints(), prints_of((args, kwargs))
+        drawn = None if self._preserves else _torch_states()
+        start = self._calls.events_so_far()
+        try:
+            with footprint.following():
+                result = self._function(*args, **kwargs)
+        finally:  # torch ends the run, by an exception, when it has made the last saved tensor
+            self._finding.again = start, self._calls.events_so_far()
+            verdict.stays |= (
+                states != RandomStates.now()
+                or (drawn is not None and drawn != _torch_states())
+                or footprint.varies
+                or not footprint.is_complete
+                or changed(prints, footprint.prints(), exact=self._finding.reentrant)
+                or differ(given, prints_of((args, kwargs)))
+            )
+            verdict.modules = tuple(weakref.ref(m) for m in footprint.modules() if m._buffers)
+            verdict.runs += 1
+        if self._finding.reentrant:
+            self._compare(result, args)
+        return result
+
+    def _compare(self, result: Any, args: Any) -> None:
+        """Compare a reentrant call's result with the first one, and find the parameters that its backward will reach."""
+        finding = self._finding
+        leaves = [leaf for leaf in _leaves_of(tensors_in([result])) if not any(leaf is a for a in args)]
+        finding.leaves = frozenset(map(id, leaves))
+        finding.verdict.stays |= (
+            self._digest is None
+            or self._digest != _digest(result)
+            or any(self._calls.is_hooked(leaf) for leaf in leaves)
+            or any(m._backward_hooks or m._backward_pre_hooks for m in self._footprint.modules())
+        )
+
+
+def _digest(result: Any) -> int | None:
+    """A digest of a call's result; None if it is not a single tensor."""
+    if not isinstance(result, torch.Tensor) or not on_storage(result) or result.is_meta:
+        return None
+    with beneath_autograd(), torch.no_grad():
+        flat = result.detach().contiguous().reshape(-1).view(torch.uint8)
+        return digest(flat) if flat.device == HOST else checksum(flat)
+
+
+@final
+class CheckpointCalls:
+    """Handles the calls of ``checkpoint`` in the thread that Lowtide follows; one per runtime.
+
+    Attributes:
+        handling: how calls are handled from now on.
+        plain: how many calls were plain.
+        kept: how many were left as written although calls were to be plain.
+    """
+
+    def __init__(
+        self, is_ours: Callable[[], bool], is_our_hook: Callable[[Any], bool], events_so_far: Callable[[], int]
+    ) -> None:
+        """Handle nothing yet.
+
+        Args:
+            is_ours: whether the calling thread is the one that Lowtide follows.
+            is_our_hook: whether a hook of a parameter is Lowtide's own.
+            events_so_far: returns how many events of the running unit have been recorded.
+        """
+        self.events_so_far = events_so_far
+        self.handling = Handling.AS_WRITTEN
+        self.plain = self.kept = 0
+        self._is_ours, self._is_our_hook = is_ours, is_our_hook
+        self._wraps = Wraps()
+        self._as_torch: Callable[[], Callable[..., Any]]
+        self._within = 0
+        self._scope: Any = None
+        self._verdicts: dict[Any, Verdict] = {}
+        self._findings: list[_Finding] = []
+        self._outside: set[int] = set()
+
+    def install(self) -> None:
+        """Handle calls from now on, by whatever name the script knows the function."""
+        function: Any = getattr(of_torch.checkpoint, "__wrapped__", None)
+        if function is None:  # another version of torch: its calls stay as they are written
+            return
+        before = vars(function).get(_HOOK)
+        setattr(function, _HOOK, self._called)
+
+        def undo() -> None:
+            if before is None:
+                delattr(function, _HOOK)
+            else:
+                setattr(function, _HOOK, before)
+
+        def as_torch() -> Callable[..., Any]:
+            nonlocal before
+            if before is None:
+                before = torch._dynamo.disable(function, wrapping=False)  # type: ignore[no-untyped-call]
+            found: Callable[..., Any] = before
+            return found
+
+        self._as_torch = as_torch
+        self._wraps.also(undo)
+
+    def remove(self) -> None:
+        """Leave calls to torch again."""
+        self._wraps.undo()
+        self.handling = Handling.AS_WRITTEN
+
+    # --- units ---------------------------------------------------------------------------------------------------------
+
+    def unit_begins(self, scope: Any, handling: Handling) -> None:
+        """A unit begins; ``scope`` is what it has in common with those for which the same verdicts are valid."""
+        self._scope, self.handling = scope, handling
+
+    def backward_begins(self, outputs: Iterable[Any], *, differentiable: bool) -> None:
+        """A backward begins: no call that it goes through may be plain if it builds a graph of its own."""
+        for finding in self._findings:
+            finding.verdict.stays |= differentiable
+        if any(finding.reentrant for finding in self._findings):
+            self._outside |= set(map(id, _leaves_of(tensors_in(list(outputs)))))
+
+    def unit_ends(self) -> list[tuple[int, int]]:
+        """The unit is over.
+
+        Returns:
+            For each call that was watched in it and may be plain from now on, the events of its second run.
+        """
+        findings, self._findings = self._findings, []
+        outside, self._outside = self._outside, set()
+        self.handling = Handling.AS_WRITTEN
+        met = Counter(leaf for finding in findings for leaf in finding.leaves)
+        shared = outside | {leaf for leaf, times in met.items() if times > 1}
+        for finding in findings:
+            finding.verdict.stays |= not shared.isdisjoint(finding.leaves)
+        return [finding.again for finding in findings if finding.verdict.is_plain]
+
+    def figures(self) -> list[LeverFigures]:
+        """Figures of this memory optimization, for the summary; empty if the script has no checkpoints."""
+        if not self._verdicts:
+            return []
+        text = f"{self.plain} calls of torch.utils.checkpoint ran as plain calls"
+        if self.kept:
+            text += f"; {self.kept} stayed as written, as running their functions only once could change the results"
+        return [LeverFigures(name=CHECKPOINTS, used=self.plain > 0, text=text)]
+
+    def is_hooked(self, parameter: torch.Tensor) -> bool:
+        """Whether a hook of the script sees a parameter's gradient."""
+        hooks = ((parameter._backward_hooks or {}), (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}))
+        return any(not self._is_our_hook(hook) for table in hooks for hook in table.values())
+
+    @contextlib.contextmanager
+    def within(self) -> Iterator[None]:
+        """A call that runs as written: those within it do, too."""
+        self._within += 1
+        try:
+            yield
+        finally:
+            self._within -= 1
+
+    # --- calls ---------------------------------------------------------------------------------------------------------
+
+    def _called(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        leave = (
+            self.handling is Handling.AS_WRITTEN or self._within or not self._is_ours() or not torch.is_grad_enabled()
+            or graph_task() >= 0
+        )  # fmt: skip
+        call = None if leave else Call.of(function, *args, **dict(kwargs))
+        if call is None or not call.is_ordinary():
+            with self.within():
+                return self._as_torch()(function, *args, **kwargs)
+        verdict = self._verdicts.setdefault((self._scope, *call.site()), Verdict())
+        if self.handling is Handling.PLAIN and verdict.is_plain:
+            return self._run_plain(call, verdict, kwargs)
+        self.kept += self.handling is Handling.PLAIN
+        if not verdict.stays:
+            finding = _Finding(verdict, call.reentrant)
+            self._findings.append(finding)
+            function = _Watched(self, call, finding)
+        with self.within():
+            return self._as_torch()(function, *args, **kwargs)
+
+    def _run_plain(self, call: Call, verdict: Verdict, options: dict[str, Any]) -> Any:
+        """Run a call's function once, and see to it that this has the effects of running it as written."""
+        states, torchs, versions = RandomStates.now(), _torch_states(), verdict.versions()
+        args = tuple(_entering(a) for a in call.args) if call.reentrant else call.args
+        result = call.function(*args, **call.kwargs)
+        if states != RandomStates.now() or (not call.preserves and torchs != _torch_states()):
+            verdict.stays = True
+            states.restore()
+            _restore(torchs)
+            with self.within():
+                return self._as_torch()(call.function, *call.args, **options)
+        if versions != verdict.versions():  # the second run would write once more
+            verdict.stays = True
+            after = _torch_states()
+            _restore(torchs)
+            with torch.no_grad(), self.within():
+                call.function(*call.args, **call.kwargs)
+            _restore(after)
+        self.plain += 1
+        return result
+
+
+def _entering(argument: Any) -> Any:
+    """An argument of a reentrant call: the gradients of its uses within are summed before those of its other uses are added.
+
+    As ``AccumulateGrad`` does for the detached copy that torch passes, the sum gets the strides of the argument.
+    """
+    if not (isinstance(argument, torch.Tensor) and argument.requires_grad):
+        return argument
+    entered = torch.ops.aten.alias.default(argument)
+    shape, strides = argument.shape, argument.stride()
+    dense = argument.is_contiguous() or _is_dense(argument)
+
+    def arranged(gradient: torch.Tensor) -> torch.Tensor | None:
+        if gradient.layout is not torch.strided:
+            return None
+        if not dense:
+            return None if gradient.is_contiguous() else gradient.contiguous()
+        if all(size == 1 or a == b for size, a, b in zip(shape, gradient.stride(), strides, strict=True)):
+            return None
+        return torch.empty_strided(shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
+    entered.register_hook(arranged)
+    return entered
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie side by side in memory, in any order of the dimensions, and none of them twice."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _leaves_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves that the graphs of tensors reach."""
+    found: dict[int, torch.Tensor] = {}
+    stack = [node for tensor in tensors if (node := node_of(tensor)) is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            found[id(variable)] = variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return list(found.values())
+
+
+def _torch_states() -> tuple[Any, ...]:
+    """The states of torch's own generators."""
+    cuda = sys.modules.get("torch.cuda")
+    there = cuda is not None and cuda.is_initialized()
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if there else ())]
+    return tuple(state.numpy().tobytes() for state in states)
+
+
+def _restore(states: tuple[Any, ...]) -> None:
+    cpu, *devices = (torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states)
+    torch.set_rng_state(cpu)
+    if devices:
+        torch.cuda.set_rng_state_all(devices)

@@ -1,0 +1,480 @@
+"""Laws of the script's own checkpoints (`torch.utils.checkpoint`) under a budget.
+
+Where it gives the same bits, their functions run once, and the plan decides what is recomputed; otherwise they stay as written.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import heap, live_now, trained_under
+from lowtide.base.lever_catalogue import CHECKPOINTS
+from lowtide.runtime.run_figures import RunOutcome
+from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
+
+import lowtide
+
+Make = Callable[[], nn.Module]
+STEPS = 6
+WIDTH = 64
+
+
+class Block(nn.Module):
+    """A residual block with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One block."""
+        return x + self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """Blocks, each called through a checkpoint."""
+
+    def __init__(self, make: Make = Block, *, depth: int = 6, shared: bool = False, **how: Any) -> None:
+        super().__init__()
+        self.how = {"use_reentrant": False} | how
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([make()] * depth if shared else [make() for _ in range(depth)])
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """All blocks."""
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.call(block, x)
+        return self.last(x)
+
+    def call(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """One checkpoint."""
+        found: torch.Tensor = checkpoint(block, x, **self.how)
+        return found
+
+
+def train(make: Callable[[], nn.Module], steps: int = STEPS, accumulate: int = 1, rows: int = 256) -> list[torch.Tensor]:
+    """Train a model: its losses, weights, buffers and gradients, and the states of all generators."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - the legacy generator is what scripts use
+    net = make()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        for _ in range(accumulate):  # a step is that many micro-batches
+            loss = net(torch.randn(rows, WIDTH)).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = net(torch.randn(rows, WIDTH)).square().mean()
+    loss.backward()
+    gradients = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    return [
+        *losses, *gradients, *(t.detach() for t in (*net.parameters(), *net.buffers())), torch.get_rng_state(),
+        torch.tensor([random.random(), np.random.rand()]),  # noqa: NPY002
+    ]
+
+
+def peak_of(train: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], int]:
+    """The results of a baseline run, and its peak above the bytes live before."""
+    train()
+    base = heap().tensor_peak = heap().tensor_live
+    bits = train()
+    return bits, heap().tensor_peak - base
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    """Whether all tensors have the same bits."""
+    assert all(t.isfinite().all() for t in other), "nothing is shown by what is not a number"
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def calls(outcome: RunOutcome) -> int:
+    """How many calls ran as plain calls."""
+    found = [x for x in outcome.levers if x.name == CHECKPOINTS]
+    return int(found[0].text.split()[0]) if found else 0
+
+
+def compared(make: Callable[[], nn.Module], share: float = 1.2, **how: Any) -> RunOutcome:
+    """Train without Lowtide and under a share of the baseline's peak, and compare the bits."""
+    run = partial(train, make, **how)
+    bits, above = peak_of(run)
+    found, outcome, _, _ = trained_under(run, int(share * above))
+    assert equal(found, bits)
+    return outcome
+
+
+KINDS = pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+
+
+@KINDS
+@pytest.mark.parametrize("share", [1.5, 1.0, 0.8])
+def test_functions_of_checkpoints_run_once_and_the_plan_decides(reentrant: bool, share: float) -> None:  # noqa: FBT001
+    """From the second step on, every call is a plain one; bits, the generators' states and the budget are kept."""
+    outcome = compared(partial(Net, use_reentrant=reentrant), share, rows=2048)
+    assert calls(outcome) == 6 * STEPS
+    assert outcome.held
+
+
+@KINDS
+def test_gradients_summed_over_micro_batches_have_the_same_bits(reentrant: bool) -> None:  # noqa: FBT001
+    """A reentrant checkpoint adds its gradients to those that exist on their own."""
+    outcome = compared(partial(Net, use_reentrant=reentrant), accumulate=3)
+    assert calls(outcome) > 0
+
+
+def test_a_module_that_several_checkpoints_call_is_plain_unless_they_are_reentrant() -> None:
+    """Reentrant ones add each call's gradient to the sum that exists: in another order than one backward does."""
+    assert calls(compared(partial(Net, shared=True, use_reentrant=False), accumulate=2)) > 0
+    assert calls(compared(partial(Net, shared=True, use_reentrant=True), accumulate=2)) == 0
+
+
+class Tied(Net):
+    """The last layer has the weight of the first block."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """All blocks, and one weight of the first once more."""
+        out = super().forward(x)
+        up: Any = self.blocks[0].up
+        return out @ up.weight.T[:, :WIDTH]
+
+
+@KINDS
+def test_a_parameter_that_is_used_outside_too_keeps_the_order_of_its_sum(reentrant: bool) -> None:  # noqa: FBT001
+    """Only the block whose weight is used elsewhere stays as written, and only if it is reentrant."""
+    outcome = compared(partial(Tied, use_reentrant=reentrant), accumulate=2)
+    found = calls(outcome)
+    assert found == (5 if reentrant else 6) * (2 * STEPS + 1 - 1)
+
+
+class Normed(nn.Module):
+    """A block with a batch norm, whose statistics a checkpoint updates twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One block."""
+        return torch.relu(self.norm(self.linear(x)))
+
+
+class Moving(Block):
+    """Replaces a buffer by another in each run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One block, scaled by a moving average."""
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return super().forward(x) * (1 + self.mean)
+
+
+class Counting(Block):
+    """Counts its runs, and scales by the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One block."""
+        self.runs += 1
+        return super().forward(x) / self.runs
+
+
+COUNT = {"runs": 0}
+RUNS = 0
+
+
+class CountingInAGlobal(Block):
+    """Counts its runs in an entry of a global dictionary."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One block."""
+        COUNT["runs"] = COUNT["runs"] % 100 + 1
+        return super().forward(x) / COUNT["runs"]
+
+
+class AssigningAGlobal(Block):
+    """Counts its runs in a global variable."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One block."""
+        global RUNS  # noqa: PLW0603
+        RUNS = RUNS % 100 + 1
+        return super().forward(x) / RUNS
+
+
+class OfItsClass(Block):
+    """Counts its runs in its class."""
+
+    runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One block."""
+        OfItsClass.runs += 1
+        return super().forward(x) / (1 + OfItsClass.runs % 7)
+
+
+class Skipping(Block):
+    """Draws from Python's generator."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One block."""
+        return super().forward(x) * random.random()
+
+
+class SkippingByNumpy(Block):
+    """Draws from NumPy's generator."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One block."""
+        return super().forward(x) * float(np.random.rand())  # noqa: NPY002
+
+
+class OwnGenerator(Block):
+    """Draws from a generator of its own, which no checkpoint restores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One block."""
+        return super().forward(x) * torch.rand(WIDTH, generator=self.generator)
+
+
+def nonlocal_block() -> nn.Module:
+    """A block that counts its runs in a variable of the function around it."""
+    runs = 0
+
+    class Enclosed(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nonlocal runs
+            runs += 1
+            return super().forward(x) / runs
+
+    return Enclosed()
+
+
+def hooked_block() -> nn.Module:
+    """A block with a hook that notes its results."""
+    block, seen = Block(), []  # type: ignore[var-annotated]
+
+    def scaled(_: nn.Module, __: Any, out: torch.Tensor) -> torch.Tensor:
+        seen.append(1)
+        return out / len(seen)
+
+    block.register_forward_hook(scaled)
+    return block
+
+
+IMPURE: dict[str, Make] = {
+    "batch norm": Normed,
+    "a buffer that is replaced": Moving,
+    "an attribute": Counting,
+    "an entry of a global": CountingInAGlobal,
+    "a global": AssigningAGlobal,
+    "an attribute of the class": OfItsClass,
+    "a variable of an enclosing function": nonlocal_block,
+    "a forward hook": hooked_block,
+    "Python's generator": Skipping,
+    "NumPy's generator": SkippingByNumpy,
+    "a generator of its own": OwnGenerator,
+}
+
+
+def reset_globals() -> None:
+    """Start all counters anew."""
+    global RUNS  # noqa: PLW0603
+    COUNT["runs"] = OfItsClass.runs = RUNS = 0
+
+
+@KINDS
+@pytest.mark.parametrize("make", IMPURE.values(), ids=IMPURE)
+def test_a_checkpoint_whose_second_run_changes_something_stays_as_written(make: Make, reentrant: bool) -> None:  # noqa: FBT001
+    """Running the function once would leave that change out."""
+    def anew() -> nn.Module:
+        reset_globals()
+        return Net(make, use_reentrant=reentrant, **({} if reentrant else {"determinism_check": "none"}))
+
+    assert calls(compared(anew)) == 0
+
+
+@KINDS
+def test_random_numbers_that_are_drawn_anew_stay_so(reentrant: bool) -> None:  # noqa: FBT001
+    """With `preserve_rng_state=False`, the second run of a dropout has another mask."""
+    assert calls(compared(partial(Net, use_reentrant=reentrant, preserve_rng_state=False))) == 0
+
+
+@KINDS
+def test_without_random_numbers_they_need_not_be_preserved(reentrant: bool) -> None:  # noqa: FBT001
+    """The same without a dropout."""
+    def make() -> nn.Module:
+        net = Net(use_reentrant=reentrant, preserve_rng_state=False)
+        for block in net.blocks:
+            block.drop = nn.Identity()
+        return net
+
+    assert calls(compared(make)) == 6 * STEPS
+
+
+class Now(Block):
+    """Starts to write to a buffer, or to draw random numbers, some steps into the training."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.register_buffer("step", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One block."""
+        late = int(self.step) > 3
+        if late and self.what == "buffer":
+            self.mean.mul_(0.9).add_(x.detach().mean(0))
+        return super().forward(x) * (random.random() if late and self.what == "random" else 1) + self.mean
+
+
+class Late(Net):
+    """Tells its blocks which step it is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """All blocks."""
+        if torch.is_grad_enabled():
+            for block in self.blocks:
+                block.step += 1  # type: ignore[operator]
+        return super().forward(x)
+
+
+@KINDS
+@pytest.mark.parametrize("what", ["buffer", "random"])
+def test_what_a_function_does_only_later_is_made_up_for(what: str, reentrant: bool) -> None:  # noqa: FBT001
+    """A call that was plain so far, and whose second run would change something now, has that effect all the same."""
+    more = {} if reentrant else {"determinism_check": "none"}
+    outcome = compared(lambda: Late(lambda: Now(what), use_reentrant=reentrant, **more), 1.6)
+    assert calls(outcome) > 0
+
+
+class Kinds(Net):
+    """Calls of other kinds."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def call(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:  # noqa: PLR0911
+        """One checkpoint."""
+        match self.kind:
+            case "keywords":
+                return checkpoint(lambda *, h: block(h), h=x, use_reentrant=False)
+            case "two results":
+                a, b = checkpoint(lambda h: (block(h), h * 2), x, use_reentrant=True)
+                return a + 0 * b
+            case "an unused result":
+                return checkpoint(lambda h: (block(h), self.last(h)), x, use_reentrant=True)[0]
+            case "a container":
+                return checkpoint(lambda pair: block(pair[0]), (x,), use_reentrant=True)
+            case "no gradient":
+                return checkpoint(block, x.detach(), use_reentrant=True)
+            case "a context":
+                contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+                return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+            case "nested":
+                return checkpoint(lambda h: checkpoint(block, h, use_reentrant=False), x, use_reentrant=False)
+            case "its own argument":
+                return checkpoint(lambda h: h, x, use_reentrant=True) + checkpoint(block, x, use_reentrant=True)
+            case "a partial function":
+                return checkpoint(partial(block), x, use_reentrant=False)
+            case "used twice":
+                return x * 0.5 + checkpoint(lambda h: block(h).tanh() * h + h.sin(), x, use_reentrant=True) + x.cos()
+            case "transposed":
+                return checkpoint(lambda h: block(h.T), x.T, use_reentrant=True)
+            case "expanded":
+                return x + checkpoint(lambda h: block(h).mean().tanh() + h.mean(), x, use_reentrant=True)
+            case _:
+                return checkpoint_sequential([block, nn.Tanh(), block, nn.Tanh()], 2, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plain"),
+    [
+        ("keywords", True), ("two results", False), ("an unused result", False), ("a container", False),
+        ("no gradient", False), ("a context", False), ("nested", True), ("its own argument", True),
+        ("a partial function", True), ("used twice", True), ("transposed", True), ("expanded", True), ("sequential", True),
+    ],
+)  # fmt: skip
+def test_calls_of_any_kind_have_the_same_bits(kind: str, plain: bool) -> None:  # noqa: FBT001
+    """Those whose gradients would be summed otherwise, or be there at all, stay as written."""
+    outcome = compared(partial(Kinds, kind), accumulate=2)
+    assert (calls(outcome) > 0) is plain
+
+
+@KINDS
+def test_a_hook_on_a_parameter_keeps_only_reentrant_checkpoints_as_written(reentrant: bool) -> None:  # noqa: FBT001
+    """There it is called within the second run's own backward."""
+    def make() -> nn.Module:
+        net = Net(use_reentrant=reentrant)
+        for p in net.blocks.parameters():
+            p.register_hook(lambda g: g * 0.5)
+        return net
+
+    assert (calls(compared(make)) > 0) is not reentrant
+
+
+def test_the_user_can_keep_checkpoints_as_written() -> None:
+    """`without=plan-checkpoints` leaves all calls to torch."""
+    run = partial(train, Net)
+    bits, above = peak_of(run)
+    found, outcome, _, _ = trained_under(run, above, without=CHECKPOINTS)
+    assert equal(found, bits)
+    assert not [x for x in outcome.levers if x.name == CHECKPOINTS]
+
+
+def test_a_derivative_of_a_gradient_keeps_checkpoints_as_written() -> None:
+    """A second backward would go through the graph of the second run, and sum in another order."""
+    def penalised() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = Net(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(STEPS):
+            x = torch.randn(64, WIDTH, requires_grad=True)
+            out = net(x).sum()
+            (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+            (out + gradient.square().sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in net.parameters()]
+
+    bits, above = peak_of(penalised)
+    found, outcome, _, _ = trained_under(penalised, 2 * above)
+    assert equal(found, bits)
+    assert calls(outcome) == 0
+
+
+def test_the_baseline_and_shares_are_those_of_the_script_as_written() -> None:
+    """A share is one of what the script takes with its own checkpoints."""
+    run = partial(train, partial(Net, depth=8), rows=4096)
+    bits, above = peak_of(run)
+    base = live_now()
+    with lowtide.budget("95%") as found:  # other tests' tensors are a part of the base
+        assert equal(run(), bits)
+    outcome = found.outcome
+    assert outcome.plan is not None
+    assert abs(outcome.plan.baseline_peak_bytes - base - above) < 0.03 * above
+    assert calls(outcome) > 0
