@@ -86,6 +86,16 @@ def test_a_step_held_online_with_the_drops_of_a_plan_raises_the_prediction() -> 
     holds(program, 0.9, offload=False)
 
 
+def test_gradients_made_anew_are_not_in_the_baseline_of_checkpointed_scripts_twice() -> None:
+    """The script as it is written was recorded in a first step, which allocates gradients, and compared with a later one."""
+    program = Program(
+        layers=("linear", "linear", "linear", "checkpointed"), width=64, rows=512, loss="square", optimizer="sgd", accumulate=1,
+        zero="backward", evaluate=False, clip=False, read=-1, keep="nothing", varying=False, schedule=False, autocast=False,
+        flags=False, late=False,
+    )  # fmt: skip
+    holds(program, 0.9, offload=False)
+
+
 def test_an_evaluation_does_not_grow_with_the_sizes_of_a_unit() -> None:
     """The last unit followed a plan of one of other sizes, and the evaluation's peak was told 2 % larger with the unit's."""
     program = Program(

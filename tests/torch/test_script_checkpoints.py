@@ -15,6 +15,7 @@ import pytest
 import torch
 from harness import heap, live_now, trained_under
 from lowtide.base.lever_catalogue import CHECKPOINTS
+from lowtide.report.terminal import show_outcome
 from lowtide.runtime.run_figures import RunOutcome
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
@@ -435,6 +436,31 @@ def test_a_hook_on_a_parameter_keeps_only_reentrant_checkpoints_as_written(reent
         return net
 
     assert (calls(compared(make)) > 0) is not reentrant
+
+
+def test_a_budget_of_the_minimum_is_that_of_plain_checkpoints() -> None:
+    """It used to be set by the first step, which runs as written, and to stay there."""
+    run = partial(train, partial(Net, depth=8), rows=4096)
+    bits, _ = peak_of(run)
+    with lowtide.budget("minimum") as found:
+        assert equal(run(), bits)
+    outcome = found.outcome
+    assert outcome.plan is not None
+    assert calls(outcome) > 0
+    assert outcome.held
+    assert outcome.budget_bytes <= 1.03 * outcome.plan.lowest_peak_bytes
+
+
+def test_the_summary_tells_the_time_that_is_saved(capsys: pytest.CaptureFixture[str]) -> None:
+    """With room to spare nothing is recomputed: the step takes less than without Lowtide."""
+    outcome = compared(Net, 2.0, rows=2048)
+    assert outcome.plan is not None
+    assert outcome.plan.extra_seconds is not None
+    assert outcome.plan.extra_seconds < 0
+    show_outcome(outcome)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "saved time" in said
+    assert "without Lowtide, as recorded" in said
 
 
 def test_the_user_can_keep_checkpoints_as_written() -> None:

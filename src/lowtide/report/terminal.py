@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lowtide.base.lever_catalogue import CHECKPOINTS
 from lowtide.base.messages import stream
 from lowtide.base.units import format_bytes, format_seconds
 
@@ -47,7 +48,7 @@ def show_outcome(outcome: RunOutcome) -> None:
     _add_peaks(table, outcome)
     plan = outcome.plan
     if plan is not None:
-        engaged = any(lever.used for lever in outcome.levers)
+        engaged = any(lever.used and lever.name != CHECKPOINTS for lever in outcome.levers)
         told = "with the memory optimizations, without a plan" if engaged else "without Lowtide, as recorded"
         table.add_row("baseline peak", format_bytes(plan.baseline_peak_bytes), told)
         table.add_row("resident", format_bytes(plan.resident_bytes), "parameters, buffers, optimizer states")
@@ -73,15 +74,18 @@ def show_outcome(outcome: RunOutcome) -> None:
             format_bytes(plan.predicted_peak_bytes),
             f"predicted; measured {format_bytes(measured)}",
         )
+        extra, share = plan.extra_seconds, abs(plan.extra_seconds) / max(plan.baseline_step_seconds, 1e-9)
+        bound = f"no plan needs less than {format_seconds(plan.bound_extra_seconds)}"
+        if extra < 0:
+            bound = "the script's own checkpoints recompute more than the budget needs"
         table.add_row(
-            "extra time",
-            format_seconds(plan.extra_seconds),
-            f"predicted, {plan.extra_seconds / max(plan.baseline_step_seconds, 1e-9):.1%} of the recorded {unit}; "
-            f"no plan needs less than {format_seconds(plan.bound_extra_seconds)}",
+            "saved time" if extra < 0 else "extra time",
+            format_seconds(abs(extra)),
+            f"predicted, {share:.1%} of the recorded {unit}; {bound}",
         )
     for neighbour in outcome.neighbours:
-        told = "extra time, predicted, with that budget"
-        table.add_row(f"with {format_bytes(neighbour.budget_bytes)}", format_seconds(neighbour.extra_seconds), told)
+        told = f"{'saved' if neighbour.extra_seconds < 0 else 'extra'} time, predicted, with that budget"
+        table.add_row(f"with {format_bytes(neighbour.budget_bytes)}", format_seconds(abs(neighbour.extra_seconds)), told)
     if not outcome.asked:
         rescued = [s.rescued_ops for s in outcome.steps if s.rescued_ops]
         told = f"retries of operators that did not fit, in {len(rescued)} of {len(outcome.steps)} steps"

@@ -20,7 +20,7 @@ ROOM: Final = 1.1
 
 def figures_of(
     entry: RecordedUnit, solution: Solution, *,
-    shift_bytes: int, likely_bytes: int, certain_bytes: int, resident_bytes: int,
+    shift_bytes: int, baseline_bytes: int, certain_bytes: int, resident_bytes: int,
 ) -> PlanFigures:
     """The figures of a solution for a unit on another base.
 
@@ -28,24 +28,23 @@ def figures_of(
         entry: the recorded unit.
         solution: the solution of its problem.
         shift_bytes: upper bound on how many bytes higher than the recorded unit this unit lies.
-        likely_bytes: the same without bytes that may be freed before the peak (a result of the previous step). The baseline
-            peak is shifted only by this much, so that the figures reported for the plain run are not too high.
+        baseline_bytes: the peak without Lowtide. It leaves out bytes that may be freed before the peak (a result of the
+            previous step), so that the figures reported for the plain run are not too high.
         certain_bytes: a lower bound on how much higher the unit lies: optimizer states allocated since the recording, less
             what graphs of earlier units held then (a leftover of the previous step may be freed within the unit).
         resident_bytes: bytes of parameters, buffers and optimizer states.
     """
     state, seconds, saved = solution.state, entry.problem.seconds, entry.saved_seconds
-    plain = entry.baseline_peak + likely_bytes
     return PlanFigures(
         predicted_peak_bytes=None if state is None else state.timeline.peak_bytes + shift_bytes,
-        baseline_peak_bytes=plain,
+        baseline_peak_bytes=baseline_bytes,
         resident_bytes=resident_bytes,
         predicted_step_seconds=None if state is None else seconds + state.timeline.extra_seconds,
         baseline_step_seconds=entry.baseline_seconds,
         extra_seconds=None if state is None else state.timeline.extra_seconds - saved,
         bound_peak_bytes=solution.bound.peak_bytes + certain_bytes,
         bound_extra_seconds=solution.bound_seconds - saved,
-        lowest_peak_bytes=min(plain, solution.lowest_bytes + shift_bytes),
+        lowest_peak_bytes=min(baseline_bytes, solution.lowest_bytes + shift_bytes),
         status=solution.status.value,
         solve_seconds=solution.solve_seconds,
     )

@@ -26,7 +26,7 @@ MINIMUM_MARGIN: Final = 0.02
 LOOKS_SECONDS: Final = 0.5
 """Without a budget, how often the memory there is looked at; a look takes some tenths of a millisecond."""
 FALLS: Final = 0.02
-"""The budget of a slowdown is lowered only if it would fall by more than this share: every budget needs its own plan."""
+"""A budget that follows from plans is lowered only if it falls by more than this share: every budget needs its own plan."""
 RECENT: Final = 4
 """A recording whose unit was not met in so many steps does not count for a slowdown: the first one is often not met again."""
 
@@ -153,11 +153,12 @@ class BudgetSource:
         if entry is None:
             return
         if isinstance(self._asked, BudgetShare):
-            peak = entry.baseline_peak + self._knowledge.likely_shift(entry, unit)
+            peak = self._knowledge.baseline_peak(entry, unit)
         else:
             peak = max(self._planned_peak(entry, unit, len(steps)), self._crossing(steps))
         peak = max(peak, between_bytes)
-        falls = isinstance(self._asked, Slowdown) and peak < self._peak_bytes * (1 - FALLS)  # operators were timed again
+        revised = isinstance(self._asked, Slowdown) or (isinstance(self._asked, Minimum) and unit.kind.plain_checkpoints)
+        falls = revised and peak < self._peak_bytes * (1 - FALLS)  # operators were timed again, or other ones run
         if self._budget.bytes and peak <= self._peak_bytes and len(steps) != 1 and not falls:
             return
         larger = bool(self._budget.bytes) and peak > self._peak_bytes * (1 + TOLERANCE_SHARE)

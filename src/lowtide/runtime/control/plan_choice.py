@@ -277,7 +277,7 @@ class PlanChoice:
             self._figures_key = key
             found = figures_of(
                 entry, solution, resident_bytes=self._knowledge.persistent.bytes(), shift_bytes=shift,
-                likely_bytes=self._knowledge.likely_shift(entry, unit),
+                baseline_bytes=self._knowledge.baseline_peak(entry, unit),
                 certain_bytes=self._knowledge.certain_shift(entry, unit),
             )
             if resizing is not None:

@@ -3,7 +3,7 @@
 A checkpoint drops what its function saved, and runs the function a second time in the backward. A call is *plain* if the
 function runs once instead, as any other code does. The results have the same bits if the second run has no other effect than
 to make the saved tensors again. So calls are first *watched*: they run as written, and the effects of the second run
-are looked for. What keeps a call as it is written is listed at :class:`Verdict`.
+are looked for. What keeps a call as it is written is listed at :class:`.checkpoint_watch.Verdict`.
 
 Source: ``torch/utils/checkpoint.py`` (torch 2.13): ``checkpoint``, ``CheckpointFunction``, and
 ``_checkpoint_without_reentrant_generator``.
@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -25,19 +23,12 @@ from torch.utils import checkpoint as of_torch
 
 import torch
 from lowtide.base.lever_catalogue import CHECKPOINTS
-from lowtide.runtime.device.accelerator import HOST
+from lowtide.runtime.intercept.checkpoint_watch import Finding, Verdict, Watched, leaves_of
 from lowtide.runtime.intercept.inplace_accumulation import graph_task
-from lowtide.runtime.intercept.script_effects import (
-    Footprint,
-    RandomStates,
-    changed,
-    differ,
-    prints_of,
-)
+from lowtide.runtime.intercept.script_effects import RandomStates, restore_torch, torch_states
 from lowtide.runtime.monkeypatch import Wraps
 from lowtide.runtime.run_figures import LeverFigures
-from lowtide.runtime.storage.checksum import checksum, digest
-from lowtide.runtime.tensors import beneath_autograd, node_of, on_storage, tensors_in
+from lowtide.runtime.tensors import tensors_in
 
 _HOOK: Final = "__dynamo_disable"
 """Where ``torch._disable_dynamo`` keeps what it calls instead of the function: all names of ``checkpoint`` lead there."""
@@ -51,43 +42,6 @@ class Handling(Enum):
     AS_WRITTEN = auto()
     WATCHED = auto()
     PLAIN = auto()
-
-
-@final
-@dataclass(slots=True)
-class Verdict:
-    """Whether the calls of one site may be plain.
-
-    They stay as they are written if:
-
-    - the second run writes to a tensor that existed before (a batch norm's statistics are updated twice), changes anything
-      that its Python code reaches, or draws from a generator of Python or NumPy, or an explicit one;
-    - it draws other random numbers (``preserve_rng_state=False``);
-    - the call has a ``context_fn``, or is debugged;
-    - ``use_reentrant=True``, and gradients would be summed in another order or be there at all: a parameter is also used
-      elsewhere, or has a hook; no argument requires a gradient; tensors are passed within containers; there is more than one
-      result; or the first run, without gradients, gives other bits.
-
-    Attributes:
-        runs: how many calls were watched to the end.
-        stays: whether a call of it must stay as it is written.
-        modules: the modules that it runs and that have buffers.
-    """
-
-    runs: int = 0
-    stays: bool = False
-    modules: tuple[weakref.ref[torch.nn.Module], ...] = ()
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether calls of this site may be plain."""
-        return self.runs > 0 and not self.stays
-
-    def versions(self) -> tuple[tuple[int, int], ...]:
-        """The buffers of its modules, and how often each was written."""
-        modules = (m for ref in self.modules if (m := ref()) is not None)
-        buffers = (b for m in modules for b in m._buffers.values() if b is not None and not b.is_inference())
-        return tuple((id(b), b._version) for b in buffers)
 
 
 @final
@@ -163,96 +117,6 @@ def _add_site(item: Any, found: list[Any], depth: int) -> None:
 
 
 @final
-@dataclass(slots=True, eq=False)
-class _Finding:
-    """What was found out about one call.
-
-    Attributes:
-        verdict: what is known about its site.
-        reentrant: whether it is reentrant.
-        leaves: the parameters that the second run of a reentrant call reached.
-        again: the events in the recording of its unit between which the function ran a second time.
-    """
-
-    verdict: Verdict
-    reentrant: bool
-    leaves: frozenset[int] = frozenset()
-    again: tuple[int, int] = (0, 0)
-
-
-@final
-class _Watched:
-    """A function whose first two runs are watched; it holds neither arguments nor results."""
-
-    def __init__(self, calls: CheckpointCalls, call: Call, finding: _Finding) -> None:
-        """Watch a call's function."""
-        self._calls, self._function, self._preserves, self._finding = calls, call.function, call.preserves, finding
-        self._footprint = Footprint()
-        self._runs = 0
-        self._digest: int | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function."""
-        self._runs += 1
-        with self._calls.within():
-            if self._runs == 1:
-                return self._first(args, kwargs)
-            return self._second(args, kwargs) if self._runs == 2 else self._function(*args, **kwargs)
-
-    def _first(self, args: Any, kwargs: Any) -> Any:
-        with self._footprint.following():
-            result = self._function(*args, **kwargs)
-        if self._finding.reentrant:
-            self._digest = None if any(result is a for a in args) else _digest(result)
-        return result
-
-    def _second(self, args: Any, kwargs: Any) -> Any:
-        footprint, verdict = self._footprint, self._finding.verdict
-        states, prints, given = RandomStates.now(), footprint.prints(), prints_of((args, kwargs))
-        drawn = None if self._preserves else _torch_states()
-        start = self._calls.events_so_far()
-        try:
-            with footprint.following():
-                result = self._function(*args, **kwargs)
-        finally:  # torch ends the run, by an exception, when it has made the last saved tensor
-            self._finding.again = start, self._calls.events_so_far()
-            verdict.stays |= (
-                states != RandomStates.now()
-                or (drawn is not None and drawn != _torch_states())
-                or footprint.varies
-                or not footprint.is_complete
-                or changed(prints, footprint.prints(), exact=self._finding.reentrant)
-                or differ(given, prints_of((args, kwargs)))
-            )
-            verdict.modules = tuple(weakref.ref(m) for m in footprint.modules() if m._buffers)
-            verdict.runs += 1
-        if self._finding.reentrant:
-            self._compare(result, args)
-        return result
-
-    def _compare(self, result: Any, args: Any) -> None:
-        """Compare a reentrant call's result with the first one, and find the parameters that its backward will reach."""
-        finding = self._finding
-        leaves = [leaf for leaf in _leaves_of(tensors_in([result])) if not any(leaf is a for a in args)]
-        finding.leaves = frozenset(map(id, leaves))
-        finding.verdict.stays |= (
-            self._digest is None
-            or self._digest != _digest(result)
-            or any(self._calls.is_hooked(leaf) for leaf in leaves)
-            or any(m._backward_hooks or m._backward_pre_hooks for m in self._footprint.modules())
-        )
-
-
-def _digest(result: Any) -> int | None:
-    """A digest of a call's result; None if it is not a single tensor."""
-    if not isinstance(result, torch.Tensor) or not on_storage(result) or result.is_meta:
-        return None
-    with beneath_autograd(), torch.no_grad():
-        flat = result.detach().contiguous().reshape(-1).view(torch.uint8)
-        return digest(flat) if flat.device == HOST else checksum(flat)
-
-
-@final
 class CheckpointCalls:
     """Handles the calls of ``checkpoint`` in the thread that Lowtide follows; one per runtime.
 
@@ -281,7 +145,7 @@ class CheckpointCalls:
         self._within = 0
         self._scope: Any = None
         self._verdicts: dict[Any, Verdict] = {}
-        self._findings: list[_Finding] = []
+        self._findings: list[Finding] = []
         self._outside: set[int] = set()
 
     def install(self) -> None:
@@ -324,7 +188,7 @@ class CheckpointCalls:
         for finding in self._findings:
             finding.verdict.stays |= differentiable
         if any(finding.reentrant for finding in self._findings):
-            self._outside |= set(map(id, _leaves_of(tensors_in(list(outputs)))))
+            self._outside |= set(map(id, leaves_of(tensors_in(list(outputs)))))
 
     def unit_ends(self) -> list[tuple[int, int]]:
         """The unit is over.
@@ -380,30 +244,30 @@ class CheckpointCalls:
             return self._run_plain(call, verdict, kwargs)
         self.kept += self.handling is Handling.PLAIN
         if not verdict.stays:
-            finding = _Finding(verdict, call.reentrant)
+            finding = Finding(verdict, call.reentrant)
             self._findings.append(finding)
-            function = _Watched(self, call, finding)
+            function = Watched(self, call, finding)
         with self.within():
             return self._as_torch()(function, *args, **kwargs)
 
     def _run_plain(self, call: Call, verdict: Verdict, options: dict[str, Any]) -> Any:
         """Run a call's function once, and see to it that this has the effects of running it as written."""
-        states, torchs, versions = RandomStates.now(), _torch_states(), verdict.versions()
+        states, torchs, versions = RandomStates.now(), torch_states(), verdict.versions()
         args = tuple(_entering(a) for a in call.args) if call.reentrant else call.args
         result = call.function(*args, **call.kwargs)
-        if states != RandomStates.now() or (not call.preserves and torchs != _torch_states()):
+        if states != RandomStates.now() or (not call.preserves and torchs != torch_states()):
             verdict.stays = True
             states.restore()
-            _restore(torchs)
+            restore_torch(torchs)
             with self.within():
                 return self._as_torch()(call.function, *call.args, **options)
         if versions != verdict.versions():  # the second run would write once more
             verdict.stays = True
-            after = _torch_states()
-            _restore(torchs)
+            after = torch_states()
+            restore_torch(torchs)
             with torch.no_grad(), self.within():
                 call.function(*call.args, **call.kwargs)
-            _restore(after)
+            restore_torch(after)
         self.plain += 1
         return result
 
@@ -440,35 +304,3 @@ def _is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-def _leaves_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The leaves that the graphs of tensors reach."""
-    found: dict[int, torch.Tensor] = {}
-    stack = [node for tensor in tensors if (node := node_of(tensor)) is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            found[id(variable)] = variable
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return list(found.values())
-
-
-def _torch_states() -> tuple[Any, ...]:
-    """The states of torch's own generators."""
-    cuda = sys.modules.get("torch.cuda")
-    there = cuda is not None and cuda.is_initialized()
-    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if there else ())]
-    return tuple(state.numpy().tobytes() for state in states)
-
-
-def _restore(states: tuple[Any, ...]) -> None:
-    cpu, *devices = (torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states)
-    torch.set_rng_state(cpu)
-    if devices:
-        torch.cuda.set_rng_state_all(devices)

@@ -70,6 +70,22 @@ class RandomStates:
             numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
 
 
+def torch_states() -> tuple[Any, ...]:
+    """The states of torch's own generators."""
+    cuda = sys.modules.get("torch.cuda")
+    there = cuda is not None and cuda.is_initialized()
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if there else ())]
+    return tuple(state.numpy().tobytes() for state in states)
+
+
+def restore_torch(states: tuple[Any, ...]) -> None:
+    """Set torch's own generators to states that :func:`torch_states` returned."""
+    cpu, *devices = (torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states)
+    torch.set_rng_state(cpu)
+    if devices:
+        torch.cuda.set_rng_state_all(devices)
+
+
 @final
 class Footprint:
     """What the Python code of a function reaches besides its arguments.

@@ -55,6 +55,13 @@ class Knowledge:
         grown = sum(size for state, size in self.persistent.states().items() if state not in entry.states)
         return min(unit.base_bytes - entry.trace.base_bytes, grown - entry.left.bytes)
 
+    def baseline_peak(self, entry: RecordedUnit, unit: Unit) -> int:
+        """The peak, in bytes, that a unit like the recorded one would have without Lowtide where another one begins."""
+        written = self.checkpoints.written(unit.kind) if unit.kind.plain_checkpoints else None
+        if written is not None:
+            return written.baseline_peak + self.likely_shift(written, unit)
+        return entry.baseline_peak + self.likely_shift(entry, unit)
+
     def likely_shift(self, entry: RecordedUnit, unit: Unit) -> int:
         """Bytes by which a unit's peak probably exceeds the recorded one's, without what the unit may free before its peak."""
         made_anew = max(0, entry.gradient_bytes - unit.gradient_bytes)

@@ -95,10 +95,9 @@ class ScriptCheckpoints:
         entry.baseline = known.baseline
 
     def written(self, kind: UnitSignature) -> RecordedUnit | None:
-        """The recording of a unit of this kind, but as it is written; None if there is none."""
-        known = self._of(kind)
-        of_it = known.written_kind == replace(kind, plain_checkpoints=False)
-        return known.written if of_it else None
+        """The recording of a unit of this kind, or of a sibling, as it is written; None if there is none."""
+        known, as_written = self._of(kind), replace(kind, plain_checkpoints=False)
+        return known.written if known.written_kind in (as_written, *as_written.siblings()) else None
 
     def give_up(self, kind: UnitSignature) -> UnitSignature:
         """Leave the checkpoints of such units as they are written from now on; returns the kind that a unit has then."""
