@@ -372,6 +372,41 @@ def test_what_a_function_does_only_later_is_made_up_for(what: str, reentrant: bo
     assert calls(outcome) > 0
 
 
+FLAG = [1.0]
+
+
+class Flagged(Block):
+    """Scales by a global that the training loop changes between forward and backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One block."""
+        return super().forward(x * FLAG[0])
+
+
+@KINDS
+@pytest.mark.parametrize("what", ["a flag", "oneDNN"])
+def test_a_second_run_that_computes_something_else_stays(what: str, reentrant: bool) -> None:  # noqa: FBT001
+    """Its saved tensors are other ones than those of the first run."""
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = Net(Flagged, use_reentrant=reentrant)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(STEPS):
+            FLAG[0] = 1.0
+            with torch.backends.mkldnn.flags(enabled=what != "oneDNN"), torch.autocast("cpu", torch.bfloat16):
+                loss = net(torch.randn(64, WIDTH)).float().square().mean()
+            FLAG[0] = 0.5 if what == "a flag" else 1.0
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in net.parameters()]
+
+    bits, above = peak_of(run)
+    found, outcome, _, _ = trained_under(run, 2 * above)
+    assert equal(found, bits)
+    assert calls(outcome) == 0
+
+
 class Kinds(Net):
     """Calls of other kinds."""
 
