@@ -160,6 +160,21 @@ def test_a_budget_works_as_a_decorator_and_restores_torch() -> None:
     assert before == (nn.Module.__call__, torch.compile, torch.Tensor.numpy, torch.autograd._engine_run_backward)
 
 
+def test_what_a_script_does_before_its_first_unit_is_no_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """Statistics of a data set, or a model that is made anew: no plan lowers them, and step 0 used to be over for them."""
+    reference = plain_of(zoo.mlp)
+    budget, setup = live_now() + reference.above_bytes, 4 * reference.above_bytes
+    with lowtide.budget(budget) as run:
+        torch.ones(setup, dtype=torch.uint8).sum().item()
+        zoo.run(zoo.mlp, 3)
+    outcome = run.outcome
+    assert outcome.setup_peak_bytes >= setup
+    assert all(step.peak_bytes <= budget for step in outcome.steps)
+    assert outcome.held
+    show_outcome(outcome)
+    assert "peak before the first step" in capsys.readouterr().err
+
+
 def test_a_percentage_is_resolved_after_the_first_step() -> None:
     """It becomes that share of what training adds above the resident bytes, and later steps are within it."""
     job, outside = plain_of(zoo.gpt_eager), live_now()

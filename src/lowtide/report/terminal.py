@@ -104,6 +104,9 @@ def _add_peaks(table: Table, outcome: RunOutcome) -> None:
     table.add_row("budget", *((format_bytes(outcome.budget_bytes), outcome.origin) if outcome.budget_bytes else (unset, "")))
     seen = "" if outcome.exact else " (only the tensors that Lowtide saw)"
     table.add_row("peak", format_bytes(max(s.peak_bytes for s in outcome.bound or outcome.steps)), verdict + seen)
+    setup = outcome.setup_peak_bytes
+    if setup > outcome.peak_bytes or 0 < outcome.budget_bytes < setup:
+        table.add_row("set-up", format_bytes(setup), "peak before the first step, which no plan lowers")
     if outcome.of_first and outcome.budget_bytes:
         first = format_bytes(outcome.steps[0].peak_bytes)
         table.add_row("first step", first, "ran without the budget, which follows from it")

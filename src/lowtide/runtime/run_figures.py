@@ -168,6 +168,7 @@ class RunOutcome:
         unreached: what the script does that the interception does not reach, in words.
         unmet: names given to ``--keep`` of which no module was called.
         neighbours: what other budgets would cost, if they were asked for.
+        setup_peak_bytes: highest point before the first step, which no plan lowers and :attr:`held` does not judge.
     """
 
     budget_bytes: int
@@ -184,6 +185,7 @@ class RunOutcome:
     unreached: tuple[str, ...] = ()
     unmet: tuple[str, ...] = ()
     neighbours: tuple[Neighbour, ...] = ()
+    setup_peak_bytes: int = 0
 
     @property
     def in_force(self) -> bool:
@@ -219,6 +221,7 @@ class RunOutcome:
         return {
             "budget_bytes": self.budget_bytes,
             "peak_bytes": self.peak_bytes,
+            "setup_peak_bytes": self.setup_peak_bytes,
             "steps": [
                 {
                     "index": s.index,

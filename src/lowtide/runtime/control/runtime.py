@@ -206,6 +206,7 @@ class Runtime:
         return RunOutcome(
             budget_bytes=self.budget.bytes,
             steps=tuple(self.audit.steps),
+            setup_peak_bytes=self.audit.setup_peak_bytes,
             plan=self.choice.figures,
             exact=self.interception.meter.exact,
             asked=not self.source.only_rescues,
@@ -532,6 +533,8 @@ class Runtime:
 
     def _begin_unit(self, kind: UnitSignature) -> None:
         highest = self.audit.end_span()
+        if not self._former.units:
+            self.audit.setup_ends()
         step = self.audit.running
         if step.done or (step.units and not self.clock.optimizers_seen):
             self._close_step()

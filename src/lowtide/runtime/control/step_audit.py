@@ -63,6 +63,7 @@ class StepAudit:
         running: the step that is running.
         crossings: counts of the steps that crossed the budget.
         units_a_step: how many units the last step had.
+        setup_peak_bytes: highest point before the first unit began: imports, data and the model, which no plan lowers.
     """
 
     def __init__(self, budget: Budget, interception: Interception, on_step: Callable[[], None] | None) -> None:
@@ -73,6 +74,7 @@ class StepAudit:
         self.running = RunningStep()
         self.crossings = BudgetCrossings()
         self.units_a_step = 1
+        self.setup_peak_bytes = 0
         self._last_told = -math.inf
 
     def open(self) -> None:
@@ -91,6 +93,11 @@ class StepAudit:
         self.running.peak_bytes = max(self.running.peak_bytes, peak)
         meter.begin_span()
         return peak
+
+    def setup_ends(self) -> None:
+        """The run's first unit begins, and with it the first step: what came before belongs to no step."""
+        self.setup_peak_bytes = self.running.peak_bytes
+        self.running = RunningStep()
 
     def unit_begins(self) -> None:
         """A unit of the step begins."""
