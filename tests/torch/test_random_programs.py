@@ -96,6 +96,17 @@ def test_gradients_made_anew_are_not_in_the_baseline_of_checkpointed_scripts_twi
     holds(program, 0.9, offload=False)
 
 
+@pytest.mark.parametrize("layers", [("transposed", "linear"), ("linear", "transposed")])
+def test_watching_checkpoints_takes_no_memory(layers: tuple[str, ...]) -> None:
+    """Digests of results that are transposed in memory used to copy them, which the recording took for the script's."""
+    program = Program(
+        layers=layers, width=32, rows=2048, loss="square", optimizer="sgd", accumulate=1, zero="forward", evaluate=False,
+        clip=False, read=-1, keep="nothing", varying=False, schedule=False, autocast=False, flags=False, late=False,
+        checkpoints="not reentrant",
+    )  # fmt: skip
+    holds(program, 0.9, offload=False)
+
+
 def test_an_evaluation_does_not_grow_with_the_sizes_of_a_unit() -> None:
     """The last unit followed a plan of one of other sizes, and the evaluation's peak was told 2 % larger with the unit's."""
     program = Program(

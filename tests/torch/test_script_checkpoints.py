@@ -5,7 +5,12 @@ Where it gives the same bits, their functions run once, and the plan decides wha
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import itertools
 import random
+import threading
+import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -154,10 +159,12 @@ class Tied(Net):
 
 @KINDS
 def test_a_parameter_that_is_used_outside_too_keeps_the_order_of_its_sum(reentrant: bool) -> None:  # noqa: FBT001
-    """Only the block whose weight is used elsewhere stays as written, and only if it is reentrant."""
+    """Only the block whose weight is used elsewhere stays as written, and only if it is reentrant.
+
+    Reentrant ones also stay where gradients exist already, in every second micro-batch.
+    """
     outcome = compared(partial(Tied, use_reentrant=reentrant), accumulate=2)
-    found = calls(outcome)
-    assert found == (5 if reentrant else 6) * (2 * STEPS + 1 - 1)
+    assert calls(outcome) == (5 * STEPS if reentrant else 6 * 2 * STEPS)
 
 
 class Normed(nn.Module):
@@ -285,7 +292,102 @@ def hooked_block() -> nn.Module:
     return block
 
 
+class WritingData(Block):
+    """Writes to a buffer past its version counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("runs", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One block."""
+        self.runs.data.add_(1)
+        return super().forward(x)
+
+
+class WritingByNumpy(WritingData):
+    """Writes to a buffer past torch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One block."""
+        self.runs.numpy()[0] += 1
+        return Block.forward(self, x)
+
+
+SETTINGS = types.ModuleType("settings")
+SETTINGS.runs = 0  # type: ignore[attr-defined]
+TURN: contextvars.ContextVar[int] = contextvars.ContextVar("turn", default=0)
+OF_THREAD = threading.local()
+COUNTERS = [itertools.count()]
+
+
+def counted(x: torch.Tensor, box: list[int] = [0]) -> torch.Tensor:  # noqa: B006 - that is what scripts do
+    """Count in a default argument, and in an attribute of the function."""
+    box[0] += 1
+    return x
+
+
+class Base(Block):
+    """Counts its runs in a base class."""
+
+    runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One block."""
+        Base.runs += 1
+        return super().forward(x)
+
+
+class Derived(Base):
+    """The class whose base counts."""
+
+
+class OfAnother(Block):
+    """Counts its runs in whatever place is given."""
+
+    def __init__(self, count: Callable[[], Any]) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One block."""
+        self.count()
+        return super().forward(x)
+
+
+class ByDefault(Block):
+    """Counts its runs in a default argument."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One block."""
+        return super().forward(counted(x))
+
+
+def _in_module() -> None:
+    SETTINGS.runs += 1  # type: ignore[attr-defined]
+
+
+def _in_context() -> None:
+    TURN.set(TURN.get() + 1)
+
+
+def _in_thread() -> None:
+    OF_THREAD.runs = getattr(OF_THREAD, "runs", 0) + 1
+
+
+def _in_iterator() -> None:
+    next(COUNTERS[0])
+
+
 IMPURE: dict[str, Make] = {
+    "data of a buffer": WritingData,
+    "memory of a buffer": WritingByNumpy,
+    "an attribute of a base class": Derived,
+    "a default argument": ByDefault,
+    "an attribute of a module": partial(OfAnother, _in_module),
+    "a context variable": partial(OfAnother, _in_context),
+    "a variable of the thread": partial(OfAnother, _in_thread),
+    "an iterator": partial(OfAnother, _in_iterator),
     "batch norm": Normed,
     "a buffer that is replaced": Moving,
     "an attribute": Counting,
@@ -304,6 +406,7 @@ def reset_globals() -> None:
     """Start all counters anew."""
     global RUNS  # noqa: PLW0603
     COUNT["runs"] = OfItsClass.runs = RUNS = 0
+    COUNTERS[0] = itertools.count()
 
 
 @KINDS
@@ -407,12 +510,214 @@ def test_a_second_run_that_computes_something_else_stays(what: str, reentrant: b
     assert calls(outcome) == 0
 
 
+class Ending(Net):
+    """The script goes on with the result of a checkpoint in place."""
+
+    def call(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """One checkpoint."""
+        out: torch.Tensor = checkpoint(lambda h: torch.tanh(block(h)), x, **self.how)
+        return out.add_(1)
+
+
+@KINDS
+def test_a_result_that_is_overwritten_keeps_its_checkpoint(reentrant: bool) -> None:  # noqa: FBT001
+    """The second run makes the result anew that its last operator has saved."""
+    assert calls(compared(partial(Ending, use_reentrant=reentrant))) == 0
+
+
+@KINDS
+def test_weights_that_are_exchanged_before_the_backward_keep_a_checkpoint(reentrant: bool) -> None:  # noqa: FBT001
+    """An evaluation with averaged weights writes to what a plain call has saved, and back."""
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = Net(use_reentrant=reentrant)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(STEPS):
+            loss = net(torch.randn(64, WIDTH)).square().mean()
+            with torch.no_grad():
+                for p in net.blocks.parameters():
+                    before = p.clone()
+                    p.mul_(0.5)
+                    p.copy_(before)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in net.parameters()]
+
+    bits, above = peak_of(run)
+    found, outcome, _, _ = trained_under(run, 2 * above)
+    assert equal(found, bits)
+    assert calls(outcome) == 0
+
+
+ASIDE: list[torch.Tensor] = []
+
+
+class Telling(Block):
+    """Leaves a second result where the training loop finds it, in the forward only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One block."""
+        out = super().forward(x)
+        if len(ASIDE) < 6:  # noqa: PLR2004 - the number of blocks
+            ASIDE.append(out.square().mean())
+        return out
+
+
+def test_a_result_on_the_side_has_no_gradient_as_written() -> None:
+    """A reentrant checkpoint's first run builds no graph: an auxiliary loss made in it has no gradient."""
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = Net(Telling, use_reentrant=True)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(STEPS):
+            ASIDE.clear()
+            loss = net(torch.randn(64, WIDTH)).square().mean() + 0.1 * torch.stack(ASIDE).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ASIDE.clear()
+        return [p.detach() for p in net.parameters()]
+
+    bits, above = peak_of(run)
+    found, outcome, _, _ = trained_under(run, 2 * above)
+    assert equal(found, bits)
+    assert calls(outcome) == 0
+
+
+class NoGradient(torch.autograd.Function):
+    """Passes no gradient on."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        """The same."""
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, __: torch.Tensor) -> None:
+        """None."""
+
+
+class Blocked(Net):
+    """The gradient of one block's result never comes."""
+
+    def call(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """One checkpoint."""
+        out: torch.Tensor = checkpoint(block, x, **self.how)
+        return out if block is not self.blocks[2] else x + NoGradient.apply(out)
+
+
+@KINDS
+def test_a_gradient_that_never_comes_is_zero_in_a_reentrant_checkpoint(reentrant: bool) -> None:  # noqa: FBT001
+    """It makes gradients of zeros there, which an optimizer with weight decay treats differently from none."""
+    assert calls(compared(partial(Blocked, use_reentrant=reentrant))) == (5 if reentrant else 6) * STEPS
+
+
+@KINDS
+def test_a_batch_norm_that_is_put_in_later_is_updated_twice(reentrant: bool) -> None:  # noqa: FBT001
+    """The calls of its block were plain until then."""
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = Net(use_reentrant=reentrant)
+        norm = nn.BatchNorm1d(WIDTH)
+        for number in range(STEPS):
+            if number == 3:  # noqa: PLR2004
+                net.blocks[1].norm = norm
+            net(torch.randn(64, WIDTH)).square().mean().backward()
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.sub_(0.1 * p.grad)
+                    p.grad = None
+        return [*(p.detach() for p in net.parameters()), *(b.float() for b in norm.buffers())]
+
+    bits, above = peak_of(run)
+    found, outcome, _, _ = trained_under(run, 3 * above)
+    assert equal(found, bits)
+    assert calls(outcome) > 0
+
+
+class Tasks(Net):
+    """One call whose block the caller chooses."""
+
+    def forward(self, x: torch.Tensor, which: int = 0) -> torch.Tensor:
+        """One block."""
+        out: torch.Tensor = checkpoint(lambda h, i: self.blocks[i](h), self.first(x), which, **self.how)
+        return self.last(out)
+
+
+def test_what_is_known_of_a_call_is_of_its_arguments_too() -> None:
+    """Another block, chosen by an argument, has a batch norm."""
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = Tasks(depth=2)
+        net.blocks[1].norm = nn.BatchNorm1d(WIDTH)
+        for number in range(2 * STEPS):
+            net(torch.randn(64, WIDTH), int(number > STEPS and number % 2)).square().mean().backward()
+            with torch.no_grad():
+                for p in net.parameters():
+                    if p.grad is not None:
+                        p.sub_(0.1 * p.grad)
+                    p.grad = None
+        return [*(p.detach() for p in net.parameters()), *(b.float() for b in net.buffers())]
+
+    bits, above = peak_of(run)
+    found, outcome, _, _ = trained_under(run, 3 * above)
+    assert equal(found, bits)
+    assert calls(outcome) > 0
+
+
+def test_modules_made_for_each_call_are_never_taken_for_earlier_ones() -> None:
+    """They may have the addresses of those, and a batch norm."""
+    class Wrapper(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.inner(x)
+            return found
+
+    class Wrapping(Net):
+        def call(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = checkpoint(Wrapper(block), x, **self.how)
+            return found
+
+    def make() -> nn.Module:
+        net = Wrapping()
+        net.blocks[3].norm = nn.BatchNorm1d(WIDTH)
+        return net
+
+    compared(make, steps=4 * STEPS)
+
+
+def test_hooks_of_the_script_on_saved_tensors_keep_checkpoints_as_written() -> None:
+    """They do not see what a checkpoint's function saves, and may change it."""
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = Net()
+        for number in range(STEPS):
+            lossy = torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float())
+            with lossy if number > 3 else contextlib.nullcontext():  # noqa: PLR2004
+                loss = net(torch.randn(64, WIDTH)).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.sub_(0.1 * p.grad)
+                    p.grad = None
+        return [p.detach() for p in net.parameters()]
+
+    bits, above = peak_of(run)
+    found, outcome, _, _ = trained_under(run, 3 * above)
+    assert equal(found, bits)
+    assert calls(outcome) > 0
+
+
 class Kinds(Net):
     """Calls of other kinds."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.tanh = kind, nn.Tanh()
 
     def call(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:  # noqa: PLR0911
         """One checkpoint."""
@@ -444,7 +749,7 @@ class Kinds(Net):
             case "expanded":
                 return x + checkpoint(lambda h: block(h).mean().tanh() + h.mean(), x, use_reentrant=True)
             case _:
-                return checkpoint_sequential([block, nn.Tanh(), block, nn.Tanh()], 2, x, use_reentrant=False)
+                return checkpoint_sequential([block, self.tanh, block, self.tanh], 2, x, use_reentrant=False)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,10 @@ class Interception:
         """The recorder of the running unit; ``NO_UNIT`` between units."""
         return self.evictor.recorder
 
+    def sees_what_is_saved(self) -> bool:
+        """Whether the calling thread is the one that is followed, and the script has no saved-tensor hooks of its own on."""
+        return self.clock.ours and not self.stack.hooks_covered()
+
     def events_so_far(self) -> int:
         """The number of events that the running unit's recorder has noted."""
         return len(self.recorder.events) if self.recorder.active else 0

@@ -60,7 +60,7 @@ class LeverSet:
         self.slices = SlicedOptimizer(self._room)
         self.logits = DeferredLogits()
         self.layers = SplitLayers()
-        self.checkpoints = CheckpointCalls(lambda: interception.clock.ours, self.is_ours, interception.events_so_far)
+        self.checkpoints = CheckpointCalls(interception.sees_what_is_saved, self.is_ours, interception.events_so_far)
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def _is_allowed(self, lever: str) -> bool:

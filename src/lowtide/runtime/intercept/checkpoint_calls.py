@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -28,10 +29,12 @@ from lowtide.runtime.intercept.inplace_accumulation import graph_task
 from lowtide.runtime.intercept.script_effects import RandomStates, restore_torch, torch_states
 from lowtide.runtime.monkeypatch import Wraps
 from lowtide.runtime.run_figures import LeverFigures
-from lowtide.runtime.tensors import tensors_in
+from lowtide.runtime.tensors import modules_of, tensors_in
 
 _HOOK: Final = "__dynamo_disable"
 """Where ``torch._disable_dynamo`` keeps what it calls instead of the function: all names of ``checkpoint`` lead there."""
+_SITES: Final = 256
+"""Sites, at least, after which those are forgotten whose modules are gone, or that were never watched to the end."""
 _DEEPEST: Final = 4
 """Partial functions, methods and closures within others that a call's site is made from."""
 
@@ -89,31 +92,60 @@ class Call:
             and not torch.distributed.is_initialized()
         )
 
-    def site(self) -> tuple[Any, ...]:
+    def site(self) -> Site:
         """What calls of the same code on the same modules have in common."""
-        found: list[Any] = [self.reentrant, self.preserves]
-        _add_site(self.function, found, 0)
-        return tuple(found)
+        site = Site([self.reentrant, self.preserves], [])
+        site.add(self.function)
+        for item in (*self.args, *self.kwargs.values()):
+            if not isinstance(item, torch.Tensor):
+                site.add(item)
+        return site
 
 
-def _add_site(item: Any, found: list[Any], depth: int) -> None:
-    if depth > _DEEPEST:
-        return
-    if isinstance(item, functools.partial):
-        for part in (item.func, *item.args, *item.keywords.values()):
-            _add_site(part, found, depth + 1)
-    elif isinstance(item, torch.nn.Module):
-        found += [id(item), item.training]
-    elif hasattr(item, "__self__") and hasattr(item, "__func__"):
-        _add_site(item.__func__, found, depth + 1)
-        _add_site(item.__self__, found, depth + 1)
-    elif hasattr(item, "__code__"):
-        found.append(item.__code__)
-        for cell in item.__closure__ or ():
-            with contextlib.suppress(ValueError):  # the variable has no value yet
-                _add_site(cell.cell_contents, found, depth + 1)
-    elif callable(item):
-        found.append(type(item))
+@final
+@dataclass(slots=True)
+class Site:
+    """What a call's function is made from.
+
+    Attributes:
+        key: the code, modules and constants, in a form that can be compared.
+        modules: the modules.
+    """
+
+    key: list[Any]
+    modules: list[torch.nn.Module]
+
+    def add(self, item: Any, depth: int = 0) -> None:
+        """Add a part of the function, or an argument."""
+        if depth > _DEEPEST:
+            return
+        if isinstance(item, functools.partial):
+            for part in (item.func, *item.args, *item.keywords.values()):
+                self.add(part, depth + 1)
+        elif isinstance(item, torch.nn.Module):
+            self.key += [id(item), item.training]
+            self.modules.append(item)
+        elif hasattr(item, "__self__") and hasattr(item, "__func__"):
+            self.add(item.__func__, depth + 1)
+            self.add(item.__self__, depth + 1)
+        elif hasattr(item, "__code__"):
+            self.key.append(item.__code__)
+            for cell in item.__closure__ or ():
+                with contextlib.suppress(ValueError):  # the variable has no value yet
+                    self.add(cell.cell_contents, depth + 1)
+        elif isinstance(item, (int, str, type(None))):
+            self.key.append(item)
+        elif isinstance(item, (list, tuple)):
+            for element in item:
+                self.add(element, depth + 1)
+        elif callable(item):
+            self.key.append(type(item))
+
+    def buffers(self) -> tuple[tuple[int, int], ...]:
+        """The buffers of the modules and of those within them, and how often each was written."""
+        modules = {id(m): m for root in self.modules for m in modules_of(root)}
+        held = (b for m in modules.values() for b in m._buffers.values() if b is not None and not b.is_inference())
+        return tuple((id(b), b._version) for b in held)
 
 
 @final
@@ -132,7 +164,7 @@ class CheckpointCalls:
         """Handle nothing yet.
 
         Args:
-            is_ours: whether the calling thread is the one that Lowtide follows.
+            is_ours: whether Lowtide follows the code that runs: the calling thread, and what autograd saves in it.
             is_our_hook: whether a hook of a parameter is Lowtide's own.
             events_so_far: returns how many events of the running unit have been recorded.
         """
@@ -143,6 +175,8 @@ class CheckpointCalls:
         self._wraps = Wraps()
         self._as_torch: Callable[[], Callable[..., Any]]
         self._within = 0
+        self._accumulates = self._watches = False
+        self._room = _SITES
         self._scope: Any = None
         self._verdicts: dict[Any, Verdict] = {}
         self._findings: list[Finding] = []
@@ -179,9 +213,16 @@ class CheckpointCalls:
 
     # --- units ---------------------------------------------------------------------------------------------------------
 
-    def unit_begins(self, scope: Any, handling: Handling) -> None:
-        """A unit begins; ``scope`` is what it has in common with those for which the same verdicts are valid."""
-        self._scope, self.handling = scope, handling
+    def unit_begins(self, scope: Any, handling: Handling, *, accumulates: bool, watches: bool) -> None:
+        """A unit begins.
+
+        Args:
+            scope: what it has in common with those for which the same verdicts are valid.
+            handling: how calls are handled in it.
+            accumulates: whether gradients exist already.
+            watches: whether calls of which nothing is known are watched.
+        """
+        self._scope, self.handling, self._accumulates, self._watches = scope, handling, accumulates, watches
 
     def backward_begins(self, outputs: Iterable[Any], *, differentiable: bool) -> None:
         """A backward begins: no call that it goes through may be plain if it builds a graph of its own."""
@@ -239,20 +280,35 @@ class CheckpointCalls:
         if call is None or not call.is_ordinary():
             with self.within():
                 return self._as_torch()(function, *args, **kwargs)
-        verdict = self._verdicts.setdefault((self._scope, *call.site()), Verdict())
-        if self.handling is Handling.PLAIN and verdict.is_plain:
-            return self._run_plain(call, verdict, kwargs)
+        site = call.site()
+        verdict = self._verdict_of(site)
+        if self.handling is Handling.PLAIN and verdict.is_plain and not (call.reentrant and self._accumulates):
+            return self._run_plain(call, site, verdict, kwargs)
         self.kept += self.handling is Handling.PLAIN
-        if not verdict.stays:
-            finding = Finding(verdict, call.reentrant)
-            self._findings.append(finding)
-            function = Watched(self, call, finding)
+        if verdict.stays or verdict.runs or not self._watches:
+            with self.within():
+                return self._as_torch()(function, *args, **kwargs)
+        finding = Finding(verdict, call.reentrant)
+        self._findings.append(finding)
         with self.within():
-            return self._as_torch()(function, *args, **kwargs)
+            result = self._as_torch()(Watched(self, call, finding), *args, **kwargs)
+        if call.reentrant:
+            finding.follow(result)
+        return result
 
-    def _run_plain(self, call: Call, verdict: Verdict, options: dict[str, Any]) -> Any:
+    def _verdict_of(self, site: Site) -> Verdict:
+        key = (self._scope, *site.key)
+        found = self._verdicts.get(key)
+        if found is None or not found.is_of_the_living:
+            if len(self._verdicts) >= self._room:  # modules that are made for each call have ever new sites
+                self._verdicts = {k: v for k, v in self._verdicts.items() if v.runs and v.is_of_the_living}
+                self._room = max(_SITES, 2 * len(self._verdicts))
+            found = self._verdicts[key] = Verdict(tuple(map(weakref.ref, site.modules)))
+        return found
+
+    def _run_plain(self, call: Call, site: Site, verdict: Verdict, options: dict[str, Any]) -> Any:
         """Run a call's function once, and see to it that this has the effects of running it as written."""
-        states, torchs, versions = RandomStates.now(), torch_states(), verdict.versions()
+        states, torchs, buffers = RandomStates.now(), torch_states(), site.buffers()
         args = tuple(_entering(a) for a in call.args) if call.reentrant else call.args
         result = call.function(*args, **call.kwargs)
         if states != RandomStates.now() or (not call.preserves and torchs != torch_states()):
@@ -261,15 +317,20 @@ class CheckpointCalls:
             restore_torch(torchs)
             with self.within():
                 return self._as_torch()(call.function, *call.args, **options)
-        if versions != verdict.versions():  # the second run would write once more
+        if buffers != site.buffers():  # a second run would write once more, in the backward
             verdict.stays = True
-            after = torch_states()
-            restore_torch(torchs)
-            with torch.no_grad(), self.within():
-                call.function(*call.args, **call.kwargs)
-            restore_torch(after)
+            for tensor in [t for t in tensors_in([result]) if t.requires_grad][:1]:
+                tensor.register_hook(lambda _: self._run_again(call, torchs))
         self.plain += 1
         return result
+
+    def _run_again(self, call: Call, states: tuple[Any, ...]) -> None:
+        """Run a call's function for its other effects, with the random numbers of the first run."""
+        now = torch_states()
+        restore_torch(states)
+        with torch.no_grad(), self.within():
+            call.function(*call.args, **call.kwargs)
+        restore_torch(now)
 
 
 def _entering(argument: Any) -> Any:
@@ -283,8 +344,8 @@ def _entering(argument: Any) -> Any:
     shape, strides = argument.shape, argument.stride()
     dense = argument.is_contiguous() or _is_dense(argument)
 
-    def arranged(gradient: torch.Tensor) -> torch.Tensor | None:
-        if gradient.layout is not torch.strided:
+    def arranged(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None or gradient.layout is not torch.strided:
             return None
         if not dense:
             return None if gradient.is_contiguous() else gradient.contiguous()

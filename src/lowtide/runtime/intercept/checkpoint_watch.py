@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from lowtide.runtime.device.accelerator import HOST
 from lowtide.runtime.intercept.dispatch_mode import Mode, make_way
 from lowtide.runtime.intercept.script_effects import Footprint, RandomStates, changed, differ, prints_of, torch_states
 from lowtide.runtime.numeric_settings import Numerics, current
-from lowtide.runtime.storage.arguments import PLAIN_TYPES, flatten
+from lowtide.runtime.storage.arguments import PLAIN_TYPES, flatten, written_by
 from lowtide.runtime.storage.checksum import checksum, digest
 from lowtide.runtime.storage.op_schema import info_of
-from lowtide.runtime.tensors import beneath_autograd, node_of, on_storage, tensors_in
+from lowtide.runtime.storage.views import version_probe
+from lowtide.runtime.tensors import beneath_autograd, node_of, on_storage, own_tensors, tensors_in
 
 if TYPE_CHECKING:
     from lowtide.runtime.intercept.checkpoint_calls import Call, CheckpointCalls
+
+_CAST: Final = "aten._to_copy.default"
 
 
 @final
@@ -31,33 +33,33 @@ class Verdict:
 
     - the second run writes to a tensor that existed before (a batch norm's statistics are updated twice), changes anything
       that its Python code reaches, or draws from a generator of Python or NumPy, or an explicit one;
-    - it computes anything else than the first: numeric settings may have changed in between, or a flag of the script;
+    - it computes anything else than the first, or what a plain call saves would be out of date: weights, numeric settings or
+      a flag of the script may have changed in between, or the result was overwritten;
     - it draws other random numbers (``preserve_rng_state=False``);
     - the call has a ``context_fn``, or is debugged;
     - ``use_reentrant=True``, and gradients would be summed in another order or be there at all: a parameter is also used
-      elsewhere, or has a hook; no argument requires a gradient; tensors are passed within containers; there is more than one
-      result; or the first run, without gradients, gives other bits.
+      elsewhere, or has a hook or a gradient; no argument requires a gradient; tensors are passed within containers; there is
+      more than one result; the first run, without gradients, gives other bits, or makes a tensor that the script keeps.
 
     Attributes:
+        modules: the modules that its key names, by their ids.
         runs: how many calls were watched to the end.
         stays: whether a call of it must stay as it is written.
-        modules: the modules that it runs and that have buffers.
     """
 
+    modules: tuple[weakref.ref[torch.nn.Module], ...] = ()
     runs: int = 0
     stays: bool = False
-    modules: tuple[weakref.ref[torch.nn.Module], ...] = ()
+
+    @property
+    def is_of_the_living(self) -> bool:
+        """Whether all its modules are alive; otherwise other modules may have their ids by now."""
+        return all(ref() is not None for ref in self.modules)
 
     @property
     def is_plain(self) -> bool:
         """Whether calls of this site may be plain."""
         return self.runs > 0 and not self.stays
-
-    def versions(self) -> tuple[tuple[int, int], ...]:
-        """The buffers of its modules, and how often each was written."""
-        modules = (m for ref in self.modules if (m := ref()) is not None)
-        buffers = (b for m in modules for b in m._buffers.values() if b is not None and not b.is_inference())
-        return tuple((id(b), b._version) for b in buffers)
 
 
 @final
@@ -70,12 +72,26 @@ class Finding:
         reentrant: whether it is reentrant.
         leaves: the parameters that the second run of a reentrant call reached.
         again: the events in the recording of its unit between which the function ran a second time.
+        is_fed: whether a gradient of its result has come.
     """
 
     verdict: Verdict
     reentrant: bool
     leaves: frozenset[int] = frozenset()
     again: tuple[int, int] = (0, 0)
+    is_fed: bool = False
+
+    def follow(self, result: Any) -> None:
+        """Follow the gradients of the call's results.
+
+        A reentrant call takes one that does not come for zeros, and makes gradients of its parameters from it.
+        """
+        def came(gradient: torch.Tensor | None) -> None:
+            self.is_fed |= gradient is not None
+
+        for tensor in tensors_in([result]):
+            if tensor.requires_grad:
+                tensor.register_hook(came)
 
 
 @final
@@ -89,6 +105,8 @@ class Watched:
         self._runs = 0
         self._trail: list[Any] = []
         self._numerics: Numerics | None = None
+        self._versions: tuple[Any, ...] = ()
+        self._results: list[tuple[torch.Tensor, int]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function."""
@@ -100,12 +118,15 @@ class Watched:
 
     def _first(self, args: Any, kwargs: Any) -> Any:
         self._numerics = current()
-        trail = Trail()
-        with self._footprint.following(), trail.followed(not self._finding.reentrant):
+        reentrant, trail = self._finding.reentrant, Trail()
+        with self._footprint.following(), trail:
             result = self._function(*args, **kwargs)
-        if self._finding.reentrant and not any(result is a for a in args):
-            trail.add("result", result)
-        self._trail = trail.found
+        self._finding.verdict.stays |= trail.writes_outside or (reentrant and trail.leaves_behind(result))
+        unchanged = any(result is a for a in args)
+        self._trail = trail.found if not reentrant else [] if unchanged else [digest_of(result)]
+        self._versions = versions_of(self._footprint.modules())
+        if not unchanged:
+            self._results = [(version_probe(t), t._version) for t in tensors_in([result]) if not t.is_inference()]
         return result
 
     def _second(self, args: Any, kwargs: Any) -> Any:
@@ -113,9 +134,15 @@ class Watched:
         states, prints, given = RandomStates.now(), footprint.prints(), prints_of((args, kwargs))
         drawn = None if self._preserves else torch_states()
         start, trail = self._calls.events_so_far(), Trail()
-        verdict.stays |= self._numerics != current()
+        modules = footprint.modules()
+        verdict.stays |= (
+            self._numerics != current()
+            or self._versions != versions_of(modules)
+            or any(probe._version != version for probe, version in self._results)
+        )
+        buffers = contents_of(modules)
         try:
-            with footprint.following(), trail.followed(not self._finding.reentrant):
+            with footprint.following(), trail:
                 result = self._function(*args, **kwargs)
         finally:  # torch ends the run, by an exception, when it has made the last saved tensor
             self._finding.again = start, self._calls.events_so_far()
@@ -126,9 +153,10 @@ class Watched:
                 or not footprint.is_complete
                 or changed(prints, footprint.prints(), exact=self._finding.reentrant)
                 or differ(given, prints_of((args, kwargs)))
-                or trail.found != self._trail[: len(trail.found)]
+                or trail.writes_outside
+                or buffers != contents_of(modules)
+                or not (self._finding.reentrant or trail.found == self._trail[: len(trail.found)])
             )
-            verdict.modules = tuple(weakref.ref(m) for m in footprint.modules() if m._buffers)
             verdict.runs += 1
         if self._finding.reentrant:
             self._compare(result, args)
@@ -141,45 +169,69 @@ class Watched:
         finding.leaves = frozenset(map(id, leaves))
         finding.verdict.stays |= (
             not isinstance(result, torch.Tensor)
-            or self._trail != [("result", digest_of(result))]
+            or not finding.is_fed
+            or self._trail != [digest_of(result)]
             or any(self._calls.is_hooked(leaf) for leaf in leaves)
             or any(m._backward_hooks or m._backward_pre_hooks for m in self._footprint.modules())
         )
 
 
+def versions_of(modules: Iterable[torch.nn.Module]) -> tuple[tuple[int, int], ...]:
+    """The parameters and buffers of modules, and how often each was written."""
+    held = (t for t in own_tensors(modules) if not t.is_inference())
+    return tuple((id(t), t._version) for t in held)
+
+
+def contents_of(modules: Iterable[torch.nn.Module]) -> list[Any]:
+    """Digests of the modules' buffers: code that does not use torch's operators may write them, too."""
+    return [digest_of(b) for m in modules for b in m._buffers.values() if b is not None]
+
+
 @final
 class Trail(Mode):
-    """What a run computes: each operator, with digests of its results, except for views.
-
-    A reentrant checkpoint's first run has no gradients and may run other operators: of it, only the result is compared.
+    """What a run computes.
 
     Attributes:
-        found: the operators so far.
+        found: each operator, with digests of its results, except for views.
+        writes_outside: whether an operator writes to a storage that existed before.
     """
 
     def __init__(self) -> None:
         """Start with no operators."""
         super().__init__()
         self.found: list[tuple[Any, Any]] = []
-
-    def followed(self, on: bool) -> AbstractContextManager[Any]:
-        """Follow the operators of a block, if ``on``."""
-        return self if on else nullcontext()
+        self.writes_outside = False
+        self._made: set[int] = set()
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator, and note what it computes."""
+        kwargs = kwargs or {}
         if types and not PLAIN_TYPES.issuperset(types):
             return make_way(func, types, args, kwargs)
-        out = func(*args, **(kwargs or {}))
         info = info_of(func)
-        if not (info.uninitialised or getattr(func, "is_view", False)):
-            made = [t for t in flatten(out) if not (info.opaque and isinstance(t, torch.Tensor) and t.dtype is torch.uint8)]
-            self.found.append((func, tuple(map(digest_of, made))))
+        if info.mutates:
+            written = (t for t, _ in written_by(info, args, kwargs) if on_storage(t))
+            self.writes_outside |= any(t.untyped_storage()._cdata not in self._made for t in written)
+        out = func(*args, **kwargs)
+        if getattr(func, "is_view", False):
+            return out
+        given = {t.untyped_storage()._cdata for t in tensors_in([list(args), kwargs]) if on_storage(t)}
+        made = [t for t in flatten(out) if isinstance(t, torch.Tensor) and on_storage(t)]
+        fresh = [t for t in made if t.untyped_storage()._cdata not in given]
+        self._made |= {t.untyped_storage()._cdata for t in fresh}
+        if info.name != _CAST or given <= self._made:  # autocast keeps the weights that it has cast
+            self._tensors += map(weakref.ref, fresh)
+        if not info.uninitialised:
+            kept = [t for t in flatten(out) if not (info.opaque and isinstance(t, torch.Tensor) and t.dtype is torch.uint8)]
+            self.found.append((func, tuple(map(digest_of, kept))))
         return out
 
-    def add(self, name: str, result: Any) -> None:
-        """Note a result under a name."""
-        self.found.append((name, digest_of(result)))
+    def leaves_behind(self, result: Any) -> bool:
+        """Whether a tensor that was made is alive besides the result, and not on the same storage."""
+        given = {t.untyped_storage()._cdata for t in tensors_in([result]) if on_storage(t)}
+        alive = (t for ref in self._tensors if (t := ref()) is not None)
+        return any(t.untyped_storage()._cdata not in given for t in alive)
 
 
 def digest_of(result: Any) -> Any:
@@ -188,6 +240,10 @@ def digest_of(result: Any) -> Any:
         return repr(result)
     if not on_storage(result) or result.is_meta:
         return None
+    if not result.is_contiguous():  # most are dense all the same; the digest of others takes memory
+        order = sorted(range(result.dim()), key=lambda d: -result.stride()[d])
+        with beneath_autograd(), torch.no_grad():
+            result = result.permute(order)
     if result.device == HOST:
         return digest(result)
     with beneath_autograd(), torch.no_grad():

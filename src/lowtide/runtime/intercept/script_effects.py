@@ -8,9 +8,12 @@ enclosing functions. Random generators of Python and NumPy are compared, too.
 from __future__ import annotations
 
 import contextlib
+import contextvars
+import functools
 import gc
 import random
 import sys
+import threading
 import types
 import weakref
 from collections import deque
@@ -25,7 +28,8 @@ _SCALARS: Final = (int, float, complex, bool, str, bytes, type(None))
 _CONSTANTS: Final = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 _LIBRARIES: Final = frozenset({*sys.stdlib_module_names, "torch"}) - {"__main__"}
 """Packages whose own state does not matter; of their methods' objects, only modules of the script's models do."""
-_MOST: Final = (1024, 256, 64)
+_SKIPPED: Final = _LIBRARIES | {"lowtide"}
+_MOST: Final = (1024, 256, 64, 16)
 """Items of a container that are compared one by one, by the number of containers around it; of a larger one, and of one in
 more containers, only the number of items is compared."""
 _MOST_BYTES: Final = 1 << 20
@@ -162,11 +166,11 @@ class Footprint:
         found: dict[Any, Any] = {}
         for place, namespace in self._namespaces.items():
             found[place] = {
-                name: _print(item, 1) for name, item in list(namespace.items()) if not issubclass(type(item), _CONSTANTS)
+                name: _print(item, 1) for name, item in list(namespace.items())
             }
         for place, ref in self._objects.items():
             if (owner := ref()) is not None:
-                found[place] = _print_of_object(owner, 0), _print_of_class(type(owner))
+                found[place] = _print_of_object(owner, 0), tuple(_print_of_class(kind, 1) for kind in type(owner).__mro__)
         return found
 
 
@@ -228,8 +232,14 @@ def _print(item: Any, depth: int) -> Any:
         return item.get_state().numpy().tobytes()
     if issubclass(kind, random.Random):
         return item.getstate()
-    if issubclass(kind, _CONSTANTS) or depth >= len(_MOST):
+    if depth >= len(_MOST):
         return id(item)
+    if issubclass(kind, _CONSTANTS):
+        return id(item), _print_of_constant(item, kind, depth)
+    if kind.__module__ in ("itertools", "_contextvars"):
+        return _print(item.get(None), depth + 1) if issubclass(kind, contextvars.ContextVar) else repr(item)
+    if issubclass(kind, types.GeneratorType):
+        return id(item), getattr(item.gi_frame, "f_lasti", -1)
     if str(kind.__module__).partition(".")[0] == "numpy":
         return _print_of_numpy(item)
     if issubclass(kind, (dict, list, tuple, set, frozenset, deque)):
@@ -243,16 +253,37 @@ def _print(item: Any, depth: int) -> Any:
 
 def _print_of_object(owner: Any, depth: int) -> Any:
     try:
-        attributes = object.__getattribute__(owner, "__dict__")
+        attributes = vars(owner) if type(owner) is threading.local else object.__getattribute__(owner, "__dict__")
     except AttributeError:
         return id(owner)
     return id(owner), tuple((name, _print(item, depth + 1)) for name, item in list(attributes.items()))
 
 
-def _print_of_class(kind: type) -> Any:
-    """The class attributes that are numbers, texts or containers."""
-    kept = (*_SCALARS, dict, list, set, deque)
-    return tuple((name, _print(item, 1)) for name, item in list(vars(kind).items()) if issubclass(type(item), kept))
+def _print_of_constant(item: Any, kind: type, depth: int) -> Any:
+    """What a module, a class or a function of the script holds by itself: numbers, texts and containers."""
+    if issubclass(kind, types.FunctionType):
+        own = (vars(item), item.__defaults__, item.__kwdefaults__)
+        return tuple(_print(part, depth + 1) for part in own if part)
+    if issubclass(kind, type):
+        return _print_of_class(item, depth)
+    if issubclass(kind, types.ModuleType) and _package(item.__name__) not in _SKIPPED and not _is_installed(item):
+        return _print_of_attributes(item, depth)
+    return None
+
+
+def _print_of_class(kind: type, depth: int) -> Any:
+    return None if _package(kind.__module__) in _SKIPPED else _print_of_attributes(kind, depth)
+
+
+def _print_of_attributes(holder: Any, depth: int) -> Any:
+    kept = (*_SCALARS, dict, list, set, deque, types.FunctionType)
+    return tuple((n, _print(item, depth + 1)) for n, item in list(vars(holder).items()) if issubclass(type(item), kept))
+
+
+@functools.cache
+def _is_installed(module: types.ModuleType) -> bool:
+    """Whether a module is an installed library's: of these, only the globals of the code that runs are compared."""
+    return "site-packages" in (getattr(module, "__file__", None) or "")
 
 
 def _print_of_numpy(item: Any) -> Any:

@@ -13,6 +13,8 @@ from lowtide.runtime.units.unit_signature import UnitSignature, likeness
 
 WATCHED: Final = 3
 """Units of one likeness whose checkpoints are watched at most, until one of them may be plain."""
+WATCHED_LATER: Final = 16
+"""The same for calls that earlier units did not make."""
 
 
 @final
@@ -66,19 +68,19 @@ class ScriptCheckpoints:
             handling = Handling.WATCHED
         else:
             handling = Handling.AS_WRITTEN
-        self._calls.unit_begins(_scope(kind), handling)
+        watches = known.watched < (WATCHED_LATER if known.plain else WATCHED)
+        self._calls.unit_begins(_scope(kind), handling, accumulates=kind.accumulates, watches=watches)
 
     def unit_ends(self, kind: UnitSignature, base_bytes: int) -> None:
         """A unit has ended, and its recording is kept."""
         handling, known = self._calls.handling, self._of(kind)
         again = self._calls.unit_ends()
+        known.watched += handling is not Handling.AS_WRITTEN
         if handling is not Handling.WATCHED:
             return
-        known.watched += 1
         written = self._recordings.nearest(kind, base_bytes)
         if again and written is not None:
             known.plain, known.written_kind, known.written = True, kind, written
-            known.watched = WATCHED
             known.again_seconds = sum(
                 e.seconds for start, end in again for e in written.trace.events[start:end] if isinstance(e, Op)
             )
@@ -102,7 +104,7 @@ class ScriptCheckpoints:
     def give_up(self, kind: UnitSignature) -> UnitSignature:
         """Leave the checkpoints of such units as they are written from now on; returns the kind that a unit has then."""
         known = self._of(kind)
-        known.plain = False
+        known.plain, known.watched = False, WATCHED_LATER
         if known.written_kind is not None and known.written is not None:
             self._recordings.keep(known.written_kind, known.written)
         return replace(kind, plain_checkpoints=False)
