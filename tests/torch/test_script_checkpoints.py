@@ -11,8 +11,10 @@ import itertools
 import random
 import threading
 import types
+import uuid
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -764,6 +766,21 @@ def test_calls_of_any_kind_have_the_same_bits(kind: str, plain: bool) -> None:  
     """Those whose gradients would be summed otherwise, or be there at all, stay as written."""
     outcome = compared(partial(Kinds, kind), accumulate=2)
     assert (calls(outcome) > 0) is plain
+
+
+def test_checkpoints_stay_as_written_in_a_process_group_that_is_made_later(tmp_path: Path) -> None:
+    """Ranks that choose by their own times would follow plans for different operators. Scripts make the group themselves."""
+    def run() -> list[torch.Tensor]:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / uuid.uuid4().hex}", rank=0, world_size=1)
+        try:
+            return train(Net)
+        finally:
+            torch.distributed.destroy_process_group()
+
+    bits, above = peak_of(run)
+    found, outcome, _, _ = trained_under(run, 2 * above)
+    assert equal(found, bits)
+    assert calls(outcome) == 0
 
 
 @KINDS

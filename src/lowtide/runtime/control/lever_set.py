@@ -24,7 +24,6 @@ from lowtide.runtime.levers.sliced_optimizer import TEMPORARIES, SlicedOptimizer
 from lowtide.runtime.levers.split_layers import SplitLayers
 from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.storage.views import bytes_of
-from lowtide.runtime.torch_state import in_process_group
 
 
 @final
@@ -77,7 +76,7 @@ class LeverSet:
         limited = not (settings.budget is None or isinstance(settings.budget, Rescue))
         if SLICES not in settings.without and (limited or SLICES in settings.allow):
             self.slices.install()
-        if CHECKPOINTS not in settings.without and limited and not in_process_group():
+        if CHECKPOINTS not in settings.without and limited:
             self.checkpoints.install()
         if self._is_allowed(LOSS):
             self.logits.install()

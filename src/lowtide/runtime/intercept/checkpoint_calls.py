@@ -30,6 +30,7 @@ from lowtide.runtime.intercept.script_effects import RandomStates, restore_torch
 from lowtide.runtime.monkeypatch import Wraps
 from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.tensors import modules_of, tensors_in
+from lowtide.runtime.torch_state import in_process_group
 
 _HOOK: Final = "__dynamo_disable"
 """Where ``torch._disable_dynamo`` keeps what it calls instead of the function: all names of ``checkpoint`` lead there."""
@@ -86,11 +87,7 @@ class Call:
         if not self.reentrant:
             return True
         flat = [a for a in self.args if isinstance(a, torch.Tensor)]
-        return (
-            any(t.requires_grad for t in flat)
-            and len(tensors_in(list(self.args))) == len(flat)
-            and not torch.distributed.is_initialized()
-        )
+        return any(t.requires_grad for t in flat) and len(tensors_in(list(self.args))) == len(flat)
 
     def site(self) -> Site:
         """What calls of the same code on the same modules have in common."""
@@ -274,7 +271,7 @@ class CheckpointCalls:
     def _called(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         leave = (
             self.handling is Handling.AS_WRITTEN or self._within or not self._is_ours() or not torch.is_grad_enabled()
-            or graph_task() >= 0
+            or graph_task() >= 0 or in_process_group()
         )  # fmt: skip
         call = None if leave else Call.of(function, *args, **dict(kwargs))
         if call is None or not call.is_ordinary():

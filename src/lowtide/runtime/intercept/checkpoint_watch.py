@@ -36,7 +36,7 @@ class Verdict:
     - it computes anything else than the first, or what a plain call saves would be out of date: weights, numeric settings or
       a flag of the script may have changed in between, or the result was overwritten;
     - it draws other random numbers (``preserve_rng_state=False``);
-    - the call has a ``context_fn``, or is debugged;
+    - the call has a ``context_fn``, or is debugged, or there are several processes;
     - ``use_reentrant=True``, and gradients would be summed in another order or be there at all: a parameter is also used
       elsewhere, or has a hook or a gradient; no argument requires a gradient; tensors are passed within containers; there is
       more than one result; the first run, without gradients, gives other bits, or makes a tensor that the script keeps.
