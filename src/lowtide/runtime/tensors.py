@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
@@ -27,6 +27,16 @@ def on_storage(tensor: torch.Tensor) -> bool:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements are exactly those in its storage: a view, neither conjugated nor negated lazily."""
     return on_storage(tensor) and not tensor.is_conj() and not tensor.is_neg()
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements fill a contiguous range of memory, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.size(), strict=True) if n > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 @final
@@ -65,6 +75,24 @@ def grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
 def node_of(tensor: torch.Tensor) -> Any:
     """The autograd node that made a tensor, or None; read by torch's own getter, past a wrapper of ``Tensor.grad_fn``."""
     return _GRAD_FN.__get__(tensor)
+
+
+def nodes_behind(nodes: Iterable[Any]) -> Iterator[Any]:
+    """All nodes of the graphs behind some of their nodes, these included, each once; None among them is skipped."""
+    stack, seen = list(nodes), set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        stack += [following for following, _ in node.next_functions if following not in seen]
+
+
+def is_hooked(parameter: torch.Tensor, is_ours: Callable[[Any], bool]) -> bool:
+    """Whether a parameter has a hook that runs in backward, apart from Lowtide's own (``is_ours``)."""
+    after = parameter._post_accumulate_grad_hooks
+    return bool(parameter._backward_hooks) or any(not is_ours(hook) for hook in (after or {}).values())
 
 
 def with_gradients(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -57,6 +57,12 @@ def current() -> Accelerator:
     return Accelerator(kind)
 
 
+def default_generators() -> list[torch.Generator]:
+    """The host's default random generator, and those of the devices if the script has initialized them."""
+    found = in_use()
+    return [torch.default_generator, *([] if found is None else found.generators())]
+
+
 @final
 class Accelerator:
     """One accelerator.
@@ -137,7 +143,11 @@ class Accelerator:
 
     # --- generators --------------------------------------------------------------------------------------------------
 
+    def generators(self) -> tuple[Any, ...]:
+        """The default random generators of all devices of its kind; empty if torch does not expose them (MPS)."""
+        return tuple(getattr(self._module, "default_generators", None) or ())
+
     def generator(self) -> Any:
         """The device's default random generator; None if torch does not expose it (MPS)."""
-        found = getattr(self._module, "default_generators", None)
+        found = self.generators()
         return found[self.device.index] if found else None

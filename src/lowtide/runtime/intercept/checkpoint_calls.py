@@ -24,12 +24,12 @@ from torch.utils import checkpoint as of_torch
 
 import torch
 from lowtide.base.lever_catalogue import CHECKPOINTS
-from lowtide.runtime.intercept.checkpoint_watch import Finding, Verdict, Watched, leaves_of
+from lowtide.runtime.intercept.checkpoint_watch import Finding, Verdict, Watched, buffers_of, leaves_of, versions_of
 from lowtide.runtime.intercept.inplace_accumulation import graph_task
 from lowtide.runtime.intercept.script_effects import RandomStates, restore_torch, torch_states
 from lowtide.runtime.monkeypatch import Wraps
 from lowtide.runtime.run_figures import LeverFigures
-from lowtide.runtime.tensors import modules_of, tensors_in
+from lowtide.runtime.tensors import is_dense, modules_of, tensors_in
 from lowtide.runtime.torch_state import in_process_group
 
 _HOOK: Final = "__dynamo_disable"
@@ -141,8 +141,7 @@ class Site:
     def buffers(self) -> tuple[tuple[int, int], ...]:
         """The buffers of the modules and of those within them, and how often each was written."""
         modules = {id(m): m for root in self.modules for m in modules_of(root)}
-        held = (b for m in modules.values() for b in m._buffers.values() if b is not None and not b.is_inference())
-        return tuple((id(b), b._version) for b in held)
+        return versions_of(buffers_of(modules.values()))
 
 
 @final
@@ -168,7 +167,7 @@ class CheckpointCalls:
         self.events_so_far = events_so_far
         self.handling = Handling.AS_WRITTEN
         self.plain = self.kept = 0
-        self._is_ours, self._is_our_hook = is_ours, is_our_hook
+        self._is_ours, self.is_our_hook = is_ours, is_our_hook
         self._wraps = Wraps()
         self._as_torch: Callable[[], Callable[..., Any]]
         self._within = 0
@@ -252,11 +251,6 @@ class CheckpointCalls:
             text += f"; {self.kept} stayed as written, as running their functions only once could change the results"
         return [LeverFigures(name=CHECKPOINTS, used=self.plain > 0, text=text)]
 
-    def is_hooked(self, parameter: torch.Tensor) -> bool:
-        """Whether a hook of the script sees a parameter's gradient."""
-        hooks = ((parameter._backward_hooks or {}), (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}))
-        return any(not self._is_our_hook(hook) for table in hooks for hook in table.values())
-
     @contextlib.contextmanager
     def within(self) -> Iterator[None]:
         """A call that runs as written: those within it do, too."""
@@ -339,7 +333,7 @@ def _entering(argument: Any) -> Any:
         return argument
     entered = torch.ops.aten.alias.default(argument)
     shape, strides = argument.shape, argument.stride()
-    dense = argument.is_contiguous() or _is_dense(argument)
+    dense = argument.is_contiguous() or is_dense(argument)
 
     def arranged(gradient: torch.Tensor | None) -> torch.Tensor | None:
         if gradient is None or gradient.layout is not torch.strided:
@@ -352,13 +346,3 @@ def _entering(argument: Any) -> Any:
 
     entered.register_hook(arranged)
     return entered
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie side by side in memory, in any order of the dimensions, and none of them twice."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True

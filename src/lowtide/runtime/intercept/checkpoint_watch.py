@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -16,7 +16,7 @@ from lowtide.runtime.storage.arguments import PLAIN_TYPES, flatten, written_by
 from lowtide.runtime.storage.checksum import checksum, digest
 from lowtide.runtime.storage.op_schema import info_of
 from lowtide.runtime.storage.views import version_probe
-from lowtide.runtime.tensors import beneath_autograd, node_of, on_storage, own_tensors, tensors_in
+from lowtide.runtime.tensors import beneath_autograd, is_hooked, node_of, nodes_behind, on_storage, own_tensors, tensors_in
 
 if TYPE_CHECKING:
     from lowtide.runtime.intercept.checkpoint_calls import Call, CheckpointCalls
@@ -124,7 +124,7 @@ class Watched:
         self._finding.verdict.stays |= trail.writes_outside or (reentrant and trail.leaves_behind(result))
         unchanged = any(result is a for a in args)
         self._trail = trail.found if not reentrant else [] if unchanged else [digest_of(result)]
-        self._versions = versions_of(self._footprint.modules())
+        self._versions = versions_of(own_tensors(self._footprint.modules()))
         if not unchanged:
             self._results = [(version_probe(t), t._version) for t in tensors_in([result]) if not t.is_inference()]
         return result
@@ -137,10 +137,10 @@ class Watched:
         modules = footprint.modules()
         verdict.stays |= (
             self._numerics != current()
-            or self._versions != versions_of(modules)
+            or self._versions != versions_of(own_tensors(modules))
             or any(probe._version != version for probe, version in self._results)
         )
-        buffers = contents_of(modules)
+        contents = list(map(digest_of, buffers_of(modules)))  # code besides torch's operators may write buffers, too
         try:
             with footprint.following(), trail:
                 result = self._function(*args, **kwargs)
@@ -154,7 +154,7 @@ class Watched:
                 or changed(prints, footprint.prints(), exact=self._finding.reentrant)
                 or differ(given, prints_of((args, kwargs)))
                 or trail.writes_outside
-                or buffers != contents_of(modules)
+                or contents != list(map(digest_of, buffers_of(modules)))
                 or not (self._finding.reentrant or trail.found == self._trail[: len(trail.found)])
             )
             verdict.runs += 1
@@ -171,20 +171,19 @@ class Watched:
             not isinstance(result, torch.Tensor)
             or not finding.is_fed
             or self._trail != [digest_of(result)]
-            or any(self._calls.is_hooked(leaf) for leaf in leaves)
+            or any(is_hooked(leaf, self._calls.is_our_hook) for leaf in leaves)
             or any(m._backward_hooks or m._backward_pre_hooks for m in self._footprint.modules())
         )
 
 
-def versions_of(modules: Iterable[torch.nn.Module]) -> tuple[tuple[int, int], ...]:
-    """The parameters and buffers of modules, and how often each was written."""
-    held = (t for t in own_tensors(modules) if not t.is_inference())
-    return tuple((id(t), t._version) for t in held)
+def versions_of(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, int], ...]:
+    """Which tensors these are, and how often each was written."""
+    return tuple((id(t), t._version) for t in tensors if not t.is_inference())
 
 
-def contents_of(modules: Iterable[torch.nn.Module]) -> list[Any]:
-    """Digests of the modules' buffers: code that does not use torch's operators may write them, too."""
-    return [digest_of(b) for m in modules for b in m._buffers.values() if b is not None]
+def buffers_of(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """The modules' own buffers."""
+    return (b for m in modules for b in m._buffers.values() if b is not None)
 
 
 @final
@@ -255,16 +254,5 @@ def digest_of(result: Any) -> Any:
 
 def leaves_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The leaves that the graphs of tensors reach."""
-    found: dict[int, torch.Tensor] = {}
-    stack = [node for tensor in tensors if (node := node_of(tensor)) is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            found[id(variable)] = variable
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return list(found.values())
+    nodes = nodes_behind(map(node_of, tensors))
+    return [leaf for node in nodes if (leaf := getattr(node, "variable", None)) is not None]

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import torch
 from lowtide.runtime.intercept.dispatch_mode import Mode
 from lowtide.runtime.storage.views import sole_owner
+from lowtide.runtime.tensors import is_dense
 
 _ATEN: Final = torch.ops.aten
 _ADD: Final = _ATEN.add.Tensor
@@ -126,16 +127,6 @@ def _sparse_references(args: Any) -> tuple[int, int]:
     return args[0]._use_count(), sys.getrefcount(args[0])
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill a contiguous range of memory, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.size(), strict=True) if n > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def running() -> int:
     """The sequence number of the autograd node that is running; -1 if none is."""
     node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
@@ -194,7 +185,7 @@ def adds(args: Any) -> bool:
     if args[0].size() != args[1].size() or args[0].dtype is not args[1].dtype:
         return False
     alone = _alone().dense
-    return alone is not None and _references(args) == alone and _is_dense(args[0])
+    return alone is not None and _references(args) == alone and is_dense(args[0])
 
 
 def takes_over(args: Any) -> bool:

@@ -29,7 +29,7 @@ from torch.autograd import forward_ad
 import torch
 from lowtide.runtime.intercept.dispatch_mode import ours_alone, put_back, take_all
 from lowtide.runtime.monkeypatch import Wraps
-from lowtide.runtime.tensors import node_of
+from lowtide.runtime.tensors import node_of, nodes_behind
 from lowtide.runtime.torch_state import within_transform
 
 
@@ -186,18 +186,8 @@ class ModeSensitiveBackward:
 
 def _otherwise(outputs: Iterable[Any]) -> list[Any]:
     """Nodes of a graph that torch computes differently under a mode."""
-    stack = [node_of(o) if isinstance(o, torch.Tensor) else getattr(o, "node", None) for o in outputs]
-    seen: set[Any] = set()
-    found = []
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if _is_otherwise(node):
-            found.append(node)
-        stack += [following for following, _ in node.next_functions if following not in seen]
-    return found
+    heads = (node_of(o) if isinstance(o, torch.Tensor) else getattr(o, "node", None) for o in outputs)
+    return [node for node in nodes_behind(heads) if _is_otherwise(node)]
 
 
 def _is_otherwise(node: Any) -> bool:

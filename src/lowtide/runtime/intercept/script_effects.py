@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
+from lowtide.runtime.device.accelerator import default_generators
+from lowtide.runtime.storage.value import state_bytes
 from lowtide.runtime.tensors import beneath_autograd, on_storage
 
 _SCALARS: Final = (int, float, complex, bool, str, bytes, type(None))
@@ -74,20 +76,15 @@ class RandomStates:
             numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
 
 
-def torch_states() -> tuple[Any, ...]:
+def torch_states() -> tuple[bytes, ...]:
     """The states of torch's own generators."""
-    cuda = sys.modules.get("torch.cuda")
-    there = cuda is not None and cuda.is_initialized()
-    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if there else ())]
-    return tuple(state.numpy().tobytes() for state in states)
+    return tuple(map(state_bytes, default_generators()))
 
 
-def restore_torch(states: tuple[Any, ...]) -> None:
+def restore_torch(states: tuple[bytes, ...]) -> None:
     """Set torch's own generators to states that :func:`torch_states` returned."""
-    cpu, *devices = (torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in states)
-    torch.set_rng_state(cpu)
-    if devices:
-        torch.cuda.set_rng_state_all(devices)
+    for generator, state in zip(default_generators(), states, strict=False):  # a device may have been initialized since
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 @final
@@ -229,7 +226,7 @@ def _print(item: Any, depth: int) -> Any:
     if issubclass(kind, torch.Tensor):
         return _TensorPrint(item, 0 if item.is_inference() else item._version)
     if issubclass(kind, torch.Generator):
-        return item.get_state().numpy().tobytes()
+        return state_bytes(item)
     if issubclass(kind, random.Random):
         return item.getstate()
     if depth >= len(_MOST):

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import torch
 from lowtide.runtime.storage.views import bytes_of
-from lowtide.runtime.tensors import grad_of, modules_of, own_tensors, storages_of, tensors_in
+from lowtide.runtime.tensors import grad_of, is_hooked, modules_of, own_tensors, storages_of, tensors_in
 
 
 @final
@@ -60,11 +60,7 @@ class PersistentState:
         """Whether a parameter or module has a hook that runs in backward, apart from Lowtide's own (``is_ours``)."""
         return any(
             m._backward_hooks or m._backward_pre_hooks
-            or any(p is not None and _is_hooked(p, is_ours) for p in m._parameters.values())
+            or any(p is not None and is_hooked(p, is_ours) for p in m._parameters.values())
             for root in self.roots for m in modules_of(root)
         )
 
-
-def _is_hooked(parameter: torch.Tensor, is_ours: Callable[[Any], bool]) -> bool:
-    after = parameter._post_accumulate_grad_hooks
-    return bool(parameter._backward_hooks) or any(not is_ours(hook) for hook in (after or {}).values())
