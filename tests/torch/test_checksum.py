@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import heap
-from lowtide.runtime.storage.checksum import checksum
+from lowtide.runtime.storage.checksum import checksum, digest
 
 BLOCK = 8 * 4096
 
@@ -36,3 +36,17 @@ def test_a_checksum_takes_no_memory() -> None:
     counter.tensor_peak = before = counter.tensor_live
     checksum(data)
     assert counter.tensor_peak - before <= 2048
+
+
+def test_a_digest_of_a_transposed_tensor_covers_every_byte_and_takes_no_memory() -> None:
+    """Only where elements have gaps between them is it a plain sum, which copies them and detects no changed order."""
+    data = torch.arange(512 * 384, dtype=torch.int32).reshape(512, 384).T
+    before = digest(data)
+    changed = data.clone(memory_format=torch.preserve_format)
+    assert digest(changed) == before
+    changed[3, 5], changed[5, 3] = data[5, 3].item(), data[3, 5].item()
+    assert digest(changed) != before
+    counter = heap()
+    counter.tensor_peak = live = counter.tensor_live
+    digest(data)
+    assert counter.tensor_peak - live <= 2048

@@ -17,7 +17,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, Final, final
 
 from torch.utils import checkpoint as of_torch
@@ -38,14 +37,6 @@ _SITES: Final = 256
 """Sites, at least, after which those are forgotten whose modules are gone, or that were never watched to the end."""
 _DEEPEST: Final = 4
 """Partial functions, methods and closures within others that a call's site is made from."""
-
-
-class Handling(Enum):
-    """How calls are handled."""
-
-    AS_WRITTEN = auto()
-    WATCHED = auto()
-    PLAIN = auto()
 
 
 @final
@@ -149,7 +140,7 @@ class CheckpointCalls:
     """Handles the calls of ``checkpoint`` in the thread that Lowtide follows; one per runtime.
 
     Attributes:
-        handling: how calls are handled from now on.
+        watches: whether calls of which nothing is known are watched now; outside units, none are.
         plain: how many calls were plain.
         kept: how many were left as written although calls were to be plain.
     """
@@ -165,13 +156,13 @@ class CheckpointCalls:
             events_so_far: returns how many events of the running unit have been recorded.
         """
         self.events_so_far = events_so_far
-        self.handling = Handling.AS_WRITTEN
+        self.watches = False
         self.plain = self.kept = 0
         self._is_ours, self.is_our_hook = is_ours, is_our_hook
         self._wraps = Wraps()
         self._as_torch: Callable[[], Callable[..., Any]]
         self._within = 0
-        self._accumulates = self._watches = False
+        self._may_be_plain = self._accumulates = False
         self._room = _SITES
         self._scope: Any = None
         self._verdicts: dict[Any, Verdict] = {}
@@ -205,20 +196,20 @@ class CheckpointCalls:
     def remove(self) -> None:
         """Leave calls to torch again."""
         self._wraps.undo()
-        self.handling = Handling.AS_WRITTEN
+        self.watches = self._may_be_plain = False
 
     # --- units ---------------------------------------------------------------------------------------------------------
 
-    def unit_begins(self, scope: Any, handling: Handling, *, accumulates: bool, watches: bool) -> None:
+    def unit_begins(self, scope: Any, *, plain: bool, watches: bool, accumulates: bool) -> None:
         """A unit begins.
 
         Args:
             scope: what it has in common with those for which the same verdicts are valid.
-            handling: how calls are handled in it.
-            accumulates: whether gradients exist already.
+            plain: whether calls run plain where that gives the same results.
             watches: whether calls of which nothing is known are watched.
+            accumulates: whether gradients exist already.
         """
-        self._scope, self.handling, self._accumulates, self._watches = scope, handling, accumulates, watches
+        self._scope, self._may_be_plain, self.watches, self._accumulates = scope, plain, watches, accumulates
 
     def backward_begins(self, outputs: Iterable[Any], *, differentiable: bool) -> None:
         """A backward begins: no call that it goes through may be plain if it builds a graph of its own."""
@@ -235,7 +226,7 @@ class CheckpointCalls:
         """
         findings, self._findings = self._findings, []
         outside, self._outside = self._outside, set()
-        self.handling = Handling.AS_WRITTEN
+        self.watches = self._may_be_plain = False
         met = Counter(leaf for finding in findings for leaf in finding.leaves)
         shared = outside | {leaf for leaf, times in met.items() if times > 1}
         for finding in findings:
@@ -264,8 +255,8 @@ class CheckpointCalls:
 
     def _called(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         leave = (
-            self.handling is Handling.AS_WRITTEN or self._within or not self._is_ours() or not torch.is_grad_enabled()
-            or graph_task() >= 0 or in_process_group()
+            not (self._may_be_plain or self.watches) or self._within or not self._is_ours()
+            or not torch.is_grad_enabled() or graph_task() >= 0 or in_process_group()
         )  # fmt: skip
         call = None if leave else Call.of(function, *args, **dict(kwargs))
         if call is None or not call.is_ordinary():
@@ -273,10 +264,10 @@ class CheckpointCalls:
                 return self._as_torch()(function, *args, **kwargs)
         site = call.site()
         verdict = self._verdict_of(site)
-        if self.handling is Handling.PLAIN and verdict.is_plain and not (call.reentrant and self._accumulates):
+        if self._may_be_plain and verdict.is_plain and not (call.reentrant and self._accumulates):
             return self._run_plain(call, site, verdict, kwargs)
-        self.kept += self.handling is Handling.PLAIN
-        if verdict.stays or verdict.runs or not self._watches:
+        self.kept += self._may_be_plain
+        if verdict.stays or verdict.runs or not self.watches:
             with self.within():
                 return self._as_torch()(function, *args, **kwargs)
         finding = Finding(verdict, call.reentrant)

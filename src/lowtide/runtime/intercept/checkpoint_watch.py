@@ -13,7 +13,7 @@ from lowtide.runtime.intercept.dispatch_mode import Mode, make_way
 from lowtide.runtime.intercept.script_effects import Footprint, RandomStates, changed, differ, prints_of, torch_states
 from lowtide.runtime.numeric_settings import Numerics, current
 from lowtide.runtime.storage.arguments import PLAIN_TYPES, flatten, written_by
-from lowtide.runtime.storage.checksum import checksum, digest
+from lowtide.runtime.storage.checksum import checksum, digest, in_memory_order
 from lowtide.runtime.storage.op_schema import info_of
 from lowtide.runtime.storage.views import version_probe
 from lowtide.runtime.tensors import beneath_autograd, is_hooked, node_of, nodes_behind, on_storage, own_tensors, tensors_in
@@ -118,7 +118,7 @@ class Watched:
 
     def _first(self, args: Any, kwargs: Any) -> Any:
         self._numerics = current()
-        reentrant, trail = self._finding.reentrant, Trail()
+        reentrant, trail = self._finding.reentrant, Trail(digests=not self._finding.reentrant)
         with self._footprint.following(), trail:
             result = self._function(*args, **kwargs)
         self._finding.verdict.stays |= trail.writes_outside or (reentrant and trail.leaves_behind(result))
@@ -133,7 +133,7 @@ class Watched:
         footprint, verdict = self._footprint, self._finding.verdict
         states, prints, given = RandomStates.now(), footprint.prints(), prints_of((args, kwargs))
         drawn = None if self._preserves else torch_states()
-        start, trail = self._calls.events_so_far(), Trail()
+        start, trail = self._calls.events_so_far(), Trail(digests=not self._finding.reentrant)
         modules = footprint.modules()
         verdict.stays |= (
             self._numerics != current()
@@ -155,7 +155,7 @@ class Watched:
                 or differ(given, prints_of((args, kwargs)))
                 or trail.writes_outside
                 or contents != list(map(digest_of, buffers_of(modules)))
-                or not (self._finding.reentrant or trail.found == self._trail[: len(trail.found)])
+                or trail.found != self._trail[: len(trail.found)]
             )
             verdict.runs += 1
         if self._finding.reentrant:
@@ -191,13 +191,14 @@ class Trail(Mode):
     """What a run computes.
 
     Attributes:
-        found: each operator, with digests of its results, except for views.
+        found: each operator, with digests of its results, except for views; empty without digests.
         writes_outside: whether an operator writes to a storage that existed before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, digests: bool) -> None:
         """Start with no operators."""
         super().__init__()
+        self._digests = digests
         self.found: list[tuple[Any, Any]] = []
         self.writes_outside = False
         self._made: set[int] = set()
@@ -221,7 +222,7 @@ class Trail(Mode):
         self._made |= {t.untyped_storage()._cdata for t in fresh}
         if info.name != _CAST or given <= self._made:  # autocast keeps the weights that it has cast
             self._tensors += map(weakref.ref, fresh)
-        if not info.uninitialised:
+        if self._digests and not info.uninitialised:
             kept = [t for t in flatten(out) if not (info.opaque and isinstance(t, torch.Tensor) and t.dtype is torch.uint8)]
             self.found.append((func, tuple(map(digest_of, kept))))
         return out
@@ -239,13 +240,10 @@ def digest_of(result: Any) -> Any:
         return repr(result)
     if not on_storage(result) or result.is_meta:
         return None
-    if not result.is_contiguous():  # most are dense all the same; the digest of others takes memory
-        order = sorted(range(result.dim()), key=lambda d: -result.stride()[d])
-        with beneath_autograd(), torch.no_grad():
-            result = result.permute(order)
     if result.device == HOST:
         return digest(result)
     with beneath_autograd(), torch.no_grad():
+        result = in_memory_order(result)
         if result.is_contiguous():
             return checksum(result.reshape(-1).view(torch.uint8))
         kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(result.element_size())

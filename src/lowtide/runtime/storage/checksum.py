@@ -43,17 +43,25 @@ def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
     return torch._neg_view(tensor) if tensor.is_neg() else tensor
 
 
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a tensor whose dimensions are in the order of its strides: contiguous if the tensor is dense."""
+    if tensor.is_contiguous():
+        return tensor
+    strides = tensor.stride()
+    return tensor.permute(sorted(range(tensor.dim()), key=lambda d: -strides[d]))
+
+
 def digest(tensor: torch.Tensor) -> int | None:
     """A digest of a tensor's elements that detects changes; None if there can be none.
 
     It detects a changed order of bytes (up to `_DIRECT_BYTES`) or of blocks of `_BLOCK_WORDS` words (above). For a tensor that
-    is not contiguous, or large and not aligned to 8 bytes, it is a plain sum, which detects no changed order. It runs at
-    several GB/s and copies nothing but the blocks' sums. It serves the CPU only, where writers exist that torch does not see.
+    is not dense, or large and not aligned to 8 bytes, it is a plain sum, which detects no changed order. It runs at several
+    GB/s and copies nothing but the blocks' sums. It serves the CPU only, where writers exist that torch does not see.
     """
     if tensor.device.type != "cpu" or not on_storage(tensor) or tensor.numel() == 0:
         return None
     with beneath_autograd():
-        tensor = _as_stored(tensor)
+        tensor = in_memory_order(_as_stored(tensor))
         if not tensor.is_contiguous():
             kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
             return None if kind is None else int(tensor.view(kind).sum())

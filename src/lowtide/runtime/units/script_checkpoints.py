@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
 from lowtide.base.trace import Op
-from lowtide.runtime.intercept.checkpoint_calls import CheckpointCalls, Handling
+from lowtide.runtime.intercept.checkpoint_calls import CheckpointCalls
 from lowtide.runtime.units.plan_cache import PlanCache
 from lowtide.runtime.units.recorded_unit import Baseline, RecordedUnit
 from lowtide.runtime.units.unit_signature import UnitSignature, likeness
@@ -61,25 +61,20 @@ class ScriptCheckpoints:
 
     def unit_begins(self, kind: UnitSignature) -> None:
         """A unit begins that is to run as its kind says."""
-        known = self._of(kind)
-        if kind.plain_checkpoints:
-            handling = Handling.PLAIN
-        elif kind.call and known.watched < WATCHED:
-            handling = Handling.WATCHED
-        else:
-            handling = Handling.AS_WRITTEN
-        watches = known.watched < (WATCHED_LATER if known.plain else WATCHED)
-        self._calls.unit_begins(_scope(kind), handling, accumulates=kind.accumulates, watches=watches)
+        watches = bool(kind.call) and self._of(kind).watched < (WATCHED_LATER if kind.plain_checkpoints else WATCHED)
+        self._calls.unit_begins(
+            _scope(kind), plain=kind.plain_checkpoints, watches=watches, accumulates=kind.accumulates
+        )
 
     def unit_ends(self, kind: UnitSignature, base_bytes: int) -> None:
         """A unit has ended, and its recording is kept."""
-        handling, known = self._calls.handling, self._of(kind)
+        known = self._of(kind)
+        known.watched += self._calls.watches
         again = self._calls.unit_ends()
-        known.watched += handling is not Handling.AS_WRITTEN
-        if handling is not Handling.WATCHED:
+        if kind.plain_checkpoints or not again:
             return
         written = self._recordings.nearest(kind, base_bytes)
-        if again and written is not None:
+        if written is not None:
             known.plain, known.written_kind, known.written = True, kind, written
             known.again_seconds = sum(
                 e.seconds for start, end in again for e in written.trace.events[start:end] if isinstance(e, Op)
