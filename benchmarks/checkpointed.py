@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from steps import language
 
 import lowtide
 import torch
@@ -71,24 +72,17 @@ class Subject:
         assert counter is not None
         self.outside = counter.tensor_live
         torch.manual_seed(0)
-        self.model = make().train()
-        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        self.model.enable_input_require_grads()
-        self.model.config.use_cache = False
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        model = make()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        model.config.use_cache = False
+        self.step = language(model, VOCABULARY, BATCH, LENGTH)
         for _ in range(3):
             self.step()
         self.resident = counter.tensor_live
         counter.tensor_peak = counter.tensor_live
         self.step()
         self.peak = counter.tensor_peak
-
-    def step(self) -> None:
-        """One training step."""
-        ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH))
-        self.model(input_ids=ids, labels=ids).loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     def timed(self) -> dict[str, Any]:
         """A round: median seconds of the later steps."""

@@ -95,6 +95,25 @@ def train(make: Callable[[], nn.Module], steps: int = STEPS, accumulate: int = 1
     ]
 
 
+def descended(
+    net: nn.Module, loss_of: Callable[[int], torch.Tensor], *, steps: int = STEPS, by_hand: bool = False,
+) -> list[torch.Tensor]:
+    """The weights and buffers after some steps of gradient descent, by an optimizer or by hand."""
+    optimizer = None if by_hand else torch.optim.SGD(net.parameters(), lr=0.1)
+    for number in range(steps):
+        loss_of(number).backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+            continue
+        with torch.no_grad():
+            for p in net.parameters():
+                if p.grad is not None:
+                    p.sub_(0.1 * p.grad)
+                p.grad = None
+    return [t.detach().float() for t in (*net.parameters(), *net.buffers())]
+
+
 def peak_of(train: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], int]:
     """The results of a baseline run, and its peak above the bytes live before."""
     train()
@@ -115,13 +134,17 @@ def calls(outcome: RunOutcome) -> int:
     return int(found[0].text.split()[0]) if found else 0
 
 
-def compared(make: Callable[[], nn.Module], share: float = 1.2, **how: Any) -> RunOutcome:
-    """Train without Lowtide and under a share of the baseline's peak, and compare the bits."""
-    run = partial(train, make, **how)
+def compared_runs(run: Callable[[], list[torch.Tensor]], share: float, **options: Any) -> RunOutcome:
+    """The same for a training loop of any kind."""
     bits, above = peak_of(run)
-    found, outcome, _, _ = trained_under(run, int(share * above))
+    found, outcome, _, _ = trained_under(run, int(share * above), **options)
     assert equal(found, bits)
     return outcome
+
+
+def compared(make: Callable[[], nn.Module], share: float = 1.2, **how: Any) -> RunOutcome:
+    """Train without Lowtide and under a share of the baseline's peak, and compare the bits."""
+    return compared_runs(partial(train, make, **how), share)
 
 
 KINDS = pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
@@ -495,20 +518,17 @@ def test_a_second_run_that_computes_something_else_stays(what: str, reentrant: b
     def run() -> list[torch.Tensor]:
         torch.manual_seed(0)
         net = Net(Flagged, use_reentrant=reentrant)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for _ in range(STEPS):
+
+        def loss_of(_: int) -> torch.Tensor:
             FLAG[0] = 1.0
             with torch.backends.mkldnn.flags(enabled=what != "oneDNN"), torch.autocast("cpu", torch.bfloat16):
                 loss = net(torch.randn(64, WIDTH)).float().square().mean()
             FLAG[0] = 0.5 if what == "a flag" else 1.0
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [p.detach() for p in net.parameters()]
+            return loss
 
-    bits, above = peak_of(run)
-    found, outcome, _, _ = trained_under(run, 2 * above)
-    assert equal(found, bits)
+        return descended(net, loss_of)
+
+    outcome = compared_runs(run, 2)
     assert calls(outcome) == 0
 
 
@@ -533,22 +553,19 @@ def test_weights_that_are_exchanged_before_the_backward_keep_a_checkpoint(reentr
     def run() -> list[torch.Tensor]:
         torch.manual_seed(0)
         net = Net(use_reentrant=reentrant)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for _ in range(STEPS):
+
+        def loss_of(_: int) -> torch.Tensor:
             loss = net(torch.randn(64, WIDTH)).square().mean()
             with torch.no_grad():
                 for p in net.blocks.parameters():
                     before = p.clone()
                     p.mul_(0.5)
                     p.copy_(before)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [p.detach() for p in net.parameters()]
+            return loss
 
-    bits, above = peak_of(run)
-    found, outcome, _, _ = trained_under(run, 2 * above)
-    assert equal(found, bits)
+        return descended(net, loss_of)
+
+    outcome = compared_runs(run, 2)
     assert calls(outcome) == 0
 
 
@@ -571,19 +588,16 @@ def test_a_result_on_the_side_has_no_gradient_as_written() -> None:
     def run() -> list[torch.Tensor]:
         torch.manual_seed(0)
         net = Net(Telling, use_reentrant=True)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for _ in range(STEPS):
-            ASIDE.clear()
-            loss = net(torch.randn(64, WIDTH)).square().mean() + 0.1 * torch.stack(ASIDE).sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        ASIDE.clear()
-        return [p.detach() for p in net.parameters()]
 
-    bits, above = peak_of(run)
-    found, outcome, _, _ = trained_under(run, 2 * above)
-    assert equal(found, bits)
+        def loss_of(_: int) -> torch.Tensor:
+            ASIDE.clear()
+            return net(torch.randn(64, WIDTH)).square().mean() + 0.1 * torch.stack(ASIDE).sum()
+
+        found = descended(net, loss_of)
+        ASIDE.clear()
+        return found
+
+    outcome = compared_runs(run, 2)
     assert calls(outcome) == 0
 
 
@@ -622,19 +636,15 @@ def test_a_batch_norm_that_is_put_in_later_is_updated_twice(reentrant: bool) -> 
         torch.manual_seed(0)
         net = Net(use_reentrant=reentrant)
         norm = nn.BatchNorm1d(WIDTH)
-        for number in range(STEPS):
+
+        def loss_of(number: int) -> torch.Tensor:
             if number == 3:  # noqa: PLR2004
                 net.blocks[1].norm = norm
-            net(torch.randn(64, WIDTH)).square().mean().backward()
-            with torch.no_grad():
-                for p in net.parameters():
-                    p.sub_(0.1 * p.grad)
-                    p.grad = None
-        return [*(p.detach() for p in net.parameters()), *(b.float() for b in norm.buffers())]
+            return net(torch.randn(64, WIDTH)).square().mean()
 
-    bits, above = peak_of(run)
-    found, outcome, _, _ = trained_under(run, 3 * above)
-    assert equal(found, bits)
+        return descended(net, loss_of, by_hand=True)
+
+    outcome = compared_runs(run, 3)
     assert calls(outcome) > 0
 
 
@@ -653,18 +663,13 @@ def test_what_is_known_of_a_call_is_of_its_arguments_too() -> None:
         torch.manual_seed(0)
         net = Tasks(depth=2)
         net.blocks[1].norm = nn.BatchNorm1d(WIDTH)
-        for number in range(2 * STEPS):
-            net(torch.randn(64, WIDTH), int(number > STEPS and number % 2)).square().mean().backward()
-            with torch.no_grad():
-                for p in net.parameters():
-                    if p.grad is not None:
-                        p.sub_(0.1 * p.grad)
-                    p.grad = None
-        return [*(p.detach() for p in net.parameters()), *(b.float() for b in net.buffers())]
 
-    bits, above = peak_of(run)
-    found, outcome, _, _ = trained_under(run, 3 * above)
-    assert equal(found, bits)
+        def loss_of(number: int) -> torch.Tensor:
+            return net(torch.randn(64, WIDTH), int(number > STEPS and number % 2)).square().mean()
+
+        return descended(net, loss_of, steps=2 * STEPS, by_hand=True)
+
+    outcome = compared_runs(run, 3)
     assert calls(outcome) > 0
 
 
@@ -697,20 +702,15 @@ def test_hooks_of_the_script_on_saved_tensors_keep_checkpoints_as_written() -> N
     def run() -> list[torch.Tensor]:
         torch.manual_seed(0)
         net = Net()
-        for number in range(STEPS):
+
+        def loss_of(number: int) -> torch.Tensor:
             lossy = torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float())
             with lossy if number > 3 else contextlib.nullcontext():  # noqa: PLR2004
-                loss = net(torch.randn(64, WIDTH)).square().mean()
-            loss.backward()
-            with torch.no_grad():
-                for p in net.parameters():
-                    p.sub_(0.1 * p.grad)
-                    p.grad = None
-        return [p.detach() for p in net.parameters()]
+                return net(torch.randn(64, WIDTH)).square().mean()
 
-    bits, above = peak_of(run)
-    found, outcome, _, _ = trained_under(run, 3 * above)
-    assert equal(found, bits)
+        return descended(net, loss_of, by_hand=True)
+
+    outcome = compared_runs(run, 3)
     assert calls(outcome) > 0
 
 
@@ -777,9 +777,7 @@ def test_checkpoints_stay_as_written_in_a_process_group_that_is_made_later(tmp_p
         finally:
             torch.distributed.destroy_process_group()
 
-    bits, above = peak_of(run)
-    found, outcome, _, _ = trained_under(run, 2 * above)
-    assert equal(found, bits)
+    outcome = compared_runs(run, 2)
     assert calls(outcome) == 0
 
 
@@ -822,10 +820,7 @@ def test_the_summary_tells_the_time_that_is_saved(capsys: pytest.CaptureFixture[
 
 def test_the_user_can_keep_checkpoints_as_written() -> None:
     """`without=plan-checkpoints` leaves all calls to torch."""
-    run = partial(train, Net)
-    bits, above = peak_of(run)
-    found, outcome, _, _ = trained_under(run, above, without=CHECKPOINTS)
-    assert equal(found, bits)
+    outcome = compared_runs(partial(train, Net), 1, without=CHECKPOINTS)
     assert not [x for x in outcome.levers if x.name == CHECKPOINTS]
 
 
@@ -834,19 +829,16 @@ def test_a_derivative_of_a_gradient_keeps_checkpoints_as_written() -> None:
     def penalised() -> list[torch.Tensor]:
         torch.manual_seed(0)
         net = Net(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for _ in range(STEPS):
+
+        def loss_of(_: int) -> torch.Tensor:
             x = torch.randn(64, WIDTH, requires_grad=True)
             out = net(x).sum()
             (gradient,) = torch.autograd.grad(out, x, create_graph=True)
-            (out + gradient.square().sum()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [p.detach() for p in net.parameters()]
+            return out + gradient.square().sum()
 
-    bits, above = peak_of(penalised)
-    found, outcome, _, _ = trained_under(penalised, 2 * above)
-    assert equal(found, bits)
+        return descended(net, loss_of)
+
+    outcome = compared_runs(penalised, 2)
     assert calls(outcome) == 0
 
 
