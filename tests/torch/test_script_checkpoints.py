@@ -24,6 +24,7 @@ from harness import heap, live_now, trained_under
 from lowtide.base.lever_catalogue import CHECKPOINTS
 from lowtide.report.terminal import show_outcome
 from lowtide.runtime.run_figures import RunOutcome
+from lowtide.runtime.units.recorded_unit import RecordedUnit
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
@@ -150,12 +151,28 @@ def compared(make: Callable[[], nn.Module], share: float = 1.2, **how: Any) -> R
 KINDS = pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
 
 
+@pytest.fixture(autouse=True)
+def seconds_saved(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take each unit to save an hour, or the seconds that the test asks for: what clocks measure decides no test."""
+    seconds = getattr(request, "param", 3600.0)
+    monkeypatch.setattr(RecordedUnit, "saved_seconds", property(lambda _: seconds))
+
+
 @KINDS
 @pytest.mark.parametrize("share", [1.5, 1.0, 0.8])
 def test_functions_of_checkpoints_run_once_and_the_plan_decides(reentrant: bool, share: float) -> None:  # noqa: FBT001
     """From the second step on, every call is a plain one; bits, the generators' states and the budget are kept."""
     outcome = compared(partial(Net, use_reentrant=reentrant), share, rows=2048)
     assert calls(outcome) == 6 * STEPS
+    assert outcome.held
+
+
+@KINDS
+@pytest.mark.parametrize("seconds_saved", [0.0], indirect=True)
+def test_checkpoints_stay_as_written_where_a_plan_would_cost_more_time(reentrant: bool) -> None:  # noqa: FBT001
+    """A plan for plain calls is known after one unit with them."""
+    outcome = compared(partial(Net, use_reentrant=reentrant), 1.2, rows=2048)
+    assert calls(outcome) == 6
     assert outcome.held
 
 
