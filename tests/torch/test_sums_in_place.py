@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from harness import above_of, budgeted, gradient_of, looking_on, plain_of
+from harness import above_of, budgeted, gradient_of, kept, looking_on, plain_of
 from lowtide.runtime.intercept import inplace_accumulation
 from lowtide.runtime.intercept.dispatch_mode import Mode
 from torch import nn
@@ -75,6 +75,28 @@ def test_sums_of_the_engine_take_the_baselines_bytes_under_a_budget(make: Callab
     assert plan is not None
     base = run.budget_bytes - above_of(reference, 1.0)
     assert plan.baseline_peak_bytes - base == reference.above_bytes
+
+
+@pytest.mark.parametrize("share", [0.9, 0.8])
+def test_sums_take_no_memory_in_planned_backwards_that_run_code_of_the_script(share: float) -> None:
+    """Writes are watched there by a mode, under which the engine used to add out of place, above the budget."""
+
+    def hooked() -> zoo.Job:
+        model = nn.Sequential(nn.Linear(64, 128), *[nn.Tanh() for _ in range(32)], nn.Linear(128, 512))
+
+        def loss_of(m: nn.Module, _: int) -> torch.Tensor:
+            h = m(torch.randn(512, 64))
+            h.register_hook(lambda g: g)
+            return h[:, :256].sum() * 2 + h[:, 256:].sum()
+
+        return zoo.simple(model, loss_of)
+
+    reference = plain_of(hooked, 8)
+    run = budgeted(hooked, above_of(reference, share), 8)
+    assert run.bits == reference.bits
+    assert run.outcome.plan is not None
+    assert all(step.policy == "planned" for step in run.outcome.steps[3:])
+    assert kept(run)
 
 
 SUMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

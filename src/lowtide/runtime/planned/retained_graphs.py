@@ -6,6 +6,7 @@ from typing import Any, Protocol, final
 
 import torch
 from lowtide.runtime.intercept.dispatch_mode import Mode, make_way
+from lowtide.runtime.intercept.inplace_accumulation import in_place
 from lowtide.runtime.planned.mode import PlannedMode
 from lowtide.runtime.storage.arguments import PLAIN_TYPES, written_by
 from lowtide.runtime.storage.op_schema import info_of
@@ -72,9 +73,10 @@ class WriteMode(Mode):
         self._write_listeners = write_listeners
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Report what an operator writes, then run it."""
+        """Report what an operator writes, then run it, in place where the plain run does."""
         if types and not PLAIN_TYPES.issuperset(types):
             return make_way(func, types, args, kwargs)
+        func = in_place(func, args)
         info = info_of(func)
         if info.writes_at:
             for tensor, _ in written_by(info, args, kwargs or {}):
