@@ -29,8 +29,8 @@ from lowtide.base.units import format_bytes
 from lowtide.runtime.device.heap_meter import counters
 from process import in_turns, machine, with_counter
 
-VOCABULARY, BATCH, LENGTH = 2048, 8, 192
-STEPS, FIRST = 14, 5
+VOCABULARY, BATCH, LENGTH = 1024, 4, 128
+STEPS, FIRST = 10, 4
 """Steps of a round; the first ones, which are recorded, are not timed."""
 SHARES = {"3.0 x": 3.0, "1.0 x": 1.0, "0.8 x": 0.8}
 
@@ -40,7 +40,7 @@ def llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6,
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=688, num_hidden_layers=6, num_attention_heads=4,
     ))  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def gpt2() -> Any:
     """A small GPT-2, with dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=384, n_layer=8, n_head=6))
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=256, n_layer=6, n_head=4))
 
 
 def bert() -> Any:
@@ -56,7 +56,7 @@ def bert() -> Any:
     from transformers import BertConfig, BertForMaskedLM
 
     return BertForMaskedLM(BertConfig(
-        vocab_size=VOCABULARY, hidden_size=384, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=6,
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=4,
     ))  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from lowtide.planning.unit.greedy import State, backtracked, lightened, pareto, 
 from lowtide.planning.unit.problem import Action, Away, Bandwidth, Key, Problem
 from lowtide.planning.unit.simulate import play
 from lowtide.planning.unit.lp_plan import Relaxed
-from lowtide.planning.unit.solve import Front, Status
+from lowtide.planning.unit.solve import WORTHWHILE_SHARE, Front, Status
 from lowtide.base.trace import Buffer, Need, Op, Phase, Save, Site, Trace
 from property.naive import Naive
 from property.strategies import BASE_BYTES, plans, problems
@@ -274,6 +274,39 @@ def test_retiming_keeps_bytes_and_never_gives_a_dearer_plan(problem: Problem, sh
     assert answer.state.timeline.peak_bytes <= budget
     assert answer.state.timeline.extra_seconds <= in_force.timeline.extra_seconds
     assert answer.bound_seconds <= answer.state.timeline.extra_seconds + ROUNDING
+
+
+@FEW
+@given(problems())
+def test_units_that_begin_search_for_ever_fewer_budgets(problem: Problem) -> None:
+    """Front.at_start: of n budgets that states already found hold, log2(n) + 1 get a search; all plans are within theirs."""
+    front = Front(problem, seconds=WALK_SECONDS)
+    lowest = front.states[-1].timeline.peak_bytes
+    budgets = range(problem.plain_peak, lowest - 1, -max(1, (problem.plain_peak - lowest) // 20))
+    searched: list[int] = []
+    search = front._search
+    front._search = lambda budget, **how: (searched.append(budget), search(budget, **how))[1]  # type: ignore[method-assign]
+    for budget in budgets:
+        solution = front.at_start(budget)
+        if budget >= max(lowest, front.bound.peak_bytes):
+            assert solution.state is not None
+            assert solution.state.timeline.peak_bytes <= budget
+            assert solution.bound_seconds <= solution.state.timeline.extra_seconds + ROUNDING
+    assert len(searched) <= 2 * len(budgets).bit_length()  # a second one is for a budget that counts as the same
+
+
+@FEW
+@given(problems(), st.floats(0, 1))
+def test_programs_run_where_they_may_save_time(problem: Problem, share: float) -> None:
+    """A unit that begins does without them only if the plan found costs hardly more than any plan must."""
+    front = Front(problem, seconds=WALK_SECONDS, program_seconds=1.0)
+    lowest = front.states[-1].timeline.peak_bytes
+    budget = lowest + int(share * (problem.plain_peak - lowest))
+    solution = front.at_start(budget)
+    if solution.state is not None and "_relaxed" not in vars(front) and budget < problem.plain_peak:
+        possible = UnitTimeBound(problem).at(budget)
+        best = min(s.timeline.extra_seconds for s in front.states if s.timeline.peak_bytes <= budget)
+        assert best - possible < WORTHWHILE_SHARE * problem.seconds
 
 
 @FEW

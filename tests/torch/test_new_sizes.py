@@ -119,9 +119,9 @@ def test_few_plans_are_searched_however_many_sizes_there_are(monkeypatch: pytest
     searched: list[int] = []
     search = Front._search
 
-    def counting(self: Front, budget_bytes: int) -> None:
+    def counting(self: Front, budget_bytes: int, **how: Any) -> None:
         searched.append(budget_bytes)
-        search(self, budget_bytes)
+        search(self, budget_bytes, **how)
 
     monkeypatch.setattr(Front, "_search", counting)
 

@@ -417,7 +417,7 @@ def test_values_of_a_kept_module_are_never_dropped(
 def test_slowly_falling_room_does_not_cause_a_search_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that keeps some bytes of each step: one search serves all budgets that are nearly as large."""
     asked, search = [], Front._search
-    monkeypatch.setattr(Front, "_search", lambda front, budget: (asked.append(budget), search(front, budget)))
+    monkeypatch.setattr(Front, "_search", lambda front, budget, **how: (asked.append(budget), search(front, budget, **how)))
     held: list[torch.Tensor] = []
 
     def make() -> zoo.Job:

@@ -195,23 +195,18 @@ def _offer(problem: Problem, state: State, chains: _Chains, v: int, gap: int, ev
         return None
     need = needs[gap][0] if gap < len(needs) else None
     prices: list[tuple[float, Action]] = []
-    if problem.remakeable[v]:
-        prices.append((0.0 if need is None else chains.seconds(v, need), Action.RECOMPUTE))
     if problem.can_move(v):
         first = state.decisions.get((v, problem.gap_starts[v]))
         out = first is not None and first.action is Action.MOVE
         if out or gap == problem.gap_starts[v]:
             prices.append((0.0 if need is None else problem.move_seconds(v, written=out), Action.MOVE))
+    if problem.remakeable[v]:
+        limit = prices[0][0] if prices else float("inf")
+        prices.append((0.0 if need is None else chains.seconds(v, need, limit), Action.RECOMPUTE))
     if not prices:
         return None
     price, action = min(prices)
     return _Offer((v, gap), Away(action, event + 1), buffer.bytes, price + 1e-9)
-
-
-def _seconds(problem: Problem, event: int) -> float:
-    op = problem.trace.events[event]
-    assert isinstance(op, Op)
-    return op.seconds
 
 
 class _Chains:
@@ -221,21 +216,28 @@ class _Chains:
         self.problem = problem
         self.state = state
 
-    def seconds(self, v: int, need: int) -> float:
-        """Seconds of the chain that recomputes a value for a need, without values that are recomputed and held anyway."""
+    def seconds(self, v: int, need: int, limit: float) -> float:
+        """Seconds of the chain that recomputes a value for a need, without values that are recomputed and held anyway.
+
+        Where they exceed ``limit``, the rest of the chain is left out.
+        """
+        buffers, events = self.problem.trace.buffers, self.problem.trace.events
+        total = 0.0
         ops: set[int] = set()
         stack, seen = [v], {v}
-        while stack:
-            u = stack.pop()
-            born = self.problem.trace.buffers[u].born
+        while stack and total <= limit:
+            born = buffers[stack.pop()].born
             if born < 0 or born in ops:
                 continue
             ops.add(born)
-            for r in self.problem.maker(u).reads:
+            op = events[born]
+            assert isinstance(op, Op)
+            total += op.seconds
+            for r in op.reads:
                 if r not in seen and not self._free(r, need):
                     seen.add(r)
                     stack.append(r)
-        return sum((_seconds(self.problem, e) for e in ops), 0.0)
+        return total
 
     def _free(self, r: int, need: int) -> bool:
         """Whether an input costs the chain nothing: it is present, can be captured, or is recomputed anyway."""

@@ -30,8 +30,10 @@ PROGRAM_SECONDS = 3.0
 """Time limit of the programs for one budget, in seconds."""
 PROGRAM_UNITS = 3.0
 """The same limit as a multiple of the unit's seconds; the smaller one applies. Planning must pay off for short steps, too."""
-LIGHTER_SECONDS = 1.0
-"""Time limit, in seconds, for undoing unneeded decisions of the plans for one budget."""
+LIGHTER_SECONDS = (0.25, 1.0)
+"""Time limit, in seconds, for undoing unneeded decisions of the plans for one budget: that of the unit, within these."""
+WORTHWHILE_SHARE = 0.005
+"""A unit that begins waits for programs only if they may save at least this share of its seconds."""
 _BUDGETS = 5
 """How many budgets are searched for the least memory within a time."""
 _NEAR = 0.01
@@ -81,6 +83,7 @@ class Front:
         self._found: list[State] = []
         self._proven: dict[int, float] = {}
         self._in_vain = False
+        self._others = 0
 
     def retimed(self, problem: Problem, in_force: State) -> Front:
         """A new front of the same unit with other operator seconds; its answers cost no more than the plan in force.
@@ -90,8 +93,11 @@ class Front:
             in_force: the plan in force, as a state of that problem; it holds the current budget.
         """
         front = Front(problem, seconds=self.seconds, program_seconds=self.program_seconds)
+        front.solve_seconds, front._others = self.solve_seconds, self._others
+        start = time.perf_counter()
         front._found = [in_force]
-        front.solve_seconds = self.solve_seconds
+        front.states = pareto([State(s.decisions, play(problem, s.decisions)) for s in (*self.states, *self._found)])
+        front.solve_seconds += time.perf_counter() - start
         return front
 
     @cached_property
@@ -108,24 +114,33 @@ class Front:
 
         return Relaxed(self.problem)
 
-    def _ask(self, budget_bytes: int) -> None:
+    def _ask(self, budget_bytes: int, *, sparing: bool) -> None:
         """Search for a budget, unless that was done for almost the same one.
 
         A unit's budget falls a little from step to step if the script keeps something of each. From the second such budget on,
         the search is for the lowest budget that counts as the same, and its plan serves for all budgets in between.
         """
-        near = int(_NEAR * max(0, self.problem.plain_peak - self.problem.base_bytes))
-        if any(budget_bytes - near <= asked <= budget_bytes for asked in self._proven):
+        if self._is_asked(budget_bytes):
             return
+        near = self._near
         if any(budget_bytes < asked <= budget_bytes + near for asked in self._proven):
-            self._search(max(budget_bytes - near, self.bound.peak_bytes))
+            self._search(max(budget_bytes - near, self.bound.peak_bytes), sparing=sparing)
             if any(s.timeline.peak_bytes <= budget_bytes for s in (*self.states, *self._found)):
                 return
-        self._search(budget_bytes)
+        self._search(budget_bytes, sparing=sparing)
 
-    def _search(self, budget_bytes: int) -> None:
+    @property
+    def _near(self) -> int:
+        return int(_NEAR * max(0, self.problem.plain_peak - self.problem.base_bytes))
+
+    def _is_asked(self, budget_bytes: int) -> bool:
+        """Whether a budget or almost the same one was searched, or needs no search."""
+        needless = self._plain.timeline.peak_bytes <= budget_bytes or self.bound.peak_bytes > budget_bytes
+        return needless or any(budget_bytes - self._near <= asked <= budget_bytes for asked in self._proven)
+
+    def _search(self, budget_bytes: int, *, sparing: bool) -> None:
         self._proven[budget_bytes] = 0.0
-        if self.program_seconds > 0:
+        if self.program_seconds > 0 and not (sparing and self._is_good(budget_bytes)):
             start = time.perf_counter()
             states, proven = self._relaxed.at(budget_bytes, seconds=self.program_seconds)
             self._found = list(pareto([*self._found, *states]))
@@ -138,19 +153,32 @@ class Front:
             front = (*front, *lower)
             self._found = list(pareto([*self._found, *lower]))
             self._in_vain = all(s.timeline.peak_bytes > budget_bytes for s in lower)  # other budgets lead the same ways
-        lighter = lightened(self.problem, front, budget_bytes, seconds=LIGHTER_SECONDS)
+        least, most = LIGHTER_SECONDS
+        lighter = lightened(self.problem, front, budget_bytes, seconds=min(most, max(least, self.problem.seconds)))
         self._found = list(pareto([*self._found, *lighter]))
         self.solve_seconds += time.perf_counter() - start
 
-    def at(self, budget_bytes: int, *, search: bool = True) -> Solution:
-        """The solution for a budget: the cheapest state found that fits; without ``search``, of those already found."""
+    def _is_good(self, budget_bytes: int) -> bool:
+        """Whether a state that was found fits, and no other can save much time."""
+        fitting = [s.timeline.extra_seconds for s in (*self.states, *self._found) if s.timeline.peak_bytes <= budget_bytes]
+        possible = self._time_bound.at(budget_bytes)
+        return bool(fitting) and min(fitting) - possible < WORTHWHILE_SHARE * self.problem.seconds
+
+    def at(self, budget_bytes: int, *, search: bool = True, sparing: bool = False) -> Solution:
+        """The solution for a budget: the cheapest state found that fits.
+
+        Args:
+            budget_bytes: the highest peak allowed.
+            search: whether to search for it; otherwise only states that were found already are considered.
+            sparing: whether a search leaves out what can save little time.
+        """
         if self._plain.timeline.peak_bytes <= budget_bytes:
             return self._solution(Status.OPTIMAL, budget_bytes, self._plain, self._plain, 0.0)
         seconds = self._time_bound.at(budget_bytes)
         if self.bound.peak_bytes > budget_bytes:
             return self._solution(Status.INFEASIBLE, budget_bytes, None, self.states[-1], seconds)
         if search:
-            self._ask(budget_bytes)
+            self._ask(budget_bytes, sparing=sparing)
         seconds = max(seconds, *(s for asked, s in self._proven.items() if asked >= budget_bytes), 0.0)
         found = (*self.states, *self._found)
         lowest = min(found, key=lambda s: s.timeline.peak_bytes)
@@ -160,6 +188,20 @@ class Front:
             return self._solution(Status.UNKNOWN, budget_bytes, None, lowest, seconds)
         met = state.timeline.extra_seconds <= seconds + _SAME * self.problem.seconds
         return self._solution(Status.OPTIMAL if met else Status.FEASIBLE, budget_bytes, state, lowest, seconds)
+
+    def at_start(self, budget_bytes: int) -> Solution:
+        """The solution for a unit that begins and may rise to a budget, at little cost where that is another in every step.
+
+        Of the budgets that need a search, only the first, the second, the fourth, the eighth and so on get one, and those that
+        no plan fits that was found for others.
+        """
+        if not self._is_asked(budget_bytes):
+            self._others += 1
+            if self._others & (self._others - 1):
+                known = self.at(budget_bytes, search=False)
+                if known.state is not None:
+                    return known
+        return self.at(budget_bytes, sparing=True)
 
     def lowest_peak(self) -> int:
         """The lowest peak, in bytes, of the plans that a search for the peak bound finds."""

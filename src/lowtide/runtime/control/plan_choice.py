@@ -346,8 +346,8 @@ class PlanChoice:
 
 
 def _within(entry: RecordedUnit, room: int) -> Solution:
-    solution = entry.front.at(room - SLACK_BYTES)
-    return entry.front.at(room) if solution.state is None else solution
+    solution = entry.front.at_start(room - SLACK_BYTES)
+    return entry.front.at_start(room) if solution.state is None else solution
 
 
 def _is_same(told: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
