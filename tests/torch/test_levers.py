@@ -551,6 +551,37 @@ def test_gradients_read_one_by_one_are_offloaded_again() -> None:
     assert [x.name for x in outcome.levers if x.used] == ["move-gradients"]
 
 
+def test_gradients_that_clipping_fetched_are_not_resident_in_the_next_forward() -> None:
+    """Lightning clears gradients between forward and backward. Clipping reads all of them at once, and they used to stay."""
+    torch.use_deterministic_algorithms(mode=True)
+
+    def train() -> list[torch.Tensor]:
+        zoo.seed(0)
+        model = _net()
+        opt = torch.optim.Adam(model.parameters(), lr=1e-3)
+        for _ in range(8):
+            target = torch.randn(1 << 20)
+            loss = F.mse_loss(model(torch.randn(8, 256)).mean() * target, target)
+            opt.zero_grad()
+            loss.backward()
+            del target, loss
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            opt.step()
+        return list(model.parameters())
+
+    train()
+    base = heap().tensor_peak = live_now()
+    plain = train()
+    above = heap().tensor_peak - base
+    gradients = sum(4 * p.numel() for p in _net().parameters())
+    found, outcome, _, _ = trained_under(train, above - gradients // 2)
+    assert all(map(torch.equal, plain, found))
+    assert [x.name for x in outcome.levers if x.used] == ["move-gradients"]
+    assert outcome.held
+    assert outcome.excused <= 3
+    assert all(step.policy != "online" for step in outcome.steps[4:])
+
+
 @pytest.mark.parametrize("body", [*BODIES[:-2], steps_on_a_former_gradient], ids=lambda b: b.__name__)
 def test_update_in_backward_stops_a_script_that_it_cannot_follow(body: Callable[..., None]) -> None:
     """The first two steps are plain; then the script does what the lever cannot follow, and LeverError is raised. Without the

@@ -100,10 +100,7 @@ class OffloadedGradients:
             self._wraps.put(torch.nn.Parameter, name, lambda _: property(self._get, self._set, self._delete))
         known = list(optimizers)
         self.follow(known)
-        for optimizer in known:
-            for parameter in parameters_of(optimizer):
-                if isinstance(parameter, torch.nn.Parameter):
-                    self.gradient_is_whole(parameter)
+        self.unit_begins(known)
 
     def remove(self, *, over: bool) -> None:
         """Stop offloading, and fetch what is offloaded.
@@ -121,6 +118,15 @@ class OffloadedGradients:
         self._away = {}
         self._wraps.undo()
         self.engaged = False
+
+    def unit_begins(self, optimizers: Iterable[optim.Optimizer]) -> None:
+        """Offload the gradients that are resident: clipping reads all at once, and not every script drops them afterwards."""
+        if not self.engaged:
+            return
+        for optimizer in optimizers:
+            for parameter in parameters_of(optimizer):
+                if isinstance(parameter, torch.nn.Parameter) and not self._is_away(parameter):
+                    self.gradient_is_whole(parameter)
 
     def follow(self, optimizers: Iterable[optim.Optimizer]) -> None:
         """A backward begins: hook these optimizers' parameters, including ones added since, to offload their gradients."""
