@@ -97,6 +97,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/floors.py --json benchmarks/results/floors.json
 	$(BIN)/python benchmarks/rivals.py --json benchmarks/results/rivals.json
 	$(BIN)/python benchmarks/resident.py --json benchmarks/results/resident.json
+	$(BIN)/python benchmarks/checkpointed.py --without --json benchmarks/results/checkpointed.json
 
 # torch comes first, by itself: the package only asks for a lower bound and never replaces the torch that is there.
 $(STAMP): pyproject.toml setup.py src/lowtide/probe/heap.c src/lowtide/planning/search/search.c

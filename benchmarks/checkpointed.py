@@ -10,6 +10,7 @@ Prints a table and, with ``--json FILE``, writes every figure with the machine's
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -120,11 +121,14 @@ def main() -> None:
     for column in ("model", "checkpoints", "budget", "bytes", "highest", "x baseline", "spread", "steps over"):
         table.add_column(column, justify="right")
     found: dict[str, Any] = {}
+    subject: Subject | None
     variants = ["baseline", *SHARES, *(["0.8 x, as written"] if given.without else [])]
     cases = [(name, reentrant) for name in MODELS for reentrant in (False, True)]
     with Progress(transient=True) as progress:
         task = progress.add_task("measuring", total=len(cases) * given.turns * len(variants))
         for name, reentrant in cases:
+            subject = None  # its bytes are not to count as resident beside the next one's
+            gc.collect()
             subject = Subject(MODELS[name], reentrant=reentrant)
             runs: dict[str, list[dict[str, Any]]] = {variant: [] for variant in variants}
             for variant in in_turns(runs, given.turns):
