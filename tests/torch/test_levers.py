@@ -582,6 +582,34 @@ def test_gradients_that_clipping_fetched_are_not_resident_in_the_next_forward() 
     assert all(step.policy != "online" for step in outcome.steps[4:])
 
 
+def test_gradients_that_were_fetched_keep_what_the_script_knows_of_them() -> None:
+    """Clipping fetches all. One whose address is taken, or that has an attribute, is still the same in the next forward."""
+    def train() -> list[torch.Tensor]:
+        zoo.seed(0)
+        model = _net()
+        opt, told = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+        for i in range(6):
+            opt.zero_grad()
+            _loss(model).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            marked, *others = [p for p in model.parameters() if p.dim() == 2]
+            marked.grad.tag = i  # type: ignore[union-attr]
+            before = [p.grad.data_ptr() for p in others]  # type: ignore[union-attr]
+            model(torch.randn(8, 256))  # a unit begins
+            after = [p.grad.data_ptr() for p in others]  # type: ignore[union-attr]
+            told.append(torch.tensor([before == after, getattr(marked.grad, "tag", -1) == i]))
+            opt.step()
+        assert all(map(torch.all, told))
+        return list(model.parameters())
+
+    plain = train()
+    with lowtide.budget(None, allow=("move-gradients",)) as run:
+        ours = train()
+        outcome = run.outcome
+    assert all(map(torch.equal, plain, ours))
+    assert [x.name for x in outcome.levers if x.used] == ["move-gradients"]
+
+
 @pytest.mark.parametrize("body", [*BODIES[:-2], steps_on_a_former_gradient], ids=lambda b: b.__name__)
 def test_update_in_backward_stops_a_script_that_it_cannot_follow(body: Callable[..., None]) -> None:
     """The first two steps are plain; then the script does what the lever cannot follow, and LeverError is raised. Without the

@@ -17,6 +17,7 @@ import zoo
 from harness import above_of, budgeted, gradient_of, kept, looking_on, plain_of
 from lowtide.runtime.intercept import inplace_accumulation
 from lowtide.runtime.intercept.dispatch_mode import Mode
+from lowtide.runtime.planned.retained_graphs import WriteMode
 from torch import nn
 from torch.nn import functional as F
 
@@ -97,6 +98,69 @@ def test_sums_take_no_memory_in_planned_backwards_that_run_code_of_the_script(sh
     assert run.outcome.plan is not None
     assert all(step.policy == "planned" for step in run.outcome.steps[3:])
     assert kept(run)
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_nothing_is_added_to_a_tensor_that_was_served_for_a_saved_one(*, served: bool) -> None:
+    """A ``Function`` may return a saved tensor as a gradient. In a planned backward nothing but that gradient holds it, and the
+    sum used to overwrite what a later node asked for.
+    """
+    written = []
+
+    class Listener:
+        def will_write(self, tensor: torch.Tensor) -> None:
+            written.append(tuple(tensor.shape))
+
+        def has_served(self, storage: torch.UntypedStorage) -> bool:
+            return served
+
+    x = torch.randn(8, 8, requires_grad=True)
+    h = x * 1
+    total = (h * 2).sum() + (h * 3).sum()
+    with WriteMode(Listener()):
+        total.backward()
+    assert written == ([] if served else [(8, 8)])
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((8, 8), 5.0))
+
+
+def test_a_saved_tensor_given_back_as_a_gradient_is_not_overwritten() -> None:
+    """The same within training, at budgets at which the tensor is away between its two needs."""
+
+    class Given(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(g)
+            return (x * g).sum()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            return ctx.saved_tensors[0], None
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.scale = nn.Linear(64, 256), nn.Linear(256, 4), nn.Parameter(torch.ones(256))
+            self.big = nn.Sequential(nn.Linear(64, 64), *[nn.Tanh() for _ in range(10)], nn.Linear(64, 1))
+            self.wide = nn.Sequential(nn.Linear(64, 512), *[nn.Tanh() for _ in range(3)], nn.Linear(512, 512), nn.Linear(512, 1))
+
+    def given() -> zoo.Job:
+        def loss_of(net: Any, _: int) -> torch.Tensor:
+            x = torch.randn(1024, 64)
+            h = net.first(x)
+            g = torch.tanh(h.detach()) * 0.5
+            scaled = (g * net.scale).sum()  # its node asks for the tensor later
+            peak = net.wide(x).square().mean()
+            last = net.last(h).square().mean()
+            returned = Given.apply(h, g)
+            del h, g
+            return returned + last + scaled + net.big(x).square().mean() + peak
+
+        return zoo.simple(Net(), loss_of)
+
+    reference = plain_of(given, 8)
+    for share in (0.85, 0.7, 0.62, 0.6, 0.58, 0.56):
+        assert budgeted(given, above_of(reference, share), 8, keep_going=True).bits == reference.bits
 
 
 SUMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -558,7 +558,7 @@ class Runtime:
         interception.meter.reset_op_peak()
         gradients = self.knowledge.persistent.gradient_bytes()
         self.unit = unit = Unit(kind, base, left, gradients, former.units, interception.evictor.times, calls=[kind])
-        self.levers.gradients.unit_begins(self.levers.optimizers)
+        self.levers.gradients.unit_begins()
         chosen = self.choice.choose(unit)
         if kind.plain_checkpoints and isinstance(chosen, (Refuse, AsWritten)):
             unit.kind = kind = self.knowledge.checkpoints.give_up(kind)

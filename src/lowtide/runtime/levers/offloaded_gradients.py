@@ -80,6 +80,7 @@ class OffloadedGradients:
         self._away: dict[int, _Moved] = {}
         self._stepped: set[int] = set()
         self._read: weakref.ref[torch.Tensor] | None = None
+        self._fetched: dict[int, weakref.ref[torch.Tensor]] = {}
         self._exposed: set[int] = set()
         self._unheld = 0
 
@@ -100,7 +101,10 @@ class OffloadedGradients:
             self._wraps.put(torch.nn.Parameter, name, lambda _: property(self._get, self._set, self._delete))
         known = list(optimizers)
         self.follow(known)
-        self.unit_begins(known)
+        for optimizer in known:
+            for parameter in parameters_of(optimizer):
+                if isinstance(parameter, torch.nn.Parameter):
+                    self.gradient_is_whole(parameter)
 
     def remove(self, *, over: bool) -> None:
         """Stop offloading, and fetch what is offloaded.
@@ -115,18 +119,20 @@ class OffloadedGradients:
             for moved in list(self._away.values()):
                 if (parameter := moved.parameter()) is not None:
                     self._bring_back(parameter)
-        self._away = {}
+        self._away, self._fetched = {}, {}
         self._wraps.undo()
         self.engaged = False
 
-    def unit_begins(self, optimizers: Iterable[optim.Optimizer]) -> None:
-        """Offload the gradients that are resident: clipping reads all at once, and not every script drops them afterwards."""
-        if not self.engaged:
-            return
-        for optimizer in optimizers:
-            for parameter in parameters_of(optimizer):
-                if isinstance(parameter, torch.nn.Parameter) and not self._is_away(parameter):
-                    self.gradient_is_whole(parameter)
+    def unit_begins(self) -> None:
+        """Offload the gradients that were fetched: clipping reads all at once, and not every script drops them afterwards."""
+        fetched, self._fetched = self._fetched, {}
+        for address, ref in fetched.items():
+            parameter = ref()
+            if parameter is None or not self._lies_at(parameter, address):
+                continue
+            self._leave_again(parameter)
+            if not self._is_away(parameter):  # it is held, or its address is known
+                self._fetched[address] = ref
 
     def follow(self, optimizers: Iterable[optim.Optimizer]) -> None:
         """A backward begins: hook these optimizers' parameters, including ones added since, to offload their gradients."""
@@ -177,20 +183,24 @@ class OffloadedGradients:
             self.moved += 1
 
     def exposed(self, storage: torch.UntypedStorage) -> None:
-        """The script has a storage's address: if the gradient read last lies there, it stays resident, in later steps too."""
-        parameter = None if self._read is None else self._read()
-        grad = None if parameter is None else _GRAD.__get__(parameter)
-        if grad is not None and is_plain(grad) and grad.untyped_storage()._cdata == storage._cdata:
+        """The script has a storage's address: a gradient that was fetched to it stays resident, in later steps too."""
+        ref = self._fetched.get(storage._cdata)
+        parameter = None if ref is None else ref()
+        if parameter is not None and self._lies_at(parameter, storage._cdata):
             self._exposed.add(id(parameter))
 
-    def _leave_again(self) -> None:
-        """Another gradient is read: offload the one that was read before again, unless something holds it.
+    @staticmethod
+    def _lies_at(parameter: torch.Tensor, address: int) -> bool:
+        """Whether a parameter has a resident gradient on the storage at an address."""
+        grad = _GRAD.__get__(parameter)
+        return grad is not None and is_plain(grad) and grad.untyped_storage()._cdata == address
+
+    def _leave_again(self, parameter: torch.Tensor) -> None:
+        """Offload a gradient that was read again, unless something holds it.
 
         Its bytes are written anew: the script may have written to ``grad.data``, which no version counter shows.
         """
-        parameter = None if self._read is None else self._read()
-        self._read = None
-        if parameter is None or self._is_away(parameter):
+        if self._is_away(parameter):
             return
         grad = _GRAD.__get__(parameter)
         if grad is None:
@@ -218,6 +228,7 @@ class OffloadedGradients:
             and not grad.requires_grad
             and references == self._unheld
             and not weakref.getweakrefcount(grad)
+            and not grad.__dict__  # what the script keeps there is part of this very object
             and sole_owner(grad.untyped_storage(), 1)
         )
 
@@ -234,9 +245,13 @@ class OffloadedGradients:
 
     def _get(self, parameter: torch.Tensor) -> torch.Tensor | None:
         if self._is_away(parameter) and not self.updating and id(parameter) not in self._stepped:
-            self._leave_again()
+            before = None if self._read is None else self._read()
+            if before is not None:
+                self._leave_again(before)
             self._read = weakref.ref(parameter)
-            return self._bring_back(parameter)
+            grad = self._bring_back(parameter)
+            self._fetched[grad.untyped_storage()._cdata] = self._read
+            return grad
         found: torch.Tensor | None = _GRAD.__get__(parameter)
         return found
 

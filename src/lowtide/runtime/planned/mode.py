@@ -422,6 +422,10 @@ class PlannedMode(Mode):
         found = self._protected.get(address)
         return (found is not None and found() is not None) or self._is_read(address)
 
+    def has_served(self, storage: torch.UntypedStorage) -> bool:
+        """Whether autograd got a storage for a saved tensor: nothing may be added to it in place."""
+        return self.run.has_served(storage)
+
     def _is_read(self, address: int) -> bool:
         """Whether a later replay may read a storage through an anchor, because no replay can make its bytes again."""
         return any(ref() is not None for ref in self._readers.get(address, ()))

@@ -18,6 +18,9 @@ class WriteListener(Protocol):
     def will_write(self, tensor: torch.Tensor) -> None:
         """A tensor is about to be written."""
 
+    def has_served(self, storage: torch.UntypedStorage) -> bool:
+        """Whether autograd got a storage for a saved tensor."""
+
 
 @final
 class RetainedGraphs:
@@ -46,6 +49,10 @@ class RetainedGraphs:
         """Whether there are any units; forgets those that autograd has released."""
         self._units = [unit for unit in self._units if unit.owes()]
         return bool(self._units)
+
+    def has_served(self, storage: torch.UntypedStorage) -> bool:
+        """Whether autograd got a storage for a saved tensor of one of these units."""
+        return any(unit.has_served(storage) for unit in self._units)
 
     def will_write(self, tensor: torch.Tensor) -> None:
         """A tensor is about to be written: rematerialize and keep everything whose replay reads it.
@@ -76,10 +83,20 @@ class WriteMode(Mode):
         """Report what an operator writes, then run it, in place where the plain run does."""
         if types and not PLAIN_TYPES.issuperset(types):
             return make_way(func, types, args, kwargs)
-        func = in_place(func, args)
+        func = self._as_without_mode(func, in_place(func, args), args)
         info = info_of(func)
         if info.writes_at:
             for tensor, _ in written_by(info, args, kwargs or {}):
                 for listener in self._write_listeners:
                     listener.will_write(tensor)
         return func(*args, **(kwargs or {}))
+
+    def _as_without_mode(self, func: Any, found: Any, args: Any) -> Any:
+        """The operator that the plain run calls here, given the one that reference counts speak for.
+
+        A gradient may be a saved tensor (a ``Function`` returned it). Without Lowtide autograd would hold that one, too.
+        """
+        if found is func:
+            return func
+        storage = args[0].untyped_storage()
+        return func if any(listener.has_served(storage) for listener in self._write_listeners) else found

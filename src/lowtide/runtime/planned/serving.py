@@ -39,6 +39,7 @@ class PlannedRun:
         self.stopwatch = stopwatch
         self.values: Mapping[int, Value] = {}
         self.evictor: Evictor | None = None
+        self._served: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def serve(self, value: Value) -> torch.UntypedStorage:
         """The storage of a value at its next need, fetched or recomputed if the value is away.
@@ -51,6 +52,7 @@ class PlannedRun:
         storage = value.storage()
         if storage is None:
             storage = remake(value, _Replayer(self.script.holds.get(key, frozenset()), self))
+        self._served[storage._cdata] = weakref.ref(storage)
         if key not in self.script.stays and (value.record is not None or value.ticket is not None):
             value.tensor = None
         elif value.tensor is None:
@@ -58,6 +60,11 @@ class PlannedRun:
         for number in self.script.ahead.get(key, ()):
             self._begin_fetch(number)
         return storage
+
+    def has_served(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage was served for a saved tensor, and may be asked for again: without Lowtide, autograd holds it."""
+        found = self._served.get(storage._cdata)
+        return found is not None and found() is storage
 
     def make_again(self, value: Value) -> torch.UntypedStorage:
         """The storage of a value that is away, before backward asks for it; holds no intermediate values.
