@@ -125,7 +125,7 @@ class Front:
         near = self._near
         if any(budget_bytes < asked <= budget_bytes + near for asked in self._proven):
             self._search(max(budget_bytes - near, self.bound.peak_bytes), sparing=sparing)
-            if any(s.timeline.peak_bytes <= budget_bytes for s in (*self.states, *self._found)):
+            if self._fitting(budget_bytes):
                 return
         self._search(budget_bytes, sparing=sparing)
 
@@ -160,9 +160,12 @@ class Front:
 
     def _is_good(self, budget_bytes: int) -> bool:
         """Whether a state that was found fits, and no other can save much time."""
-        fitting = [s.timeline.extra_seconds for s in (*self.states, *self._found) if s.timeline.peak_bytes <= budget_bytes]
-        possible = self._time_bound.at(budget_bytes)
-        return bool(fitting) and min(fitting) - possible < WORTHWHILE_SHARE * self.problem.seconds
+        least = min((s.timeline.extra_seconds for s in self._fitting(budget_bytes)), default=float("inf"))
+        return least - self._time_bound.at(budget_bytes) < WORTHWHILE_SHARE * self.problem.seconds
+
+    def _fitting(self, budget_bytes: int) -> list[State]:
+        """The states found so far that a budget holds."""
+        return [s for s in (*self.states, *self._found) if s.timeline.peak_bytes <= budget_bytes]
 
     def at(self, budget_bytes: int, *, search: bool = True, sparing: bool = False) -> Solution:
         """The solution for a budget: the cheapest state found that fits.
@@ -182,8 +185,7 @@ class Front:
         seconds = max(seconds, *(s for asked, s in self._proven.items() if asked >= budget_bytes), 0.0)
         found = (*self.states, *self._found)
         lowest = min(found, key=lambda s: s.timeline.peak_bytes)
-        fitting = [s for s in found if s.timeline.peak_bytes <= budget_bytes]
-        state = min(fitting, key=lambda s: s.cost, default=None)
+        state = min(self._fitting(budget_bytes), key=lambda s: s.cost, default=None)
         if state is None:
             return self._solution(Status.UNKNOWN, budget_bytes, None, lowest, seconds)
         met = state.timeline.extra_seconds <= seconds + _SAME * self.problem.seconds
