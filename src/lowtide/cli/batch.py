@@ -79,7 +79,7 @@ def batch(
     Each size runs in a fresh process. The results are samples per second, the peak, the knee (the smallest size with at least
     95 % of the highest throughput), and the largest size that fits.
     """
-    from lowtide.studies.leak.watch import end_on_sigterm
+    from lowtide.base.processes import end_on_sigterm
     from lowtide.studies.size.throughput import TIMED, WARM
     from lowtide.studies.size.trial import Target
     from lowtide.studies.size.vary import Vary, parse_axis

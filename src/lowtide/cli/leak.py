@@ -17,10 +17,11 @@ from lowtide.base.errors import UsageError
 from lowtide.base.files import ROOM_FOR_TEMPORARY_FILES
 from lowtide.base.messages import tell
 from lowtide.base.outputs import Written, write, write_json
+from lowtide.base.processes import end_on_sigterm
 from lowtide.base.units import parse_bytes
 from lowtide.cli.launch import check_alone, check_folder
 from lowtide.cli.script import Finite, ScriptOrCommand, command_of, takes_script
-from lowtide.studies.leak.watch import Progress, Watch, Watched, end_on_sigterm
+from lowtide.studies.leak.watch import Progress, Watch, Watched
 
 LEAST_STEPS: Final = 50
 """Fewer steps never give a verdict."""

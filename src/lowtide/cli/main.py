@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import sys
 import traceback
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import click
 
@@ -14,15 +15,13 @@ from lowtide.base import interrupts
 from lowtide.base.errors import INTERRUPTED, LowtideError, UsageError
 from lowtide.base.files import is_full, why
 from lowtide.base.messages import tell
-from lowtide.cli.batch import batch, predict
-from lowtide.cli.guard import guard
-from lowtide.cli.leak import leak
-from lowtide.cli.minimum import minimum
-from lowtide.cli.plan import plan
-from lowtide.cli.record import record
-from lowtide.cli.report import diff, report
-from lowtide.cli.run import run
-from lowtide.cli.sweep import sweep
+
+_VERBS: Final = {
+    "batch": "batch.batch", "diff": "report.diff", "guard": "guard.guard", "leak": "leak.leak", "min": "minimum.minimum",
+    "plan": "plan.plan", "predict": "batch.predict", "record": "record.record", "report": "report.report", "run": "run.run",
+    "sweep": "sweep.sweep",
+}
+"""Module and function of each verb. Only the called one is imported: some take longer to import than others to run."""
 
 
 class _Lowtide(click.Group):
@@ -48,6 +47,22 @@ class _Lowtide(click.Group):
             fail(_trouble(error))
         sys.exit(code or 0)
 
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        """The verbs, in alphabetical order."""
+        return list(_VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click's signature
+        """A verb, whose module is imported now; Ctrl-C ends the process at once meanwhile."""
+        if cmd_name not in _VERBS:
+            return None
+        module, _, function = _VERBS[cmd_name].partition(".")
+        interrupts.hold()
+        try:
+            found: click.Command = getattr(importlib.import_module(f"lowtide.cli.{module}"), function)
+        finally:
+            interrupts.allow()
+        return found
+
 
 def _trouble(error: OSError) -> str:
     """Text for an OSError; if it names no file, most often the disk is full."""
@@ -71,7 +86,3 @@ def fail(message: str, *, code: int = 2) -> NoReturn:
 @click.version_option(__version__, prog_name="lowtide")
 def main() -> None:
     """Train neural networks in the memory you have."""
-
-
-for verb in (run, record, report, plan, diff, minimum, batch, predict, leak, sweep, guard):
-    main.add_command(verb)

@@ -51,9 +51,9 @@ def minimum(
     the highest peak. The minimum is the smallest budget that passes; a budget within 1 % below it fails. The search is made
     without memory optimizations, with the exact ones, and with those of --allow.
     """
+    from lowtide.base.processes import end_on_sigterm
     from lowtide.report.size import minimum_json, minimum_page, show_minimum
     from lowtide.report.terminal import console
-    from lowtide.studies.leak.watch import end_on_sigterm
     from lowtide.studies.size.vary import ScriptSetting
 
     check_alone()

@@ -113,9 +113,9 @@ def _list_levers(script: str, arguments: tuple[str, ...], *, module: bool, json_
     """Try each lever for a few steps, and compare it with the plain run."""
     from lowtide.base.errors import LowtideError
     from lowtide.base.lever_catalogue import LEVERS
+    from lowtide.base.processes import end_on_sigterm
     from lowtide.report.size import levers_json, show_levers
     from lowtide.report.terminal import console
-    from lowtide.studies.leak.watch import end_on_sigterm
     from lowtide.studies.size.minimum import STEPS, LeverTrials, probed
     from lowtide.studies.size.trial import MOST_SECONDS, Target, TrialRequest, TrialResult, run
     from lowtide.studies.size.vary import ScriptSetting

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from lowtide.base.errors import UsageError
+from lowtide.base.processes import check_command, python
 from lowtide.cli.launch import check_target
-from lowtide.studies.leak.watch import check_command, python
 
 
 def takes_script(verb: Callable[..., Any]) -> Callable[..., Any]:

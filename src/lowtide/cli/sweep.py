@@ -12,8 +12,8 @@ import click
 from lowtide.base.errors import UsageError
 from lowtide.base.messages import tell
 from lowtide.base.outputs import Written, write, write_json
+from lowtide.base.processes import end_on_sigterm
 from lowtide.cli.launch import check_folder
-from lowtide.studies.leak.watch import end_on_sigterm
 
 
 @click.command()

@@ -6,10 +6,8 @@ import contextlib
 import json
 import os
 import resource
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +17,6 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.base.errors import UsageError
 from lowtide.base.package import PACKAGE
 from lowtide.base.processes import end_with_parent
 from lowtide.base.temporary_folders import Scratch
@@ -186,29 +183,6 @@ def environment_of(given: Mapping[str, str], task: Mapping[str, Any]) -> dict[st
     if library is not None:
         made["LD_PRELOAD"] = ":".join([str(library), *filter(None, [made.get("LD_PRELOAD")])])
     return made
-
-
-def check_command(command: Sequence[str]) -> None:
-    """Check that a command exists.
-
-    Raises:
-        UsageError: if it does not, or if none is given.
-    """
-    if not command:
-        raise UsageError("no command was given: write it after `--`, as in `lowtide leak -- python train.py`")
-    if shutil.which(command[0]) is None:
-        raise UsageError(f"no such command: {command[0]}")
-
-
-def python(script: str, *, module: bool, arguments: Sequence[str]) -> list[str]:
-    """The command that runs a script with this interpreter and its options."""
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # the interpreter's own -X, -W, -O
-    return [sys.executable, *flags, *(["-m"] if module else []), script, *arguments]
-
-
-def end_on_sigterm() -> None:
-    """Make SIGTERM end this process as an error would: its ``with`` blocks are left, which ends what it started."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 @final

@@ -21,10 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.base.files import is_full, reserve, write
+from lowtide.base.processes import end_on_sigterm
 from lowtide.studies.leak.findings import spread_of
 from lowtide.studies.leak.study import audits_of
 from lowtide.studies.leak.verdict import TOLERANCE, judge
-from lowtide.studies.leak.watch import Progress, Run, Watch, Watched, end_on_sigterm
+from lowtide.studies.leak.watch import Progress, Run, Watch, Watched
 
 CLAIM_SECONDS: Final = 2.0
 NO_ROOM: Final = 74

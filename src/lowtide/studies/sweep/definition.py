@@ -19,8 +19,8 @@ import msgspec
 
 from lowtide.base.errors import UsageError
 from lowtide.base.messages import named_here, readable
+from lowtide.base.processes import check_command
 from lowtide.base.units import parse_bytes
-from lowtide.studies.leak.watch import check_command
 from lowtide.studies.sweep.axes import DEFAULT, Setting, Value, setting_of
 
 MOST_CELLS: Final = 10_000
