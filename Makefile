@@ -16,7 +16,7 @@ demo: $(STAMP)
 
 # Two processes share the cores here: one thread each. `test-slow` repeats what matters with as many as torch takes by itself.
 test: $(STAMP) lint
-	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --durations=25 -m "not takes_long" $(SUITE)
+	OMP_NUM_THREADS=1 $(PYTEST) -n 2 --durations=25 -m "not takes_long and not takes_hours" $(SUITE)
 
 # The rest of the same suite: more models, more frameworks, more ways to be killed.
 test-long: $(STAMP)
@@ -24,6 +24,7 @@ test-long: $(STAMP)
 
 # The matrix with torch's own number of threads, one case at a time: two at once would wait for each other's threads.
 test-slow: $(STAMP)
+	OMP_NUM_THREADS=1 $(PYTEST) -n 2 -m takes_hours $(SUITE)
 	LOWTIDE_FULL=1 $(PYTEST) -n 0 tests/torch/test_matrix.py tests/torch/test_situations.py
 	LOWTIDE_FULL=1 OMP_NUM_THREADS=1 $(PYTEST) -n 2 --timeout 7200 tests/slow tests/faults tests/process/test_checkpoint.py \
 		tests/process/test_recycled_frameworks.py tests/torch/test_random_programs.py

@@ -150,7 +150,7 @@ def measure(name: str, count: int, seed: int) -> dict[str, Any]:
         shutil.copy(ROOT / "pyproject.toml", tree)
         heap = next((tree / "src/lowtide").rglob("_heap*.so"))
         tests = " ".join(f"tests/{t}" for t in package.tests)
-        run = f'{sys.executable} -m pytest -x -q -m "not takes_long" -p no:cacheprovider {tests}'
+        run = f'{sys.executable} -m pytest -x -q -m "not takes_long and not takes_hours" -p no:cacheprovider {tests}'
         environment = {
             **os.environ, "PYTHONPATH": str(tree / "src"), "LD_PRELOAD": str(heap), "OMP_NUM_THREADS": "1",
             "PYTHONDONTWRITEBYTECODE": "1",

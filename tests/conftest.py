@@ -15,12 +15,20 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """``long`` marks a test, or those of its cases whose ids contain one of its arguments: ``make test`` leaves them out."""
+    """``long`` and ``slow`` mark a test, or those of its cases whose ids contain one of their arguments.
+
+    ``make test`` leaves both out, and ``make test-long`` runs the long ones that are not slow.
+    """
     for item in items:
-        mark = item.get_closest_marker("long")
-        case = getattr(item, "callspec", None)
-        if mark is not None and (not mark.args or (case is not None and any(part in case.id for part in mark.args))):
+        if _is_marked(item, "slow"):
+            item.add_marker("takes_hours")
+        elif _is_marked(item, "long"):
             item.add_marker("takes_long")
+
+
+def _is_marked(item: pytest.Item, name: str) -> bool:
+    mark, case = item.get_closest_marker(name), getattr(item, "callspec", None)
+    return mark is not None and (not mark.args or (case is not None and any(part in case.id for part in mark.args)))
 
 
 @pytest.fixture(scope="session")

@@ -103,7 +103,8 @@ def _faults(case: Case, kind: str, count: int) -> Iterator[Fault]:
 
 @pytest.mark.long(
     "report", "guard", "plan", "share", "script", "checkpoints", "record-open", "record-map", "record-sync", "record-folder",
-    "record-process", "record-pipe", "record-write", "record-reserve", "run-write", "run-rename", "run-map",
+    "record-process", "record-pipe", "record-write", "record-reserve", "record-denied", "run-write", "run-rename", "run-map",
+    "run-reserve",
 )
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("case", [case for case in CASES if FULL or not case.slow], ids=str)

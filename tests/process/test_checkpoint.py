@@ -516,6 +516,7 @@ def test_a_forked_child_ends_at_sigterm_as_without_lowtide(tmp_path):
     assert run(path, tmp_path / "c") == f"{-signal.SIGTERM}\n"
 
 
+@pytest.mark.long
 def test_saving_holds_no_second_copy_of_the_state(tmp_path):
     """Resident memory grows by less than a quarter while a state of 400 MiB is written."""
     path = script(tmp_path, """
@@ -812,6 +813,7 @@ def test_if_one_rank_cannot_save_no_checkpoint_is_written(tmp_path, failing):
     assert said == ["rank 0 True True [1, 2, 3]", "rank 1 False True [1, 2, 3]"], done.stderr
 
 
+@pytest.mark.long
 def test_one_ranks_request_stops_all_at_the_same_step(tmp_path):
     said, _ = torchrun(script(tmp_path, RANKS), tmp_path / "c", "stop")
     assert said == ["rank 0 stops at 7 75", "rank 1 stops at 7 75"]
@@ -832,6 +834,7 @@ LEAVING = r"""
 """
 
 
+@pytest.mark.long
 def test_the_process_group_for_decisions_is_destroyed_at_exit(tmp_path):
     said, done = torchrun(script(tmp_path, LEAVING), tmp_path / "c")
     assert said == ["rank 0 1", "rank 1 1"], done.stderr

@@ -12,7 +12,8 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "compiled_forms.py")
 FORMS = ("module", "full", "inplace", "blocks", "blocks-inplace", "function", "step", "optimize", "breaks", "reduce")
 
 
-@pytest.mark.long("inductor", "blocks", "breaks", "reduce", "aot_eager-1", "optimize", "function", "inplace-aot_eager-2", "full")
+@pytest.mark.long("inductor", "blocks", "breaks", "reduce", "aot_eager-1", "optimize", "function", "inplace-aot_eager-2", "full",
+                  "module-aot_eager-2")
 @pytest.mark.parametrize("backwards", [1, 2])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("form", FORMS)
@@ -63,6 +64,7 @@ for step in range(3):
 """A compiled model that is called by keywords, as language models are."""
 
 
+@pytest.mark.long("run")
 @pytest.mark.parametrize("words", [("run", "--budget", "1GiB"), ("record", "--quiet", "-o", "r.lowtide")], ids=lambda w: w[0])
 def test_a_compiled_model_may_be_called_by_keywords(tmp_path: Path, words: tuple[str, ...]) -> None:
     """Under ``record`` that used to be a TypeError in Lowtide, which ended the run."""

@@ -66,7 +66,7 @@ def test_verbs_around_run_keep_its_lever_budget_and_losses(tmp_path: Path, outer
         assert [line for line in plain.splitlines() if line in done.stdout.splitlines()] == plain.splitlines()
 
 
-@pytest.mark.long("leak")
+@pytest.mark.long
 @pytest.mark.parametrize("outer", ["guard", "leak"])
 def test_verbs_around_record_keep_the_recorded_peaks(tmp_path: Path, outer: str) -> None:
     script = script_in(tmp_path, TRAINS)
@@ -80,6 +80,7 @@ def test_verbs_around_record_keep_the_recorded_peaks(tmp_path: Path, outer: str)
     assert len(one["steps"]) == 12
 
 
+@pytest.mark.long("inner0-outer1", "inner1-outer0", "inner1-outer3", "inner1-outer1", "inner0-outer3")
 @pytest.mark.parametrize("outer", [("min", "--steps", "4", "--survive", "0"), ("batch", "--vary", "--rows=1,2"), ("record",), ("run", "--budget", "1GiB")])
 @pytest.mark.parametrize("inner", [("run", "--budget", "28MiB"), ("record",)])
 def test_two_verbs_for_one_process_are_refused(tmp_path: Path, outer: tuple[str, ...], inner: tuple[str, ...]) -> None:
@@ -92,7 +93,7 @@ def test_two_verbs_for_one_process_are_refused(tmp_path: Path, outer: tuple[str,
     assert "Traceback" not in said
 
 
-@pytest.mark.long("record-budget", "run-record")
+@pytest.mark.long("record-budget", "run-record", "record-record")
 @pytest.mark.parametrize(
     ("verb", "block"),
     [("run", 'budget("24.5MiB")'), ("run", 'record("own.lowtide")'), ("record", 'budget("24.5MiB")'), ("record", 'record("own.lowtide")')],

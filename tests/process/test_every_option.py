@@ -104,6 +104,7 @@ def test_optimizations_are_listed_under_their_new_and_old_name(tmp_path: Path, o
     assert "--levers" not in lowtide_in(tmp_path, "run", "--help").stdout
 
 
+@pytest.mark.long
 def test_an_excluded_lever_is_not_used(tmp_path: Path) -> None:
     """The budget that needed it is then refused."""
     script = script_in(tmp_path, NET)
@@ -186,6 +187,7 @@ def test_batch_uses_allowed_levers_under_its_budget(tmp_path: Path) -> None:
         assert points == [("plain", False), ("budget", fits)]
 
 
+@pytest.mark.long
 def test_run_uses_an_allowed_lever_and_reports_it(tmp_path: Path) -> None:
     script = script_in(tmp_path, WEIGHTS)
     plain = call(tmp_path, script)
@@ -194,6 +196,7 @@ def test_run_uses_an_allowed_lever_and_reports_it(tmp_path: Path) -> None:
     assert [x["name"] for x in _read(tmp_path, "f.json")["levers"] if x["used"]] == ["update-in-backward"]
 
 
+@pytest.mark.long
 def test_run_offloads_only_where_it_may(tmp_path: Path) -> None:
     script = script_in(tmp_path, NET)
     moved = {}

@@ -354,7 +354,7 @@ def test_training_under_a_quota_goes_on(tmp_path: Path, plain: str, kib: int) ->
     _one_line(done)
 
 
-@pytest.mark.long("rmtree", "5000", "names")
+@pytest.mark.long("rmtree", "5000", "names", "truncate")
 @pytest.mark.parametrize(("trouble", "is_whole"), [
     ("shutil.rmtree(folder)", False), ("(folder / 'a.lowtide').unlink()", False), ("os.truncate(folder / 'a.lowtide', 0)", False),
     ("os.truncate(folder / 'a.lowtide-names', 0)", True), ("os.truncate(folder / 'a.lowtide', 5000)", False),
@@ -379,6 +379,7 @@ def test_figures_that_cannot_be_written_keep_the_exit_code(tmp_path: Path, plain
     assert done.stderr == "lowtide: error: /dev/full: No space left on device\n"
 
 
+@pytest.mark.long
 def test_a_recording_removed_before_its_report_keeps_the_exit_code(tmp_path: Path, plain: str) -> None:
     done = _train(tmp_path, "-o", "a.lowtide", "train.py", "60", "pathlib.Path('a.lowtide').unlink()", command=("-m", "lowtide", "record"))
     assert done.returncode == 7

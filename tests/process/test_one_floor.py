@@ -143,7 +143,7 @@ SCRIPTS = {"operators": MANY_OPERATORS, "output": KEPT_OUTPUT, "update": UPDATE,
 LEVERS = "move-gradients,sliced-update,plan-checkpoints,split-ops"
 
 
-@pytest.mark.long("operators", "update", "rebuilt", "checkpointed")
+@pytest.mark.long("operators", "update", "rebuilt", "checkpointed", "frame", "output")
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_plan_and_run_report_the_same_baseline_peak_and_floor(tmp_path: Path, kind: str) -> None:
     """For scripts in which an output, the update, a rebuilt model, an evaluation, a frame or a checkpoint decides."""
@@ -159,6 +159,7 @@ def test_plan_and_run_report_the_same_baseline_peak_and_floor(tmp_path: Path, ki
     assert planned["given_peak_bytes"] == pytest.approx(plain, abs=LITTLE_BYTES)
 
 
+@pytest.mark.long
 def test_record_plan_and_run_report_one_floor_for_a_held_saved_tensor(tmp_path: Path) -> None:
     """A variable of the script holds a saved tensor over the whole backward. No later step of a run is below the floor."""
     script = script_in(tmp_path, HELD)
@@ -177,6 +178,7 @@ def test_record_plan_and_run_report_one_floor_for_a_held_saved_tensor(tmp_path: 
     assert told[1] == format_bytes(floor)
 
 
+@pytest.mark.long
 def test_a_floor_is_named_after_the_moves_it_allows(tmp_path: Path) -> None:
     """"recomputing cannot go below" without `--offload`, "recomputing and offloading cannot go below" with it."""
     script = script_in(tmp_path, HELD)

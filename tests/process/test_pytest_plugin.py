@@ -108,6 +108,7 @@ def test_whole():
 """
 
 
+@pytest.mark.long
 def test_no_test_passes_on_a_recording_without_room(tmp_path: Path) -> None:
     said = _pytest(tmp_path, "'1 GiB'", FULL)
     assert "2 failed, 1 passed" in said

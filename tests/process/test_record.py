@@ -343,7 +343,7 @@ def test_forked_children_train_unwatched_and_no_parent_step_is_lost(
     assert len(_json(tmp_path / "f.json")["steps"]) == before + 4
 
 
-@pytest.mark.long("stdout")
+@pytest.mark.long("stdout", "record")
 @pytest.mark.parametrize("closed", ["stdout", "both"])
 @pytest.mark.parametrize("verb", ["record", "run"])
 def test_the_exit_code_is_the_scripts_with_closed_streams(verb: str, closed: str, tmp_path: Path) -> None:

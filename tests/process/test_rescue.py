@@ -86,6 +86,7 @@ def test_a_hundred_rescues_of_one_rank_keep_two_ranks_together(tmp_path: Path) -
     assert sum(step["rescued_ops"] > 0 for step in theirs) == 100
 
 
+@pytest.mark.long
 def test_a_slowdown_shows_neighbouring_budgets_and_excludes_others(tmp_path: Path) -> None:
     """Law: the JSON has what the summary shows; wrong usage is one line, and exit code 2."""
     script = script_in(tmp_path, NET.replace("STEPS", "8").replace("ROWS", "2000"))

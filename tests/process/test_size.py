@@ -97,6 +97,7 @@ def test_a_trial_ends_after_its_steps_or_at_its_cap() -> None:
     assert held.peak_bytes <= 0.7 * whole.peak_bytes
 
 
+@pytest.mark.long
 def test_a_script_that_fails_says_why(tmp_path: Path) -> None:
     """An error, no training step, or a timeout."""
     script = tmp_path / "bad.py"

@@ -65,6 +65,7 @@ def case(request, tmp_path):
     return path, steps
 
 
+@pytest.mark.long("folds", "trials", "one optimizer")
 def test_a_watched_process_writes_one_row_per_step(case):
     path, steps = case
     with Watched(python(str(path), module=False, arguments=()), Watch(steps=0)) as process:
@@ -72,6 +73,7 @@ def test_a_watched_process_writes_one_row_per_step(case):
     assert (run.kind, run.steps, run.code) == (MarkSource.OPTIMIZER, steps, 0)
 
 
+@pytest.mark.long("folds", "a GAN", "trials")
 def test_a_recording_has_every_step(case):
     path, steps = case
     found = path.parent / "found.json"

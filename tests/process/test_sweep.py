@@ -129,6 +129,7 @@ def test_cells_that_crash_or_are_killed_are_recorded_as_results(tmp_path):
     assert found["recommended"] == {"fate": "well"}
 
 
+@pytest.mark.long
 def test_a_cell_that_hangs_is_recorded_as_a_timeout(tmp_path):
     write(tmp_path, """
         command = "python job.py"

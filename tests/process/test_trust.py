@@ -55,6 +55,7 @@ def _plain(folder: Path, script: str) -> Done:
     )
 
 
+@pytest.mark.long
 def test_reading_gradients_now_and_then_ends_no_run_and_keeps_the_bits(tmp_path: Path) -> None:
     """The budget needs move-gradients, and the script reads all gradients in every seventh step."""
     script = script_in(tmp_path, READS_LATER)
@@ -67,6 +68,7 @@ def test_reading_gradients_now_and_then_ends_no_run_and_keeps_the_bits(tmp_path:
     assert done.stdout == _plain(tmp_path, script).stdout
 
 
+@pytest.mark.long
 def test_a_late_crossing_is_reported_at_once_and_ends_in_code_3(tmp_path: Path) -> None:
     """Even a size that no plan holds does not end a run after its third step."""
     script = script_in(tmp_path, GROWS)
@@ -161,6 +163,7 @@ def _figures(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long("SIGHUP")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
 def test_a_signal_shows_the_summary_and_then_ends_the_run(tmp_path: Path, number: signal.Signals) -> None:
     """The JSON file has all steps, and 128 + N as its exit code."""
@@ -212,7 +215,7 @@ def test_a_forked_child_that_calls_os_exit_writes_nothing(tmp_path: Path) -> Non
     assert "\n4\n" in done.stdout
 
 
-@pytest.mark.long("0---json", "7---save-plan")
+@pytest.mark.long("0---json", "7---save-plan", "0---save-plan")
 @pytest.mark.parametrize("option", ["--json", "--save-plan"])
 @pytest.mark.parametrize("code", [0, 7])
 def test_a_file_that_cannot_be_written_keeps_exit_code_and_summary(tmp_path: Path, option: str, code: int) -> None:
@@ -321,6 +324,7 @@ def test_saved_values_are_evicted_for_an_evaluation(tmp_path: Path, share: float
     assert any(s["offloaded_bytes"] or s["recomputed_ops"] for s in figures["steps"][2:])
 
 
+@pytest.mark.long
 def test_existing_gradients_are_offloaded_as_soon_as_their_lever_is_used(tmp_path: Path) -> None:
     """They live until ``zero_grad``, which this script calls only after its forward and its evaluation."""
     script = script_in(tmp_path, EVALUATES_BEFORE_BACKWARD.replace("256", "512").replace("2048", "512").replace("8192", "2048"))
@@ -331,6 +335,7 @@ def test_existing_gradients_are_offloaded_as_soon_as_their_lever_is_used(tmp_pat
     assert max(s["peak_bytes"] for s in figures["steps"][2:]) <= figures["budget_bytes"]
 
 
+@pytest.mark.long
 def test_an_output_of_the_former_step_does_not_raise_reported_figures(tmp_path: Path) -> None:
     """Bound, lowest plan and baseline peak are not above the baseline run's real peak, and are in this order."""
     text = """

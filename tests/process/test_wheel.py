@@ -8,6 +8,7 @@ import sys
 import venv
 from pathlib import Path
 
+import pytest
 from command import TIMEOUT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,6 +21,7 @@ def _run(*command: str, cwd: Path, **extra: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_the_built_wheel_runs_in_a_clean_environment(tmp_path: Path) -> None:
     """The environment sees the dependencies of this one, but not this package's sources."""
     _run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT), cwd=tmp_path)

@@ -54,6 +54,7 @@ def test_the_descent_continues_the_same_whatever_was_asked_before(share: float) 
     assert twice.rows == once.rows
 
 
+@pytest.mark.long
 def test_a_curve_has_a_plan_for_every_budget_above_the_floor() -> None:
     solver = Solver(blocks(KINDS, 12))
     solver.descent.below(solver.floor.bytes, deadline=math.inf)  # each of its rows is a plan for some budget, whatever the time

@@ -66,6 +66,7 @@ def test_no_thread_survives_a_failing_program(monkeypatch: pytest.MonkeyPatch) -
     assert threading.active_count() == before
 
 
+@pytest.mark.long("30-5", "20-10")
 @pytest.mark.parametrize(("depth", "share"), [(10, 2), (20, 10), (30, 5)])
 def test_the_strongest_bound_of_any_chain_is_reported(depth: int, share: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain that has grown may prove less, relaxed, than the one before."""

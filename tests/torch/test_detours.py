@@ -285,7 +285,7 @@ def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(online_mode, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * 1e-4))
 
 
-@pytest.mark.long("False")
+@pytest.mark.long("False", "derivatives", "several backwards", "layers left out", "a graph released", "an end left out")
 @pytest.mark.parametrize("offload", [True, False])
 @pytest.mark.parametrize("name", JOBS)
 def test_units_that_vary_keep_their_bits_and_their_budget(name: str, offload: bool) -> None:  # noqa: FBT001

@@ -318,6 +318,7 @@ CASES: dict[str, tuple[Script, str]] = {
 }
 
 
+@pytest.mark.long("zeroed by a factor", "validation in batches")
 @pytest.mark.parametrize("name", CASES)
 def test_the_saving_of_a_finding_is_what_the_real_change_saves(name: str, tmp_path: Path) -> None:
     """The change is made for real in the script. An evaluation that records a graph counts as part of the next step, so for

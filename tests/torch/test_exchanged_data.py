@@ -198,6 +198,7 @@ EAGER_ONLY = {"what_a_function_made"}
 """Recordings do not tell custom functions apart."""
 
 
+@pytest.mark.long("0.8-False", "1.2-True")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("share", [1.2, 0.8])
 @pytest.mark.parametrize("name", JOBS)

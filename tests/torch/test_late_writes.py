@@ -194,6 +194,7 @@ UNSEEN = {"batch_in_a_thread", "batch_by_storage", "edge_hook"}
 """Their writes reach no operator that torch shows."""
 
 
+@pytest.mark.long("0.85-True", "0.7-False")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("share", [0.85, 0.7])
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -64,7 +64,7 @@ def test_every_model_has_a_stated_minimum() -> None:
     assert MINIMUM.keys() == zoo.MODELS.keys()
 
 
-@pytest.mark.long("hf_t5-0.5", "gru_seq2seq", "hf_mamba-0.5")
+@pytest.mark.long("hf_t5", "gru_seq2seq", "hf_mamba", "hf_bert", "hf_gpt2", "gpt_sdpa")
 @pytest.mark.parametrize(("place", "offload"), [*CELLS, *(REST if FULL else ())])
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_bits_budget_and_prediction_hold(name: str, place: float, offload: bool) -> None:

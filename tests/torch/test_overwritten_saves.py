@@ -163,6 +163,7 @@ CHANGING = {f.__name__: f for f in (
     the_write_that_stays_away, the_write_that_goes_elsewhere, another_backward_between_later, numpys_memory_before_it_is_read)}
 
 
+@pytest.mark.long("0.85-True", "0.8-False")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("share", [0.85, 0.8])
 @pytest.mark.parametrize("name", [*STEADY, *CHANGING])

@@ -113,6 +113,7 @@ CASES: dict[str, tuple[str, Callable[[], nn.Module], Loss, Make]] = {
 }
 
 
+@pytest.mark.long("Adadelta", "NAdam", "RAdam", "Adamax", "Adagrad")
 @pytest.mark.parametrize(("name", "make", "loss_of", "optimizer_of"), CASES.values(), ids=CASES)
 def test_a_lever_saves_in_a_run_what_its_plan_says(
     tmp_path: Path, name: str, make: Callable[[], nn.Module], loss_of: Loss, optimizer_of: Make

@@ -38,6 +38,7 @@ def scratch() -> zoo.Job:
     return zoo.simple(Scratch(), lambda m, _: m(torch.randn(16, 64, 48)))
 
 
+@pytest.mark.long("1-gpt", "4-gpt", "5-gpt", "6-gpt", "7-gpt")
 @pytest.mark.parametrize("make", [scratch, zoo.cnn, zoo.lstm, zoo.gpt_eager])
 @pytest.mark.parametrize("number", range(8))
 def test_anything_may_be_evicted_while_an_operator_is_called(make: Any, number: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,7 @@ def seconds_saved(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(RecordedUnit, "saved_seconds", property(lambda _: seconds))
 
 
+@pytest.mark.long("1.0", "1.5-not", "0.8-reentrant")
 @KINDS
 @pytest.mark.parametrize("share", [1.5, 1.0, 0.8])
 def test_functions_of_checkpoints_run_once_and_the_plan_decides(reentrant: bool, share: float) -> None:  # noqa: FBT001
@@ -451,6 +452,7 @@ def reset_globals() -> None:
     COUNTERS[0] = itertools.count()
 
 
+@pytest.mark.long("-reentrant")
 @KINDS
 @pytest.mark.parametrize("make", IMPURE.values(), ids=IMPURE)
 def test_a_checkpoint_whose_second_run_changes_something_stays_as_written(make: Make, reentrant: bool) -> None:  # noqa: FBT001
@@ -771,6 +773,7 @@ class Kinds(Net):
                 return checkpoint_sequential([block, self.tanh, block, self.tanh], 2, x, use_reentrant=False)
 
 
+@pytest.mark.long("sequential", "nested", "keywords", "used twice", "transposed", "two results")
 @pytest.mark.parametrize(
     ("kind", "plain"),
     [
@@ -810,6 +813,7 @@ def test_a_hook_on_a_parameter_keeps_only_reentrant_checkpoints_as_written(reent
     assert (calls(compared(make)) > 0) is not reentrant
 
 
+@pytest.mark.long
 def test_a_budget_of_the_minimum_is_that_of_plain_checkpoints() -> None:
     """It used to be set by the first step, which runs as written, and to stay there."""
     run = partial(train, partial(Net, depth=8), rows=4096)
@@ -859,6 +863,7 @@ def test_a_derivative_of_a_gradient_keeps_checkpoints_as_written() -> None:
     assert calls(outcome) == 0
 
 
+@pytest.mark.long
 def test_the_baseline_and_shares_are_those_of_the_script_as_written() -> None:
     """A share is one of what the script takes with its own checkpoints."""
     run = partial(train, partial(Net, depth=8), rows=4096)

@@ -65,7 +65,7 @@ TOLD: dict[str, Callable[[], object]] = {
 }
 
 
-@pytest.mark.long("threads-0.7")
+@pytest.mark.long("0.7")
 @pytest.mark.parametrize("share", [0.7, 0.5])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_replays_run_under_the_settings_of_the_first_run(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:

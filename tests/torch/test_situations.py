@@ -50,7 +50,7 @@ def test_every_situation_has_a_stated_minimum_or_is_out_of_reach() -> None:
 
 
 @pytest.mark.long("meta_learning", "compiled_part", "compiled_function-0.15-True", "autocast_attention-0.15-True", "-pinned-0.15-True",
-                  "loader_workers", "loader_pinned")
+                  "loader_workers", "loader_pinned", "-0.4-False")
 @pytest.mark.parametrize(("place", "offload"), [(0.4, False), (0.15, True), *([(0.15, False), (0.6, True)] if FULL else [])])
 @pytest.mark.parametrize("name", [n for n in MINIMUM if MINIMUM[n] != (1.0, 1.0)])
 def test_every_situation_keeps_bits_and_budget(name: str, place: float, offload: bool) -> None:

@@ -113,6 +113,7 @@ def under(how: str, folder: Path) -> AbstractContextManager[Any]:
     return contextlib.nullcontext() if how == "plain" else lowtide.budget("1GiB", allow=("split-ops",) if how == "pieces" else ())
 
 
+@pytest.mark.long("traced")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["budget", "recording", "pieces"])
 @pytest.mark.parametrize(
