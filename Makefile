@@ -101,7 +101,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/checkpointed.py --without --json benchmarks/results/checkpointed.json
 
 # torch comes first, by itself: the package only asks for a lower bound and never replaces the torch that is there.
-$(STAMP): pyproject.toml setup.py src/lowtide/probe/heap.c src/lowtide/planning/search/search.c
+$(STAMP): pyproject.toml setup.py src/lowtide/probe/heap.c src/lowtide/planning/search/search.c src/lowtide/runtime/gate.cpp
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel
 	$(BIN)/python -m pip install --quiet "$(TORCH)"

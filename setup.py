@@ -1,4 +1,4 @@
-"""Builds the heap counter and the planner's search; where they cannot be built, Lowtide runs without them."""
+"""Builds the heap counter, the planner's search and the gate; where they cannot be built, Lowtide runs without them."""
 
 import sys
 
@@ -24,4 +24,28 @@ search = Extension(
     optional=True,
 )
 
-setup(ext_modules=[heap, search] if sys.platform == "linux" else [])
+
+def gates() -> list[Extension]:
+    """The gate for the torch that is installed here; an isolated build sees none, and builds none."""
+    try:
+        from torch.utils import cpp_extension
+
+        import torch
+    except ImportError:
+        return []
+    name = f"_gate_{torch.__version__.partition('+')[0].replace('.', '_')}"
+    gate = Extension(
+        f"lowtide.runtime.{name}",
+        ["src/lowtide/runtime/gate.cpp"],
+        language="c++",
+        include_dirs=cpp_extension.include_paths(),
+        library_dirs=cpp_extension.library_paths(),
+        libraries=["c10", "torch_cpu", "torch", "torch_python"],
+        define_macros=[("TORCH_EXTENSION_NAME", name)],
+        extra_compile_args=["-O2", "-std=c++20", "-fvisibility=hidden"],
+        optional=True,
+    )
+    return [gate]
+
+
+setup(ext_modules=[heap, search, *gates()] if sys.platform == "linux" else [])

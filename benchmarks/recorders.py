@@ -1,8 +1,9 @@
-"""What each recorder costs per operator: steps of small operators, plain, under ``record`` and under ``budget``.
+"""What each interception costs per operator: steps of small operators, plain, under ``record`` and under ``budget``.
 
 A step is some 3,600 operators of a few microseconds each, so that what the interception adds dominates. Under ``budget``,
-every step is held online, once with the trace recorder and once without it: the difference is the recorder's own share. In
-every turn the intercepted steps come between two runs of plain ones. One thread.
+every step is held online, once with the trace recorder and once without it: the difference is the recorder's own share; or it
+follows a plan that touches a tenth of the forward's operators, with the native gate and without it. In every turn the
+intercepted steps come between two runs of plain ones. One thread.
 
 Prints a table and, with ``--json FILE``, writes every figure with the machine's name.
 """
@@ -27,12 +28,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 import torch
+from lowtide.runtime import gate
 from lowtide.runtime.control.plan_choice import Hold, PlanChoice
 from lowtide.runtime.units.unit_mode import OnlineReason
 from process import machine, with_counter
 
-LAYERS, WIDTH = 300, 32
+LAYERS, WIDTH, ROWS = 300, 32, 128
 STEPS, SETTLING = 6, 3
+PLANNED = {"budget of 95 %, planned": True, "the same without the gate": False}
 HELD = {"budget, online": OnlineReason.NO_LIMIT, "budget, online and recorded": None}
 
 
@@ -51,7 +54,7 @@ def make_step() -> Callable[[], None]:
     """Forward and backward of many narrow layers, all parameters in one leaf each."""
     torch.manual_seed(0)
     weights = [torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(LAYERS)]
-    batch = torch.randn(WIDTH, WIDTH)
+    batch = torch.randn(ROWS, WIDTH)
 
     def step() -> None:
         hidden = batch
@@ -64,9 +67,9 @@ def make_step() -> Callable[[], None]:
     return step
 
 
-def timed(step: Callable[[], None]) -> float:
+def timed(step: Callable[[], None], settling: int = SETTLING) -> float:
     """The median of a step's seconds."""
-    for _ in range(SETTLING):
+    for _ in range(settling):
         step()
     taken = []
     for _ in range(STEPS):
@@ -89,6 +92,19 @@ def held(reason: OnlineReason | None) -> Iterator[None]:
         PlanChoice.choose = chosen  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def planned(*, gated: bool) -> Iterator[None]:
+    """Follow plans, with the gate or without it."""
+    native = gate._NATIVE
+    if not gated:
+        gate._NATIVE = None  # type: ignore[misc]
+    try:
+        with lowtide.budget("95%"):
+            yield
+    finally:
+        gate._NATIVE = native  # type: ignore[misc]
+
+
 def measure(turns: int, tick: Callable[[], None]) -> tuple[int, list[dict[str, Any]]]:
     """The operators of a step, and per turn the seconds of a step: plain, each kind of interception, plain."""
     step = make_step()
@@ -102,6 +118,9 @@ def measure(turns: int, tick: Callable[[], None]) -> tuple[int, list[dict[str, A
         for name, reason in HELD.items():
             with held(reason):
                 taken[name] = timed(step)
+        for name, gated in PLANNED.items():
+            with planned(gated=gated):
+                taken[name] = timed(step, settling=3 * SETTLING)
         found.append({**taken, "after": timed(step)})
         tick()
     return counted.count, found
@@ -121,7 +140,7 @@ def main() -> None:
     table = Table(title=f"A step of {operators:,} operators: microseconds per operator beyond the plain step")
     for column in ("", "median", "least", "most"):
         table.add_column(column, justify="right")
-    for name in ("record", *HELD, "plain against plain"):
+    for name in ("record", *HELD, *PLANNED, "plain against plain"):
         key = "after" if name == "plain against plain" else name
         bases = [run["before"] if key == "after" else statistics.mean((run["before"], run["after"])) for run in runs]
         extra = [(run[key] - base) / operators * 1e6 for run, base in zip(runs, bases, strict=True)]

@@ -11,6 +11,9 @@ from lowtide.runtime.control.interception import Interception
 from lowtide.runtime.control.plan_choice import PlanChoice
 from lowtide.runtime.control.step_audit import StepAudit
 from lowtide.runtime.control.unit_choices import Choice, Follow, Hold, Ignore
+from lowtide.runtime.device.accelerator import HOST
+from lowtide.runtime.device.heap_meter import HeapMeter
+from lowtide.runtime.gate import Gate, gate_of
 from lowtide.runtime.online.mode import OnlineMode
 from lowtide.runtime.online.retry import Refusals
 from lowtide.runtime.planned.compiled_plan import CompiledPlan, compile_script
@@ -129,8 +132,21 @@ class UnitStart:
         return PlannedMode(
             script, run, functools.partial(self._diverged, weakref.ref(unit)), interception.saver.pack,
             interception.out_of_memory(), interception.before_planned_write, cap, room=room,
-            refusals=Refusals(interception.meter), resized=resized,
+            refusals=Refusals(interception.meter), resized=resized, gate=self._gate(script, None if cap is None else limit)
+            if run.stopwatch is None and not resized else None,
         )
+
+    def _gate(self, script: CompiledPlan, limit: int | None) -> Gate | None:
+        """A gate for a unit that follows a plan on the host; elsewhere backwards run in other threads, where it is not on."""
+        meter = self._interception.meter
+        if script.gate_script is None or meter.device != HOST:
+            return None
+        made = gate_of(script.gate_script)
+        if limit is not None and isinstance(meter, HeapMeter):
+            made.cap(*meter.cells(), max(limit, 1))
+        elif limit is not None:
+            return None
+        return made
 
     def _compiled(self, how: Follow) -> CompiledPlan:
         entry, state = how.entry, how.solution.state

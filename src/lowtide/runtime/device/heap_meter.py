@@ -106,6 +106,10 @@ class HeapMeter(Meter):
         """Cap the thread that created this meter at ``limit_bytes`` live bytes; 0 lifts the cap."""
         self._cap.value = limit_bytes
 
+    def cells(self) -> tuple[int, int]:
+        """Addresses of the cap that :meth:`cap` sets, and of the number of requests refused so far."""
+        return ctypes.addressof(self._cap), ctypes.addressof(self._denied)
+
     def denied(self) -> int:
         """Number of requests refused so far."""
         return self._denied.value

@@ -10,11 +10,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
+from lowtide.runtime.gate import Gate
+
 
 class Mode(TorchDispatchMode):
     """Base class of Lowtide's dispatch modes; compilers and higher-order operators may run under them."""
 
     supports_higher_order_operators = True
+    gate: Gate | None = None
+    """Lets operators pass by the mode while that is on; None: the mode sees every operator."""
 
     def __init__(self) -> None:
         """Create the mode; it is not on yet."""

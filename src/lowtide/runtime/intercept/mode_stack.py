@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import torch
 from lowtide.runtime.intercept.dispatch_mode import Mode
@@ -18,11 +18,11 @@ class ModeStack:
 
     def __init__(self) -> None:
         """Start with nothing on."""
-        self.mode: TorchDispatchMode | None = None
+        self.mode: Mode | None = None
         self._hooks: tuple[Any, Any] | None = None
 
     def put(
-        self, mode: TorchDispatchMode, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any], *,
+        self, mode: Mode, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], Any], *,
         within: bool = False,
     ) -> bool:
         """Put a mode and hooks on, with the hooks beneath the script's own.
@@ -45,21 +45,28 @@ class ModeStack:
         self._hooks = (pack, unpack)
         return True
 
-    def put_mode(self, mode: TorchDispatchMode, *, within: bool = False) -> bool:
+    def put_mode(self, mode: Mode, *, within: bool = False) -> bool:
         """Put a mode on without hooks; returns False if the script has a mode on (see :meth:`put`)."""
         self.take()
         if self.mode is not None or (self.mode_covered() and not within):
             return False
-        mode.__enter__()
-        self.mode = mode
+        self._enter(mode)
         return True
 
     def take(self) -> None:
         """Take the hooks off, and the mode if it is on top; a mode that the script has covered stays until a later call."""
         self.take_hooks()
         if self.mode is not None and _get_current_dispatch_mode() is self.mode:
-            self.mode.__exit__(None, None, None)
+            if self.mode.gate is not None:
+                self.mode.gate.leave()
+            self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self.mode = None
+
+    def _enter(self, mode: Mode) -> None:
+        mode.__enter__()  # type: ignore[no-untyped-call]
+        if mode.gate is not None:
+            mode.gate.enter(mode)
+        self.mode = mode
 
     def take_hooks(self) -> None:
         """Take the hooks off, even from beneath the script's own."""
@@ -95,8 +102,7 @@ class ModeStack:
             if self.mode is None and hooks is not None:
                 self.put(mode, *hooks)
             elif self.mode is None:
-                mode.__enter__()
-                self.mode = mode
+                self._enter(mode)
 
     @contextlib.contextmanager
     def hooks_aside(self) -> Iterator[None]:

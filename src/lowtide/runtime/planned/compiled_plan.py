@@ -12,6 +12,7 @@ from lowtide.base.trace import Op, Trace
 from lowtide.planning.unit.greedy import State
 from lowtide.planning.unit.prefetch import fetches_ahead
 from lowtide.planning.unit.problem import Action, Problem
+from lowtide.runtime import gate
 from lowtide.runtime.planned.detour import Places, places_of
 from lowtide.runtime.storage.op_schema import info_of
 
@@ -63,6 +64,7 @@ class CompiledPlan:
         significant_bytes: what an operator makes below that matters little for the unit's peak.
         again: per operator, whether it can be retried: it writes nothing in place, draws no random numbers, and no other rank
             waits for it.
+        gate_script: what a gate must know of all this; None where there is no gate.
     """
 
     funcs: tuple[Any, ...]
@@ -84,6 +86,7 @@ class CompiledPlan:
     sizes: tuple[tuple[int, ...], ...]
     significant_bytes: int
     again: tuple[bool, ...]
+    gate_script: Any
 
 
 def compile_script(
@@ -132,6 +135,9 @@ def compile_script(
              for start in backward_starts]
     held = frozenset(v for v in away if (v, problem.gap_starts[v]) not in state.decisions
                      or state.decisions[v, problem.gap_starts[v]].action is Action.MOVE)
+    writes = [bool(info_of(f).writes_at) for _, f in forward]
+    again = [not (info.mutates or info.collective or info.seeded) for info in (info_of(f) for _, f in forward)]
+    alone = [act is None and not written for act, written in zip(acts, writes, strict=True)]
     return CompiledPlan(
         funcs=(*(f for _, f in forward), None),
         seconds=tuple(seconds),
@@ -148,10 +154,11 @@ def compile_script(
         rises=tuple(rises),
         last_moves=tuple(last_moves),
         last_use=_last_uses(acts, [(s.value, bisect_right(forward, s.event, key=itemgetter(0))) for s in trace.saves]),
-        writes=(*(bool(info_of(f).writes_at) for _, f in forward), False),
+        writes=(*writes, False),
         sizes=(*(_sizes(trace, e) for e, _ in forward), ()),
         significant_bytes=max((sum(_sizes(trace, e)) for e, _ in forward), default=0) // SIGNIFICANT + 1,
-        again=(*(not (info.mutates or info.collective or info.seeded) for info in (info_of(f) for _, f in forward)), False),
+        again=(*again, False),
+        gate_script=gate.script_of([func for _, func in forward], alone, again),
     )
 
 

@@ -16,10 +16,12 @@ import time
 import weakref
 from collections import ChainMap
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from lowtide.base.errors import ReplayError
+from lowtide.runtime.gate import Gate
 from lowtide.runtime.intercept.data_swaps import Origin
 from lowtide.runtime.intercept.dispatch_mode import Mode, make_way
 from lowtide.runtime.intercept.inplace_accumulation import in_place
@@ -93,6 +95,14 @@ class PlannedHandle:
         return view_on(storage, self.meta)
 
 
+@dataclass(slots=True)
+class _Place:
+    """Where a unit is in its plan, if there is no gate that keeps it; see :class:`~lowtide.runtime.gate.Gate`."""
+
+    at: int = 0
+    shut: bool = False
+
+
 @final
 class PlannedMode(Mode):
     """Dispatch mode that follows a planned forward.
@@ -101,7 +111,6 @@ class PlannedMode(Mode):
     would cost time. Its many methods are the parts of that dispatch.
 
     Attributes:
-        at: number of operators that have passed.
         packed: number of tensors that autograd has saved.
         lost: whether the unit has left the plan, so that the full interception handles every operator.
         mismatched: whether it has left the plan because other operators ran than the recorded ones.
@@ -124,6 +133,7 @@ class PlannedMode(Mode):
         pack_fallback: Callable[[torch.Tensor], Any], out_of_memory: Callable[[BaseException], bool],
         before_write: Callable[[Any, Any, Any], None], cap: Callable[[bool], None] | None = None, *,
         room: Callable[[], int] | None = None, refusals: Refusals | None = None, resized: bool = False,
+        gate: Gate | None = None,
     ) -> None:
         """Start at the beginning of a unit.
 
@@ -140,11 +150,13 @@ class PlannedMode(Mode):
             room: the bytes that are left below the cap; None if there is none.
             refusals: tells whether an operator was refused memory under that cap although it returned.
             resized: whether the unit has other sizes than the recorded one.
+            gate: runs the operators that the plan leaves alone; None: this mode does.
         """
         super().__init__()
+        self.gate = gate
+        self._place: Gate | _Place = _Place() if gate is None else gate
         self.script = script
         self.run = run
-        self.at = 0
         self.packed = 0
         self.lost = False
         self.mismatched = self.changed = False
@@ -234,6 +246,15 @@ class PlannedMode(Mode):
             self.leave()
         return self._delegate.__torch_dispatch__(func, types, args, kwargs)
 
+    @property
+    def at(self) -> int:
+        """Number of operators that have passed."""
+        return self._place.at
+
+    @at.setter
+    def at(self, place: int) -> None:
+        self._place.at = place
+
     # --- detours ---------------------------------------------------------------------------------------------------------
 
     def _begins_detour(self) -> bool:
@@ -242,6 +263,7 @@ class PlannedMode(Mode):
             return False
         self._make_independent()
         self._detour = Detour(self._funcs, self.script.places, self.at)
+        self._place.shut = True
         return True
 
     def _make_independent(self) -> None:
@@ -281,7 +303,7 @@ class PlannedMode(Mode):
         for act in self._acts[self.at : place]:
             for number in () if act is None else act.moves:
                 self.move(number)
-        self.at, self._detour = place, None
+        self.at, self._detour, self._place.shut = place, None, False
         self.packed = self.script.packs_before[place]
 
     def _run_outside(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -405,7 +427,7 @@ class PlannedMode(Mode):
 
     def leave(self) -> None:
         """Leave the plan: from here on, the full interception handles every operator."""
-        self.lost = True
+        self.lost = self._place.shut = True
         self._make_independent()
         self.let_go()
         self._delegate = self._fallback()
@@ -718,6 +740,8 @@ class PlannedMode(Mode):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The object that autograd keeps in the tensor's place (pack hook)."""
+        if self.gate is not None:
+            self.gate.rearm()
         if self._delegate is not None:
             return self._pack_fallback(tensor)
         at = self.packed if self._detour is None else len(self._packs)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
+from lowtide.runtime import gate
 from lowtide.runtime.device.offload import Ticket
 from lowtide.runtime.intercept.data_swaps import Origin
 from lowtide.runtime.online.eviction import Evictor
@@ -215,8 +216,7 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor).__torch_dispatch__ is not NO_DISPATCH:
         with torch._C.DisableTorchFunctionSubclass():
             return tensor.detach()
-    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-        return tensor.detach()
+    return gate.detached(tensor)
 
 
 def _followed(tensor: torch.Tensor) -> bool:

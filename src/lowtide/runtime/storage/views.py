@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from lowtide.runtime.device.offload import flat
+from lowtide.runtime.gate import detached
 from lowtide.runtime.tensors import beneath_autograd
 
 
@@ -58,13 +59,13 @@ _DATA: Any = torch._C.TensorBase.data
 
 def version_probe(tensor: torch.Tensor) -> torch.Tensor:
     """An empty tensor that shares another tensor's version counter."""
-    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-        alias = tensor.detach()
-        nothing = _NOTHING.get(tensor.device)
-        if nothing is None:
+    alias = detached(tensor)
+    nothing = _NOTHING.get(tensor.device)
+    if nothing is None:
+        with beneath_autograd():
             nothing = _NOTHING[tensor.device] = torch.empty(0, device=tensor.device)
-        _DATA.__set__(alias, nothing)
-        return alias
+    _DATA.__set__(alias, nothing)
+    return alias
 
 
 def bytes_of(tensor: torch.Tensor) -> int:

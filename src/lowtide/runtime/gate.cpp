@@ -1,0 +1,211 @@
+/* Lets the operators that a plan leaves alone run without entering Python.
+ *
+ * A dispatch mode costs some ten microseconds an operator, most of it for turning the arguments into Python objects and back.
+ * Of the operators that a planned unit runs, the plan touches few.  So while the mode is on, and on top of the stack of modes,
+ * a fallback on a dispatch key of its own (`Fake`, right below `Python`, the key of the modes; torch itself does not use it)
+ * stands in for the key `Python`, which is not included meanwhile.  While the next operator is the one that the plan expects
+ * there, and the plan does nothing at it, the gate calls the kernel and counts on.  Any other operator is handed to the mode.
+ * Where a mode of the script is on top, operators are handed to that one.
+ *
+ * Whatever torch does to the stack of modes holds for the gate, too: where the mode is taken off (to print a tensor, to make a
+ * subclass of one), operators pass uncounted.  If it is put back on by others, `Python` is included again, so that the mode
+ * sees every operator, which is slower but right, until `rearm`.
+ *
+ * Built against one version of torch (runtime/gate.py loads it for no other); without it, the mode sees every operator.
+ */
+#include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/SafePyObject.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace {
+
+using c10::impl::TorchDispatchModeTLS;
+
+constexpr auto KEY = c10::DispatchKey::Fake;
+const c10::DispatchKeySet BELOW(c10::DispatchKeySet::FULL_AFTER, KEY);
+
+/* An operator's identity: the address of its name, which stays as long as it is registered. */
+const void *identity(const c10::OperatorHandle &op) { return &op.operator_name(); }
+
+/* What a plan says of the operators of a unit, in order. */
+struct Script {
+  struct Step {
+    const void *op;
+    bool alone;  /* the plan does nothing here */
+    bool capped; /* the operator may be refused memory, and can then be run again */
+  };
+  std::vector<Step> steps;
+
+  Script(const std::vector<std::pair<std::string, std::string>> &names, const std::vector<bool> &alone,
+         const std::vector<bool> &capped) {
+    TORCH_CHECK(names.size() == alone.size() && names.size() == capped.size());
+    for (size_t i = 0; i < names.size(); i++) {
+      auto found = c10::Dispatcher::singleton().findSchema({names[i].first, names[i].second});
+      steps.push_back({found ? identity(*found) : nullptr, found && alone[i], capped[i]});
+    }
+  }
+};
+
+/* A cap on the thread's live bytes (probe/heap.c): where it is set, and where refused requests are counted. */
+struct Cap {
+  int64_t *cell = nullptr, limit = 0;
+  const int64_t *refused = nullptr;
+};
+
+class Gate {
+ public:
+  explicit Gate(std::shared_ptr<Script> script) : script_(std::move(script)) {}
+
+  int64_t at = 0;   /* operators that have passed */
+  bool shut = false; /* whether the mode sees every operator */
+  int64_t unseen = 0; /* operators that passed without the mode */
+
+  void cap(int64_t cell, int64_t refused, int64_t limit) {
+    cap_ = {reinterpret_cast<int64_t *>(cell), limit, reinterpret_cast<const int64_t *>(refused)};
+  }
+
+  void enter(const py::object &mode);
+  void rearm();
+  void leave();
+
+  bool is_for(const c10::impl::PyObject_TorchDispatchMode &mode) const { return mode.ptr(getPyInterpreter()) == mode_; }
+
+  /* Run the operator if the plan leaves it alone; returns whether it ran.  If not, the stack is as it was. */
+  bool runs(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
+    if (shut || at < 0 || at >= static_cast<int64_t>(script_->steps.size())) return false;
+    const auto &step = script_->steps[at];
+    if (!step.alone || step.op != identity(op)) return false;
+    const bool capped = step.capped && cap_.cell != nullptr;
+    const size_t count = op.schema().arguments().size();
+    const torch::jit::Stack kept(stack->end() - static_cast<std::ptrdiff_t>(count), stack->end());
+    const size_t before = stack->size() - count;
+    const int64_t refused = capped ? *cap_.refused : 0;
+    const bool onednn = capped && at::globalContext().userEnabledMkldnn();
+    bool ran = false;
+    if (capped) *cap_.cell = cap_.limit;
+    try {
+      op.redispatchBoxed(keys, stack);
+      ran = true;
+    } catch (...) { /* the mode runs it again, and raises, or makes room */
+    }
+    if (capped) *cap_.cell = 0;
+    if (ran && capped && *cap_.refused != refused) { /* torch took another kernel, and has disabled oneDNN */
+      if (onednn) at::globalContext().setUserEnabledMkldnn(true);
+      ran = false;
+    }
+    if (ran) {
+      at++, unseen++;
+    } else {
+      stack->resize(before);
+      stack->insert(stack->end(), kept.begin(), kept.end());
+    }
+    return ran;
+  }
+
+ private:
+  std::shared_ptr<Script> script_;
+  PyObject *mode_ = nullptr; /* borrowed, while the gate is on: the mode refers to its gate */
+  Cap cap_;
+};
+
+thread_local Gate *current = nullptr;
+
+void include_python(bool on) {
+  c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::Python, on);
+  c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::PythonTLSSnapshot, on);
+}
+
+void Gate::enter(const py::object &mode) {
+  TORCH_CHECK(current == nullptr, "another gate is on");
+  mode_ = mode.ptr();
+  current = this;
+  c10::impl::tls_set_dispatch_key_included(KEY, true);
+  include_python(false);
+}
+
+void Gate::rearm() {
+  if (current == this && TorchDispatchModeTLS::stack_len() == 1 && is_for(*TorchDispatchModeTLS::get_stack_at(0)))
+    include_python(false);
+}
+
+void Gate::leave() {
+  if (current != this) return;
+  mode_ = nullptr;
+  current = nullptr;
+  c10::impl::tls_set_dispatch_key_included(KEY, false);
+  include_python(TorchDispatchModeTLS::stack_len() > 0);
+}
+
+/* Takes the mode off, as torch does while a mode handles an operator, and puts it back on. */
+struct Off {
+  Off() : mode(TorchDispatchModeTLS::pop_stack()) {}
+  ~Off() {
+    TorchDispatchModeTLS::push_non_infra_mode_onto_stack(std::move(mode));
+    include_python(false);
+  }
+  std::shared_ptr<c10::impl::PyObject_TorchDispatchMode> mode;
+};
+
+void pass(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
+  const auto below = keys & BELOW;
+  const auto modes = TorchDispatchModeTLS::stack_len();
+  Gate *gate = current;
+  bool ours = false, on_top = false;
+  if (gate != nullptr && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python)) { /* else, modes are disabled */
+    for (int64_t i = 0; i < modes; i++) {
+      on_top = gate->is_for(*TorchDispatchModeTLS::get_stack_at(i));
+      ours = ours || on_top;
+    }
+  }
+  if (!ours) { /* the mode is handling an operator, or was taken off; or this thread inherited the key */
+    op.redispatchBoxed(below, stack);
+    return;
+  }
+  if (on_top) {
+    Off off;
+    c10::impl::ExcludeDispatchKeyGuard inside(KEY); /* operators that this one calls are part of it */
+    if (gate->runs(op, below, stack)) return;
+  }
+  struct Again {
+    ~Again() { include_python(false); }
+  } again; /* torch includes the key when it puts the mode back on */
+  op.redispatchBoxed(below | c10::DispatchKeySet(c10::DispatchKey::Python), stack);
+}
+
+/* A detached alias, which shares the tensor's version counter. */
+at::Tensor detached(const at::Tensor &tensor) {
+  const c10::DispatchKeySet seeing({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, KEY});
+  c10::impl::ExcludeDispatchKeyGuard unseen(seeing);
+  return tensor.detach();
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(_, Fake, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&pass>()); }
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("detached", &detached);
+  py::class_<Script, std::shared_ptr<Script>>(m, "Script")
+      .def(py::init<const std::vector<std::pair<std::string, std::string>> &, const std::vector<bool> &,
+                    const std::vector<bool> &>());
+  py::class_<Gate, std::shared_ptr<Gate>>(m, "Gate")
+      .def(py::init<std::shared_ptr<Script>>())
+      .def_readwrite("at", &Gate::at)
+      .def_readwrite("shut", &Gate::shut)
+      .def_readonly("unseen", &Gate::unseen)
+      .def("cap", &Gate::cap)
+      .def("enter", &Gate::enter)
+      .def("rearm", &Gate::rearm)
+      .def("leave", &Gate::leave);
+}
