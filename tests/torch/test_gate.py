@@ -12,7 +12,9 @@ from harness import Budgeted, above_of, budgeted, kept, plain_of
 from lowtide.runtime import gate
 from lowtide.runtime.planned.mode import PlannedMode
 from torch import nn
+from torch._higher_order_ops.out_dtype import out_dtype
 from torch.nn import functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -221,3 +223,110 @@ def test_nothing_of_a_gate_is_on_after_a_budget(modes: list[PlannedMode]) -> Non
     x = torch.ones(4, requires_grad=True)
     (F.gelu(x) * 2).sum().backward()
     assert x.grad is not None
+
+
+@needs_gate
+def test_an_operator_that_torch_dispatches_in_python_runs_beside_a_gate(modes: list[PlannedMode]) -> None:
+    """It is first called in a planned step; Python knows no kernel for the gate's key."""
+    results: list[int] = []
+    calls: list[int] = []
+    square = torch.ones(4, 4, dtype=torch.int8)
+
+    def between(_: torch.Tensor) -> None:
+        calls.append(0)
+        if len(calls) > 5:
+            results.append(int(out_dtype(torch.ops.aten.mm.default, torch.int32, square, square).sum()))
+
+    def make() -> zoo.Job:
+        calls.clear()
+        return layers(between)
+
+    run(make)
+    assert set(results) == {64}
+    assert any(mode.gate is not None and mode.unplanned for mode in modes)
+
+
+@needs_gate
+def test_a_function_is_traced_in_a_planned_forward_as_without_lowtide(modes: list[PlannedMode]) -> None:
+    """torch keeps the modes that trace below all others, so Lowtide's stays on top of them."""
+    graphs: list[str] = []
+
+    def between(x: torch.Tensor) -> None:
+        graph = make_fx(lambda a: torch.tanh(a) * 2 + 1)(x.detach()[:4]).graph
+        graphs.append(" ".join(node.name for node in graph.nodes))
+
+    run(lambda: layers(between))
+    assert set(graphs) == {"a_1 tanh mul add output"}
+    assert any(mode.gate is not None and mode.gate.unseen for mode in modes)
+
+
+@needs_gate
+def test_a_mode_whose_handler_ends_the_unit_goes_on_seeing_operators() -> None:
+    """The optimizer steps within the script's mode."""
+    seen: list[str] = []
+
+    class Stepping(_Counted):
+        step: Callable[[], None] | None = None
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            if self.step is not None and len(self.seen) % 5 == 1:
+                self.step()
+            return out
+
+    def make() -> zoo.Job:
+        job = layers()
+        (optimizer,) = job.optimizers
+
+        def step(i: int) -> Any:
+            loss = job.step(i)
+            for parameter in job.modules[0].parameters():
+                parameter.grad = torch.full_like(parameter, 1e-3)
+            mode = Stepping(seen)
+            job.modules[0](torch.randint(0, 64, (2048, 4)))
+            with mode:
+                mode.step = optimizer.step
+                torch.ones(3).mul(2).sum().cos().sin()
+                mode.step = None
+            return loss
+
+        return zoo.Job(step, job.modules, job.optimizers)
+
+    reference = plain_of(make, STEPS)
+    plainly, seen[:] = list(seen[-5:]), []
+    found = budgeted(make, above_of(reference, 0.6), STEPS)
+    assert found.bits == reference.bits
+    assert seen == plainly * STEPS
+
+
+_ran: list[int] = []
+
+
+@torch.library.custom_op("lowtide_tests::sometimes", mutates_args=())
+def _sometimes(x: torch.Tensor) -> torch.Tensor:
+    """Doubles; fails at its sixth call, after that has counted."""
+    _ran.append(0)
+    if len(_ran) == 6:
+        raise ValueError("out of patience")
+    return x * 2
+
+
+@needs_gate
+def test_a_kernel_in_python_that_fails_once_runs_once(modes: list[PlannedMode]) -> None:
+    """Only what lacks memory is run again."""
+    caught: list[str] = []
+
+    def between(x: torch.Tensor) -> None:
+        try:
+            _sometimes(x.detach())
+        except ValueError as error:
+            caught.append(str(error))
+
+    def make() -> zoo.Job:
+        _ran.clear()
+        caught.clear()
+        return layers(between)
+
+    run(make)
+    assert (len(_ran), caught) == (STEPS, ["out of patience"])
+    assert any(mode.gate is not None and mode.gate.unseen for mode in modes)

@@ -156,6 +156,32 @@ def test_replays_draw_the_same_numbers_from_the_scripts_generator(draw: Callable
     assert any(s.recomputed_ops for s in run.outcome.steps[2:])
 
 
+@torch.library.custom_op("lowtide_tests::noisy", mutates_args=())
+def _noisy(x: torch.Tensor) -> torch.Tensor:
+    """Draws numbers, though nothing says so, and then lacks memory."""
+    noise = torch.rand(x.shape)
+    return (x + noise) * (noise + 1)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.8])
+def test_an_extensions_operator_that_lacks_memory_draws_the_same_numbers_again(share: float) -> None:
+    """Nobody knows whether an operator of another namespace draws."""
+
+    def make() -> zoo.Job:
+        def loss_of(model: nn.Module, _: int) -> torch.Tensor:
+            x = torch.randn(ROWS, WIDTH)
+            for block in model.children():
+                h = block(x)
+                x = h * _noisy(h.detach()).tanh()
+            return x.square().mean()
+
+        return zoo.simple(_blocks(), loss_of)
+
+    reference = plain_of(make, STEPS)
+    run = budgeted(make, above_of(reference, share), STEPS, offload=False)
+    assert run.bits == reference.bits
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("share", [0.8, 0.5])
 def test_refused_memory_never_makes_torch_switch_kernels(dtype: torch.dtype, share: float) -> None:

@@ -1,15 +1,14 @@
 /* Lets the operators that a plan leaves alone run without entering Python.
  *
  * A dispatch mode costs some ten microseconds an operator, most of it for turning the arguments into Python objects and back.
- * Of the operators that a planned unit runs, the plan touches few.  So while the mode is on, and on top of the stack of modes,
+ * Of the operators that a planned unit runs, the plan touches few.  So while the mode is on, and is the only one,
  * a fallback on a dispatch key of its own (`Fake`, right below `Python`, the key of the modes; torch itself does not use it)
  * stands in for the key `Python`, which is not included meanwhile.  While the next operator is the one that the plan expects
  * there, and the plan does nothing at it, the gate calls the kernel and counts on.  Any other operator is handed to the mode.
- * Where a mode of the script is on top, operators are handed to that one.
  *
- * Whatever torch does to the stack of modes holds for the gate, too: where the mode is taken off (to print a tensor, to make a
- * subclass of one), operators pass uncounted.  If it is put back on by others, `Python` is included again, so that the mode
- * sees every operator, which is slower but right, until `rearm`.
+ * Whatever is done to the stack of modes holds for the gate, too: where the mode is taken off (to print a tensor, to make a
+ * subclass of one), operators pass uncounted.  Once other modes are on besides, or others have put the mode back on, `Python`
+ * is included again, so that every operator goes the usual way, which is slower but right, until `rearm`.
  *
  * Built against one version of torch (runtime/gate.py loads it for no other); without it, the mode sees every operator.
  */
@@ -18,6 +17,7 @@
 #include <c10/core/SafePyObject.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -34,6 +34,12 @@ using c10::impl::TorchDispatchModeTLS;
 
 constexpr auto KEY = c10::DispatchKey::Fake;
 const c10::DispatchKeySet BELOW(c10::DispatchKeySet::FULL_AFTER, KEY);
+/* What torch excludes while a mode handles an operator (aten/src/ATen/core/PythonFallbackKernel.cpp), and the gate's own key:
+ * operators that a kernel calls are part of it. */
+const c10::DispatchKeySet NOT_INSIDE = (c10::DispatchKeySet(c10::DispatchKeySet::FULL) ^
+                                        (c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Python) |
+                                         c10::DispatchKeySet(c10::DispatchKey::Python))) |
+                                       c10::DispatchKeySet(KEY);
 
 /* An operator's identity: the address of its name, which stays as long as it is registered. */
 const void *identity(const c10::OperatorHandle &op) { return &op.operator_name(); }
@@ -57,10 +63,31 @@ struct Script {
   }
 };
 
+/* Whether an error may say that memory ran out; the mode looks closer (probe/catalogue.py).  A kernel that is written in Python
+ * is not run again on a guess. */
+bool lacks_memory(const std::exception &error) {
+  if (dynamic_cast<const python_error *>(&error) != nullptr) return false;
+  const std::string text = error.what();
+  return text.find("memory") != std::string::npos || text.find("alloc") != std::string::npos;
+}
+
 /* A cap on the thread's live bytes (probe/heap.c): where it is set, and where refused requests are counted. */
 struct Cap {
   int64_t *cell = nullptr, limit = 0;
   const int64_t *refused = nullptr;
+};
+
+class Capped {
+ public:
+  explicit Capped(const Cap *cap) : cap_(cap) {
+    if (cap_ != nullptr) *cap_->cell = cap_->limit;
+  }
+  ~Capped() {
+    if (cap_ != nullptr) *cap_->cell = 0;
+  }
+
+ private:
+  const Cap *cap_;
 };
 
 class Gate {
@@ -77,11 +104,17 @@ class Gate {
 
   void enter(const py::object &mode);
   void rearm();
+  void disarm();
   void leave();
 
-  bool is_for(const c10::impl::PyObject_TorchDispatchMode &mode) const { return mode.ptr(getPyInterpreter()) == mode_; }
+  bool alone() const;
 
-  /* Run the operator if the plan leaves it alone; returns whether it ran.  If not, the stack is as it was. */
+  ~Gate() { leave(); }
+  Gate(const Gate &) = delete;
+  Gate &operator=(const Gate &) = delete;
+
+  /* Run the operator if the plan leaves it alone; returns whether it ran.  If not, the stack is as it was: the mode runs it, and
+   * makes room where memory was lacking. */
   bool runs(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
     if (shut || at < 0 || at >= static_cast<int64_t>(script_->steps.size())) return false;
     const auto &step = script_->steps[at];
@@ -93,13 +126,13 @@ class Gate {
     const int64_t refused = capped ? *cap_.refused : 0;
     const bool onednn = capped && at::globalContext().userEnabledMkldnn();
     bool ran = false;
-    if (capped) *cap_.cell = cap_.limit;
     try {
+      const Capped on(capped ? &cap_ : nullptr);
       op.redispatchBoxed(keys, stack);
       ran = true;
-    } catch (...) { /* the mode runs it again, and raises, or makes room */
+    } catch (const std::exception &error) { /* a lack of memory is the mode's; any other error is the script's */
+      if (!(capped && *cap_.refused != refused) && !lacks_memory(error)) throw;
     }
-    if (capped) *cap_.cell = 0;
     if (ran && capped && *cap_.refused != refused) { /* torch took another kernel, and has disabled oneDNN */
       if (onednn) at::globalContext().setUserEnabledMkldnn(true);
       ran = false;
@@ -126,61 +159,66 @@ void include_python(bool on) {
   c10::impl::tls_set_dispatch_key_included(c10::DispatchKey::PythonTLSSnapshot, on);
 }
 
+/* Whether the mode is the only one on.  Torch keeps its own modes (fake tensors, tracing) below all others. */
+bool Gate::alone() const {
+  return current == this && TorchDispatchModeTLS::stack_len() == 1 &&
+         TorchDispatchModeTLS::get_stack_at(0)->ptr(getPyInterpreter()) == mode_;
+}
+
 void Gate::enter(const py::object &mode) {
-  TORCH_CHECK(current == nullptr, "another gate is on");
   mode_ = mode.ptr();
   current = this;
-  c10::impl::tls_set_dispatch_key_included(KEY, true);
-  include_python(false);
+  rearm();
 }
 
 void Gate::rearm() {
-  if (current == this && TorchDispatchModeTLS::stack_len() == 1 && is_for(*TorchDispatchModeTLS::get_stack_at(0)))
-    include_python(false);
+  if (current != this) return;
+  c10::impl::tls_set_dispatch_key_included(KEY, true);
+  if (alone()) include_python(false);
 }
 
-void Gate::leave() {
+void Gate::disarm() {
   if (current != this) return;
-  mode_ = nullptr;
-  current = nullptr;
   c10::impl::tls_set_dispatch_key_included(KEY, false);
   include_python(TorchDispatchModeTLS::stack_len() > 0);
 }
 
+void Gate::leave() {
+  disarm();
+  if (current == this) current = nullptr;
+  mode_ = nullptr;
+}
+
 /* Takes the mode off, as torch does while a mode handles an operator, and puts it back on. */
 struct Off {
-  Off() : mode(TorchDispatchModeTLS::pop_stack()) {}
+  explicit Off(const Gate &of) : gate(of), mode(TorchDispatchModeTLS::pop_stack()) {}
   ~Off() {
     TorchDispatchModeTLS::push_non_infra_mode_onto_stack(std::move(mode));
-    include_python(false);
+    if (gate.alone()) include_python(false);
   }
+  const Gate &gate;
   std::shared_ptr<c10::impl::PyObject_TorchDispatchMode> mode;
 };
 
 void pass(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::Stack *stack) {
-  const auto below = keys & BELOW;
-  const auto modes = TorchDispatchModeTLS::stack_len();
-  Gate *gate = current;
-  bool ours = false, on_top = false;
-  if (gate != nullptr && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python)) { /* else, modes are disabled */
-    for (int64_t i = 0; i < modes; i++) {
-      on_top = gate->is_for(*TorchDispatchModeTLS::get_stack_at(i));
-      ours = ours || on_top;
-    }
-  }
-  if (!ours) { /* the mode is handling an operator, or was taken off; or this thread inherited the key */
-    op.redispatchBoxed(below, stack);
+  const auto below = keys & BELOW, to_python = below | c10::DispatchKeySet(c10::DispatchKey::Python);
+  if (TorchDispatchModeTLS::stack_len() == 0 || c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python)) {
+    op.redispatchBoxed(below, stack); /* no mode would see the operator */
     return;
   }
-  if (on_top) {
-    Off off;
-    c10::impl::ExcludeDispatchKeyGuard inside(KEY); /* operators that this one calls are part of it */
+  Gate *gate = current;
+  if (gate == nullptr || !gate->alone()) { /* other modes are on, or this thread has inherited those of another one */
+    include_python(true);
+    op.redispatchBoxed(to_python, stack);
+    return;
+  }
+  {
+    const Off off(*gate);
+    c10::impl::ExcludeDispatchKeyGuard inside(NOT_INSIDE);
     if (gate->runs(op, below, stack)) return;
   }
-  struct Again {
-    ~Again() { include_python(false); }
-  } again; /* torch includes the key when it puts the mode back on */
-  op.redispatchBoxed(below | c10::DispatchKeySet(c10::DispatchKey::Python), stack);
+  op.redispatchBoxed(to_python, stack);
+  if (current == gate && gate->alone()) include_python(false); /* torch includes it when it puts the mode back on */
 }
 
 /* A detached alias, which shares the tensor's version counter. */
@@ -207,5 +245,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("cap", &Gate::cap)
       .def("enter", &Gate::enter)
       .def("rearm", &Gate::rearm)
+      .def("disarm", &Gate::disarm)
       .def("leave", &Gate::leave);
 }

@@ -36,6 +36,9 @@ class Gate(Protocol):
     def rearm(self) -> None:
         """Go on after torch took the mode off and put it back on, as to print a tensor: since then it has seen all."""
 
+    def disarm(self) -> None:
+        """Let the mode see every operator until :meth:`rearm`, with no trace of the gate in the thread's dispatch keys."""
+
     def leave(self) -> None:
         """End: the mode is about to be taken off."""
 

@@ -3,6 +3,7 @@
 * ``torch.compile``: compilers trace and run below Lowtide's interception; compiled regions run without it.
 * ``torch.jit.trace``: it traces every operator that runs, Lowtide's included.
 * ``FakeTensorMode``: its tensors have no bytes, and it would treat Lowtide's tensors as its own.
+* Higher-order operators (``torch.cond``): torch dispatches them in Python, which does not know the native gate's key.
 * ``torch.autograd.graph.disable_saved_tensors_hooks`` and the nesting of ``torch.func``'s transforms: they refuse to run
   under saved-tensor hooks, so Lowtide's are taken off meanwhile.
 * ``tensor.data = other``: what autograd holds in place of a saved tensor is notified.
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 from torch._functorch import eager_transforms
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch
@@ -75,6 +77,7 @@ class Bypass:
             self._wraps.put(torch.jit, name, self._outside)
         self._wraps.put(FakeTensorMode, "__enter__", self._faking)
         self._wraps.put(FakeTensorMode, "__exit__", self._faked)
+        self._wraps.put(HigherOrderOperator, "__call__", self._without_gate)
         watch_exchanges(self._wraps)
         self._awaited = WhenImported("torch._dynamo.convert_frame", self._watch_compilers)
 
@@ -162,6 +165,22 @@ class Bypass:
                     self._fakes.pop().close()
 
         return leave
+
+    def _without_gate(self, original: Any) -> Any:
+        """Run an operator that torch dispatches in Python, which does not know the gate's key, with the mode alone."""
+
+        @functools.wraps(original)
+        def call(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
+            gate = None if self.stack.mode is None else self.stack.mode.gate
+            if gate is None:
+                return original(operator, *args, **kwargs)
+            gate.disarm()
+            try:
+                return original(operator, *args, **kwargs)
+            finally:
+                gate.rearm()
+
+        return call
 
     def _nesting(self, original: Any) -> Any:
         @functools.wraps(original)

@@ -61,6 +61,8 @@ class ModeStack:
                 self.mode.gate.leave()
             self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self.mode = None
+        elif self.mode is not None and self.mode.gate is not None:
+            self.mode.gate.disarm()
 
     def _enter(self, mode: Mode) -> None:
         mode.__enter__()  # type: ignore[no-untyped-call]

@@ -9,7 +9,8 @@ from typing import Any, Final
 import torch
 
 _REPLAYABLE_NAMESPACES: Final = frozenset({"aten", "prims"})
-"""Operators of other namespaces (collectives, extensions) are never run twice: their side effects are unknown."""
+"""Operators of other namespaces (collectives, extensions) are never replayed, as their side effects are unknown. They may draw
+random numbers, so where one lacks memory and is run again, generators are set back."""
 
 _COLLECTIVE_NAMESPACES: Final = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
 """Namespaces of the operators in which other ranks take part."""
@@ -99,15 +100,16 @@ def info_of(func: Any) -> OpInfo:
         elif argument.name in _SECRET_WRITES:
             secret.add(i)
     name = schema.name
+    foreign = name.split("::")[0] not in _REPLAYABLE_NAMESPACES
     tags = getattr(func, "tags", ())
     bitwise = getattr(torch.Tag, "nondeterministic_bitwise", None)
     return OpInfo(
         name=str(func),
         writes_at=frozenset(writes),
         secret_at=frozenset(secret),
-        seeded=torch.Tag.nondeterministic_seeded in tags or name in _DRAWS,
+        seeded=torch.Tag.nondeterministic_seeded in tags or name in _DRAWS or foreign,
         replayable=(
-            name.split("::")[0] in _REPLAYABLE_NAMESPACES
+            not foreign
             and name not in _NEVER
             and name not in _UNINITIALISED
             and (bitwise is None or bitwise not in tags)
