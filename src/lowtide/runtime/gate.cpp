@@ -13,6 +13,7 @@
  * Built against one version of torch (runtime/gate.py loads it for no other); without it, the mode sees every operator.
  */
 #include <ATen/Context.h>
+#include <ATen/core/PythonFallbackKernel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/SafePyObject.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -209,6 +210,7 @@ void pass(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::S
   Gate *gate = current;
   if (gate == nullptr || !gate->alone()) { /* other modes are on, or this thread has inherited those of another one */
     include_python(true);
+    at::impl::MaybeSetTLSOnEntryGuard snapshot;
     op.redispatchBoxed(to_python, stack);
     return;
   }
@@ -217,7 +219,10 @@ void pass(const c10::OperatorHandle &op, c10::DispatchKeySet keys, torch::jit::S
     c10::impl::ExcludeDispatchKeyGuard inside(NOT_INSIDE);
     if (gate->runs(op, below, stack)) return;
   }
-  op.redispatchBoxed(to_python, stack);
+  {
+    at::impl::MaybeSetTLSOnEntryGuard snapshot; /* what the key PythonTLSSnapshot would have done */
+    op.redispatchBoxed(to_python, stack);
+  }
   if (current == gate && gate->alone()) include_python(false); /* torch includes it when it puts the mode back on */
 }
 

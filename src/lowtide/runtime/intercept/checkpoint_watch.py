@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from lowtide.runtime.device.accelerator import HOST
-from lowtide.runtime.intercept.dispatch_mode import Mode, make_way
+from lowtide.runtime.intercept.dispatch_mode import Mode, call_under, leaves_autograd_on, make_way
 from lowtide.runtime.intercept.script_effects import Footprint, RandomStates, changed, differ, prints_of, torch_states
 from lowtide.runtime.numeric_settings import Numerics, current
 from lowtide.runtime.storage.arguments import PLAIN_TYPES, flatten, written_by
@@ -209,6 +209,8 @@ class Trail(Mode):
         kwargs = kwargs or {}
         if types and not PLAIN_TYPES.issuperset(types):
             return make_way(func, types, args, kwargs)
+        if leaves_autograd_on(func):
+            return call_under(self, func, args, kwargs)
         info = info_of(func)
         if info.mutates:
             written = (t for t, _ in written_by(info, args, kwargs) if on_storage(t))

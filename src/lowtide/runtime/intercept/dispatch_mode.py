@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
+import torch
 from lowtide.runtime.gate import Gate
 
 
@@ -80,3 +82,34 @@ def tell_of_forks(listener: Forked) -> None:
             found.forked()
 
     os.register_at_fork(after_in_child=forked)
+
+
+_AUTOGRAD: Final = ("Autograd", "AutogradCPU", "AutogradCUDA", "AutogradOther", "CompositeImplicitAutograd")
+_KERNELS: Final = ("CPU", "CUDA", "CompositeExplicitAutograd")
+
+
+@functools.cache
+def leaves_autograd_on(func: Any) -> bool:
+    """Whether autograd is on in an operator's kernel in a plain run: one in Python, without an autograd kernel beside it.
+
+    Autograd then sees the operators that the kernel calls, and so must a mode (``torch.library.Library.impl``).
+    """
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace in ("aten", "prims"):
+        return False
+    name = func.name()
+    if any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in _AUTOGRAD):
+        return False
+    return any(f"{func.namespace}/{name.partition('::')[2]}/{key}" in torch.library._impls for key in _KERNELS)
+
+
+def call_under(mode: Mode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Call the kernel of such an operator from a mode's handler, with autograd, autocast and the mode on as in a plain run."""
+    kwargs = kwargs or {}
+    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+    device = tensors[0].device.type if tensors else "cpu"
+    _push_mode(mode)
+    try:
+        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+            return func.redispatch(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, device.upper())), *args, **kwargs)
+    finally:
+        _pop_mode()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from lowtide.base.trace import Op, Site
-from lowtide.runtime.intercept.dispatch_mode import Mode, make_way
+from lowtide.runtime.intercept.dispatch_mode import Mode, call_under, leaves_autograd_on, make_way
 from lowtide.runtime.intercept.inplace_accumulation import in_place
 from lowtide.runtime.storage.arguments import NO_DISPATCH, PLAIN_TYPES, map_tensors, overwritten_by, written_by
 from lowtide.runtime.storage.op_schema import OpInfo, info_of
@@ -65,6 +65,8 @@ class OnlineMode(Mode):
         """Intercept one operator."""
         if not PLAIN_TYPES.issuperset(types):
             return make_way(func, types, args, kwargs)
+        if leaves_autograd_on(func):
+            return call_under(self, func, args, kwargs)
         kwargs = kwargs or {}
         if self.passive or _is_fake(args):
             return func(*args, **kwargs)

@@ -23,7 +23,7 @@ import torch
 from lowtide.base.errors import ReplayError
 from lowtide.runtime.gate import Gate
 from lowtide.runtime.intercept.data_swaps import Origin
-from lowtide.runtime.intercept.dispatch_mode import Mode, make_way
+from lowtide.runtime.intercept.dispatch_mode import Mode, call_under, leaves_autograd_on, make_way
 from lowtide.runtime.intercept.inplace_accumulation import in_place
 from lowtide.runtime.online.holders import HeldValue, Holder
 from lowtide.runtime.online.lineage import by_storage, held_alone
@@ -204,6 +204,8 @@ class PlannedMode(Mode):
             at = self.at
             if types and not PLAIN_TYPES.issuperset(types):
                 return make_way(func, types, args, kwargs)
+            if leaves_autograd_on(func):
+                return call_under(self, func, args, kwargs)
             if self._detour is not None:
                 func = in_place(func, args)
                 at = self._go_back(func)

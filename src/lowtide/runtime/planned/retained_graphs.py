@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol, final
 
 import torch
-from lowtide.runtime.intercept.dispatch_mode import Mode, make_way
+from lowtide.runtime.intercept.dispatch_mode import Mode, call_under, leaves_autograd_on, make_way
 from lowtide.runtime.intercept.inplace_accumulation import in_place
 from lowtide.runtime.planned.mode import PlannedMode
 from lowtide.runtime.storage.arguments import PLAIN_TYPES, written_by
@@ -83,6 +83,8 @@ class WriteMode(Mode):
         """Report what an operator writes, then run it, in place where the plain run does."""
         if types and not PLAIN_TYPES.issuperset(types):
             return make_way(func, types, args, kwargs)
+        if leaves_autograd_on(func):
+            return call_under(self, func, args, kwargs)
         func = self._as_without_mode(func, in_place(func, args), args)
         info = info_of(func)
         if info.writes_at:

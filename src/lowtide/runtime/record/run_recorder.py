@@ -29,7 +29,7 @@ from lowtide.runtime.device.find_meter import find_meter
 from lowtide.runtime.device.heap_meter import counters
 from lowtide.runtime.early_stop import StepLimitReached
 from lowtide.runtime.intercept.bypass import Bypass
-from lowtide.runtime.intercept.dispatch_mode import Mode, make_way, tell_of_forks
+from lowtide.runtime.intercept.dispatch_mode import Mode, call_under, leaves_autograd_on, make_way, tell_of_forks
 from lowtide.runtime.intercept.inplace_accumulation import in_place
 from lowtide.runtime.intercept.mode_sensitive_backward import ModeSensitiveBackward, Unseen
 from lowtide.runtime.intercept.mode_stack import ModeStack
@@ -64,6 +64,8 @@ class _WatchMode(Mode):
         """Observe one operator."""
         if not PLAIN_TYPES.issuperset(types):
             return make_way(func, types, args, kwargs)
+        if leaves_autograd_on(func):
+            return call_under(self, func, args, kwargs)
         kwargs = kwargs or {}
         if self.passive:
             return func(*args, **kwargs)
