@@ -1,4 +1,4 @@
-"""Law: a kernel that is written in Python, and that autograd sees into in a plain run, gives the plain run's bits and gradients."""
+"""Law: kernels that autograd sees into in a plain run, and leaves of the script's own type, give the plain run's gradients."""
 
 from __future__ import annotations
 
@@ -71,6 +71,47 @@ def test_looking_on_changes_no_gradient_through_a_kernel_in_python(
     reference = plain_of(make, STEPS)
     with looking_on(how, tmp_path):
         assert zoo.run(make, STEPS) == reference.bits
+
+
+class Scale(torch.Tensor):
+    """A type of the script's own, which handles no operators itself."""
+
+
+class Scaled(nn.Module):
+    """Layers that a leaf of such a type scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(96, 96), nn.GELU(), nn.LayerNorm(96)) for _ in range(5))
+        self.scale = torch.linspace(0.5, 1.5, 96).as_subclass(Scale).requires_grad_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = (layer(x) * self.scale).as_subclass(torch.Tensor) + x
+        return x.square().mean()
+
+
+def scaled() -> zoo.Job:
+    model = Scaled()
+    optimizer = torch.optim.SGD([*model.parameters(), model.scale], lr=1e-2)
+
+    def step(_: int) -> torch.Tensor:
+        loss = model(torch.randn(1024, 96))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return torch.stack([loss.detach(), model.scale.detach().as_subclass(torch.Tensor).sum()])
+
+    return zoo.Job(step, [model], [optimizer])
+
+
+@pytest.mark.parametrize("share", [2.0, 0.6])
+def test_a_leaf_of_the_scripts_own_type_is_saved_as_without_lowtide(share: float) -> None:
+    """With room for all, and where saved tensors are evicted."""
+    reference = plain_of(scaled, STEPS)
+    run = budgeted(scaled, above_of(reference, share), STEPS)
+    assert run.bits == reference.bits
+    assert kept(run)
 
 
 def test_autocast_is_on_in_such_a_kernel_as_without_lowtide(tmp_path: Path) -> None:

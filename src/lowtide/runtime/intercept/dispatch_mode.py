@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 import torch
 from lowtide.runtime.gate import Gate
+from lowtide.runtime.storage.arguments import NO_DISPATCH
 
 
 class Mode(TorchDispatchMode):
@@ -58,9 +59,12 @@ def make_way(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Handle an operator on tensor subclasses in a mode.
 
     With fake tensors (a compiler's trial run is not the script's) or uninitialized parameters (they have no bytes yet), the
-    operator runs as it is. For other subclasses, NotImplemented lets them unwrap themselves first.
+    operator runs as it is. So does the detaching of a leaf that autograd has saved, of which torch tells the type even if it
+    handles no operators. For other subclasses, NotImplemented lets them unwrap themselves first.
     """
     if FakeTensor in types or any(issubclass(t, UninitializedTensorMixin) for t in types):
+        return func(*args, **(kwargs or {}))
+    if all(t.__torch_dispatch__ is NO_DISPATCH for t in types):
         return func(*args, **(kwargs or {}))
     return NotImplemented
 
