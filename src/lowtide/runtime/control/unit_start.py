@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from typing import Final, final
 
@@ -134,6 +135,7 @@ class UnitStart:
             interception.out_of_memory(), interception.before_planned_write, cap, room=room,
             refusals=Refusals(interception.meter), resized=resized, gate=self._gate(script, None if cap is None else limit)
             if run.stopwatch is None and not resized else None,
+            thread=threading.get_ident() if interception.meter.device == HOST else 0,
         )
 
     def _gate(self, script: CompiledPlan, limit: int | None) -> Gate | None:

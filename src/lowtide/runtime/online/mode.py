@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from lowtide.base.trace import Op, Site
+from lowtide.runtime.device.accelerator import HOST
 from lowtide.runtime.intercept.dispatch_mode import Mode, call_under, leaves_autograd_on, make_way
 from lowtide.runtime.intercept.inplace_accumulation import in_place
 from lowtide.runtime.storage.arguments import NO_DISPATCH, PLAIN_TYPES, map_tensors, overwritten_by, written_by
@@ -68,7 +69,7 @@ class OnlineMode(Mode):
         if leaves_autograd_on(func):
             return call_under(self, func, args, kwargs)
         kwargs = kwargs or {}
-        if self.passive or _is_fake(args):
+        if self.passive or _is_fake(args) or self._is_elsewhere():
             return func(*args, **kwargs)
         self.passive = True
         try:
@@ -76,6 +77,14 @@ class OnlineMode(Mode):
             return self._observe(func, info_of(func), args, kwargs)
         finally:
             self.passive = False
+
+    def _is_elsewhere(self) -> bool:
+        """Whether another thread runs the operator, one that has inherited the mode (``torch.jit.fork``).
+
+        It is neither recorded nor capped: the cap would be that of the thread that is followed. On an accelerator, backwards
+        run in other threads, one at a time.
+        """
+        return not self.clock.ours and self.evictor.meter.device == HOST
 
     def _remembers(self) -> bool:
         """Whether operators leave records: inside a unit, in the phases that a plan follows."""

@@ -12,6 +12,7 @@ tables, on the hottest path of a planned step.
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections import ChainMap
@@ -133,7 +134,7 @@ class PlannedMode(Mode):
         pack_fallback: Callable[[torch.Tensor], Any], out_of_memory: Callable[[BaseException], bool],
         before_write: Callable[[Any, Any, Any], None], cap: Callable[[bool], None] | None = None, *,
         room: Callable[[], int] | None = None, refusals: Refusals | None = None, resized: bool = False,
-        gate: Gate | None = None,
+        gate: Gate | None = None, thread: int = 0,
     ) -> None:
         """Start at the beginning of a unit.
 
@@ -151,9 +152,11 @@ class PlannedMode(Mode):
             refusals: tells whether an operator was refused memory under that cap although it returned.
             resized: whether the unit has other sizes than the recorded one.
             gate: runs the operators that the plan leaves alone; None: this mode does.
+            thread: the one that the plan is about; 0: any, as backwards on an accelerator run in threads of their own.
         """
         super().__init__()
         self.gate = gate
+        self._thread = thread
         self._place: Gate | _Place = _Place() if gate is None else gate
         self.script = script
         self.run = run
@@ -200,6 +203,8 @@ class PlannedMode(Mode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator, as planned while it is the one that the plan expects; otherwise leave the plan."""
+        if self._thread and self._thread != threading.get_ident():  # it has inherited the mode (`torch.jit.fork`)
+            return func(*args, **(kwargs or {}))
         if self._delegate is None:
             at = self.at
             if types and not PLAIN_TYPES.issuperset(types):
@@ -742,6 +747,8 @@ class PlannedMode(Mode):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """The object that autograd keeps in the tensor's place (pack hook)."""
+        if self._thread and self._thread != threading.get_ident():
+            return Kept(tensor)
         if self.gate is not None:
             self.gate.rearm()
         if self._delegate is not None:
