@@ -161,6 +161,6 @@ class Naive:
             board |= {u for u in self.made(at) if not self.readable(u, e)}
             board &= later | hold
             peak = max(peak, live + sum(self.buffers[u].bytes for u in board))
-            self.seconds += op.seconds
+            self.seconds += op.seconds + self.problem.replay_seconds
         self.absent -= board
         return peak

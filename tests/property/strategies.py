@@ -192,7 +192,10 @@ def traces(draw: st.DrawFn) -> Trace:
 def problems(draw: st.DrawFn, *, moving: bool = True) -> Problem:
     """A unit, with or without a second board."""
     bandwidth = draw(st.sampled_from([None, Bandwidth(write=4.0, read=8.0, read_fresh=2.0)])) if moving else None
-    return Problem(trace=draw(traces()), base_bytes=BASE_BYTES, bandwidth=bandwidth)
+    replay, fetch = draw(st.sampled_from([(0.0, 0.0), (0.5, 3.0), (4.0, 0.5)]))
+    return Problem(
+        trace=draw(traces()), base_bytes=BASE_BYTES, bandwidth=bandwidth, replay_seconds=replay, fetch_seconds=fetch
+    )
 
 
 def _choices(problem: Problem) -> list[Key]:

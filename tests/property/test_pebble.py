@@ -202,6 +202,29 @@ def test_backtracked_states_are_ever_lower_by_the_referee(problem: Problem, shar
         assert play(problem, state.decisions).peak_bytes == lowest
 
 
+def test_fewer_operators_are_run_again_where_each_costs_more() -> None:
+    """Two values of one size: one comes from three short operators in a row, the other from one that takes as long as four.
+
+    By the operators' own seconds the three are cheaper; what the interception adds to each makes the one cheaper.
+    """
+    away = 7
+    ops = [_op((0,), 1, 0), _op((1,), 2, 0), _op((2,), 3, 0), replace(_op((0,), 4, 0), seconds=4.0)]
+    made = (_buffer(100, 0, 1, -1), _buffer(100, 1, 2, -1), _buffer(100, 2, 3, 6), _buffer(100, 3, 3, 5), _buffer(100, 4, 4, -1))
+    trace = Trace(
+        base_bytes=BASE_BYTES, resident_bytes=0,
+        events=(*ops, replace(_op((0,), 5, 0), phase=Phase.BACKWARD), Need(value=4, pinned_until=5), Need(value=3, pinned_until=6)),
+        buffers=(_buffer(8, -1, away, -1), *made),
+        saves=(Save(value=3, event=2), Save(value=4, event=3)),
+        other_bytes=(0,) * away, spike_bytes=(0, 0, 0, 0, 200, 0, 0), backward_event=4,
+    )  # fmt: skip
+    for each, chosen in ((0.0, 3), (1.0, 4)):
+        problem = Problem(trace=trace, base_bytes=BASE_BYTES, replay_seconds=each)
+        state = Front(problem).at(problem.plain_peak - 90).state
+        assert state is not None
+        assert {v for v, _ in state.decisions} == {chosen}
+        assert state.timeline.extra_seconds == pytest.approx(3.0 if chosen == 3 else 5.0)
+
+
 def test_backtracking_keeps_a_value_whose_inputs_weigh_more() -> None:
     """The cheaper of two values is computed from three others that cannot be recomputed: only the dearer one may be dropped.
     """

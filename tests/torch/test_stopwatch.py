@@ -53,3 +53,13 @@ def test_the_probed_speed_remains_where_too_little_was_moved() -> None:
     """A few bytes say nothing."""
     found = Stopwatch(written=[(1_000, 1e-3)]).bandwidth(SLOW)
     assert found == SLOW
+
+
+def test_what_the_interception_adds_is_measured_apart() -> None:
+    """Recording and calling an operator again; noting and fetching a value that is moved. A median, as above."""
+    watch = Stopwatch(
+        recording=[2e-5, 2e-5, 1.0], noting=[1e-5, 1e-5, 1.0], serving=[(2, 8e-5), (1, 4e-5), (1, 1.0), (0, 3e-5), (0, 3e-5), (0, 1.0)],
+    )
+    assert watch.replay_seconds(1.0) == pytest.approx(6e-5)
+    assert watch.fetch_seconds(1.0) == pytest.approx(4e-5)
+    assert (Stopwatch().replay_seconds(5e-5), Stopwatch().fetch_seconds(4e-5)) == (5e-5, 4e-5)

@@ -107,7 +107,7 @@ def _knapsack(problem: Problem, event: int) -> tuple[NDArray[np.float64], NDArra
             continue
         prices = []
         if problem.remakeable[v]:
-            prices.append(problem.maker(v).seconds)
+            prices.append(problem.again_seconds(problem.maker(v)))
         if problem.can_move(v):
             prices.append(problem.move_seconds(v))
         if not prices:

@@ -232,7 +232,7 @@ class _Chains:
             ops.add(born)
             op = events[born]
             assert isinstance(op, Op)
-            total += op.seconds
+            total += self.problem.again_seconds(op)
             for r in op.reads:
                 if r not in seen and not self._free(r, need):
                     seen.add(r)
@@ -297,5 +297,5 @@ def _dearest(problem: Problem, state: State) -> list[Key]:
             op = problem.trace.events[e]
             assert isinstance(op, Op)
             for v in op.writes:
-                spent[v] = spent.get(v, 0.0) + op.seconds
+                spent[v] = spent.get(v, 0.0) + problem.again_seconds(op)
     return sorted(state.decisions, key=lambda k: -spent.get(k[0], 0.0))

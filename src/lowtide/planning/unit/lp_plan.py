@@ -104,7 +104,7 @@ def layout(problem: Problem) -> Layout:
                 Node(
                     id=f"event {i}",
                     bytes=0,
-                    seconds=own.seconds if own is not None else 0.0,
+                    seconds=problem.again_seconds(own) if own is not None else 0.0,
                     parents=tuple(ids["v", r] for r in reads[i]),
                     workspace_bytes=max(0, int(problem.rise[i]) - fresh) + int(other[i]) - lowest,
                     recompute=bool(made[i]) and any(problem.remakeable[v] for v in made[i]),
@@ -139,7 +139,7 @@ def layout(problem: Problem) -> Layout:
         for i in range(len(game.value_nodes)):
             fetch = int(game.fetcher[i])
             if fetch >= 0:
-                seconds[fetch] = problem.bandwidth.read_seconds(int(game.bytes[i]))
+                seconds[fetch] = problem.back_seconds(int(game.bytes[i]))
     values = tuple(of_node[ids["v", v]] if ("v", v) in ids else -1 for v in range(len(trace.buffers)))
     return Layout(graph=graph, game=replace(game, seconds=seconds), first=len(sources), values=values)
 

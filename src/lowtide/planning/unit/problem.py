@@ -71,12 +71,17 @@ class Problem:
         base_bytes: live bytes when the unit begins (may differ from the recording's).
         bandwidth: speed of the second board; None if nothing may be moved.
         pinned: ids of values that foreign code may write to. Neither they nor values computed from them are recomputed.
+        replay_seconds: seconds that the interception adds to each operator that is run again, as it records it in the forward
+            and calls it for backward.
+        fetch_seconds: seconds that the interception adds to each value that is moved, counted when it comes back.
     """
 
     trace: Trace
     base_bytes: int
     bandwidth: Bandwidth | None = None
     pinned: frozenset[int] = field(default_factory=frozenset)
+    replay_seconds: float = 0.0
+    fetch_seconds: float = 0.0
 
     @cached_property
     def seconds(self) -> float:
@@ -158,6 +163,10 @@ class Problem:
         assert isinstance(op, Op)
         return op
 
+    def again_seconds(self, op: Op) -> float:
+        """Seconds to run an operator again."""
+        return op.seconds + self.replay_seconds
+
     def capturable(self, value: int) -> bool:
         """Whether holding a reference to the value preserves its bits to the end: it is never overwritten in place."""
         return value not in self.overwritten
@@ -171,7 +180,12 @@ class Problem:
         """Seconds to fetch a value from the second board, plus those to write it there unless it was ``written`` before."""
         assert self.bandwidth is not None
         size = self.trace.buffers[value].bytes
-        return self.bandwidth.read_seconds(size) + (0.0 if written else size / self.bandwidth.write)
+        return self.back_seconds(size) + (0.0 if written else size / self.bandwidth.write)
+
+    def back_seconds(self, size: int) -> float:
+        """Seconds to fetch ``size`` bytes from the second board."""
+        assert self.bandwidth is not None
+        return self.fetch_seconds + self.bandwidth.read_seconds(size)
 
     def end(self, value: int) -> int:
         """Last event at whose end the value is still live in the plain run."""

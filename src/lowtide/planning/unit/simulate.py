@@ -291,8 +291,7 @@ class _Play:
         held: set[int] = set()
         fresh: set[int] = set()
         for u in fetched:
-            assert self.problem.bandwidth is not None
-            self.seconds += self.problem.bandwidth.read_seconds(self.buffers[u].bytes)
+            self.seconds += self.problem.back_seconds(self.buffers[u].bytes)
             live += self.buffers[u].bytes
             fresh.add(u)
             if u != v and self._held(u, e):
@@ -301,7 +300,7 @@ class _Play:
         for at in ops:
             op = events[at]
             assert isinstance(op, Op)
-            self.seconds += op.seconds
+            self.seconds += self.problem.again_seconds(op)
             peak = max(peak, live + self._clone_bytes(op, at, fresh, held, readers) + op.inside_bytes)
             for old, _ in op.overwrites:
                 if self._steals(old, at, fresh, held, readers):

@@ -56,6 +56,8 @@ class UnitReview:
             base_bytes=trace.base_bytes,
             bandwidth=evictor.bandwidth,
             pinned=frozenset(recorder.tainted),
+            replay_seconds=evictor.replay_seconds,
+            fetch_seconds=evictor.fetch_seconds,
         )
         if unit.number > 1:  # a run's first unit is cold
             knowledge.peaks.note(unit.calls, problem.plain_peak - problem.base_bytes, unit.gradient_bytes)
@@ -140,6 +142,8 @@ class UnitReview:
         """Solve again with the seconds of a warm step, if the plan's extra time differs from what was recorded."""
         evictor = self._interception.evictor
         evictor.learn(stopwatch.bandwidth(evictor.bandwidth))
+        evictor.replay_seconds = stopwatch.replay_seconds(evictor.replay_seconds)
+        evictor.fetch_seconds = stopwatch.fetch_seconds(evictor.fetch_seconds)
         problem = stopwatch.problem(entry.problem, entry.funcs)
         again = State(state.decisions, play(problem, state.decisions))
         change = abs(again.timeline.extra_seconds - state.timeline.extra_seconds)

@@ -54,6 +54,9 @@ SMALLEST_BYTES = 2048
 """Values below this size are never evicted: the bookkeeping would cost more than it frees."""
 
 ASSUMED = Bandwidth(write=10e9, read=10e9, read_fresh=10e9)
+INTERCEPTED_SECONDS = 50e-6
+"""What the interception is assumed to add to each operator that is run again, and to each value that is moved, until the first
+planned unit has shown it: recording and serving are some hundred lines of Python."""
 """Bytes per second assumed between a device and pinned memory, without room to measure: PCIe 3.0 x16 reaches about 12e9."""
 
 
@@ -70,6 +73,8 @@ class Evictor:
         moves: whether values may be offloaded; False once the offload tier has no room.
         planned: tells, for an operator's site and the slot of its output, whether the plan drops that value; None without a
             plan.
+        replay_seconds, fetch_seconds: what the interception of planned units adds to an operator that is run again, and to a
+            value that is moved, as last measured.
         times: number of evictions so far.
         operators: runs operators, and retries those that do not fit.
         recorder: the running unit's recorder. It is notified of what operators, autograd and this evictor do to values.
@@ -100,6 +105,7 @@ class Evictor:
         self._replayer = _Replayer(self)
         self._regions: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._bandwidth: Bandwidth | None = None
+        self.replay_seconds = self.fetch_seconds = INTERCEPTED_SECONDS
 
     def use(self, meter: Meter, tier: FileTier | PinnedTier) -> None:
         """Watch another device from now on, with its meter and its offload tier."""

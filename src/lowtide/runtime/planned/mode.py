@@ -562,11 +562,15 @@ class PlannedMode(Mode):
     def _act(self, act: PlannedStep, func: Any, args: Any, kwargs: Any) -> Any:
         for number in act.moves:
             self.move(number)
+        start = time.perf_counter()
         info = info_of(func)
         record = self._record(act, func, info, args, kwargs) if act.recorded else None
         out = self._call(func, args, kwargs, capped=self._caps[self.at])
         self._note_outputs(act, record, args, kwargs, out)
         self._note_writes(act, record, info, args, kwargs)
+        if self.run.stopwatch is not None:
+            besides = time.perf_counter() - start - self.run.stopwatch.forward[-1]
+            (self.run.stopwatch.recording if act.recorded else self.run.stopwatch.noting).append(besides)
         return out
 
     def _weigh(self, out: Any) -> None:

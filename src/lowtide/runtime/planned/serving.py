@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
@@ -50,7 +51,9 @@ class PlannedRun:
         key = (value.number, value.touched)
         value.touched += 1
         storage = value.storage()
-        if storage is None:
+        if storage is None and self.stopwatch is not None:
+            storage = self._timed(value, key, self.stopwatch)
+        elif storage is None:
             storage = remake(value, _Replayer(self.script.holds.get(key, frozenset()), self))
         self._served[storage._cdata] = weakref.ref(storage)
         if key not in self.script.stays and (value.record is not None or value.ticket is not None):
@@ -59,6 +62,15 @@ class PlannedRun:
             value.tensor = as_bytes(storage)
         for number in self.script.ahead.get(key, ()):
             self._begin_fetch(number)
+        return storage
+
+    def _timed(self, value: Value, key: tuple[int, int], stopwatch: Stopwatch) -> torch.UntypedStorage:
+        """Bring a value back, and note what that takes besides the operators and transfers themselves."""
+        tally = self.tally
+        before, count, start = tally.recompute_seconds + tally.offload_seconds, tally.recomputed_ops, time.perf_counter()
+        storage = remake(value, _Replayer(self.script.holds.get(key, frozenset()), self))
+        besides = time.perf_counter() - start - (tally.recompute_seconds + tally.offload_seconds - before)
+        stopwatch.serving.append((tally.recomputed_ops - count, besides))
         return storage
 
     def has_served(self, storage: torch.UntypedStorage) -> bool:

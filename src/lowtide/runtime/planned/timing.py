@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from statistics import mean
+from statistics import mean, median
 from typing import Any, final
 
 from lowtide.base.trace import Op
@@ -31,12 +31,18 @@ class Stopwatch:
         again: per index of such an operator, the seconds of each of its replays.
         written: (bytes, seconds) of each transfer to the offload tier.
         read: (bytes, seconds) of each transfer back.
+        recording, noting: seconds that the interception took at each operator that left a record, and at each that left none,
+            besides the operator itself.
+        serving: (operators run again, seconds besides these and transfers) of each need of a value that was away.
     """
 
     forward: list[float] = field(default_factory=list)
     again: dict[int, list[float]] = field(default_factory=dict)
     written: list[tuple[int, float]] = field(default_factory=list)
     read: list[tuple[int, float]] = field(default_factory=list)
+    recording: list[float] = field(default_factory=list)
+    noting: list[float] = field(default_factory=list)
+    serving: list[tuple[int, float]] = field(default_factory=list)
 
     def problem(self, problem: Problem, funcs: Sequence[tuple[int, Any]]) -> Problem:
         """A copy of a problem with these seconds, and with the offload tier's speed as measured.
@@ -54,7 +60,21 @@ class Stopwatch:
             runs = self.again.get(i)
             events[e] = replace(op, seconds=mean(runs) if runs else min(op.seconds, seconds))
         trace = replace(problem.trace, events=tuple(events))
-        return replace(problem, trace=trace, bandwidth=self.bandwidth(problem.bandwidth))
+        return replace(
+            problem, trace=trace, bandwidth=self.bandwidth(problem.bandwidth),
+            replay_seconds=self.replay_seconds(problem.replay_seconds),
+            fetch_seconds=self.fetch_seconds(problem.fetch_seconds),
+        )
+
+    def replay_seconds(self, assumed: float) -> float:
+        """What the interception adds to an operator that is run again; ``assumed`` if none was."""
+        served = [seconds / count for count, seconds in self.serving if count]
+        return median(self.recording) + median(served) if self.recording and served else assumed
+
+    def fetch_seconds(self, assumed: float) -> float:
+        """What the interception adds to a value that is moved; ``assumed`` if none was."""
+        served = [seconds for count, seconds in self.serving if not count]
+        return median(self.noting or [0.0]) + median(served) if served else assumed
 
     def bandwidth(self, probed: Bandwidth | None) -> Bandwidth | None:
         """The offload tier's speed as measured in this unit, and as ``probed`` where too few bytes were transferred.
