@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lowtide.base.processes import python
 from lowtide.studies.leak.ablate import Failed, ablate
-from lowtide.studies.leak.watch import Watch, python
+from lowtide.studies.leak.watch import Watch
 
 HERE = Path(__file__).parent
 PARTS = ("loop", "forward", "backward", "optimizer", "checkpointing", "logging")

@@ -18,10 +18,11 @@ from programs import PROGRAMS
 from rich.progress import Progress as Bar
 from scipy import stats
 
+from lowtide.base.processes import python
 from lowtide.base.units import MIB
 from lowtide.studies.leak.books import close
 from lowtide.studies.leak.study import STEPS, study
-from lowtide.studies.leak.watch import Watch, python
+from lowtide.studies.leak.watch import Watch
 
 HERE = Path(__file__).parent
 

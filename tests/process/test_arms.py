@@ -7,7 +7,8 @@ import textwrap
 
 import pytest
 
-from lowtide.studies.leak.watch import Progress, Watch, Watched, python
+from lowtide.base.processes import python
+from lowtide.studies.leak.watch import Progress, Watch, Watched
 from lowtide.probe.arms import PARTS
 from lowtide.probe.marks import MarkSource
 

@@ -12,6 +12,8 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "compiled_forms.py")
 FORMS = ("module", "full", "inplace", "blocks", "blocks-inplace", "function", "step", "optimize", "breaks", "reduce")
 
 
+@pytest.mark.slow("inductor-2", "breaks-aot_eager-1", "reduce-aot_eager-1", "blocks-aot_eager-1", "blocks-inplace-aot_eager-1",
+                  "optimize-aot_eager-1", "function-aot_eager-1")
 @pytest.mark.long("inductor", "blocks", "breaks", "reduce", "aot_eager-1", "optimize", "function", "inplace-aot_eager-2", "full",
                   "module-aot_eager-2")
 @pytest.mark.parametrize("backwards", [1, 2])

@@ -19,7 +19,8 @@ from forked import forked
 from lowtide.studies.leak.books import close
 from lowtide.studies.leak.study import audits_of
 from lowtide.studies.leak.series import series_of
-from lowtide.studies.leak.watch import Progress, Watch, Watched, python
+from lowtide.base.processes import python
+from lowtide.studies.leak.watch import Progress, Watch, Watched
 from lowtide.probe.marks import MarkSource
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -71,6 +71,7 @@ def _judged(judge: Path, names: list[str]) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.slow("2", "4", "6", "8")
 @pytest.mark.long(*map(str, range(1, GROUPS)))
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_peaks_by_phase_are_exact_and_roles_are_known(group: int, judge: Path) -> None:

@@ -10,7 +10,8 @@ import textwrap
 
 from command import TIMEOUT
 import pytest
-from lowtide.studies.leak.watch import Progress, Watch, Watched, python
+from lowtide.base.processes import python
+from lowtide.studies.leak.watch import Progress, Watch, Watched
 from lowtide.probe.marks import MarkSource
 
 SCRIPTS = {

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from lowtide.studies.leak.ablate import ablate
-from lowtide.studies.leak.watch import Watch, python
+from lowtide.base.processes import python
+from lowtide.studies.leak.watch import Watch
 
 PLANTED = Path(__file__).parents[2] / "benchmarks" / "leaks" / "planted.py"
 
