@@ -10,7 +10,6 @@ import torch
 import zoo
 from harness import above_of, budgeted, kept, looking_on, plain_of
 from torch import nn
-from torch.nn import functional as F
 
 STEPS = 7
 LIBRARY = torch.library.Library("lowtide_kernels", "DEF")
@@ -136,35 +135,3 @@ def test_autocast_is_on_in_such_a_kernel_as_without_lowtide(tmp_path: Path) -> N
     with looking_on("record", tmp_path):
         assert torch.equal(call(), plain)
     assert made[0] is made[1] is torch.bfloat16
-
-
-@torch.jit.script
-def _forked(x: torch.Tensor) -> torch.Tensor:
-    waiting = torch.jit.fork(F.gelu, x)
-    y = torch.tanh(x) * 0.1
-    return torch.jit.wait(waiting) * 0.5 + y
-
-
-class Forked(nn.Module):
-    """Layers after each of which a thread of torch's own computes a part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(96, 96), nn.GELU(), nn.LayerNorm(96)) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = _forked(layer(x))
-        return x.square().mean()
-
-
-def forked() -> zoo.Job:
-    return zoo.simple(Forked(), lambda m, _: m(torch.randn(1024, 96)))
-
-
-@pytest.mark.parametrize("share", [2.0, 0.6])
-def test_a_scripts_fork_is_run_by_its_thread_as_without_lowtide(share: float) -> None:
-    """The thread inherits Lowtide's modes, but neither its memory is capped nor that of the script's thread meanwhile."""
-    reference = plain_of(forked, 4 * STEPS)
-    run = budgeted(forked, above_of(reference, share), 4 * STEPS)
-    assert run.bits == reference.bits
