@@ -2,7 +2,7 @@
 
 A step is some 3,600 operators of a few microseconds each, so that what the interception adds dominates. Under ``budget``,
 every step is held online, once with the trace recorder and once without it: the difference is the recorder's own share; or it
-follows a plan that touches a tenth of the forward's operators, with the native gate and without it. In every turn the
+follows a plan that touches one in twenty of the forward's operators, with the native gate and without it. In every turn the
 intercepted steps come between two runs of plain ones. One thread.
 
 Prints a table and, with ``--json FILE``, writes every figure with the machine's name.

@@ -126,22 +126,23 @@ class UnitStart:
         resized = how.resizing is not None
         clocked = how.entry.followed == CLOCKED and state.decisions and not (interception.tier.overlaps or resized)
         run = PlannedRun(script, interception.evictor.tally, interception.tier, Stopwatch() if clocked else None)
-        cap = room = None
+        cap = room = limit = None
         if self._budget.bytes and interception.meter.capped and interception.evictor.moves:
-            limit = self._budget.bytes - SLACK_BYTES if resized else self._budget.bytes
-            cap, room = functools.partial(interception.cap, limit), lambda: limit - interception.meter.live()
+            most = limit = self._budget.bytes - SLACK_BYTES if resized else self._budget.bytes
+            cap, room = functools.partial(interception.cap, most), lambda: most - interception.meter.live()
+        on_host = interception.meter.device == HOST  # elsewhere backwards run in other threads, where no gate is on
+        gated = on_host and not (clocked or resized)
         return PlannedMode(
             script, run, functools.partial(self._diverged, weakref.ref(unit)), interception.saver.pack,
             interception.out_of_memory(), interception.before_planned_write, cap, room=room,
-            refusals=Refusals(interception.meter), resized=resized, gate=self._gate(script, None if cap is None else limit)
-            if run.stopwatch is None and not resized else None,
-            thread=threading.get_ident() if interception.meter.device == HOST else 0,
+            refusals=Refusals(interception.meter), resized=resized, gate=self._gate(script, limit) if gated else None,
+            thread=threading.get_ident() if on_host else 0,
         )
 
     def _gate(self, script: CompiledPlan, limit: int | None) -> Gate | None:
-        """A gate for a unit that follows a plan on the host; elsewhere backwards run in other threads, where it is not on."""
+        """A gate for a unit that follows a plan under a cap of ``limit`` bytes; None where there is none."""
         meter = self._interception.meter
-        if script.gate_script is None or meter.device != HOST:
+        if script.gate_script is None:
             return None
         made = gate_of(script.gate_script)
         if limit is not None and isinstance(meter, HeapMeter):

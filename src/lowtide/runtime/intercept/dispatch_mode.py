@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 import torch
 from lowtide.runtime.gate import Gate
 from lowtide.runtime.storage.arguments import NO_DISPATCH
+from lowtide.runtime.storage.op_schema import TORCH_NAMESPACES
 
 
 class Mode(TorchDispatchMode):
@@ -98,7 +99,7 @@ def leaves_autograd_on(func: Any) -> bool:
 
     Autograd then sees the operators that the kernel calls, and so must a mode (``torch.library.Library.impl``).
     """
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace in ("aten", "prims"):
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace in TORCH_NAMESPACES:
         return False
     name = func.name()
     if any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in _AUTOGRAD):

@@ -8,9 +8,12 @@ from typing import Any, Final
 
 import torch
 
-_REPLAYABLE_NAMESPACES: Final = frozenset({"aten", "prims"})
-"""Operators of other namespaces (collectives, extensions) are never replayed, as their side effects are unknown. They may draw
-random numbers, so where one lacks memory and is run again, generators are set back."""
+TORCH_NAMESPACES: Final = frozenset({"aten", "prims"})
+"""Namespaces of torch's own operators.
+
+Operators of other namespaces (collectives, extensions) are never replayed, as their side effects are unknown. They may draw
+random numbers, so where one lacks memory and is run again, generators are set back.
+"""
 
 _COLLECTIVE_NAMESPACES: Final = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
 """Namespaces of the operators in which other ranks take part."""
@@ -100,7 +103,7 @@ def info_of(func: Any) -> OpInfo:
         elif argument.name in _SECRET_WRITES:
             secret.add(i)
     name = schema.name
-    foreign = name.split("::")[0] not in _REPLAYABLE_NAMESPACES
+    foreign = name.split("::")[0] not in TORCH_NAMESPACES
     tags = getattr(func, "tags", ())
     bitwise = getattr(torch.Tag, "nondeterministic_bitwise", None)
     return OpInfo(
