@@ -118,6 +118,7 @@ def budgeted(name: str, budget: int, expected: Sequence[str], folder: Path) -> d
         "peak_bytes": max((s["peak_bytes"] for s in steps), default=None),
         "lowest_bytes": None if plan is None else plan["lowest_peak_bytes"],
         "bound_bytes": None if plan is None else plan["bound"]["peak_bytes"],
+        "at": None if plan is None else plan["bound"].get("at"),
         "levers": [x["name"] for x in found.get("levers", ()) if x["used"]],
         "unreached": found.get("unreached", []),
         **timed(seconds),
@@ -261,12 +262,45 @@ def summary(results: dict[str, Any]) -> list[str]:
     return told
 
 
+def accounts(results: dict[str, Any]) -> list[str]:
+    """What stands at each script's minimum, one row per script: of the run with the lowest budget that has an account."""
+    told = []
+    for name, found in results.items():
+        if "error" in found:
+            continue
+        runs = (r for key in (*PLACES, *SHARES) for r in found["runs"][key])
+        run = min((r for r in runs if r["at"] and r["at"]["operator"]), key=lambda r: r["budget_bytes"], default=None)
+        if run is None:
+            told.append(f"| {name} | | | no forward with its backward sets it |")
+            continue
+        at = run["at"]
+        parts = "; ".join(f"{format_bytes(part['bytes'])} {part['what']}" for part in at["parts"][:PARTS])
+        largest = next((f"{format_bytes(x['bytes'])} of `{x['made_by']}`" for x in at["largest"] if x["made_by"]), "")
+        size = format_bytes(sum(part["bytes"] for part in at["parts"]))
+        told.append(f"| {name} | {size} | `{at['operator']}` ({at['phase']}) | {parts}{largest and f'; largest: {largest}'} |")
+    return told
+
+
+ACCOUNTS: Final = """
+## What stands at the minimum
+
+The proven minimum of one forward and its backward (recomputing and offloading cannot go below it, memory
+optimizations can), the operator at which it is reached, and the largest parts of what is in memory then.
+
+| script | proven minimum | operator | in memory |
+|---|---|---|---|
+"""
+PARTS: Final = 4
+"""Parts that are named."""
+
+
 def page(results: dict[str, Any], jobs: int) -> str:
     """The page of the documentation: what was measured, how to see it again, the table, and what the whole says."""
     lines = [f"| {' | '.join(row)} |" for row in (HEADS, *rows(results))]
     lines.insert(1, "|---" * len(HEADS) + "|")
     beside = [SIDE_BY_SIDE.format(jobs=jobs)] if jobs > 1 else []
-    return "\n".join([INTRODUCTION.rstrip("\n"), *beside, "", *lines, "", *(f"- {line}" for line in summary(results))]) + "\n"
+    told = [*(f"- {line}" for line in summary(results)), ACCOUNTS + "\n".join(accounts(results))]
+    return "\n".join([INTRODUCTION.rstrip("\n"), *beside, "", *lines, "", *told]) + "\n"
 
 
 def main() -> None:

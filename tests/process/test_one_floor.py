@@ -143,6 +143,10 @@ SCRIPTS = {"operators": MANY_OPERATORS, "output": KEPT_OUTPUT, "update": UPDATE,
 LEVERS = "move-gradients,sliced-update,plan-checkpoints,split-ops"
 
 
+OUTSIDE_A_UNIT = ("update", "rebuilt", "evaluation")
+"""Kinds of scripts whose floor no forward with its backward sets."""
+
+
 @pytest.mark.long("operators", "update", "rebuilt", "checkpointed", "frame", "output")
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_plan_and_run_report_the_same_baseline_peak_and_floor(tmp_path: Path, kind: str) -> None:
@@ -157,6 +161,11 @@ def test_plan_and_run_report_the_same_baseline_peak_and_floor(tmp_path: Path, ki
     bound, plain = run["plan"]["bound"]["peak_bytes"], run["plan"]["baseline_peak_bytes"]
     assert planned["floor_with_moving_bytes"] == pytest.approx(bound, abs=LITTLE_BYTES)
     assert planned["given_peak_bytes"] == pytest.approx(plain, abs=LITTLE_BYTES)
+    at = run["plan"]["bound"]["at"]
+    assert (at is None) is (kind in OUTSIDE_A_UNIT)
+    if at is not None:
+        assert at["operator"].startswith("aten.")
+        assert sum(part["bytes"] for part in at["parts"]) == bound
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ from lowtide.base.errors import StructureError
 from lowtide.planning.unit.prefetch import fetches_ahead
 from lowtide.planning.unit.bound import UnitTimeBound, forced_live, peak_bound
 from lowtide.planning.unit.greedy import State, backtracked, lightened, pareto, walk
+from lowtide.planning.unit.minimum_account import account_of
 from lowtide.planning.unit.problem import Action, Away, Bandwidth, Key, Problem
 from lowtide.planning.unit.simulate import play
 from lowtide.planning.unit.lp_plan import Relaxed
@@ -138,6 +139,42 @@ def test_no_decisions_beat_the_bound_on_the_peak(planned: Planned) -> None:
     timeline = play(problem, decisions)
     assert peak_bound(problem).peak_bytes <= timeline.peak_bytes
     assert (forced_live(problem) <= timeline.peak_bytes_at).all()
+
+
+@given(problems())
+def test_the_account_of_the_minimum_adds_up_to_it(problem: Problem) -> None:
+    """The parts add up to peak_bound to the byte, none is negative, and the values named belong to the parts."""
+    account = account_of(problem)
+    assert account.bytes == peak_bound(problem).peak_bytes
+    parts = dict(account.parts)
+    assert all(size > 0 for size in parts.values())
+    for part in parts:
+        assert sum(x.bytes for x in account.largest if x.part == part) <= parts[part]
+    assert {x.part for x in account.largest} <= set(parts)
+    assert account.moved(7).bytes == account.bytes + 7
+    assert [x.bytes for x in account.largest] == sorted((x.bytes for x in account.largest), reverse=True)
+
+
+def test_the_account_of_the_minimum_names_what_is_there() -> None:
+    """A value that the operator reads, one that the script holds, one that cannot come back, a gradient, and what it makes."""
+    ops = [_op((0,), 1, 100), replace(_op((0,), 2, 40), replayable=False), _op((1,), 3, 30)]
+    backward = [replace(_op((1,), 4, 20), phase=Phase.BACKWARD), replace(_op((1, 4), 5, 500), phase=Phase.BACKWARD)]
+    trace = Trace(
+        base_bytes=BASE_BYTES, resident_bytes=600, events=(*ops, *backward, Need(value=2, pinned_until=5)),
+        buffers=(
+            replace(_buffer(8, -1, 6, -1), counted=False), _buffer(100, 0, 4, -1), _buffer(40, 1, 1, 5), _buffer(30, 2, 5, -1),
+            _buffer(20, 3, 6, -1), _buffer(500, 4, 4, -1),
+        ),
+        saves=(Save(value=2, event=1),), other_bytes=(0, 0, 0, 0, 7, 0), spike_bytes=(0,) * 6, backward_event=3,
+    )  # fmt: skip
+    problem = Problem(trace=trace, base_bytes=BASE_BYTES)
+    assert dict(account_of(problem).parts) == {
+        "parameters, buffers and optimizer states": 600, "outputs and workspace of the operator": 500,
+        "other memory from before the forward": BASE_BYTES - 600, "read by the operator": 120,
+        "can be neither recomputed nor offloaded": 40, "held by the script": 30, "made outside any operator": 7,
+    }  # fmt: skip
+    later = replace(trace, events=(*trace.events[:4], replace(backward[1], reads=(1,)), trace.events[5]))
+    assert dict(account_of(replace(problem, trace=later)).parts)["gradients"] == 20
 
 
 @given(plans())

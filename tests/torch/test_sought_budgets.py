@@ -32,6 +32,10 @@ def test_the_minimum_is_held_from_the_second_step_on(make: Callable[[], zoo.Job]
     assert [step.index for step in outcome.steps[1:] if step.peak_bytes > outcome.budget_bytes] == []
     assert outcome.held
     assert outcome.plan is not None
+    account = outcome.plan.minimum
+    assert account is not None
+    assert account.bytes == outcome.plan.bound_peak_bytes
+    assert outcome.plan.to_json()["bound"]["at"]["operator"] == account.operator != ""
     lowest = outcome.plan.lowest_peak_bytes
     assert lowest <= outcome.budget_bytes < outcome.steps[0].peak_bytes
     above = outcome.budget_bytes - 2 * SLACK_BYTES - (1 + MINIMUM_MARGIN) * lowest

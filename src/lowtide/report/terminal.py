@@ -14,11 +14,15 @@ from lowtide.base.messages import stream
 from lowtide.base.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from lowtide.runtime.run_figures import RunOutcome
+    from lowtide.runtime.run_figures import PlanFigures, RunOutcome
 
 
 SETTLED = 2
 """Index of the first step for which a plan has been made."""
+PARTS = 3
+"""How many parts of the minimum are shown."""
+WELL_ABOVE = 0.02
+"""The lowest plan found is shown if it is above the minimum by more than this share of it."""
 
 
 class _Patient(Console):
@@ -52,7 +56,7 @@ def show_outcome(outcome: RunOutcome) -> None:
         told = "with the memory optimizations, without a plan" if engaged else "without Lowtide, as recorded"
         table.add_row("baseline peak", format_bytes(plan.baseline_peak_bytes), told)
         table.add_row("resident", format_bytes(plan.resident_bytes), "parameters, buffers, optimizer states")
-        table.add_row("minimum", format_bytes(plan.bound_peak_bytes), "recomputing and offloading cannot go below this")
+        _add_minimum(table, plan)
     steps = [s for s in outcome.steps if s.policy != "online"] or list(outcome.steps)
     kinds = {p: sum(1 for s in outcome.steps if s.policy == p) for p in ("online", "planned", "plain")}
     told = ", ".join(f"{n} {p}" for p, n in kinds.items() if n)
@@ -110,6 +114,18 @@ def _add_peaks(table: Table, outcome: RunOutcome) -> None:
     if outcome.of_first and outcome.budget_bytes:
         first = format_bytes(outcome.steps[0].peak_bytes)
         table.add_row("first step", first, "ran without the budget, which follows from it")
+
+
+def _add_minimum(table: Table, plan: PlanFigures) -> None:
+    """What no plan goes below, what is in memory then, and how low the plans found go where that is well above."""
+    at = plan.minimum if plan.minimum is not None and plan.minimum.operator else None
+    where = "" if at is None else f"; it is set by {escape(str(at))}, with"
+    table.add_row("minimum", format_bytes(plan.bound_peak_bytes), f"recomputing and offloading cannot go below this{where}")
+    for what, size in () if at is None else at.parts[:PARTS]:
+        module = "" if at is None else at.module_of(what)
+        table.add_row("", format_bytes(size), what + (module and f"; the largest is from {escape(module)}"))
+    if plan.lowest_peak_bytes > (1 + WELL_ABOVE) * plan.bound_peak_bytes and plan.lowest_peak_bytes < plan.baseline_peak_bytes:
+        table.add_row("lowest plan", format_bytes(plan.lowest_peak_bytes), "the lowest that was found; none lower is known")
 
 
 def _remark(out: Console, outcome: RunOutcome, reasons: str) -> None:

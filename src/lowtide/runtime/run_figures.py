@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final, overload
 
+from lowtide.planning.unit.minimum_account import MinimumAccount
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFigures:
@@ -99,7 +101,10 @@ class Steps(Sequence[StepFigures]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFigures:
-    """What the plan in force predicts for a step; predictions are None if no plan was found."""
+    """What the plan in force predicts for a step; predictions are None if no plan was found.
+
+    ``minimum`` says what the bound on the peak consists of; None if no forward and its backward set that.
+    """
 
     predicted_peak_bytes: int | None
     baseline_peak_bytes: int
@@ -112,6 +117,7 @@ class PlanFigures:
     lowest_peak_bytes: int
     status: str
     solve_seconds: float
+    minimum: MinimumAccount | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The ``plan`` object of the JSON file."""
@@ -125,7 +131,11 @@ class PlanFigures:
             "extra_seconds": self.extra_seconds,
             "lowest_peak_bytes": self.lowest_peak_bytes,
             "solve_seconds": self.solve_seconds,
-            "bound": {"peak_bytes": self.bound_peak_bytes, "extra_seconds": self.bound_extra_seconds},
+            "bound": {
+                "peak_bytes": self.bound_peak_bytes,
+                "extra_seconds": self.bound_extra_seconds,
+                "at": None if self.minimum is None else self.minimum.to_json(),
+            },
         }
 
 

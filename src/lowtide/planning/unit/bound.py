@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 
 import numpy as np
@@ -28,6 +30,31 @@ class Bound:
     peak_event: int
 
 
+class Forced(StrEnum):
+    """Why a value is live at an event under every plan."""
+
+    SCRIPT = "held by the script"
+    NODE = "held by the autograd node that asked for it"
+    FIXED = "can be neither recomputed nor offloaded"
+
+
+def forced_spans(problem: Problem, value: int) -> Iterator[tuple[int, int, Forced]]:
+    """When a counted value is live under every plan: first and last event of each span, in order and disjoint, and why."""
+    buffer = problem.trace.buffers[value]
+    held = min(buffer.held_until, problem.end(value))
+    spans = [(buffer.born + 1, held, Forced.SCRIPT)]
+    if not problem.remakeable[value] and not problem.can_move(value):
+        spans.append((held + 1, problem.end(value), Forced.FIXED))
+    else:
+        spans += [(max(event + 1, buffer.held_until + 1), pin, Forced.NODE) for event, pin in problem.needs[value]]
+    reached = -1
+    for start, last, why in spans:
+        first = max(start, reached + 1)
+        if last >= first:
+            yield first, last, why
+            reached = last
+
+
 def forced_live(problem: Problem) -> NDArray[np.int64]:
     """Per event, bytes that are live under every plan, including the event's own rise.
 
@@ -37,23 +64,20 @@ def forced_live(problem: Problem) -> NDArray[np.int64]:
     events = len(problem.trace.events)
     delta = np.zeros(events + 2, dtype=np.int64)
     for v, buffer in enumerate(problem.trace.buffers):
-        if not buffer.counted:
-            continue
-        fixed = not problem.remakeable[v] and not problem.can_move(v)
-        spans = [(buffer.born + 1, problem.end(v) if fixed else min(buffer.held_until, problem.end(v)))]
-        if not fixed:
-            spans += [(max(event + 1, buffer.held_until + 1), pin) for event, pin in problem.needs[v]]
-        reached = -1
-        for first, end in spans:
-            start = max(first, reached + 1)
-            if end >= start:
-                delta[start] += buffer.bytes
-                delta[end + 1] -= buffer.bytes
-                reached = end
+        for first, last, _ in forced_spans(problem, v) if buffer.counted else ():
+            delta[first] += buffer.bytes
+            delta[last + 1] -= buffer.bytes
     live = np.cumsum(delta)[:events] + problem.base_bytes + np.asarray(problem.trace.other_bytes, dtype=np.int64)
-    own = [problem.trace.buffers[e.value].bytes if isinstance(e, Need) and _absent_able(problem, e.value, i) else 0
-           for i, e in enumerate(problem.trace.events)]
+    own = [asked_bytes(problem, event) for event in range(events)]
     return live + np.maximum(problem.rise, np.asarray(own, dtype=np.int64))
+
+
+def asked_bytes(problem: Problem, event: int) -> int:
+    """Bytes of the value that backward asks for at an event, if it may be absent until then; otherwise 0."""
+    need = problem.trace.events[event]
+    if not isinstance(need, Need) or not _absent_able(problem, need.value, event):
+        return 0
+    return problem.trace.buffers[need.value].bytes
 
 
 def _absent_able(problem: Problem, v: int, event: int) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from lowtide.planning.status import Status
 from lowtide.planning.unit.bound import Bound, UnitTimeBound, peak_bound
 from lowtide.planning.unit.greedy import State, backtracked, lightened, pareto, walk
+from lowtide.planning.unit.minimum_account import MinimumAccount, account_of
 from lowtide.planning.unit.problem import Problem
 from lowtide.planning.unit.simulate import play
 
@@ -99,6 +100,11 @@ class Front:
         front.states = pareto([State(s.decisions, play(problem, s.decisions)) for s in (*self.states, *self._found)])
         front.solve_seconds += time.perf_counter() - start
         return front
+
+    @cached_property
+    def minimum(self) -> MinimumAccount:
+        """What the peak bound consists of."""
+        return account_of(self.problem)
 
     @cached_property
     def states(self) -> tuple[State, ...]:

@@ -47,6 +47,7 @@ def figures_of(
         lowest_peak_bytes=min(baseline_bytes, solution.lowest_bytes + shift_bytes),
         status=solution.status.value,
         solve_seconds=solution.solve_seconds,
+        minimum=entry.front.minimum.moved(certain_bytes),
     )
 
 
@@ -70,6 +71,7 @@ def resized(figures: PlanFigures, resizing: Resizing, base_bytes: int) -> PlanFi
         baseline_peak_bytes=peak(figures.baseline_peak_bytes),
         bound_peak_bytes=min(figures.bound_peak_bytes, figures.resident_bytes),
         lowest_peak_bytes=lowest,
+        minimum=None,
     )
 
 
@@ -87,6 +89,7 @@ def raised(figures: PlanFigures, between_bytes: int) -> PlanFigures:
         baseline_peak_bytes=max(figures.baseline_peak_bytes, between_bytes),
         bound_peak_bytes=max(figures.bound_peak_bytes, between_bytes),
         lowest_peak_bytes=max(figures.lowest_peak_bytes, between_bytes),
+        minimum=figures.minimum if between_bytes <= figures.bound_peak_bytes else None,
     )
 
 
@@ -139,7 +142,8 @@ def refusal(
         what = "the optimizer's update"
         advice = "a stateless optimizer, or smaller parameters"
     else:
-        what = "one operator with its inputs and outputs"
+        where = f", {figures.minimum}," if figures.minimum is not None and figures.minimum.operator else ""
+        what = f"one operator{where} with its inputs and outputs"
         advice = (
             "a smaller batch or sequence, bfloat16, or a memory optimization (`lowtide run --optimizations list` tries them)"
         )
