@@ -112,6 +112,7 @@ def budgeted(name: str, budget: int, expected: Sequence[str], folder: Path) -> d
         "message": "" if code in (0, 3) else last_line(folder / "log"),
         "equal": lines == list(expected),
         "lines": [] if lines == list(expected) or code not in (0, 3) else [list(expected), lines],
+        "peaks": [s["peak_bytes"] for s in steps],
         "over": [s["index"] for s in steps if s["peak_bytes"] > budget],
         "steps": len(steps),
         "planned": sum(s["policy"] != "online" for s in later) / len(later) if later else None,
@@ -170,12 +171,20 @@ def minimum_of(tried: Sequence[dict[str, Any]], peak: int) -> int:
     Of several refusals, that of the largest budget counts: far below the minimum, a run is refused by the first step alone,
     before other forwards and memory optimizations were seen. A plan is of one forward and its backward. Where another of the
     script's needs more, so that a budget was refused, what plans reach does not count, except with memory optimizations.
+    No budget is enough that is below the lowest peak which a step had in any run, if that step ever crossed a budget: where
+    sizes change, a plan of one step says nothing of a larger one.
     """
     refused = sorted((r for r in tried if r["refused"]), key=lambda r: r["budget_bytes"])
     needed = [int(size) for r in refused[-1:] for size in re.findall(r"\((\d+) bytes", r["message"])[:1]]
     kept = [r["budget_bytes"] for r in tried if r["exit"] == 0 and not r["over"]]
     planned = [r["lowest_bytes"] for r in tried if r["lowest_bytes"] is not None and (r["levers"] or not needed)]
-    return min([*needed, *kept, *planned], default=peak)
+    return max(min([*needed, *kept, *planned], default=peak), crossed_bytes(tried))
+
+
+def crossed_bytes(tried: Sequence[dict[str, Any]]) -> int:
+    """The largest, over all steps that crossed a budget in some run, of the lowest peaks that they had in all runs."""
+    crossed = {index for r in tried for index, peak in enumerate(r["peaks"]) if peak > r["budget_bytes"]}
+    return max((min(r["peaks"][i] for r in tried if i < len(r["peaks"])) for i in crossed), default=0)
 
 
 def ratio(found: dict[str, Any], key: str) -> float | None:

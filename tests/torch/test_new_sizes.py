@@ -300,7 +300,10 @@ def test_units_whose_sizes_are_hidden_follow_a_plan(loss: Callable[[nn.Module, i
 
 
 def test_a_budget_that_a_unit_of_other_sizes_could_not_hold_is_refused() -> None:
-    """Law: no unit comes twice, but what one of them certainly needed shows that the budget cannot be held."""
+    """Law: no unit comes twice, but what one of them certainly needed shows that the budget cannot be held.
+
+    In the second step gradients leave in the middle of the unit, so the third is the first that shows it.
+    """
     lengths = [60, 64, 58, 63, 50, 62]
     done = [0]
 
@@ -317,7 +320,7 @@ def test_a_budget_that_a_unit_of_other_sizes_could_not_hold_is_refused() -> None
     reference = plain_of(make, len(lengths))
     with pytest.raises(lowtide.BudgetError, match="cannot be held"):
         budgeted(make, above_of(reference, 0.05), len(lengths))
-    assert done[0] < 3
+    assert done[0] <= 3
 
 
 class Wide(nn.Module):

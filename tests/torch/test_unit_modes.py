@@ -84,6 +84,14 @@ def penalized(net: Net, optimizer: torch.optim.Optimizer, number: int) -> None:
     optimizer.step()
 
 
+def heavy(net: Net, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """Gradients outweigh what is saved, and in the first step nothing says so beforehand."""
+    del number
+    net(torch.randn(64, 128)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def peak_of(step: Callable[[Net, torch.optim.Optimizer, int], None], steps: int) -> int:
     """Bytes that a baseline training adds to those live before."""
     counter = heap()
@@ -115,6 +123,7 @@ WALKS: dict[str, tuple[Callable[[Net, torch.optim.Optimizer, int], None], int, f
         penalized, 10, 4.0,
         {(Beginning, Recording), (Beginning, Following), (Beginning, Unmonitored), (Unmonitored, Online)},
     ),
+    "gradients leave in its middle": (heavy, 4, 0.8, {(Beginning, Recording), (Recording, Online), (Beginning, Following)}),
     "only rescue": (ordinary, 3, None, {(Beginning, Online)}),
 }
 

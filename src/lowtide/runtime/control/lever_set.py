@@ -11,7 +11,7 @@ import torch
 from lowtide.base.lever_catalogue import CHECKPOINTS, GRADIENTS, LOSS, SLICES, SPLIT_OPS, UPDATE
 from lowtide.base.trace import Phase
 from lowtide.base.units import Rescue
-from lowtide.runtime.budget import Budget
+from lowtide.runtime.budget import SLACK_BYTES, Budget
 from lowtide.runtime.control.interception import Interception
 from lowtide.runtime.control.settings import BudgetSettings
 from lowtide.runtime.device.offload import Ticket
@@ -19,7 +19,7 @@ from lowtide.runtime.intercept.checkpoint_calls import CheckpointCalls
 from lowtide.runtime.levers.deferred_logits import DeferredLogits
 from lowtide.runtime.levers.offloaded_gradients import OffloadedGradients
 from lowtide.runtime.levers.optimizer_in_backward import OptimizerInBackward
-from lowtide.runtime.levers.single_update import parameters_of, unfit
+from lowtide.runtime.levers.single_update import parameters_of, state_bytes_to_come, unfit
 from lowtide.runtime.levers.sliced_optimizer import TEMPORARIES, SlicedOptimizer
 from lowtide.runtime.levers.split_layers import SplitLayers
 from lowtide.runtime.run_figures import LeverFigures
@@ -124,6 +124,16 @@ class LeverSet:
     def move_gradients(self) -> None:
         """Offload gradients from now on."""
         self.gradients.engage(self.optimizers)
+
+    def update_overruns(self, optimizer: Any) -> bool:
+        """Whether an optimizer's update will cross the budget, which it would not if gradients were offloaded before.
+
+        That is of an update that allocates states, usually the first one.
+        """
+        room = self._room()
+        if room is None or not self.may_move_gradients() or not self.gradients.can_engage([optimizer]):
+            return False
+        return room - SLACK_BYTES < state_bytes_to_come(optimizer)
 
     def figures(self) -> tuple[LeverFigures, ...]:
         """What each lever did."""

@@ -19,7 +19,7 @@ from lowtide.runtime.control.evaluations import Evaluations
 from lowtide.runtime.control.interception import Interception
 from lowtide.runtime.control.lever_set import LeverSet
 from lowtide.runtime.control.settings import BudgetSettings
-from lowtide.runtime.control.step_audit import REFUSED, StepAudit
+from lowtide.runtime.control.step_audit import StepAudit
 from lowtide.runtime.control.unit_choices import AsWritten, Choice, Follow, Hold, Ignore, MoveGradients, Refuse
 from lowtide.runtime.online.retry import LIBRARY_BYTES
 from lowtide.runtime.run_figures import Neighbour, PlanFigures
@@ -332,7 +332,7 @@ class PlanChoice:
     def may_refuse(self) -> bool:
         """Whether the script may be ended here: it is in its first steps, so little is lost, and need not keep going."""
         audit = self._audit
-        early = audit.trained < REFUSED and len(audit.steps) < FORWARDS
+        early = audit.trained < audit.refusable and len(audit.steps) < FORWARDS
         return early and not (self._settings.keep_going or self._budget.is_sought)
 
     def refuse(self, choice: Refuse, unreached: tuple[str, ...]) -> BaseException:

@@ -62,7 +62,7 @@ from lowtide.runtime.units.recorded_unit import TOLERANCE_BYTES, RetainedBytes
 from lowtide.runtime.units.resizing import Resizing
 from lowtide.runtime.units.script_checkpoints import ScriptCheckpoints
 from lowtide.runtime.units.unit import Unit
-from lowtide.runtime.units.unit_mode import Following, OnlineReason, Unmonitored
+from lowtide.runtime.units.unit_mode import Following, Online, OnlineReason, Recording, Unmonitored
 from lowtide.runtime.units.unit_signature import UnitSignature, kind_of
 
 
@@ -109,6 +109,7 @@ class Runtime:
         self.interception = interception = Interception(self.clock, budget)
         interception.evictor.exempt = KeptModules(settings.keep)
         interception.evictor.moves = settings.offload
+        interception.evictor.last_resort = self._offload_gradients_within
         interception.saver.on_first = self._functional_begins
         self.patches = PointerEscapes(self)
         self.asides = Bypass(interception.stack, self.clock, self._run_region)
@@ -503,6 +504,8 @@ class Runtime:
             self.interception.update_begins(self._following, closure=closure)
         if self.interception.stack.mode is not self.interception.online:
             self.interception.writes_unseen()
+        if not closure and self.clock.phase is not Phase.BACKWARD and self.levers.update_overruns(optimizer):
+            self._move_gradients()
         self.levers.gradients.optimizer_begins(optimizer, closure=closure)
 
     def optimizer_ends(self, optimizer: Any) -> None:
@@ -569,13 +572,33 @@ class Runtime:
             self.audit.running.units = 0
             raise self.choice.refuse(chosen, tuple(self.unreached.reasons))
         if isinstance(chosen, MoveGradients):
-            self.levers.move_gradients()
-            if self.audit.trained < REFUSED:
-                self.excused = len(self.audit.steps)
+            self._move_gradients()
             unit.kind = replace(kind, engaged=True)
             chosen = Hold(None, planned=self.choice.has_given_plan)
         self.knowledge.checkpoints.unit_begins(unit.kind)
         self._starts.run(unit, chosen)
+
+    def _move_gradients(self) -> None:
+        self.levers.move_gradients()
+        if self.audit.trained < REFUSED:
+            self.excused = len(self.audit.steps)
+
+    def _offload_gradients_within(self) -> bool:
+        """Offload the gradients that exist and all later ones, because an operator of the running unit fits in no other way.
+
+        Returns whether that was possible, so that the operator is worth another try.
+        """
+        unit, levers = self.unit, self.levers
+        possible = unit is not None and self.budget.bytes and levers.may_move_gradients()
+        if unit is None or not possible or not self.knowledge.persistent.gradient_bytes():
+            return False
+        if not levers.gradients.can_engage(levers.optimizers):
+            return False
+        self._move_gradients()
+        if isinstance(unit.mode, Recording):
+            unit.become(Online(unit.mode.recorder, OnlineReason.RELIEVED))
+            self.audit.changed_in_mid_step()
+        return True
 
     def _retained(self) -> RetainedBytes:
         """What graphs of earlier units still hold."""

@@ -63,6 +63,7 @@ class StepAudit:
         running: the step that is running.
         crossings: counts of the steps that crossed the budget.
         units_a_step: how many units the last step had.
+        refusable: number of first steps after which a budget that cannot be held no longer ends the script.
         setup_peak_bytes: highest point before the first unit began: imports, data and the model, which no plan lowers.
     """
 
@@ -74,6 +75,7 @@ class StepAudit:
         self.running = RunningStep()
         self.crossings = BudgetCrossings()
         self.units_a_step = 1
+        self.refusable = REFUSED
         self.setup_peak_bytes = 0
         self._last_told = -math.inf
 
@@ -98,6 +100,14 @@ class StepAudit:
         """The run's first unit begins, and with it the first step: what came before belongs to no step."""
         self.setup_peak_bytes = self.running.peak_bytes
         self.running = RunningStep()
+
+    def changed_in_mid_step(self) -> None:
+        """A unit of the running step was not recorded as later ones will run: the next step's is the first that can be judged.
+
+        A run that is in its first steps may be refused after that one, at the latest before its fourth step.
+        """
+        if self.trained < REFUSED - 1:
+            self.refusable = max(self.refusable, self.trained + 3)
 
     def unit_begins(self) -> None:
         """A unit of the step begins."""
@@ -126,7 +136,7 @@ class StepAudit:
         peak = max(self._interception.meter.span_peak(), running.peak_bytes, running.unseen_peak_bytes)
         crossed = bool(budget) and peak > budget
         self.crossings.step_ends(crossed=self.trained > 0 and crossed)
-        if crossed and self.trained >= REFUSED:
+        if crossed and self.trained >= self.refusable:
             self._tell_of_crossing(peak, figures, evaluation_bytes, unreached)
         self.steps.append(
             StepFigures(

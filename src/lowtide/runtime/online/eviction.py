@@ -77,6 +77,7 @@ class Evictor:
             value that is moved, as last measured.
         times: number of evictions so far.
         operators: runs operators, and retries those that do not fit.
+        last_resort: called if an operator does not fit and nothing is left to evict; returns whether it freed anything.
         recorder: the running unit's recorder. It is notified of what operators, autograd and this evictor do to values.
     """
 
@@ -102,6 +103,7 @@ class Evictor:
         self.clock = 0
         self.left_plan: LeftPlan | None = None
         self.operators = OperatorRetry(self)
+        self.last_resort: Callable[[], bool] = lambda: False
         self._replayer = _Replayer(self)
         self._regions: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._bandwidth: Bandwidth | None = None

@@ -138,8 +138,9 @@ class OperatorRetry:
                     continue
                 if not limit:
                     raise last
-                limit = 0
-                self._evictor.tally.overrun = True
+                if not self._evictor.last_resort():
+                    limit = 0
+                    self._evictor.tally.overrun = True
             self._evictor.tally.rescues += 1
 
     def _shortage(self, limit: int, reserve: int, lacking: int) -> int:

@@ -20,6 +20,7 @@ class OnlineReason(StrEnum):
     SIZE_OF_ITS_OWN = "a unit of this size is not worth a recording"
     WORN = "its kind was recorded often enough, but no plan holds the budget or units of its kind diverge from their plan"
     DIFFERENTIABLE = "it was not observed, and its backward builds a graph"
+    RELIEVED = "gradients are offloaded from its middle on: no later unit of its kind runs like that"
     OUTGREW = "it was not observed, and another call of a model leaves too little room"
 
 
@@ -103,6 +104,7 @@ TRANSITIONS: Final[frozenset[tuple[type[UnitMode], type[UnitMode]]]] = frozenset
     (Beginning, Online),  # the same, but another recording would be of no use
     (Beginning, Following),  # a plan fits
     (Beginning, Unmonitored),  # nothing has to be dropped
+    (Recording, Online),  # an operator fits only if gradients are offloaded from here on
     (Following, Diverged),  # another operator, another size, or no room
     (Unmonitored, Online),  # a backward that builds a graph, or another root call for which there is too little room
 })

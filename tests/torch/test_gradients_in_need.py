@@ -1,0 +1,151 @@
+"""Laws: gradients are offloaded in the middle of a unit, or before a first update, where the budget is crossed otherwise.
+
+Nothing is known yet of a first step, and nothing of a unit whose sizes are new. The bits are those of the baseline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from harness import above_of, budgeted, heap, kept, plain_of
+from lowtide.base.lever_catalogue import GRADIENTS
+from lowtide.runtime.control.lever_set import LeverSet
+from lowtide.runtime.levers.single_update import KNOWN, state_bytes_to_come
+from lowtide.runtime.storage.views import bytes_of
+from torch import nn
+
+import lowtide
+
+STEPS, WIDE, LAYERS = 6, 384, 6
+PARAMETERS_BYTES = LAYERS * 4 * WIDE * (WIDE + 1)
+
+
+def _net() -> nn.Module:
+    return nn.Sequential(*(m for _ in range(LAYERS) for m in (nn.Linear(WIDE, WIDE), nn.GELU())))
+
+
+def _job(size_of: Callable[[int], int], *, clips: bool = False) -> zoo.Job:
+    """Gradients are dropped after each step, before anything else reads them."""
+    net = _net()
+    optimizer = torch.optim.Adam(net.parameters())
+
+    def step(i: int) -> torch.Tensor:
+        loss = net(torch.randn(size_of(i), WIDE)).square().mean()
+        loss.backward()
+        if clips:
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return zoo.Job(step, [net], [optimizer])
+
+
+def of_one_size() -> zoo.Job:
+    """Parameters, gradients and states outweigh what is saved."""
+    return _job(lambda _: 16)
+
+
+def of_new_sizes() -> zoo.Job:
+    """Each batch is larger than the one before."""
+    return _job(lambda i: 16 + 8 * i)
+
+
+def clipped() -> zoo.Job:
+    """All gradients are read before the update, one after the other."""
+    return _job(lambda i: 64 + 32 * i, clips=True)
+
+
+def accumulated() -> zoo.Job:
+    """Gradients of a first batch exist while a second one runs; batches have new sizes."""
+    net = _net()
+    optimizer = torch.optim.AdamW(net.parameters())
+
+    def step(i: int) -> torch.Tensor:
+        total = torch.zeros(())
+        for part in range(2):
+            loss = net(torch.randn(64 + 32 * i + 16 * part, WIDE)).square().mean()
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return zoo.Job(step, [net], [optimizer])
+
+
+def _used(run: Any) -> bool:
+    return any(lever.used for lever in run.outcome.levers if lever.name == GRADIENTS)
+
+
+@pytest.mark.parametrize("make", [of_one_size, of_new_sizes])
+def test_a_first_update_that_allocates_states_keeps_the_budget(make: Callable[[], zoo.Job]) -> None:
+    """Parameters and two states each fit, with some of the gradients, not all: every step is within the budget."""
+    reference = plain_of(make, STEPS)
+    assert reference.above_bytes > 4 * PARAMETERS_BYTES
+    run = budgeted(make, int(3.7 * PARAMETERS_BYTES), STEPS)
+    assert run.bits == reference.bits
+    assert kept(run), run.over
+    assert _used(run)
+
+
+@pytest.mark.parametrize(("make", "share"), [(of_new_sizes, 0.7), (of_new_sizes, 0.5), (accumulated, 0.5), (clipped, 0.5)])
+def test_an_operator_that_fits_only_without_gradients_keeps_bits(
+    make: Callable[[], zoo.Job], share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They leave in the middle of a unit, in a backward or between two; nothing was foreseen."""
+    monkeypatch.setattr(LeverSet, "update_overruns", lambda *_: False)
+    reference = plain_of(make, STEPS)
+    run = budgeted(make, above_of(reference, share), STEPS, keep_going=True)
+    assert run.bits == reference.bits
+    assert _used(run)
+    if make is not clipped:  # all gradients at once do not fit
+        assert [over for _, over in run.over[1:] if over > 0] == []
+
+
+def test_without_the_memory_optimization_gradients_stay() -> None:
+    reference = plain_of(of_new_sizes, STEPS)
+    run = budgeted(of_new_sizes, above_of(reference, 0.5), STEPS, without=(GRADIENTS,), keep_going=True)
+    assert run.bits == reference.bits
+    assert not _used(run)
+
+
+@pytest.mark.parametrize("kind", KNOWN, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("more", [{}, {"momentum": 0.9}, {"amsgrad": True}, {"centered": True}], ids=str)
+def test_states_to_come_are_those_that_the_next_update_makes(kind: Any, more: dict[str, Any]) -> None:
+    """To the byte, also if some parameters have states already or no gradient; nothing of the optimizer has changed."""
+    parameters = [nn.Parameter(torch.randn(n, 8)) for n in (3, 5, 7)]
+    parameters[0].grad = torch.ones_like(parameters[0])
+    try:
+        optimizer = kind([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.5}], **more)
+    except TypeError:
+        pytest.skip("it has no such option")
+    for with_gradients in (1, 2):
+        for parameter in parameters[:with_gradients]:
+            parameter.grad = torch.ones_like(parameter)
+        before, weights = dict(optimizer.state), [p.clone() for p in parameters]
+        said = state_bytes_to_come(optimizer)
+        assert dict(optimizer.state) == before
+        assert all(torch.equal(a, b) for a, b in zip(weights, parameters, strict=True))
+        assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2]
+        old = _state_bytes(optimizer)
+        optimizer.step()
+        assert said == _state_bytes(optimizer) - old
+    assert state_bytes_to_come(optimizer) == 0
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    states = (s for state in optimizer.state.values() for s in state.values())
+    return sum(bytes_of(s) for s in states if isinstance(s, torch.Tensor) and s.dim())
+
+
+def test_an_update_with_room_to_spare_offloads_nothing() -> None:
+    reference = plain_of(of_one_size, STEPS)
+    with lowtide.budget(heap().tensor_live + 2 * reference.above_bytes) as run:
+        bits = zoo.run(of_one_size, STEPS)
+    assert bits == reference.bits
+    assert not any(lever.used for lever in run.outcome.levers)
