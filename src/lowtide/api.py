@@ -64,9 +64,9 @@ def budget(
     Args:
         size: the budget: ``"6 GiB"``, bytes, ``"50%"`` (of what training adds to parameters, buffers and optimizer states),
             ``"minimum"`` (the lowest peak that plans reach), ``"slowdown 10%"`` (the least memory that is predicted to take so
-            much more time), or ``"auto"`` (CUDA only). Without a budget: ``"rescue"`` (steps that fit into memory are left
-            alone, larger ones evict what is in their way), or None (no limit; every step is intercepted, and an operator that
-            runs out of memory is retried).
+            much more time; ``"slowdown 10% within 6GiB"`` never takes more than that size), or ``"auto"`` (CUDA only). Without
+            a budget: ``"rescue"`` (steps that fit into memory are left alone, larger ones evict what is in their way), or None
+            (no limit; every step is intercepted, and an operator that runs out of memory is retried).
         keep: paths of modules (``"blocks.0"``) whose saved values are never dropped.
         plan: a plan to start with (``lowtide.planning.unit.plan_file.load_plan``).
         offload: whether activations may be offloaded (to a file in ``TMPDIR``; for CUDA, to pinned host memory).

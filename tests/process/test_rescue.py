@@ -96,10 +96,12 @@ def test_a_slowdown_shows_neighbouring_budgets_and_excludes_others(tmp_path: Pat
     assert found["held"]
     assert found["neighbours"]
     assert done.stderr.count("with that budget") == len(found["neighbours"])
-    wrong = lowtide_in(tmp_path, "run", "--slowdown", "10%", "--budget", "1GiB", script)
-    assert (wrong.returncode, wrong.stderr) == (
-        2, "lowtide: error: --slowdown sets the budget itself: leave out --budget and --rescue\n"
-    )
+    for other in (("--budget", "50%"), ("--rescue",)):
+        wrong = lowtide_in(tmp_path, "run", "--slowdown", "10%", *other, script)
+        assert (wrong.returncode, wrong.stderr) == (
+            2,
+            "lowtide: error: --slowdown sets the budget itself: give --budget only as a size, such as 6GiB, and no --rescue\n",
+        )
 
 
 def test_rescue_excludes_a_budget(tmp_path: Path) -> None:

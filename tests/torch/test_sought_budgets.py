@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from harness import plain_of
+from harness import live_now, plain_of
 from lowtide.runtime.budget import SLACK_BYTES
 from lowtide.runtime.control.budget_source import MINIMUM_MARGIN
 from torch import nn
@@ -57,6 +57,37 @@ def test_a_slowdown_is_not_exceeded_by_prediction(make: Callable[[], zoo.Job], s
     assert outcome.plan.extra_seconds is not None
     assert outcome.plan.extra_seconds <= share / 100 * outcome.plan.baseline_step_seconds
     assert outcome.origin == f"the least that plans need for {share}% more time, as predicted"
+
+
+@pytest.mark.parametrize("share", [0, 20])
+def test_a_slowdown_within_a_size_takes_the_less_of_both(share: int) -> None:
+    """Law: where the slowdown needs more than the size, the size is the budget, held from the first step on; else the slowdown's.
+    """
+    reference = plain_of(zoo.gpt_eager, STEPS)
+    gc.collect()
+    with lowtide.budget(f"slowdown {share}%") as alone:
+        zoo.run(zoo.gpt_eager, STEPS)
+    assert alone.outcome.plan is not None
+    least, other = alone.outcome.budget_bytes, live_now() + reference.above_bytes
+    size = (least + (alone.outcome.plan.lowest_peak_bytes if share == 0 else other)) // 2
+    assert (size < least) is (share == 0)
+    with lowtide.budget(f"slowdown {share}% within {size}") as run:
+        bits = zoo.run(zoo.gpt_eager, STEPS)
+    outcome = run.outcome
+    assert bits == reference.bits
+    assert all(step.peak_bytes <= size for step in outcome.steps)
+    assert (outcome.budget_bytes == size) is (share == 0)
+    assert outcome.plan is not None
+    assert outcome.plan.extra_seconds is not None
+    assert share == 0 or outcome.plan.extra_seconds <= share / 100 * outcome.plan.baseline_step_seconds
+
+
+def test_a_slowdown_within_too_small_a_size_is_refused() -> None:
+    """Law: the size is a budget like any other."""
+    reference = plain_of(zoo.gpt_eager, STEPS)
+    size = live_now() + reference.resident_bytes + SLACK_BYTES
+    with pytest.raises(lowtide.BudgetError), lowtide.budget(f"slowdown 20% within {size}"):
+        zoo.run(zoo.gpt_eager, STEPS)
 
 
 def test_a_budget_that_falls_does_not_judge_the_steps_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,13 +147,14 @@ def test_durations_are_printed_for_people(seconds: float, text: str) -> None:
 @pytest.mark.parametrize(("text", "budget"), [
     ("minimum", Minimum()), (" Minimum ", Minimum()), ("rescue", Rescue()), ("slowdown 10%", Slowdown(0.1)),
     ("Slowdown 2.5 %", Slowdown(0.025)), ("slowdown 0%", Slowdown(0.0)),
+    ("slowdown 10% within 6GiB", Slowdown(0.1, 6 * GIB)), ("SLOWDOWN 1% WITHIN 100", Slowdown(0.01, 100)),
 ])  # fmt: skip
 def test_budgets_in_words_are_understood(text: str, budget: object) -> None:
     assert parse_budget(text) == as_budget(text) == budget
     assert as_budget(budget) == budget
 
 
-@pytest.mark.parametrize("text", ["slowdown", "slowdown 10", "slowdown x%", "slowdown -1%"])
+@pytest.mark.parametrize("text", ["slowdown", "slowdown 10", "slowdown x%", "slowdown -1%", "slowdown 10% 6GiB", "slowdown 10% within"])
 def test_a_slowdown_that_is_no_share_is_refused(text: str) -> None:
     with pytest.raises(SizeError, match="give the share of a step's time"):
         parse_budget(text)

@@ -24,7 +24,7 @@ _BINARY: Final = {"KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1024**4}
 _DECIMAL: Final = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _FACTORS: Final = {"": 1, **_DECIMAL, **_BINARY}
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
-_SLOWDOWN: Final = re.compile(r"\s*slowdown\s+(\d+(?:\.\d*)?|\.\d+)\s*%\s*", re.IGNORECASE)
+_SLOWDOWN: Final = re.compile(r"\s*slowdown\s+(\d+(?:\.\d*)?|\.\d+)\s*%\s*(?:within\s+(\S.*))?", re.IGNORECASE)
 _PERCENT: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*")
 
 
@@ -42,9 +42,13 @@ class Minimum:
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """A budget of the lowest peak whose plan is predicted to take at most a share (0.1 for 10 %) of a step's time more."""
+    """A budget of the lowest peak whose plan is predicted to take at most a share (0.1 for 10 %) of a step's time more.
+
+    It never is above ``most_bytes``, if that is not 0, however much time that costs.
+    """
 
     fraction: float
+    most_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,9 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_budget(text: str) -> Size:
-    """Parse a budget: a size as in :func:`parse_bytes`, or ``50%``, ``minimum``, ``slowdown 10%``, ``auto`` or ``rescue``.
+    """Parse a budget: a size as in :func:`parse_bytes`, or ``50%``, ``minimum``, ``auto`` or ``rescue``, or a slowdown.
+
+    A slowdown is ``slowdown 10%`` or, with a size that the budget never exceeds, ``slowdown 10% within 6GiB``.
 
     Raises:
         SizeError: if the text is none of these, or is a share outside (0 %, 1000 %].
@@ -90,7 +96,7 @@ def parse_budget(text: str) -> Size:
     if (found := words.get(text.strip().lower())) is not None:
         return found
     if (slowdown := _SLOWDOWN.fullmatch(text)) is not None:
-        return Slowdown(float(slowdown[1]) / 100)
+        return Slowdown(float(slowdown[1]) / 100, parse_bytes(slowdown[2]) if slowdown[2] else 0)
     if text.strip().lower().startswith("slowdown"):
         raise SizeError(f"cannot read {text!r}: give the share of a step's time that it may take more, such as 10%")
     match = _PERCENT.fullmatch(text)

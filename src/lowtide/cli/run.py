@@ -19,7 +19,8 @@ from lowtide.runtime.agent.task import PRELOAD, RunOptions, Task
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option("--budget", metavar="SIZE", help="The budget: 900MiB, 6GiB, 2GB, bytes, 50%, minimum, or auto (CUDA).")
 @click.option("--slowdown", metavar="SHARE",
-              help="Instead of --budget: the least memory that is predicted to cost at most this share of time, such as 10%.")
+              help="The least memory that is predicted to cost at most this share of time, such as 10%; with --budget SIZE, "
+                   "never more than that.")
 @click.option("--rescue", is_flag=True,
               help="No budget: leave steps that fit alone, and keep a step that does not fit from running out of memory.")
 @click.option("--optimizations", "levers", type=click.Choice(["list"]),
@@ -70,9 +71,10 @@ def run(
     if levers is not None or levers_as_before is not None:
         return _list_levers(script, arguments, module=module, json_file=json_file)
     if slowdown is not None:
-        if budget is not None or rescue:
-            raise UsageError("--slowdown sets the budget itself: leave out --budget and --rescue")
-        budget = f"slowdown {slowdown}" if slowdown.rstrip().endswith("%") else f"slowdown {slowdown}%"
+        if rescue or not isinstance(None if budget is None else parse_budget(budget), int | None):
+            raise UsageError("--slowdown sets the budget itself: give --budget only as a size, such as 6GiB, and no --rescue")
+        share = slowdown if slowdown.rstrip().endswith("%") else f"{slowdown}%"
+        budget = f"slowdown {share}" if budget is None else f"slowdown {share} within {budget}"
     if rescue and (budget is not None or plan is not None or save_plan is not None):
         raise UsageError("--rescue has no budget and makes no plan: leave out --budget, --plan and --save-plan")
     if rescue:

@@ -57,7 +57,7 @@ class BudgetSource:
         self._asked, self._budget, self._interception, self._knowledge = asked, budget, interception, knowledge
         self._peak_bytes = self._available_bytes = self._crossed_bytes = 0
         self._planned: dict[RecordedUnit, _Planned] = {}
-        self._raised_step = 0
+        self._raised_step = self._told_bytes = 0
         budget.is_sought = isinstance(asked, Minimum | Slowdown)
         self._returns = False
         self._room_bytes = 0
@@ -103,14 +103,30 @@ class BudgetSource:
     def begin(self) -> None:
         """The run begins: set the budget, or until a share is known, limit the run to the memory there is."""
         if isinstance(self._asked, int):
-            self._budget.put(self._asked)
-            return_freed_memory(self._asked)
+            self._put(self._asked)
+        elif self._most_bytes:
+            self._available_bytes = self._most_bytes
+            self._put(self._most_bytes)
         elif isinstance(self._asked, Auto):
             self._budget.put(_free_on_device())
         elif isinstance(self._asked, Rescue):
             self.limit_of_units()
         elif isinstance(self._asked, FromStep):  # the first step has no budget, but it is limited to the memory there is
             self._limit_to_what_is_there()
+
+    @property
+    def _most_bytes(self) -> int:
+        """What the user gave a slowdown at most; 0 without."""
+        return self._asked.most_bytes if isinstance(self._asked, Slowdown) else 0
+
+    @property
+    def may_rise(self) -> bool:
+        """Whether a budget that is too low is raised, not refused: it follows from plans, and is below the most allowed."""
+        return self._budget.is_sought and not 0 < self._most_bytes <= self._budget.bytes
+
+    def _put(self, size: int) -> None:
+        self._budget.put(size)
+        return_freed_memory(size)
 
     def device_found(self) -> None:
         """Memory is counted on another device from now on: read the budget or the limit off that device."""
@@ -135,7 +151,8 @@ class BudgetSource:
         if isinstance(self._asked, Minimum):
             return f"the lowest peak of the plans found, and {MINIMUM_MARGIN:.0%}"
         if isinstance(self._asked, Slowdown):
-            return f"the least that plans need for {self._asked.fraction:.0%} more time, as predicted"
+            most = f", at most {format_bytes(self._asked.most_bytes)}" if self._asked.most_bytes else ""
+            return f"the least that plans need for {self._asked.fraction:.0%} more time, as predicted{most}"
         return ""
 
     def resolve(self, unit: Unit, steps: Sequence[StepFigures], between_bytes: int) -> None:
@@ -165,11 +182,12 @@ class BudgetSource:
         self._peak_bytes = peak if falls else max(peak, self._peak_bytes)
         asked = self._bytes_of(self._peak_bytes)
         there = self._available_bytes  # as measured before the first step: the process may keep what it has freed since
-        self._budget.put(min(asked, there))
-        return_freed_memory(self._budget.bytes)
+        self._put(min(asked, there))
         name = _name(self._asked)
-        if asked > there:
-            tell(f"lowtide: {name} is {format_bytes(asked)}, but only {format_bytes(there)} are available")
+        if asked > max(there, self._told_bytes):
+            limit = "may be taken" if self._most_bytes else "are available"
+            tell(f"lowtide: {name} is {format_bytes(asked)}, but only {format_bytes(there)} {limit}")
+            self._told_bytes = asked
         if larger and len(steps) > 1:
             self._raised_step = len(steps)
             now, of = format_bytes(self._budget.bytes), ""

@@ -333,7 +333,7 @@ class PlanChoice:
         """Whether the script may be ended here: it is in its first steps, so little is lost, and need not keep going."""
         audit = self._audit
         early = audit.trained < audit.refusable and len(audit.steps) < FORWARDS
-        return early and not (self._settings.keep_going or self._budget.is_sought)
+        return early and not (self._settings.keep_going or self._source.may_rise)
 
     def refuse(self, choice: Refuse, unreached: tuple[str, ...]) -> BaseException:
         """The exception that ends the script; no reference to it is kept, as its traceback would keep the model alive."""
