@@ -5,6 +5,9 @@ Nothing is known yet of a first step, and nothing of a unit whose sizes are new.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +17,8 @@ import zoo
 from harness import above_of, budgeted, heap, kept, plain_of
 from lowtide.base.lever_catalogue import GRADIENTS
 from lowtide.runtime.control.lever_set import LeverSet
-from lowtide.runtime.levers.single_update import KNOWN, state_bytes_to_come
+from lowtide.runtime.levers.single_update import KNOWN
+from lowtide.runtime.levers.stand_in import StandIns
 from lowtide.runtime.storage.views import bytes_of
 from torch import nn
 
@@ -128,19 +132,86 @@ def test_states_to_come_are_those_that_the_next_update_makes(kind: Any, more: di
         for parameter in parameters[:with_gradients]:
             parameter.grad = torch.ones_like(parameter)
         before, weights = dict(optimizer.state), [p.clone() for p in parameters]
-        said = state_bytes_to_come(optimizer)
+        said = StandIns().state_bytes(optimizer)
         assert dict(optimizer.state) == before
         assert all(torch.equal(a, b) for a, b in zip(weights, parameters, strict=True))
         assert [len(group["params"]) for group in optimizer.param_groups] == [1, 2]
         old = _state_bytes(optimizer)
         optimizer.step()
         assert said == _state_bytes(optimizer) - old
-    assert state_bytes_to_come(optimizer) == 0
+    assert StandIns().state_bytes(optimizer) == 0
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     states = (s for state in optimizer.state.values() for s in state.values())
     return sum(bytes_of(s) for s in states if isinstance(s, torch.Tensor) and s.dim())
+
+
+WHO_HOLDS = ("hook", "alias", "nesterov", "address", "inference", "fork")
+
+
+def _held(how: str) -> zoo.Job:
+    """Two batches a step, of new sizes; gradients are read or held in an unusual way, from before they are first offloaded."""
+    net = _net()
+    seen: list[float] = []
+    pointers: dict[int, Any] = {}
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(net.parameters())
+    if how == "nesterov":
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, nesterov=True, foreach=True)
+    if how == "hook":
+        for parameter in net.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.norm())))  # type: ignore[union-attr]
+
+    def held() -> torch.Tensor:
+        first, second = net[0].weight, net[2].weight  # type: ignore[index]
+        if how == "alias":
+            second.grad = first.grad
+        elif how == "address":
+            pointers.setdefault(0, (first.grad, first.grad.data_ptr()))
+            shown = (ctypes.c_float * 8).from_address(pointers[0][1])
+            pointers[0] = (None, pointers[0][1])
+            return torch.tensor(list(shown))
+        elif how == "inference":
+            with torch.inference_mode():
+                return torch.tensor([float(p.grad.norm()) for p in net.parameters()])  # type: ignore[union-attr]
+        elif how == "fork":
+            _train_in_a_child(net)
+        return torch.tensor(seen[-3:])
+
+    def step(i: int) -> torch.Tensor:
+        found = []
+        for part in range(2):
+            loss = net(torch.randn(64 + 32 * i + 16 * part, WIDE)).square().mean()
+            loss.backward()
+            found += [loss.detach().reshape(1), held()]
+        optimizer.step()
+        if how == "nesterov":
+            found += [p.grad.norm().reshape(1) for p in net.parameters()]  # type: ignore[union-attr]
+        optimizer.zero_grad(set_to_none=how != "address")
+        return torch.cat(found)
+
+    return zoo.Job(step, [net], [optimizer])
+
+
+def _train_in_a_child(net: nn.Module) -> None:
+    child = os.fork()
+    if not child:
+        try:
+            for _ in range(2):
+                net.zero_grad()
+                (100 * net(torch.ones(64, WIDE)).square().mean()).backward()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("how", WHO_HOLDS)
+def test_gradients_that_are_read_or_held_in_unusual_ways_keep_bits(how: str) -> None:
+    """By a hook of the script's that runs before Lowtide's, by another parameter, by an update, by address, by a child."""
+    reference = plain_of(functools.partial(_held, how), STEPS)
+    run = budgeted(functools.partial(_held, how), above_of(reference, 0.45), STEPS, keep_going=True)
+    assert run.bits == reference.bits
+    assert how == "address" or _used(run)  # then all of them are read by address, by this test
 
 
 def test_an_update_with_room_to_spare_offloads_nothing() -> None:

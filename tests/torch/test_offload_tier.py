@@ -128,3 +128,54 @@ def test_malloc_is_unchanged_where_the_budget_may_be_a_devices(monkeypatch):
     monkeypatch.setattr(available_memory, "_left_of_limits", lambda: 0.0)
     monkeypatch.setattr(accelerator, "is_there", lambda: True)
     assert not available_memory.return_freed_memory(1 << 30)
+
+
+def _child(read: int, write: int, work) -> int:
+    """Fork; the child waits for a byte and writes the result of ``work``, eight bytes."""
+    number = os.fork()
+    if not number:
+        try:
+            os.read(read, 1)
+            os.write(write, int(work()).to_bytes(8, "little"))
+        finally:
+            os._exit(0)
+    return number
+
+
+def test_a_forked_child_reads_what_was_offloaded_when_it_was_forked():
+    """The parent frees the value and offloads others of its size meanwhile; the place is used again once the child has ended."""
+    tier, size = file_tier.FileTier(), MIB
+    tickets = [tier.put(torch.full((size,), 7, dtype=torch.uint8).untyped_storage())]
+    place = tickets[0]._place.data_ptr()
+    (go_read, go_write), (told_read, told_write) = os.pipe(), os.pipe()
+    child = _child(go_read, told_write, lambda: torch.empty(0, dtype=torch.uint8).set_(tickets[0].fetch()).sum(dtype=torch.int64))
+    tickets.clear()
+    others = [tier.put(torch.zeros(size, dtype=torch.uint8).untyped_storage()) for _ in range(3)]
+    assert place not in {other._place.data_ptr() for other in others}
+    os.write(go_write, b"x")
+    assert int.from_bytes(os.read(told_read, 8), "little") == 7 * size
+    os.waitpid(child, 0)
+    again = tier.put(torch.zeros(size, dtype=torch.uint8).untyped_storage())
+    assert again._place.data_ptr() == place
+    for end in (go_read, go_write, told_read, told_write):
+        os.close(end)
+
+
+def test_a_forked_child_offloads_nothing():
+    """Its writes would be seen by the parent, which shares the file."""
+    tier, size = file_tier.FileTier(), MIB
+    ticket = tier.put(torch.full((size,), 7, dtype=torch.uint8).untyped_storage())
+
+    def refused() -> bool:
+        with pytest.raises(OSError, match="belongs to the parent"):
+            tier.put(torch.zeros(size, dtype=torch.uint8).untyped_storage())
+        return True
+
+    (go_read, go_write), (told_read, told_write) = os.pipe(), os.pipe()
+    child = _child(go_read, told_write, refused)
+    os.write(go_write, b"x")
+    assert int.from_bytes(os.read(told_read, 8), "little") == 1
+    os.waitpid(child, 0)
+    assert torch.equal(torch.empty(0, dtype=torch.uint8).set_(ticket.fetch()), torch.full((size,), 7, dtype=torch.uint8))
+    for end in (go_read, go_write, told_read, told_write):
+        os.close(end)

@@ -41,17 +41,22 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 @final
 class beneath_autograd:  # noqa: N801 - used as a context manager, like torch.no_grad
-    """Run operators at the level where a dispatch mode sees them: no autograd, no autocast, no dispatch mode."""
+    """Run operators at the level where a dispatch mode sees them: no autograd, no autocast, no dispatch mode.
+
+    Nor inference mode, whose tensors could never be written outside it.
+    """
 
     __slots__ = ("_guards",)
 
     def __enter__(self) -> None:
         """Exclude the dispatch keys, by guards that :meth:`__exit__` lifts in reverse order."""
-        self._guards = (
+        guards = (
             torch._C._DisableTorchDispatch(),  # type: ignore[attr-defined]
             torch._C._DisableAutocast(),
             torch._C._AutoDispatchBelowAutograd(),  # type: ignore[attr-defined]
         )
+        infers = torch.is_inference_mode_enabled()
+        self._guards = (torch._C._InferenceMode(False), *guards) if infers else guards  # type: ignore[attr-defined]
         for guard in self._guards:
             guard.__enter__()  # type: ignore[no-untyped-call]
 

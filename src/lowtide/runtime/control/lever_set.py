@@ -17,13 +17,15 @@ from lowtide.runtime.control.settings import BudgetSettings
 from lowtide.runtime.device.offload import Ticket
 from lowtide.runtime.intercept.checkpoint_calls import CheckpointCalls
 from lowtide.runtime.levers.deferred_logits import DeferredLogits
-from lowtide.runtime.levers.offloaded_gradients import OffloadedGradients
+from lowtide.runtime.levers.offloaded_gradients import OffloadedGradients, scales
 from lowtide.runtime.levers.optimizer_in_backward import OptimizerInBackward
-from lowtide.runtime.levers.single_update import parameters_of, state_bytes_to_come, unfit
+from lowtide.runtime.levers.single_update import parameters_of, unfit
 from lowtide.runtime.levers.sliced_optimizer import TEMPORARIES, SlicedOptimizer
 from lowtide.runtime.levers.split_layers import SplitLayers
+from lowtide.runtime.levers.stand_in import StandIns
 from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.storage.views import bytes_of
+from lowtide.runtime.tensors import grad_of
 
 
 @final
@@ -55,7 +57,8 @@ class LeverSet:
         """
         self._settings, self._budget, self._interception = settings, budget, interception
         self.in_backward = OptimizerInBackward(phase, before_update)
-        self.gradients = OffloadedGradients(self._put_gradient)
+        self._stand_ins = StandIns()
+        self.gradients = OffloadedGradients(self._put_gradient, interception.evictor.room_for, self._stand_ins)
         self.slices = SlicedOptimizer(self._room)
         self.logits = DeferredLogits()
         self.layers = SplitLayers()
@@ -131,9 +134,17 @@ class LeverSet:
         That is of an update that allocates states, usually the first one.
         """
         room = self._room()
-        if room is None or not self.may_move_gradients() or not self.gradients.can_engage([optimizer]):
+        if room is None or not self.may_move_gradients() or len(optimizer.state) >= sum(1 for _ in parameters_of(optimizer)):
             return False
-        return room - SLACK_BYTES < state_bytes_to_come(optimizer)
+        if not self.gradients.can_engage([optimizer]) or scales(optimizer):
+            return False
+        return self._stand_ins.states_exceed(optimizer, room - SLACK_BYTES)
+
+    def has_gradients_to_move(self) -> bool:
+        """Whether the lever that offloads gradients is available, and there are gradients now."""
+        if not self.may_move_gradients() or not self.gradients.can_engage(self.optimizers):
+            return False
+        return any(grad_of(p) is not None for optimizer in self.optimizers for p in parameters_of(optimizer))
 
     def figures(self) -> tuple[LeverFigures, ...]:
         """What each lever did."""

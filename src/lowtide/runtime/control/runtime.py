@@ -230,6 +230,7 @@ class Runtime:
         if self._active:
             self._active = False
             self.interception.silence()
+            self.levers.gradients.forked()
 
     # --- events that the clock reports -------------------------------------------------------------------------------
 
@@ -430,8 +431,7 @@ class Runtime:
                     interception.evictor.exposed(value)
                 value.tainted = True
                 recorder.taint(value)
-        if self.levers.gradients.engaged:
-            self.levers.gradients.exposed(tensor.untyped_storage())
+        self.levers.gradients.exposed(tensor.untyped_storage())
         if shows and self._active:
             self._show(tensor)
 
@@ -588,11 +588,8 @@ class Runtime:
 
         Returns whether that was possible, so that the operator is worth another try.
         """
-        unit, levers = self.unit, self.levers
-        possible = unit is not None and self.budget.bytes and levers.may_move_gradients()
-        if unit is None or not possible or not self.knowledge.persistent.gradient_bytes():
-            return False
-        if not levers.gradients.can_engage(levers.optimizers):
+        unit = self.unit
+        if unit is None or not self.budget.bytes or not self.levers.has_gradients_to_move():
             return False
         self._move_gradients()
         if isinstance(unit.mode, Recording):

@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Iterator
 from typing import IO, Final, final
 
@@ -51,6 +52,32 @@ class FileTier:
         self._free: dict[int, list[torch.Tensor]] = {}
         self._maps: list[tuple[int, int, int, mmap.mmap]] = []
         self._limited = any(True for _ in groups())
+        self._tickets: weakref.WeakSet[_FileTicket] = weakref.WeakSet()
+        self._shared: list[tuple[torch.Tensor, tuple[_Children, ...]]] = []
+        self._pipe: tuple[int, int] | None = None
+        self._is_childs = False
+        _tell_of_forks(self)
+
+    # --- forks -------------------------------------------------------------------------------------------------------
+    # A forked child shares the file. It must read what was there when it was forked, and must not write.
+
+    def before_fork(self) -> None:
+        """This process is about to fork: a pipe will show when no child is left."""
+        self._pipe = os.pipe() if self._tickets else None
+
+    def in_parent(self) -> None:
+        """The fork has happened: what is in the file now stays where it is until the children have ended."""
+        if self._pipe is not None:
+            os.close(self._pipe[1])
+            children, self._pipe = _Children(self._pipe[0]), None
+            for ticket in self._tickets:
+                ticket.children = (*ticket.children, children)
+
+    def in_child(self) -> None:
+        """This process is the child: keep the pipe's end open as long as it lives, and write nothing."""
+        self._is_childs = True
+        if self._pipe is not None:
+            os.close(self._pipe[0])
 
     def put(self, storage: torch.UntypedStorage) -> Ticket:
         """Write a storage's bytes to the file.
@@ -58,13 +85,17 @@ class FileTier:
         Raises:
             OSError: if the disk has no room.
         """
+        if self._is_childs:
+            raise OSError(errno.EROFS, "the file belongs to the parent process")
         size = storage.nbytes()
         place = self._place(size)
         source = flat(storage)
         for piece in _pieces(size):
             place[piece].copy_(source[piece])
             self.leave(place[piece])
-        return _FileTicket(self, place, size)
+        ticket = _FileTicket(self, place, size)
+        self._tickets.add(ticket)
+        return ticket
 
     def leave(self, place: torch.Tensor, _read: torch.Tensor | None = None) -> None:
         """Unmap the pages of a place that was just written, or read into another tensor (``_read``)."""
@@ -85,6 +116,10 @@ class FileTier:
         Sizes are rounded up to size classes. With exact sizes, a script whose sizes differ in every step would use each place
         only once, and the file would grow without bound.
         """
+        if self._shared:
+            shared, self._shared = self._shared, []
+            for place, children in shared:
+                self.give_back(place, children)
         step = max(_ALIGNED_BYTES, 1 << max(0, size.bit_length() - _CLASS_BITS))
         size = -(-size // step) * step
         fitting = min((free for free, places in self._free.items() if places and size <= free <= _ROOMY * size), default=0)
@@ -128,7 +163,8 @@ class FileTier:
         try:
             reserve(number, at + size, since=at)
             mapped = mmap.mmap(number, size, offset=at)
-            found = torch.frombuffer(mapped, dtype=torch.uint8)
+            with torch.inference_mode(mode=False):
+                found = torch.frombuffer(mapped, dtype=torch.uint8)
             self._maps.append((found.data_ptr(), size, at, mapped))
         except BaseException:
             with contextlib.suppress(OSError):
@@ -137,8 +173,11 @@ class FileTier:
         self._end += -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         return found
 
-    def give_back(self, place: torch.Tensor) -> None:
-        """Mark a place as free for reuse."""
+    def give_back(self, place: torch.Tensor, children: tuple[_Children, ...] = ()) -> None:
+        """Mark a place as free for reuse, as soon as no ``children`` are left that may read it."""
+        if not all(group.have_ended() for group in children):
+            self._shared.append((place, children))
+            return
         self._free.setdefault(place.numel(), []).append(place)
 
     def measure(self) -> Bandwidth:
@@ -190,11 +229,47 @@ def _folder() -> str | None:
 
 
 @final
+class _Children:
+    """The children of one fork, and theirs: none is left once the pipe's other end is closed everywhere."""
+
+    def __init__(self, end: int) -> None:
+        self._end = end
+        os.set_blocking(end, False)
+
+    def have_ended(self) -> bool:
+        if self._end >= 0:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._end, 1)
+                os.close(self._end)
+                self._end = -1
+        return self._end < 0
+
+    def __del__(self) -> None:
+        if self._end >= 0:
+            os.close(self._end)
+
+
+def _tell_of_forks(tier: FileTier) -> None:
+    """Notify a tier of forks. The interpreter never drops such callbacks, so they refer to it weakly."""
+    known = weakref.ref(tier)
+
+    def told(name: str) -> None:
+        found = known()
+        if found is not None:
+            getattr(found, name)()
+
+    os.register_at_fork(
+        before=lambda: told("before_fork"), after_in_parent=lambda: told("in_parent"), after_in_child=lambda: told("in_child")
+    )
+
+
+@final
 class _FileTicket:
-    __slots__ = ("_begun", "_place", "_size", "_tier")
+    __slots__ = ("__weakref__", "_begun", "_place", "_size", "_tier", "children")
 
     def __init__(self, tier: FileTier, place: torch.Tensor, size: int) -> None:
         self._tier, self._place, self._size = tier, place, size
+        self.children: tuple[_Children, ...] = ()
         self._begun: torch.UntypedStorage | None = None
 
     def begin(self) -> None:
@@ -214,4 +289,4 @@ class _FileTicket:
         return storage
 
     def __del__(self) -> None:
-        self._tier.give_back(self._place)
+        self._tier.give_back(self._place, self.children)

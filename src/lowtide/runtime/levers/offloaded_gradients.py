@@ -24,6 +24,7 @@ import torch
 from lowtide.base.lever_catalogue import GRADIENTS
 from lowtide.runtime.device.offload import Ticket
 from lowtide.runtime.levers.single_update import in_order, parameters_of, unfit, update_one
+from lowtide.runtime.levers.stand_in import StandIns
 from lowtide.runtime.monkeypatch import Wraps, unwrapped
 from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.storage.arguments import PLAIN_TYPES
@@ -31,6 +32,8 @@ from lowtide.runtime.storage.views import Meta, meta_of, sole_owner, view_on
 from lowtide.runtime.tensors import beneath_autograd, is_plain
 from lowtide.runtime.torch_state import in_process_group
 
+MOST_ADDRESSES: Final = 1024
+"""Known addresses are first looked through for those of dead storages once there are so many."""
 LEAST_BYTES: Final = 4096
 """Smaller gradients stay resident: offloading them would cost more than it frees."""
 
@@ -64,25 +67,33 @@ class OffloadedGradients:
         updating: whether the optimizer's update of one parameter is running.
     """
 
-    def __init__(self, put: Callable[[torch.UntypedStorage], Ticket | None]) -> None:
+    def __init__(
+        self, put: Callable[[torch.UntypedStorage], Ticket | None], make_room: Callable[[int], object] = lambda _: None,
+        stand_ins: StandIns | None = None,
+    ) -> None:
         """Offload nothing yet.
 
         Args:
             put: offloads a storage's bytes; returns None if they stay, for example because the offload tier has no room.
+            make_room: called with the bytes of a gradient that is about to come back.
+            stand_ins: tells what updates do.
         """
         self.engaged = False
         self._declined = False
         self.moved = 0
         self.updating = False
-        self._put = put
+        self._put, self._make_room, self._stand_ins = put, make_room, stand_ins or StandIns()
         self._wraps = Wraps()
         self._hooks: list[Any] = []
         self._away: dict[int, _Moved] = {}
         self._stepped: set[int] = set()
+        self._left: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._read: weakref.ref[torch.Tensor] | None = None
         self._fetched: dict[int, weakref.ref[torch.Tensor]] = {}
         self._exposed: set[int] = set()
-        self._unheld = 0
+        self._addresses: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._most_addresses = MOST_ADDRESSES
+        self._unheld = (0, 0)
 
     # --- on and off --------------------------------------------------------------------------------------------------
 
@@ -105,6 +116,10 @@ class OffloadedGradients:
             for parameter in parameters_of(optimizer):
                 if isinstance(parameter, torch.nn.Parameter):
                     self.gradient_is_whole(parameter)
+
+    def forked(self) -> None:
+        """This process is a forked child: what it offloaded would overwrite the parent's bytes, whose file it shares."""
+        self.engaged = False
 
     def remove(self, *, over: bool) -> None:
         """Stop offloading, and fetch what is offloaded.
@@ -183,7 +198,11 @@ class OffloadedGradients:
             self.moved += 1
 
     def exposed(self, storage: torch.UntypedStorage) -> None:
-        """The script has a storage's address: a gradient that was fetched to it stays resident, in later steps too."""
+        """The script has a storage's address: a gradient on it stays resident; one that was fetched, in later steps too."""
+        if len(self._addresses) >= self._most_addresses:
+            self._addresses = {at: ref for at, ref in self._addresses.items() if ref() is not None}
+            self._most_addresses = max(MOST_ADDRESSES, 2 * len(self._addresses))
+        self._addresses[storage._cdata] = weakref.ref(storage)
         ref = self._fetched.get(storage._cdata)
         parameter = None if ref is None else ref()
         if parameter is not None and self._lies_at(parameter, storage._cdata):
@@ -219,8 +238,8 @@ class OffloadedGradients:
             old.add_(new)
         return old
 
-    def _may_leave(self, grad: torch.Tensor, references: int) -> bool:
-        """Whether only the parameter holds a gradient, and its storage describes it completely."""
+    def _may_leave(self, grad: torch.Tensor, references: tuple[int, int]) -> bool:
+        """Whether only the parameter holds a gradient, its storage describes it completely, and nobody has its address."""
         return (
             type(grad) in PLAIN_TYPES
             and is_plain(grad)
@@ -230,13 +249,19 @@ class OffloadedGradients:
             and not weakref.getweakrefcount(grad)
             and not grad.__dict__  # what the script keeps there is part of this very object
             and sole_owner(grad.untyped_storage(), 1)
+            and not self._is_exposed(grad.untyped_storage())
         )
+
+    def _is_exposed(self, storage: torch.UntypedStorage) -> bool:
+        ref = self._addresses.get(storage._cdata)
+        return ref is not None and ref() is storage
 
     def _is_away(self, parameter: torch.Tensor) -> bool:
         moved = self._away.get(id(parameter))
         return moved is not None and moved.parameter() is parameter
 
     def _bring_back(self, parameter: torch.Tensor) -> torch.Tensor:
+        self._make_room(parameter.nbytes)
         moved = self._away.pop(id(parameter))
         with beneath_autograd():
             grad = view_on(moved.ticket.fetch(), moved.meta)
@@ -249,7 +274,8 @@ class OffloadedGradients:
             if before is not None:
                 self._leave_again(before)
             self._read = weakref.ref(parameter)
-            grad = self._bring_back(parameter)
+            new = _GRAD.__get__(parameter)  # a hook of the script's may run before this one's, after a second backward
+            grad = self._bring_back(parameter) if new is None else self._accumulate(parameter, new)
             self._fetched[grad.untyped_storage()._cdata] = self._read
             return grad
         found: torch.Tensor | None = _GRAD.__get__(parameter)
@@ -287,14 +313,15 @@ class OffloadedGradients:
             closure: whether the step was given a closure, which may compute other gradients first.
         """
         self._stepped = set()
-        if not self.engaged or closure or unfit(optimizer) or _scales(optimizer):
+        if not self.engaged or closure or unfit(optimizer) or scales(optimizer):
             return
         waiting = [(group, p) for group in optimizer.param_groups for p in group["params"] if self._is_away(p)]
         for place, (group, parameter) in enumerate(waiting):
             self._begin_next(waiting[place + 1 : place + 2])
             moved = self._away[id(parameter)]
             with beneath_autograd():
-                _GRAD.__set__(parameter, view_on(moved.ticket.fetch(), moved.meta))
+                grad = view_on(moved.ticket.fetch(), moved.meta)
+                _GRAD.__set__(parameter, grad)
             self.updating = True
             try:
                 update_one(optimizer, group, parameter)
@@ -302,6 +329,18 @@ class OffloadedGradients:
                 self.updating = False
                 _GRAD.__set__(parameter, None)
             self._stepped.add(id(parameter))
+            if self._stand_ins.writes_gradient(optimizer, group, parameter):
+                self._keep_written(parameter, grad)
+
+    def _keep_written(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        """The update has written to a gradient: offload it anew, or leave it resident where that is not possible."""
+        with beneath_autograd():
+            ticket = self._put(grad.untyped_storage())
+        if ticket is not None:
+            self._away[id(parameter)] = _Moved(parameter, ticket, meta_of(grad))
+        else:
+            self._forget(parameter)
+            self._left.append((parameter, grad))
 
     def _begin_next(self, following: list[tuple[Any, torch.Tensor]]) -> None:
         """On an accelerator, whose copies overlap with its work, fetch the next gradient while this one is used."""
@@ -311,22 +350,26 @@ class OffloadedGradients:
 
     def optimizer_ends(self, optimizer: optim.Optimizer) -> None:
         """The optimizer's step returned; it skipped the parameters that :meth:`optimizer_begins` had updated."""
+        left, self._left = self._left, []
+        for parameter, grad in left:
+            _GRAD.__set__(parameter, grad)
         if self._stepped:
             self._stepped = set()
             in_order(optimizer)
 
 
-def _scales(optimizer: Any) -> bool:
+def scales(optimizer: Any) -> bool:
     """Whether the step gets scaled gradients and unscales them in place (``GradScaler`` with a fused optimizer)."""
     return getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
 
 
-def _references(grad: torch.Tensor) -> int:
-    """Reference count of a gradient's Python object, the caller's own reference included."""
-    return sys.getrefcount(grad)
+def _references(grad: torch.Tensor) -> tuple[int, int]:
+    """Reference counts of a gradient: of its Python object, the caller's own reference included, and of the tensor in C++."""
+    held: Callable[[], int] | None = getattr(grad, "_use_count", None)
+    return sys.getrefcount(grad), 0 if held is None else held()
 
 
-def _references_of_unheld() -> int:
+def _references_of_unheld() -> tuple[int, int]:
     """What :func:`_references` returns for a gradient held only by its parameter and by one variable of the caller."""
     with beneath_autograd():
         parameter = torch.nn.Parameter(torch.empty(1))

@@ -13,8 +13,6 @@ from typing import Any, Final
 from torch.optim import optimizer as optim
 
 import torch
-from lowtide.runtime.storage.views import bytes_of
-from lowtide.runtime.tensors import beneath_autograd, grad_of
 
 KNOWN: Final = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta,
@@ -35,9 +33,6 @@ def bare(step: Any) -> Any:
     return step
 
 
-STAND_IN: Final = 3
-"""Elements of the parameter that shows which states an optimizer makes."""
-
 _STEPS: Final = {kind: bare(kind.step) for kind in KNOWN}
 """The steps as torch defines them: an optimizer whose step was replaced is not a known one."""
 
@@ -52,30 +47,6 @@ def update_one(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -
             step(optimizer)
     finally:
         optimizer.param_groups, group["params"] = groups, parameters
-
-
-def state_bytes_to_come(optimizer: Any) -> int:
-    """Bytes of the states that the optimizer's next step will allocate, for one whose parameters are updated one by one.
-
-    A parameter without a state gets as many states as a stand-in of its group: the optimizer's own update of it is run.
-    """
-    total = 0
-    for group in optimizer.param_groups:
-        new = [p for p in group["params"] if p not in optimizer.state and grad_of(p) is not None]
-        size = sum(bytes_of(p) for p in new)
-        if size:
-            total += int(size * _states_of_a_stand_in(optimizer, group, new[0]))
-    return total
-
-
-def _states_of_a_stand_in(optimizer: Any, group: dict[str, Any], like: torch.Tensor) -> float:
-    """Bytes of states per byte of a parameter like ``like``."""
-    with beneath_autograd():
-        stand_in = torch.nn.Parameter(torch.zeros(STAND_IN, dtype=like.dtype, device=like.device))
-        stand_in.grad = torch.zeros_like(stand_in)
-    update_one(optimizer, group, stand_in)
-    states = optimizer.state.pop(stand_in, {}).values()
-    return sum(bytes_of(s) for s in states if isinstance(s, torch.Tensor) and s.dim()) / bytes_of(stand_in)
 
 
 def _full_precision(device: str) -> AbstractContextManager[None]:
