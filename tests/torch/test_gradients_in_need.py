@@ -5,10 +5,14 @@ Nothing is known yet of a first step, and nothing of a unit whose sizes are new.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import gc
 import os
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,6 +21,8 @@ import zoo
 from harness import above_of, budgeted, heap, kept, plain_of
 from lowtide.base.lever_catalogue import GRADIENTS
 from lowtide.runtime.control.lever_set import LeverSet
+from lowtide.runtime.device.file_tier import FileTier
+from lowtide.runtime.levers.offloaded_gradients import OffloadedGradients
 from lowtide.runtime.levers.single_update import KNOWN
 from lowtide.runtime.levers.stand_in import StandIns
 from lowtide.runtime.storage.views import bytes_of
@@ -212,6 +218,115 @@ def test_gradients_that_are_read_or_held_in_unusual_ways_keep_bits(how: str) -> 
     run = budgeted(functools.partial(_held, how), above_of(reference, 0.45), STEPS, keep_going=True)
     assert run.bits == reference.bits
     assert how == "address" or _used(run)  # then all of them are read by address, by this test
+
+
+ODD = ("tied", "unfrozen", "raising hook", "storage", "twice", "raising step", "data", "swapped", "threads")
+
+
+def _odd_optimizer(how: str, net: nn.Sequential) -> torch.optim.Optimizer:
+    if how == "tied":
+        net[2].weight.data = net[0].weight.data
+        return torch.optim.AdamW(net.parameters(), weight_decay=0.1, foreach=True)
+    if how == "unfrozen":
+        net[4].requires_grad_(requires_grad=False)
+    if how == "twice":
+        with warnings.catch_warnings(action="ignore"):
+            return torch.optim.AdamW([net[0].weight, *net.parameters()])
+    if how == "raising step":
+        return torch.optim.Adam([{"params": list(net[:4].parameters())}, {"params": list(net[4:].parameters())}])
+    return torch.optim.AdamW(net.parameters())
+
+
+def _do_oddly(how: str, net: nn.Sequential, i: int) -> torch.Tensor:
+    """What a script does with its parameters or gradients after a backward."""
+    weight, other = net[0].weight, net[2].weight
+    if how == "unfrozen" and i == 2:
+        net[4].requires_grad_()
+    elif how == "storage":
+        storage = weight.grad.untyped_storage()
+        net(torch.randn(32, WIDE)).square().mean().backward()
+        return torch.empty(0).set_(storage).norm().reshape(1)
+    elif how == "data":
+        data, weight.data = weight.data, torch.ones(3, dtype=torch.float64)
+        read = weight.grad.norm().reshape(1)
+        weight.data = data
+        return read
+    elif how == "swapped":
+        torch.utils.swap_tensors(weight, other)
+    elif how == "threads":
+        with ThreadPoolExecutor(4) as pool:
+            norms = pool.map(lambda p: p.grad.norm().reshape(1), [*net.parameters()] * 3)
+            return torch.cat(list(norms))
+    return torch.zeros(1)
+
+
+def _odd(how: str) -> zoo.Job:
+    """A training whose parameters or steps are unusual."""
+    net = _net()
+    assert isinstance(net, nn.Sequential)
+    optimizer = _odd_optimizer(how, net)
+    fails = [False]
+
+    def fail(_: torch.Tensor) -> None:
+        if fails[0]:
+            raise ArithmeticError
+
+    if how == "raising hook":
+        net[0].weight.register_post_accumulate_grad_hook(fail)
+
+    def step(i: int) -> torch.Tensor:
+        found = []
+        for part in range(2):
+            fails[0] = part == 1 and i > 0
+            loss = net(torch.randn(64 + 32 * i + 16 * part, WIDE)).square().mean()
+            with contextlib.suppress(ArithmeticError):
+                loss.backward()
+            found.append(loss.detach().reshape(1))
+        found.append(_do_oddly(how, net, i))
+        if how == "raising step":
+            net[8].weight.grad = net[8].weight.grad.to_sparse()
+            with contextlib.suppress(RuntimeError):
+                optimizer.step()
+            found += [p.grad.norm().reshape(1) for p in net[:6].parameters()]
+        else:
+            optimizer.step()
+        found.append(torch.tensor([float(key) for key in optimizer.state_dict()["state"]]))
+        optimizer.zero_grad()
+        return torch.cat(found)
+
+    return zoo.Job(step, [net], [optimizer])
+
+
+@pytest.mark.parametrize("how", ODD)
+def test_unusual_parameters_and_steps_keep_bits_and_the_order_of_states(how: str) -> None:
+    """Tied or listed twice, unfrozen late, swapped; a hook or a step that raises; gradients that several threads read."""
+    reference = plain_of(functools.partial(_odd, how), STEPS)
+    run = budgeted(functools.partial(_odd, how), above_of(reference, 0.45), STEPS, keep_going=True)
+    assert run.bits == reference.bits
+    assert _used(run)
+
+
+def test_tied_parameters_are_updated_together_by_sliced_steps() -> None:
+    """One after the other, their weights would decay at other moments."""
+    reference = plain_of(functools.partial(_odd, "tied"), STEPS)
+    run = budgeted(functools.partial(_odd, "tied"), above_of(reference, 0.45), STEPS, keep_going=True, without=(GRADIENTS,))
+    assert run.bits == reference.bits
+
+
+def test_models_that_are_gone_leave_no_offloaded_gradients() -> None:
+    """A script that makes a model per fold would fill the tier."""
+    lever = OffloadedGradients(FileTier().put)
+    for _ in range(5):
+        net = _net()
+        optimizer = torch.optim.SGD(net.parameters())
+        lever.engage([optimizer])
+        net(torch.ones(2, WIDE)).sum().backward()
+        assert 0 < len(lever._away) <= 2 * LAYERS
+        del net, optimizer
+        gc.collect()
+        lever.unit_begins()
+    assert not lever._away
+    lever.remove(over=False)
 
 
 def test_an_update_with_room_to_spare_offloads_nothing() -> None:

@@ -17,9 +17,9 @@ from lowtide.runtime.control.settings import BudgetSettings
 from lowtide.runtime.device.offload import Ticket
 from lowtide.runtime.intercept.checkpoint_calls import CheckpointCalls
 from lowtide.runtime.levers.deferred_logits import DeferredLogits
-from lowtide.runtime.levers.offloaded_gradients import OffloadedGradients, scales
+from lowtide.runtime.levers.offloaded_gradients import OffloadedGradients
 from lowtide.runtime.levers.optimizer_in_backward import OptimizerInBackward
-from lowtide.runtime.levers.single_update import parameters_of, unfit
+from lowtide.runtime.levers.single_update import parameters_of, scales, unfit
 from lowtide.runtime.levers.sliced_optimizer import TEMPORARIES, SlicedOptimizer
 from lowtide.runtime.levers.split_layers import SplitLayers
 from lowtide.runtime.levers.stand_in import StandIns

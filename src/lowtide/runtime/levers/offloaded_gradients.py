@@ -12,8 +12,9 @@ A property in place of ``Parameter.grad`` catches readers in Python. In C++ only
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Final, final
@@ -23,21 +24,28 @@ from torch.optim import optimizer as optim
 import torch
 from lowtide.base.lever_catalogue import GRADIENTS
 from lowtide.runtime.device.offload import Ticket
-from lowtide.runtime.levers.single_update import in_order, parameters_of, unfit, update_one
+from lowtide.runtime.levers.early_update import EarlyUpdate
+from lowtide.runtime.levers.gradient_access import (
+    GRAD,
+    Counts,
+    KnownAddresses,
+    is_alone,
+    put_gradient,
+    references,
+    references_of_unheld,
+)
+from lowtide.runtime.levers.single_update import overlap, parameters_of, scales, unfit, update_one
 from lowtide.runtime.levers.stand_in import StandIns
 from lowtide.runtime.monkeypatch import Wraps, unwrapped
 from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.storage.arguments import PLAIN_TYPES
-from lowtide.runtime.storage.views import Meta, meta_of, sole_owner, view_on
+from lowtide.runtime.storage.views import Meta, meta_of, view_on
 from lowtide.runtime.tensors import beneath_autograd, is_plain
 from lowtide.runtime.torch_state import in_process_group
 
-MOST_ADDRESSES: Final = 1024
-"""Known addresses are first looked through for those of dead storages once there are so many."""
 LEAST_BYTES: Final = 4096
 """Smaller gradients stay resident: offloading them would cost more than it frees."""
 
-_GRAD: Any = torch._C.TensorBase.grad
 _NAMES: Final = ("grad", "_grad")
 """The properties of ``torch.Tensor`` that return a gradient."""
 
@@ -86,14 +94,13 @@ class OffloadedGradients:
         self._wraps = Wraps()
         self._hooks: list[Any] = []
         self._away: dict[int, _Moved] = {}
-        self._stepped: set[int] = set()
-        self._left: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._early = EarlyUpdate()
         self._read: weakref.ref[torch.Tensor] | None = None
         self._fetched: dict[int, weakref.ref[torch.Tensor]] = {}
         self._exposed: set[int] = set()
-        self._addresses: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._most_addresses = MOST_ADDRESSES
-        self._unheld = (0, 0)
+        self._addresses = KnownAddresses()
+        self._unheld = Counts(0, 0, 0)
+        self._lock = threading.RLock()
 
     # --- on and off --------------------------------------------------------------------------------------------------
 
@@ -105,11 +112,12 @@ class OffloadedGradients:
     def engage(self, optimizers: Iterable[optim.Optimizer]) -> None:
         """Offload the existing gradients, and those of later backwards as they are completed."""
         self.engaged = True
-        self._unheld = _references_of_unheld()
+        self._unheld = references_of_unheld()
         for owner in (optim.Optimizer, torch.nn.Module):
             self._wraps.put(owner, "zero_grad", self._zeroing)
         for name in _NAMES:
             self._wraps.put(torch.nn.Parameter, name, lambda _: property(self._get, self._set, self._delete))
+        self._wraps.put(torch.utils, "swap_tensors", self._swapping)
         known = list(optimizers)
         self.follow(known)
         for optimizer in known:
@@ -127,33 +135,44 @@ class OffloadedGradients:
         Args:
             over: whether the script has ended, so that offloaded gradients need not be fetched.
         """
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        if not over:
-            for moved in list(self._away.values()):
-                if (parameter := moved.parameter()) is not None:
-                    self._bring_back(parameter)
-        self._away, self._fetched = {}, {}
-        self._wraps.undo()
         self.engaged = False
+        hooks, self._hooks = self._hooks, []
+        with contextlib.ExitStack() as stack:  # all of it is done, even if something raises
+            stack.callback(self._wraps.undo)
+            stack.callback(self._away.clear)
+            stack.callback(self._fetched.clear)
+            for moved in () if over else list(self._away.values()):
+                if (parameter := moved.parameter()) is not None:
+                    stack.callback(self._come_back, parameter)
+            for hook in hooks:
+                stack.callback(hook.remove)
 
     def unit_begins(self) -> None:
         """Offload the gradients that were fetched: clipping reads all at once, and not every script drops them afterwards."""
-        fetched, self._fetched = self._fetched, {}
-        for address, ref in fetched.items():
-            parameter = ref()
-            if parameter is None or not self._lies_at(parameter, address):
-                continue
-            self._leave_again(parameter)
-            if not self._is_away(parameter):  # it is held, or its address is known
-                self._fetched[address] = ref
+        with self._lock:
+            self._forget_dead()
+            fetched, self._fetched = self._fetched, {}
+            for address, ref in fetched.items():
+                parameter = ref()
+                if parameter is None or not self._lies_at(parameter, address):
+                    continue
+                self._leave_again(parameter)
+                if not self._is_away(parameter):  # it is held, or its address is known
+                    self._fetched[address] = ref
+
+    def _forget_dead(self) -> None:
+        """Drop what belongs to parameters that are gone."""
+        dead = [key for key, moved in self._away.items() if moved.parameter() is None]
+        for key in dead:
+            del self._away[key]
+        if dead:
+            self._hooks = [hook for hook in self._hooks if hook.hooks_dict_ref() is not None]
 
     def follow(self, optimizers: Iterable[optim.Optimizer]) -> None:
         """A backward begins: hook these optimizers' parameters, including ones added since, to offload their gradients."""
         if not self.engaged:
             return
-        self._stepped = set()  # a step that raised may have left some
+        self._early.is_over()  # a step that raised may have left something
         put = unwrapped(torch.Tensor.register_post_accumulate_grad_hook)
         for optimizer in optimizers:
             for parameter in parameters_of(optimizer):
@@ -180,29 +199,27 @@ class OffloadedGradients:
         if in_process_group():
             self._declined = True
             return
-        grad: torch.Tensor | None = _GRAD.__get__(parameter)
-        if grad is None:
-            return
-        if self._is_away(parameter):
-            grad = self._accumulate(parameter, grad)
-        references = _references(grad)
-        if self._may_leave(grad, references):
-            self._move(parameter, grad)
+        with self._lock:
+            grad: torch.Tensor | None = GRAD.__get__(parameter)
+            if grad is None:
+                return
+            if self._is_away(parameter):
+                grad = self._accumulate(parameter, grad)
+            counts = references(grad)
+            if self._may_leave(grad, counts):
+                self._move(parameter, grad)
 
     def _move(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
         with beneath_autograd():
             ticket = None if id(parameter) in self._exposed else self._put(grad.untyped_storage())
         if ticket is not None:
             self._away[id(parameter)] = _Moved(parameter, ticket, meta_of(grad))
-            _GRAD.__set__(parameter, None)
+            GRAD.__set__(parameter, None)
             self.moved += 1
 
     def exposed(self, storage: torch.UntypedStorage) -> None:
         """The script has a storage's address: a gradient on it stays resident; one that was fetched, in later steps too."""
-        if len(self._addresses) >= self._most_addresses:
-            self._addresses = {at: ref for at, ref in self._addresses.items() if ref() is not None}
-            self._most_addresses = max(MOST_ADDRESSES, 2 * len(self._addresses))
-        self._addresses[storage._cdata] = weakref.ref(storage)
+        self._addresses.add(storage)
         ref = self._fetched.get(storage._cdata)
         parameter = None if ref is None else ref()
         if parameter is not None and self._lies_at(parameter, storage._cdata):
@@ -211,7 +228,7 @@ class OffloadedGradients:
     @staticmethod
     def _lies_at(parameter: torch.Tensor, address: int) -> bool:
         """Whether a parameter has a resident gradient on the storage at an address."""
-        grad = _GRAD.__get__(parameter)
+        grad = GRAD.__get__(parameter)
         return grad is not None and is_plain(grad) and grad.untyped_storage()._cdata == address
 
     def _leave_again(self, parameter: torch.Tensor) -> None:
@@ -221,11 +238,11 @@ class OffloadedGradients:
         """
         if self._is_away(parameter):
             return
-        grad = _GRAD.__get__(parameter)
+        grad = GRAD.__get__(parameter)
         if grad is None:
             return
-        references = _references(grad)
-        if self._may_leave(grad, references):
+        counts = references(grad)
+        if self._may_leave(grad, counts):
             self._move(parameter, grad)
 
     def _accumulate(self, parameter: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -233,28 +250,15 @@ class OffloadedGradients:
         old = self._bring_back(parameter)
         if torch.is_grad_enabled():  # the backward builds a graph (create_graph)
             old = old + new
-            _GRAD.__set__(parameter, old)
+            GRAD.__set__(parameter, old)
         else:
             old.add_(new)
         return old
 
-    def _may_leave(self, grad: torch.Tensor, references: tuple[int, int]) -> bool:
+    def _may_leave(self, grad: torch.Tensor, counts: Counts) -> bool:
         """Whether only the parameter holds a gradient, its storage describes it completely, and nobody has its address."""
-        return (
-            type(grad) in PLAIN_TYPES
-            and is_plain(grad)
-            and grad.nbytes >= LEAST_BYTES
-            and not grad.requires_grad
-            and references == self._unheld
-            and not weakref.getweakrefcount(grad)
-            and not grad.__dict__  # what the script keeps there is part of this very object
-            and sole_owner(grad.untyped_storage(), 1)
-            and not self._is_exposed(grad.untyped_storage())
-        )
-
-    def _is_exposed(self, storage: torch.UntypedStorage) -> bool:
-        ref = self._addresses.get(storage._cdata)
-        return ref is not None and ref() is storage
+        whole = type(grad) in PLAIN_TYPES and is_plain(grad) and not grad.requires_grad and grad.nbytes >= LEAST_BYTES
+        return whole and counts == self._unheld and is_alone(grad) and grad.untyped_storage() not in self._addresses
 
     def _is_away(self, parameter: torch.Tensor) -> bool:
         moved = self._away.get(id(parameter))
@@ -265,28 +269,41 @@ class OffloadedGradients:
         moved = self._away.pop(id(parameter))
         with beneath_autograd():
             grad = view_on(moved.ticket.fetch(), moved.meta)
-        _GRAD.__set__(parameter, grad)
+        put_gradient(parameter, grad)
         return grad
 
+    def _come_back(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Bring an offloaded gradient back; what a backward has left since is added.
+
+        Usually :meth:`gradient_is_whole` has done that. A hook of the script's may run before it, and read, or raise.
+        """
+        new = GRAD.__get__(parameter)
+        return self._bring_back(parameter) if new is None else self._accumulate(parameter, new)
+
     def _get(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        if self._is_away(parameter) and not self.updating and id(parameter) not in self._stepped:
-            before = None if self._read is None else self._read()
-            if before is not None:
-                self._leave_again(before)
-            self._read = weakref.ref(parameter)
-            new = _GRAD.__get__(parameter)  # a hook of the script's may run before this one's, after a second backward
-            grad = self._bring_back(parameter) if new is None else self._accumulate(parameter, new)
-            self._fetched[grad.untyped_storage()._cdata] = self._read
-            return grad
-        found: torch.Tensor | None = _GRAD.__get__(parameter)
-        return found
+        with self._lock:
+            hidden = self._early.hides(parameter) or self.updating
+            if self._is_away(parameter) and not hidden:
+                before = None if self._read is None else self._read()
+                if before is not None:
+                    self._leave_again(before)
+                self._read = weakref.ref(parameter)
+                grad = self._come_back(parameter)
+                self._fetched[grad.untyped_storage()._cdata] = self._read
+                return grad
+            if self._is_away(parameter) and not self._early.is_here():  # another thread reads what the step must not see
+                moved = self._away[id(parameter)]
+                with beneath_autograd():
+                    return view_on(moved.ticket.fetch(), moved.meta)
+            found: torch.Tensor | None = GRAD.__get__(parameter)
+            return found
 
     def _set(self, parameter: torch.Tensor, value: torch.Tensor | None) -> None:
-        _GRAD.__set__(parameter, value)
+        GRAD.__set__(parameter, value)
         self._forget(parameter)
 
     def _delete(self, parameter: torch.Tensor) -> None:
-        _GRAD.__delete__(parameter)
+        GRAD.__delete__(parameter)
         self._forget(parameter)
 
     def _forget(self, parameter: torch.Tensor) -> None:
@@ -303,6 +320,20 @@ class OffloadedGradients:
 
         return zero_grad
 
+    def _swapping(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def swap_tensors(first: Any, second: Any) -> Any:
+            """Swap two tensors, which may have no weak references; what is fetched stays until it is offloaded again."""
+            for tensor in (first, second):
+                if self._is_away(tensor):
+                    self._come_back(tensor)
+                self._fetched = {at: ref for at, ref in self._fetched.items() if ref() is not tensor}
+                if self._read is not None and self._read() is tensor:
+                    self._read = None
+            return original(first, second)
+
+        return swap_tensors
+
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def optimizer_begins(self, optimizer: optim.Optimizer, *, closure: bool) -> None:
@@ -312,23 +343,33 @@ class OffloadedGradients:
             optimizer: the optimizer.
             closure: whether the step was given a closure, which may compute other gradients first.
         """
-        self._stepped = set()
+        self._early.is_over()
         if not self.engaged or closure or unfit(optimizer) or scales(optimizer):
             return
         waiting = [(group, p) for group in optimizer.param_groups for p in group["params"] if self._is_away(p)]
+        together = overlap(parameters_of(optimizer)) or _has_sparse(optimizer)
+        with self._lock:
+            for _, parameter in waiting:
+                if self._is_away(parameter) and (together or GRAD.__get__(parameter) is not None):
+                    self._come_back(parameter)
+        self._early.begins(optimizer)
         for place, (group, parameter) in enumerate(waiting):
             self._begin_next(waiting[place + 1 : place + 2])
-            moved = self._away[id(parameter)]
+            moved = self._away.get(id(parameter))
+            if moved is None:  # another thread reads it
+                continue
             with beneath_autograd():
                 grad = view_on(moved.ticket.fetch(), moved.meta)
-                _GRAD.__set__(parameter, grad)
-            self.updating = True
+            with self._lock:
+                self.updating = True
+                put_gradient(parameter, grad)
             try:
                 update_one(optimizer, group, parameter)
+                self._early.add(parameter)
             finally:
-                self.updating = False
-                _GRAD.__set__(parameter, None)
-            self._stepped.add(id(parameter))
+                with self._lock:
+                    GRAD.__set__(parameter, None)
+                    self.updating = False
             if self._stand_ins.writes_gradient(optimizer, group, parameter):
                 self._keep_written(parameter, grad)
 
@@ -340,39 +381,19 @@ class OffloadedGradients:
             self._away[id(parameter)] = _Moved(parameter, ticket, meta_of(grad))
         else:
             self._forget(parameter)
-            self._left.append((parameter, grad))
+            self._early.remains(parameter, grad)
 
     def _begin_next(self, following: list[tuple[Any, torch.Tensor]]) -> None:
         """On an accelerator, whose copies overlap with its work, fetch the next gradient while this one is used."""
         for _, parameter in following:
-            if parameter.device.type != "cpu":
+            if parameter.device.type != "cpu" and self._is_away(parameter):
                 self._away[id(parameter)].ticket.begin()
 
     def optimizer_ends(self, optimizer: optim.Optimizer) -> None:
         """The optimizer's step returned; it skipped the parameters that :meth:`optimizer_begins` had updated."""
-        left, self._left = self._left, []
-        for parameter, grad in left:
-            _GRAD.__set__(parameter, grad)
-        if self._stepped:
-            self._stepped = set()
-            in_order(optimizer)
+        self._early.returned(optimizer)
 
 
-def scales(optimizer: Any) -> bool:
-    """Whether the step gets scaled gradients and unscales them in place (``GradScaler`` with a fused optimizer)."""
-    return getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
-
-
-def _references(grad: torch.Tensor) -> tuple[int, int]:
-    """Reference counts of a gradient: of its Python object, the caller's own reference included, and of the tensor in C++."""
-    held: Callable[[], int] | None = getattr(grad, "_use_count", None)
-    return sys.getrefcount(grad), 0 if held is None else held()
-
-
-def _references_of_unheld() -> tuple[int, int]:
-    """What :func:`_references` returns for a gradient held only by its parameter and by one variable of the caller."""
-    with beneath_autograd():
-        parameter = torch.nn.Parameter(torch.empty(1))
-        _GRAD.__set__(parameter, torch.empty(1))
-    grad = _GRAD.__get__(parameter)
-    return _references(grad)
+def _has_sparse(optimizer: Any) -> bool:
+    """Whether a parameter has a sparse gradient, for which a step may raise before it updates any."""
+    return any((grad := GRAD.__get__(p)) is not None and grad.layout is not torch.strided for p in parameters_of(optimizer))

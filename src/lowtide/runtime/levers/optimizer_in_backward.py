@@ -84,6 +84,7 @@ class OptimizerInBackward:
         self._gone: dict[int, weakref.ref[torch.Tensor]] = {}
         self._had: dict[int, weakref.ref[torch.Tensor]] = {}
         self._due: dict[int, list[dict[str, Any]]] = {}
+        self._states: dict[int, list[Any]] = {}
         self._marks: dict[int, dict[int, Any]] = {}
         self._running = False
         self._broken = ""
@@ -252,7 +253,7 @@ class OptimizerInBackward:
                 self._whole.difference_update(storages_of(t for tensors in done for t in tensors))
             else:
                 self._whole.clear()
-            in_order(optimizer)
+            in_order(optimizer, self._states.pop(id(optimizer), ()))
         if self.engaged and self._due:
             self._look()
 
@@ -307,6 +308,7 @@ class OptimizerInBackward:
                 return
         if id(optimizer) not in self._due:
             self._due[id(optimizer)] = _settings(optimizer)
+            self._states[id(optimizer)] = list(optimizer.state)
         self.updating = True
         try:
             with self._unseen():

@@ -6,7 +6,8 @@ fused kernels are element-wise), so the bits are those of the script's step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
@@ -59,6 +60,31 @@ def parameters_of(optimizer: Any) -> Iterator[torch.Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
+def scales(optimizer: Any) -> bool:
+    """Whether the step gets scaled gradients and unscales them in place (``GradScaler`` with a fused optimizer)."""
+    return getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
+
+
+def overlap(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether parameters have bytes in common: then it matters in which order they are updated, and whether together."""
+    spans = sorted(_span(p) for p in parameters)
+    return any(a[0] == b[0] and b[1] < a[2] for a, b in itertools.pairwise(spans))
+
+
+def _span(parameter: torch.Tensor) -> tuple[int, int, int]:
+    """A parameter's storage, and its first byte and the end of its last one there.
+
+    A tensor that has no storage (a wrapper's) counts as one of its own.
+    """
+    try:
+        storage = int(parameter.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return id(parameter), 0, 1
+    size, first = parameter.element_size(), int(parameter.storage_offset())
+    last = first + sum((n - 1) * s for n, s in zip(parameter.size(), parameter.stride(), strict=True))
+    return storage, first * size, (last + 1) * size if parameter.numel() else first * size
+
+
 def unfit(optimizer: Any) -> str:
     """Why an optimizer's parameters cannot be updated one by one; empty if they can."""
     if type(optimizer) not in KNOWN:
@@ -92,9 +118,14 @@ def _is_rounded(group: dict[str, Any]) -> bool:
     return listed and any(p.dtype in LOW_PRECISION for p in group["params"])
 
 
-def in_order(optimizer: Any) -> None:
-    """Put states into the order of the parameters, in which the script's own first step would have created them."""
-    wanted = [p for p in parameters_of(optimizer) if p in optimizer.state]
+def in_order(optimizer: Any, before: Sequence[Any] = ()) -> None:
+    """Put states into the order in which the script's own step would have created them.
+
+    Args:
+        optimizer: the optimizer, whose step is over.
+        before: the parameters that had states before it, in order; the others follow in the order of the groups.
+    """
+    wanted = list({id(p): p for p in (*before, *parameters_of(optimizer)) if p in optimizer.state}.values())
     if any(a is not b for a, b in zip(wanted, optimizer.state, strict=False)):
         states = [(p, optimizer.state.pop(p)) for p in wanted]
         optimizer.state.update(states)

@@ -13,6 +13,7 @@ from typing import Any, Final, final
 
 import torch
 from lowtide.base.lever_catalogue import SLICES
+from lowtide.runtime.levers.single_update import overlap
 from lowtide.runtime.monkeypatch import Wraps
 from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.storage.views import bytes_of
@@ -69,7 +70,7 @@ class SlicedOptimizer:
             captured = mixed or bool(settings.get("capturable")) or torch.compiler.is_compiling()
             if room is None:  # asked for without a budget
                 room = sum(sizes) * TEMPORARIES // SHARES
-            if captured or sum(sizes) * TEMPORARIES <= room:
+            if captured or sum(sizes) * TEMPORARIES <= room or overlap(lists[0]):
                 original(*lists, **settings)
                 return
             self.cut += 1

@@ -1,0 +1,73 @@
+"""The step of an optimizer some of whose parameters were updated just before it, so that it must skip them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import CodeType, FrameType
+from typing import Any, final
+
+import torch
+from lowtide.runtime.levers.gradient_access import put_gradient
+from lowtide.runtime.levers.single_update import bare, in_order
+
+
+@final
+class EarlyUpdate:
+    """Which parameters the running step must not see, and what is to be put right when it is over.
+
+    A step is over when it returns, or when it has raised: then no hook tells so, and the next one who asks finds out.
+    """
+
+    def __init__(self) -> None:
+        """No step is running."""
+        self._updated: set[int] = set()
+        self._resident: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._states: list[Any] = []
+        self._thread = 0
+        self._code: CodeType | None = None
+
+    def begins(self, optimizer: Any) -> None:
+        """An optimizer's step is about to run in this thread."""
+        self._states, self._thread = list(optimizer.state), threading.get_ident()
+        self._code = bare(type(optimizer).step).__code__
+
+    def add(self, parameter: torch.Tensor) -> None:
+        """A parameter has been updated: the step must not see its gradient."""
+        self._updated.add(id(parameter))
+
+    def remains(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        """An updated parameter's gradient is to be resident again when the step is over."""
+        self._resident.append((parameter, grad))
+
+    def hides(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter's gradient is hidden from the step, which is running."""
+        if id(parameter) not in self._updated:
+            return False
+        if self.is_here() and not self._is_running():
+            self.is_over()
+            return False
+        return True
+
+    def is_here(self) -> bool:
+        """Whether the step runs in this thread."""
+        return threading.get_ident() == self._thread
+
+    def _is_running(self) -> bool:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not self._code:
+            frame = frame.f_back
+        return frame is not None
+
+    def returned(self, optimizer: Any) -> None:
+        """The step has returned: its states are put into the order in which it would have made them."""
+        if self._updated:
+            in_order(optimizer, self._states)
+        self.is_over()
+
+    def is_over(self) -> None:
+        """No step is running any more."""
+        resident, self._resident = self._resident, []
+        for parameter, grad in resident:
+            put_gradient(parameter, grad)
+        self._updated, self._states, self._thread = set(), [], 0
