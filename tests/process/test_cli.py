@@ -348,7 +348,7 @@ def _check_figures(figures: dict[str, Any]) -> None:
     assert [s["index"] for s in figures["steps"]] == list(range(5))
     assert all(set(s) >= STEP_KEYS for s in figures["steps"])
     assert set(figures["plan"]) >= PLAN_KEYS
-    assert set(figures["plan"]["bound"]) == {"peak_bytes", "extra_seconds"}
+    assert set(figures["plan"]["bound"]) == {"peak_bytes", "extra_seconds", "at"}
     assert figures["plan"]["resident_bytes"] < figures["budget_bytes"] < figures["plan"]["baseline_peak_bytes"]
     assert figures["steps"][-1]["policy"] == "planned"
     assert figures["steps"][-1]["recomputed_ops"] + figures["steps"][-1]["offloaded_bytes"] > 0

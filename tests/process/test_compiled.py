@@ -15,7 +15,7 @@ FORMS = ("module", "full", "inplace", "blocks", "blocks-inplace", "function", "s
 @pytest.mark.slow("inductor-2", "breaks-aot_eager-1", "reduce-aot_eager-1", "blocks-aot_eager-1", "blocks-inplace-aot_eager-1",
                   "optimize-aot_eager-1", "function-aot_eager-1")
 @pytest.mark.long("inductor", "blocks", "breaks", "reduce", "aot_eager-1", "optimize", "function", "inplace-aot_eager-2", "full",
-                  "module-aot_eager-2")
+                  "module-aot_eager-2", "step-aot_eager-2")
 @pytest.mark.parametrize("backwards", [1, 2])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("form", FORMS)

@@ -93,7 +93,7 @@ def test_two_verbs_for_one_process_are_refused(tmp_path: Path, outer: tuple[str,
     assert "Traceback" not in said
 
 
-@pytest.mark.long("record-budget", "run-record", "record-record")
+@pytest.mark.long("record-budget", "run-record", "record-record", "run-budget")
 @pytest.mark.parametrize(
     ("verb", "block"),
     [("run", 'budget("24.5MiB")'), ("run", 'record("own.lowtide")'), ("record", 'budget("24.5MiB")'), ("record", 'record("own.lowtide")')],

@@ -43,7 +43,7 @@ def _run(folder: Path, *command: str, **environment: str) -> tuple[list[str], di
     return done.stdout.splitlines(), json.loads(figures.read_text()) if figures.is_file() else {}
 
 
-@pytest.mark.long("DNNL", "None")
+@pytest.mark.long("DNNL", "None", "ONEDNN")
 @pytest.mark.parametrize("name", [None, "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"])
 def test_memory_kept_for_new_shapes_is_bounded_unless_the_user_sets_a_limit(name: str | None, tmp_path: Path) -> None:
     """44 lengths used to add 2.4 MiB each."""

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import inspect
 import os
 import warnings
 from collections.abc import Callable
@@ -124,16 +125,19 @@ def test_without_the_memory_optimization_gradients_stay() -> None:
     assert not _used(run)
 
 
-@pytest.mark.parametrize("kind", KNOWN, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("more", [{}, {"momentum": 0.9}, {"amsgrad": True}, {"centered": True}], ids=str)
+OPTIONS = ("", "momentum", "amsgrad", "centered", "nesterov")
+UPDATES = [
+    (kind, {**({name: True} if name not in ("", "momentum") else {}), **({"momentum": 0.9} if name in ("momentum", "nesterov") else {})})
+    for kind in KNOWN for name in OPTIONS if not name or name in inspect.signature(kind).parameters
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "more"), UPDATES, ids=lambda part: part.__name__ if isinstance(part, type) else ",".join(part))
 def test_states_to_come_are_those_that_the_next_update_makes(kind: Any, more: dict[str, Any]) -> None:
     """To the byte, also if some parameters have states already or no gradient; nothing of the optimizer has changed."""
     parameters = [nn.Parameter(torch.randn(n, 8)) for n in (3, 5, 7)]
     parameters[0].grad = torch.ones_like(parameters[0])
-    try:
-        optimizer = kind([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.5}], **more)
-    except TypeError:
-        pytest.skip("it has no such option")
+    optimizer = kind([{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.5}], **more)
     for with_gradients in (1, 2):
         for parameter in parameters[:with_gradients]:
             parameter.grad = torch.ones_like(parameter)
@@ -297,6 +301,7 @@ def _odd(how: str) -> zoo.Job:
     return zoo.Job(step, [net], [optimizer])
 
 
+@pytest.mark.long("twice", "raising step")
 @pytest.mark.parametrize("how", ODD)
 def test_unusual_parameters_and_steps_keep_bits_and_the_order_of_states(how: str) -> None:
     """Tied or listed twice, unfrozen late, swapped; a hook or a step that raises; gradients that several threads read."""
