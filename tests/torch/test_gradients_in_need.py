@@ -118,6 +118,45 @@ def test_an_operator_that_fits_only_without_gradients_keeps_bits(
         assert [over for _, over in run.over[1:] if over > 0] == []
 
 
+class _Wasteful(torch.autograd.Function):
+    """Its backward takes twice as many bytes as all parameters."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        """Copy the input."""
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, slope: torch.Tensor) -> torch.Tensor:
+        """Copy the slope, with a buffer."""
+        return slope + slope.new_zeros(2 * PARAMETERS_BYTES // 4)[: slope.numel()].reshape(slope.shape)
+
+
+def test_a_budget_that_offloading_gradients_does_not_hold_is_refused_all_the_same() -> None:
+    """By its bytes it might have done, and sizes are new in every step: the first step with it shows that it does not."""
+    done = []
+
+    def make() -> zoo.Job:
+        net = _net()
+        optimizer = torch.optim.Adam(net.parameters())
+
+        def step(i: int) -> torch.Tensor:
+            loss = _Wasteful.apply(net(torch.randn(16 + 8 * i, WIDE))).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            done.append(i)
+            return loss.detach()
+
+        return zoo.Job(step, [net], [optimizer])
+
+    plain_of(make, STEPS)
+    done.clear()
+    with pytest.raises(lowtide.BudgetError, match="cannot be held"):
+        budgeted(make, int(4.5 * PARAMETERS_BYTES), STEPS)
+    assert len(done) <= 3
+
+
 def test_without_the_memory_optimization_gradients_stay() -> None:
     reference = plain_of(of_new_sizes, STEPS)
     run = budgeted(of_new_sizes, above_of(reference, 0.5), STEPS, without=(GRADIENTS,), keep_going=True)

@@ -563,7 +563,8 @@ class Runtime:
         self.unit = unit = Unit(kind, base, left, gradients, former.units, interception.evictor.times, calls=[kind])
         self.levers.gradients.unit_begins()
         chosen = self.choice.choose(unit)
-        if kind.plain_checkpoints and isinstance(chosen, (Refuse, AsWritten)):
+        proven = isinstance(chosen, Refuse) and chosen.proven  # then the script's own checkpoints need no less
+        if kind.plain_checkpoints and isinstance(chosen, (Refuse, AsWritten)) and not proven:
             unit.kind = kind = self.knowledge.checkpoints.give_up(kind)
             unit.calls = [kind]
             chosen = self.choice.choose(unit)
@@ -573,6 +574,7 @@ class Runtime:
             raise self.choice.refuse(chosen, tuple(self.unreached.reasons))
         if isinstance(chosen, MoveGradients):
             self._move_gradients()
+            self.audit.gradients_leave(whole=True)
             unit.kind = replace(kind, engaged=True)
             chosen = Hold(None, planned=self.choice.has_given_plan)
         self.knowledge.checkpoints.unit_begins(unit.kind)
@@ -594,7 +596,7 @@ class Runtime:
         self._move_gradients()
         if isinstance(unit.mode, Recording):
             unit.become(Online(unit.mode.recorder, OnlineReason.RELIEVED))
-            self.audit.changed_in_mid_step()
+            self.audit.gradients_leave(whole=False)
         return True
 
     def _retained(self) -> RetainedBytes:

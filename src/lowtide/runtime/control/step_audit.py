@@ -101,13 +101,15 @@ class StepAudit:
         self.setup_peak_bytes = self.running.peak_bytes
         self.running = RunningStep()
 
-    def changed_in_mid_step(self) -> None:
-        """A unit of the running step was not recorded as later ones will run: the next step's is the first that can be judged.
+    def gradients_leave(self, *, whole: bool) -> None:
+        """Gradients are offloaded from the running unit on, or only from its middle on (not ``whole``).
 
-        A run that is in its first steps may be refused after that one, at the latest before its fourth step.
+        The first unit that runs like all later ones shows whether the budget can be held. A run that is in its first steps may
+        be refused after that one, at the latest before its fourth step.
         """
-        if self.trained < REFUSED - 1:
-            self.refusable = max(self.refusable, self.trained + 3)
+        judged = self.trained + (2 if whole else 3)
+        if judged <= REFUSED + 1:
+            self.refusable = max(self.refusable, judged)
 
     def unit_begins(self) -> None:
         """A unit of the step begins."""
