@@ -12,7 +12,6 @@ from lowtide.base.errors import StructureError
 from lowtide.planning.unit.prefetch import fetches_ahead
 from lowtide.planning.unit.bound import UnitTimeBound, forced_live, peak_bound
 from lowtide.planning.unit.greedy import State, backtracked, lightened, pareto, walk
-from lowtide.planning.unit.minimum_account import account_of
 from lowtide.planning.unit.problem import Action, Away, Bandwidth, Key, Problem
 from lowtide.planning.unit.simulate import play
 from lowtide.planning.unit.lp_plan import Relaxed
@@ -144,7 +143,7 @@ def test_no_decisions_beat_the_bound_on_the_peak(planned: Planned) -> None:
 @given(problems())
 def test_the_account_of_the_minimum_adds_up_to_it(problem: Problem) -> None:
     """The parts add up to peak_bound to the byte, none is negative, and the values named belong to the parts."""
-    account = account_of(problem)
+    account = Front(problem).minimum
     assert account.bytes == peak_bound(problem).peak_bytes
     parts = dict(account.parts)
     assert all(size > 0 for size in parts.values())
@@ -168,13 +167,13 @@ def test_the_account_of_the_minimum_names_what_is_there() -> None:
         saves=(Save(value=2, event=1),), other_bytes=(0, 0, 0, 0, 7, 0), spike_bytes=(0,) * 6, backward_event=3,
     )  # fmt: skip
     problem = Problem(trace=trace, base_bytes=BASE_BYTES)
-    assert dict(account_of(problem).parts) == {
+    assert dict(Front(problem).minimum.parts) == {
         "parameters, buffers and optimizer states": 600, "outputs and workspace of the operator": 500,
         "other memory from before the forward": BASE_BYTES - 600, "read by the operator": 120,
         "can be neither recomputed nor offloaded": 40, "held by the script": 30, "made outside any operator": 7,
     }  # fmt: skip
     later = replace(trace, events=(*trace.events[:4], replace(backward[1], reads=(1,)), trace.events[5]))
-    assert dict(account_of(replace(problem, trace=later)).parts)["gradients"] == 20
+    assert dict(Front(replace(problem, trace=later)).minimum.parts)["gradients"] == 20
 
 
 @given(plans())

@@ -10,7 +10,8 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 import torch
 
-_GRAD: Any = torch._C.TensorBase.grad
+GRAD: Any = torch._C.TensorBase.grad
+"""torch's own property, whatever stands in its place on ``Parameter``."""
 _GRAD_FN: Any = torch._C.TensorBase.grad_fn
 
 
@@ -73,7 +74,7 @@ def grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """
     if not tensor.is_leaf and not tensor.retains_grad:
         return None
-    found: torch.Tensor | None = _GRAD.__get__(tensor)
+    found: torch.Tensor | None = GRAD.__get__(tensor)
     return found
 
 

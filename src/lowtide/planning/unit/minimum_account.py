@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from lowtide.base.trace import Need, Op, Phase, Site
-from lowtide.planning.unit.bound import Forced, asked_bytes, forced_spans, peak_bound
+from lowtide.planning.unit.bound import Forced, asked_bytes, forced_spans
 from lowtide.planning.unit.problem import Problem
 
 LARGEST: Final = 5
@@ -85,9 +85,9 @@ class MinimumAccount:
         }
 
 
-def account_of(problem: Problem) -> MinimumAccount:
-    """What the minimum of a problem (:func:`~lowtide.planning.unit.bound.peak_bound`) consists of."""
-    trace, at = problem.trace, peak_bound(problem).peak_event
+def account_of(problem: Problem, at: int) -> MinimumAccount:
+    """What the minimum of a problem consists of; ``at`` is the event that proves it (``Bound.peak_event``)."""
+    trace = problem.trace
     if at < 0:
         return MinimumAccount(operator="", module="", phase=Phase.DATA, parts=_base(problem))
     event = trace.events[at]
@@ -95,8 +95,9 @@ def account_of(problem: Problem) -> MinimumAccount:
     parts = {**dict(_base(problem)), OUTSIDE: 0}
     values = []
     for v, buffer in enumerate(trace.buffers):
-        why = next((why for first, last, why in forced_spans(problem, v) if first <= at <= last), None)
-        if why is None or not buffer.counted:
+        spans = forced_spans(problem, v) if buffer.counted else ()
+        why = next((why for first, last, why in spans if first <= at <= last), None)
+        if why is None:
             continue
         part = READ if v in reads else _part(problem, v, why)
         parts[part] = parts.get(part, 0) + buffer.bytes

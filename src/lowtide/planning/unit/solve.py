@@ -104,7 +104,7 @@ class Front:
     @cached_property
     def minimum(self) -> MinimumAccount:
         """What the peak bound consists of."""
-        return account_of(self.problem)
+        return account_of(self.problem, self.bound.peak_event)
 
     @cached_property
     def states(self) -> tuple[State, ...]:

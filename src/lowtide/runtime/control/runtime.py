@@ -22,6 +22,7 @@ from typing import Any, ClassVar, final
 
 import torch
 from lowtide.base.errors import SizeError
+from lowtide.base.forks import weakly
 from lowtide.base.messages import tell
 from lowtide.base.trace import Phase
 from lowtide.base.units import Auto, FromStep
@@ -45,7 +46,6 @@ from lowtide.runtime.early_stop import StepLimitReached
 from lowtide.runtime.intercept.bypass import Bypass
 from lowtide.runtime.intercept.coverage import COMPILED, TRANSFORM, Coverage
 from lowtide.runtime.intercept.data_swaps import is_applying
-from lowtide.runtime.intercept.dispatch_mode import tell_of_forks
 from lowtide.runtime.intercept.mode_sensitive_backward import ModeSensitiveBackward, Unseen
 from lowtide.runtime.intercept.phases import PhaseTracker
 from lowtide.runtime.intercept.pointer_escapes import PointerEscapes
@@ -152,7 +152,7 @@ class Runtime:
                 "lowtide: the heap counter is not loaded (no compiler at installation, or not Linux): operators' workspace "
                 "is known only from recorded steps, by torch's profiler; a first step may exceed the budget"
             )
-        tell_of_forks(self)
+        os.register_at_fork(after_in_child=weakly(self.forked))
         optimizers = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
         for optimizer in optimizers:
             self.clock.expect_optimizer(optimizer)

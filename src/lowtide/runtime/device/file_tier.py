@@ -13,6 +13,7 @@ from typing import IO, Final, final
 
 import torch
 from lowtide.base.files import ROOM_FOR_TEMPORARY_FILES, reserve, why
+from lowtide.base.forks import weakly
 from lowtide.base.messages import tell
 from lowtide.planning.unit.problem import Bandwidth
 from lowtide.runtime.device.accelerator import HOST
@@ -56,7 +57,9 @@ class FileTier:
         self._shared: list[tuple[torch.Tensor, tuple[_Children, ...]]] = []
         self._pipe: tuple[int, int] | None = None
         self._is_childs = False
-        _tell_of_forks(self)
+        os.register_at_fork(
+            before=weakly(self.before_fork), after_in_parent=weakly(self.in_parent), after_in_child=weakly(self.in_child)
+        )
 
     # --- forks -------------------------------------------------------------------------------------------------------
     # A forked child shares the file. It must read what was there when it was forked, and must not write.
@@ -247,20 +250,6 @@ class _Children:
     def __del__(self) -> None:
         if self._end >= 0:
             os.close(self._end)
-
-
-def _tell_of_forks(tier: FileTier) -> None:
-    """Notify a tier of forks. The interpreter never drops such callbacks, so they refer to it weakly."""
-    known = weakref.ref(tier)
-
-    def told(name: str) -> None:
-        found = known()
-        if found is not None:
-            getattr(found, name)()
-
-    os.register_at_fork(
-        before=lambda: told("before_fork"), after_in_parent=lambda: told("in_parent"), after_in_child=lambda: told("in_child")
-    )
 
 
 @final

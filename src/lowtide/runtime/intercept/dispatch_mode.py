@@ -1,11 +1,9 @@
-"""What Lowtide's dispatch modes share: their base class, the mode stack, tensor subclasses, and forks."""
+"""What Lowtide's dispatch modes share: their base class, the mode stack, and tensor subclasses."""
 
 from __future__ import annotations
 
 import functools
-import os
-import weakref
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
@@ -68,25 +66,6 @@ def make_way(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if all(t.__torch_dispatch__ is NO_DISPATCH for t in types):
         return func(*args, **(kwargs or {}))
     return NotImplemented
-
-
-class Forked(Protocol):
-    """Listener for forks."""
-
-    def forked(self) -> None:
-        """This process is a forked child, which inherited the interpreter."""
-
-
-def tell_of_forks(listener: Forked) -> None:
-    """Notify a listener in forked children. The interpreter never drops such a callback, so it refers to it weakly."""
-    known = weakref.ref(listener)
-
-    def forked() -> None:
-        found = known()
-        if found is not None:
-            found.forked()
-
-    os.register_at_fork(after_in_child=forked)
 
 
 _AUTOGRAD: Final = ("Autograd", "AutogradCPU", "AutogradCUDA", "AutogradOther", "CompositeImplicitAutograd")

@@ -9,13 +9,11 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 from lowtide.runtime.storage.views import sole_owner
-from lowtide.runtime.tensors import beneath_autograd
+from lowtide.runtime.tensors import GRAD, beneath_autograd
 
 MOST_ADDRESSES: Final = 1024
 """Known addresses are first looked through for those of dead storages once there are so many."""
 
-GRAD: Any = torch._C.TensorBase.grad
-"""torch's own property, whatever stands in its place on ``Parameter``."""
 _DATA: Any = torch._C.TensorBase.data
 
 

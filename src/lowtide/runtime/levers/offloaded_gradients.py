@@ -26,7 +26,6 @@ from lowtide.base.lever_catalogue import GRADIENTS
 from lowtide.runtime.device.offload import Ticket
 from lowtide.runtime.levers.early_update import EarlyUpdate
 from lowtide.runtime.levers.gradient_access import (
-    GRAD,
     Counts,
     KnownAddresses,
     is_alone,
@@ -40,7 +39,7 @@ from lowtide.runtime.monkeypatch import Wraps, unwrapped
 from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.storage.arguments import PLAIN_TYPES
 from lowtide.runtime.storage.views import Meta, meta_of, view_on
-from lowtide.runtime.tensors import beneath_autograd, is_plain
+from lowtide.runtime.tensors import GRAD, beneath_autograd, is_plain
 from lowtide.runtime.torch_state import in_process_group
 
 LEAST_BYTES: Final = 4096

@@ -39,12 +39,11 @@ from lowtide.runtime.monkeypatch import Wraps, unwrapped
 from lowtide.runtime.run_figures import LeverFigures
 from lowtide.runtime.storage.arguments import flatten
 from lowtide.runtime.storage.views import sole_owner
-from lowtide.runtime.tensors import grad_of, is_plain, on_storage, storages_of
+from lowtide.runtime.tensors import GRAD, grad_of, is_plain, on_storage, storages_of
 from lowtide.runtime.torch_state import in_process_group
 
 SHARED: Final = "something else (a NumPy array, a view) shares a parameter's memory when the optimizer is created"
 
-_GRAD: Any = torch._C.TensorBase.grad
 _TORCH: Final = str(Path(torch.__file__).parent)
 _MODULES: Final = torch.nn.modules.module.__file__
 
@@ -316,7 +315,7 @@ class OptimizerInBackward:
         finally:
             self.updating = False
         self._must_stay(optimizer, parameter)
-        _GRAD.__set__(parameter, None)
+        GRAD.__set__(parameter, None)
         self._gone[id(parameter)] = weakref.ref(parameter)
         self.consumed += 1
 
@@ -333,7 +332,7 @@ class OptimizerInBackward:
         return not all(is_plain(t) and sole_owner(t.untyped_storage(), 1) for t in _with_state(optimizer, parameter))
 
     def _get(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        found: torch.Tensor | None = _GRAD.__get__(parameter)
+        found: torch.Tensor | None = GRAD.__get__(parameter)
         if self.updating or self._stepping:
             return found
         if self._phase() is Phase.ZERO_GRAD:
@@ -348,11 +347,11 @@ class OptimizerInBackward:
                 self._dropped(parameter, grad_of(parameter))
         else:
             self._against("gradients are assigned")
-        _GRAD.__set__(parameter, value)
+        GRAD.__set__(parameter, value)
 
     def _delete(self, parameter: torch.Tensor) -> None:
         self._dropped(parameter, grad_of(parameter))
-        _GRAD.__delete__(parameter)
+        GRAD.__delete__(parameter)
 
     def _dropped(self, parameter: torch.Tensor, grad: torch.Tensor | None) -> None:
         """The script drops a gradient, or would if it had not been consumed."""

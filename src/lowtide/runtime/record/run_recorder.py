@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import torch
+from lowtide.base.forks import weakly
 from lowtide.base.trace import Phase
 from lowtide.probe.marks import Rounds
 from lowtide.recording.file_format import CARRIED, EntryKind, Role
@@ -29,7 +31,7 @@ from lowtide.runtime.device.find_meter import find_meter
 from lowtide.runtime.device.heap_meter import counters
 from lowtide.runtime.early_stop import StepLimitReached
 from lowtide.runtime.intercept.bypass import Bypass
-from lowtide.runtime.intercept.dispatch_mode import Mode, call_under, leaves_autograd_on, make_way, tell_of_forks
+from lowtide.runtime.intercept.dispatch_mode import Mode, call_under, leaves_autograd_on, make_way
 from lowtide.runtime.intercept.inplace_accumulation import in_place
 from lowtide.runtime.intercept.mode_sensitive_backward import ModeSensitiveBackward, Unseen
 from lowtide.runtime.intercept.mode_stack import ModeStack
@@ -135,7 +137,7 @@ class RunRecorder:
         """Start recording."""
         state = self.state
         state.active = True
-        tell_of_forks(self)
+        os.register_at_fork(after_in_child=weakly(self.forked))
         self.clock.install()
         self._bypass.install()
         state.meter.reset_op_peak()
