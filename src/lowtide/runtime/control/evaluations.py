@@ -25,7 +25,7 @@ class Evaluations:
         self._highest_from = self._began_at = self._peak_before = 0
 
     def forget(self) -> None:
-        """Memory is counted on another device from now on: discard what was measured on the former one."""
+        """Other memory counts from now on (another device's, or without gradients): discard what was measured so far."""
         self.highest_bytes = self._highest_from = self._began_at = self._peak_before = 0
 
     def begin(self, retained_bytes: Callable[[], int], *, within_unit: bool) -> None:

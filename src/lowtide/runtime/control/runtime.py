@@ -581,7 +581,9 @@ class Runtime:
         self._starts.run(unit, chosen)
 
     def _move_gradients(self) -> None:
+        """Offload gradients from now on; how high evaluations peaked beside resident ones says nothing of later ones."""
         self.levers.move_gradients()
+        self.evaluations.forget()
         if self.audit.trained < REFUSED:
             self.excused = len(self.audit.steps)
 
