@@ -181,10 +181,11 @@ def test_batch_uses_allowed_levers_under_its_budget(tmp_path: Path) -> None:
     assert alone.returncode == 2
     assert "--allow needs --budget" in alone.stderr
     limits = ["--budget", "12MiB", "--memory", "13MiB"]
-    for more, fits in (([], False), (["--allow", "update-in-backward"], True)):
-        lowtide_in(tmp_path, *words, *limits, *more, "--json", "b.json", script)
-        points = [(point["how"], point["fits"]) for point in _read(tmp_path, "b.json")["points"]]
-        assert points == [("plain", False), ("budget", fits)]
+    for more, used in (([], "move-gradients"), (["--allow", "update-in-backward"], "update-in-backward")):
+        done = lowtide_in(tmp_path, *words, *limits, *more, "--json", "b.json", script)
+        assert f"largest that fits under the budget: 4, with {used}" in done.stderr
+        points = [(point["how"], point["fits"], point["optimizations"]) for point in _read(tmp_path, "b.json")["points"]]
+        assert points == [("plain", False, []), ("budget", True, [used])]
 
 
 @pytest.mark.long
@@ -223,7 +224,7 @@ def test_batch_keeps_the_recordings_of_a_prediction(tmp_path: Path) -> None:
 # --- leak ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_leak_uses_the_given_ticks_and_samples_per_step(tmp_path: Path) -> None:
     """If nothing marks steps, a step is a tick of the clock, and rates are of samples."""
     script = script_in(tmp_path, "while True:\n    sum(range(1000))\n")

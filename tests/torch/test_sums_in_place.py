@@ -263,7 +263,7 @@ def _receives_twice(outs: list[torch.Tensor]) -> bool:
     return max(edges.values(), default=0) > 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_nodes_whose_sums_are_the_engines_add_nothing_themselves() -> None:
     """Each of torch's own operators on its own samples, where no input is used twice: no sum is the engine's there."""
     from torch.testing._internal.common_methods_invocations import op_db

@@ -58,7 +58,8 @@ def show_batch(study: SizeStudy) -> None:
     if plain is not None:
         out.print(f"largest that fits: {', '.join(plain.values)}", markup=False)
     if held is not None and held is not plain:
-        out.print(f"largest that fits under the budget: {', '.join(held.values)}", markup=False)
+        means = f", with {', '.join(held.optimizations)}" if held.optimizations else ""
+        out.print(f"largest that fits under the budget: {', '.join(held.values)}{means}", markup=False)
     for p in study.points:
         if p.message:
             out.print(f"{', '.join(p.values)} ({p.how}): {p.message}", markup=False)

@@ -54,6 +54,7 @@ class Point:
         rate: throughput; None if it did not run.
         cold_peak_bytes: peak of the first step; None if it did not run.
         peak_bytes: peak of all steps; None if it did not run.
+        optimizations: names of the memory optimizations that it used.
     """
 
     values: tuple[str, ...]
@@ -63,6 +64,7 @@ class Point:
     rate: Rate | None
     cold_peak_bytes: int | None
     peak_bytes: int | None
+    optimizations: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -96,6 +98,7 @@ def point_of(values: tuple[str, ...], how: str, ran: TrialResult, samples: float
         rate=rate,
         cold_peak_bytes=ran.cold_peak_bytes if rate else None,
         peak_bytes=ran.peak_bytes if rate else None,
+        optimizations=tuple(str(lever["name"]) for lever in ran.levers if lever["used"]),
     )
 
 
@@ -185,6 +188,7 @@ def to_json(point: Point) -> dict[str, Any]:
         "samples_per_second_quartiles": None if rate is None else [rate.low, rate.high],
         "cold_peak_bytes": point.cold_peak_bytes,
         "peak_bytes": point.peak_bytes,
+        "optimizations": list(point.optimizations),
         "fits": point.fits,
     }
 
@@ -203,6 +207,7 @@ def _decode(row: dict[str, Any]) -> Point:
         rate=rate,
         cold_peak_bytes=row["cold_peak_bytes"],
         peak_bytes=row["peak_bytes"],
+        optimizations=tuple(row.get("optimizations", ())),
     )
 
 
