@@ -94,6 +94,7 @@ bench-device: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/budget.py --json benchmarks/results/budget.json
+	$(BIN)/python benchmarks/walks.py --json benchmarks/results/walks.json
 	$(BIN)/python benchmarks/lengths.py --json benchmarks/results/lengths.json
 	$(BIN)/python benchmarks/floors.py --json benchmarks/results/floors.json
 	$(BIN)/python benchmarks/rivals.py --json benchmarks/results/rivals.json
@@ -101,7 +102,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/checkpointed.py --without --json benchmarks/results/checkpointed.json
 
 # torch comes first, by itself: the package only asks for a lower bound and never replaces the torch that is there.
-$(STAMP): pyproject.toml setup.py src/lowtide/probe/heap.c src/lowtide/planning/search/search.c src/lowtide/runtime/gate.cpp
+$(STAMP): pyproject.toml setup.py src/lowtide/probe/heap.c src/lowtide/planning/search/search.c src/lowtide/planning/unit/player.cpp src/lowtide/runtime/gate.cpp
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel
 	$(BIN)/python -m pip install --quiet "$(TORCH)"

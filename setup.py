@@ -1,4 +1,4 @@
-"""Builds the heap counter, the planner's search and the gate; where they cannot be built, Lowtide runs without them."""
+"""Builds the heap counter, the planner's search and player, and the gate; Lowtide runs without those that cannot be built."""
 
 import sys
 
@@ -21,6 +21,14 @@ search = Extension(
     ["src/lowtide/planning/search/search.c"],
     extra_compile_args=["-O3", *ANY_ORDER, "-fvisibility=hidden", "-std=gnu11"],
     libraries=["m"],
+    optional=True,
+)
+
+player = Extension(
+    "lowtide.planning.unit._player",
+    ["src/lowtide/planning/unit/player.cpp"],
+    language="c++",
+    extra_compile_args=["-O2", "-std=c++20", "-fvisibility=hidden"],
     optional=True,
 )
 
@@ -48,4 +56,4 @@ def gates() -> list[Extension]:
     return [gate]
 
 
-setup(ext_modules=[heap, search, *gates()] if sys.platform == "linux" else [])
+setup(ext_modules=[heap, search, player, *gates()] if sys.platform == "linux" else [])

@@ -160,7 +160,9 @@ def test_planned_prefetches_on_cuda_change_no_bit() -> None:
     finally:
         pinned_tier._PinnedTicket.begin = plain
     assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
-    assert any(s.offloaded_bytes for s in run.outcome.steps[2:]) <= bool(begun)
+    if not any(s.offloaded_bytes for s in run.outcome.steps[2:]):
+        pytest.skip("the plan offloads nothing on this device: recomputing is cheaper")
+    assert begun
 
 
 def test_an_auto_budget_is_the_free_memory_less_a_margin() -> None:

@@ -101,7 +101,7 @@ def _faults(case: Case, kind: str, count: int) -> Iterator[Fault]:
         yield from (Fault(kind, at, lasting=True) for at in ({1, (count + 1) // 2} if FULL else {1}))
 
 
-@pytest.mark.slow("asynchronous", "budget_in_a_script", "record_in_a_script")
+@pytest.mark.slow("asynchronous", "budget_in_a_script", "record_in_a_script", "run_at_a_share")
 @pytest.mark.long(
     "report", "guard", "plan", "share", "script", "checkpoints", "record-open", "record-map", "record-sync", "record-folder",
     "record-process", "record-pipe", "record-write", "record-reserve", "record-denied", "run-write", "run-rename", "run-map",

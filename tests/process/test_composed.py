@@ -66,6 +66,7 @@ def test_verbs_around_run_keep_its_lever_budget_and_losses(tmp_path: Path, outer
         assert [line for line in plain.splitlines() if line in done.stdout.splitlines()] == plain.splitlines()
 
 
+@pytest.mark.slow("leak")
 @pytest.mark.long
 @pytest.mark.parametrize("outer", ["guard", "leak"])
 def test_verbs_around_record_keep_the_recorded_peaks(tmp_path: Path, outer: str) -> None:

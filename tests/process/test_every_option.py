@@ -120,7 +120,7 @@ def test_an_excluded_lever_is_not_used(tmp_path: Path) -> None:
 # --- min, batch ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_min_survives_the_given_steps_and_respects_no_offload(tmp_path: Path) -> None:
     """With offload the minimum is lower."""
     script = script_in(tmp_path, NET)
@@ -277,7 +277,7 @@ def test_options_of_one_executor_are_refused_by_the_other(tmp_path: Path, words:
     assert said in done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_dask_scheduler_that_does_not_answer_is_one_line(tmp_path: Path) -> None:
     """A sweep with workers of its own ends complete."""
     pytest.importorskip("distributed")

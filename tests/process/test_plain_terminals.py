@@ -183,6 +183,7 @@ def test_a_missing_file_is_named_in_the_error(folder: bytes, words: tuple[str | 
     assert b"n\\xf6" in line
 
 
+@pytest.mark.slow("leak")
 @pytest.mark.long("leak", "guard", "sweep", "plan", "diff", "saved")
 @pytest.mark.parametrize("words", [
     pytest.param(("run", "--budget", "64MiB", "--json", "ü.run.json", NAME), id="run"),

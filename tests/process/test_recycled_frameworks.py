@@ -105,6 +105,7 @@ if os.environ.get("LOWTIDE_FULL"):
     }
 
 
+@pytest.mark.slow("trainer", "epochs")
 @pytest.mark.long
 @pytest.mark.parametrize(("text", "rule", "generations", "more"), CASES.values(), ids=CASES)
 def test_recycled_weights_equal_those_of_an_uninterrupted_run(tmp_path, text, rule, generations, more):

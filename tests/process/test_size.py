@@ -239,6 +239,7 @@ def test_the_largest_size_is_the_last_that_fits() -> None:
 # --- predictions -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow("sequence")
 @pytest.mark.long
 @pytest.mark.parametrize(("small", "large"), [
     (["batch-size=2", "batch-size=3", "batch-size=4"], "batch-size=32"),
@@ -265,7 +266,7 @@ def test_predictions_at_8x_the_recorded_size_are_within_one_percent(small: list[
     assert model.degrees == ((1,) if "batch-size=32" == large else (2,))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_sizes_are_predicted_together_and_a_plan_is_made(tmp_path: Path) -> None:
     """The saved file answers whether given sizes fit, plainly or by a plan, which a real run then holds."""
     file = tmp_path / "f.lowtide"

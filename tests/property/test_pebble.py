@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from lowtide.base.errors import StructureError
 from lowtide.planning.unit.prefetch import fetches_ahead
 from lowtide.planning.unit.bound import UnitTimeBound, forced_live, peak_bound
-from lowtide.planning.unit.greedy import State, backtracked, lightened, pareto, walk
+from lowtide.planning.unit.state import State
+from lowtide.planning.unit.greedy import backtracked, lightened, pareto, walk
 from lowtide.planning.unit.problem import Action, Away, Bandwidth, Key, Problem
 from lowtide.planning.unit.simulate import play
 from lowtide.planning.unit.lp_plan import Relaxed
@@ -326,7 +327,7 @@ def test_retiming_keeps_bytes_and_never_gives_a_dearer_plan(problem: Problem, sh
     events = tuple(replace(e, seconds=float((7 * i + by) % 9)) if isinstance(e, Op) else e
                    for i, e in enumerate(problem.trace.events))  # fmt: skip
     other = replace(problem, trace=replace(problem.trace, events=events))
-    in_force = State(state.decisions, play(other, state.decisions))
+    in_force = State.of(other, state.decisions)
     assert (in_force.timeline.peak_bytes_at == state.timeline.peak_bytes_at).all()
     answer = front.retimed(other, in_force).at(budget)
     assert answer.state is not None
@@ -366,6 +367,25 @@ def test_programs_run_where_they_may_save_time(problem: Problem, share: float) -
         possible = UnitTimeBound(problem).at(budget)
         best = min(s.timeline.extra_seconds for s in front.states if s.timeline.peak_bytes <= budget)
         assert best - possible < WORTHWHILE_SHARE * problem.seconds
+
+
+@FEW
+@given(problems(), st.floats(0, 1))
+def test_programs_run_later_where_a_search_was_hasty(problem: Problem, share: float) -> None:
+    """A hasty search runs none; asked again without haste, the same budget gets a plan that costs no more, and a bound."""
+    front, thorough = (Front(problem, seconds=WALK_SECONDS, program_seconds=1.0) for _ in range(2))
+    lowest = front.states[-1].timeline.peak_bytes
+    budget = lowest + int(share * (problem.plain_peak - lowest))
+    hasty = front.at_start(budget, hasty=True)
+    assert "_relaxed" not in vars(front)
+    again = front.at_start(budget)
+    assert ("_relaxed" in vars(front)) == (thorough.at_start(budget) is not None and "_relaxed" in vars(thorough))
+    if hasty.state is not None:
+        assert again.state is not None
+        assert again.state.cost <= hasty.state.cost
+    relaxed = vars(front).get("_relaxed")
+    front.at_start(budget)
+    assert vars(front).get("_relaxed") is relaxed
 
 
 @FEW

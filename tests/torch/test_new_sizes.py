@@ -135,6 +135,26 @@ def test_few_plans_are_searched_however_many_sizes_there_are(monkeypatch: pytest
     assert len(searched) <= 3 * SEARCHES
 
 
+def test_programs_are_solved_for_few_of_many_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed lengths are new in every step, so that most steps are recorded; a program for each took a second per step."""
+    fronts: list[Front] = []
+    begin = Front.__init__
+
+    def counting(self: Front, *what: Any, **how: Any) -> None:
+        fronts.append(self)
+        begin(self, *what, **how)
+
+    monkeypatch.setattr(Front, "__init__", counting)
+    steps = 12
+    reference = plain_of(zoo.gru_seq2seq, steps)
+    run = budgeted(zoo.gru_seq2seq, above_of(reference, 0.6), steps, offload=False)
+    assert run.bits == reference.bits
+    assert kept(run), run.over
+    recorded = [front for front in fronts if front.solve_seconds]
+    assert len(recorded) >= 4
+    assert len([front for front in recorded if "_relaxed" in vars(front)]) <= len(recorded).bit_length()
+
+
 def test_a_longer_unit_is_recorded_and_its_plan_replaces_the_former() -> None:
     """The longer sequence runs online, and all later ones follow its plan, by which the shortest drop nothing."""
     lengths = [26, 44, 34, 64, 22, 51, 63, 43, 60]

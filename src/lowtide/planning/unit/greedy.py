@@ -16,8 +16,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from lowtide.base.trace import Op
+from lowtide.planning.unit.native import NativeOutcome
 from lowtide.planning.unit.problem import Action, Away, Key, Problem
-from lowtide.planning.unit.simulate import UnitTimeline, play
+from lowtide.planning.unit.state import State
 
 _STEP_SHARE = 0.01
 """Share of (plain peak - base) that one move of the walk frees at its peak at least, if possible."""
@@ -31,19 +32,6 @@ _LIGHTENED = 3
 """Number of the cheapest states within a budget whose decisions are tentatively undone."""
 _PRUNED = 24
 """Number of decisions that are tried per state; of the best state, all are tried afterwards."""
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """Decisions and the outcome of playing them."""
-
-    decisions: dict[Key, Away]
-    timeline: UnitTimeline
-
-    @property
-    def cost(self) -> tuple[float, int]:
-        """Sort key, smaller is better: extra seconds, then peak bytes."""
-        return (self.timeline.extra_seconds, self.timeline.peak_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +51,9 @@ def walk(problem: Problem, *, seconds: float, progress: Callable[[float], None] 
         progress: called with the share of (plain peak - base) by which the peak has been lowered so far.
     """
     deadline = time.perf_counter() + seconds
-    state = State({}, play(problem, {}))
+    state = State.of(problem, {})
     states = [state]
-    lowest, idle = state.timeline.peak_bytes, 0
+    lowest, idle = state.peak_bytes, 0
     step = _step(problem)
     while idle < _TRIES and time.perf_counter() < deadline:
         following = _move(problem, state, step)
@@ -73,7 +61,7 @@ def walk(problem: Problem, *, seconds: float, progress: Callable[[float], None] 
             break
         state = following
         states.append(state)
-        peak = state.timeline.peak_bytes
+        peak = state.peak_bytes
         idle = 0 if peak < lowest else idle + 1
         lowest = min(lowest, peak)
         if progress is not None:
@@ -96,7 +84,7 @@ def backtracked(problem: Problem, front: Sequence[State], budget_bytes: int, *, 
     stands = list(front)
     found: list[State] = []
     barred: set[Key] = set()
-    lowest = stands[-1].timeline.peak_bytes
+    lowest = stands[-1].peak_bytes
     while stands and lowest > budget_bytes and time.perf_counter() < deadline:
         state, began = stands[-1], frozenset[Key]()
         for _ in range(_DETOUR):
@@ -105,8 +93,8 @@ def backtracked(problem: Problem, front: Sequence[State], budget_bytes: int, *, 
                 break
             began = began or _decided(state, following)
             state = following
-            if state.timeline.peak_bytes < lowest:
-                lowest = state.timeline.peak_bytes
+            if state.peak_bytes < lowest:
+                lowest = state.peak_bytes
                 found.append(state)
                 stands.append(state)
                 break
@@ -131,7 +119,7 @@ def lowered(problem: Problem, state: State, budget_bytes: int, *, moves: int, de
     """States on the way from one above a budget down to one that fits, or as far as ``moves`` greedy moves lead."""
     found: list[State] = []
     step = max(1, int(_STEP_SHARE * _MEND * max(0, problem.plain_peak - problem.base_bytes)))
-    while state.timeline.peak_bytes > budget_bytes and len(found) < moves and time.perf_counter() < deadline:
+    while state.peak_bytes > budget_bytes and len(found) < moves and time.perf_counter() < deadline:
         following = _move(problem, state, step)
         if following is None:
             break
@@ -143,14 +131,17 @@ def lowered(problem: Problem, state: State, budget_bytes: int, *, moves: int, de
 def pareto(states: list[State] | tuple[State, ...]) -> tuple[State, ...]:
     """The states that no other state beats in both peak and extra seconds, highest peak first."""
     best: list[State] = []
-    for state in sorted(states, key=lambda s: (s.timeline.peak_bytes, s.timeline.extra_seconds)):
-        if not best or state.timeline.extra_seconds < best[-1].timeline.extra_seconds:
+    for state in sorted(states, key=lambda s: (s.peak_bytes, s.extra_seconds)):
+        if not best or state.extra_seconds < best[-1].extra_seconds:
             best.append(state)
     return tuple(reversed(best))
 
 
 def _move(problem: Problem, state: State, step: int, barred: AbstractSet[Key] = frozenset()) -> State | None:
     """The next state: the cheapest bytes leave the peak event until ``step`` bytes are freed; None if none can."""
+    if problem.native is not None and isinstance(state.outcome, NativeOutcome):
+        outcome = problem.native.move(state.outcome, step, barred)
+        return None if outcome is None else State(problem, outcome)
     event = state.timeline.peak_event
     decisions = dict(state.decisions)
     freed = 0
@@ -162,7 +153,7 @@ def _move(problem: Problem, state: State, step: int, barred: AbstractSet[Key] = 
             break
     if not freed:
         return None
-    return State(decisions, play(problem, decisions))
+    return State.of(problem, decisions)
 
 
 def _offers(problem: Problem, state: State, event: int) -> list[_Offer]:
@@ -262,7 +253,7 @@ def lightened(problem: Problem, front: Sequence[State], budget_bytes: int, *, se
         seconds: time limit.
     """
     deadline = time.perf_counter() + seconds
-    fitting = sorted((s for s in front if s.timeline.peak_bytes <= budget_bytes), key=lambda s: s.cost)[:_LIGHTENED]
+    fitting = sorted((s for s in front if s.peak_bytes <= budget_bytes), key=lambda s: s.cost)[:_LIGHTENED]
     found = [_lighter(problem, s, budget_bytes, _PRUNED, deadline) for s in fitting]
     if found:
         best = min(found, key=lambda s: s.cost)
@@ -271,15 +262,15 @@ def lightened(problem: Problem, front: Sequence[State], budget_bytes: int, *, se
 
 
 def _lighter(problem: Problem, state: State, budget_bytes: int, tries: int, deadline: float) -> State:
-    for key in _dearest(problem, state)[:tries]:
+    for key in _dearest(state)[:tries]:
         if time.perf_counter() > deadline:
             break
         if key not in state.decisions:
             continue
         decisions = _without(state.decisions, key)
-        timeline = play(problem, decisions)
-        if timeline.peak_bytes <= budget_bytes and timeline.extra_seconds < state.timeline.extra_seconds:
-            state = State(decisions, timeline)
+        lighter = State.of(problem, decisions)
+        if lighter.peak_bytes <= budget_bytes and lighter.extra_seconds < state.extra_seconds:
+            state = lighter
     return state
 
 
@@ -289,13 +280,6 @@ def _without(decisions: dict[Key, Away], key: Key) -> dict[Key, Away]:
     return {k: a for k, a in decisions.items() if k != key and not (moved and k[0] == key[0] and a.action is Action.MOVE)}
 
 
-def _dearest(problem: Problem, state: State) -> list[Key]:
+def _dearest(state: State) -> list[Key]:
     """Keys of a state's decisions by the cost of recomputing their values, most expensive first."""
-    spent: dict[int, float] = {}
-    for remake in state.timeline.remakes:
-        for e in remake.ops:
-            op = problem.trace.events[e]
-            assert isinstance(op, Op)
-            for v in op.writes:
-                spent[v] = spent.get(v, 0.0) + problem.again_seconds(op)
-    return sorted(state.decisions, key=lambda k: -spent.get(k[0], 0.0))
+    return sorted(state.decisions, key=lambda key: (-state.spent_seconds(key[0]), key))

@@ -20,9 +20,9 @@ from lowtide.planning.bounds.precedence import Precedence
 from lowtide.planning.bounds.time_bounds import TimeBound
 from lowtide.planning.graph import Graph, Node, Offload
 from lowtide.planning.graph_arrays import Game, game_of
-from lowtide.planning.unit.greedy import State, lowered
+from lowtide.planning.unit.greedy import lowered
 from lowtide.planning.unit.problem import Action, Away, Key, Problem
-from lowtide.planning.unit.simulate import play
+from lowtide.planning.unit.state import State
 
 _INSTANTS = 6
 """No instants are added to a program that has this many."""
@@ -163,8 +163,8 @@ class Relaxed:
         for found in self._programs(budget_bytes, deadline, states):
             if found.seconds > best.seconds:
                 best = found
-        near = min(states, key=lambda s: (max(budget_bytes, s.timeline.peak_bytes), s.timeline.extra_seconds), default=None)
-        if near is not None and near.timeline.peak_bytes > budget_bytes:
+        near = min(states, key=lambda s: (max(budget_bytes, s.peak_bytes), s.extra_seconds), default=None)
+        if near is not None and near.peak_bytes > budget_bytes:
             states += lowered(self.problem, near, budget_bytes, moves=_LATEST, deadline=deadline)
         return states, best
 
@@ -204,7 +204,7 @@ class Relaxed:
             first_key = (key[0], problem.gap_starts[key[0]])
             if first_key not in decisions or decisions[first_key].action is not Action.MOVE:
                 del decisions[key]
-        return State(decisions, play(problem, decisions))
+        return State.of(problem, decisions)
 
     def _away(self, v: int, event: int, *, moved: bool) -> tuple[Key, Away] | None:
         """The decision that has a value away at an event; None if it cannot be."""
@@ -223,7 +223,7 @@ class Relaxed:
 
     def _crossed(self, state: State, budget: int, known: set[int]) -> list[int]:
         """Operators of the events at which a state is highest above the budget, spread apart; those in ``known`` left out."""
-        high = state.timeline.peak_bytes_at
+        high = state.peak_bytes_at
         apart = len(high) // _APART
         found: list[int] = []
         for event in np.argsort(-high)[: int((high > budget).sum())]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.base.trace import Need, Op, Trace
+
+if TYPE_CHECKING:
+    from lowtide.planning.unit.native import NativeUnit
 
 
 class Action(StrEnum):
@@ -82,6 +86,14 @@ class Problem:
     pinned: frozenset[int] = field(default_factory=frozenset)
     replay_seconds: float = 0.0
     fetch_seconds: float = 0.0
+
+    @cached_property
+    def native(self) -> NativeUnit | None:
+        """The problem, laid out for the compiled player; None where that was not built."""
+        from lowtide.planning.unit.native import NativeUnit, library  # which imports this module
+
+        loaded = library()
+        return None if loaded is None else NativeUnit(self, loaded)
 
     @cached_property
     def seconds(self) -> float:

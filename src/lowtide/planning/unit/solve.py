@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 from lowtide.planning.status import Status
 from lowtide.planning.unit.bound import Bound, UnitTimeBound, peak_bound
-from lowtide.planning.unit.greedy import State, backtracked, lightened, pareto, walk
+from lowtide.planning.unit.greedy import backtracked, lightened, pareto, walk
 from lowtide.planning.unit.minimum_account import MinimumAccount, account_of
 from lowtide.planning.unit.problem import Problem
-from lowtide.planning.unit.simulate import play
+from lowtide.planning.unit.state import State
 
 if TYPE_CHECKING:
     from lowtide.planning.unit.lp_plan import Relaxed
@@ -80,9 +80,10 @@ class Front:
         self.solve_seconds = 0.0
         self.bound = peak_bound(problem)
         self._time_bound = UnitTimeBound(problem)
-        self._plain = State({}, play(problem, {}))
+        self._plain = State.of(problem, {})
         self._found: list[State] = []
         self._proven: dict[int, float] = {}
+        self._hasty: set[int] = set()
         self._in_vain = False
         self._others = 0
 
@@ -97,7 +98,7 @@ class Front:
         front.solve_seconds, front._others = self.solve_seconds, self._others
         start = time.perf_counter()
         front._found = [in_force]
-        front.states = pareto([State(s.decisions, play(problem, s.decisions)) for s in (*self.states, *self._found)])
+        front.states = pareto([State.of(problem, s.decisions) for s in (*self.states, *self._found)])
         front.solve_seconds += time.perf_counter() - start
         return front
 
@@ -120,33 +121,39 @@ class Front:
 
         return Relaxed(self.problem)
 
-    def _ask(self, budget_bytes: int, *, sparing: bool) -> None:
+    def _ask(self, budget_bytes: int, *, sparing: bool = False, hasty: bool = False) -> None:
         """Search for a budget, unless that was done for almost the same one.
 
         A unit's budget falls a little from step to step if the script keeps something of each. From the second such budget on,
         the search is for the lowest budget that counts as the same, and its plan serves for all budgets in between.
         """
-        if self._is_asked(budget_bytes):
+        if self._is_asked(budget_bytes, hasty=hasty):
             return
         near = self._near
-        if any(budget_bytes < asked <= budget_bytes + near for asked in self._proven):
-            self._search(max(budget_bytes - near, self.bound.peak_bytes), sparing=sparing)
+        if any(budget_bytes < asked <= budget_bytes + near for asked in self._asked(hasty=hasty)):
+            self._search(max(budget_bytes - near, self.bound.peak_bytes), sparing=sparing, hasty=hasty)
             if self._fitting(budget_bytes):
                 return
-        self._search(budget_bytes, sparing=sparing)
+        self._search(budget_bytes, sparing=sparing, hasty=hasty)
 
     @property
     def _near(self) -> int:
         return int(_NEAR * max(0, self.problem.plain_peak - self.problem.base_bytes))
 
-    def _is_asked(self, budget_bytes: int) -> bool:
-        """Whether a budget or almost the same one was searched, or needs no search."""
-        needless = self._plain.timeline.peak_bytes <= budget_bytes or self.bound.peak_bytes > budget_bytes
-        return needless or any(budget_bytes - self._near <= asked <= budget_bytes for asked in self._proven)
+    def _asked(self, *, hasty: bool) -> set[int]:
+        """The budgets that were searched; those of hasty searches only if ``hasty``."""
+        return self._proven.keys() - (frozenset() if hasty else self._hasty)
 
-    def _search(self, budget_bytes: int, *, sparing: bool) -> None:
-        self._proven[budget_bytes] = 0.0
-        if self.program_seconds > 0 and not (sparing and self._is_good(budget_bytes)):
+    def _is_asked(self, budget_bytes: int, *, hasty: bool) -> bool:
+        """Whether a budget or almost the same one was searched, or needs no search."""
+        needless = self._plain.peak_bytes <= budget_bytes or self.bound.peak_bytes > budget_bytes
+        return needless or any(budget_bytes - self._near <= asked <= budget_bytes for asked in self._asked(hasty=hasty))
+
+    def _search(self, budget_bytes: int, *, sparing: bool, hasty: bool) -> None:
+        self._proven.setdefault(budget_bytes, 0.0)
+        hasty = hasty and bool(self._fitting(budget_bytes))
+        (self._hasty.add if hasty else self._hasty.discard)(budget_bytes)
+        if self.program_seconds > 0 and not hasty and not (sparing and self._is_good(budget_bytes)):
             start = time.perf_counter()
             states, proven = self._relaxed.at(budget_bytes, seconds=self.program_seconds)
             self._found = list(pareto([*self._found, *states]))
@@ -154,11 +161,11 @@ class Front:
             self.solve_seconds += time.perf_counter() - start
         front = (*self.states, *self._found)
         start = time.perf_counter()
-        if min(s.timeline.peak_bytes for s in front) > budget_bytes and not self._in_vain:
+        if min(s.peak_bytes for s in front) > budget_bytes and not self._in_vain:
             lower = backtracked(self.problem, self.states, budget_bytes, seconds=self.seconds)
             front = (*front, *lower)
             self._found = list(pareto([*self._found, *lower]))
-            self._in_vain = all(s.timeline.peak_bytes > budget_bytes for s in lower)  # other budgets lead the same ways
+            self._in_vain = all(s.peak_bytes > budget_bytes for s in lower)  # other budgets lead the same ways
         least, most = LIGHTER_SECONDS
         lighter = lightened(self.problem, front, budget_bytes, seconds=min(most, max(least, self.problem.seconds)))
         self._found = list(pareto([*self._found, *lighter]))
@@ -166,50 +173,56 @@ class Front:
 
     def _is_good(self, budget_bytes: int) -> bool:
         """Whether a state that was found fits, and no other can save much time."""
-        least = min((s.timeline.extra_seconds for s in self._fitting(budget_bytes)), default=float("inf"))
+        least = min((s.extra_seconds for s in self._fitting(budget_bytes)), default=float("inf"))
         return least - self._time_bound.at(budget_bytes) < WORTHWHILE_SHARE * self.problem.seconds
 
     def _fitting(self, budget_bytes: int) -> list[State]:
         """The states found so far that a budget holds."""
-        return [s for s in (*self.states, *self._found) if s.timeline.peak_bytes <= budget_bytes]
+        return [s for s in (*self.states, *self._found) if s.peak_bytes <= budget_bytes]
 
-    def at(self, budget_bytes: int, *, search: bool = True, sparing: bool = False) -> Solution:
+    def at(self, budget_bytes: int, *, search: bool = True, sparing: bool = False, hasty: bool = False) -> Solution:
         """The solution for a budget: the cheapest state found that fits.
 
         Args:
             budget_bytes: the highest peak allowed.
             search: whether to search for it; otherwise only states that were found already are considered.
             sparing: whether a search leaves out what can save little time.
+            hasty: whether a search has no programs if the walk finds a plan that fits.
         """
-        if self._plain.timeline.peak_bytes <= budget_bytes:
+        if self._plain.peak_bytes <= budget_bytes:
             return self._solution(Status.OPTIMAL, budget_bytes, self._plain, self._plain, 0.0)
         seconds = self._time_bound.at(budget_bytes)
         if self.bound.peak_bytes > budget_bytes:
             return self._solution(Status.INFEASIBLE, budget_bytes, None, self.states[-1], seconds)
         if search:
-            self._ask(budget_bytes, sparing=sparing)
+            self._ask(budget_bytes, sparing=sparing, hasty=hasty)
         seconds = max(seconds, *(s for asked, s in self._proven.items() if asked >= budget_bytes), 0.0)
         found = (*self.states, *self._found)
-        lowest = min(found, key=lambda s: s.timeline.peak_bytes)
+        lowest = min(found, key=lambda s: s.peak_bytes)
         state = min(self._fitting(budget_bytes), key=lambda s: s.cost, default=None)
         if state is None:
             return self._solution(Status.UNKNOWN, budget_bytes, None, lowest, seconds)
-        met = state.timeline.extra_seconds <= seconds + _SAME * self.problem.seconds
+        met = state.extra_seconds <= seconds + _SAME * self.problem.seconds
         return self._solution(Status.OPTIMAL if met else Status.FEASIBLE, budget_bytes, state, lowest, seconds)
 
-    def at_start(self, budget_bytes: int) -> Solution:
+    def at_start(self, budget_bytes: int, *, hasty: bool = False) -> Solution:
         """The solution for a unit that begins and may rise to a budget, at little cost where that is another in every step.
 
         Of the budgets that need a search, only the first, the second, the fourth, the eighth and so on get one, and those that
         no plan fits that was found for others.
+
+        Args:
+            budget_bytes: the highest peak allowed.
+            hasty: whether a search has no programs if the walk finds a plan that fits: they take longer than a plan that is
+                followed once can save.
         """
-        if not self._is_asked(budget_bytes):
+        if not self._is_asked(budget_bytes, hasty=hasty):
             self._others += 1
             if self._others & (self._others - 1):
                 known = self.at(budget_bytes, search=False)
                 if known.state is not None:
                     return known
-        return self.at(budget_bytes, sparing=True)
+        return self.at(budget_bytes, sparing=True, hasty=hasty)
 
     def lowest_peak(self) -> int:
         """The lowest peak, in bytes, of the plans that a search for the peak bound finds."""
@@ -222,13 +235,13 @@ class Front:
         """
         def least() -> int:
             found = (self._plain, *self.states, *self._found)
-            return min(s.timeline.peak_bytes for s in found if s.timeline.extra_seconds <= extra_seconds)
+            return min(s.peak_bytes for s in found if s.extra_seconds <= extra_seconds)
 
         low = self.bound.peak_bytes
         for _ in range(_BUDGETS):
             middle = (low + least()) // 2
             state = self.at(middle).state
-            if state is None or state.timeline.extra_seconds > extra_seconds:
+            if state is None or state.extra_seconds > extra_seconds:
                 low = middle
         return least()
 
@@ -239,7 +252,7 @@ class Front:
             state=state,
             bound=self.bound,
             bound_seconds=seconds,
-            lowest_bytes=lowest.timeline.peak_bytes,
+            lowest_bytes=lowest.peak_bytes,
             solve_seconds=self.solve_seconds,
         )
 

@@ -36,12 +36,12 @@ def figures_of(
     """
     state, seconds, saved = solution.state, entry.problem.seconds, entry.saved_seconds
     return PlanFigures(
-        predicted_peak_bytes=None if state is None else state.timeline.peak_bytes + shift_bytes,
+        predicted_peak_bytes=None if state is None else state.peak_bytes + shift_bytes,
         baseline_peak_bytes=baseline_bytes,
         resident_bytes=resident_bytes,
-        predicted_step_seconds=None if state is None else seconds + state.timeline.extra_seconds,
+        predicted_step_seconds=None if state is None else seconds + state.extra_seconds,
         baseline_step_seconds=entry.baseline_seconds,
-        extra_seconds=None if state is None else state.timeline.extra_seconds - saved,
+        extra_seconds=None if state is None else state.extra_seconds - saved,
         bound_peak_bytes=solution.bound.peak_bytes + certain_bytes,
         bound_extra_seconds=solution.bound_seconds - saved,
         lowest_peak_bytes=min(baseline_bytes, solution.lowest_bytes + shift_bytes),

@@ -148,7 +148,7 @@ class PlanChoice:
 
     def _is_better_than_written(self, unit: Unit, entry: RecordedUnit, solution: Solution) -> bool:
         """Whether a unit whose checkpoints are plain holds the budget, and as fast as it does as the script is written."""
-        if solution.state is not None and solution.state.timeline.extra_seconds <= entry.saved_seconds:
+        if solution.state is not None and solution.state.extra_seconds <= entry.saved_seconds:
             return True
         written = self._knowledge.checkpoints.written(unit.kind)
         if written is None:
@@ -156,8 +156,8 @@ class PlanChoice:
         other = self._solve(written, written.shift(unit))
         if other.state is None:
             return solution.state is not None or solution.lowest_bytes <= other.lowest_bytes
-        saved, extra = entry.saved_seconds, other.state.timeline.extra_seconds
-        return solution.state is not None and solution.state.timeline.extra_seconds <= saved + extra
+        saved, extra = entry.saved_seconds, other.state.extra_seconds
+        return solution.state is not None and solution.state.extra_seconds <= saved + extra
 
     def _choose_unknown(self, unit: Unit) -> Choice:
         """Choose for a unit whose kind was not recorded: if it is smaller than one that fits, it is not intercepted."""
@@ -230,7 +230,7 @@ class PlanChoice:
     def _solve(self, entry: RecordedUnit, shift: int) -> Solution:
         solution = _within(entry, self._room_for(entry, shift))
         agreed = entry.agreed
-        return replace(solution, state=agreed) if agreed and agreed.timeline.peak_bytes <= solution.budget_bytes else solution
+        return replace(solution, state=agreed) if agreed and agreed.peak_bytes <= solution.budget_bytes else solution
 
     def _room_for(self, entry: RecordedUnit, shift: int) -> int:
         """Highest peak of a plan, on the recording's base, that keeps a unit ``shift`` bytes higher within the budget.
@@ -346,8 +346,8 @@ class PlanChoice:
 
 
 def _within(entry: RecordedUnit, room: int) -> Solution:
-    solution = entry.front.at_start(room - SLACK_BYTES)
-    return entry.front.at_start(room) if solution.state is None else solution
+    solution = entry.front.at_start(room - SLACK_BYTES, hasty=entry.is_passing)
+    return entry.front.at_start(room, hasty=entry.is_passing) if solution.state is None else solution
 
 
 def _is_same(told: tuple[Any, ...], before: tuple[Any, ...]) -> bool:

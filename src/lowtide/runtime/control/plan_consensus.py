@@ -6,11 +6,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lowtide.planning.unit.greedy import State
 from lowtide.planning.unit.plan_file import Plan, decisions_of, fingerprint, plan_of
 from lowtide.planning.unit.problem import Problem
-from lowtide.planning.unit.simulate import play
 from lowtide.planning.unit.solve import Solution
+from lowtide.planning.unit.state import State
 
 
 def wanted() -> bool:
@@ -40,5 +39,5 @@ def on_plan(problem: Problem | None, mine: Solution | None) -> State | None:
     if theirs is None or problem is None or mine is None or theirs.fingerprint != fingerprint(problem.trace):
         return None
     decisions = decisions_of(problem, theirs)
-    timeline = play(problem, decisions)
-    return State(decisions, timeline) if timeline.peak_bytes <= mine.budget_bytes else None
+    state = State.of(problem, decisions)
+    return state if state.peak_bytes <= mine.budget_bytes else None

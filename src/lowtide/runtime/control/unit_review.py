@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import final
 
 from lowtide.base.messages import tell
-from lowtide.planning.unit.greedy import State
 from lowtide.planning.unit.problem import Problem
-from lowtide.planning.unit.simulate import play
 from lowtide.planning.unit.solve import Front
+from lowtide.planning.unit.state import State
 from lowtide.runtime.budget import Budget
 from lowtide.runtime.control.interception import Interception
 from lowtide.runtime.control.step_audit import StepAudit
@@ -122,8 +121,8 @@ class UnitReview:
             knowledge.growth.strayed(unit.kind)
             knowledge.recordings.forget_alike(unit.kind)
             return
-        above = expected.predicted_bytes - resizing.rise(expected.state.timeline.peak_bytes - start)
-        found = resizing.observed(expected.state.timeline.peak_bytes - start, measured - above)
+        above = expected.predicted_bytes - resizing.rise(expected.state.peak_bytes - start)
+        found = resizing.observed(expected.state.peak_bytes - start, measured - above)
         if plan is not None and plan.varies:  # it also held what other operators made
             found = plan.growth or None
         elif isinstance(unit.mode, Diverged):  # there was no room for it: what it rose by, the evictor decided
@@ -145,7 +144,7 @@ class UnitReview:
         evictor.replay_seconds = stopwatch.replay_seconds(evictor.replay_seconds)
         evictor.fetch_seconds = stopwatch.fetch_seconds(evictor.fetch_seconds)
         problem = stopwatch.problem(entry.problem, entry.funcs)
-        again = State(state.decisions, play(problem, state.decisions))
-        change = abs(again.timeline.extra_seconds - state.timeline.extra_seconds)
+        again = State.of(problem, state.decisions)
+        change = abs(again.extra_seconds - state.extra_seconds)
         if change > MATTERS_SHARE * problem.seconds:
             entry.front = entry.front.retimed(problem, again)

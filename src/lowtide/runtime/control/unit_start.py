@@ -100,10 +100,10 @@ class UnitStart:
         self._audit.note_policy("planned" if state.decisions else "plain")
         shift = entry.shift(unit)
         certain = shift == unit.base_bytes - entry.trace.base_bytes
-        peak = state.timeline.peak_bytes + shift
+        peak = state.peak_bytes + shift
         if how.resizing is not None:
             start = entry.problem.base_bytes
-            peak = start + shift + how.resizing.rise(state.timeline.peak_bytes - start)
+            peak = start + shift + how.resizing.rise(state.peak_bytes - start)
         expected = Expectation(entry, state, peak, certain, how.resizing)
         interception = self._interception
         interception.clock.detailed = False

@@ -9,9 +9,9 @@ from operator import itemgetter
 from typing import Any, Final
 
 from lowtide.base.trace import Op, Trace
-from lowtide.planning.unit.greedy import State
 from lowtide.planning.unit.prefetch import fetches_ahead
 from lowtide.planning.unit.problem import Action, Problem
+from lowtide.planning.unit.state import State
 from lowtide.runtime import gate
 from lowtide.runtime.planned.detour import Places, places_of
 from lowtide.runtime.storage.op_schema import info_of

@@ -31,6 +31,7 @@ class PlanCache:
         """Start without recordings."""
         self._entries: dict[UnitSignature, list[RecordedUnit]] = {}
         self._recorded: dict[UnitSignature, int] = {}
+        self._kept = 0
         self._surprises: dict[UnitSignature, int] = {}
         self._misses: dict[UnitSignature, int] = {}
 
@@ -64,6 +65,8 @@ class PlanCache:
         """Keep the recording of a unit in place of those of the same kind on the same base."""
         if len(self._entries) >= KINDS and kind not in self._entries:
             self._entries.pop(next(iter(self._entries)))
+        self._kept += 1
+        entry.nth = self._kept
         base, peak = entry.trace.base_bytes, entry.problem.plain_peak
         others = [e for e in self._entries.get(kind, ()) if not near(e.trace.base_bytes, base, peak)]
         self._entries[kind] = [*others[-(RECORDINGS - 1):], entry]

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, final
 
 from lowtide.base.trace import Trace
-from lowtide.planning.unit.greedy import State
 from lowtide.planning.unit.problem import Problem
 from lowtide.planning.unit.solve import Front
+from lowtide.planning.unit.state import State
 from lowtide.runtime.planned.compiled_plan import CompiledPlan
 from lowtide.runtime.run_figures import Neighbour
 from lowtide.runtime.units.unit_signature import UnitSignature
@@ -20,6 +20,8 @@ TOLERANCE_BYTES = 64 << 10
 """Two bases, or a prediction and a measurement, agree if they differ by at most this many bytes, ..."""
 TOLERANCE_SHARE = 0.005
 """... or by at most this share of the peak."""
+RECURS = 3
+"""So many units must follow the plans of a recording before its kind is taken to recur."""
 DETOUR_STEPS = 16
 """Room for operators that were not recorded is left in steps of this part of the baseline's peak."""
 NEIGHBOURS: Final = (-0.1, 0.1)
@@ -112,6 +114,7 @@ class RecordedUnit:
         followed: how many units have followed a plan of it and reached the predicted peak.
         detour_bytes: how many bytes units that also ran other operators held besides what the plan knows of, at most.
         baseline: what such units take without Lowtide.
+        nth: its number among the recordings of the run, from 1.
     """
 
     funcs: list[tuple[int, Any]]
@@ -131,6 +134,15 @@ class RecordedUnit:
     followed: int = 0
     detour_bytes: int = 0
     baseline: Baseline = Baseline()
+    nth: int = 1
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether better plans hardly pay: the run has many recordings, and units like this one may not come again.
+
+        Programs are for the first recording of a run, the second, the fourth, the eighth and so on, and for those that recur.
+        """
+        return bool(self.nth & (self.nth - 1)) and self.followed < RECURS
 
     @property
     def problem(self) -> Problem:
@@ -190,7 +202,7 @@ class RecordedUnit:
             size = budget_bytes + int(share * (budget_bytes - resident_bytes))
             state = self.front.at(size - shift, search=self.front.solve_seconds < NEIGHBOUR_SECONDS).state
             if state is not None and size - shift < self.problem.plain_peak:
-                extra = state.timeline.extra_seconds - self.saved_seconds
+                extra = state.extra_seconds - self.saved_seconds
                 found.append(Neighbour(budget_bytes=size, extra_seconds=extra))
         return tuple(found)
 

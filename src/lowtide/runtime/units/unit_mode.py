@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, final
 
-from lowtide.planning.unit.greedy import State
+from lowtide.planning.unit.state import State
 from lowtide.runtime.planned.mode import PlannedMode
 from lowtide.runtime.record.trace_recorder import TraceRecorder
 from lowtide.runtime.units.recorded_unit import RecordedUnit
