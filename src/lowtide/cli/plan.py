@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 _SQLITE = b"SQLite format 3\0"
 _ORDERS = ("best-order", "worst-order")
 """Strategies that choose the order of operators themselves, whatever order is given."""
-_CURVE = 13
+_CURVE = 20
 """Number of budgets on a curve."""
-_CURVE_TIME = 1.5
-"""The search for a curve may take this many times as long as the search for one budget."""
+_CURVE_TIME = 2.0
+"""The search for a curve may take this many times as long as the search for one budget, which comes on top."""
 
 _LARGEST_BLOCK = 1 << 30
 """Largest rounding that is accepted, bytes: no allocator rounds to larger blocks."""

@@ -13,7 +13,16 @@ from rich.table import Table
 
 from lowtide.base.units import format_bytes, format_seconds
 from lowtide.planning.graph import Graph
-from lowtide.planning.solver.figures import Decides, ModuleFigures, curve_json, decides_json, modules_json, profile, to_json
+from lowtide.planning.solver.figures import (
+    Decides,
+    ModuleFigures,
+    curve_json,
+    decides_json,
+    modules_json,
+    profile,
+    shadow_prices,
+    to_json,
+)
 from lowtide.planning.solver.solve import Answer
 from lowtide.planning.status import Status
 from lowtide.recording.rewrites.choose_levers import Planned
@@ -24,6 +33,7 @@ _ROWS: Final = 12
 """Modules listed in the terminal; the page lists up to three times as many."""
 _BAR: Final = 24
 """Characters of the longest bar of a curve."""
+_MIB = 1 << 20
 _POINTS: Final = 4000
 """Points that are drawn of a profile; a longer one is cut into that many stretches, each drawn by its highest point."""
 _SAID: Final = {
@@ -245,20 +255,21 @@ def _show_sets(sets: Sequence[Planned], chosen: Planned | None) -> None:
 def _show_curve(answers: Sequence[Answer]) -> None:
     """Print extra time against budget, with the proven bound next to it."""
     table = Table(title="extra time by budget", title_justify="left")
-    for head in ("budget", "peak", "extra", "bound"):
+    for head in ("budget", "peak", "extra", "bound", "1 MiB more saves"):
         table.add_column(head, justify="right")
     table.add_column("")
     most = max((a.extra_fraction for a in answers if a.status.has_plan), default=0.0) or 1.0
-    for a in answers:
+    for a, price in zip(answers, shadow_prices(answers), strict=True):
         budget = format_bytes(a.budget_bytes or 0)
         least = a.time_bound.seconds / (a.graph.base_seconds or 1.0)
         if not a.status.has_plan:
-            table.add_row(budget, "", a.status.value, f"{least:.2%}", "")
+            table.add_row(budget, "", a.status.value, f"{least:.2%}", "", "")
             continue
         full = round(_BAR * a.extra_fraction / most)
         sure = min(full, round(_BAR * least / most))
         bar = "█" * sure + "[dim]▒[/]" * (full - sure)
-        table.add_row(budget, format_bytes(a.timeline.peak_bytes), f"{a.extra_fraction:.2%}", f"{least:.2%}", bar)
+        saves = format_seconds(price * _MIB) if price else ""
+        table.add_row(budget, format_bytes(a.timeline.peak_bytes), f"{a.extra_fraction:.2%}", f"{least:.2%}", saves, bar)
     console().print(table)
 
 
@@ -280,8 +291,9 @@ def page(found: PlanReport, plain: Answer) -> str:
                 a.budget_bytes,
                 100 * a.extra_fraction if a.status.has_plan else None,
                 100 * a.time_bound.seconds / (answer.graph.base_seconds or 1.0),
+                None if price is None else 1000 * _MIB * price,
             ]
-            for a in reversed(found.curve)
+            for a, price in zip(reversed(found.curve), reversed(shadow_prices(found.curve)), strict=True)
         ],
     }
     return render(

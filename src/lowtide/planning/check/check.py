@@ -20,7 +20,7 @@ _OF_THE_PLAN = ("curve", "decides", "modules", "levers")
 """Fields of a whole solution that the points of its curve do not have."""
 _OF_A_POINT = frozenset((
     "status", "budget_bytes", "peak_bytes", "host_peak_bytes", "moved_bytes", "seconds", "wait_seconds", "extra_fraction",
-    "extra_seconds", "bound", "lowest_peak_bytes", "schedule",
+    "extra_seconds", "saves_seconds_per_byte", "bound", "lowest_peak_bytes", "schedule",
 ))
 """Fields that a point of a curve states itself; all others are taken from the whole file."""
 
@@ -52,7 +52,7 @@ def check(graph: Graph, solution: object, *, progress: Callable[[int, int], obje
         foreign = sorted(set(point) - _OF_A_POINT)
         texts = [f"a point of a curve may not have {', '.join(foreign)}"] if foreign else _wrong(graph, whole)
         wrong += [f"curve at {point.get('budget_bytes')}: {text}" for text in texts]
-    return wrong or _rises(curve)
+    return wrong or [*_rises(curve), *_mispriced(curve)]
 
 
 def is_solution(found: object) -> bool:
@@ -71,6 +71,32 @@ def _rises(curve: Sequence[Mapping[str, Any]]) -> list[str]:
         if any(b < a * (1 - SECONDS) for a, b in itertools.pairwise(values)):
             wrong.append(f"the curve's {name} fall with the budget")
     return wrong
+
+
+def _mispriced(curve: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Errors where a point says that one more byte saves other seconds than the curve's plans say together.
+
+    The highest convex curve below the plans passes, at a budget, the lowest line between a plan for no more and one for no
+    less; its slope there is the steepest way down from it to a plan for more.
+    """
+    plans = [(p["budget_bytes"], p["extra_seconds"]) for p in curve if p.get("extra_seconds") is not None]
+    wrong = []
+    for point in curve:
+        at, told = point["budget_bytes"], point.get("saves_seconds_per_byte")
+        if point.get("extra_seconds") is None or told is None:
+            if told is not None:
+                wrong.append(f"curve at {at}: a price without a plan")
+            continue
+        below = min(_between(a, b, at) for a in plans for b in plans if a[0] <= at <= b[0])
+        price = max((max(0.0, below - y) / (x - at) for x, y in plans if x > at), default=0.0)
+        if abs(told - price) * max(1, at) > SECONDS * max(1.0, below):
+            wrong.append(f"curve at {at}: saves_seconds_per_byte is {told}, but its plans say {price}")
+    return wrong
+
+
+def _between(a: tuple[int, float], b: tuple[int, float], x: int) -> float:
+    """The height at ``x`` of the line from ``a`` to ``b``."""
+    return a[1] if a[0] == b[0] else a[1] + (b[1] - a[1]) * (x - a[0]) / (b[0] - a[0])
 
 
 def _wrong(graph: Graph, solution: Mapping[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -131,15 +132,38 @@ def to_json(answer: Answer, *, strategy: str = "search", rounding_bytes: int = 1
     }
 
 
+def shadow_prices(answers: Sequence[Answer]) -> list[float | None]:
+    """What one more byte would save at each budget of a curve, in seconds; None where there is no plan.
+
+    The slope, to the right of each budget, of the highest convex curve below the plans: a plan that happens to be good or bad
+    does not make its neighbours' bytes look cheap or dear. 0 at the highest budget.
+    """
+    hull: list[tuple[int, float]] = []
+    for x, y in sorted((a.budget_bytes or 0, a.extra_seconds) for a in answers if a.status.has_plan):
+        if hull and x == hull[-1][0]:
+            continue  # the cheaper of two plans for one budget came first
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], (x, y)):
+            hull.pop()
+        hull.append((x, y))
+    slopes = [(b[0], max(0.0, -_slope(a, b))) for a, b in itertools.pairwise(hull)]
+    return [
+        next((s for end, s in slopes if (a.budget_bytes or 0) < end), 0.0) if a.status.has_plan else None for a in answers
+    ]
+
+
+def _slope(a: tuple[int, float], b: tuple[int, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])
+
+
 def curve_json(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """The ``curve`` key: the full plan for each budget, so that it can be verified."""
-    return [_point(answer) for answer in answers]
+    """The ``curve`` key: the full plan for each budget, so that it can be verified, and what one more byte would save."""
+    return [_point(answer, price) for answer, price in zip(answers, shadow_prices(answers), strict=True)]
 
 
-def _point(answer: Answer) -> dict[str, Any]:
+def _point(answer: Answer, price: float | None) -> dict[str, Any]:
     told = to_json(answer)
     extra = answer.extra_seconds if answer.status.has_plan else None
-    return {key: told[key] for key in _OF_A_POINT} | {"extra_seconds": extra}
+    return {key: told[key] for key in _OF_A_POINT} | {"extra_seconds": extra, "saves_seconds_per_byte": price}
 
 
 def decides_json(graph: Graph, why: Decides) -> dict[str, Any]:

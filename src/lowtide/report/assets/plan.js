@@ -32,14 +32,19 @@
     hooks: {draw: [line("budget", data.budget, "#b42318", "right"), line("minimum", data.floor, "#0a7a3c", "left")]},
   }, joined, document.getElementById("profile"));
   if (data.curve.length < 2) { document.getElementById("curve-part").remove(); return; }
+  const price = (u, v) => v == null ? "" : `${v.toPrecision(3)} ms`;
   const percent = (u, v) => v == null ? "" : `${v.toFixed(2)} %`;
   new uPlot({
     width: Math.min(900, width()), height: 300, scales: {x: {time: false}},
-    axes: [{values: (u, ticks) => ticks.map(size), incrs: binary, space: 90}, {values: (u, ticks) => ticks.map((t) => `${t} %`)}],
+    axes: [
+      {values: (u, ticks) => ticks.map(size), incrs: binary, space: 90}, {values: (u, ticks) => ticks.map((t) => `${t} %`)},
+      {scale: "price", side: 1, size: 70, grid: {show: false}, values: (u, ticks) => ticks.map((t) => `${t} ms`)},
+    ],
     series: [
       {label: "budget", value: (u, v) => v == null ? "" : size(v)},
       {label: "plan", stroke: "#1f6fb2", width: 2, points: {show: true, size: 6}, value: percent},
       {label: "bound", stroke: "#0a7a3c", fill: "#0a7a3c18", width: 1.5, dash: [5, 4], value: percent},
+      {label: "1 MiB more saves", scale: "price", stroke: "#b45309", width: 1, dash: [2, 3], points: {show: false}, value: price},
     ],
-  }, [data.curve.map((c) => c[0]), data.curve.map((c) => c[1]), data.curve.map((c) => c[2])], document.getElementById("curve"));
+  }, [0, 1, 2, 3].map((k) => data.curve.map((c) => c[k])), document.getElementById("curve"));
 })();
