@@ -16,13 +16,14 @@ import zoo
 from harness import TOLERANCE_BYTES, above_of, budgeted, heap, kept, live_now, plain_of
 from lowtide.runtime.device import file_tier
 from lowtide.runtime.device.offload import Shared
-from lowtide.runtime.control import plan_choice
+from lowtide.runtime.control import plan_choice, unit_start
 from lowtide.runtime.planned import timing
 from lowtide.runtime.agent.measured_run import Plain
 from lowtide.planning.unit import bound
 from lowtide.planning.unit.problem import Bandwidth, Problem
 from lowtide.planning.unit.plan_file import dropped_sites
 from lowtide.planning.unit.solve import Front
+from lowtide.planning.unit.state import State
 from lowtide.report.terminal import show_outcome
 from torch import nn
 from torch.nn import functional as F
@@ -473,13 +474,13 @@ def _timed(monkeypatch: pytest.MonkeyPatch, again: float, bytes_per_second: floa
     """Make a planned step's stopwatch report the given seconds per operator and transfer speed."""
     true = timing.Stopwatch.problem
 
-    def problem(self: timing.Stopwatch, recorded: Problem, funcs: Sequence[tuple[int, Any]]) -> Problem:
+    def problem(self: timing.Stopwatch, recorded: Problem, funcs: Sequence[tuple[int, Any]], *, warm: bool = False) -> Problem:
         assert len(self.forward) == len(funcs)
         assert self.again or self.written
         self.again = {i: [again] for i in range(len(self.forward))}
         self.written = [(size, size / bytes_per_second) for size, _ in self.written]
         self.read = [(size, size / bytes_per_second) for size, _ in self.read]
-        return true(self, recorded, funcs)
+        return true(self, recorded, funcs, warm=warm)
 
     monkeypatch.setattr(timing, "LEAST_BYTES", 1)
     monkeypatch.setattr(timing.Stopwatch, "problem", problem)
@@ -509,6 +510,38 @@ def test_seconds_of_a_warm_step_replace_the_recorded_ones(
     assert run.outcome.plan.extra_seconds == pytest.approx(again, rel=1e-2)  # the interception takes microseconds more
 
 
+def test_prices_that_are_measured_later_change_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law: with equal bits, within the budget. By the clock of the second planned step the first layers are dear to run again; by
+    that of a later one they are the cheapest.
+    """
+    dear, plans = iter((1.0, 1e-6)), []
+    true, compiled = timing.Stopwatch.problem, unit_start.compile_script
+
+    def problem(self: timing.Stopwatch, recorded: Problem, funcs: Sequence[tuple[int, Any]], *, warm: bool = False) -> Problem:
+        price = next(dear, 1e-6)
+        early = [event < len(funcs) // 2 for event, _ in funcs]
+        self.again = {i: [price if early[i] else 1e-3] for i in range(len(self.forward))}
+        return true(self, recorded, funcs, warm=warm)
+
+    def noted(recorded: Problem, state: State, *rest: Any, **how: Any) -> Any:
+        plans.append({recorded.trace.buffers[v].born for v, _ in state.decisions})
+        return compiled(recorded, state, *rest, **how)
+
+    monkeypatch.setattr(timing.Stopwatch, "problem", problem)
+    monkeypatch.setattr(unit_start, "compile_script", noted)
+    reference = plain_of(zoo.gpt_eager, 10)
+    run = budgeted(zoo.gpt_eager, above_of(reference, 0.75), 10, offload=False)
+    assert run.bits == reference.bits
+    assert kept(run), run.over
+    first, second = (sum(plan) / len(plan) for plan in plans[-2:])
+    assert second < first, "values that are dropped are earlier ones now"
+    plan = run.outcome.plan
+    assert plan is not None
+    assert plan.measured_extra_seconds is not None
+    assert plan.measured_extra_seconds > 0
+    assert plan.to_json()["measured_extra_seconds"] == plan.measured_extra_seconds
+
+
 @pytest.mark.long
 def test_steps_that_follow_a_plan_do_no_planning(monkeypatch: pytest.MonkeyPatch) -> None:
     """The terms of a bound used to be gathered again in every step (25 to 45 ms), and a plan was written out that nothing
@@ -529,7 +562,7 @@ def test_steps_that_follow_a_plan_do_no_planning(monkeypatch: pytest.MonkeyPatch
         counts.update(gathered=0, written=0)
         run = budgeted(zoo.gpt_eager, above_of(plain_of(zoo.gpt_eager, STEPS), 0.5), steps)
         assert run.outcome.steps[-1].policy == "planned"
-        assert 0 < counts["gathered"] <= 3 * bound._EVENTS_TRIED, "of the cold recording, a warm one, one timed anew"
+        assert 0 < counts["gathered"] <= 4 * bound._EVENTS_TRIED, "of the cold recording, a warm one, two timed anew"
         assert counts["written"] <= 1, "for the warm recording"
 
 

@@ -9,7 +9,8 @@ import itertools
 import pytest
 from lowtide.runtime.device import file_tier, offload
 from lowtide.runtime.planned.timing import Stopwatch
-from lowtide.planning.unit.problem import Bandwidth
+from lowtide.planning.unit.problem import Bandwidth, Problem
+from lowtide.base.trace import Buffer, Op, Phase, Site, Trace
 
 SLOW = Bandwidth(write=1e6, read=1e6, read_fresh=1e6)
 
@@ -63,3 +64,24 @@ def test_what_the_interception_adds_is_measured_apart() -> None:
     assert watch.replay_seconds(1.0) == pytest.approx(6e-5)
     assert watch.fetch_seconds(1.0) == pytest.approx(4e-5)
     assert (Stopwatch().replay_seconds(5e-5), Stopwatch().fetch_seconds(4e-5)) == (5e-5, 4e-5)
+
+
+def test_what_a_plan_took_is_all_that_it_does() -> None:
+    """Operators that run again, transfers, and the interception of both."""
+    watch = Stopwatch(
+        again={0: [1.0, 2.0], 3: [4.0]}, written=[(10, 8.0)], read=[(10, 16.0)], recording=[32.0], noting=[64.0], serving=[(1, 128.0)],
+    )
+    assert watch.extra_seconds == 255.0
+
+
+def test_an_operator_takes_the_least_that_warm_units_measured() -> None:
+    """Of a cold recording, replays replace the seconds whatever they are; of one that was timed before, only if they are less."""
+    op = Op(site=Site("net", "op", 0), phase=Phase.FORWARD, seconds=2.0, inside_bytes=1, reads=(), writes=(0,))
+    buffer = Buffer(bytes=1, born=0, slot=0, held_until=0, released=0, counted=True, movable=False)
+    trace = Trace(
+        base_bytes=0, resident_bytes=0, events=(op,), buffers=(buffer,), saves=(), other_bytes=(0,), spike_bytes=(0,), backward_event=1,
+    )
+    problem = Problem(trace=trace, base_bytes=0)
+    for measured, warm, expected in ((3.0, False, 3.0), (3.0, True, 2.0), (1.0, True, 1.0)):
+        found = Stopwatch(forward=[measured], again={0: [measured]}).problem(problem, [(0, None)], warm=warm)
+        assert found.seconds == expected

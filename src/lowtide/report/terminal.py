@@ -23,6 +23,8 @@ PARTS = 3
 """How many parts of the minimum are shown."""
 WELL_ABOVE = 0.02
 """The lowest plan found is shown if it is above the minimum by more than this share of it."""
+MISSED_SHARE, MISSED_OF_STEP = 0.2, 0.01
+"""Measured extra time is shown beside predicted if the two differ by more than this share of it, and of the step."""
 
 
 class _Patient(Console):
@@ -79,7 +81,7 @@ def show_outcome(outcome: RunOutcome) -> None:
             f"predicted; measured {format_bytes(measured)}",
         )
         extra, share = plan.extra_seconds, abs(plan.extra_seconds) / max(plan.baseline_step_seconds, 1e-9)
-        bound = f"no plan needs less than {format_seconds(plan.bound_extra_seconds)}"
+        bound = f"by this model of time no plan needs less than {format_seconds(plan.bound_extra_seconds)}"
         if extra < 0:
             bound = "the script's own checkpoints recompute more than the budget needs"
         table.add_row(
@@ -87,6 +89,7 @@ def show_outcome(outcome: RunOutcome) -> None:
             format_seconds(abs(extra)),
             f"predicted, {share:.1%} of the recorded {unit}; {bound}",
         )
+        _add_measured(table, plan)
     for neighbour in outcome.neighbours:
         told = f"{'saved' if neighbour.extra_seconds < 0 else 'extra'} time, predicted, with that budget"
         table.add_row(f"with {format_bytes(neighbour.budget_bytes)}", format_seconds(abs(neighbour.extra_seconds)), told)
@@ -98,6 +101,15 @@ def show_outcome(outcome: RunOutcome) -> None:
         table.add_row("optimization", lever.name, lever.text if lever.used else f"not used: {lever.text}")
     out.print(table)
     _remark(out, outcome, reasons)
+
+
+def _add_measured(table: Table, plan: PlanFigures) -> None:
+    """What recomputing and offloading took in a step that was timed, where that differs much from what is predicted."""
+    predicted, measured = plan.extra_seconds, plan.measured_extra_seconds
+    if predicted is None or measured is None or predicted < 0:
+        return
+    if abs(measured - predicted) > max(MISSED_SHARE * predicted, MISSED_OF_STEP * plan.baseline_step_seconds):
+        table.add_row("", format_seconds(max(0.0, measured)), "measured in the step timed last, interception included")
 
 
 def _add_peaks(table: Table, outcome: RunOutcome) -> None:

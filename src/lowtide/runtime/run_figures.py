@@ -104,6 +104,7 @@ class PlanFigures:
     """What the plan in force predicts for a step; predictions are None if no plan was found.
 
     ``minimum`` says what the bound on the peak consists of; None if no forward and its backward set that.
+    ``measured_extra_seconds`` is what the plan's recomputing and offloading took in a step that was timed; None if none was.
     """
 
     predicted_peak_bytes: int | None
@@ -118,6 +119,7 @@ class PlanFigures:
     status: str
     solve_seconds: float
     minimum: MinimumAccount | None = None
+    measured_extra_seconds: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The ``plan`` object of the JSON file."""
@@ -129,6 +131,7 @@ class PlanFigures:
             "predicted_step_seconds": self.predicted_step_seconds,
             "baseline_step_seconds": self.baseline_step_seconds,
             "extra_seconds": self.extra_seconds,
+            "measured_extra_seconds": self.measured_extra_seconds,
             "lowest_peak_bytes": self.lowest_peak_bytes,
             "solve_seconds": self.solve_seconds,
             "bound": {

@@ -35,6 +35,7 @@ def figures_of(
         resident_bytes: bytes of parameters, buffers and optimizer states.
     """
     state, seconds, saved = solution.state, entry.problem.seconds, entry.saved_seconds
+    measured = entry.measured_seconds(state)
     return PlanFigures(
         predicted_peak_bytes=None if state is None else state.peak_bytes + shift_bytes,
         baseline_peak_bytes=baseline_bytes,
@@ -48,6 +49,7 @@ def figures_of(
         status=solution.status.value,
         solve_seconds=solution.solve_seconds,
         minimum=entry.front.minimum.moved(certain_bytes),
+        measured_extra_seconds=None if measured is None else measured - saved,
     )
 
 
@@ -72,6 +74,7 @@ def resized(figures: PlanFigures, resizing: Resizing, base_bytes: int) -> PlanFi
         bound_peak_bytes=min(figures.bound_peak_bytes, figures.resident_bytes),
         lowest_peak_bytes=lowest,
         minimum=None,
+        measured_extra_seconds=None,
     )
 
 

@@ -11,7 +11,7 @@ from lowtide.planning.unit.state import State
 from lowtide.runtime.budget import Budget
 from lowtide.runtime.control.interception import Interception
 from lowtide.runtime.control.step_audit import StepAudit
-from lowtide.runtime.planned.timing import MATTERS_SHARE, Stopwatch
+from lowtide.runtime.planned.timing import MATTERS_LATER_SHARE, MATTERS_SHARE, OTHERS_SHARE, Stopwatch, changed_seconds
 from lowtide.runtime.record.trace_recorder import TraceRecorder
 from lowtide.runtime.units.knowledge import Knowledge
 from lowtide.runtime.units.recorded_unit import RecordedUnit, near
@@ -138,13 +138,16 @@ class UnitReview:
             self._knowledge.recordings.surprised(kind, decidedly=not near(peak, self._budget.bytes, peak))
 
     def _retime(self, entry: RecordedUnit, state: State, stopwatch: Stopwatch) -> None:
-        """Solve again with the seconds of a warm step, if the plan's extra time differs from what was recorded."""
+        """Solve again with the seconds of a warm step, if the plan's extra time differs from what was measured before."""
         evictor = self._interception.evictor
         evictor.learn(stopwatch.bandwidth(evictor.bandwidth))
         evictor.replay_seconds = stopwatch.replay_seconds(evictor.replay_seconds)
         evictor.fetch_seconds = stopwatch.fetch_seconds(evictor.fetch_seconds)
-        problem = stopwatch.problem(entry.problem, entry.funcs)
+        problem = stopwatch.problem(entry.problem, entry.funcs, warm=entry.timed > 0)
         again = State.of(problem, state.decisions)
         change = abs(again.extra_seconds - state.extra_seconds)
-        if change > MATTERS_SHARE * problem.seconds:
+        matters = (MATTERS_LATER_SHARE if entry.timed else MATTERS_SHARE) * problem.seconds
+        if change > matters or changed_seconds(entry.problem, problem) > OTHERS_SHARE * problem.seconds:
             entry.front = entry.front.retimed(problem, again)
+        entry.timed += 1
+        entry.measured = state.decisions, stopwatch.extra_seconds

@@ -7,6 +7,7 @@ import threading
 import weakref
 from typing import Final, final
 
+from lowtide.planning.unit.state import State
 from lowtide.runtime.budget import SLACK_BYTES, Budget
 from lowtide.runtime.control.interception import Interception
 from lowtide.runtime.control.plan_choice import PlanChoice
@@ -24,6 +25,7 @@ from lowtide.runtime.planned.timing import Stopwatch
 from lowtide.runtime.record.quiet_recorders import OwnershipTracker
 from lowtide.runtime.record.trace_recorder import TraceRecorder
 from lowtide.runtime.units.knowledge import Knowledge
+from lowtide.runtime.units.recorded_unit import RecordedUnit
 from lowtide.runtime.units.unit import Unit
 from lowtide.runtime.units.unit_mode import (
     Diverged,
@@ -35,8 +37,10 @@ from lowtide.runtime.units.unit_mode import (
     Unmonitored,
 )
 
-CLOCKED: Final = 1
-"""Units that must have followed their recording before the next one is timed: by then the offload tier's pages are warm."""
+CLOCKED: Final = frozenset(4**k for k in range(8))
+"""A unit is timed once so many followed their recording: the second, when the offload tier's pages are warm, then fewer."""
+CHANGED: Final = 3
+"""Plans that timing led to are timed at once, too: so many."""
 TRUSTED: Final = 4
 """Units that must have followed their recording before one whose plan drops nothing is no longer watched at all."""
 
@@ -124,7 +128,7 @@ class UnitStart:
         script, interception, state = self._compiled(how), self._interception, how.solution.state
         assert state is not None
         resized = how.resizing is not None
-        clocked = how.entry.followed == CLOCKED and state.decisions and not (interception.tier.overlaps or resized)
+        clocked = self._is_due(how.entry, state) and state.decisions and not (interception.tier.overlaps or resized)
         run = PlannedRun(script, interception.evictor.tally, interception.tier, Stopwatch() if clocked else None)
         cap = room = limit = None
         if self._budget.bytes and interception.meter.capped and interception.evictor.moves:
@@ -138,6 +142,12 @@ class UnitStart:
             refusals=Refusals(interception.meter), resized=resized, gate=self._gate(script, limit) if gated else None,
             thread=threading.get_ident() if on_host else 0,
         )
+
+    @staticmethod
+    def _is_due(entry: RecordedUnit, state: State) -> bool:
+        """Whether a unit that follows a plan is to be timed."""
+        changed = 0 < entry.timed <= CHANGED and entry.measured_seconds(state) is None
+        return changed or entry.followed in CLOCKED
 
     def _gate(self, script: CompiledPlan, limit: int | None) -> Gate | None:
         """A gate for a unit that follows a plan under a cap of ``limit`` bytes; None where there is none."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, final
 
 from lowtide.base.trace import Trace
-from lowtide.planning.unit.problem import Problem
+from lowtide.planning.unit.problem import Away, Key, Problem
 from lowtide.planning.unit.solve import Front
 from lowtide.planning.unit.state import State
 from lowtide.runtime.planned.compiled_plan import CompiledPlan
@@ -114,6 +114,8 @@ class RecordedUnit:
         followed: how many units have followed a plan of it and reached the predicted peak.
         detour_bytes: how many bytes units that also ran other operators held besides what the plan knows of, at most.
         baseline: what such units take without Lowtide.
+        timed: how many units that followed a plan of it were timed.
+        measured: the decisions that the last of them followed, and what these took, in seconds.
         nth: its number among the recordings of the run, from 1.
     """
 
@@ -134,6 +136,8 @@ class RecordedUnit:
     followed: int = 0
     detour_bytes: int = 0
     baseline: Baseline = Baseline()
+    timed: int = 0
+    measured: tuple[dict[Key, Away], float] | None = None
     nth: int = 1
 
     @property
@@ -143,6 +147,11 @@ class RecordedUnit:
         Programs are for the first recording of a run, the second, the fourth, the eighth and so on, and for those that recur.
         """
         return bool(self.nth & (self.nth - 1)) and self.followed < RECURS
+
+    def measured_seconds(self, state: State | None) -> float | None:
+        """What the decisions of a plan took when a unit that followed them was timed; None if none was."""
+        known = state is not None and self.measured is not None and self.measured[0] == state.decisions
+        return self.measured[1] if known and self.measured is not None else None
 
     @property
     def problem(self) -> Problem:
